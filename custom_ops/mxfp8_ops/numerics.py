@@ -1,0 +1,284 @@
+"""Quantize, dequantize and GEMM in NumPy: the truth every other implementation is tested against.
+
+Written to be read, not to be fast. `cpu.py` has the same functions with the same signatures, natively.
+
+Elements and scales are `uint8` arrays that hold the codes; see `formats.py` for what the codes mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_ops import formats
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_BIAS, SCALE_NAN, ElementFormat
+
+Array = npt.NDArray[Any]
+Codes = npt.NDArray[np.uint8]
+
+VALUE_DTYPES: Final = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The dtypes of unquantized tensors, by name."""
+
+
+def quantize(
+    x: Array, *, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil"
+) -> tuple[Codes, Codes]:
+    """Returns (elements, scales): `x` in blocks of 32 along `axis`, each with one power-of-two scale.
+
+    Per block: amax -> scale code s (`formats.SCALE_ROUNDINGS`), clamped to 0..254; then every value times
+    2^(127 - s), rounded to nearest even, saturating. An all-zero block has s = 0. A NaN or Inf anywhere in a
+    block gives s = 255 and 32 NaN elements: bad values surface.
+
+    Args:
+        x: [..., K, ...] float32, float16 or bfloat16. The last block may be partial (as if zero-padded).
+        axis: the blocked axis (that of length K).
+        element_format: "e4m3" or "e5m2".
+        scale_rounding: "ceil", "floor" or "even".
+
+    Returns:
+        elements: uint8, the shape of `x`.
+        scales: uint8, the shape of `x` with K replaced by ceil(K / 32).
+
+    Raises:
+        ShapeError: wrong dtype, a scalar, or no such axis.
+        ContractError: unknown format or rounding.
+
+    Source: OCP MX v1.0 section 6.3; the "ceil" rule from NVIDIA's "Recipes for Pre-training LLMs with MXFP8".
+    """
+    fmt = formats.element_format(element_format)
+    increment = formats.scale_increment(fmt, scale_rounding)
+    check_value_dtype("quantize", x.dtype)
+    axis = normalize_axis("quantize", x.ndim, axis)
+    values = np.moveaxis(x, axis, -1).astype(np.float32)
+    k = values.shape[-1]
+    blocks = np.zeros((*values.shape[:-1], scale_count(k), BLOCK_SIZE), np.float32)
+    blocks.reshape(*values.shape[:-1], -1)[..., :k] = values
+
+    # Magnitudes order as their bits do, and NaN (above Inf) wins the maximum by itself.
+    amax_bits = (blocks.view(np.uint32) & 0x7FFFFFFF).max(-1, initial=0).astype(np.int64)
+    finite = amax_bits < 0x7F800000
+    scales = np.clip(((amax_bits + increment) >> 23) - fmt.emax, 0, 254)
+    inverse = np.ldexp(np.float32(1), SCALE_BIAS - scales).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        elements = encode(blocks * inverse[..., None], fmt)
+    elements[~finite] = ELEMENT_NAN
+    scales = np.where(finite, scales, SCALE_NAN).astype(np.uint8)
+
+    elements = elements.reshape(*values.shape[:-1], -1)[..., :k]
+    return np.ascontiguousarray(np.moveaxis(elements, -1, axis)), np.ascontiguousarray(np.moveaxis(scales, -1, axis))
+
+
+def dequantize(
+    elements: Codes, scales: Codes, *, axis: int = -1, element_format: str = "e4m3", dtype: str = "float32"
+) -> Array:
+    """Returns the values that (elements, scales) stand for; exact in float32 wherever float32 can hold them.
+
+    Args:
+        elements: uint8 [..., K, ...].
+        scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
+        axis: the blocked axis.
+        element_format: "e4m3" or "e5m2".
+        dtype: "float32", "float16" or "bfloat16"; the latter two are rounded from float32.
+
+    Raises:
+        ShapeError: the scales do not fit the elements.
+        ContractError: unknown format.
+    """
+    fmt = formats.element_format(element_format)
+    axis = normalize_axis("dequantize", elements.ndim, axis)
+    k = elements.shape[axis]
+    expected = (*elements.shape[:axis], scale_count(k), *elements.shape[axis + 1 :])
+    if scales.shape != expected:
+        raise ShapeError(
+            f"dequantize: scales have shape {scales.shape}; expected {expected} for elements {elements.shape} "
+            f"blocked along axis {axis}; pass the scales quantize returned"
+        )
+    per_value = np.repeat(decode_scale(scales), BLOCK_SIZE, axis).take(range(k), axis)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = decode(elements, fmt) * per_value
+        return values.astype(value_dtype(dtype))
+
+
+def gemm(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+) -> Array:
+    """Returns dequantize(a) @ dequantize(b).T + bias, with the sums in float64.
+
+    Other implementations accumulate in float32, in any order: they differ from this by at most
+    `gemm_error_bound`.
+
+    Args:
+        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
+        a_scales: uint8 [..., M, ceil(K / 32)].
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
+        b_scales: uint8 [..., N, ceil(K / 32)].
+        bias: float32 [N], or None.
+        a_format: element format of `a`.
+        b_format: element format of `b`.
+        dtype: of the result: "float32", "float16" or "bfloat16".
+
+    Returns:
+        [..., M, N].
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format.
+    """
+    return weight_gemm(dequantize(a, a_scales, element_format=a_format), b, b_scales, bias, b_format=b_format, dtype=dtype)
+
+
+def weight_gemm(
+    x: Array,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+) -> Array:
+    """Returns x @ dequantize(b).T + bias, with the sums in float64.
+
+    Args:
+        x: [..., M, K] (or [K]) float32, float16 or bfloat16, used as it is.
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `x`.
+        b_scales: uint8 [..., N, ceil(K / 32)].
+        bias: float32 [N], or None.
+        b_format: element format of `b`.
+        dtype: of the result: "float32", "float16" or "bfloat16".
+
+    Returns:
+        [..., M, N].
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format.
+    """
+    check_value_dtype("gemm", x.dtype)
+    check_gemm_shapes("gemm", x.shape, b.shape, None if bias is None else bias.shape)
+    weight = dequantize(b, b_scales, element_format=b_format)
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = x.astype(np.float64) @ np.swapaxes(weight, -1, -2).astype(np.float64)
+        if bias is not None:
+            y = y + bias.astype(np.float64)
+        return np.asarray(y, np.float32).astype(value_dtype(dtype))
+
+
+def gemm_error_bound(x: Array, weight: Array, dtype: str = "float32") -> npt.NDArray[np.float64]:
+    """Returns how far a correct float32-accumulating x @ weight.T may be from the float64 result, per output.
+
+    The classic forward bound gamma_K * sum |x||w| with gamma_K = K * u, u = 2^-24 (Higham, Accuracy and Stability
+    of Numerical Algorithms, section 3.1; two extra roundings for the bias and the final store), plus half a unit
+    in the last place of the result's dtype.
+
+    Args:
+        x: [..., M, K] dequantized values.
+        weight: [..., N, K] dequantized values.
+        dtype: of the result being judged.
+    """
+    magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
+    bound = (x.shape[-1] + 2) * 2.0**-24 * magnitude
+    store = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    tiny = {"float32": 0.0, "float16": 2.0**-25, "bfloat16": 0.0}[dtype]
+    return bound * (1 + store) + store * magnitude + tiny
+
+
+def encode(x: npt.NDArray[np.float32], fmt: ElementFormat) -> Codes:
+    """Returns the codes of float32 values in `fmt`: round to nearest even, saturating, NaN -> 0x7f, -0 stays -0."""
+    bits = x.view(np.uint32)
+    sign = ((bits >> 24) & 0x80).astype(np.uint8)
+    magnitude = (bits & 0x7FFFFFFF).astype(np.int64)
+    # Normal elements: rebias the exponent, then round away the low mantissa bits, half to even.
+    shift = 23 - fmt.mantissa_bits
+    rebased = magnitude - ((127 - fmt.bias) << 23)
+    normal = (rebased + (1 << (shift - 1)) - 1 + ((rebased >> shift) & 1)) >> shift
+    # Subnormal elements: multiples of min_subnormal. rint rounds half to even; a carry gives the first normal.
+    with np.errstate(over="ignore", invalid="ignore"):
+        subnormal = np.rint(np.minimum(np.abs(x), np.float32(1)) / np.float32(fmt.min_subnormal))
+    first_normal = (128 - fmt.bias) << 23  # bits of 2^(1 - bias), the smallest normal element
+    codes = np.where(magnitude < first_normal, np.nan_to_num(subnormal).astype(np.int64), normal)
+    codes = np.minimum(codes, fmt.max_code).astype(np.uint8) | sign
+    return np.where(magnitude > 0x7F800000, np.uint8(ELEMENT_NAN), codes).astype(np.uint8)
+
+
+def decode(codes: Codes, fmt: ElementFormat) -> npt.NDArray[np.float32]:
+    """Returns the float32 values of element codes."""
+    code = np.arange(256)
+    exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
+    mantissa = code & ((1 << fmt.mantissa_bits) - 1)
+    # Exponent field 0 is subnormal: no implicit leading one, and the exponent of field 1.
+    significand = mantissa + np.where(exponent > 0, 1 << fmt.mantissa_bits, 0)
+    values = np.ldexp(significand.astype(np.float32), np.maximum(exponent, 1) - fmt.bias - fmt.mantissa_bits)
+    special = code & 0x7F
+    values = np.where(special > fmt.max_code, np.float32(np.nan), values)
+    if fmt.max_code + 1 < ELEMENT_NAN:  # E5M2 keeps the IEEE infinity between its maximum and its NaNs
+        values = np.where(special == fmt.max_code + 1, np.float32(np.inf), values)
+    return np.where(code & 0x80, -values, values).astype(np.float32)[codes]
+
+
+def decode_scale(codes: Codes) -> npt.NDArray[np.float32]:
+    """Returns the float32 values 2^(s - 127) of E8M0 codes; 255 is NaN. Code 0 is 2^-127, a subnormal."""
+    values = np.ldexp(np.float32(1), codes.astype(np.int32) - SCALE_BIAS)
+    return np.where(codes == SCALE_NAN, np.float32(np.nan), values).astype(np.float32)
+
+
+def scale_count(k: int) -> int:
+    """Returns ceil(k / 32), the number of scales of `k` values."""
+    return -(-k // BLOCK_SIZE)
+
+
+def value_dtype(name: str) -> np.dtype[Any]:
+    """Returns the NumPy dtype called `name`.
+
+    Raises:
+        ShapeError: it is none of float32, float16, bfloat16.
+    """
+    try:
+        return VALUE_DTYPES[name]
+    except KeyError:
+        raise ShapeError(f"dtype: {name!r}; expected one of {', '.join(VALUE_DTYPES)}; cast the tensor first") from None
+
+
+def check_value_dtype(where: str, dtype: np.dtype[Any]) -> None:
+    """Raises ShapeError unless `dtype` is one of `VALUE_DTYPES`."""
+    if dtype.name not in VALUE_DTYPES:
+        raise ShapeError(f"{where}: dtype {dtype.name}; expected one of {', '.join(VALUE_DTYPES)}; cast the tensor first")
+
+
+def normalize_axis(where: str, ndim: int, axis: int) -> int:
+    """Returns `axis` as 0..ndim-1.
+
+    Raises:
+        ShapeError: there is no such axis.
+    """
+    if not -ndim <= axis < ndim:
+        raise ShapeError(f"{where}: axis {axis} of a {ndim}-D tensor; expected {-ndim} <= axis < {ndim}; correct the axis")
+    return axis % ndim
+
+
+def check_gemm_shapes(
+    where: str, x: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None
+) -> None:
+    """Raises ShapeError unless x [..., M, K], b [..., N, K] and bias [N] fit together."""
+    if len(x) < 1 or len(b) < 2 or x[-1] != b[-1]:
+        raise ShapeError(
+            f"{where}: operands {x} and {b}; expected [..., M, K] and [..., N, K] with the same K; "
+            "store the second operand with K last"
+        )
+    if bias is not None and bias != (b[-2],):
+        raise ShapeError(f"{where}: bias has shape {bias}; expected ({b[-2]},), one value per output column; reshape it")

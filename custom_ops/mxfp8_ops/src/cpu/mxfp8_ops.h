@@ -1,0 +1,65 @@
+// The C ABI of libmxfp8_ops: what cpu.py calls through ctypes, and what any other language may call.
+//
+// Every function has the meaning of its namesake in numerics.py. Pointers are to contiguous memory unless a stride is
+// given. A function returns 0, or a negative code below; it never throws, never allocates for its result, and keeps no
+// reference to its arguments. All are safe to call from several threads at once.
+#pragma once
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define MXFP8_API __declspec(dllexport)
+#else
+#define MXFP8_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Value dtypes and element formats carry their onnx.TensorProto.DataType codes, roundings their index in
+// formats.SCALE_ROUNDINGS.
+enum { MXFP8_FLOAT32 = 1, MXFP8_FLOAT16 = 10, MXFP8_BFLOAT16 = 16, MXFP8_E4M3 = 17, MXFP8_E5M2 = 19 };
+enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
+enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3 };
+
+// The version of the node contract these kernels implement (contract.VERSION).
+MXFP8_API int mxfp8_contract_version(void);
+
+// The instruction sets compiled in and usable on this machine, best first, comma-separated: "avx512_bf16,avx512,avx2,portable".
+MXFP8_API const char* mxfp8_isa_available(void);
+// The one in use. The environment variable MXFP8_ISA chooses one at load; mxfp8_isa_force changes it (tests do).
+MXFP8_API const char* mxfp8_isa(void);
+MXFP8_API int mxfp8_isa_force(const char* name);
+
+// x is [outer, K, inner], blocked along K. elements: the shape of x; scales: [outer, ceil(K/32), inner].
+// threads: how many threads to use, 0 for all cores.
+MXFP8_API int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int64_t inner, int element_format,
+                             int scale_rounding, uint8_t* elements, uint8_t* scales, int threads);
+
+MXFP8_API int mxfp8_dequantize(int element_format, const uint8_t* elements, const uint8_t* scales, int64_t outer, int64_t k,
+                               int64_t inner, int value_dtype, void* y, int threads);
+
+// One matrix product: a [M, K] x b [N, K] -> y [M, N], rows of y `y_stride` values apart. bias [N] or NULL.
+MXFP8_API int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
+                         const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
+                         int64_t y_stride, int threads);
+
+// The same with an unquantized x [M, K], rows `x_stride` values apart.
+MXFP8_API int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int b_format, const uint8_t* b,
+                                const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype,
+                                void* y, int64_t y_stride, int threads);
+
+// Packs a weight for the pass: quantizes along K and stores [N, K] elements, [N, ceil(K/32)] scales whichever way the
+// source lies. transposed == 0: w is [N, K]; 1: w is [K, N]; rows `w_stride` values apart.
+typedef struct {
+  double signal;            // sum of w^2
+  double noise;             // sum of (w - dequantized)^2
+  int64_t first_nonfinite;  // row-major index into the source [rows, cols] of the first NaN or Inf, -1 if none
+} mxfp8_pack_stats;
+MXFP8_API int mxfp8_pack(int value_dtype, const void* w, int64_t w_stride, int transposed, int64_t n, int64_t k,
+                         int element_format, int scale_rounding, uint8_t* elements, uint8_t* scales,
+                         mxfp8_pack_stats* stats, int threads);
+
+#ifdef __cplusplus
+}
+#endif
