@@ -1,0 +1,39 @@
+"""Rewrites exported models to MXFP8. Importing this loads no torch, no ONNX Runtime and no native code."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mxfp8_graph.api import rewrite as rewrite
+    from mxfp8_graph.plan import NothingEligibleError as NothingEligibleError
+    from mxfp8_graph.recipe import Recipe as Recipe
+    from mxfp8_graph.recipe import Rule as Rule
+    from mxfp8_graph.recipe import load_recipe as load_recipe
+    from mxfp8_graph.report import RewriteReport as RewriteReport
+    from mxfp8_graph.verify import verify as verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "rewrite": "api",
+    "NothingEligibleError": "plan",
+    "Recipe": "recipe",
+    "Rule": "recipe",
+    "load_recipe": "recipe",
+    "RewriteReport": "report",
+    "verify": "verify",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name from its module on first use, so that `import mxfp8_graph` stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mxfp8_graph' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"mxfp8_graph.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
