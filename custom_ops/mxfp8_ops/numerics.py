@@ -59,8 +59,9 @@ def quantize(
     axis = normalize_axis("quantize", x.ndim, axis)
     values = np.moveaxis(x, axis, -1).astype(np.float32)
     k = values.shape[-1]
-    blocks = np.zeros((*values.shape[:-1], scale_count(k), BLOCK_SIZE), np.float32)
-    blocks.reshape(*values.shape[:-1], -1)[..., :k] = values
+    padded = np.zeros((*values.shape[:-1], scale_count(k) * BLOCK_SIZE), np.float32)
+    padded[..., :k] = values
+    blocks = padded.reshape(*values.shape[:-1], scale_count(k), BLOCK_SIZE)
 
     # Magnitudes order as their bits do, and NaN (above Inf) wins the maximum by itself.
     amax_bits = (blocks.view(np.uint32) & 0x7FFFFFFF).max(-1, initial=0).astype(np.int64)
@@ -72,7 +73,7 @@ def quantize(
     elements[~finite] = ELEMENT_NAN
     scales = np.where(finite, scales, SCALE_NAN).astype(np.uint8)
 
-    elements = elements.reshape(*values.shape[:-1], -1)[..., :k]
+    elements = elements.reshape(padded.shape)[..., :k]
     return np.ascontiguousarray(np.moveaxis(elements, -1, axis)), np.ascontiguousarray(np.moveaxis(scales, -1, axis))
 
 
@@ -140,7 +141,9 @@ def gemm(
         ShapeError: shapes do not fit.
         ContractError: unknown format.
     """
-    return weight_gemm(dequantize(a, a_scales, element_format=a_format), b, b_scales, bias, b_format=b_format, dtype=dtype)
+    return weight_gemm(
+        dequantize(a, a_scales, element_format=a_format), b, b_scales, bias, b_format=b_format, dtype=dtype
+    )
 
 
 def weight_gemm(
@@ -179,23 +182,31 @@ def weight_gemm(
         return np.asarray(y, np.float32).astype(value_dtype(dtype))
 
 
-def gemm_error_bound(x: Array, weight: Array, dtype: str = "float32") -> npt.NDArray[np.float64]:
-    """Returns how far a correct float32-accumulating x @ weight.T may be from the float64 result, per output.
+def gemm_error_bound(
+    x: Array, weight: Array, dtype: str = "float32", bias: Array | None = None
+) -> npt.NDArray[np.float64]:
+    """Returns how far a correct float32-accumulating x @ weight.T + bias may be from the exact result, per output.
 
-    The classic forward bound gamma_K * sum |x||w| with gamma_K = K * u, u = 2^-24 (Higham, Accuracy and Stability
-    of Numerical Algorithms, section 3.1; two extra roundings for the bias and the final store), plus half a unit
-    in the last place of the result's dtype.
+    The classic forward bound gamma_K * (sum |x||w| + |bias|) with gamma_K = K * u, u = 2^-24 (Higham, Accuracy and
+    Stability of Numerical Algorithms, section 3.1; two extra roundings for the bias and the final store), which holds
+    for every order of the sum; plus K products that may underflow; plus half a unit in the last place of the result's
+    dtype. Compare with `gemm(..., dtype="float32")`: a reference rounded to 16 bits adds a rounding of its own.
 
     Args:
         x: [..., M, K] dequantized values.
         weight: [..., N, K] dequantized values.
         dtype: of the result being judged.
+        bias: [N], or None.
     """
     magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
-    bound = (x.shape[-1] + 2) * 2.0**-24 * magnitude
+    if bias is not None:
+        magnitude = magnitude + np.abs(bias.astype(np.float64))
+    k = x.shape[-1]
+    bound = (k + 2) * 2.0**-24 * magnitude + (k + 2) * 2.0**-150
+    # Half a unit in the last place: relative for normal numbers, absolute for subnormal ones.
     store = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
-    tiny = {"float32": 0.0, "float16": 2.0**-25, "bfloat16": 0.0}[dtype]
-    return bound * (1 + store) + store * magnitude + tiny
+    tiny = {"float32": 0.0, "float16": 2.0**-25, "bfloat16": 2.0**-134}[dtype]
+    return np.asarray(bound * (1 + store) + store * magnitude + tiny, np.float64)
 
 
 def encode(x: npt.NDArray[np.float32], fmt: ElementFormat) -> Codes:
@@ -233,7 +244,8 @@ def decode(codes: Codes, fmt: ElementFormat) -> npt.NDArray[np.float32]:
 
 def decode_scale(codes: Codes) -> npt.NDArray[np.float32]:
     """Returns the float32 values 2^(s - 127) of E8M0 codes; 255 is NaN. Code 0 is 2^-127, a subnormal."""
-    values = np.ldexp(np.float32(1), codes.astype(np.int32) - SCALE_BIAS)
+    with np.errstate(over="ignore"):  # the NaN code, replaced below
+        values = np.ldexp(np.float32(1), codes.astype(np.int32) - SCALE_BIAS)
     return np.where(codes == SCALE_NAN, np.float32(np.nan), values).astype(np.float32)
 
 
@@ -249,15 +261,18 @@ def value_dtype(name: str) -> np.dtype[Any]:
         ShapeError: it is none of float32, float16, bfloat16.
     """
     try:
-        return VALUE_DTYPES[name]
+        dtype: np.dtype[Any] = VALUE_DTYPES[name]
     except KeyError:
         raise ShapeError(f"dtype: {name!r}; expected one of {', '.join(VALUE_DTYPES)}; cast the tensor first") from None
+    return dtype
 
 
 def check_value_dtype(where: str, dtype: np.dtype[Any]) -> None:
     """Raises ShapeError unless `dtype` is one of `VALUE_DTYPES`."""
     if dtype.name not in VALUE_DTYPES:
-        raise ShapeError(f"{where}: dtype {dtype.name}; expected one of {', '.join(VALUE_DTYPES)}; cast the tensor first")
+        raise ShapeError(
+            f"{where}: dtype {dtype.name}; expected one of {', '.join(VALUE_DTYPES)}; cast the tensor first"
+        )
 
 
 def normalize_axis(where: str, ndim: int, axis: int) -> int:
@@ -267,13 +282,13 @@ def normalize_axis(where: str, ndim: int, axis: int) -> int:
         ShapeError: there is no such axis.
     """
     if not -ndim <= axis < ndim:
-        raise ShapeError(f"{where}: axis {axis} of a {ndim}-D tensor; expected {-ndim} <= axis < {ndim}; correct the axis")
+        raise ShapeError(
+            f"{where}: axis {axis} of a {ndim}-D tensor; expected {-ndim} <= axis < {ndim}; correct the axis"
+        )
     return axis % ndim
 
 
-def check_gemm_shapes(
-    where: str, x: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None
-) -> None:
+def check_gemm_shapes(where: str, x: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None) -> None:
     """Raises ShapeError unless x [..., M, K], b [..., N, K] and bias [N] fit together."""
     if len(x) < 1 or len(b) < 2 or x[-1] != b[-1]:
         raise ShapeError(
@@ -281,4 +296,6 @@ def check_gemm_shapes(
             "store the second operand with K last"
         )
     if bias is not None and bias != (b[-2],):
-        raise ShapeError(f"{where}: bias has shape {bias}; expected ({b[-2]},), one value per output column; reshape it")
+        raise ShapeError(
+            f"{where}: bias has shape {bias}; expected ({b[-2]},), one value per output column; reshape it"
+        )
