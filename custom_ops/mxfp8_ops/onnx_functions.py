@@ -1,0 +1,319 @@
+"""The nodes of `contract.py` as ONNX model-local functions made of standard ops.
+
+A model that carries them runs in any ONNX Runtime, with no library: the runtime inlines the body. Where our library
+is registered, its kernel of the same name wins. MXFP8Quantize and MXFP8Dequantize give the bytes of `numerics`; the
+gemms accumulate in float32 and stay within `numerics.gemm_error_bound`.
+
+Every body works on a tensor [..., K, ...] reshaped to blocks [P, ceil(K / 32), 32, Q]: P is the product of the
+dimensions before the blocked axis, Q of those after it (1 when the axis is the last). No transpose is needed, and no
+op touches float8 except Cast: ONNX Runtime has no float8 Slice, Concat, Gather or Pad. Weights that are initializers
+are decoded once, when the session is made: from then on they take the memory, and the time, of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from onnx import AttributeProto, FunctionProto, NodeProto, TensorProto, helper, numpy_helper
+
+from mxfp8_ops import contract, numerics
+from mxfp8_ops.contract import Op
+from mxfp8_ops.errors import ContractError
+from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, SCALE_BIAS, SCALE_NAN, SCALE_ROUNDINGS, scale_increment
+
+BITCAST_OPSET: Final = 26
+"""First opset with BitCast. Below it, exponents are found by comparison instead."""
+
+_LAST: Final = -1
+_END: Final = np.iinfo(np.int64).max
+
+
+def functions(opset: int, ops: Iterable[str] = tuple(contract.OPS)) -> list[FunctionProto]:
+    """Returns the function bodies of `ops`, in the order given, for a model whose default domain is at `opset`.
+
+    ONNX Runtime resolves an inlined body at the opset of the model and ignores the function's own import, so generate
+    the bodies for the opset the model has. Attach them with `model.functions.extend(...)`, and import the domain
+    `contract.DOMAIN` at `contract.VERSION`.
+
+    Args:
+        opset: version of the default domain the model imports, at least `contract.MIN_OPSET`.
+        ops: names of nodes in `contract.OPS`.
+
+    Raises:
+        ContractError: the opset is too low, or there is no such node.
+    """
+    if opset < contract.MIN_OPSET:
+        raise ContractError(
+            f"functions: opset {opset}; expected at least {contract.MIN_OPSET}; "
+            "convert the model up with onnx.version_converter"
+        )
+    return [_function(name, opset) for name in ops]
+
+
+def _function(name: str, opset: int) -> FunctionProto:
+    if name not in _BODIES:
+        raise ContractError(f"functions: no node {name!r}; expected one of {', '.join(_BODIES)}; correct the name")
+    op = contract.OPS[name]
+    body = _Body(op, opset)
+    _BODIES[name](body)
+    return helper.make_function(
+        contract.DOMAIN,
+        op.name,
+        [port.name for port in op.inputs],
+        [port.name for port in op.outputs],
+        body.nodes,
+        [helper.make_opsetid("", opset)],
+        attribute_protos=[helper.make_attribute(key, default) for key, default in op.attributes.items()],
+    )
+
+
+# --- The bodies --------------------------------------------------------------------------------------------------
+
+
+def _quantize(g: _Body) -> None:
+    """X -> elements, scales."""
+    axis, block = g.attribute("axis"), g.vector("block_size")
+    x = g("Cast", "X", to=TensorProto.FLOAT)
+    view = _view(g, x, axis, block)
+    blocks = _split(g, view, x)
+
+    # ReduceMax drops a NaN that does not come first, so NaN counts as Inf: both poison the block.
+    magnitudes = g("Where", g("IsNaN", blocks), g.constant(np.float32(np.inf)), g("Abs", blocks))
+    amax = g("ReduceMax", magnitudes, g.constant([2]), keepdims=1, out="amax")
+    bad = g("IsInf", amax, out="bad")
+
+    format_index = g.index_of("output_dtype", [fmt.onnx_dtype for fmt in ELEMENT_FORMATS.values()])
+    rounding_index = g.index_of("scale_rounding", SCALE_ROUNDINGS)
+    increments = np.array(
+        [[scale_increment(fmt, name) for name in SCALE_ROUNDINGS] for fmt in ELEMENT_FORMATS.values()], np.int32
+    )
+    exponent = _exponent(g, amax, increments, (format_index, rounding_index))
+    emax = g("Gather", g.constant([fmt.emax for fmt in ELEMENT_FORMATS.values()]), format_index)
+    scale = g("Max", g("Sub", exponent, emax), g.constant(0), out="scale")
+
+    # 2^(127 - s) is the power of two with code 254 - s; s = 254 makes it the subnormal 2^-127.
+    inverse = g("Gather", g.powers(), g("Sub", g.constant(2 * SCALE_BIAS), scale), out="inverse")
+    scaled = g("Mul", blocks, inverse, out="scaled")
+    # The NaN stands second on purpose: ONNX Runtime's Where turns -0 in its second operand into +0.
+    scaled = g("Where", bad, g.constant(np.float32(np.nan)), scaled)
+    g("Cast", _join(g, view, scaled), to=g.attribute("output_dtype"), out="elements")
+
+    codes = g("Cast", g("Where", bad, g.constant(SCALE_NAN), scale), to=TensorProto.UINT8)
+    g("Reshape", codes, g("Concat", view.lead, view.count, view.trail, axis=0), allowzero=1, out="scales")
+
+
+def _dequantize(g: _Body) -> None:
+    """elements, scales -> Y."""
+    y = _values(g, "elements", "scales", g.attribute("axis"), g.vector("block_size"))
+    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+
+
+def _gemm(g: _Body) -> None:
+    """A, A_scales, B, B_scales, bias -> Y."""
+    _matmul(g, _values(g, "A", "A_scales", _LAST, g.constant([BLOCK_SIZE])))
+
+
+def _weight_gemm(g: _Body) -> None:
+    """X, B, B_scales, bias -> Y."""
+    _matmul(g, g("Cast", "X", to=TensorProto.FLOAT))
+
+
+_BODIES: Final[Mapping[str, Callable[[_Body], None]]] = MappingProxyType(
+    {
+        contract.QUANTIZE.name: _quantize,
+        contract.DEQUANTIZE.name: _dequantize,
+        contract.GEMM.name: _gemm,
+        contract.WEIGHT_GEMM.name: _weight_gemm,
+    }
+)
+
+
+# --- Blocks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _View:
+    """How a tensor [..., K, ...] maps to blocks [P, ceil(K / 32), 32, Q]. Every field names a 1-D int64 tensor."""
+
+    shape: str
+    """[..., K, ...]"""
+    lead: str
+    """The dimensions before K; P is their product."""
+    trail: str
+    """The dimensions after K; Q is their product."""
+    p: str
+    k: str
+    q: str
+    block: str
+    """[32]"""
+    count: str
+    """[ceil(K / 32)]"""
+    padded: str
+    """[ceil(K / 32) * 32]"""
+
+
+def _view(g: _Body, x: str, axis: int | _Attribute, block: str) -> _View:
+    """Returns the block view of `x` along `axis`."""
+    lead = g("Shape", x, end=axis, out="lead")
+    rest = g("Shape", x, start=axis)
+    k = g("Slice", rest, g.constant([0]), g.constant([1]), out="k")
+    trail = g("Slice", rest, g.constant([1]), g.constant([_END]), out="trail")
+    one = g.constant([1])
+    # A reduction over [1, ...] rather than a -1 in Reshape: with an empty dimension the -1 would be ambiguous.
+    p = g("ReduceProd", g("Concat", one, lead, axis=0), out="p")
+    q = g("ReduceProd", g("Concat", one, trail, axis=0), out="q")
+    count = g("Div", g("Add", k, g("Sub", block, one)), block, out="count")
+    padded = g("Mul", count, block, out="padded")
+    return _View(g("Shape", x, out="shape"), lead, trail, p, k, q, block, count, padded)
+
+
+def _split(g: _Body, view: _View, x: str) -> str:
+    """Returns `x` as [P, ceil(K / 32), 32, Q], the last block zero-padded."""
+    flat = g("Reshape", x, g("Concat", view.p, view.k, view.q, axis=0), allowzero=1)
+    pads = g("Concat", g.constant([0, 0, 0, 0]), g("Sub", view.padded, view.k), g.constant([0]), axis=0)
+    shape = g("Concat", view.p, view.count, view.block, view.q, axis=0)
+    return g("Reshape", g("Pad", flat, pads), shape, allowzero=1, out="blocks")
+
+
+def _join(g: _Body, view: _View, blocks: str) -> str:
+    """Returns [P, ceil(K / 32), 32, Q] in the shape that `_split` took apart; the padding is dropped."""
+    flat = g("Reshape", blocks, g("Concat", view.p, view.padded, view.q, axis=0), allowzero=1)
+    return g("Reshape", g("Slice", flat, g.constant([0]), view.k, g.constant([1])), view.shape, allowzero=1)
+
+
+# --- Scales and values -------------------------------------------------------------------------------------------
+
+
+def _exponent(g: _Body, amax: str, increments: npt.NDArray[np.int32], row: tuple[str, str]) -> str:
+    """Returns (bits(amax) + increment) >> 23 as int64: the biased exponent of amax, rounded as the increment says.
+
+    Args:
+        g: the body.
+        amax: float32 [P, ceil(K / 32), 1, Q], no NaN; the result at Inf is arbitrary but small enough for a table.
+        increments: one per element format and scale rounding, see `formats.scale_increment`.
+        row: names of the two indices into `increments`.
+    """
+    if g.opset >= BITCAST_OPSET:
+        bits = g("BitCast", amax, to=TensorProto.INT32)
+        rounded = g("Add", bits, g.lookup(increments, row))
+        return g("Cast", g("Div", rounded, g.constant(np.int32(1 << 23))), to=TensorProto.INT64, out="exponent")
+
+    # Without the bits: the addition carries when the mantissa exceeds 0x7fffff - increment, so the result is the
+    # smallest i with amax <= m * 2^(i - 127), m being 1.that-mantissa. floor(log2(amax)) may miss by one near a power
+    # of two; starting one lower, three exact comparisons (i - 127 .. i - 125) settle it. Exponents below 2^-127 stay
+    # at 0, which every format's emax brings to scale 0 anyway; amax = 0 enters here too, as log = -inf.
+    mantissas = (np.int32(0x3F800000) | (np.int32(0x7FFFFF) - increments)).view(np.float32)
+    log2 = g("Mul", g("Log", amax), g.constant(np.float32(1 / np.log(2))))
+    guess = g("Add", g("Floor", log2), g.constant(np.float32(SCALE_BIAS - 1)))
+    guess = g("Clip", guess, g.constant(np.float32(0)), g.constant(np.float32(252)))  # + 2 stays inside the table
+    guess = g("Cast", guess, to=TensorProto.INT64, out="guess")
+    candidates = g("Add", guess, g.constant([[0], [1], [2]]))  # along axis 2, the axis amax was reduced over
+    thresholds = g("Mul", g("Gather", g.powers(), candidates), g.lookup(mantissas, row))
+    exceeded = g("Cast", g("Greater", amax, thresholds), to=TensorProto.INT64)
+    return g("Add", guess, g("ReduceSum", exceeded, g.constant([2]), keepdims=1), out="exponent")
+
+
+def _values(g: _Body, elements: str, scales: str, axis: int | _Attribute, block: str) -> str:
+    """Returns the float32 values of (elements, scales) in the shape of the elements."""
+    x = g("Cast", elements, to=TensorProto.FLOAT)
+    view = _view(g, x, axis, block)
+    codes = g("Cast", scales, to=TensorProto.INT64)
+    codes = g("Reshape", codes, g("Concat", view.p, view.count, g.constant([1]), view.q, axis=0), allowzero=1)
+    return _join(g, view, g("Mul", _split(g, view, x), g("Gather", g.powers(), codes)))
+
+
+def _matmul(g: _Body, a: str) -> None:
+    """Y = a @ transpose(B) + bias."""
+    b = _values(g, "B", "B_scales", _LAST, g.constant([BLOCK_SIZE]))
+    y = g("MatMul", a, g("Einsum", b, equation="...nk->...kn"))
+    # bias may be absent, and a body has no If for that. Gemm's C is optional too: 0 * 0 + C is "bias or zero".
+    n = g("Shape", b, start=-2, end=-1)
+    zero = g("ConstantOfShape", g("Concat", g.constant([1]), n, axis=0))
+    bias = g("Gemm", g.constant(np.zeros((1, 1), np.float32)), zero, "bias")
+    y = g("Add", y, g("Reshape", bias, n, allowzero=1))
+    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+
+
+# --- Building a body ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """A reference to an attribute of the function, to be the value of an attribute of a node in its body."""
+
+    name: str
+    type: AttributeProto.AttributeType
+
+
+@dataclass
+class _Body:
+    """The nodes of one function body. Calling it appends a node and returns the name of its output."""
+
+    op: Op
+    opset: int
+    nodes: list[NodeProto] = field(default_factory=list)
+    _names: dict[str, int] = field(default_factory=dict)
+    _constants: dict[bytes, str] = field(default_factory=dict)
+
+    def __call__(self, op_type: str, *inputs: str, out: str = "", **attributes: Any) -> str:
+        """Appends the node `out` = op_type(*inputs, **attributes) and returns the name of its output."""
+        out = self._unique(out or op_type.lower())
+        references = {key: value for key, value in attributes.items() if isinstance(value, _Attribute)}
+        plain = {key: value for key, value in attributes.items() if key not in references}
+        node = helper.make_node(op_type, inputs, [out], **plain)
+        for key, value in references.items():
+            node.attribute.append(AttributeProto(name=key, ref_attr_name=value.name, type=value.type))
+        self.nodes.append(node)
+        return out
+
+    def attribute(self, name: str) -> _Attribute:
+        """Returns a reference to attribute `name` of the function."""
+        text = isinstance(self.op.attributes[name], str)
+        return _Attribute(name, AttributeProto.STRING if text else AttributeProto.INT)
+
+    def vector(self, name: str) -> str:
+        """Returns the value of the integer attribute `name` as a 1-D tensor."""
+        return self("Reshape", self("Constant", value_int=self.attribute(name)), self.constant([1]), out=name)
+
+    def constant(self, value: Any) -> str:
+        """Returns a constant tensor; Python integers become int64. Equal constants share one node."""
+        tensor = numpy_helper.from_array(np.asarray(value))
+        key = tensor.SerializeToString()
+        if key not in self._constants:
+            self._constants[key] = self("Constant", value=tensor)
+        return self._constants[key]
+
+    def powers(self) -> str:
+        """Returns the table code -> float32 value of all E8M0 scales: [0] is 2^-127, [254] 2^127, [255] NaN."""
+        return self.constant(numerics.decode_scale(np.arange(256, dtype=np.uint8)))
+
+    def index_of(self, name: str, values: Sequence[int | str]) -> str:
+        """Returns where in `values` the attribute `name` stands, as an int64 scalar.
+
+        A value that is not among them fails at run time, in the Reshape: no default is assumed.
+        """
+        reference = self.attribute(name)
+        if reference.type == AttributeProto.STRING:
+            known = self("Constant", value_strings=list(values))
+            given = self("Constant", value_string=reference)
+        else:
+            known = self.constant(list(values))
+            given = self("Constant", value_int=reference)
+        hits = self("NonZero", self("Equal", known, given))
+        return self("Reshape", hits, self.constant(np.zeros(0, np.int64)), out=f"{name}_index")
+
+    def lookup(self, table: npt.NDArray[Any], row: tuple[str, str]) -> str:
+        """Returns table[row] as a scalar."""
+        return self("Gather", self("Gather", self.constant(table), row[0]), row[1])
+
+    def _unique(self, name: str) -> str:
+        """Returns `name`, numbered from its second use on; inputs of the function are never shadowed."""
+        taken = name in {port.name for port in self.op.inputs}
+        count = self._names.get(name, int(taken))
+        self._names[name] = count + 1
+        return name if count == 0 else f"{name}_{count}"
