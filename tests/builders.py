@@ -1,0 +1,166 @@
+"""Tiny ONNX models for tests: three lines each, deterministic, at opset 21 unless told otherwise.
+
+`model` makes any graph from node tuples; the others are the shapes that tests keep needing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+IR_VERSION = 10
+"""The IR version of opset 21, which every ONNX Runtime from 1.18 on reads."""
+
+Shape = Sequence[int | str | None]
+
+
+def model(
+    nodes: Sequence[NodeProto],
+    inputs: Mapping[str, tuple[Any, Shape]],
+    outputs: Mapping[str, tuple[Any, Shape]],
+    initializers: Mapping[str, np.ndarray] | None = None,
+    *,
+    opset: int = 21,
+    name: str = "test",
+) -> ModelProto:
+    """Returns a checked model; inputs and outputs map names to (NumPy dtype, shape with dim_params as strings)."""
+    graph = helper.make_graph(
+        list(nodes),
+        name,
+        [value(key, *spec) for key, spec in inputs.items()],
+        [value(key, *spec) for key, spec in outputs.items()],
+        [numpy_helper.from_array(array, key) for key, array in (initializers or {}).items()],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
+    onnx.checker.check_model(proto)
+    return proto
+
+
+def value(name: str, dtype: Any, shape: Shape) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), list(shape))
+
+
+def node(op: str, inputs: str, outputs: str, name: str = "", **attributes: Any) -> NodeProto:
+    """Returns a node; inputs and outputs are names separated by spaces."""
+    return helper.make_node(op, inputs.split(), outputs.split(), name=name or f"{op}_{outputs}", **attributes)
+
+
+def weight(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    """Returns normal values scaled so that a matmul over the second-to-last axis keeps the variance."""
+    fan_in = shape[-2] if len(shape) > 1 else 1
+    return (np.random.default_rng(seed).standard_normal(shape) / max(fan_in, 1) ** 0.5).astype(dtype)
+
+
+def matmul_model(
+    k: int = 64, n: int = 96, *, dtype: Any = np.float32, opset: int = 21, bias: bool = False, left: bool = False
+) -> ModelProto:
+    """y = relu(x @ w + b): one MatMul called "linear". With `left`, y = relu(w @ x)."""
+    x, y = (["batch", k, 8], ["batch", n, 8]) if left else (["batch", "seq", k], ["batch", "seq", n])
+    nodes = [node("MatMul", "w x" if left else "x w", "h", "linear")]
+    if bias:
+        nodes.append(node("Add", "h b", "hb", "bias"))
+    nodes.append(node("Relu", "hb" if bias else "h", "y", "relu"))
+    weights = {"w": weight(n, k, dtype=dtype) if left else weight(k, n, dtype=dtype)}
+    if bias:
+        weights["b"] = weight(n, seed=1, dtype=dtype)
+    return model(nodes, {"x": (dtype, x)}, {"y": (dtype, y)}, weights, opset=opset)
+
+
+def gemm_model(
+    k: int = 64, n: int = 96, *, bias: bool = True, dtype: Any = np.float32, **attributes: Any
+) -> ModelProto:
+    """y = relu(Gemm(x, w, b)): one Gemm called "linear"; transA, transB, alpha and beta as given."""
+    shape = (n, k) if attributes.get("transB") else (k, n)
+    x = [k, "batch"] if attributes.get("transA") else ["batch", k]
+    nodes = [node("Gemm", "x w b" if bias else "x w", "h", "linear", **attributes), node("Relu", "h", "y", "relu")]
+    weights = {"w": weight(*shape, dtype=dtype), **({"b": weight(n, seed=1, dtype=dtype)} if bias else {})}
+    return model(nodes, {"x": (dtype, x)}, {"y": (dtype, ["batch", n])}, weights)
+
+
+def chain_model(
+    sizes: Sequence[int] = (64, 128, 64), *, head: bool = False, dtype: Any = np.float32, opset: int = 21
+) -> ModelProto:
+    """x -> MatMul + Relu per pair of sizes ("layers.0.linear", ...). With `head` the last MatMul is the output."""
+    nodes, weights, last = [], {}, len(sizes) - 2
+    current = "x"
+    for i, (k, n) in enumerate(itertools.pairwise(sizes)):
+        weights[f"layers.{i}.weight"] = weight(k, n, seed=i, dtype=dtype)
+        result, bare = "y" if i == last else f"x{i}", head and i == last
+        nodes.append(node("MatMul", f"{current} layers.{i}.weight", result if bare else f"h{i}", f"layers.{i}.linear"))
+        if not bare:
+            nodes.append(node("Relu", f"h{i}", result, f"layers.{i}.relu"))
+        current = result
+    shapes = {"x": (dtype, ["batch", sizes[0]])}, {"y": (dtype, ["batch", sizes[-1]])}
+    return model(nodes, *shapes, weights, opset=opset)
+
+
+def attention_model(hidden: int = 64, heads: int = 2, *, dtype: Any = np.float32) -> ModelProto:
+    """One self-attention block with a residual add: linears q, k, v, o and products scores, values."""
+    weights: dict[str, np.ndarray] = {
+        "heads": np.array([0, 0, heads, hidden // heads], np.int64),
+        "merged": np.array([0, 0, hidden], np.int64),
+        "root": np.array((hidden // heads) ** 0.5, dtype),
+    }
+    nodes = []
+    for seed, (letter, perm) in enumerate((("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3]))):
+        weights[f"{letter}.weight"] = weight(hidden, hidden, seed=seed, dtype=dtype)
+        nodes += [
+            node("MatMul", f"x {letter}.weight", f"{letter}0", letter),
+            node("Reshape", f"{letter}0 heads", f"{letter}1"),
+            node("Transpose", f"{letter}1", f"{letter}2", perm=perm),
+        ]
+    weights["o.weight"] = weight(hidden, hidden, seed=3, dtype=dtype)
+    nodes += [
+        node("MatMul", "q2 k2", "s0", "scores"),
+        node("Div", "s0 root", "s1"),
+        node("Softmax", "s1", "p", axis=-1),
+        node("MatMul", "p v2", "a0", "values"),
+        node("Transpose", "a0", "a1", perm=[0, 2, 1, 3]),
+        node("Reshape", "a1 merged", "a2"),
+        node("MatMul", "a2 o.weight", "a3", "o"),
+        node("Add", "x a3", "y"),
+    ]
+    shape = ["batch", "seq", hidden]
+    return model(nodes, {"x": (dtype, shape)}, {"y": (dtype, shape)}, weights)
+
+
+def language_model(vocab: int = 100, hidden: int = 64, *, positions: int = 32) -> ModelProto:
+    """input_ids, attention_mask, position_ids -> logits: two embeddings, an FFN behind a residual add, an LM head."""
+    weights = {
+        "wte": weight(vocab, hidden, seed=0),
+        "wpe": weight(positions, hidden, seed=1),
+        "ffn.up.weight": weight(hidden, 2 * hidden, seed=2),
+        "ffn.down.weight": weight(2 * hidden, hidden, seed=3),
+        "lm_head.weight": weight(hidden, vocab, seed=4),
+        "last": np.array([-1], np.int64),
+    }
+    nodes = [
+        node("Gather", "wte input_ids", "tokens"),
+        node("Gather", "wpe position_ids", "places"),
+        node("Add", "tokens places", "embedded"),
+        node("Cast", "attention_mask", "mask0", to=onnx.TensorProto.FLOAT),
+        node("Unsqueeze", "mask0 last", "mask"),
+        node("Mul", "embedded mask", "x"),
+        node("MatMul", "x ffn.up.weight", "up", "ffn.up"),
+        node("Relu", "up", "act"),
+        node("MatMul", "act ffn.down.weight", "down", "ffn.down"),
+        node("Add", "x down", "h"),
+        node("MatMul", "h lm_head.weight", "logits", "lm_head"),
+    ]
+    ids = (np.int64, ["batch_size", "sequence_length"])
+    inputs = {"input_ids": ids, "attention_mask": ids, "position_ids": ids}
+    outputs = {"logits": (np.float32, ["batch_size", "sequence_length", vocab])}
+    return model(nodes, inputs, outputs, weights)
+
+
+def save(proto: ModelProto, path: Path, *, external: bool = False) -> Path:
+    """Writes the model, with its weights in `path`.data when `external`; returns the path."""
+    copy = onnx.ModelProto.FromString(proto.SerializeToString())
+    onnx.save(copy, path, save_as_external_data=external, location=f"{path.name}.data", size_threshold=0)
+    return path
