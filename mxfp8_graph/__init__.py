@@ -25,7 +25,7 @@ _HOMES = {
     "RewriteReport": "report",
     "verify": "verify",
 }
-__all__ = sorted(_HOMES)
+__all__ = [*_HOMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

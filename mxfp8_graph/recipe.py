@@ -179,11 +179,12 @@ PRESETS: Final[Mapping[str, Recipe]] = MappingProxyType(
             Recipe(name="mxfp8"),
             Recipe(name="mxfp8-weight-only", weight_only=True),
             Recipe(name="ocp", scale_rounding="floor"),
-            Recipe(name="all", output_projections=True, fp8_dpa=True, min_dim=0),
+            Recipe(name="all", output_projections=True, fp8_dpa=True),
         )
     }
 )
-"""mxfp8: the default policy. mxfp8-weight-only: activations untouched. ocp: OCP MX v1.0 floor scales. all: everything."""
+"""mxfp8: the default policy. mxfp8-weight-only: activations untouched. ocp: OCP MX v1.0 floor scales. all: also output
+projections and attention products."""
 
 
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:

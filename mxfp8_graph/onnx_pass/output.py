@@ -1,0 +1,152 @@
+"""Writes the result: everything to temporary files, then renamed, so that no half file is ever seen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Final, Literal
+
+import onnx
+from google.protobuf.message import EncodeError
+
+from mxfp8_graph.onnx_pass.source import Source, iter_tensors
+from mxfp8_graph.plan import Decision
+from mxfp8_graph.weights import ExternalSink, InlineSink, Sink
+from mxfp8_ops.errors import ContractError
+
+INLINE_LIMIT: Final = 1_900_000_000
+"""protobuf cannot hold 2^31 bytes; the rest is room for the graph."""
+
+
+class Target:
+    """Where one result goes: `sink` takes tensors as they come, `finish` writes the rest and renames the files."""
+
+    def __init__(self, source: Source, path: Path | None, *, external: bool) -> None:
+        self.path = path
+        self.byte_size = 0
+        self._source = source
+        self._temporary: dict[Path, Path] = {}
+        self._data: IO[bytes] | None = None
+        self.sink: Sink = InlineSink()
+        if path is not None and external:
+            data_path = data_path_of(path)
+            self._data = self._open(data_path)
+            self.sink = ExternalSink(self._data, data_path.name)
+
+    def finish(self) -> None:
+        """Stores the initializers that were not packed, writes the model and renames the files.
+
+        Raises:
+            ContractError: a tensor cannot be read, or the model is too large for one file.
+        """
+        model, folder, name = self._source.proto, self._source.folder, self._source.name
+        for tensor in model.graph.initializer:
+            if stored := self._source.tensors.get(tensor.name):
+                self.sink.transfer(tensor, stored, folder, name)
+        own = data_path_of(self.path).name if self.path else None
+        for tensor in iter_tensors(model):  # what subgraphs and Constant nodes keep in external files
+            location = next((e.value for e in tensor.external_data if e.key == "location"), own)
+            if tensor.data_location == onnx.TensorProto.EXTERNAL and location != own:
+                stored = onnx.TensorProto()
+                stored.CopyFrom(tensor)
+                self.sink.transfer(tensor, stored, folder, name)
+        if self.path is None:
+            self.byte_size = model.ByteSize()
+            return
+        try:
+            content = model.SerializeToString()
+        except (EncodeError, ValueError):
+            raise ContractError(
+                f"{self.path}: the model does not fit into one protobuf file (2 GB); expected external data; "
+                "pass --external-data always"
+            ) from None
+        with self._open(self.path) as file:
+            file.write(content)
+        if self._data is not None:
+            self._data.close()
+        self._put_in_place(self.path)
+
+    def discard(self) -> None:
+        """Removes the temporary files that are left."""
+        if self._data is not None:
+            self._data.close()
+        for temporary in self._temporary.values():
+            temporary.unlink(missing_ok=True)
+
+    def _open(self, path: Path) -> IO[bytes]:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._temporary[path] = temporary
+        return temporary.open("wb")
+
+    def _put_in_place(self, path: Path) -> None:
+        self.byte_size = sum(temporary.stat().st_size for temporary in self._temporary.values())
+        if self._data is not None:
+            path.unlink(missing_ok=True)  # an old model must never be seen beside new data
+            self._temporary.pop(data_path_of(path)).replace(data_path_of(path))
+        self._temporary.pop(path).replace(path)
+        if self._data is None:
+            data_path_of(path).unlink(missing_ok=True)  # of an old result, and of no use to the new one
+
+
+@contextlib.contextmanager
+def open_target(source: Source, path: Path | None, *, external: bool, overwrite: bool) -> Iterator[Target]:
+    """Yields the target of a rewrite; whatever goes wrong inside, no temporary file stays.
+
+    Raises:
+        ContractError: the output exists and `overwrite` is false, is the input or its data, or cannot be written.
+    """
+    if path is not None:
+        _check_path(source, path, overwrite=overwrite)
+    target: Target | None = None
+    try:
+        target = Target(source, path, external=external)
+        yield target
+    except OSError as error:  # reading reports ContractError, so this is about writing
+        raise ContractError(
+            f"{path}: cannot be written: {error.strerror or error}; expected a writable folder with enough space; "
+            "free some space or pass another --output"
+        ) from None
+    finally:
+        if target is not None:
+            target.discard()
+
+
+def wants_external(
+    source: Source, decisions: Sequence[Decision], path: Path | None, choice: Literal["auto", "always", "never"]
+) -> bool:
+    """Returns whether the result's tensors go to an external file: as the source has them, or near protobuf's 2 GB.
+
+    Raises:
+        ContractError: external data is asked for, and there is no path to put it next to.
+    """
+    if path is None:
+        if choice == "always":
+            raise ContractError(
+                f"{source.name}: external_data 'always' without an output; expected a path to put it next to; "
+                "pass output"
+            )
+        return False
+    if choice != "auto":
+        return choice == "always"
+    weights = {d.site.weight: d.site.weight_bytes for d in decisions if d.quantize and d.site.weight}
+    return source.uses_external_data or source.byte_size - sum(weights.values()) // 2 > INLINE_LIMIT
+
+
+def data_path_of(path: Path) -> Path:
+    """Returns where the external data of a model written to `path` lies."""
+    return path.with_name(path.name + ".data")
+
+
+def _check_path(source: Source, path: Path, *, overwrite: bool) -> None:
+    inputs = {Path(source.name).resolve()} if source.folder else set()
+    if source.folder is not None:
+        for tensor in [*source.tensors.values(), *iter_tensors(source.proto)]:
+            inputs.update((source.folder / e.value).resolve() for e in tensor.external_data if e.key == "location")
+    if {path.resolve(), data_path_of(path).resolve()} & inputs:
+        raise ContractError(f"{path}: is the input or its external data; expected another file; pass another --output")
+    if path.is_dir():
+        raise ContractError(f"{path}: a directory; expected a file name; pass --output DIRECTORY/MODEL.onnx")
+    if path.exists() and not overwrite:
+        raise ContractError(f"{path}: exists already; expected a new file; pass --overwrite or another --output")

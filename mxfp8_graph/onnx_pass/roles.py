@@ -1,0 +1,122 @@
+"""What a matmul is for, read off the graph around it: output projection, attention scores, attention values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import onnx_graphsurgeon as gs
+
+from mxfp8_graph.onnx_pass.constants import Constants
+from mxfp8_graph.plan import Role
+
+_COMPUTE: Final = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "LSTM", "GRU", "RNN"})
+"""Ops that consume activations: a matmul that feeds one of these is inside the model, not at its end."""
+
+_TO_OUTPUT: Final = frozenset(
+    {"Cast", "Reshape", "Transpose", "Slice", "Softmax", "LogSoftmax", "Sigmoid", "Identity"}
+    | {"Squeeze", "Unsqueeze", "Flatten", "Split", "Gather"}
+)
+"""What may stand between an output projection and the graph output, besides a bias add or a constant factor."""
+
+_TO_SOFTMAX: Final = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Where", "Cast", "Reshape", "Transpose", "Clip", "Max", "Min", "Tanh", "Identity"}
+    | {"Expand", "Squeeze", "Unsqueeze", "Concat"}
+)
+"""Between Q @ K^T and its softmax: scaling, masking, soft-capping, attention sinks."""
+
+_FROM_SOFTMAX: Final = frozenset(
+    {"Cast", "Dropout", "Where", "Mul", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Slice", "Split"}
+)
+"""Between a softmax and its product with V."""
+
+
+class Roles:
+    """Answers for the matmuls of one model; `graphs` are its main graph and then every subgraph."""
+
+    def __init__(self, graphs: Sequence[gs.Graph], constants: Constants) -> None:
+        self._constants = constants
+        self._main_outputs = {id(t) for t in graphs[0].outputs}
+        # A subgraph's outputs leave through the outputs of the node that holds it.
+        self._leaves: dict[int, list[gs.Tensor]] = {}
+        for graph in graphs:
+            for node in graph.nodes:
+                for inner in (v for v in node.attrs.values() if isinstance(v, gs.Graph)):
+                    skip = 1 if node.op == "Loop" else 0  # a Loop body's first output is its condition
+                    for inside, outside in zip(inner.outputs[skip:], node.outputs, strict=False):
+                        self._leaves.setdefault(id(inside), []).append(outside)
+        self._feeds_compute: dict[int, bool] = {}
+
+    def is_output_projection(self, node: gs.Node) -> bool:
+        """Whether the result reaches a graph output passively and feeds no later matmul.
+
+        The second condition tells an LM head from the key and value projections of a decoder that returns its cache.
+        """
+        return self._reaches_output(node.outputs[0], set()) and not self._compute_below(node.outputs[0])
+
+    def of_product(self, node: gs.Node) -> Role:
+        """Returns the role of a matmul both of whose operands are computed at run time."""
+        if self._leads_to_softmax(node.outputs[0], 0):
+            return "attention_scores"
+        if any(self._comes_from_softmax(tensor, 0) for tensor in node.inputs[:2]):
+            return "attention_values"
+        return "product"
+
+    def _next(self, tensor: gs.Tensor) -> Iterator[tuple[gs.Node | None, gs.Tensor]]:
+        """Yields (consumer, what it makes of `tensor`); a subgraph output leaves with no consumer."""
+        for consumer in tensor.outputs:
+            for output in consumer.outputs:
+                yield consumer, output
+        for outside in self._leaves.get(id(tensor), ()):
+            yield None, outside
+
+    def _reaches_output(self, tensor: gs.Tensor, seen: set[int]) -> bool:
+        if id(tensor) in self._main_outputs:
+            return True
+        if id(tensor) in seen:
+            return False
+        seen.add(id(tensor))
+        return any(
+            self._reaches_output(output, seen)
+            for consumer, output in self._next(tensor)
+            if consumer is None or consumer.op in _TO_OUTPUT or self._is_affine(consumer, tensor)
+        )
+
+    def _is_affine(self, consumer: gs.Node, tensor: gs.Tensor) -> bool:
+        """Whether `consumer` adds a constant to `tensor` or scales it by one."""
+        others = [i for i in consumer.inputs if i is not tensor]
+        return consumer.op in {"Add", "Sub", "Mul", "Div"} and all(self._constants.is_constant(o) for o in others)
+
+    def _compute_below(self, start: gs.Tensor) -> bool:
+        """Whether any matmul-like node lies downstream of `start`. Iterative: graphs are deeper than Python's stack."""
+        stack, seen = [start], {id(start)}
+        while stack:
+            tensor = stack.pop()
+            if self._feeds_compute.get(id(tensor)):
+                self._feeds_compute[id(start)] = True
+                return True
+            for consumer, output in self._next(tensor):
+                if consumer is not None and consumer.op in _COMPUTE:
+                    self._feeds_compute[id(start)] = True
+                    return True
+                if id(output) not in seen:
+                    seen.add(id(output))
+                    stack.append(output)
+        return False
+
+    def _leads_to_softmax(self, tensor: gs.Tensor, depth: int) -> bool:
+        if depth > 16:
+            return False
+        return any(
+            consumer.op == "Softmax" or (consumer.op in _TO_SOFTMAX and self._leads_to_softmax(output, depth + 1))
+            for consumer, output in self._next(tensor)
+            if consumer is not None
+        )
+
+    def _comes_from_softmax(self, tensor: gs.Tensor, depth: int) -> bool:
+        if depth > 16 or not tensor.inputs:
+            return False
+        node = tensor.inputs[0]
+        if node.op == "Softmax":
+            return True
+        return node.op in _FROM_SOFTMAX and any(self._comes_from_softmax(i, depth + 1) for i in node.inputs)

@@ -1,0 +1,293 @@
+"""Finds the matmuls of an ONNX model with onnx-graphsurgeon and describes each as a `MatMulSite`.
+
+Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [..., N, K] transposed:
+
+    MatMul(X, w [K, N])                 W = w^T
+    MatMul(w [N, K], X)                 Y^T = X^T @ w^T: operands and result swapped
+    Gemm(X, w, C), transA transB alpha beta
+    Add(MatMul(X, w), b [N])            the bias is absorbed
+    MatMul(Q, K^T), MatMul(softmax, V)  both operands computed at run time
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx_graphsurgeon.logger import G_LOGGER
+
+from mxfp8_graph.onnx_pass.constants import VIEW_OPS, Constants, Static
+from mxfp8_graph.onnx_pass.roles import Roles
+from mxfp8_graph.onnx_pass.source import Source, subgraphs
+from mxfp8_graph.onnx_pass.upgrade import MATMUL_OPS
+from mxfp8_graph.plan import Dim, MatMulSite, Role
+from mxfp8_ops.contract import VALUE_NAMES
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One graph of the model, seen by graphsurgeon and as the message itself."""
+
+    path: str
+    """Node and attribute names down to it, unique; "" is the main graph."""
+    depth: int
+    view: gs.Graph
+    proto: onnx.GraphProto
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One side of the product."""
+
+    name: str
+    rank: int | None
+    transposed: bool = False
+    """K is the last axis but one."""
+    static: Static | None = None
+    perm: tuple[int, ...] | None = None
+    """Of a run-time operand: what brings K to the end; None if it is there, or if the rank is unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxSite:
+    """A site and what `edit.py` needs to replace it."""
+
+    site: MatMulSite
+    scope: Scope
+    index: int
+    """Of the node within `scope.proto.node`."""
+    x: Operand
+    w: Operand
+    dtype: int
+    """onnx.TensorProto.DataType of activations and result."""
+    output: str
+    swapped: bool = False
+    """The gemm computes the transpose of the result."""
+    alpha: float = 1.0
+    beta: float = 1.0
+    bias: Static | None = None
+    """Absorbed into the gemm."""
+    bias_index: int | None = None
+    """Of the Add node that the absorbed bias came from, which goes away."""
+    addend: str | None = None
+    """Gemm's C where it cannot be absorbed: added by nodes of its own."""
+
+
+def find_sites(source: Source) -> list[OnnxSite]:
+    """Returns every MatMul and Gemm of the model and its subgraphs, in graph order, each with its role or blocker."""
+    scopes = list(_scopes(Scope("", 0, _view(source), source.proto.graph), set()))
+    constants = Constants(source)
+    for scope in scopes:
+        constants.add_graph(scope.proto)
+    roles = Roles([scope.view for scope in scopes], constants)
+    found: list[OnnxSite] = []
+    names: set[str] = set()
+    for scope in scopes:
+        indices = {id(node): index for index, node in enumerate(scope.view.nodes)}
+        for node in scope.view.nodes:
+            if node.op in MATMUL_OPS and node.domain in {None, "", "ai.onnx"}:
+                site = _describe(node, scope, constants, roles, indices)
+                name = _unique(site.site.name, names)
+                found.append(replace(site, site=replace(site.site, name=name)))
+    uses: dict[str, int] = {}
+    for site in found:
+        if site.site.weight:
+            uses[site.site.weight] = uses.get(site.site.weight, 0) + 1
+    return [
+        replace(s, site=replace(s.site, shared_with=uses[s.site.weight] - 1)) if s.site.weight else s for s in found
+    ]
+
+
+def _view(source: Source) -> gs.Graph:
+    """Returns the skeleton in graphsurgeon, with every shape that onnx can infer."""
+    try:
+        inferred = onnx.shape_inference.infer_shapes(source.proto, data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        source.notes.append(f"shapes could not be inferred: {str(error).splitlines()[0]}")
+        inferred = onnx.ModelProto()
+        inferred.CopyFrom(source.proto)
+    del inferred.functions[:]  # graphsurgeon would parse them; the pass needs only what is left in the graphs
+    severity = G_LOGGER.severity
+    G_LOGGER.severity = G_LOGGER.ERROR  # it warns of float8 and of missing shapes, neither of which concerns a user
+    try:
+        return gs.import_onnx(inferred)
+    finally:
+        G_LOGGER.severity = severity
+
+
+def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
+    """Yields `scope` and every scope below it. Graphsurgeon keeps the order of nodes, so the two views run in step."""
+    yield scope
+    for gs_node, node in zip(scope.view.nodes, scope.proto.node, strict=True):
+        for name, graph in subgraphs(node):
+            inner = gs_node.attrs[name]
+            if isinstance(inner, gs.Graph):
+                path = "/".join(filter(None, (scope.path, node.name or node.output[0], name)))
+                yield from _scopes(Scope(_unique(path, paths), scope.depth + 1, inner, graph), paths)
+
+
+def _describe(node: gs.Node, scope: Scope, constants: Constants, roles: Roles, indices: dict[int, int]) -> OnnxSite:
+    a, b = node.inputs[:2]
+    is_gemm = node.op == "Gemm"
+    trans_a, trans_b = (bool(node.attrs.get(k, 0)) for k in ("transA", "transB")) if is_gemm else (False, False)
+    left, right = constants.resolve(a), constants.resolve(b)
+    swapped = left is not None and right is None
+    if left is not None and swapped:
+        w = Operand(name=a.name, transposed=trans_a, static=left, rank=len(left.shape))
+        x = _run_time(b, not trans_b)
+        swapped = x.rank != 1  # matrix times vector gives a vector: nothing to swap back
+    else:
+        x = _run_time(a, trans_a)
+        if right is not None:
+            w = Operand(name=b.name, transposed=not trans_b, static=right, rank=len(right.shape))
+        else:
+            w = _run_time(b, not trans_b)
+    dtype = w.static.dtype if w.static else _dtype(a) or _dtype(b)
+    m, n, k = _sizes(b if left is not None and right is None else a, x, w, b)
+    site = OnnxSite(
+        site=MatMulSite(
+            name=node.name or f"{node.op}_{node.outputs[0].name}",
+            op=node.op,
+            subgraph=scope.path,
+            dtype=_dtype_name(dtype),
+            weight=w.static.name if w.static else None,
+            weight_bytes=w.static.byte_size if w.static else 0,
+            m=m,
+            n=n,
+            k=k,
+        ),
+        scope=scope,
+        index=indices[id(node)],
+        x=x,
+        w=w,
+        dtype=dtype,
+        output=node.outputs[0].name,
+        swapped=swapped,
+        alpha=float(node.attrs.get("alpha", 1.0)) if is_gemm else 1.0,
+        beta=float(node.attrs.get("beta", 1.0)) if is_gemm else 1.0,
+    )
+    site = _with_bias(site, node, constants, indices)
+    role: Role = "linear" if w.static else roles.of_product(node)
+    if w.static and roles.is_output_projection(node):
+        role = "output_projection"
+    blocker = _blocker(site, node, constants)
+    if left is not None and right is not None:
+        blocker = "both operands are constant; fold the constants of the model first"
+    return replace(site, site=replace(site.site, role=role, blocker=blocker, has_bias=site.bias is not None))
+
+
+def _run_time(tensor: gs.Tensor, transposed: bool) -> Operand:
+    """Returns an operand computed at run time. A Transpose in front of it and the one it needs become one, or none."""
+    rank = None if tensor.shape is None else len(tensor.shape)
+    if not transposed or rank is None or rank < 2:
+        return Operand(name=tensor.name, rank=rank, transposed=transposed and rank != 1)
+    swap = (*range(rank - 2), rank - 1, rank - 2)
+    producer = tensor.inputs[0] if tensor.inputs else None
+    if producer is None or producer.op != "Transpose" or producer.inputs[0].shape is None:
+        return Operand(name=tensor.name, rank=rank, transposed=True, perm=swap)
+    before = tuple(producer.attrs.get("perm") or reversed(range(rank)))
+    perm = tuple(before[axis] for axis in swap)
+    return Operand(
+        name=producer.inputs[0].name, rank=rank, transposed=True, perm=None if perm == tuple(range(rank)) else perm
+    )
+
+
+def _with_bias(site: OnnxSite, node: gs.Node, constants: Constants, indices: dict[int, int]) -> OnnxSite:
+    """Returns `site` with Gemm's C, or the static operand of a following Add, absorbed where that is exact."""
+    n = site.site.n
+    if node.op == "Gemm":
+        if len(node.inputs) < 3 or node.inputs[2].is_empty():
+            return site
+        c = constants.resolve(node.inputs[2])
+        if c is not None and not site.swapped and _is_bias(c, n, 2):
+            return replace(site, bias=c)
+        return replace(site, addend=node.inputs[2].name)
+    output = node.outputs[0]
+    if site.swapped or len(output.outputs) != 1 or any(o is output for o in site.scope.view.outputs):
+        return site
+    add = output.outputs[0]
+    if add.op != "Add" or id(add) not in indices:
+        return site
+    other = add.inputs[1] if add.inputs[0] is output else add.inputs[0]
+    c = constants.resolve(other)
+    if c is None or other is output or c.dtype != site.dtype or not _is_bias(c, n, len(output.shape or (n,))):
+        return site
+    return replace(site, bias=c, bias_index=indices[id(add)], output=add.outputs[0].name)
+
+
+def _is_bias(c: Static, n: Dim, rank: int) -> bool:
+    """Whether `c` adds one value per column (or one to all) without changing the result's shape."""
+    return (
+        c.dtype in VALUE_NAMES
+        and math.prod(c.shape[:-1]) == 1
+        and len(c.shape) <= rank
+        and (not c.shape or c.shape[-1] in {1, n})
+    )
+
+
+def _blocker(site: OnnxSite, node: gs.Node, constants: Constants) -> str | None:
+    """Returns why this site cannot be rewritten whatever the recipe says, or None."""
+    x, w = site.x, site.w
+    if site.site.dtype not in VALUE_NAMES.values():
+        what = site.site.dtype or "unknown"
+        return f"dtype {what}; expected float32, float16 or bfloat16; cast the model or give it shape information"
+    if w.static is not None:
+        if len(w.static.shape) < 2:
+            return "the static operand is a vector; expected a matrix"
+        if 0 in w.static.shape:
+            return f"the weight is empty (shape {list(w.static.shape)}); expected N and K above 0"
+        if x.rank is None and (x.transposed or site.swapped):
+            return "the activation must be transposed and its rank is unknown; give the model shape information"
+        return None
+    for tensor in node.inputs[:2]:
+        if tensor.name in constants.overridable:
+            return f"weight {tensor.name!r} is also a graph input that a caller may replace; remove it from the inputs"
+        if constants.is_constant(tensor):
+            allowed = ", ".join(VIEW_OPS)
+            via = tensor.inputs[0].op
+            return f"weight {tensor.name!r} comes through {via}; expected only {allowed}; fold the constants first"
+    if x.rank is None or w.rank is None or min(x.rank, w.rank) < 2:
+        return "an operand's rank is unknown or below 2; give the model shape information"
+    return None
+
+
+def _sizes(x_tensor: gs.Tensor, x: Operand, w: Operand, w_tensor: gs.Tensor) -> tuple[Dim, Dim, Dim]:
+    """Returns m, n and k as far as the shapes tell; m counts all rows of X."""
+    n = k = m = None
+    w_shape = w.static.shape if w.static else w_tensor.shape
+    if w_shape is not None and len(w_shape) >= 2:
+        n, k = (w_shape[-1], w_shape[-2]) if w.transposed else (w_shape[-2], w_shape[-1])
+    shape = x_tensor.shape
+    if shape is not None and len(shape) >= 2:
+        rows = [*shape[:-2], shape[-1] if x.transposed else shape[-2]]
+        m = math.prod(rows) if all(isinstance(d, int) for d in rows) else "*".join(str(d) for d in rows if d != 1)
+    elif shape is not None and len(shape) == 1:
+        m = 1
+    return m, n, k
+
+
+def _dtype(tensor: gs.Tensor) -> int:
+    if tensor.dtype is None:
+        return 0
+    if isinstance(tensor.dtype, int):
+        return tensor.dtype
+    return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype)))
+
+
+def _dtype_name(code: int) -> str | None:
+    if code in VALUE_NAMES:
+        return VALUE_NAMES[code]
+    return onnx.TensorProto.DataType.Name(code).lower() if code else None
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}#{count}"
+    taken.add(candidate)
+    return candidate

@@ -1,0 +1,165 @@
+"""Opens a model as a skeleton: the whole structure, with the data of large initializers left where it lies.
+
+Everything that looks at the structure (function inlining, opset conversion, shape inference, graphsurgeon) works on the
+skeleton and so costs nothing per byte of weights; `weights.py` reads the data, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from mxfp8_ops.errors import ContractError
+
+INLINE_BYTES: Final = 4096
+"""Initializers up to this size stay in the skeleton: shape inference reads the small integer ones."""
+
+_DATA_FIELDS: Final = frozenset(
+    {"raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data", "segment"}
+)
+
+
+@dataclass
+class Source:
+    """An opened model.
+
+    Invariant: an initializer of the main graph whose name is in `tensors` has no data in `proto`; the tensor in
+    `tensors` has it, or says in which external file it lies.
+    """
+
+    name: str
+    """What to call the model in messages: its path, or "model"."""
+    proto: onnx.ModelProto
+    """The skeleton; the pass edits it in place."""
+    tensors: dict[str, onnx.TensorProto]
+    folder: Path | None
+    """Where external data is looked up; None for a model that came without a path."""
+    byte_size: int
+    """Size of the model, external data included."""
+    uses_external_data: bool
+    weights_are_inputs: bool
+    """The model is older than IR version 4, which lists every initializer among the graph inputs."""
+    notes: list[str] = field(default_factory=list)
+    """What was done to the model besides the rewrite itself."""
+
+    @property
+    def opset(self) -> int:
+        """Version of the default operator domain.
+
+        Raises:
+            ContractError: the model imports none.
+        """
+        for entry in self.proto.opset_import:
+            if entry.domain in {"", "ai.onnx"}:
+                return int(entry.version)
+        raise ContractError(
+            f"{self.name}: no opset import for the default domain; expected one; re-export the model with an opset"
+        )
+
+
+def open_path(path: Path) -> Source:
+    """Returns the model in a file; external data is not read.
+
+    Raises:
+        ContractError: the file is missing, unreadable, empty or not an ONNX model.
+    """
+    if path.is_dir():
+        raise ContractError(f"{path}: a directory; expected an ONNX file; name the .onnx file inside it")
+    try:
+        size = path.stat().st_size
+        content = path.read_bytes()
+    except OSError as error:
+        raise ContractError(f"{path}: {error.strerror}; expected a readable ONNX file; check the path") from None
+    if size == 0:
+        raise ContractError(f"{path}: the file is empty; expected an ONNX model; export it again")
+    try:
+        model = onnx.ModelProto.FromString(content)
+    except DecodeError:
+        raise ContractError(
+            f"{path}: not a complete ONNX file (protobuf cannot be decoded); expected an ONNX model; "
+            "check that the file is one and was copied whole"
+        ) from None
+    del content
+    return _open(model, str(path), path.parent, size)
+
+
+def open_proto(model: onnx.ModelProto) -> Source:
+    """Returns a model that is in memory; the caller's proto is never modified."""
+    return _open(model, "model", None, model.ByteSize())
+
+
+def _open(model: onnx.ModelProto, name: str, folder: Path | None, size: int) -> Source:
+    if not model.ir_version or not model.HasField("graph"):
+        raise ContractError(
+            f"{name}: not an ONNX model (no IR version or no graph); expected an ONNX model; export it again"
+        )
+    if not model.graph.output:
+        raise ContractError(f"{name}: the graph has no outputs; expected at least one; export the model again")
+    skeleton = onnx.ModelProto()
+    copy_fields(skeleton, model, skip={"graph"})
+    copy_fields(skeleton.graph, model.graph, skip={"initializer"})
+    tensors: dict[str, onnx.TensorProto] = {}
+    for tensor in model.graph.initializer:
+        stub = skeleton.graph.initializer.add()
+        if tensor.data_location != onnx.TensorProto.EXTERNAL and tensor.ByteSize() <= INLINE_BYTES:
+            stub.CopyFrom(tensor)
+            continue
+        copy_fields(stub, tensor, skip=_DATA_FIELDS)
+        tensors[tensor.name] = tensor
+    external = [t for t in iter_tensors(skeleton) if t.data_location == onnx.TensorProto.EXTERNAL]
+    size += sum(external_length(t) for t in external)
+    return Source(name, skeleton, tensors, folder, size, bool(external), model.ir_version < 4)
+
+
+def copy_fields(target: Any, source: Any, skip: frozenset[str] | set[str]) -> None:
+    """Copies every set field of one protobuf message to another of the same type, but those in `skip`."""
+    for descriptor, value in source.ListFields():
+        if descriptor.name in skip:
+            continue
+        if hasattr(value, "MergeFrom") and not hasattr(value, "DESCRIPTOR"):  # a repeated field
+            getattr(target, descriptor.name).MergeFrom(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(target, descriptor.name).CopyFrom(value)
+        else:
+            setattr(target, descriptor.name, value)
+
+
+def external_length(tensor: onnx.TensorProto) -> int:
+    """Returns how many bytes `tensor` takes in its external file, by its dtype and dims."""
+    count = 1
+    for dim in tensor.dims:
+        count *= dim
+    itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    return int(count * itemsize)
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
+    """Yields (attribute name, graph) for each subgraph a control-flow node holds."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.name, attribute.g
+        for index, graph in enumerate(attribute.graphs):
+            yield f"{attribute.name}[{index}]", graph
+
+
+def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yields `graph` and every subgraph below it."""
+    yield graph
+    for node in graph.node:
+        for _, inner in subgraphs(node):
+            yield from iter_graphs(inner)
+
+
+def iter_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yields every initializer and every tensor attribute of the main graph and its subgraphs."""
+    for graph in iter_graphs(model.graph):
+        yield from graph.initializer
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.TENSOR:
+                    yield attribute.t
