@@ -204,15 +204,16 @@ def _exponent(g: _Body, amax: str, increments: npt.NDArray[np.int32], row: tuple
         return g("Cast", g("Div", rounded, g.constant(np.int32(1 << 23))), to=TensorProto.INT64, out="exponent")
 
     # Without the bits: the addition carries when the mantissa exceeds 0x7fffff - increment, so the result is the
-    # smallest i with amax <= m * 2^(i - 127), m being 1.that-mantissa. floor(log2(amax)) may miss by one near a power
-    # of two; starting one lower, three exact comparisons (i - 127 .. i - 125) settle it. Exponents below 2^-127 stay
-    # at 0, which every format's emax brings to scale 0 anyway; amax = 0 enters here too, as log = -inf.
+    # smallest i with amax <= m * 2^(i - 127), m being 1.that-mantissa. With e = floor(log2(amax)) that i is e + 127 or
+    # e + 128: two exact comparisons from e + 126 on find it. They also repair a logarithm that is off by one: low just
+    # above a power of two (where i = e + 127), high just below the next. Zero and subnormals, whose logarithm is -inf
+    # or below the clip, come out as 0 or 1: less than emax, so scale 0.
     mantissas = (np.int32(0x3F800000) | (np.int32(0x7FFFFF) - increments)).view(np.float32)
     log2 = g("Mul", g("Log", amax), g.constant(np.float32(1 / np.log(2))))
     guess = g("Add", g("Floor", log2), g.constant(np.float32(SCALE_BIAS - 1)))
-    guess = g("Clip", guess, g.constant(np.float32(0)), g.constant(np.float32(252)))  # + 2 stays inside the table
+    guess = g("Clip", guess, g.constant(np.float32(0)), g.constant(np.float32(253)))  # 255 at most
     guess = g("Cast", guess, to=TensorProto.INT64, out="guess")
-    candidates = g("Add", guess, g.constant([[0], [1], [2]]))  # along axis 2, the axis amax was reduced over
+    candidates = g("Add", guess, g.constant([[0], [1]]))  # along axis 2, the axis amax was reduced over
     thresholds = g("Mul", g("Gather", g.powers(), candidates), g.lookup(mantissas, row))
     exceeded = g("Cast", g("Greater", amax, thresholds), to=TensorProto.INT64)
     return g("Add", guess, g("ReduceSum", exceeded, g.constant([2]), keepdims=1), out="exponent")
