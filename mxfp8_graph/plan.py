@@ -25,6 +25,8 @@ class MatMulSite:
     """The node's name; unique within the model."""
     op: str
     """The op type as the host says it: MatMul, Gemm."""
+    module: str = ""
+    """Dotted path of the framework module the node came from, if the exporter recorded it; patterns match it too."""
     subgraph: str = ""
     """Path of the subgraph the node is in; "" is the main graph."""
     role: Role = "linear"
@@ -89,14 +91,14 @@ def _decide(site: MatMulSite, recipe: Recipe) -> Decision:
 
     if site.blocker:
         return keep("structure", site.blocker)
-    if pattern := _first(recipe.exclude, site.name):
+    if pattern := _first(recipe.exclude, site):
         return keep("exclude", f"excluded by {pattern!r}")
     for index, rule in enumerate(recipe.rules):
         if _matches(rule, site):
             if not rule.quantize:
                 return keep(f"rules.{index}", f"kept by rules.{index}: {rule}")
             return _quantize(site, recipe, f"rules.{index}", f"rules.{index}: {rule}", rule)
-    if recipe.include and not _first(recipe.include, site.name):
+    if recipe.include and not _first(recipe.include, site):
         return keep("include", "not among the included names")
     if reason := _policy_reason(site, recipe):
         return keep("policy", reason)
@@ -141,8 +143,13 @@ def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rul
     )
 
 
-def _first(patterns: Sequence[str], name: str) -> str | None:
-    return next((p for p in patterns if re.search(p, name)), None)
+def _named(pattern: str, site: MatMulSite) -> bool:
+    """Whether `pattern` is found in the site's node name or module path."""
+    return re.search(pattern, site.name) is not None or re.search(pattern, site.module) is not None
+
+
+def _first(patterns: Sequence[str], site: MatMulSite) -> str | None:
+    return next((p for p in patterns if _named(p, site)), None)
 
 
 def _matches(rule: Rule, site: MatMulSite) -> bool:
@@ -152,7 +159,7 @@ def _matches(rule: Rule, site: MatMulSite) -> bool:
         return isinstance(size, int) and (least is None or size >= least) and (most is None or size <= most)
 
     return (
-        (rule.name is None or re.search(rule.name, site.name) is not None)
+        (rule.name is None or _named(rule.name, site))
         and (rule.op is None or rule.op == site.op)
         and (rule.subgraph is None or re.search(rule.subgraph, site.subgraph) is not None)
         and within(site.n, rule.min_n, rule.max_n)
@@ -162,17 +169,17 @@ def _matches(rule: Rule, site: MatMulSite) -> bool:
 
 def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
     """Raises RecipeError if a rule, include or exclude pattern decides no site."""
-    names = [site.name for site in sites]
+    names = [site.module or site.name for site in sites]
     for field in ("include", "exclude"):
         for index, pattern in enumerate(getattr(recipe, field)):
-            if not any(re.search(pattern, name) for name in names):
+            if not any(_named(pattern, site) for site in sites):
                 raise RecipeError(_unused(recipe, f"{field}.{index}: {pattern!r} matches none", names))
     reached: set[int] = set()
     matched: set[int] = set()
     for site in sites:
         hits = [index for index, rule in enumerate(recipe.rules) if _matches(rule, site)]
         matched.update(hits)
-        if hits and not _first(recipe.exclude, site.name):
+        if hits and not _first(recipe.exclude, site):
             reached.add(hits[0])
     for index, rule in enumerate(recipe.rules):
         if index not in matched:

@@ -52,7 +52,7 @@ class Rule(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Pattern | None = None
-    """Matches the node's name."""
+    """Matches the node's name, or the module path the exporter recorded (model.layers.0.mlp.up_proj)."""
     op: str | None = None
     """Matches the op type exactly: MatMul, Gemm, ..."""
     subgraph: Pattern | None = None
@@ -137,9 +137,9 @@ class Recipe(BaseModel):
     min_dim: NonNegative = 32
     """Matmuls with N or K below this stay as they are: less than one block of work."""
     include: tuple[Pattern, ...] = ()
-    """When given, only sites whose name matches one of these are eligible (rules come first)."""
+    """When given, only sites whose name or module path matches one of these are eligible (rules come first)."""
     exclude: tuple[Pattern, ...] = ()
-    """Sites whose name matches one of these stay in high precision, whatever else is said."""
+    """Sites whose name or module path matches one of these stay in high precision, whatever else is said."""
     rules: tuple[Rule, ...] = ()
     """First match wins."""
 
