@@ -1,0 +1,45 @@
+# make demo   set up, rewrite a real model, verify it and print the result
+# make test   the test suite        make check  lint, types, layers        make bench  benchmarks
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow check format bench clean
+
+# One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
+SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.installed: $(BIN)/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,test,dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python samples/01_minilm_onnx/minilm.py --folder demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
+
+bench: $(VENV)/.installed
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) build demo
