@@ -88,9 +88,8 @@ def pack(
             element_format=element_format,
             scale_rounding=scale_rounding,
         )
-        if part.first_nonfinite >= 0 and not allow_nonfinite:
-            index = divmod(part.first_nonfinite, matrix.shape[1])
-            index = index if flipped == transposed else index[::-1]
+        if part.first_nonfinite is not None and not allow_nonfinite:
+            index = part.first_nonfinite if flipped == transposed else part.first_nonfinite[::-1]
             value = weight[at][index]
             raise NonFiniteError(
                 f"weight {name!r}: {value} at index {[*at, *map(int, index)]}; expected finite values; "
