@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from mxfp8_ops import ort
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
 import mxfp8_graph
+from mxfp8_ops import ort
 
 SENTENCES = 320
 BATCH = 16

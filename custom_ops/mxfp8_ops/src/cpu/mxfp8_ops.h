@@ -23,11 +23,13 @@ enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
 enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3 };
 
 // The version of the node contract these kernels implement (contract.VERSION).
+#define MXFP8_CONTRACT_VERSION 1
 MXFP8_API int mxfp8_contract_version(void);
 
 // The instruction sets compiled in and usable on this machine, best first, comma-separated: "avx512_bf16,avx512,avx2,portable".
 MXFP8_API const char* mxfp8_isa_available(void);
-// The one in use. The environment variable MXFP8_ISA chooses one at load; mxfp8_isa_force changes it (tests do).
+// The one in use. The environment variable MXFP8_ISA chooses one at first use; mxfp8_isa_force changes it (tests do).
+// NULL, and MXFP8_NO_SUCH_ISA from every kernel, if MXFP8_ISA names one that is not available.
 MXFP8_API const char* mxfp8_isa(void);
 MXFP8_API int mxfp8_isa_force(const char* name);
 
@@ -52,8 +54,8 @@ MXFP8_API int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, in
 // Packs a weight for the pass: quantizes along K and stores [N, K] elements, [N, ceil(K/32)] scales whichever way the
 // source lies. transposed == 0: w is [N, K]; 1: w is [K, N]; rows `w_stride` values apart.
 typedef struct {
-  double signal;            // sum of w^2
-  double noise;             // sum of (w - dequantized)^2
+  double signal;            // sum of w^2, over the blocks that hold no NaN or Inf
+  double noise;             // sum of (w - dequantized)^2, over the same blocks
   int64_t first_nonfinite;  // row-major index into the source [rows, cols] of the first NaN or Inf, -1 if none
 } mxfp8_pack_stats;
 MXFP8_API int mxfp8_pack(int value_dtype, const void* w, int64_t w_stride, int transposed, int64_t n, int64_t k,

@@ -1,0 +1,445 @@
+"""The functions of `numerics.py`, natively, on NumPy arrays: same names, same arguments, same results.
+
+`quantize` and `dequantize` give the same bytes; the gemms accumulate in float32 and stay within
+`numerics.gemm_error_bound`. The library loads on first use. Its kernels are chosen by what the processor supports
+(AVX-512 BF16, AVX-512, AVX2, portable); the environment variable MXFP8_ISA, or `forced_isa`, chooses another set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import mxfp8_ops
+from mxfp8_ops import contract, formats, numerics
+from mxfp8_ops.errors import BackendError, ShapeError
+from mxfp8_ops.formats import SCALE_ROUNDINGS
+from mxfp8_ops.numerics import Array, Codes, scale_count
+
+_DTYPE_CODES: Final = {name: code for code, name in contract.VALUE_NAMES.items()}
+_STATUS: Final = {
+    -1: (ShapeError, "the library refused the arguments; expected what its header says; report this as a bug"),
+    -2: (BackendError, "out of memory; expected room for one packed operand; use a smaller batch"),
+}
+_NO_SUCH_ISA: Final = -3
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight as the pass stores it, and how much of it the rounding lost."""
+
+    elements: Codes
+    """uint8 [N, K]."""
+    scales: Codes
+    """uint8 [N, ceil(K / 32)]."""
+    signal: float
+    """Sum of w^2, over the blocks that hold no NaN or Inf."""
+    noise: float
+    """Sum of (w - dequantized)^2, over the same blocks."""
+    first_nonfinite: tuple[int, int] | None
+    """Row and column, in the source, of the first NaN or Inf; None if there is none."""
+
+
+class _PackStats(Structure):
+    _fields_ = (("signal", c_double), ("noise", c_double), ("first_nonfinite", c_int64))
+
+
+def library_path() -> Path:
+    """Returns where libmxfp8_ops lies: in the installed package.
+
+    Raises:
+        BackendError: it was not built.
+    """
+    name = {"darwin": "libmxfp8_ops.dylib", "win32": "mxfp8_ops.dll"}.get(sys.platform, "libmxfp8_ops.so")
+    # An editable install keeps the sources in the checkout and what was built in site-packages: look in both.
+    folders = [Path(folder) for folder in mxfp8_ops.__path__]
+    folders += [Path(entry) / "mxfp8_ops" for entry in sys.path]
+    for folder in folders:
+        if (folder / name).is_file():
+            return (folder / name).resolve()
+    raise BackendError(
+        f"mxfp8_ops: no {name} in {', '.join(map(str, mxfp8_ops.__path__))}; expected the native library there; "
+        "install the project with pip (pip install -e . in a checkout)"
+    )
+
+
+@functools.cache
+def _load() -> ctypes.CDLL:
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendError(
+            f"{path}: cannot be loaded ({error}); expected a library built for this machine; reinstall the project"
+        ) from error
+    i, p, n = c_int, c_void_p, c_int64
+    signatures: dict[str, tuple[Any, ...]] = {
+        "mxfp8_isa_force": (c_char_p,),
+        "mxfp8_quantize": (i, p, n, n, n, i, i, p, p, i),
+        "mxfp8_dequantize": (i, p, p, n, n, n, i, p, i),
+        "mxfp8_gemm": (i, p, p, i, p, p, p, n, n, n, i, p, n, i),
+        "mxfp8_weight_gemm": (i, p, n, i, p, p, p, n, n, n, i, p, n, i),
+        "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(_PackStats), i),
+        "mxfp8_isa_available": (),
+        "mxfp8_isa": (),
+        "mxfp8_contract_version": (),
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = c_char_p if name in ("mxfp8_isa", "mxfp8_isa_available") else c_int
+    version = library.mxfp8_contract_version()
+    if version != contract.VERSION:
+        raise BackendError(
+            f"{path}: implements node contract {version}; expected {contract.VERSION}; reinstall the project"
+        )
+    return library
+
+
+def available_isas() -> tuple[str, ...]:
+    """Returns the instruction sets this machine can run, best first: "avx512_bf16", "avx512", "avx2", "portable"."""
+    names: bytes = _load().mxfp8_isa_available()
+    return tuple(names.decode().split(","))
+
+
+def isa() -> str:
+    """Returns the instruction set in use.
+
+    Raises:
+        BackendError: MXFP8_ISA names one that this machine does not have.
+    """
+    name: bytes | None = _load().mxfp8_isa()
+    if name is None:
+        raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
+    return name.decode()
+
+
+def force_isa(name: str) -> None:
+    """Makes `name` the instruction set in use, in the whole process.
+
+    Raises:
+        BackendError: this machine does not have it.
+    """
+    if _load().mxfp8_isa_force(name.encode()) != 0:
+        raise _no_such_isa("isa", name)
+
+
+@contextmanager
+def forced_isa(name: str) -> Iterator[None]:
+    """Uses the instruction set `name`, in the whole process, inside a `with`.
+
+    Raises:
+        BackendError: this machine does not have it.
+    """
+    before = isa()
+    force_isa(name)
+    try:
+        yield
+    finally:
+        force_isa(before)
+
+
+def quantize(
+    x: Array, *, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil", threads: int = 0
+) -> tuple[Codes, Codes]:
+    """Returns (elements, scales), as `numerics.quantize` does, bit for bit.
+
+    Args:
+        x: [..., K, ...] float32, float16 or bfloat16.
+        axis: the blocked axis (that of length K).
+        element_format: "e4m3" or "e5m2".
+        scale_rounding: "ceil", "floor" or "even".
+        threads: how many to use; 0 for one per processor.
+
+    Raises:
+        ShapeError: wrong dtype, a scalar, or no such axis.
+        ContractError: unknown format or rounding.
+        BackendError: the native library is missing.
+    """
+    fmt = formats.element_format(element_format)
+    formats.scale_increment(fmt, scale_rounding)  # checks the name
+    numerics.check_value_dtype("quantize", x.dtype)
+    axis = numerics.normalize_axis("quantize", x.ndim, axis)
+    x = np.ascontiguousarray(x)
+    outer, k, inner = _split(x.shape, axis)
+    elements = np.empty(x.shape, np.uint8)
+    scales = np.empty((*x.shape[:axis], scale_count(k), *x.shape[axis + 1 :]), np.uint8)
+    status = _load().mxfp8_quantize(
+        _DTYPE_CODES[x.dtype.name],
+        x.ctypes.data,
+        outer,
+        k,
+        inner,
+        fmt.onnx_dtype,
+        SCALE_ROUNDINGS.index(scale_rounding),
+        elements.ctypes.data,
+        scales.ctypes.data,
+        threads,
+    )
+    _check("quantize", status)
+    return elements, scales
+
+
+def dequantize(
+    elements: Codes,
+    scales: Codes,
+    *,
+    axis: int = -1,
+    element_format: str = "e4m3",
+    dtype: str = "float32",
+    threads: int = 0,
+) -> Array:
+    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does, bit for bit.
+
+    Args:
+        elements: uint8 [..., K, ...].
+        scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
+        axis: the blocked axis.
+        element_format: "e4m3" or "e5m2".
+        dtype: "float32", "float16" or "bfloat16".
+        threads: how many to use; 0 for one per processor.
+
+    Raises:
+        ShapeError: the scales do not fit the elements.
+        ContractError: unknown format.
+        BackendError: the native library is missing.
+    """
+    fmt = formats.element_format(element_format)
+    axis = numerics.normalize_axis("dequantize", elements.ndim, axis)
+    _check_codes("dequantize", elements, scales, axis)
+    elements, scales = np.ascontiguousarray(elements), np.ascontiguousarray(scales)
+    outer, k, inner = _split(elements.shape, axis)
+    y = np.empty(elements.shape, numerics.value_dtype(dtype))
+    status = _load().mxfp8_dequantize(
+        fmt.onnx_dtype,
+        elements.ctypes.data,
+        scales.ctypes.data,
+        outer,
+        k,
+        inner,
+        _DTYPE_CODES[dtype],
+        y.ctypes.data,
+        threads,
+    )
+    _check("dequantize", status)
+    return y
+
+
+def gemm(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    threads: int = 0,
+) -> Array:
+    """Returns dequantize(a) @ dequantize(b).T + bias, within `numerics.gemm_error_bound` of `numerics.gemm`.
+
+    Args:
+        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
+        a_scales: uint8 [..., M, ceil(K / 32)].
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
+        b_scales: uint8 [..., N, ceil(K / 32)].
+        bias: float32 [N], or None.
+        a_format: element format of `a`.
+        b_format: element format of `b`.
+        dtype: of the result: "float32", "float16" or "bfloat16".
+        threads: how many to use; 0 for one per processor.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format.
+        BackendError: the native library is missing.
+    """
+    numerics.check_gemm_shapes("gemm", a.shape, b.shape, None if bias is None else bias.shape)
+    _check_codes("gemm", a, a_scales, a.ndim - 1)
+    _check_codes("gemm", b, b_scales, b.ndim - 1)
+    a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
+    run = _load().mxfp8_gemm
+
+    def product(
+        x: Array,
+        x_scales: Array,
+        w: Array,
+        w_scales: Array,
+        bias_data: int | None,
+        shape: tuple[int, int, int],
+        y: Array,
+    ) -> int:
+        status: int = run(
+            a_code, x.ctypes.data, x_scales.ctypes.data, b_code, w.ctypes.data, w_scales.ctypes.data, bias_data,
+            *shape, _DTYPE_CODES[dtype], y.ctypes.data, shape[1], threads,
+        )  # fmt: skip
+        return status
+
+    return _batched("gemm", product, (a, a_scales), (b, b_scales), bias, dtype)
+
+
+def weight_gemm(
+    x: Array,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    threads: int = 0,
+) -> Array:
+    """Returns x @ dequantize(b).T + bias, within `numerics.gemm_error_bound` of `numerics.weight_gemm`.
+
+    Args:
+        x: [..., M, K] (or [K]) float32, float16 or bfloat16, used as it is.
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `x`.
+        b_scales: uint8 [..., N, ceil(K / 32)].
+        bias: float32 [N], or None.
+        b_format: element format of `b`.
+        dtype: of the result: "float32", "float16" or "bfloat16".
+        threads: how many to use; 0 for one per processor.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format.
+        BackendError: the native library is missing.
+    """
+    numerics.check_value_dtype("gemm", x.dtype)
+    numerics.check_gemm_shapes("gemm", x.shape, b.shape, None if bias is None else bias.shape)
+    _check_codes("gemm", b, b_scales, b.ndim - 1)
+    b_code = formats.element_format(b_format).onnx_dtype
+    run = _load().mxfp8_weight_gemm
+
+    def product(
+        x: Array, _: Array, w: Array, w_scales: Array, bias_data: int | None, shape: tuple[int, int, int], y: Array
+    ) -> int:
+        status: int = run(
+            _DTYPE_CODES[x.dtype.name], x.ctypes.data, shape[2], b_code, w.ctypes.data, w_scales.ctypes.data, bias_data,
+            *shape, _DTYPE_CODES[dtype], y.ctypes.data, shape[1], threads,
+        )  # fmt: skip
+        return status
+
+    return _batched("gemm", product, (x, x), (b, b_scales), bias, dtype)
+
+
+def pack(
+    w: Array,
+    *,
+    transposed: bool = False,
+    element_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+    threads: int = 0,
+) -> Packed:
+    """Returns a weight quantized along K and stored [N, K], whichever way `w` lies, with the error this made.
+
+    Args:
+        w: float32, float16 or bfloat16 [N, K], or [K, N] if `transposed`. Rows may be strided; values in a row may not.
+        transposed: whether `w` is [K, N].
+        element_format: "e4m3" or "e5m2".
+        scale_rounding: "ceil", "floor" or "even".
+        threads: how many to use; 0 for one per processor.
+
+    Raises:
+        ShapeError: wrong dtype, or not a matrix.
+        ContractError: unknown format or rounding.
+        BackendError: the native library is missing.
+    """
+    fmt = formats.element_format(element_format)
+    formats.scale_increment(fmt, scale_rounding)  # checks the name
+    numerics.check_value_dtype("pack", w.dtype)
+    if w.ndim != 2:
+        raise ShapeError(f"pack: weight has shape {w.shape}; expected a matrix; reshape it to [N, K]")
+    if w.size and (w.strides[1] != w.itemsize or w.strides[0] % w.itemsize or w.strides[0] < w.shape[1] * w.itemsize):
+        w = np.ascontiguousarray(w)
+    stride = max(w.strides[0] // w.itemsize if w.size else 0, w.shape[1])
+    n, k = w.shape[::-1] if transposed else w.shape
+    elements, scales = np.empty((n, k), np.uint8), np.empty((n, scale_count(k)), np.uint8)
+    stats = _PackStats()
+    status = _load().mxfp8_pack(
+        _DTYPE_CODES[w.dtype.name],
+        w.ctypes.data,
+        stride,
+        transposed,
+        n,
+        k,
+        fmt.onnx_dtype,
+        SCALE_ROUNDINGS.index(scale_rounding),
+        elements.ctypes.data,
+        scales.ctypes.data,
+        byref(stats),
+        threads,
+    )
+    _check("pack", status)
+    first = None if stats.first_nonfinite < 0 else divmod(stats.first_nonfinite, w.shape[1])
+    return Packed(elements, scales, stats.signal, stats.noise, first)
+
+
+def _split(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
+    """Returns (product of the dimensions before `axis`, shape[axis], product of those after)."""
+    return int(np.prod(shape[:axis], dtype=np.int64)), shape[axis], int(np.prod(shape[axis + 1 :], dtype=np.int64))
+
+
+def _check_codes(where: str, elements: Codes, scales: Codes, axis: int) -> None:
+    expected = (*elements.shape[:axis], scale_count(elements.shape[axis]), *elements.shape[axis + 1 :])
+    if scales.shape != expected:
+        raise ShapeError(
+            f"{where}: scales have shape {scales.shape}; expected {expected} for elements {elements.shape} "
+            f"blocked along axis {axis}; pass the scales quantize returned"
+        )
+    for name, codes in (("elements", elements), ("scales", scales)):
+        if codes.dtype != np.uint8:
+            raise ShapeError(f"{where}: {name} have dtype {codes.dtype}; expected uint8 codes; pass .view(numpy.uint8)")
+
+
+def _batched(
+    where: str, product: Any, a: tuple[Array, Array], b: tuple[Array, Array], bias: Array | None, dtype: str
+) -> Array:
+    """Returns the result of `product` for every broadcast leading index; one call if only `a` has leading dimensions."""
+    y_dtype = numerics.value_dtype(dtype)
+    vector = a[0].ndim == 1
+    if vector:
+        a = (a[0][None], a[1][None])
+    a, b = tuple(map(np.ascontiguousarray, a)), tuple(map(np.ascontiguousarray, b))  # type: ignore[assignment]
+    bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
+    bias_data = None if bias is None else bias.ctypes.data
+    k, n = b[0].shape[-1], b[0].shape[-2]
+    try:
+        leading = np.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
+    except ValueError:
+        raise ShapeError(
+            f"{where}: operands {a[0].shape} and {b[0].shape}; expected leading dimensions that broadcast; reshape one"
+        ) from None
+    m = a[0].shape[-2]
+    y = np.empty((*leading, m, n), y_dtype)
+    if b[0].ndim == 2:
+        _check(where, product(*a, *b, bias_data, (y.size // n if n else 0, n, k), y))
+    else:
+        a = tuple(np.broadcast_to(t, leading + t.shape[-2:]) for t in a)  # type: ignore[assignment]
+        b = tuple(np.broadcast_to(t, leading + t.shape[-2:]) for t in b)  # type: ignore[assignment]
+        for index in np.ndindex(leading):
+            _check(where, product(a[0][index], a[1][index], b[0][index], b[1][index], bias_data, (m, n, k), y[index]))
+    return y[..., 0, :] if vector else y
+
+
+def _check(where: str, status: int) -> None:
+    if status == 0:
+        return
+    if status == _NO_SUCH_ISA:
+        raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
+    error, message = _STATUS[status]
+    raise error(f"{where}: {message}")
+
+
+def _no_such_isa(where: str, name: str) -> BackendError:
+    return BackendError(f"{where}: {name!r}; expected one of {', '.join(available_isas())}; name one this machine has")

@@ -1,0 +1,89 @@
+// Chooses the kernels by what the processor and the operating system support: the best set, unless the environment
+// variable MXFP8_ISA or mxfp8_isa_force names another.
+#include "isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+namespace mxfp8 {
+
+namespace portable {
+extern const Kernels kernels;
+}
+#if defined(MXFP8_X86)
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx512_bf16 {
+extern const Kernels kernels;
+}
+#endif
+
+namespace {
+
+struct Isa {
+  const Kernels* kernels;
+  bool (*usable)();
+};
+
+// Best first. __builtin_cpu_supports asks cpuid, and XGETBV for what the operating system saves.
+const Isa kIsas[] = {
+#if defined(MXFP8_X86)
+    {&avx512_bf16::kernels,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+     }},
+    {&avx512::kernels,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+     }},
+    {&avx2::kernels, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+#endif
+    {&portable::kernels, [] { return true; }},
+};
+
+const Kernels* find(const char* name) {
+#if defined(MXFP8_X86)
+  __builtin_cpu_init();
+#endif
+  for (const Isa& isa : kIsas) {
+    if ((name == nullptr || std::strcmp(name, isa.kernels->isa) == 0) && isa.usable()) return isa.kernels;
+  }
+  return nullptr;
+}
+
+std::atomic<const Kernels*>& chosen() {
+  static std::atomic<const Kernels*> kernels{find(std::getenv("MXFP8_ISA"))};
+  return kernels;
+}
+
+}  // namespace
+
+const Kernels* kernels() { return chosen().load(std::memory_order_relaxed); }
+
+bool force_isa(const char* name) {
+  const Kernels* found = name == nullptr ? nullptr : find(name);
+  if (found != nullptr) chosen().store(found, std::memory_order_relaxed);
+  return found != nullptr;
+}
+
+const char* available_isas() {
+  static const std::string names = [] {
+    std::string list;
+    for (const Isa& isa : kIsas) {
+      if (find(isa.kernels->isa) != nullptr) list += (list.empty() ? "" : ",") + std::string(isa.kernels->isa);
+    }
+    return list;
+  }();
+  return names.c_str();
+}
+
+}  // namespace mxfp8

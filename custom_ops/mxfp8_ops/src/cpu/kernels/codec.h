@@ -1,0 +1,157 @@
+// The number formats, as branch-free scalar code that the compiler vectorizes: the C++ twin of encode, decode and the
+// scale rules in numerics.py. Everything here is compiled once per instruction set and lives in that set's namespace.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+#define MXFP8_INLINE static inline __attribute__((always_inline))
+
+namespace mxfp8::MXFP8_ISA {
+
+// Rows of formats.ELEMENT_FORMATS.
+struct E4M3 {
+  static constexpr int mantissa_bits = 3, bias = 7, emax = 8;
+  static constexpr uint32_t max_code = 0x7e;
+  static constexpr bool has_infinity = false;
+};
+struct E5M2 {
+  static constexpr int mantissa_bits = 2, bias = 15, emax = 15;
+  static constexpr uint32_t max_code = 0x7b;
+  static constexpr bool has_infinity = true;
+};
+
+constexpr uint32_t kMagnitude = 0x7fffffff;
+constexpr uint32_t kInfinity = 0x7f800000;
+constexpr uint32_t kQuietNan = 0x7fc00000;
+constexpr uint32_t kElementNan = 0x7f;
+constexpr int kScaleNan = 255;
+
+MXFP8_INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+MXFP8_INLINE float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Rounds the bits of a float32 magnitude to a narrower float, half to even; the caller saturates.
+// Normal results: rebias the exponent, then round away the low mantissa bits. Subnormal results: adding a power of two
+// whose unit in the last place is the narrow format's smallest step leaves that multiple in the low bits of the sum.
+template <int MantissaBits, int Bias>
+MXFP8_INLINE uint32_t round_magnitude(uint32_t magnitude) {
+  constexpr int shift = 23 - MantissaBits;
+  constexpr uint32_t first_normal = uint32_t(128 - Bias) << 23;
+  constexpr uint32_t step = uint32_t(151 - Bias - MantissaBits) << 23;
+  const uint32_t rebased = magnitude - (uint32_t(127 - Bias) << 23);
+  const uint32_t normal = (rebased + (1u << (shift - 1)) - 1 + ((rebased >> shift) & 1)) >> shift;
+  const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(step)) - step;
+  return magnitude < first_normal ? subnormal : normal;
+}
+
+// Element code of a finite value that is already divided by its scale. -0 stays -0.
+template <class F>
+MXFP8_INLINE uint32_t encode(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t code = round_magnitude<F::mantissa_bits, F::bias>(bits & kMagnitude);
+  return (code < F::max_code ? code : F::max_code) | ((bits >> 24) & 0x80);
+}
+
+// Bits of the float32 value of an element code. Subnormal elements are made from a normal float by subtraction, so that
+// no denormal float32 is ever an operand.
+template <class F>
+MXFP8_INLINE uint32_t decode_bits(uint32_t code) {
+  constexpr int shift = 23 - F::mantissa_bits;
+  constexpr uint32_t first_normal = uint32_t(128 - F::bias) << 23;
+  const uint32_t magnitude = code & 0x7f;
+  const uint32_t sign = (code & 0x80) << 24;
+  const uint32_t normal = (magnitude << shift) + (uint32_t(127 - F::bias) << 23);
+  const uint32_t subnormal = bits_of(float_of((magnitude << shift) + first_normal) - float_of(first_normal));
+  uint32_t bits = magnitude < (1u << F::mantissa_bits) ? subnormal : normal;
+  bits = magnitude > F::max_code ? kQuietNan : bits;
+  if (F::has_infinity) bits = magnitude == F::max_code + 1 ? kInfinity : bits;
+  return bits | sign;
+}
+
+template <class F>
+MXFP8_INLINE float decode(uint32_t code) {
+  return float_of(decode_bits<F>(code));
+}
+
+// 2^(s - 127); code 0 is the subnormal 2^-127, code 255 is NaN.
+MXFP8_INLINE float scale_value(uint32_t code) {
+  if (code == kScaleNan) return float_of(kQuietNan);
+  return float_of(code == 0 ? 0x00400000 : code << 23);
+}
+
+// 2^(127 - s) for s in 0..254.
+MXFP8_INLINE float inverse_scale_value(uint32_t code) { return float_of(code == 254 ? 0x00400000 : (254 - code) << 23); }
+
+// Scale code of a block whose largest magnitude has these bits; `increment` is formats.scale_increment.
+template <class F>
+MXFP8_INLINE uint32_t scale_code(uint32_t amax, uint32_t increment) {
+  if (amax >= kInfinity) return kScaleNan;
+  const int code = int((amax + increment) >> 23) - F::emax;
+  return uint32_t(code < 0 ? 0 : code > 254 ? 254 : code);
+}
+
+// Value dtypes: how each is stored, and its conversion from and to float32, rounding to nearest even.
+struct Float32 {
+  using Storage = float;
+  MXFP8_INLINE float load(float value) { return value; }
+  MXFP8_INLINE float store(float value) { return value; }
+};
+struct Float16 {
+  using Storage = uint16_t;
+  MXFP8_INLINE float load(uint16_t half) {
+    constexpr uint32_t first_normal = 113u << 23;
+    const uint32_t magnitude = uint32_t(half & 0x7fff) << 13;
+    const uint32_t subnormal = bits_of(float_of(magnitude + first_normal) - float_of(first_normal));
+    uint32_t bits = magnitude < (1u << 23) ? subnormal : magnitude + (112u << 23);
+    bits = magnitude >= (31u << 23) ? magnitude | kInfinity : bits;
+    return float_of(bits | (uint32_t(half & 0x8000) << 16));
+  }
+  MXFP8_INLINE uint16_t store(float value) {
+    const uint32_t magnitude = bits_of(value) & kMagnitude;
+    uint32_t half = round_magnitude<10, 15>(magnitude);
+    half = magnitude >= 0x477ff000 ? 0x7c00 : half;  // 65520 and above round to infinity
+    half = magnitude > kInfinity ? 0x7e00 : half;
+    return uint16_t(half | ((bits_of(value) >> 16) & 0x8000));
+  }
+};
+struct BFloat16 {
+  using Storage = uint16_t;
+  MXFP8_INLINE float load(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
+  MXFP8_INLINE uint16_t store(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return uint16_t((bits & kMagnitude) > kInfinity ? (bits >> 16) | 0x40 : rounded);
+  }
+};
+
+// Calls f(T{}) with the type that stands for a dtype or format code. The codes were checked at the boundary.
+template <class Call>
+MXFP8_INLINE void with_dtype(int dtype, const Call& call) {
+  if (dtype == MXFP8_FLOAT32) {
+    call(Float32{});
+  } else if (dtype == MXFP8_FLOAT16) {
+    call(Float16{});
+  } else {
+    call(BFloat16{});
+  }
+}
+template <class Call>
+MXFP8_INLINE void with_format(int format, const Call& call) {
+  if (format == MXFP8_E4M3) {
+    call(E4M3{});
+  } else {
+    call(E5M2{});
+  }
+}
+
+}  // namespace mxfp8::MXFP8_ISA

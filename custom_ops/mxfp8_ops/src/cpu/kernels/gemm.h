@@ -1,0 +1,125 @@
+// What the two gemm kernels share: where packed values lie, the walk over strips of the result, and the store of a strip.
+//
+// Packed A, `rows` rows: chunks of kGemmDepth values of K; in a chunk, tiles of kTileRows rows (the last may have
+// fewer); in a tile, block by block, 32 values of each of its rows. So a multiply reads it front to back.
+#pragma once
+#include "codec.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace mxfp8::MXFP8_ISA {
+
+constexpr int64_t kFewRows = 16;  // up to here B dominates the traffic: read each of its rows front to back
+
+MXFP8_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+MXFP8_INLINE int64_t blocks_of(int64_t k) { return (k + kBlock - 1) / kBlock; }
+
+// One chunk of K.
+struct Chunk {
+  int64_t block;   // first block
+  int64_t blocks;  // number of blocks
+};
+MXFP8_INLINE int64_t chunks_of(int64_t k) { return (k + kGemmDepth - 1) / kGemmDepth; }
+MXFP8_INLINE Chunk chunk_at(int64_t k, int64_t index) {
+  constexpr int64_t blocks = kGemmDepth / kBlock;
+  return {index * blocks, min_of(blocks, blocks_of(k) - index * blocks)};
+}
+
+// Offset, in values, of a tile in the packed A.
+MXFP8_INLINE int64_t tile_offset(int64_t rows, Chunk chunk, int64_t tile) {
+  return (chunk.block * rows + chunk.blocks * tile * kTileRows) * kBlock;
+}
+
+// Decodes a block of `count` <= 32 elements, scaled, as float32; zeros follow.
+template <class F>
+MXFP8_INLINE void decode_block(const uint8_t* elements, int64_t count, uint8_t scale_of_block, float* out) {
+  const float scale = scale_value(scale_of_block);
+  if (count >= kBlock) {
+    for (int i = 0; i < kBlock; ++i) out[i] = decode<F>(elements[i]) * scale;
+  } else {
+    for (int i = 0; i < kBlock; ++i) out[i] = i < count ? decode<F>(elements[i]) * scale : 0.0f;
+  }
+}
+
+// Decodes a panel - kGemmPanel rows of B from `column` on, one chunk deep - as float32: [block, row, 32]. Rows past
+// `column_end` are zero.
+template <class F>
+MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t column_end, Chunk chunk, float* out) {
+  const int64_t blocks = blocks_of(args.k);
+  for (int64_t row = 0; row < kGemmPanel; ++row) {
+    const bool inside = column + row < column_end;
+    const uint8_t* elements = args.b + (column + row) * args.k;
+    const uint8_t* scales = args.b_scales + (column + row) * blocks;
+    for (int64_t i = 0; i < chunk.blocks; ++i) {
+      float* to = out + (i * kGemmPanel + row) * kBlock;
+      const int64_t k = (chunk.block + i) * kBlock;
+      if (inside) {
+        decode_block<F>(elements + k, args.k - k, scales[chunk.block + i], to);
+      } else {
+        std::memset(to, 0, kBlock * sizeof(float));
+      }
+    }
+  }
+}
+
+// Adds the bias to a strip [rows, kGemmColumns] and stores it in the result's dtype.
+MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t width,
+                              const float* strip) {
+  with_dtype(args.y_dtype, [&](auto dtype) {
+    using D = decltype(dtype);
+    for (int64_t i = 0; i < rows; ++i) {
+      auto* y = static_cast<typename D::Storage*>(args.y) + (row + i) * args.y_stride + column;
+      const float* sums = strip + i * kGemmColumns;
+      if (args.bias != nullptr) {
+        for (int64_t j = 0; j < width; ++j) y[j] = D::store(sums[j] + args.bias[column + j]);
+      } else {
+        for (int64_t j = 0; j < width; ++j) y[j] = D::store(sums[j]);
+      }
+    }
+  });
+}
+
+// Walks the result in strips of kGemmColumns columns. panel(chunk, column, strip, accumulate) multiplies all tiles with
+// one panel of B.
+template <class Panel>
+MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
+                                 int64_t column_begin, int64_t column_end, const Panel& panel) {
+  alignas(64) float strip[kGemmRows * kGemmColumns];
+  const int64_t first = tile_begin * kTileRows;
+  const int64_t count = min_of(tile_end * kTileRows, rows) - first;
+  const int64_t chunks = chunks_of(args.k);
+  for (int64_t column = column_begin; column < column_end; column += kGemmColumns) {
+    const int64_t width = min_of(kGemmColumns, column_end - column);
+    if (chunks == 0) std::memset(strip, 0, size_t(count * kGemmColumns) * sizeof(float));
+    if (count <= kFewRows) {
+      for (int64_t j = 0; j < width; j += kGemmPanel) {
+        for (int64_t c = 0; c < chunks; ++c) panel(chunk_at(args.k, c), column + j, strip + j, c > 0);
+      }
+    } else {
+      for (int64_t c = 0; c < chunks; ++c) {
+        for (int64_t j = 0; j < width; j += kGemmPanel) panel(chunk_at(args.k, c), column + j, strip + j, c > 0);
+      }
+    }
+    store_strip(args, row + first, count, column, width, strip);
+  }
+}
+
+// Calls tile(integral constant R, packed A, strip) for every tile, R its number of rows.
+template <int R>
+struct Rows {
+  static constexpr int value = R;
+};
+template <int R = kTileRows, class Call>
+MXFP8_INLINE void with_rows(int64_t rows, const Call& call) {
+  if constexpr (R == 1) {
+    call(Rows<1>{});
+  } else {
+    if (rows >= R) {
+      call(Rows<R>{});
+    } else {
+      with_rows<R - 1>(rows, call);
+    }
+  }
+}
+
+}  // namespace mxfp8::MXFP8_ISA

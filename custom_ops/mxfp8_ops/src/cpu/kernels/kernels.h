@@ -1,0 +1,92 @@
+// What every instruction set provides: one table of kernels over the argument structs below. The files of this folder
+// are compiled once per instruction set, each time into the namespace mxfp8::<isa>; see CMakeLists.txt. Nothing in this
+// header has code, and the kernels call nothing of the C++ library, so no function compiled with one set of flags can
+// be linked into the path of another.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "../mxfp8_ops.h"
+
+namespace mxfp8 {
+
+constexpr int64_t kBlock = 32;         // formats.BLOCK_SIZE
+constexpr int64_t kColumnTile = 64;    // columns a strided kernel handles at once
+constexpr int64_t kPackDepth = 8;      // blocks along K in one tile of the transposing pack
+constexpr int64_t kGemmRows = 256;     // rows of A packed at a time: they stay in L2
+constexpr int64_t kGemmColumns = 64;   // columns of one accumulator strip
+constexpr int64_t kGemmDepth = 1024;   // values of K multiplied before partial sums are stored
+constexpr int64_t kGemmPanel = 4;      // rows of B decoded at a time: they stay in L1
+
+// x is [outer, K, inner] for quantize; for pack it is [N, K] or, transposed, [K, N], with `stride` values per row.
+struct QuantizeArgs {
+  int dtype;
+  const void* x;
+  int64_t outer, k, inner, stride;
+  int format;
+  uint32_t increment;  // formats.scale_increment
+  uint8_t* elements;
+  uint8_t* scales;
+};
+
+// One task's share of mxfp8_pack_stats. Blocks that hold a NaN or Inf count in neither sum.
+struct Stats {
+  double signal = 0;
+  double noise = 0;
+  int64_t first_nonfinite = -1;
+};
+
+struct DequantizeArgs {
+  int format;
+  const uint8_t* elements;
+  const uint8_t* scales;
+  int64_t outer, k, inner;
+  int dtype;
+  void* y;
+};
+
+// a is either quantized (a_format is an element format, a_scales set) or values (a_format is a value dtype).
+struct GemmArgs {
+  int a_format;
+  const void* a;
+  const uint8_t* a_scales;
+  int64_t a_stride;
+  int b_format;
+  const uint8_t* b;
+  const uint8_t* b_scales;
+  const float* bias;
+  int64_t m, n, k;
+  int y_dtype;
+  void* y;
+  int64_t y_stride;
+};
+
+// Both gemm kernels work alike. Up to kGemmRows rows of A are packed, in tiles of `rows` rows, into scratch memory that
+// all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes four at a
+// time. `row` is the first packed row, `rows` their number.
+//
+// `exponent` is that of the lowest bit set in any packed value: a bf16 dot product flushes subnormal numbers to zero, so
+// it is used only where exponents show that no product reaches down there. See gemm_bf16.cpp.
+constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold the values; use gemm_f32
+constexpr int kAllZero = 1 << 20;
+
+struct GemmKernel {
+  int tile_rows;
+  int value_bytes;  // of one packed value
+  int (*pack)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed);
+  void (*multiply)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
+                   int64_t column_begin, int64_t column_end, const void* packed, int exponent);
+};
+
+struct Kernels {
+  const char* isa;
+  void (*quantize_rows)(const QuantizeArgs&, int64_t row_begin, int64_t row_end, Stats*);
+  void (*quantize_columns)(const QuantizeArgs&, int64_t tile_begin, int64_t tile_end);
+  void (*pack_columns)(const QuantizeArgs&, int64_t tile_begin, int64_t tile_end, Stats*);
+  void (*dequantize_rows)(const DequantizeArgs&, int64_t row_begin, int64_t row_end);
+  void (*dequantize_columns)(const DequantizeArgs&, int64_t row_begin, int64_t row_end);
+  GemmKernel gemm_f32;
+  GemmKernel gemm_bf16;  // .pack is null where the instruction set has no bf16 dot product
+};
+
+}  // namespace mxfp8

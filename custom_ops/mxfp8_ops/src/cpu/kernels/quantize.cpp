@@ -1,0 +1,222 @@
+// MXFP8Quantize: numerics.quantize, bit for bit. Two layouts:
+//   rows     x [rows, K]            blocks lie contiguously: one block at a time, 32 lanes wide.
+//   columns  x [outer, K, inner]    blocks lie `inner` apart: 64 neighbouring columns at a time, so every load is contiguous.
+// Work is split over rows, or over (outer, block of K, 64 columns). Bytes moved per value: 4 (f32) or 2 read, 1.03 written.
+#include "codec.h"
+#include "kernels.h"
+
+namespace mxfp8::MXFP8_ISA {
+namespace {
+
+// Sums over one task, one lane per position so that the compiler needs no reassociation.
+struct Sums {
+  double signal[kColumnTile] = {};
+  double noise[kColumnTile] = {};
+  void add_to(Stats* stats) const {
+    for (int i = 0; i < kColumnTile; ++i) {
+      stats->signal += signal[i];
+      stats->noise += noise[i];
+    }
+  }
+};
+
+// The difference of a value and its rounding is exact in float32: they are within a factor of two of each other, or the
+// rounding is zero.
+template <class F>
+MXFP8_INLINE void add_errors(const float* values, const uint8_t* elements, float scale, Sums* sums) {
+  for (int i = 0; i < kBlock; ++i) {
+    const double value = values[i];
+    const double error = values[i] - decode<F>(elements[i]) * scale;
+    sums->signal[i] += value * value;
+    sums->noise[i] += error * error;
+  }
+}
+
+template <class F>
+MXFP8_INLINE uint32_t quantize_block(const float* values, uint32_t increment, uint8_t* elements) {
+  uint32_t amax = 0;
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t magnitude = bits_of(values[i]) & kMagnitude;  // magnitudes order as their bits do; NaN is above Inf
+    amax = magnitude > amax ? magnitude : amax;
+  }
+  const uint32_t scale = scale_code<F>(amax, increment);
+  if (scale == kScaleNan) {
+    std::memset(elements, kElementNan, kBlock);
+    return scale;
+  }
+  const float inverse = inverse_scale_value(scale);
+  for (int i = 0; i < kBlock; ++i) elements[i] = uint8_t(encode<F>(values[i] * inverse));
+  return scale;
+}
+
+template <class D>
+int64_t first_nonfinite(const typename D::Storage* x, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if ((bits_of(D::load(x[i])) & kMagnitude) >= kInfinity) return i;
+  }
+  return -1;
+}
+
+template <class D, class F>
+void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* stats) {
+  const int64_t blocks = (args.k + kBlock - 1) / kBlock;
+  alignas(64) float values[kBlock];
+  alignas(64) uint8_t codes[kBlock];
+  Sums sums;
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const auto* x = static_cast<const typename D::Storage*>(args.x) + row * args.stride;
+    uint8_t* elements = args.elements + row * args.k;
+    uint8_t* scales = args.scales + row * blocks;
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t start = block * kBlock;
+      const int64_t count = args.k - start < kBlock ? args.k - start : kBlock;
+      if (count == kBlock) {
+        for (int i = 0; i < kBlock; ++i) values[i] = D::load(x[start + i]);
+      } else {
+        for (int i = 0; i < kBlock; ++i) values[i] = i < count ? D::load(x[start + i]) : 0.0f;
+      }
+      const uint32_t scale = quantize_block<F>(values, args.increment, codes);
+      scales[block] = uint8_t(scale);
+      if (count == kBlock) {
+        std::memcpy(elements + start, codes, kBlock);
+      } else {
+        std::memcpy(elements + start, codes, size_t(count));
+      }
+      if (stats == nullptr) continue;
+      if (scale != kScaleNan) {
+        add_errors<F>(values, codes, scale_value(scale), &sums);
+      } else if (stats->first_nonfinite < 0) {
+        stats->first_nonfinite = row * args.k + start + first_nonfinite<D>(x + start, count);
+      }
+    }
+  }
+  if (stats != nullptr) sums.add_to(stats);
+}
+
+// Quantizes `depth` <= 32 rows of `width` <= 64 columns, each column one block. codes: [32, 64].
+template <class D, class F>
+MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, int64_t depth, int64_t width,
+                                uint32_t increment, uint8_t (*codes)[kColumnTile], uint8_t* scales, Sums* sums) {
+  alignas(64) uint32_t amax[kColumnTile] = {};
+  alignas(64) float inverse[kColumnTile];
+  alignas(64) float scale[kColumnTile];
+  alignas(64) uint32_t poison[kColumnTile];
+  for (int64_t row = 0; row < depth; ++row) {
+    for (int64_t column = 0; column < width; ++column) {
+      const uint32_t magnitude = bits_of(D::load(x[row * stride + column])) & kMagnitude;
+      amax[column] = magnitude > amax[column] ? magnitude : amax[column];
+    }
+  }
+  for (int64_t column = 0; column < width; ++column) {
+    const uint32_t code = scale_code<F>(amax[column], increment);
+    scales[column] = uint8_t(code);
+    poison[column] = code == kScaleNan ? kElementNan : 0;
+    inverse[column] = code == kScaleNan ? 0.0f : inverse_scale_value(code);
+    scale[column] = scale_value(code);
+  }
+  for (int64_t row = 0; row < depth; ++row) {
+    for (int64_t column = 0; column < width; ++column) {
+      const uint32_t code = encode<F>(D::load(x[row * stride + column]) * inverse[column]);
+      codes[row][column] = uint8_t(poison[column] != 0 ? poison[column] : code);
+    }
+  }
+  if (sums == nullptr) return;
+  for (int64_t row = 0; row < depth; ++row) {
+    for (int64_t column = 0; column < width; ++column) {
+      const bool finite = poison[column] == 0;
+      const float value = D::load(x[row * stride + column]);
+      const float error = value - decode<F>(codes[row][column]) * scale[column];
+      const double signal = finite ? double(value) : 0.0;
+      const double noise = finite ? double(error) : 0.0;
+      sums->signal[column] += signal * signal;
+      sums->noise[column] += noise * noise;
+    }
+  }
+}
+
+template <class D, class F>
+void columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
+  const int64_t blocks = (args.k + kBlock - 1) / kBlock;
+  const int64_t across = (args.inner + kColumnTile - 1) / kColumnTile;
+  alignas(64) uint8_t codes[kBlock][kColumnTile];
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    const int64_t column = tile % across * kColumnTile;
+    const int64_t block = tile / across % blocks;
+    const int64_t outer = tile / across / blocks;
+    const int64_t width = args.inner - column < kColumnTile ? args.inner - column : kColumnTile;
+    const int64_t depth = args.k - block * kBlock < kBlock ? args.k - block * kBlock : kBlock;
+    const int64_t start = (outer * args.k + block * kBlock) * args.inner + column;
+    const auto* x = static_cast<const typename D::Storage*>(args.x) + start;
+    uint8_t* scales = args.scales + (outer * blocks + block) * args.inner + column;
+    quantize_tile<D, F>(x, args.inner, depth, width, args.increment, codes, scales, nullptr);
+    for (int64_t row = 0; row < depth; ++row) {
+      std::memcpy(args.elements + start + row * args.inner, codes[row], size_t(width));
+    }
+  }
+}
+
+// Pack of a transposed weight: x [K, N] -> elements [N, K]. A tile is 64 columns by 8 blocks, so that each row of the
+// result is written 256 bytes at a time. Tiles are numbered with the columns innermost.
+template <class D, class F>
+void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, Stats* stats) {
+  const int64_t blocks = (args.k + kBlock - 1) / kBlock;
+  const int64_t across = (args.outer + kColumnTile - 1) / kColumnTile;
+  alignas(64) uint8_t codes[kBlock][kColumnTile];
+  alignas(64) uint8_t turned[kColumnTile][kPackDepth * kBlock];
+  alignas(64) uint8_t scales[kColumnTile];
+  Sums sums;
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    const int64_t column = tile % across * kColumnTile;
+    const int64_t block_begin = tile / across * kPackDepth;
+    const int64_t width = args.outer - column < kColumnTile ? args.outer - column : kColumnTile;
+    const int64_t block_end = block_begin + kPackDepth < blocks ? block_begin + kPackDepth : blocks;
+    const int64_t k_begin = block_begin * kBlock;
+    const int64_t k_end = block_end * kBlock < args.k ? block_end * kBlock : args.k;
+    for (int64_t block = block_begin; block < block_end; ++block) {
+      const int64_t k = block * kBlock;
+      const int64_t depth = args.k - k < kBlock ? args.k - k : kBlock;
+      const auto* x = static_cast<const typename D::Storage*>(args.x) + k * args.stride + column;
+      quantize_tile<D, F>(x, args.stride, depth, width, args.increment, codes, scales, &sums);
+      for (int64_t c = 0; c < width; ++c) {
+        args.scales[(column + c) * blocks + block] = scales[c];
+        for (int64_t row = 0; row < depth; ++row) turned[c][k - k_begin + row] = codes[row][c];
+        if (scales[c] != kScaleNan) continue;
+        for (int64_t row = 0; row < depth; ++row) {
+          if (first_nonfinite<D>(x + row * args.stride + c, 1) < 0) continue;
+          const int64_t index = (k + row) * args.outer + column + c;
+          if (stats->first_nonfinite < 0 || index < stats->first_nonfinite) stats->first_nonfinite = index;
+          break;
+        }
+      }
+    }
+    for (int64_t c = 0; c < width; ++c) {
+      std::memcpy(args.elements + (column + c) * args.k + k_begin, turned[c], size_t(k_end - k_begin));
+    }
+  }
+  sums.add_to(stats);
+}
+
+}  // namespace
+
+void quantize_rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* stats) {
+  with_dtype(args.dtype, [&](auto dtype) {
+    with_format(args.format,
+                [&](auto format) { rows<decltype(dtype), decltype(format)>(args, row_begin, row_end, stats); });
+  });
+}
+
+void quantize_columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
+  with_dtype(args.dtype, [&](auto dtype) {
+    with_format(args.format,
+                [&](auto format) { columns<decltype(dtype), decltype(format)>(args, tile_begin, tile_end); });
+  });
+}
+
+void pack_columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, Stats* stats) {
+  with_dtype(args.dtype, [&](auto dtype) {
+    with_format(args.format,
+                [&](auto format) { transposed<decltype(dtype), decltype(format)>(args, tile_begin, tile_end, stats); });
+  });
+}
+
+}  // namespace mxfp8::MXFP8_ISA

@@ -1,0 +1,167 @@
+// The library's own pool: threads that start when first needed, and never end. Concurrent calls share them; a caller
+// always works on its own tasks too, so a busy pool delays nobody. After fork() the child forgets the parent's pool (its
+// threads do not exist there) and starts its own.
+#include "parallel.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace mxfp8 {
+namespace {
+
+struct Job {
+  void (*task)(void*, size_t);
+  void* argument;
+  size_t count;
+  int helpers;  // how many more threads may join; guarded by the pool's mutex
+  int active;   // threads at work besides the caller; guarded by the pool's mutex
+  std::atomic<size_t> next{0};
+  std::condition_variable done;
+
+  void work() {
+    for (size_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(argument, i);
+  }
+};
+
+class Pool {
+ public:
+  void run(Job* job) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      start_threads(job->helpers);
+      jobs_.push_back(job);
+    }
+    if (job->helpers == 1) {
+      wake_.notify_one();
+    } else {
+      wake_.notify_all();
+    }
+    job->work();
+    std::unique_lock<std::mutex> lock(mutex_);
+    remove(job);
+    job->done.wait(lock, [job] { return job->active == 0; });
+  }
+
+ private:
+  // A machine that refuses more threads makes the call slower, not wrong.
+  void start_threads(int wanted) {
+    try {
+      for (; threads_ < wanted; ++threads_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {
+    }
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return !jobs_.empty(); });
+      Job* job = jobs_.front();
+      ++job->active;
+      if (--job->helpers == 0) jobs_.pop_front();
+      lock.unlock();
+      job->work();
+      lock.lock();
+      remove(job);
+      if (--job->active == 0) job->done.notify_one();
+    }
+  }
+
+  void remove(Job* job) {
+    for (auto it = jobs_.begin(); it != jobs_.end(); ++it) {
+      if (*it == job) {
+        jobs_.erase(it);
+        return;
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<Job*> jobs_;  // jobs that more threads may join
+  int threads_ = 0;
+};
+
+std::atomic<Pool*> the_pool{nullptr};
+
+// Never destroyed: its threads outlive every static destructor.
+Pool* pool() {
+  Pool* found = the_pool.load(std::memory_order_acquire);
+  if (found != nullptr) return found;
+  auto* fresh = new Pool;
+  if (the_pool.compare_exchange_strong(found, fresh, std::memory_order_acq_rel)) {
+#if defined(__unix__) || defined(__APPLE__)
+    static std::once_flag once;
+    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); }); });
+#endif
+    return fresh;
+  }
+  delete fresh;
+  return found;
+}
+
+void run_on_pool(void* threads, void (*task)(void*, size_t), void* argument, size_t count) {
+  const auto wanted = reinterpret_cast<intptr_t>(threads);
+  Job job{task, argument, count, int(count < size_t(wanted) ? count : size_t(wanted)) - 1, 0, {}, {}};
+  pool()->run(&job);
+}
+
+// Saves the floating-point control word, sets the default one, restores on the way out.
+class DefaultFloatEnvironment {
+ public:
+#if defined(__x86_64__)
+  DefaultFloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~DefaultFloatEnvironment() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  DefaultFloatEnvironment() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+    __asm__ volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
+  }
+  ~DefaultFloatEnvironment() { __asm__ volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+};
+
+}  // namespace
+
+int processor_count() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+  const unsigned count = std::thread::hardware_concurrency();
+  return count == 0 ? 1 : int(count);
+}
+
+Parallel own_threads(int threads) {
+  static const int processors = processor_count();
+  const int wanted = threads > 0 ? threads : processors;
+  return {run_on_pool, reinterpret_cast<void*>(intptr_t(wanted)), wanted};
+}
+
+namespace detail {
+void guarded(void (*task)(void*, size_t), void* argument, size_t index) {
+  const DefaultFloatEnvironment environment;
+  task(argument, index);
+}
+}  // namespace detail
+
+}  // namespace mxfp8

