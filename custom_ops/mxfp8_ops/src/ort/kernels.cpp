@@ -1,0 +1,269 @@
+// Kernel creation (attributes are read and checked once) and compute: checks shapes, then calls ops.h on ONNX Runtime's
+// own intra-op threads. Kernels keep no state but their attributes, so any number of threads may run one at once.
+#include <algorithm>
+
+#include "../cpu/isa.h"
+#include "../cpu/ops.h"
+#include "nodes.h"
+
+namespace mxfp8::ort {
+namespace {
+
+struct Kernel {
+  Op op;
+  std::string where;  // "MXFP8Gemm 'node name'"
+  Attributes attributes;
+  const Kernels* kernels;
+};
+
+// Reads an attribute or leaves `value` alone: every attribute has a default.
+void read(const OrtKernelInfo* info, const char* name, int64_t* value) {
+  if (OrtStatus* missing = KernelInfoGetAttribute_int64(info, name, value)) ReleaseStatus(missing);
+}
+
+void read(const OrtKernelInfo* info, const char* name, std::string* value) {
+  size_t size = 0;
+  if (OrtStatus* missing = KernelInfoGetAttribute_string(info, name, nullptr, &size)) {
+    ReleaseStatus(missing);
+    return;
+  }
+  std::vector<char> text(size);
+  check(KernelInfoGetAttribute_string(info, name, text.data(), &size));
+  *value = text.data();
+}
+
+std::string node_name(const OrtKernelInfo* info) {
+  size_t size = 0;
+  check(KernelInfo_GetNodeName(info, nullptr, &size));
+  std::vector<char> text(size + 1);
+  check(KernelInfo_GetNodeName(info, text.data(), &size));
+  return text.data();
+}
+
+struct Tensor {
+  const void* data = nullptr;
+  int dtype = 0;
+  Dims dims;
+};
+
+Tensor input(const OrtKernelContext* context, size_t index) {
+  Tensor tensor;
+  size_t count = 0;
+  check(KernelContext_GetInputCount(context, &count));
+  if (index >= count) return tensor;
+  const OrtValue* value = nullptr;
+  check(KernelContext_GetInput(context, index, &value));
+  if (value == nullptr) return tensor;
+  Shape* shape = nullptr;
+  check(GetTensorTypeAndShape(value, &shape));
+  struct Release {
+    Shape* shape;
+    ~Release() { ReleaseTensorTypeAndShapeInfo(shape); }
+  } release{shape};
+  size_t rank = 0;
+  check(GetDimensionsCount(shape, &rank));
+  tensor.dims.resize(rank);
+  check(GetDimensions(shape, tensor.dims.data(), rank));
+  check(GetTensorElementType(shape, &tensor.dtype));
+  void* data = nullptr;
+  check(GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  tensor.data = data;
+  return tensor;
+}
+
+void* output(OrtKernelContext* context, size_t index, const Dims& dims) {
+  OrtValue* value = nullptr;
+  check(KernelContext_GetOutput(context, index, dims.data(), dims.size(), &value));
+  if (value == nullptr) return nullptr;  // an output nobody asked for
+  void* data = nullptr;
+  check(GetTensorMutableData(value, &data));
+  return data;
+}
+
+// ONNX Runtime's intra-op pool. Its size is not part of the API; a session with fewer threads runs more tasks on each.
+Parallel session_threads(const OrtKernelContext* context) {
+  static const int processors = processor_count();
+  const auto run = [](void* pool, void (*task)(void*, size_t), void* argument, size_t count) {
+    if (OrtStatus* status = KernelContext_ParallelFor(static_cast<const OrtKernelContext*>(pool), task, count, 0, argument)) {
+      ReleaseStatus(status);  // the pool refused and has run nothing: run here
+      for (size_t i = 0; i < count; ++i) task(argument, i);
+    }
+  };
+  return {run, const_cast<OrtKernelContext*>(context), processors};
+}
+
+int64_t product(Dims::const_iterator begin, Dims::const_iterator end) {
+  int64_t result = 1;
+  for (; begin != end; ++begin) result *= *begin;
+  return result;
+}
+
+Dims scale_dims(Dims dims, int64_t axis) {
+  dims[size_t(axis)] = (dims[size_t(axis)] + kBlock - 1) / kBlock;
+  return dims;
+}
+
+void check_scales(const std::string& where, const char* name, const Tensor& elements, const Tensor& scales, int64_t axis) {
+  const Dims expected = scale_dims(elements.dims, axis);
+  if (scales.dims != expected) {
+    throw NodeError(where + ": " + name + " has shape " + to_string(scales.dims) + "; expected " + to_string(expected) +
+                    " for elements " + to_string(elements.dims) + "; pass the scales MXFP8Quantize gave");
+  }
+}
+
+void quantize_node(const Kernel& kernel, OrtKernelContext* context) {
+  const Tensor x = input(context, 0);
+  const int64_t axis = normalize_axis(kernel.where, kernel.attributes.axis, int64_t(x.dims.size()));
+  const Dims scales = scale_dims(x.dims, axis);
+  auto* elements_data = static_cast<uint8_t*>(output(context, 0, x.dims));
+  auto* scales_data = static_cast<uint8_t*>(output(context, 1, scales));
+  std::vector<uint8_t> unused;
+  if (elements_data == nullptr || scales_data == nullptr) {
+    unused.resize(size_t(product(x.dims.begin(), x.dims.end())));
+    if (elements_data == nullptr) elements_data = unused.data();
+    if (scales_data == nullptr) scales_data = unused.data();
+  }
+  const std::string& name = kernel.attributes.scale_rounding;
+  const int rounding = name == "ceil" ? MXFP8_CEIL : name == "floor" ? MXFP8_FLOOR : MXFP8_EVEN;
+  const int format = int(kernel.attributes.output_dtype);
+  const int64_t k = x.dims[size_t(axis)];
+  quantize(*kernel.kernels, session_threads(context),
+           {x.dtype, x.data, product(x.dims.begin(), x.dims.begin() + axis), k,
+            product(x.dims.begin() + axis + 1, x.dims.end()), k, format, scale_increment(format, rounding),
+            elements_data, scales_data});
+}
+
+void dequantize_node(const Kernel& kernel, OrtKernelContext* context) {
+  const Tensor elements = input(context, 0);
+  const Tensor scales = input(context, 1);
+  const int64_t axis = normalize_axis(kernel.where, kernel.attributes.axis, int64_t(elements.dims.size()));
+  check_scales(kernel.where, "scales", elements, scales, axis);
+  void* y = output(context, 0, elements.dims);
+  const Dims& dims = elements.dims;
+  dequantize(*kernel.kernels, session_threads(context),
+             {elements.dtype, static_cast<const uint8_t*>(elements.data), static_cast<const uint8_t*>(scales.data),
+              product(dims.begin(), dims.begin() + axis), dims[size_t(axis)],
+              product(dims.begin() + axis + 1, dims.end()), int(kernel.attributes.output_dtype), y});
+}
+
+// Leading dimensions that broadcast as NumPy's do, and where each batch starts in an operand.
+Dims broadcast(const std::string& where, const Dims& a, const Dims& b) {
+  const size_t rank_a = a.size() - 2, rank_b = b.size() - 2;
+  Dims result(std::max(rank_a, rank_b));
+  for (size_t i = 0; i < result.size(); ++i) {
+    const size_t skip_a = result.size() - rank_a, skip_b = result.size() - rank_b;
+    const int64_t dim_a = i < skip_a ? 1 : a[i - skip_a];
+    const int64_t dim_b = i < skip_b ? 1 : b[i - skip_b];
+    if (dim_a != dim_b && dim_a != 1 && dim_b != 1) {
+      throw NodeError(where + ": operands " + to_string(a) + " and " + to_string(b) +
+                      "; expected leading dimensions that broadcast; reshape one");
+    }
+    result[i] = dim_a == 1 ? dim_b : dim_a;
+  }
+  return result;
+}
+
+int64_t batch_index(const Dims& dims, const Dims& leading, int64_t batch) {
+  int64_t index = 0, stride = 1;
+  const size_t rank = dims.size() - 2, skip = leading.size() - rank;
+  for (size_t i = leading.size(); i-- > skip;) {
+    const int64_t position = batch % leading[i];
+    batch /= leading[i];
+    const int64_t dim = dims[i - skip];
+    index += (dim == 1 ? 0 : position) * stride;
+    stride *= dim;
+  }
+  return index;
+}
+
+// Both gemms: MXFP8WeightGemm's X has no scales.
+void gemm_node(const Kernel& kernel, OrtKernelContext* context) {
+  const bool quantized = kernel.op == Op::kGemm;
+  size_t next = 0;
+  Tensor a = input(context, next++);
+  Tensor a_scales = quantized ? input(context, next++) : Tensor{};
+  const Tensor b = input(context, next++);
+  const Tensor b_scales = input(context, next++);
+  const Tensor bias = input(context, next++);
+
+  if (a.dims.empty() || b.dims.size() < 2 || a.dims.back() != b.dims.back()) {
+    throw NodeError(kernel.where + ": operands " + to_string(a.dims) + " and " + to_string(b.dims) +
+                    "; expected [..., M, K] and [..., N, K] with the same K; store the second operand with K last");
+  }
+  if (quantized) check_scales(kernel.where, "A_scales", a, a_scales, int64_t(a.dims.size()) - 1);
+  check_scales(kernel.where, "B_scales", b, b_scales, int64_t(b.dims.size()) - 1);
+  const int64_t n = b.dims[b.dims.size() - 2], k = b.dims.back();
+  if (bias.data != nullptr && bias.dims != Dims{n}) {
+    throw NodeError(kernel.where + ": bias has shape " + to_string(bias.dims) + "; expected " + to_string({n}) +
+                    ", one value per output column; reshape it");
+  }
+
+  const bool vector = a.dims.size() == 1;
+  if (vector) a.dims.insert(a.dims.begin(), 1);
+  const Dims leading = broadcast(kernel.where, a.dims, b.dims);
+  int64_t m = a.dims[a.dims.size() - 2];
+  Dims y_dims = leading;
+  if (!vector) y_dims.push_back(m);
+  y_dims.push_back(n);
+  auto* y = static_cast<char*>(output(context, 0, y_dims));
+
+  int64_t batches = product(leading.begin(), leading.end());
+  if (b.dims.size() == 2) {  // one weight: the leading dimensions of A are more rows
+    m *= batches;
+    batches = 1;
+  }
+  const int y_dtype = int(kernel.attributes.output_dtype);
+  const int64_t blocks = (k + kBlock - 1) / kBlock;
+  const int64_t a_bytes = quantized ? 1 : int64_t(value_bytes(a.dtype));
+  const int64_t y_bytes = int64_t(value_bytes(y_dtype));
+  for (int64_t batch = 0; batch < batches; ++batch) {
+    const bool flat = b.dims.size() == 2;
+    const int64_t a_row = flat ? 0 : batch_index(a.dims, leading, batch) * m;
+    const int64_t b_row = flat ? 0 : batch_index(b.dims, leading, batch) * n;
+    gemm(*kernel.kernels, session_threads(context),
+         {a.dtype, static_cast<const char*>(a.data) + a_row * k * a_bytes,
+          quantized ? static_cast<const uint8_t*>(a_scales.data) + a_row * blocks : nullptr, k, b.dtype,
+          static_cast<const uint8_t*>(b.data) + b_row * k, static_cast<const uint8_t*>(b_scales.data) + b_row * blocks,
+          static_cast<const float*>(bias.data), m, n, k, y_dtype, y + batch * m * n * y_bytes, n});
+  }
+}
+
+}  // namespace
+
+OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+  return guarded([&] {
+    const auto& overload = *static_cast<const Overload*>(op);
+    const std::string where = std::string(name_of(overload.op)) + " '" + node_name(info) + "'";
+    Attributes attributes;
+    read(info, "axis", &attributes.axis);
+    read(info, "block_size", &attributes.block_size);
+    read(info, "output_dtype", &attributes.output_dtype);
+    read(info, "scale_rounding", &attributes.scale_rounding);
+    check_attributes(where, overload.op, &attributes);
+    const Kernels* found = kernels();
+    if (found == nullptr) {
+      throw NodeError(where + ": MXFP8_ISA names an instruction set this machine lacks; expected one of " +
+                      available_isas() + "; correct the environment variable");
+    }
+    *kernel = new Kernel{overload.op, where, attributes, found};
+  });
+}
+
+OrtStatus* compute(void* kernel, OrtKernelContext* context) {
+  return guarded([&] {
+    const auto& self = *static_cast<const Kernel*>(kernel);
+    switch (self.op) {
+      case Op::kQuantize:
+        return quantize_node(self, context);
+      case Op::kDequantize:
+        return dequantize_node(self, context);
+      case Op::kGemm:
+      case Op::kWeightGemm:
+        return gemm_node(self, context);
+    }
+  });
+}
+
+void destroy_kernel(void* kernel) { delete static_cast<Kernel*>(kernel); }
+
+}  // namespace mxfp8::ort

@@ -1,0 +1,76 @@
+// The nodes as ONNX Runtime sees them: the rows of contract.py, one overload per combination of dtypes.
+#pragma once
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "abi.h"
+
+namespace mxfp8::ort {
+
+enum class Op { kQuantize, kDequantize, kGemm, kWeightGemm };
+const char* name_of(Op op);
+
+// Overloads share a name; ONNX Runtime picks the one whose dtypes fit. OrtCustomOp is the base, so that the pointer
+// ONNX Runtime hands back is the overload.
+struct Overload : OrtCustomOp {
+  Op op;
+  std::vector<int> inputs;
+  std::vector<int> outputs;
+};
+
+// The attributes of any node, with the defaults of contract.py.
+struct Attributes {
+  int64_t axis = -1;
+  int64_t block_size = 32;
+  int64_t output_dtype = 0;  // 0: not given
+  std::string scale_rounding = "ceil";
+};
+
+// "<where>: <what is>; expected <what>; <what to do>"
+struct NodeError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+using Dims = std::vector<int64_t>;
+std::string to_string(const Dims& dims);
+
+// Fills in the default output_dtype and checks every attribute the op has. Throws NodeError.
+void check_attributes(const std::string& where, Op op, Attributes* attributes);
+
+// `axis` as 0..rank-1. Throws NodeError.
+int64_t normalize_axis(const std::string& where, int64_t axis, int64_t rank);
+
+// ONNX Runtime's status of a call inside a body that catches it.
+struct StatusError {
+  OrtStatus* status;
+};
+inline void check(OrtStatus* status) {
+  if (status != nullptr) throw StatusError{status};
+}
+
+// Runs a callback's body: nothing it throws crosses into ONNX Runtime.
+template <class Body>
+OrtStatus* guarded(const Body& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const StatusError& error) {
+    return error.status;
+  } catch (const NodeError& error) {
+    return CreateStatus(kInvalidArgument, error.what());
+  } catch (const std::bad_alloc&) {
+    return CreateStatus(kFail, "mxfp8: out of memory; expected room for one packed operand; use a smaller batch");
+  } catch (const std::exception& error) {
+    return CreateStatus(kFail, error.what());
+  }
+}
+
+// Callbacks of OrtCustomOp; kernels.cpp and shapes.cpp.
+OrtStatus* create_kernel(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*, void** kernel);
+OrtStatus* compute(void* kernel, OrtKernelContext*);
+void destroy_kernel(void* kernel);
+OrtStatus* infer_shapes(const OrtCustomOp*, OrtShapeInferContext*);
+
+}  // namespace mxfp8::ort
