@@ -191,15 +191,15 @@ class RewriteReport:
         return path
 
 
-def check_report_path(path: str | Path) -> Path:
+def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> Path:
     """Returns `path` if a report can be written there, to be asked before the work and not after it.
 
     Raises:
-        Mxfp8Error: another suffix than .json or .html, or no such folder.
+        Mxfp8Error: another suffix than one of `suffixes`, or no such folder.
     """
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise Mxfp8Error(f"{path}: report with suffix {path.suffix!r}; expected {' or '.join(SUFFIXES)}; rename it")
+    if path.suffix.lower() not in suffixes:
+        raise Mxfp8Error(f"{path}: report with suffix {path.suffix!r}; expected {' or '.join(suffixes)}; rename it")
     if path.is_dir() or not path.parent.is_dir():
         what = "a folder" if path.is_dir() else f"no folder {path.parent}"
         raise Mxfp8Error(f"{path}: {what}; expected a file in an existing folder; correct the report's path")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich import box, filesize
 from rich.cells import cell_len
@@ -13,6 +13,12 @@ from rich.text import Text
 
 from mxfp8_graph.plan import Decision, MatMulSite
 from mxfp8_graph.report import RewriteReport, SiteReport, sqnr_db
+
+if TYPE_CHECKING:
+    from mxfp8_graph.doctor import Check
+    from mxfp8_graph.node_check import NodeCheck
+    from mxfp8_graph.runner import RunReport
+    from mxfp8_graph.verify import VerifyReport
 
 STYLES: Final = {"rewritten": "green", "kept": "yellow", "ok": "green", "failed": "bold red", "missing": "yellow"}
 """Style of a cell that says exactly this."""
@@ -114,6 +120,69 @@ def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
+    return table
+
+
+def verification(report: VerifyReport) -> RenderableType:
+    """Returns the outputs, what the nodes did, notes, failures and the verdict."""
+    header = ("output", "dtype", "shape", "rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "max error")
+    rows = [
+        (
+            output.name,
+            output.dtype,
+            " x ".join(map(str, output.shape)) or "scalar",
+            f"{output.rewritten.relative_l2:.3g}",
+            f"{output.rewritten.max_abs:.3g}",
+            f"{output.rewritten.cosine:.6f}",
+            f"{output.kernel.relative_l2:.3g}",
+            f"{output.kernel.max_abs:.3g}",
+        )
+        for output in report.outputs
+    ]
+    lines = [("inputs", report.inputs), ("kernels", report.isa)]
+    lines += [("nodes", node_line(op, nodes)) for op, nodes in report.nodes_by_op.items()]
+    lines += [("note", note) for note in report.notes]
+    lines += [("failed", failure) for failure in report.failures]
+    lines.append(("verdict", "passed" if report.passed else "FAILED"))
+    return Group(grid(header, rows), _lines(lines)) if rows else _lines(lines)
+
+
+def node_line(op: str, nodes: Sequence[NodeCheck]) -> str:
+    """Returns what the kernels of one op did against their function bodies, in words."""
+    worst = max(node.excess for node in nodes)
+    if nodes[0].is_gemm:
+        return (
+            f"{len(nodes)} {op}: kernel and function body differ by at most {worst:.2g} of the fp32 accumulation bound"
+        )
+    differing = f"{worst:.0f} values differ" if worst else "the same bytes"
+    return f"{len(nodes)} {op}: kernel against function body, {differing}"
+
+
+def run(report: RunReport) -> RenderableType:
+    """Returns the outputs of a run, and how long it took."""
+    rows = [
+        (name, array.dtype.name, " x ".join(map(str, array.shape)) or "scalar")
+        for name, array in report.timing.outputs.items()
+    ]
+    seconds = report.timing.seconds
+    spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
+    lines = [
+        ("inputs", report.inputs),
+        ("kernels", report.isa),
+        ("latency", f"median {report.timing.median * 1e3:.3f} ms ({spread})"),
+    ]
+    return Group(grid(("output", "dtype", "shape"), rows), _lines(lines))
+
+
+def diagnosis(checks: Iterable[Check]) -> RenderableType:
+    """Returns the checks of doctor, one line each, advice below what is not ok."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for check in checks:
+        table.add_row(check.name, Text(check.state, style=STYLES[check.state]), Text(printable(check.detail)))
+        if check.advice:
+            table.add_row("", "", Text(f"-> {printable(check.advice)}"))
     return table
 
 

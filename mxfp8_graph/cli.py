@@ -1,0 +1,332 @@
+"""The command line: arguments, progress, exit codes. What it does is in the modules it calls.
+
+Exit codes: 0 done; 1 verification failed; 2 usage or bad input; 3 nothing eligible; 70 a defect of ours; 130 and 143
+interrupted and terminated. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import functools
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, ParamSpec
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column
+from rich.text import Text
+
+import mxfp8_graph
+from mxfp8_ops.errors import Mxfp8Error
+
+if TYPE_CHECKING:
+    from mxfp8_graph.api import Progress as ProgressCallback
+
+FAILED: Final = 1
+BAD_INPUT: Final = 2
+NOTHING_ELIGIBLE: Final = 3
+DEFECT: Final = 70
+INTERRUPTED: Final = 128 + signal.SIGINT
+TERMINATED: Final = 128 + signal.SIGTERM
+
+ISSUES: Final = "the project's issue tracker"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_P = ParamSpec("_P")
+_debug: ContextVar[bool] = ContextVar("debug", default=False)
+
+
+class ExternalData(str, enum.Enum):
+    """Where packed weights go."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX model.", show_default=False)]
+InputsPath = Annotated[
+    Path | None,
+    typer.Option("--inputs", metavar="DATA.npz", help="One array per input, by name. Synthesised if not given."),
+]
+Dims = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dim", metavar="NAME=SIZE", help="Size of a free dimension of synthesised inputs: batch=4, input_ids.1=128."
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of synthesised inputs.")]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised where the program is so that everything on the way out cleans up."""
+
+
+def main() -> None:
+    """Runs the command line of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+    app(prog_name="mxfp8-graph")
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    raise Terminated
+
+
+def command(function: Callable[_P, None]) -> Callable[_P, None]:
+    """Registers a command; what it raises becomes one message on stderr and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except (typer.Exit, typer.BadParameter):
+            raise
+        except Mxfp8Error as error:
+            raise typer.Exit(_refuse(error)) from None
+        except KeyboardInterrupt as error:
+            code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
+            say("terminated" if code == TERMINATED else "interrupted")
+            raise typer.Exit(code) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of our stdout has gone, which is its right
+                raise
+            say(f"error: {error.filename or 'system'}: {error.strerror or error}")
+            raise typer.Exit(BAD_INPUT) from None
+        except Exception as error:
+            if _debug.get():
+                console(stderr=True).print(Text(traceback.format_exc()), soft_wrap=True)
+            say(
+                f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
+                f"Please report it to {ISSUES}, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
+            )
+            raise typer.Exit(DEFECT) from None
+
+    return app.command(name=function.__name__.replace("_", "-"))(guarded)
+
+
+def _refuse(error: Mxfp8Error) -> int:
+    from mxfp8_graph.plan import NothingEligibleError
+
+    say(f"error: {error}")
+    if _debug.get():
+        console(stderr=True).print(Text(traceback.format_exc()), soft_wrap=True)
+    if not isinstance(error, NothingEligibleError):
+        return BAD_INPUT
+    if error.decisions:
+        from mxfp8_graph import tables
+
+        console(stderr=True).print(tables.reasons(error.decisions), soft_wrap=True)
+    return NOTHING_ELIGIBLE
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Returns a console that prints text as it is, and does not fold what goes into a pipe or a file."""
+    result = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not result.is_terminal:
+        result.width = 10_000
+    return result
+
+
+def say(message: str) -> None:
+    """Prints a message on stderr, on the terminal's terms: never folded, never interpreted."""
+    from mxfp8_graph.tables import printable
+
+    lines = "\n".join(map(printable, message.split("\n")))
+    console(stderr=True).print(Text(lines), soft_wrap=True)
+
+
+def show(result: RenderableType, *, fold: bool = True) -> None:
+    """Prints a result on stdout."""
+    console().print(result, soft_wrap=not fold)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mxfp8-graph {mxfp8_graph.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
+) -> None:
+    """Rewrites exported models to MXFP8, checks them, and runs them."""
+    _debug.set(debug)
+
+
+@command
+def rewrite(
+    model: ModelPath,
+    *,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Default: MODEL.mxfp8.onnx.", show_default=False)
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option("--recipe", help="mxfp8, mxfp8-weight-only, ocp, all, or a .yaml or .toml file.")
+    ] = "mxfp8",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done to each matmul; stop.")] = False,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json or .html.")
+    ] = None,
+    external_data: Annotated[
+        ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: as the model has them.")
+    ] = ExternalData.auto,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf instead of refusing them.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site.")] = False,
+) -> None:
+    """Rewrites the matmuls of MODEL to MXFP8."""
+    from mxfp8_graph import api, tables
+    from mxfp8_graph.report import check_report_path
+
+    if report is not None:
+        check_report_path(report)
+    with _progress() as progress:
+        _, done = api.rewrite(
+            model,
+            recipe,
+            output=output,
+            external_data=external_data.value,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            allow_nonfinite=allow_nonfinite,
+            progress=progress,
+        )
+    if (dry_run or verbose) and done.sites:
+        show(tables.plan(done, weights=verbose), fold=False)
+        show("")
+    show(tables.closing(done))
+    if report is not None:
+        done.write(report)
+
+
+@command
+def verify(
+    original: Annotated[Path, typer.Argument(metavar="ORIGINAL", help="The model.", show_default=False)],
+    rewritten: Annotated[
+        Path, typer.Argument(metavar="REWRITTEN", help="What rewrite made of it.", show_default=False)
+    ],
+    *,
+    inputs: InputsPath = None,
+    max_rel_l2: Annotated[
+        float | None,
+        typer.Option(
+            "--max-rel-l2", metavar="X", min=0, help="Limit of each output's relative L2 error. Default: none."
+        ),
+    ] = None,
+    dim: Dims = None,
+    seed: Seed = 0,
+    report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json.")] = None,
+) -> None:
+    """Compares REWRITTEN with ORIGINAL, and our kernels with the function bodies in the file.
+
+    Exit code 1 if a NaN or Inf is in only one of them, if a kernel disagrees with its function body, or if an error is
+    above --max-rel-l2.
+    """
+    from mxfp8_graph import tables
+    from mxfp8_graph.report import check_report_path
+    from mxfp8_graph.verify import verify as run_verify
+
+    if report is not None:
+        check_report_path(report, (".json",))
+    found = run_verify(original, rewritten, inputs=inputs, shapes=_shapes(dim), seed=seed, max_rel_l2=max_rel_l2)
+    show(tables.verification(found))
+    if report is not None:
+        found.write(report)
+    if not found.passed:
+        raise typer.Exit(FAILED)
+
+
+@command
+def run(
+    model: ModelPath,
+    *,
+    inputs: InputsPath = None,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 10,
+    dim: Dims = None,
+    seed: Seed = 0,
+) -> None:
+    """Runs MODEL with our kernels; prints output shapes and median latency."""
+    from mxfp8_graph import tables
+    from mxfp8_graph.runner import run_model
+
+    show(tables.run(run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat)))
+
+
+@command
+def doctor() -> None:
+    """Says what is installed, which kernels run, and what is missing. Exit code 2 if models cannot run."""
+    from mxfp8_graph import tables
+    from mxfp8_graph.doctor import diagnose, healthy
+
+    checks = diagnose()
+    show(tables.diagnosis(checks))
+    if not healthy(checks):
+        say("error: the CPU path does not work here; expected no failed check; follow the advice above")
+        raise typer.Exit(BAD_INPUT)
+
+
+@command
+def library_path() -> None:
+    """Prints where the native library is, for RegisterCustomOpsLibrary in C, C++, C# or Rust."""
+    from mxfp8_ops import cpu
+
+    typer.echo(cpu.library_path())
+
+
+def _shapes(dims: list[str] | None) -> dict[str, int]:
+    shapes = {}
+    for dim in dims or ():
+        name, _, size = dim.rpartition("=")
+        if not name or not size.isdecimal():
+            raise typer.BadParameter(f"{dim!r}; expected NAME=SIZE, as in batch=4", param_hint="--dim")
+        shapes[name] = int(size)
+    return shapes
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[ProgressCallback | None]:
+    """Yields what to call after each weight: a bar on stderr, or None where nobody would see it."""
+    err = console(stderr=True)
+    if not err.is_terminal:
+        yield None
+        return
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, expand=True) as bar:
+        task = bar.add_task("planning", total=None)
+
+        def advance(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total)
+
+        yield advance

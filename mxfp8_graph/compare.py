@@ -1,0 +1,44 @@
+"""How far two results are apart. Every number that is reported is defined here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """`result` against `reference`, over the positions where both are finite."""
+
+    relative_l2: float
+    """|result - reference| / |reference|, Euclidean norms; 0 when both are zero, infinite when only the latter is."""
+    max_abs: float
+    """Largest |result - reference|."""
+    cosine: float
+    """Cosine of the angle between the two; 1 when both are zero."""
+    nonfinite: int
+    """Positions where one has a NaN or Inf and the other has not the same."""
+    count: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the numbers with JSON types only: infinity is None."""
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+
+
+def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Difference:
+    """Returns how far `result` is from `reference`, computed in float64; the shapes must be the same."""
+    a, b = reference.astype(np.float64).ravel(), result.astype(np.float64).ravel()
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    both = np.isfinite(a) & np.isfinite(b)
+    nonfinite = int(np.count_nonzero(~both & ~same))
+    a, b = a[both], b[both]
+    norm_a, norm_b, distance = (float(np.linalg.norm(v)) for v in (a, b, b - a))
+    nonzero = norm_a > 0 and norm_b > 0
+    cosine = float(np.clip((a / norm_a) @ (b / norm_b), -1, 1)) if nonzero else float(norm_a == norm_b)
+    relative = distance / norm_a if norm_a else (math.inf if distance else 0.0)
+    largest = float(np.abs(b - a).max(initial=0))
+    return Difference(relative_l2=relative, max_abs=largest, cosine=cosine, nonfinite=nonfinite, count=same.size)

@@ -1,0 +1,166 @@
+"""Which values an integer input may take: those that stay inside every table it indexes.
+
+Follows each integer input forward through ops that only move values around (Cast, Reshape, Slice, Where, ...) or shift
+them by a constant (Add, Sub), into subgraphs and local functions, to the ops that index a table with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import GraphProto, ModelProto, NodeProto, inliner, numpy_helper, shape_inference
+
+from mxfp8_graph.onnx_pass.source import iter_graphs, subgraphs
+from mxfp8_ops import contract
+
+_MOVES: Final = {
+    **dict.fromkeys(
+        ("Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Expand", "Transpose", "Slice", "Tile"), (0,)
+    ),
+    **dict.fromkeys(("Split", "Compress", "Pad", "Clip", "Gather", "GatherElements", "GatherND"), (0,)),
+    "Where": (1, 2),
+    "Concat": None,
+    "Min": None,
+    "Max": None,
+}
+"""Op -> the inputs whose values the outputs are made of; None is all of them."""
+
+_TABLES: Final = {
+    "Gather": ((0, 1, "axis"),),
+    "GatherElements": ((0, 1, "axis"),),
+    "ScatterElements": ((0, 1, "axis"),),
+    "GatherBlockQuantized": ((0, 1, "gather_axis"),),
+    "EmbedLayerNormalization": ((2, 0, None), (3, 7, None), (4, 1, None)),
+}
+"""Op -> (input that is the table, input that indexes it, attribute that says along which axis)."""
+
+Origins = dict[str, set[tuple[str, int]]]
+"""Value name -> (graph input it comes from, what was added to it)."""
+
+
+def index_ranges(model: ModelProto) -> dict[str, range]:
+    """Returns, for each integer input that indexes tables, the values that stay inside the smallest of them.
+
+    Args:
+        model: the model; the data of large initializers may be absent.
+    """
+    model = _inlined(model)
+    walk = _Walk(model)
+    for name in (i.name for i in model.graph.input if _is_integer(i)):
+        walk.origins[name] = {(name, 0)}
+    walk.graph(model.graph)
+    return walk.ranges
+
+
+class _Walk:
+    """One pass over the nodes in order, subgraphs where they stand."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self.origins: Origins = {}
+        self.ranges: dict[str, range] = {}
+        self.shapes = dict(_shapes(model))
+        self.constants = dict(_small_constants(model))
+
+    def graph(self, graph: GraphProto) -> None:
+        for node in graph.node:
+            for table, index, axis in _TABLES.get(node.op_type, ()):
+                if index < len(node.input) and table < len(node.input):
+                    self._bound(node.input[index], self._length(node, table, axis))
+            if node.op_type == "OneHot" and (depth := self.constants.get(node.input[1])) is not None:
+                self._bound(node.input[0], depth)
+            self._follow(node)
+
+    def _follow(self, node: NodeProto) -> None:
+        if node.op_type in _MOVES:
+            at = _MOVES[node.op_type]
+            moved = node.input if at is None else [node.input[i] for i in at if i < len(node.input)]
+            self._join(moved, node.output)
+        elif node.op_type in {"Add", "Sub"}:
+            sign = 1 if node.op_type == "Add" else -1
+            left, right = node.input
+            if (constant := self.constants.get(right)) is not None:
+                self._join([left], node.output, sign * constant)
+            elif node.op_type == "Add" and (constant := self.constants.get(left)) is not None:
+                self._join([right], node.output, constant)
+        for _, inner in subgraphs(node):
+            # Loop has (trip count, condition) before the carried values on both sides, Scan and If have nothing.
+            skip_outputs = 1 if node.op_type == "Loop" else 0
+            for outer, own in zip(node.input, inner.input, strict=False):
+                self._join([outer], [own.name])
+            self.graph(inner)
+            for own, result in zip(inner.output[skip_outputs:], node.output, strict=False):
+                self._join([own.name], [result])
+
+    def _join(self, sources: Iterable[str], targets: Iterable[str], shift: int = 0) -> None:
+        found = {(name, by + shift) for source in sources for name, by in self.origins.get(source, ())}
+        if found:
+            for target in targets:
+                self.origins.setdefault(target, set()).update(found)
+
+    def _bound(self, indices: str, length: int) -> None:
+        for name, shift in self.origins.get(indices, ()):
+            low, high = max(0, -shift), length - shift
+            known = self.ranges.get(name, range(low, high))
+            low, high = max(known.start, low), min(known.stop, high)
+            self.ranges[name] = range(low, max(high, low + 1))
+
+    def _length(self, node: NodeProto, table: int, axis_name: str | None) -> int:
+        """Returns how many entries the table has; 1, which any index of 0 fits, where nobody knows."""
+        shape = self.shapes.get(node.input[table], ())
+        axis = next((a.i for a in node.attribute if a.name == axis_name), 0)
+        size = shape[axis] if -len(shape) <= axis < len(shape) else None
+        return size if size is not None else 1
+
+
+def _inlined(model: ModelProto) -> ModelProto:
+    """Returns a copy with local functions inlined (ours have no tables) and shapes inferred where onnx can."""
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    foreign = [function for function in copy.functions if function.domain != contract.DOMAIN]
+    del copy.functions[:]
+    copy.functions.extend(foreign)
+    try:
+        if foreign:
+            copy = inliner.inline_local_functions(copy)
+        return shape_inference.infer_shapes(copy, data_prop=True)
+    except (shape_inference.InferenceError, RuntimeError, ValueError):
+        return copy  # tables that are initializers have their shapes anyway
+
+
+def _shapes(model: ModelProto) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    for graph in iter_graphs(model.graph):
+        for value in (*graph.value_info, *graph.input):
+            tensor = value.type.tensor_type
+            if tensor.HasField("shape"):
+                yield value.name, tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+        for initializer in graph.initializer:
+            yield initializer.name, tuple(initializer.dims)
+
+
+def _small_constants(model: ModelProto) -> Iterator[tuple[str, int]]:
+    """Yields the integer constants that have one value."""
+    for graph in iter_graphs(model.graph):
+        tensors = [(t.name, t) for t in graph.initializer]
+        for node in graph.node:
+            if node.op_type == "Constant" and node.attribute:
+                attribute = node.attribute[0]
+                if attribute.name == "value":
+                    tensors.append((node.output[0], attribute.t))
+                elif attribute.name == "value_int":
+                    yield node.output[0], attribute.i
+        for name, tensor in tensors:
+            single = int(np.prod(list(tensor.dims), dtype=np.int64)) == 1
+            if single and tensor.data_location != onnx.TensorProto.EXTERNAL and _integer(tensor.data_type):
+                yield name, int(numpy_helper.to_array(tensor).item())
+
+
+def _is_integer(value: onnx.ValueInfoProto) -> bool:
+    return _integer(value.type.tensor_type.elem_type)
+
+
+def _integer(dtype: int) -> bool:
+    proto = onnx.TensorProto
+    return dtype in {proto.INT8, proto.INT16, proto.INT32, proto.INT64, proto.UINT8, proto.UINT16, proto.UINT32}

@@ -1,0 +1,191 @@
+"""Inputs to try a model on: given in an .npz file, or synthesised so that the model accepts them.
+
+Synthesised inputs are deterministic. Sizes: see `Sizes`. Values: floats are normal(0, 1); integers that index a table
+stay inside it (`index_ranges.py`); position ids count up; masks, booleans and other integers are one; images in uint8
+are noise.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from mxfp8_graph.index_ranges import index_ranges
+from mxfp8_graph.input_sizes import Sizes
+from mxfp8_ops.errors import ShapeError
+
+Array = npt.NDArray[Any]
+Inputs = dict[str, Array]
+
+BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One graph input: its name, dtype and dimensions (a number, a dim_param, or None where it has no name)."""
+
+    name: str
+    dtype: np.dtype[Any]
+    dims: tuple[int | str | None, ...]
+
+    def __str__(self) -> str:
+        """Returns it as a user writes it: input_ids int64 [batch, seq]."""
+        return f"{self.name} {self.dtype.name} [{', '.join('?' if d is None else str(d) for d in self.dims)}]"
+
+
+def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]:
+    """Returns the inputs a caller must feed (initializers that are listed as inputs are not among them).
+
+    Raises:
+        ShapeError: an input is not a tensor of numbers, or has no shape.
+    """
+    initializers = {tensor.name for tensor in model.graph.initializer}
+    specs = []
+    for value in model.graph.input:
+        if value.name in initializers:
+            continue
+        tensor = value.type.tensor_type
+        if not value.type.HasField("tensor_type") or tensor.elem_type == onnx.TensorProto.STRING:
+            kind = value.type.WhichOneof("value") or "untyped"
+            what = "strings" if kind == "tensor_type" else kind.removesuffix("_type").replace("_", " ")
+            raise ShapeError(
+                f"{where}: input {value.name!r} is {what}; expected a tensor of numbers; run this model from Python, "
+                "with mxfp8_ops.ort.session"
+            )
+        if not tensor.HasField("shape"):
+            raise ShapeError(f"{where}: input {value.name!r} has no shape; expected one; export the model with shapes")
+        dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+        specs.append(InputSpec(value.name, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type), dims))
+    return specs
+
+
+def synthesise(
+    model: onnx.ModelProto, *, shapes: Mapping[str, int] | None = None, seed: int = 0, where: str = "model"
+) -> Inputs:
+    """Returns one array per input of `model`, the same for the same arguments.
+
+    Args:
+        model: the model; the data of large initializers may be absent.
+        shapes: sizes by dim_param ("batch") or by input and axis ("input_ids.1"), over the defaults of `Sizes`.
+        seed: of the random values.
+        where: what to call the model in errors.
+
+    Raises:
+        ShapeError: an input cannot be synthesised, or `shapes` names a dimension the model does not have.
+    """
+    specs = input_specs(model, where)
+    sizes = Sizes({spec.name: spec.dims for spec in specs}, shapes or {}, where)
+    ranges = index_ranges(model)
+    rng = np.random.default_rng(seed)
+    inputs: Inputs = {}
+    for spec in specs:
+        shape = sizes.shape(spec.name)
+        try:
+            inputs[spec.name] = _fill(spec, shape, ranges.get(spec.name), sizes.past, rng)
+        except MemoryError:
+            raise ShapeError(
+                f"{where}: input {spec} would be {shape}; expected one that fits in memory; pass smaller sizes, "
+                f"{sizes.hint(spec.name)}"
+            ) from None
+    return inputs
+
+
+def _fill(spec: InputSpec, shape: tuple[int, ...], bounds: range | None, past: int, rng: np.random.Generator) -> Array:
+    name, dtype = spec.name.lower(), spec.dtype
+    if "position" in name and dtype.kind in "iu":
+        steps = np.broadcast_to(np.arange(shape[-1] if shape else 1) + past, shape or (1,)).reshape(shape)
+        return (np.clip(steps, bounds.start, bounds.stop - 1) if bounds else steps).astype(dtype)
+    if bounds is not None:
+        return np.asarray(rng.integers(bounds.start, bounds.stop, shape)).astype(dtype)
+    if dtype.kind == "b" or "mask" in name:
+        # Right for a multiplicative mask, and harmless for an additive one: softmax does not see a constant.
+        return np.ones(shape, dtype)
+    if dtype == np.uint8:
+        return rng.integers(0, 256, shape, np.uint8)
+    if dtype.kind in "iu":
+        return np.ones(shape, dtype)
+    return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def load_inputs(path: str | Path, model: onnx.ModelProto, where: str = "model") -> Inputs:
+    """Returns the arrays of an .npz file, one per input of `model`.
+
+    A bfloat16 input may be stored as uint16 bits.
+
+    Raises:
+        ShapeError: unreadable file, or names, dtypes or shapes other than the model's.
+    """
+    path = Path(path)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ShapeError(
+                    f"{path}: a single array; expected an .npz file with one array per input; use numpy.savez"
+                )
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, EOFError, zipfile.BadZipFile) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "not an .npz file"
+        raise ShapeError(f"{path}: {reason}; expected a readable .npz file; check the path") from None
+    except ShapeError:
+        raise
+    except ValueError as error:
+        raise ShapeError(f"{path}: {error}; expected an .npz file of plain arrays; save it with numpy.savez") from None
+    return check_inputs(arrays, input_specs(model, where), str(path))
+
+
+def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str) -> Inputs:
+    """Returns `arrays` in the order of `specs`.
+
+    Raises:
+        ShapeError: names, dtypes or shapes other than those of `specs`, or two sizes for one dim_param.
+    """
+    wanted = {spec.name for spec in specs}
+    listing = ", ".join(map(str, specs)) or "no inputs"
+    for label, names in (("no array for input", wanted - set(arrays)), ("no input called", set(arrays) - wanted)):
+        if names:
+            raise ShapeError(
+                f"{where}: {label} {', '.join(map(repr, sorted(names)))}; expected {listing}; "
+                "name the arrays after the inputs"
+            )
+    seen: dict[str, tuple[int, str]] = {}
+    checked: Inputs = {}
+    for spec in specs:
+        array = np.asarray(arrays[spec.name])
+        if spec.dtype == BFLOAT16 and array.dtype.itemsize == 2 and array.dtype.kind in "uV":
+            array = array.view(BFLOAT16)
+        if array.dtype != spec.dtype:
+            raise ShapeError(
+                f"{where}: {spec.name!r} has dtype {array.dtype.name}; expected {spec.dtype.name}; convert it first"
+            )
+        _check_shape(array.shape, spec, seen, where)
+        checked[spec.name] = array
+    return checked
+
+
+def _check_shape(shape: tuple[int, ...], spec: InputSpec, seen: dict[str, tuple[int, str]], where: str) -> None:
+    fits = len(shape) == len(spec.dims) and all(
+        size == dim for size, dim in zip(shape, spec.dims, strict=True) if isinstance(dim, int)
+    )
+    if not fits:
+        raise ShapeError(f"{where}: {spec.name!r} has shape {list(shape)}; expected {spec}; reshape it")
+    for size, dim in zip(shape, spec.dims, strict=True):
+        if isinstance(dim, str):
+            first, owner = seen.setdefault(dim, (size, spec.name))
+            if first != size:
+                raise ShapeError(
+                    f"{where}: {spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}; "
+                    "expected one size for both; correct one of them"
+                )
+
+
+def describe(inputs: Mapping[str, Array]) -> str:
+    """Returns the inputs as a user writes them: input_ids int64 [2, 16], ..."""
+    return ", ".join(str(InputSpec(name, array.dtype, array.shape)) for name, array in inputs.items()) or "no inputs"

@@ -1,0 +1,238 @@
+"""verify(): is the rewritten model still the original one, and do the kernels compute what the file says?
+
+Three runs on the same inputs: the original; the rewritten file with our kernels; the rewritten file in stock ONNX
+Runtime, which runs its function bodies. Original against rewritten is the error of quantization: how much is too much
+is the caller's to say (`max_rel_l2`). Kernel against body is judged node by node, see `node_check.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from mxfp8_graph.compare import Difference, difference
+from mxfp8_graph.inputs import Array, Inputs, describe, input_specs
+from mxfp8_graph.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
+from mxfp8_graph.onnx_pass.source import Source
+from mxfp8_graph.report import check_report_path, write_atomically
+from mxfp8_graph.runner import Model, make_inputs, open_model
+from mxfp8_graph.sessions import Session
+from mxfp8_ops.errors import ShapeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputCheck:
+    """What became of one output."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rewritten: Difference
+    """With our kernels, against the original."""
+    body: Difference
+    """Function bodies in stock ONNX Runtime, against the original."""
+    kernel: Difference
+    """With our kernels, against the function bodies."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the check with JSON types only."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "rewritten_vs_original": self.rewritten.to_dict(),
+            "body_vs_original": self.body.to_dict(),
+            "kernel_vs_body": self.kernel.to_dict(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What verification found. It passed if `failures` is empty."""
+
+    original: str
+    rewritten: str
+    inputs: str
+    """The inputs in words."""
+    isa: str
+    """The instruction set the kernels ran on."""
+    outputs: tuple[OutputCheck, ...]
+    nodes: tuple[NodeCheck, ...]
+    failures: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+    @property
+    def worst_relative_l2(self) -> float:
+        """The largest relative L2 error of an output against the original's."""
+        return max((output.rewritten.relative_l2 for output in self.outputs), default=0.0)
+
+    @property
+    def nodes_by_op(self) -> dict[str, tuple[NodeCheck, ...]]:
+        """The node checks by op type."""
+        return {op: tuple(n for n in self.nodes if n.op == op) for op in dict.fromkeys(n.op for n in self.nodes)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only."""
+        return {
+            "original": self.original,
+            "rewritten": self.rewritten,
+            "inputs": self.inputs,
+            "isa": self.isa,
+            "passed": self.passed,
+            "failures": list(self.failures),
+            "notes": list(self.notes),
+            "outputs": [output.to_dict() for output in self.outputs],
+            "nodes": [
+                {
+                    "name": n.name,
+                    "op": n.op,
+                    "excess": n.excess if n.excess < float("inf") else None,
+                    "passed": n.passed,
+                }
+                for n in self.nodes
+            ],
+        }
+
+    def write(self, path: str | Path) -> Path:
+        """Writes the report as JSON and returns the path.
+
+        Raises:
+            Mxfp8Error: it cannot be written there.
+        """
+        path = check_report_path(path, (".json",))
+        write_atomically(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        return path
+
+
+def verify(
+    original: Model,
+    rewritten: Model,
+    *,
+    inputs: str | Path | Mapping[str, Array] | None = None,
+    shapes: Mapping[str, int] | None = None,
+    seed: int = 0,
+    max_rel_l2: float | None = None,
+) -> VerifyReport:
+    """Returns how far `rewritten` is from `original`, output by output, and kernel from function body, node by node.
+
+    It fails if a NaN or Inf is in one result and not in the other, if an output has another shape, if a kernel
+    disagrees with its function body (`node_check.py` says by how much it may), and if an output's relative L2 error
+    is above `max_rel_l2`.
+
+    Args:
+        original: path of the model, or the proto.
+        rewritten: what `rewrite` made of it.
+        inputs: an .npz file, or arrays by input name; synthesised if None.
+        shapes: sizes of free dimensions for synthesised inputs, by dim_param or INPUT.AXIS; see `input_sizes.Sizes`.
+        seed: of synthesised inputs.
+        max_rel_l2: limit for each output; None reports the error and judges nothing.
+
+    Raises:
+        ContractError: a model cannot be read.
+        ShapeError: the two models have different inputs or outputs, or `inputs` does not fit them.
+        BackendError: ONNX Runtime cannot run one of them, or the native library is missing.
+    """
+    from mxfp8_ops import cpu
+
+    before, after = open_model(original), open_model(rewritten)
+    _check_signatures(before, after)
+    feeds = make_inputs(before, inputs, shapes, seed)
+    expected = _run(original, before, feeds, kernels=False)
+    results = _run(rewritten, after, feeds, kernels=True)
+    bodies = _run(rewritten, after, feeds, kernels=False)
+    nodes = check_nodes(_with_data(rewritten), feeds, after.folder, after.name)
+    failures = [
+        f"output {n!r}: {text}" for n in expected for text in _shape_failures(expected[n], results[n], bodies[n])
+    ]
+    outputs = () if failures else tuple(_check_output(n, expected[n], results[n], bodies[n]) for n in expected)
+    for output in outputs:
+        failures += _output_failures(output, max_rel_l2)
+    failures += [str(node) for node in nodes if not node.passed]
+    return VerifyReport(
+        original=before.name,
+        rewritten=after.name,
+        inputs=describe(feeds),
+        isa=cpu.isa(),
+        outputs=outputs,
+        nodes=tuple(nodes),
+        failures=tuple(failures),
+        notes=tuple(_notes(after, nodes, expected)),
+    )
+
+
+def _check_signatures(before: Source, after: Source) -> None:
+    pairs = (
+        ("inputs", [str(s) for s in input_specs(before.proto, before.name)], input_specs(after.proto, after.name)),
+        ("outputs", [o.name for o in before.proto.graph.output], [o.name for o in after.proto.graph.output]),
+    )
+    for what, old, new in pairs:
+        if sorted(old) != sorted(map(str, new)):
+            raise ShapeError(
+                f"{after.name}: {what} {', '.join(map(str, new)) or 'none'}; expected those of {before.name}, "
+                f"{', '.join(old) or 'none'}; verify a model against the one it was made from"
+            )
+
+
+def _run(model: Model, source: Source, inputs: Inputs, *, kernels: bool) -> Inputs:
+    session = Session(model if isinstance(model, onnx.ModelProto) else Path(model), kernels=kernels, where=source.name)
+    return session.run(inputs)
+
+
+def _with_data(model: Model) -> onnx.ModelProto:
+    return model if isinstance(model, onnx.ModelProto) else onnx.load(model, load_external_data=False)
+
+
+def _shape_failures(expected: Array, result: Array, body: Array) -> list[str]:
+    pairs = (("kernels", result), ("function bodies", body))
+    return [
+        f"{list(array.shape)} {array.dtype.name} with {who}; expected {list(expected.shape)} {expected.dtype.name}"
+        for who, array in pairs
+        if (array.shape, array.dtype) != (expected.shape, expected.dtype)
+    ]
+
+
+def _check_output(name: str, expected: Array, result: Array, body: Array) -> OutputCheck:
+    return OutputCheck(
+        name=name,
+        dtype=expected.dtype.name,
+        shape=expected.shape,
+        rewritten=difference(expected, result),
+        body=difference(expected, body),
+        kernel=difference(body, result),
+    )
+
+
+def _output_failures(output: OutputCheck, max_rel_l2: float | None) -> list[str]:
+    failures = []
+    for what, found in (("rewritten and original", output.rewritten), ("kernels and function bodies", output.kernel)):
+        if found.nonfinite:
+            where = f"{found.nonfinite} of {found.count} positions"
+            failures.append(f"output {output.name!r}: NaN or Inf in only one of {what} at {where}")
+    if max_rel_l2 is not None and not output.rewritten.relative_l2 <= max_rel_l2:
+        failures.append(
+            f"output {output.name!r}: relative L2 {output.rewritten.relative_l2:.3g} is above the limit {max_rel_l2:g}"
+        )
+    return failures
+
+
+def _notes(after: Source, nodes: list[NodeCheck], outputs: Inputs) -> list[str]:
+    notes = []
+    hidden = nodes_in_subgraphs(after.proto)
+    if hidden:
+        notes.append(f"{hidden} MXFP8 nodes in subgraphs are compared at the model's outputs only")
+    if not nodes and not hidden:
+        notes.append(f"{after.name} has no MXFP8 node: this compares a model with another, not with its rewrite")
+    skipped = [o.name for o in after.proto.graph.output if o.name not in outputs]
+    if skipped:
+        notes.append(f"outputs that are not tensors of numbers are not compared: {', '.join(skipped)}")
+    return notes
