@@ -1,31 +1,28 @@
-"""Streams weights from where they lie to packed form and into the result, one tensor at a time.
-
-Nothing here keeps a tensor: at any moment there is one source tensor and its packed copy in memory.
-"""
+"""Packs weights straight from where they lie, a slice of rows at a time: a weight is never in memory as a whole."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import numpy_helper
 
+from mxfp8_graph.external import fetching, read
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
+Steps = Sequence[tuple[str, tuple[int, ...]]]
+"""("Transpose", perm), ("Cast", (dtype,)) or ("Reshape", shape), first to last."""
 
-ALIGNMENT: Final = 4096
-"""External tensors start at multiples of this: ONNX Runtime can then map them instead of copying."""
-
-_CHUNK: Final = 16 << 20
+SLICE_BYTES: Final = 32 << 20
+"""How much of a weight is read at once."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +46,33 @@ class NonFiniteError(ContractError):
     """A weight holds a NaN or Inf."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A stack of matrices [..., R, C] that can be read row by row."""
+
+    shape: tuple[int, ...]
+    read: Callable[[tuple[int, ...], int, int], Array]
+    """(which matrix, first row, last row + 1) -> those rows; valid until the next call."""
+    index: Callable[[tuple[int, ...]], list[int]]
+    """Where in the stored tensor the value at an index of the stack is."""
+
+
 def pack(
-    weight: Array,
+    rows: Rows,
     *,
     transposed: bool,
+    factor: float = 1.0,
     element_format: str = "e4m3",
     scale_rounding: str = "ceil",
     name: str = "weight",
     allow_nonfinite: bool = False,
 ) -> Packed:
-    """Returns `weight` quantized along K and laid out with K last.
+    """Returns `factor` times a weight, quantized along K and laid out with K last.
 
     Args:
-        weight: [..., N, K], or [..., K, N] if `transposed`; float32, float16 or bfloat16.
+        rows: [..., N, K], or [..., K, N] if `transposed`; float32, float16 or bfloat16.
         transposed: whether K is the last axis but one.
+        factor: multiplied in float32 before rounding.
         element_format: "e4m3" or "e5m2".
         scale_rounding: "ceil", "floor" or "even".
         name: what to call the weight in errors.
@@ -73,168 +83,102 @@ def pack(
     """
     from mxfp8_ops import cpu
 
-    lead = weight.shape[:-2]
-    n, k = weight.shape[:-3:-1] if transposed else weight.shape[-2:]
+    *lead, height, width = rows.shape
+    n, k = (width, height) if transposed else (height, width)
     elements = np.empty((*lead, n, k), np.uint8)
     scales = np.empty((*lead, n, -(-k // formats.BLOCK_SIZE)), np.uint8)
     signal = noise = 0.0
+    # Slices along K are whole blocks; 4 bytes is the widest value.
+    step = -(-SLICE_BYTES // (4 * width * formats.BLOCK_SIZE)) * formats.BLOCK_SIZE
     for at in np.ndindex(*lead):
-        matrix, flipped = weight[at], transposed
-        if not matrix.flags.c_contiguous and matrix.T.flags.c_contiguous:
-            matrix, flipped = matrix.T, not flipped
-        part = cpu.pack(
-            np.ascontiguousarray(matrix),
-            transposed=flipped,
-            element_format=element_format,
-            scale_rounding=scale_rounding,
-        )
-        if part.first_nonfinite is not None and not allow_nonfinite:
-            index = part.first_nonfinite if flipped == transposed else part.first_nonfinite[::-1]
-            value = weight[at][index]
-            raise NonFiniteError(
-                f"weight {name!r}: {value} at index {[*at, *map(int, index)]}; expected finite values; "
-                "repair the checkpoint, or pass --allow-nonfinite to let its block become NaN"
-            )
-        elements[at], scales[at] = part.elements, part.scales
-        signal += part.signal
-        noise += part.noise
+        for start in range(0, height, step):
+            stop = min(start + step, height)
+            matrix = rows.read(at, start, stop)
+            if factor != 1.0:
+                matrix = matrix.astype(np.float32) * np.float32(factor)
+            part = cpu.pack(matrix, transposed=transposed, element_format=element_format, scale_rounding=scale_rounding)
+            if part.first_nonfinite is not None and not allow_nonfinite:
+                row, column = part.first_nonfinite
+                raise NonFiniteError(
+                    f"weight {name!r}: {matrix[row, column]} at index {rows.index((*at, start + row, column))}; "
+                    "expected finite values; repair the checkpoint, or pass --allow-nonfinite to let its block "
+                    "become NaN"
+                )
+            if transposed:
+                blocks = slice(start // formats.BLOCK_SIZE, -(-stop // formats.BLOCK_SIZE))
+                elements[at][:, start:stop], scales[at][:, blocks] = part.elements, part.scales
+            else:
+                elements[at][start:stop], scales[at][start:stop] = part.elements, part.scales
+            signal += part.signal
+            noise += part.noise
     return Packed(elements, scales, signal, noise)
 
 
-def read(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Array:
-    """Returns the values of a stored tensor; one read of exactly its bytes if they lie in an external file.
-
-    Raises:
-        ContractError: the external file is missing, unreadable, too short, or outside the model's folder.
-    """
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
-        return numpy_helper.to_array(tensor)
-    path, offset, length = locate(tensor, folder, model)
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    with _reading(path, tensor, model):
-        data = np.fromfile(path, np.uint8, count=length, offset=offset)
-    return data.view(dtype).reshape(tuple(tensor.dims))
-
-
-def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[Path, int, int]:
-    """Returns (file, offset, length) of an external tensor, having checked that the file holds that much.
-
-    Raises:
-        ContractError: see `read`.
-    """
-    where = f"{model}: tensor {tensor.name!r}"
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    location = entries.get("location", "")
-    if folder is None:
-        raise ContractError(
-            f"{where}: lies in external file {location!r}, and a model in memory has no folder to look in; "
-            "expected a path; pass the model's path instead"
-        )
-    path = (folder / location).resolve()
-    if not location or not path.is_relative_to(folder.resolve()):
-        raise ContractError(
-            f"{where}: external file {location!r}; expected a file inside {folder}; move the data next to the model"
-        )
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    expected = int(np.prod(tensor.dims, dtype=np.int64)) * dtype.itemsize
-    try:
-        offset, length = int(entries.get("offset", 0)), int(entries.get("length", expected))
-    except ValueError:
-        raise ContractError(
-            f"{where}: external offset or length is not a number; expected integers; export the model again"
-        ) from None
-    if length != expected:
-        raise ContractError(
-            f"{where}: external data of {length} bytes; expected {expected} for its shape and dtype; "
-            "export the model again"
-        )
-    with _reading(path, tensor, model):
-        size = path.stat().st_size
-    if offset < 0 or offset + length > size:
-        raise ContractError(
-            f"{where}: needs bytes {offset} to {offset + length} of {path}, which has {size}; expected the whole file; "
-            "copy the external data again"
-        )
-    return path, offset, length
-
-
 @contextlib.contextmanager
-def _reading(path: Path, tensor: onnx.TensorProto, model: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ContractError(
-            f"{model}: tensor {tensor.name!r}: cannot read external file {path}: {error.strerror}; expected the file "
-            "next to the model; copy it there"
-        ) from None
+def open_rows(tensor: onnx.TensorProto, steps: Steps, folder: Path | None, model: str) -> Iterator[tuple[Rows, bool]]:
+    """Yields (the values of `tensor` after `steps` as rows, whether those are the columns of the result).
+
+    Raises:
+        ContractError: the tensor cannot be read, see `external.read`.
+    """
+    straight = _straighten(tuple(tensor.dims), steps)
+    if straight is None:
+        data = np.ascontiguousarray(apply(steps, read(tensor, folder, model)))
+
+        def seen(at: tuple[int, ...], start: int, stop: int) -> Array:
+            return np.asarray(data[at][start:stop])
+
+        yield Rows(shape=data.shape, read=seen, index=list), False
+        return
+    shape, flipped, casts = straight
+    height, width = shape[-2:]
+    with fetching(tensor, folder, model) as fetch:
+
+        def stored(at: tuple[int, ...], start: int, stop: int) -> Array:
+            matrix = int(np.ravel_multi_index(at, shape[:-2])) if at else 0
+            values = fetch((matrix * height + start) * width, (stop - start) * width)
+            return _cast(values, casts).reshape(stop - start, width)
+
+        def index(at: tuple[int, ...]) -> list[int]:
+            return [int(i) for i in np.unravel_index(np.ravel_multi_index(at, shape), tuple(tensor.dims))]
+
+        yield Rows(shape=shape, read=stored, index=index), flipped
 
 
-class Sink(Protocol):
-    """Where the data of the result goes: into the proto, or into an external file."""
-
-    def store(self, tensor: onnx.TensorProto, data: Array) -> None:
-        """Gives `tensor`, whose name, dims and dtype are set, its data."""
-
-    def transfer(self, tensor: onnx.TensorProto, source: onnx.TensorProto, folder: Path | None, model: str) -> None:
-        """Gives `tensor` the data of `source` unchanged."""
-
-
-class InlineSink:
-    """Keeps data in the proto."""
-
-    def store(self, tensor: onnx.TensorProto, data: Array) -> None:
-        """See `Sink`."""
-        tensor.raw_data = data.tobytes()
-
-    def transfer(self, tensor: onnx.TensorProto, source: onnx.TensorProto, folder: Path | None, model: str) -> None:
-        """See `Sink`."""
-        tensor.CopyFrom(source)
-        if source.data_location == onnx.TensorProto.EXTERNAL:
-            tensor.raw_data = read(source, folder, model).tobytes()
-            tensor.ClearField("external_data")
-            tensor.ClearField("data_location")
+def apply(steps: Steps, data: Array) -> Array:
+    """Returns the stored `data` after `steps`; a view wherever NumPy can give one."""
+    for step, argument in steps:
+        if step == "Transpose":
+            data = data.transpose(argument)
+        elif step == "Cast":
+            data = _cast(data, argument)
+        else:
+            data = data.reshape(argument)
+    return data
 
 
-class ExternalSink:
-    """Appends data to one external file."""
+def _cast(data: Array, dtypes: Sequence[int]) -> Array:
+    with np.errstate(over="ignore"):
+        for dtype in dtypes:
+            data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
+    return data
 
-    def __init__(self, file: IO[bytes], location: str) -> None:
-        self._file = file
-        self._location = location
 
-    def store(self, tensor: onnx.TensorProto, data: Array) -> None:
-        """See `Sink`."""
-        self._begin(tensor, data.nbytes)
-        self._file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:
+    """Returns (shape, flipped, casts) if `steps` leave the values in their stored order, but for a swap of the last two.
 
-    def transfer(self, tensor: onnx.TensorProto, source: onnx.TensorProto, folder: Path | None, model: str) -> None:
-        """See `Sink`; copies file to file in chunks."""
-        if source.data_location != onnx.TensorProto.EXTERNAL:
-            if source.raw_data:
-                self.store(tensor, np.frombuffer(source.raw_data, np.uint8))
-            else:
-                self.store(tensor, numpy_helper.to_array(source))
-            return
-        path, offset, length = locate(source, folder, model)
-        self._begin(tensor, length)
-        with _reading(path, source, model):
-            stream = path.open("rb")
-        with stream:
-            stream.seek(offset)
-            while length:
-                with _reading(path, source, model):
-                    chunk = stream.read(min(length, _CHUNK))
-                if not chunk:
-                    raise ContractError(f"{model}: {path} became shorter while it was read; copy it again")
-                self._file.write(chunk)
-                length -= len(chunk)
-
-    def _begin(self, tensor: onnx.TensorProto, length: int) -> None:
-        offset = -(-self._file.tell() // ALIGNMENT) * ALIGNMENT
-        self._file.truncate(offset)
-        self._file.seek(0, os.SEEK_END)
-        for name in ("raw_data", "external_data"):
-            tensor.ClearField(name)
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        for key, value in (("location", self._location), ("offset", offset), ("length", length)):
-            tensor.external_data.add(key=key, value=str(value))
+    The result of the steps is the stored values in `shape` and cast, with the last two axes swapped if `flipped`.
+    """
+    shape, flipped, casts = dims, False, []
+    for step, argument in steps:
+        if step == "Cast":
+            casts.append(argument[0])
+        elif step == "Reshape":
+            if flipped:
+                return None
+            shape = argument
+        elif argument == (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2):
+            flipped = not flipped
+        elif argument != tuple(range(len(shape))):
+            return None
+    return (shape, flipped, tuple(casts)) if len(shape) >= 2 and math.prod(shape) else None

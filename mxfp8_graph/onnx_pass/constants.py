@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from mxfp8_graph.onnx_pass.source import INLINE_BYTES, Source
+from mxfp8_graph.weights import apply
 
 Array = npt.NDArray[Any]
 
@@ -44,17 +45,6 @@ class Static:
     def byte_size(self) -> int:
         """Bytes of the tensor after the steps."""
         return math.prod(self.shape) * int(onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize)
-
-    def apply(self, data: Array) -> Array:
-        """Returns the stored `data` as the consumer sees it; a view wherever NumPy can give one."""
-        for step, argument in self.steps:
-            if step == "Transpose":
-                data = data.transpose(argument)
-            elif step == "Cast":
-                data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(argument[0]))
-            else:
-                data = data.reshape(argument)
-        return data
 
 
 class Constants:
@@ -101,7 +91,7 @@ class Constants:
         static = self.resolve(tensor)
         if static is None or static.byte_size > INLINE_BYTES or static.name in self._source.tensors:
             return None
-        return static.apply(numpy_helper.to_array(static.tensor))
+        return apply(static.steps, numpy_helper.to_array(static.tensor))
 
     def is_constant(self, tensor: gs.Tensor, _depth: int = 0) -> bool:
         """Whether `tensor` depends on no graph input, whatever the ops on the way."""

@@ -19,13 +19,15 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
+from mxfp8_graph.external import read
 from mxfp8_graph.onnx_pass.constants import Static
 from mxfp8_graph.onnx_pass.prune import prune
+from mxfp8_graph.onnx_pass.sinks import Sink
 from mxfp8_graph.onnx_pass.sites import OnnxSite, Operand, Scope
 from mxfp8_graph.onnx_pass.source import Source, iter_graphs
 from mxfp8_graph.plan import Decision
 from mxfp8_graph.report import SiteReport
-from mxfp8_graph.weights import Sink, pack, read
+from mxfp8_graph.weights import apply, open_rows, pack
 from mxfp8_ops import contract, formats
 
 Array = npt.NDArray[Any]
@@ -114,18 +116,16 @@ class Editor:
         settings = (decision.weight_format, decision.scale_rounding, site.alpha, site.w.transposed)
         key = (id(static.owner), static.name, static.steps, *settings)
         if key not in self._packed:
-            weight = self._load(static)
-            if site.alpha != 1.0:  # folded before rounding: alpha need not be a power of two
-                weight = (weight.astype(np.float32) * np.float32(site.alpha)).astype(np.float32)
-            result = pack(
-                weight,
-                transposed=site.w.transposed,
-                element_format=decision.weight_format,
-                scale_rounding=decision.scale_rounding,
-                name=static.name,
-                allow_nonfinite=self._allow_nonfinite,
-            )
-            del weight
+            with open_rows(self._stored(static), static.steps, self._source.folder, self._source.name) as (rows, flip):
+                result = pack(
+                    rows,
+                    transposed=site.w.transposed != flip,
+                    factor=site.alpha,  # before rounding: alpha need not be a power of two
+                    element_format=decision.weight_format,
+                    scale_rounding=decision.scale_rounding,
+                    name=static.name,
+                    allow_nonfinite=self._allow_nonfinite,
+                )
             names = self.fresh(f"{static.name}_mxfp8"), self.fresh(f"{static.name}_mxfp8_scales")
             dtypes = formats.element_format(decision.weight_format).onnx_dtype, contract.UINT8
             for name, dtype, data in zip(names, dtypes, (result.elements, result.scales), strict=True):
@@ -149,8 +149,10 @@ class Editor:
         return self._packed[key][0]
 
     def _load(self, static: Static) -> Array:
-        tensor = self._source.tensors.get(static.name, static.tensor)
-        return static.apply(read(tensor, self._source.folder, self._source.name))
+        return apply(static.steps, read(self._stored(static), self._source.folder, self._source.name))
+
+    def _stored(self, static: Static) -> onnx.TensorProto:
+        return self._source.tensors.get(static.name, static.tensor)
 
 
 class _ScopeEdit:

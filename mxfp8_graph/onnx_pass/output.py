@@ -11,9 +11,10 @@ from typing import IO, Final, Literal
 import onnx
 from google.protobuf.message import EncodeError
 
+from mxfp8_graph.external import is_external, location
+from mxfp8_graph.onnx_pass.sinks import ExternalSink, InlineSink, Sink
 from mxfp8_graph.onnx_pass.source import Source, iter_tensors
 from mxfp8_graph.plan import Decision
-from mxfp8_graph.weights import ExternalSink, InlineSink, Sink
 from mxfp8_ops.errors import ContractError
 
 INLINE_LIMIT: Final = 1_900_000_000
@@ -33,7 +34,8 @@ class Target:
         if path is not None and external:
             data_path = data_path_of(path)
             self._data = self._open(data_path)
-            self.sink = ExternalSink(self._data, data_path.name)
+            # Until the files are renamed, what this writes lies in the temporary file, whose name no source can have.
+            self.sink = ExternalSink(self._data, self._temporary[data_path].name)
 
     def finish(self) -> None:
         """Stores the initializers that were not packed, writes the model and renames the files.
@@ -45,13 +47,7 @@ class Target:
         for tensor in model.graph.initializer:
             if stored := self._source.tensors.get(tensor.name):
                 self.sink.transfer(tensor, stored, folder, name)
-        own = data_path_of(self.path).name if self.path else None
-        for tensor in iter_tensors(model):  # what subgraphs and Constant nodes keep in external files
-            location = next((e.value for e in tensor.external_data if e.key == "location"), own)
-            if tensor.data_location == onnx.TensorProto.EXTERNAL and location != own:
-                stored = onnx.TensorProto()
-                stored.CopyFrom(tensor)
-                self.sink.transfer(tensor, stored, folder, name)
+        self._transfer_others()
         if self.path is None:
             self.byte_size = model.ByteSize()
             return
@@ -67,6 +63,19 @@ class Target:
         if self._data is not None:
             self._data.close()
         self._put_in_place(self.path)
+
+    def _transfer_others(self) -> None:
+        """Moves what subgraphs, functions and Constant nodes keep in external files, and names the final data file."""
+        own = data_path_of(self.path) if self.path else None
+        written = self._temporary[own].name if own in self._temporary else None
+        for tensor in filter(is_external, iter_tensors(self._source.proto)):
+            if location(tensor) != written:
+                stored = onnx.TensorProto()
+                stored.CopyFrom(tensor)
+                self.sink.transfer(tensor, stored, self._source.folder, self._source.name)
+            for entry in tensor.external_data:
+                if own and entry.key == "location":
+                    entry.value = own.name
 
     def discard(self) -> None:
         """Removes the temporary files that are left."""
@@ -143,7 +152,8 @@ def _check_path(source: Source, path: Path, *, overwrite: bool) -> None:
     inputs = {Path(source.name).resolve()} if source.folder else set()
     if source.folder is not None:
         for tensor in [*source.tensors.values(), *iter_tensors(source.proto)]:
-            inputs.update((source.folder / e.value).resolve() for e in tensor.external_data if e.key == "location")
+            if is_external(tensor):
+                inputs.add((source.folder / location(tensor)).resolve())
     if {path.resolve(), data_path_of(path).resolve()} & inputs:
         raise ContractError(f"{path}: is the input or its external data; expected another file; pass another --output")
     if path.is_dir():

@@ -14,6 +14,7 @@ from typing import Any, Final
 import onnx
 from google.protobuf.message import DecodeError
 
+from mxfp8_graph.external import byte_length, is_external
 from mxfp8_ops.errors import ContractError
 
 INLINE_BYTES: Final = 4096
@@ -106,13 +107,13 @@ def _open(model: onnx.ModelProto, name: str, folder: Path | None, size: int) -> 
     tensors: dict[str, onnx.TensorProto] = {}
     for tensor in model.graph.initializer:
         stub = skeleton.graph.initializer.add()
-        if tensor.data_location != onnx.TensorProto.EXTERNAL and tensor.ByteSize() <= INLINE_BYTES:
+        if not is_external(tensor) and tensor.ByteSize() <= INLINE_BYTES:
             stub.CopyFrom(tensor)
             continue
         copy_fields(stub, tensor, skip=_DATA_FIELDS)
         tensors[tensor.name] = tensor
-    external = [t for t in iter_tensors(skeleton) if t.data_location == onnx.TensorProto.EXTERNAL]
-    size += sum(external_length(t) for t in external)
+    external = [t for t in iter_tensors(skeleton) if is_external(t)]
+    size += sum(byte_length(t) for t in external)
     return Source(name, skeleton, tensors, folder, size, bool(external), model.ir_version < 4)
 
 
@@ -127,15 +128,6 @@ def copy_fields(target: Any, source: Any, skip: frozenset[str] | set[str]) -> No
             getattr(target, descriptor.name).CopyFrom(value)
         else:
             setattr(target, descriptor.name, value)
-
-
-def external_length(tensor: onnx.TensorProto) -> int:
-    """Returns how many bytes `tensor` takes in its external file, by its dtype and dims."""
-    count = 1
-    for dim in tensor.dims:
-        count *= dim
-    itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    return int(count * itemsize)
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
