@@ -11,7 +11,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
@@ -269,24 +269,15 @@ def gemm(
     _check_codes("gemm", a, a_scales, a.ndim - 1)
     _check_codes("gemm", b, b_scales, b.ndim - 1)
     a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
-    run = _load().mxfp8_gemm
+    library = _load()
 
-    def product(
-        x: Array,
-        x_scales: Array,
-        w: Array,
-        w_scales: Array,
-        bias_data: int | None,
-        shape: tuple[int, int, int],
-        y: Array,
-    ) -> int:
-        status: int = run(
-            a_code, x.ctypes.data, x_scales.ctypes.data, b_code, w.ctypes.data, w_scales.ctypes.data, bias_data,
-            *shape, _DTYPE_CODES[dtype], y.ctypes.data, shape[1], threads,
-        )  # fmt: skip
+    def product(p: _Product) -> int:
+        status: int = library.mxfp8_gemm(
+            a_code, *_data(*p.a), b_code, *_data(*p.b), p.bias, p.m, p.n, p.k, p.dtype, *_data(p.y), p.n, threads
+        )
         return status
 
-    return _batched("gemm", product, (a, a_scales), (b, b_scales), bias, dtype)
+    return _batched(product, (a, a_scales), (b, b_scales), bias, dtype)
 
 
 def weight_gemm(
@@ -318,19 +309,16 @@ def weight_gemm(
     numerics.check_value_dtype("gemm", x.dtype)
     numerics.check_gemm_shapes("gemm", x.shape, b.shape, None if bias is None else bias.shape)
     _check_codes("gemm", b, b_scales, b.ndim - 1)
-    b_code = formats.element_format(b_format).onnx_dtype
-    run = _load().mxfp8_weight_gemm
+    x_code, b_code = _DTYPE_CODES[x.dtype.name], formats.element_format(b_format).onnx_dtype
+    library = _load()
 
-    def product(
-        x: Array, _: Array, w: Array, w_scales: Array, bias_data: int | None, shape: tuple[int, int, int], y: Array
-    ) -> int:
-        status: int = run(
-            _DTYPE_CODES[x.dtype.name], x.ctypes.data, shape[2], b_code, w.ctypes.data, w_scales.ctypes.data, bias_data,
-            *shape, _DTYPE_CODES[dtype], y.ctypes.data, shape[1], threads,
-        )  # fmt: skip
+    def product(p: _Product) -> int:
+        status: int = library.mxfp8_weight_gemm(
+            x_code, *_data(*p.a), p.k, b_code, *_data(*p.b), p.bias, p.m, p.n, p.k, p.dtype, *_data(p.y), p.n, threads
+        )
         return status
 
-    return _batched("gemm", product, (x, x), (b, b_scales), bias, dtype)
+    return _batched(product, (x,), (b, b_scales), bias, dtype)
 
 
 def pack(
@@ -402,33 +390,52 @@ def _check_codes(where: str, elements: Codes, scales: Codes, axis: int) -> None:
             raise ShapeError(f"{where}: {name} have dtype {codes.dtype}; expected uint8 codes; pass .view(numpy.uint8)")
 
 
+@dataclass(frozen=True)
+class _Product:
+    """One matrix product: operands with their scales, the address of the bias, sizes, and where the result goes."""
+
+    a: tuple[Array, ...]
+    b: tuple[Array, ...]
+    bias: int | None
+    m: int
+    n: int
+    k: int
+    dtype: int
+    y: Array
+
+
+def _data(*arrays: Array) -> list[int]:
+    return [array.ctypes.data for array in arrays]
+
+
 def _batched(
-    where: str, product: Any, a: tuple[Array, Array], b: tuple[Array, Array], bias: Array | None, dtype: str
+    product: Callable[[_Product], int], a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype: str
 ) -> Array:
-    """Returns the result of `product` for every broadcast leading index; one call if only `a` has leading dimensions."""
+    """Returns the results of `product` for every broadcast leading index; one call if only `a` has leading indices."""
     y_dtype = numerics.value_dtype(dtype)
     vector = a[0].ndim == 1
-    if vector:
-        a = (a[0][None], a[1][None])
-    a, b = tuple(map(np.ascontiguousarray, a)), tuple(map(np.ascontiguousarray, b))  # type: ignore[assignment]
+    a = tuple(np.ascontiguousarray(t[None] if vector else t) for t in a)
+    b = tuple(np.ascontiguousarray(t) for t in b)
     bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
-    bias_data = None if bias is None else bias.ctypes.data
-    k, n = b[0].shape[-1], b[0].shape[-2]
+    address = None if bias is None else bias.ctypes.data
+    m, k = a[0].shape[-2:]
+    n = b[0].shape[-2]
     try:
         leading = np.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
     except ValueError:
         raise ShapeError(
-            f"{where}: operands {a[0].shape} and {b[0].shape}; expected leading dimensions that broadcast; reshape one"
+            f"gemm: operands {a[0].shape} and {b[0].shape}; expected leading dimensions that broadcast; reshape one"
         ) from None
-    m = a[0].shape[-2]
     y = np.empty((*leading, m, n), y_dtype)
     if b[0].ndim == 2:
-        _check(where, product(*a, *b, bias_data, (y.size // n if n else 0, n, k), y))
+        rows = int(np.prod(leading, dtype=np.int64)) * m
+        _check("gemm", product(_Product(a, b, address, rows, n, k, _DTYPE_CODES[dtype], y)))
     else:
-        a = tuple(np.broadcast_to(t, leading + t.shape[-2:]) for t in a)  # type: ignore[assignment]
-        b = tuple(np.broadcast_to(t, leading + t.shape[-2:]) for t in b)  # type: ignore[assignment]
-        for index in np.ndindex(leading):
-            _check(where, product(a[0][index], a[1][index], b[0][index], b[1][index], bias_data, (m, n, k), y[index]))
+        every_a = [np.broadcast_to(t, leading + t.shape[-2:]) for t in a]
+        every_b = [np.broadcast_to(t, leading + t.shape[-2:]) for t in b]
+        for i in np.ndindex(leading):
+            one_a, one_b = tuple(t[i] for t in every_a), tuple(t[i] for t in every_b)
+            _check("gemm", product(_Product(one_a, one_b, address, m, n, k, _DTYPE_CODES[dtype], y[i])))
     return y[..., 0, :] if vector else y
 
 

@@ -26,7 +26,8 @@ enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUC
 #define MXFP8_CONTRACT_VERSION 1
 MXFP8_API int mxfp8_contract_version(void);
 
-// The instruction sets compiled in and usable on this machine, best first, comma-separated: "avx512_bf16,avx512,avx2,portable".
+// The instruction sets compiled in and usable on this machine, best first, comma-separated:
+// "avx512_bf16,avx512,avx2,portable".
 MXFP8_API const char* mxfp8_isa_available(void);
 // The one in use. The environment variable MXFP8_ISA chooses one at first use; mxfp8_isa_force changes it (tests do).
 // NULL, and MXFP8_NO_SUCH_ISA from every kernel, if MXFP8_ISA names one that is not available.
@@ -35,21 +36,21 @@ MXFP8_API int mxfp8_isa_force(const char* name);
 
 // x is [outer, K, inner], blocked along K. elements: the shape of x; scales: [outer, ceil(K/32), inner].
 // threads: how many threads to use, 0 for all cores.
-MXFP8_API int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int64_t inner, int element_format,
-                             int scale_rounding, uint8_t* elements, uint8_t* scales, int threads);
+MXFP8_API int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int64_t inner,
+                             int element_format, int scale_rounding, uint8_t* elements, uint8_t* scales, int threads);
 
-MXFP8_API int mxfp8_dequantize(int element_format, const uint8_t* elements, const uint8_t* scales, int64_t outer, int64_t k,
-                               int64_t inner, int value_dtype, void* y, int threads);
+MXFP8_API int mxfp8_dequantize(int element_format, const uint8_t* elements, const uint8_t* scales, int64_t outer,
+                               int64_t k, int64_t inner, int value_dtype, void* y, int threads);
 
 // One matrix product: a [M, K] x b [N, K] -> y [M, N], rows of y `y_stride` values apart. bias [N] or NULL.
 MXFP8_API int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
-                         const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
-                         int64_t y_stride, int threads);
+                         const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype,
+                         void* y, int64_t y_stride, int threads);
 
 // The same with an unquantized x [M, K], rows `x_stride` values apart.
 MXFP8_API int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int b_format, const uint8_t* b,
-                                const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype,
-                                void* y, int64_t y_stride, int threads);
+                                const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k,
+                                int y_dtype, void* y, int64_t y_stride, int threads);
 
 // Packs a weight for the pass: quantizes along K and stores [N, K] elements, [N, ceil(K/32)] scales whichever way the
 // source lies. transposed == 0: w is [N, K]; 1: w is [K, N]; rows `w_stride` values apart.

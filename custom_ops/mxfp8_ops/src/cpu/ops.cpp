@@ -10,10 +10,10 @@
 namespace mxfp8 {
 namespace {
 
-constexpr int64_t kTaskValues = 1 << 17;      // values that one quantize, dequantize or pack task handles
-constexpr int64_t kTaskProducts = 1 << 21;    // multiply-adds that one gemm task handles at least
-constexpr int64_t kTasksPerThread = 4;        // so that a thread that is delayed does not delay the call
-constexpr int64_t kColumnGranularity = 16;    // columns of y: whole cache lines of a float32 result
+constexpr int64_t kTaskValues = 1 << 17;    // values that one quantize, dequantize or pack task handles
+constexpr int64_t kTaskProducts = 1 << 21;  // multiply-adds that one gemm task handles at least
+constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
+constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -21,9 +21,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <class Body>
 void for_ranges(const Parallel& parallel, int64_t count, int64_t per_task, const Body& body) {
   per_task = std::max<int64_t>(1, per_task);
-  parallel_for(parallel, ceil_div(count, per_task), [&](int64_t task) {
-    body(task, task * per_task, std::min(count, (task + 1) * per_task));
-  });
+  parallel_for(parallel, ceil_div(count, per_task),
+               [&](int64_t task) { body(task, task * per_task, std::min(count, (task + 1) * per_task)); });
 }
 
 struct Free {
@@ -136,7 +135,8 @@ void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args
     const int64_t tiles = ceil_div(rows, kernel->tile_rows);
     const int64_t wanted = std::clamp<int64_t>(rows * args.n * args.k / kTaskProducts, 1,
                                                parallel.threads == 1 ? 1 : parallel.threads * kTasksPerThread);
-    const int64_t columns = ceil_div(ceil_div(args.n, std::min(wanted, args.n)), kColumnGranularity) * kColumnGranularity;
+    const int64_t columns =
+        ceil_div(ceil_div(args.n, std::min(wanted, args.n)), kColumnGranularity) * kColumnGranularity;
     const int64_t across = ceil_div(args.n, columns);
     const int64_t tiles_per_task = ceil_div(tiles, std::min(tiles, ceil_div(wanted, across)));
     parallel_for(parallel, across * ceil_div(tiles, tiles_per_task), [&](int64_t task) {

@@ -1,6 +1,6 @@
 // The library's own pool: threads that start when first needed, and never end. Concurrent calls share them; a caller
-// always works on its own tasks too, so a busy pool delays nobody. After fork() the child forgets the parent's pool (its
-// threads do not exist there) and starts its own.
+// always works on its own tasks too, so a busy pool delays nobody. After fork() the child forgets the parent's pool
+// (its threads do not exist there) and starts its own.
 #include "parallel.h"
 
 #include <atomic>

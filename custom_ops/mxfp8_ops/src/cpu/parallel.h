@@ -5,7 +5,8 @@
 
 namespace mxfp8 {
 
-// Where tasks run. `run` calls task(argument, i) for every i in 0..count-1, in any order, and returns when all are done.
+// Where tasks run. `run` calls task(argument, i) for every i in 0..count-1, in any order, and returns when all are
+// done.
 struct Parallel {
   void (*run)(void* pool, void (*task)(void*, size_t), void* argument, size_t count);
   void* pool;

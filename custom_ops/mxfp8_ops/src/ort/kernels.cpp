@@ -84,7 +84,8 @@ void* output(OrtKernelContext* context, size_t index, const Dims& dims) {
 Parallel session_threads(const OrtKernelContext* context) {
   static const int processors = processor_count();
   const auto run = [](void* pool, void (*task)(void*, size_t), void* argument, size_t count) {
-    if (OrtStatus* status = KernelContext_ParallelFor(static_cast<const OrtKernelContext*>(pool), task, count, 0, argument)) {
+    if (OrtStatus* status =
+            KernelContext_ParallelFor(static_cast<const OrtKernelContext*>(pool), task, count, 0, argument)) {
       ReleaseStatus(status);  // the pool refused and has run nothing: run here
       for (size_t i = 0; i < count; ++i) task(argument, i);
     }
@@ -103,7 +104,8 @@ Dims scale_dims(Dims dims, int64_t axis) {
   return dims;
 }
 
-void check_scales(const std::string& where, const char* name, const Tensor& elements, const Tensor& scales, int64_t axis) {
+void check_scales(const std::string& where, const char* name, const Tensor& elements, const Tensor& scales,
+                  int64_t axis) {
   const Dims expected = scale_dims(elements.dims, axis);
   if (scales.dims != expected) {
     throw NodeError(where + ": " + name + " has shape " + to_string(scales.dims) + "; expected " + to_string(expected) +
@@ -240,6 +242,12 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
     read(info, "output_dtype", &attributes.output_dtype);
     read(info, "scale_rounding", &attributes.scale_rounding);
     check_attributes(where, overload.op, &attributes);
+    if (overload.outputs[0] != attributes.output_dtype) {
+      // Shape inference tells ONNX Runtime the output's type; without a rank to report it cannot (shapes.cpp).
+      throw NodeError(where + ": output_dtype " + std::to_string(attributes.output_dtype) +
+                      " on an input of unknown rank; expected an input whose rank is known; give the graph's inputs "
+                      "shapes and run onnx.shape_inference");
+    }
     const Kernels* found = kernels();
     if (found == nullptr) {
       throw NodeError(where + ": MXFP8_ISA names an instruction set this machine lacks; expected one of " +

@@ -91,8 +91,8 @@ SymbolicDims gemm_dims(const SymbolicDims& a, const SymbolicDims& b) {
   const Dim one{1, ""};
   SymbolicDims dims;
   for (size_t i = 0; i < rank; ++i) {
-    dims.push_back(broadcast(i < rank - rank_a ? one : a[i - (rank - rank_a)],
-                             i < rank - rank_b ? one : b[i - (rank - rank_b)]));
+    dims.push_back(
+        broadcast(i < rank - rank_a ? one : a[i - (rank - rank_a)], i < rank - rank_b ? one : b[i - (rank - rank_b)]));
   }
   if (a.size() > 1) dims.push_back(a[a.size() - 2]);
   dims.push_back(b[b.size() - 2]);

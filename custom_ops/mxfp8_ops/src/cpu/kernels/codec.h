@@ -90,7 +90,9 @@ MXFP8_INLINE float scale_value(uint32_t code) {
 }
 
 // 2^(127 - s) for s in 0..254.
-MXFP8_INLINE float inverse_scale_value(uint32_t code) { return float_of(code == 254 ? 0x00400000 : (254 - code) << 23); }
+MXFP8_INLINE float inverse_scale_value(uint32_t code) {
+  return float_of(code == 254 ? 0x00400000 : (254 - code) << 23);
+}
 
 // Scale code of a block whose largest magnitude has these bits; `increment` is formats.scale_increment.
 template <class F>

@@ -1,4 +1,5 @@
-// What the two gemm kernels share: where packed values lie, the walk over strips of the result, and the store of a strip.
+// What the two gemm kernels share: where packed values lie, the walk over strips of the result, and the store of a
+// strip.
 //
 // Packed A, `rows` rows: chunks of kGemmDepth values of K; in a chunk, tiles of kTileRows rows (the last may have
 // fewer); in a tile, block by block, 32 values of each of its rows. So a multiply reads it front to back.

@@ -5,8 +5,8 @@
 // processor's mode. Let ea and eb be the exponents of the lowest bit set anywhere in A and in a panel of B. Every
 // product, and every sum of products before rounding, is a multiple of 2^(ea + eb). With ea, eb >= -126 no input is
 // subnormal, and with ea + eb >= -126 no result is. A panel that fails the test is decoded to float32 and
-// multiplied by float32 arithmetic instead; if A itself does not fit bfloat16, pack says so and gemm_f32.cpp takes over.
-// All-zero blocks (scale code 0) say nothing about exponents and are skipped in the test.
+// multiplied by float32 arithmetic instead; if A itself does not fit bfloat16, pack says so and gemm_f32.cpp takes
+// over. All-zero blocks (scale code 0) say nothing about exponents and are skipped in the test.
 //
 // Layouts and work split as in gemm_f32.cpp at half the bytes: a panel of B is 8 KiB.
 #include "gemm.h"
@@ -117,7 +117,8 @@ MXFP8_INLINE int decode_panel_bf16(const Decoder<F>& decoder, const GemmArgs& ar
     const int exponent = lowest_exponent<F>(elements, args.k - start, scales, chunk.blocks);
     lowest = exponent < lowest ? exponent : lowest;
     for (int64_t i = 0; i < chunk.blocks; ++i) {
-      decoder.block(elements + i * kBlock, args.k - start - i * kBlock, scales[i], out + (i * kGemmPanel + row) * kBlock);
+      decoder.block(elements + i * kBlock, args.k - start - i * kBlock, scales[i],
+                    out + (i * kGemmPanel + row) * kBlock);
     }
   }
   return lowest;
@@ -145,7 +146,8 @@ MXFP8_INLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t bl
 }
 
 // One row of packed A times a panel that is decoded to float32: for panels the dot product would flush.
-void multiply_row_f32(const uint16_t* a, int64_t a_step, const float* b, int64_t blocks, float* strip, bool accumulate) {
+void multiply_row_f32(const uint16_t* a, int64_t a_step, const float* b, int64_t blocks, float* strip,
+                      bool accumulate) {
   __m512 sums[kGemmPanel] = {zero(), zero(), zero(), zero()};
   for (int64_t block = 0; block < blocks; ++block) {
     for (int lane = 0; lane < kBlock; lane += kLanes) {
@@ -160,7 +162,8 @@ void multiply_row_f32(const uint16_t* a, int64_t a_step, const float* b, int64_t
 }
 
 template <class F>
-int pack_elements(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, uint16_t* out) {
+int pack_elements(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
+                  uint16_t* out) {
   const Decoder<F> decoder;
   const int64_t blocks = blocks_of(args.k);
   int lowest = kAllZero;
@@ -210,7 +213,8 @@ int pack_values(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_be
 
 }  // namespace
 
-int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed) {
+int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
+                   void* packed) {
   auto* out = static_cast<uint16_t*>(packed);
   if (args.a_scales == nullptr) {
     if (args.a_format != MXFP8_BFLOAT16) return kNotExact;
@@ -235,17 +239,15 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
         args, row, rows, tile_begin, tile_end, column_begin, column_end,
         [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
           const int lowest = decode_panel_bf16(decoder, args, column, column_end, chunk, b);
-          const bool exact =
-              exponent >= kLowestNormal && lowest >= kLowestNormal && exponent + lowest >= kLowestNormal;
+          const bool exact = exponent >= kLowestNormal && lowest >= kLowestNormal && exponent + lowest >= kLowestNormal;
           if (!exact) decode_panel<F>(args, column, column_end, chunk, b_f32);
           for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
             const uint16_t* from = a + tile_offset(rows, chunk, tile);
             float* to = strip + (tile - tile_begin) * kTileRows * kGemmColumns;
             const int64_t tile_rows = min_of(kTileRows, rows - tile * kTileRows);
             if (exact) {
-              with_rows(tile_rows, [&](auto r) {
-                multiply_tile<decltype(r)::value>(from, b, chunk.blocks, to, accumulate);
-              });
+              with_rows(tile_rows,
+                        [&](auto r) { multiply_tile<decltype(r)::value>(from, b, chunk.blocks, to, accumulate); });
             } else {
               for (int64_t i = 0; i < tile_rows; ++i) {
                 multiply_row_f32(from + i * kBlock, tile_rows * kBlock, b_f32, chunk.blocks, to + i * kGemmColumns,

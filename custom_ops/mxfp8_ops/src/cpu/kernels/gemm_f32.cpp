@@ -1,9 +1,9 @@
 // MXFP8Gemm and MXFP8WeightGemm in float32: the products of the exact dequantized values, accumulated in float32.
 //
-// y [M, N] = A [M, K] . B [N, K]^T. A (values, or elements and scales) is packed as float32 once per 256 rows; rows of B
-// are decoded, four at a time and 1024 deep, into 16 KiB that stay in L1. The register tile is kTileRows x 4 with lanes
-// along K, so neither operand is transposed; lanes are added up once per chunk.
-// Work is split over N (and M if N is small). Bytes moved: 1.03 N K (once per 256 rows of A) + 4 M K + the result.
+// y [M, N] = A [M, K] . B [N, K]^T. A (values, or elements and scales) is packed as float32 once per 256 rows; rows of
+// B are decoded, four at a time and 1024 deep, into 16 KiB that stay in L1. The register tile is kTileRows x 4 with
+// lanes along K, so neither operand is transposed; lanes are added up once per chunk. Work is split over N (and M if N
+// is small). Bytes moved: 1.03 N K (once per 256 rows of A) + 4 M K + the result.
 #include "gemm.h"
 
 namespace mxfp8::MXFP8_ISA {
@@ -57,7 +57,8 @@ int gemm_f32_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_
       const uint8_t* scales = args.a_scales + row * blocks_of(args.k);
       pack_tiles(args, rows, tile_begin, tile_end, out, [&](int64_t i, int64_t block, float* to) {
         const int64_t k = block * kBlock;
-        decode_block<decltype(format)>(a + i * args.a_stride + k, args.k - k, scales[i * blocks_of(args.k) + block], to);
+        decode_block<decltype(format)>(a + i * args.a_stride + k, args.k - k, scales[i * blocks_of(args.k) + block],
+                                       to);
       });
     });
   } else {

@@ -1,7 +1,9 @@
 // MXFP8Quantize: numerics.quantize, bit for bit. Two layouts:
 //   rows     x [rows, K]            blocks lie contiguously: one block at a time, 32 lanes wide.
-//   columns  x [outer, K, inner]    blocks lie `inner` apart: 64 neighbouring columns at a time, so every load is contiguous.
-// Work is split over rows, or over (outer, block of K, 64 columns). Bytes moved per value: 4 (f32) or 2 read, 1.03 written.
+//   columns  x [outer, K, inner]    blocks lie `inner` apart: 64 neighbouring columns at a time, so every load is
+//   contiguous.
+// Work is split over rows, or over (outer, block of K, 64 columns). Bytes moved per value: 4 (f32) or 2 read, 1.03
+// written.
 #include "codec.h"
 #include "kernels.h"
 
