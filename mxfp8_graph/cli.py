@@ -156,8 +156,15 @@ def say(message: str) -> None:
 
 
 def show(result: RenderableType, *, fold: bool = True) -> None:
-    """Prints a result on stdout."""
-    console().print(result, soft_wrap=not fold)
+    """Prints a result on stdout; into a pipe or a file without the blanks that fill up table cells."""
+    out = console()
+    if out.is_terminal:
+        out.print(result, soft_wrap=not fold)
+        return
+    with out.capture() as captured:
+        out.print(result, soft_wrap=not fold)
+    for line in captured.get().splitlines():
+        typer.echo(line.rstrip())
 
 
 def _print_version(wanted: bool) -> None:
@@ -243,9 +250,9 @@ def verify(
     seed: Seed = 0,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json.")] = None,
 ) -> None:
-    """Compares REWRITTEN with ORIGINAL, and our kernels with the function bodies in the file.
+    """Compares a rewritten model with its original.
 
-    Exit code 1 if a NaN or Inf is in only one of them, if a kernel disagrees with its function body, or if an error is
+    Prints the error of each output, and how far our kernels are from the function bodies in the file. Exit code 1 if a NaN or Inf is in only one of them, if a kernel disagrees with its function body, or if an error is
     above --max-rel-l2.
     """
     from mxfp8_graph import tables
@@ -271,7 +278,7 @@ def run(
     dim: Dims = None,
     seed: Seed = 0,
 ) -> None:
-    """Runs MODEL with our kernels; prints output shapes and median latency."""
+    """Runs a model with our kernels and times it."""
     from mxfp8_graph import tables
     from mxfp8_graph.runner import run_model
 
@@ -280,7 +287,10 @@ def run(
 
 @command
 def doctor() -> None:
-    """Says what is installed, which kernels run, and what is missing. Exit code 2 if models cannot run."""
+    """Says what works here and what is missing.
+
+    Exit code 2 if models cannot run.
+    """
     from mxfp8_graph import tables
     from mxfp8_graph.doctor import diagnose, healthy
 
@@ -293,7 +303,10 @@ def doctor() -> None:
 
 @command
 def library_path() -> None:
-    """Prints where the native library is, for RegisterCustomOpsLibrary in C, C++, C# or Rust."""
+    """Prints where the native library is.
+
+    For RegisterCustomOpsLibrary in C, C++, C# or Rust.
+    """
     from mxfp8_ops import cpu
 
     typer.echo(cpu.library_path())

@@ -109,9 +109,9 @@ def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
     """Returns why the default policy keeps `site` in high precision, or None if it does not."""
     if site.role == "output_projection" and not recipe.output_projections:
         return "output projection: its result is a graph output; set output_projections: true to quantize it"
-    if site.role == "attention_scores" and not recipe.quantizes_scores:
+    if site.role == "attention_scores" and not recipe.attention_scores:
         return "attention scores (Q @ K^T), no static operand; set attention_scores: true to quantize it"
-    if site.role == "attention_values" and not recipe.quantizes_values:
+    if site.role == "attention_values" and not recipe.attention_values:
         return "attention values (softmax @ V), no static operand; set attention_values: true to quantize it"
     if site.role == "product":
         return "both operands are computed at run time; add a rule with quantize: true to quantize it"

@@ -7,6 +7,7 @@ not the attention products.
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Mapping
@@ -30,14 +31,16 @@ def _compilable(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        raise ValueError(f"{pattern!r} is not a regular expression ({error}); expected one; correct it") from None
     return pattern
 
 
 Pattern = Annotated[str, AfterValidator(_compilable)]
 """A regular expression, matched anywhere in the name (`re.search`)."""
 
-NonNegative = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
+Flag = pydantic.StrictBool
+"""true or false, and nothing that merely looks like it."""
 ElementFormatName = Literal["e4m3", "e5m2"]
 ScaleRounding = Literal["ceil", "floor", "even"]
 
@@ -62,9 +65,9 @@ class Rule(BaseModel):
     min_k: NonNegative | None = None
     max_k: NonNegative | None = None
 
-    quantize: bool = True
+    quantize: Flag = True
     """False keeps the site in high precision."""
-    weight_only: bool | None = None
+    weight_only: Flag | None = None
     activation_format: ElementFormatName | None = None
     weight_format: ElementFormatName | None = None
     scale_rounding: ScaleRounding | None = None
@@ -86,6 +89,8 @@ class Rule(BaseModel):
         if not self.quantize and self.settings:
             settings = ", ".join(self.settings)
             raise ValueError(f"quantize is false, so {settings} can have no effect; remove one or the other")
+        if self.weight_only and self.activation_format:
+            raise ValueError("weight_only is true, so activation_format can have no effect; remove one or the other")
         for low, high in (("min_n", "max_n"), ("min_k", "max_k")):
             least, most = getattr(self, low), getattr(self, high)
             if least is not None and most is not None and least > most:
@@ -118,7 +123,7 @@ class Recipe(BaseModel):
     """TE: E4M3 everywhere, or HYBRID: E5M2 for gradients. The two differ in training only."""
     margin: Literal[0] = 0
     """TE's field; MXFP8 block scaling has no margin."""
-    fp8_dpa: bool = False
+    fp8_dpa: Flag = False
     """TE: dot-product attention in MXFP8. The same as `attention_scores` and `attention_values` together."""
     fp8_mha: Literal[False] = False
     """TE: FP8 tensors across the attention boundary; TE does not offer it with MXFP8 either."""
@@ -126,13 +131,13 @@ class Recipe(BaseModel):
     """How amax becomes a scale: see `mxfp8_ops.formats.SCALE_ROUNDINGS`."""
     activation_format: ElementFormatName = "e4m3"
     weight_format: ElementFormatName = "e4m3"
-    weight_only: bool = False
+    weight_only: Flag = False
     """Quantize weights and leave activations as they are."""
-    output_projections: bool = False
+    output_projections: Flag = False
     """Also matmuls whose result is the model's output (an LM head, a classifier)."""
-    attention_scores: bool = False
+    attention_scores: Flag = False
     """Also Q @ transpose(K)."""
-    attention_values: bool = False
+    attention_values: Flag = False
     """Also softmax(...) @ V."""
     min_dim: NonNegative = 32
     """Matmuls with N or K below this stay as they are: less than one block of work."""
@@ -146,30 +151,30 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         if both := sorted(set(self.include) & set(self.exclude)):
-            raise ValueError(f"{both[0]!r} is both included and excluded; remove one")
+            raise ValueError(f"include and exclude both have {both[0]!r}; remove one")
         seen: dict[str, int] = {}
         for index, rule in enumerate(self.rules):
             first = seen.setdefault(repr(rule.keys), index)
             if first != index:
                 raise ValueError(
-                    f"rules.{index} has the same keys as rules.{first} ({rule}), which comes first and always wins; "
+                    f"rules.{index} ({rule}) has the same keys as rules.{first}, which comes first and always wins; "
                     "merge them"
                 )
         if self.fp8_dpa:
             for field in ("attention_scores", "attention_values"):
                 if field in self.model_fields_set and not getattr(self, field):
                     raise ValueError(f"fp8_dpa is true and {field} is false; fp8_dpa means both attention products")
+                object.__setattr__(self, field, True)  # spelled out, so that a recorded recipe reads back as itself
+        if (
+            self.weight_only
+            and self.activation_format != "e4m3"
+            and not any(r.weight_only is False for r in self.rules)
+        ):
+            raise ValueError(
+                f"activation_format is {self.activation_format} and weight_only is true, so it can have no effect; "
+                "remove one or the other"
+            )
         return self
-
-    @property
-    def quantizes_scores(self) -> bool:
-        """Whether Q @ transpose(K) is eligible."""
-        return self.attention_scores or self.fp8_dpa
-
-    @property
-    def quantizes_values(self) -> bool:
-        """Whether softmax(...) @ V is eligible."""
-        return self.attention_values or self.fp8_dpa
 
 
 PRESETS: Final[Mapping[str, Recipe]] = MappingProxyType(
@@ -225,11 +230,16 @@ def _parse(path: Path, text: str) -> tuple[dict[str, Any], dict[Location, int]]:
         data = yaml.safe_load(text)
         lines: dict[Location, int] = {}
         _collect_lines(yaml.compose(text, Loader=yaml.SafeLoader), (), lines)
+    except yaml.MarkedYAMLError as error:
+        where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else str(path)
+        raise RecipeError(f"{where}: {error.problem}; expected valid YAML; fix that line") from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         message = " ".join(str(error).split())
         raise RecipeError(f"{path}: {message}; expected valid {path.suffix[1:].upper()}; fix that line") from None
+    except RecursionError:
+        raise RecipeError(f"{path}: nested without end; expected a recipe; remove the alias to itself") from None
     if not isinstance(data, dict):
-        kind = type(data).__name__
+        kind = "nothing" if data is None else f"a {type(data).__name__}"
         raise RecipeError(f"{path}: {kind} at the top; expected a mapping of recipe fields; see the README")
     return data, lines
 
@@ -239,7 +249,7 @@ def _collect_lines(node: yaml.Node | None, at: Location, lines: dict[Location, i
         for key, value in node.value:
             where = (*at, key.value)
             if where in lines:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value!r} is given twice")
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
             lines[where] = key.start_mark.line + 1
             _collect_lines(value, where, lines)
     elif isinstance(node, yaml.SequenceNode):
@@ -248,14 +258,39 @@ def _collect_lines(node: yaml.Node | None, at: Location, lines: dict[Location, i
             _collect_lines(value, (*at, index), lines)
 
 
+_EXPECTED: Final = {
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "model_type": "a mapping",
+    "invalid_key": "keys that are text",
+    "greater_than_equal": "{ge} or more",
+    "literal_error": "{expected}",
+}
+"""Pydantic's error type -> what the field takes, in the words of the file."""
+
+
 def _explain(path: Path, error: Any, lines: dict[Location, int]) -> str:
     """Returns one pydantic error as "<file>:<line>: <key>: <what is>; expected <what>; <what to do>"."""
     at: Location = tuple(error["loc"])
-    line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
-    where = f"{path}:{line}" if line else str(path)
-    key = ".".join(map(str, at))
-    if error["type"] == "extra_forbidden":
-        fields = Rule.model_fields if at[0] == "rules" else Recipe.model_fields
-        return f"{where}: {key}: unknown key; expected one of {', '.join(fields)}; correct or remove it"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{where}: {key + ': ' if key else ''}{message} (got {error['input']!r})" if key else f"{where}: {message}"
+    if not at:  # an invariant of the whole recipe: its message starts with the key that breaks it
+        key = message.split()[0]
+        at, text = tuple(int(part) if part.isdecimal() else part for part in key.split(".")), message
+    elif error["type"] == "extra_forbidden":
+        fields = Rule.model_fields if at[0] == "rules" else Recipe.model_fields
+        close = difflib.get_close_matches(str(at[-1]), fields, n=1)
+        advice = f"did you mean {close[0]}?" if close else "correct or remove it"
+        text = f"{_dotted(at)}: unknown key; expected one of {', '.join(fields)}; {advice}"
+    elif error["type"] in _EXPECTED:
+        expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
+        text = f"{_dotted(at)}: {error['input']!r}; expected {expected}; correct it"
+    else:
+        text = f"{_dotted(at)}: {message}"
+    line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
+    return f"{path}:{line}: {text}" if line else f"{path}: {text}"
+
+
+def _dotted(at: Location) -> str:
+    return ".".join(map(str, at))

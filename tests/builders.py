@@ -160,7 +160,7 @@ def language_model(vocab: int = 100, hidden: int = 64, *, positions: int = 32) -
 
 
 def save(proto: ModelProto, path: Path, *, external: bool = False) -> Path:
-    """Writes the model, with its weights in `path`.data when `external`; returns the path."""
+    """Writes the model, with tensors from 1 kB on in `path`.data when `external`; returns the path."""
     copy = onnx.ModelProto.FromString(proto.SerializeToString())
-    onnx.save(copy, path, save_as_external_data=external, location=f"{path.name}.data", size_threshold=0)
+    onnx.save(copy, path, save_as_external_data=external, location=f"{path.name}.data", size_threshold=1024)
     return path
