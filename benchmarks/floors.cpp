@@ -1,0 +1,80 @@
+// What the machine can do at best, measured: read bandwidth and the rate of bf16 and fp32 multiply-adds.
+// Compiled by floors.py for the machine it runs on.
+#include <immintrin.h>
+
+#include <chrono>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace {
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+template <class Body>
+void parallel(int threads, Body body) {
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; t++) others.emplace_back(body, t);
+  body(0);
+  for (auto& other : others) other.join();
+}
+
+volatile float sink;
+
+}  // namespace
+
+// Seconds to read `size` bytes once with `threads` threads.
+extern "C" double read_seconds(const uint8_t* data, int64_t size, int threads) {
+  const double start = now();
+  parallel(threads, [=](int t) {
+    const int64_t begin = size / threads / 256 * t * 256, end = size / threads / 256 * (t + 1) * 256;
+#if defined(__AVX512F__)
+    __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
+    for (int64_t i = begin; i < end; i += 256) {
+      a = _mm512_xor_si512(a, _mm512_loadu_si512(data + i));
+      b = _mm512_xor_si512(b, _mm512_loadu_si512(data + i + 64));
+      c = _mm512_xor_si512(c, _mm512_loadu_si512(data + i + 128));
+      d = _mm512_xor_si512(d, _mm512_loadu_si512(data + i + 192));
+    }
+    sink = static_cast<float>(_mm512_reduce_add_epi64(_mm512_xor_si512(_mm512_xor_si512(a, b), _mm512_xor_si512(c, d))));
+#else
+    uint64_t sum[4] = {};
+    for (int64_t i = begin; i + 32 <= end; i += 32)
+      for (int j = 0; j < 4; j++) sum[j] ^= reinterpret_cast<const uint64_t*>(data + i)[j];
+    sink = static_cast<float>(sum[0] ^ sum[1] ^ sum[2] ^ sum[3]);
+#endif
+  });
+  return now() - start;
+}
+
+// Multiply-adds per second in registers. kind 0: fp32 FMA; 1: bf16 dot product; 0 where the machine has none.
+extern "C" double fma_rate(int kind, int threads) {
+#if defined(__AVX512F__)
+  constexpr int64_t rounds = 4'000'000, chains = 16;
+  const double start = now();
+  parallel(threads, [=](int) {
+    __m512 sum[chains];
+    for (auto& s : sum) s = _mm512_set1_ps(1.0f);
+    const __m512 x = _mm512_set1_ps(0.5f);
+    if (kind == 0) {
+      for (int64_t i = 0; i < rounds; i++)
+        for (auto& s : sum) s = _mm512_fmadd_ps(s, x, x);
+    } else {
+#if defined(__AVX512BF16__)
+      const __m512bh y = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3f003f00));
+      for (int64_t i = 0; i < rounds; i++)
+        for (auto& s : sum) s = _mm512_dpbf16_ps(s, y, y);
+#endif
+    }
+    __m512 total = sum[0];
+    for (int i = 1; i < chains; i++) total = _mm512_add_ps(total, sum[i]);
+    sink = _mm512_reduce_add_ps(total);
+  });
+#if !defined(__AVX512BF16__)
+  if (kind == 1) return 0;
+#endif
+  return double(rounds) * chains * (kind == 0 ? 16 : 32) * threads / (now() - start);
+#else
+  return 0;
+#endif
+}

@@ -1,0 +1,129 @@
+"""What every benchmark shares: take turns, take medians, tell the spread, keep the losing rows, write the results.
+
+Peers run in the same process and take turns round by round, so that a slow moment of the machine hits all of them. A
+row's spread is its interquartile range over its median; above `NOISY` the report says so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mxfp8_ops import cpu
+
+RESULTS = Path(__file__).parent / "results"
+NOISY = 0.15
+THREADS = os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: median and interquartile range over the rounds."""
+
+    median: float
+    spread: float
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the rounds differ too much to trust the last digits."""
+        return self.spread > NOISY * self.median
+
+
+def take_turns(
+    cases: Mapping[str, Callable[[], Any]], *, rounds: int = 9, least_seconds: float = 0.02
+) -> dict[str, Timing]:
+    """Returns the timing of each case; every round runs each case once, long enough for the clock."""
+    counts: dict[str, int] = {}
+    for name, call in cases.items():
+        call()  # warm-up: allocations, caches, code
+        start = time.perf_counter()
+        call()
+        counts[name] = max(1, int(least_seconds / max(time.perf_counter() - start, 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, call in cases.items():
+            start = time.perf_counter()
+            for _ in range(counts[name]):
+                call()
+            samples[name].append((time.perf_counter() - start) / counts[name])
+    result = {}
+    for name, values in samples.items():
+        low, middle, high = np.percentile(values, [25, 50, 75])
+        result[name] = Timing(float(middle), float(high - low))
+    return result
+
+
+def machine() -> dict[str, Any]:
+    """Returns what a reader needs to judge the numbers."""
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        model = next(
+            (s.split(":")[1].strip() for s in info.read_text().splitlines() if s.startswith("model name")), model
+        )
+    versions = {}
+    for name in ("numpy", "onnxruntime", "torch", "torchao", "ml_dtypes"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": model,
+        "threads": THREADS,
+        "isa": cpu.isa(),
+        "versions": versions,
+    }
+
+
+def publish(
+    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, notes: Sequence[str] = ()
+) -> None:
+    """Prints the table and writes it to results/NAME.json and results/NAME.md."""
+    facts = machine()
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console(width=160)
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False)
+    RESULTS.mkdir(exist_ok=True)
+    content = {
+        "title": title,
+        "machine": facts,
+        "columns": list(columns),
+        "rows": [list(r) for r in rows],
+        "notes": list(notes),
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    lines = [
+        f"# {title}",
+        "",
+        f"{facts['date']}, {facts['processor']}, {facts['threads']} threads, ISA {facts['isa']}; ",
+    ]
+    lines[-1] += ", ".join(f"{k} {v}" for k, v in facts["versions"].items())
+    lines += ["", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
+    lines += ["", *(f"- {note}" for note in notes), ""]
+    (RESULTS / f"{name}.md").write_text("\n".join(lines))
+
+
+def noise_notes(timings: Mapping[str, Timing]) -> list[str]:
+    """Returns a warning naming the rows whose spread is large, or nothing."""
+    loud = [f"{name} ({t.spread / t.median:.0%})" for name, t in timings.items() if t.noisy]
+    return [f"Noisy machine: spread above {NOISY:.0%} of the median in {', '.join(loud)}."] if loud else []
