@@ -252,8 +252,9 @@ def verify(
 ) -> None:
     """Compares a rewritten model with its original.
 
-    Prints the error of each output, and how far our kernels are from the function bodies in the file. Exit code 1 if a NaN or Inf is in only one of them, if a kernel disagrees with its function body, or if an error is
-    above --max-rel-l2.
+    Prints the error of each output, and how far our kernels are from the function bodies in the file. Exit code 1 if a
+    NaN or Inf is in only one of them, if a kernel disagrees with its function body, or if an error is above
+    --max-rel-l2.
     """
     from mxfp8_graph import tables
     from mxfp8_graph.report import check_report_path
