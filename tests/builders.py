@@ -68,7 +68,7 @@ def matmul_model(
     nodes.append(node("Relu", "hb" if bias else "h", "y", "relu"))
     weights = {"w": weight(n, k, dtype=dtype) if left else weight(k, n, dtype=dtype)}
     if bias:
-        weights["b"] = weight(n, seed=1, dtype=dtype)
+        weights["b"] = weight(*((n, 1) if left else (n,)), seed=1, dtype=dtype)
     return model(nodes, {"x": (dtype, x)}, {"y": (dtype, y)}, weights, opset=opset)
 
 

@@ -6,7 +6,7 @@ initializer | Constant -> (Identity | Transpose | Cast | Reshape | Squeeze | Uns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -20,6 +20,9 @@ from mxfp8_graph.onnx_pass.source import INLINE_BYTES, Source
 from mxfp8_graph.weights import apply
 
 Array = npt.NDArray[Any]
+
+STANDARD: Final = frozenset({None, "", "ai.onnx"})
+"""How the default operator domain is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,39 +50,73 @@ class Static:
         return math.prod(self.shape) * int(onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize)
 
 
+Stored = Mapping[str, tuple[onnx.GraphProto, onnx.TensorProto]]
+"""Name -> where the data lies, and the graph that holds it."""
+
+
+def overridable(source: Source) -> set[str]:
+    """Returns the initializers that are graph inputs too: defaults a caller may replace, so not static."""
+    if source.weights_are_inputs:
+        return set()
+    return {i.name for i in source.proto.graph.input} & {t.name for t in source.proto.graph.initializer}
+
+
+def stored_in(graph: onnx.GraphProto) -> dict[str, tuple[onnx.GraphProto, onnx.TensorProto]]:
+    """Returns the initializers and Constant nodes of `graph`."""
+    found = {tensor.name: (graph, tensor) for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.domain in STANDARD:
+            tensor = _constant(node)
+            if tensor is not None:
+                found[node.output[0]] = (graph, tensor)
+    return found
+
+
+def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Returns the value of a Constant node; None for strings and sparse tensors."""
+    for attribute in node.attribute:
+        if attribute.name == "value":
+            return attribute.t
+        if attribute.name in {"value_int", "value_ints", "value_float", "value_floats"}:
+            values = np.array(onnx.helper.get_attribute_value(attribute))
+            return numpy_helper.from_array(values.astype(np.int64 if "int" in attribute.name else np.float32))
+    return None
+
+
 class Constants:
-    """Resolves operands of one model to `Static` values. `initializers` is by name: ONNX forbids shadowing."""
+    """Resolves operands of one model to `Static` values.
 
-    def __init__(self, source: Source) -> None:
+    Goes by graphsurgeon's tensors and not by name: two branches of an If may use one name for different weights.
+    """
+
+    def __init__(self, source: Source, graphs: Iterable[tuple[gs.Graph, Stored]]) -> None:
+        """`graphs`: outermost first, each with what it can see, its own and that of the graphs around it."""
         self._source = source
-        self._owners: dict[str, tuple[onnx.GraphProto, onnx.TensorProto]] = {}
-        inputs = () if source.weights_are_inputs else source.proto.graph.input
-        overridable = {i.name for i in inputs}
-        self.overridable: Final = overridable & {t.name for t in source.proto.graph.initializer}
-        """Initializers that are graph inputs too: defaults a caller may replace, so not static."""
-
-    def add_graph(self, graph: onnx.GraphProto) -> None:
-        """Makes the initializers and Constant nodes of `graph` known."""
-        for tensor in graph.initializer:
-            if tensor.name not in self.overridable:
-                self._owners[tensor.name] = (graph, tensor)
-        for node in graph.node:
-            if node.op_type == "Constant" and node.domain in {"", "ai.onnx"}:
-                for attribute in node.attribute:
-                    if attribute.name == "value":
-                        self._owners[node.output[0]] = (graph, attribute.t)
+        self.overridable: Final = overridable(source)
+        self._stored: dict[int, tuple[onnx.GraphProto, onnx.TensorProto]] = {}
+        self._constant: set[int] = set()
+        for view, visible in graphs:
+            for node in view.nodes:
+                for tensor in (*node.inputs, *node.outputs):
+                    if tensor.name in visible:
+                        self._stored[id(tensor)] = visible[tensor.name]
+                        self._constant.add(id(tensor))
+                given = [tensor for tensor in node.inputs if not tensor.is_empty()]
+                branches = any(isinstance(value, gs.Graph) for value in node.attrs.values())
+                if given and not branches and all(self.is_constant(tensor) for tensor in given):
+                    self._constant.update(id(tensor) for tensor in node.outputs)
 
     def resolve(self, tensor: gs.Tensor) -> Static | None:
         """Returns `tensor` as stored data and steps, or None if it is not static in that way."""
-        if tensor.name in self._owners:
-            owner, stored = self._owners[tensor.name]
+        if id(tensor) in self._stored:
+            owner, stored = self._stored[id(tensor)]
             return Static(
                 name=tensor.name, tensor=stored, owner=owner, shape=tuple(stored.dims), dtype=stored.data_type
             )
         if len(tensor.inputs) != 1:
             return None
         node = tensor.inputs[0]
-        step = _STEPS.get(node.op) if node.domain in {None, "", "ai.onnx"} else None
+        step = _STEPS.get(node.op) if node.domain in STANDARD else None
         before = self.resolve(node.inputs[0]) if step else None
         if step is None or before is None:
             return None
@@ -93,14 +130,9 @@ class Constants:
             return None
         return apply(static.steps, numpy_helper.to_array(static.tensor))
 
-    def is_constant(self, tensor: gs.Tensor, _depth: int = 0) -> bool:
+    def is_constant(self, tensor: gs.Tensor) -> bool:
         """Whether `tensor` depends on no graph input, whatever the ops on the way."""
-        if tensor.name in self._owners:
-            return True
-        if not tensor.inputs or _depth > 64:
-            return False
-        inputs = tensor.inputs[0].inputs
-        return bool(inputs) and all(self.is_constant(i, _depth + 1) for i in inputs if not i.is_empty())
+        return id(tensor) in self._constant
 
     def _transpose(self, node: gs.Node, before: Static) -> Static:
         perm = tuple(node.attrs.get("perm") or reversed(range(len(before.shape))))

@@ -23,7 +23,7 @@ from mxfp8_graph.external import read
 from mxfp8_graph.onnx_pass.constants import Static
 from mxfp8_graph.onnx_pass.prune import prune
 from mxfp8_graph.onnx_pass.sinks import Sink
-from mxfp8_graph.onnx_pass.sites import OnnxSite, Operand, Scope
+from mxfp8_graph.onnx_pass.site import OnnxSite, Operand, Scope
 from mxfp8_graph.onnx_pass.source import Source, iter_graphs
 from mxfp8_graph.plan import Decision
 from mxfp8_graph.report import SiteReport
@@ -99,7 +99,8 @@ class Editor:
         for edit in sorted(self._edits.values(), key=lambda e: -e.scope.depth):
             edit.rebuild()
         prune(self._source, self._suspects)
-        model.opset_import.add(domain=contract.DOMAIN, version=contract.VERSION)
+        if not any(entry.domain == contract.DOMAIN for entry in model.opset_import):
+            model.opset_import.add(domain=contract.DOMAIN, version=contract.VERSION)
         model.functions.extend(onnx_functions.functions(self._source.opset, sorted(self._ops)))
 
     def fresh(self, wanted: str) -> str:
@@ -139,9 +140,11 @@ class Editor:
         values = self._load(static).astype(np.float32).reshape(-1) * np.float32(site.beta)
         key = (id(static.owner), static.name, static.steps, "bias", site.beta, n)
         if key not in self._packed:
-            plain = static.tensor.data_type == contract.FLOAT and static.tensor.dims == [n] and site.beta == 1.0
+            # As it is, if it is an initializer: a Constant node may come only after the place of the gemm.
+            plain = any(static.tensor is tensor for tensor in static.owner.initializer)
+            plain = plain and static.tensor.data_type == contract.FLOAT and static.tensor.dims == [n]
             name = static.name
-            if not plain or static.owner is not site.scope.proto:
+            if not plain or site.beta != 1.0 or any(step == "Cast" for step, _ in static.steps):
                 name = self.fresh(f"{static.name}_f32")
                 tensor = static.owner.initializer.add(name=name, data_type=contract.FLOAT, dims=[n])
                 tensor.raw_data = np.broadcast_to(values, (n,)).astype("<f4").tobytes()

@@ -37,14 +37,13 @@ class Roles:
     def __init__(self, graphs: Sequence[gs.Graph], constants: Constants) -> None:
         self._constants = constants
         self._main_outputs = {id(t) for t in graphs[0].outputs}
-        # A subgraph's outputs leave through the outputs of the node that holds it.
-        self._leaves: dict[int, list[gs.Tensor]] = {}
+        self._across: dict[int, list[gs.Tensor]] = {}
+        """Where a tensor goes on across the border of a subgraph: in, out, and round to a loop's next iteration."""
         for graph in graphs:
             for node in graph.nodes:
                 for inner in (v for v in node.attrs.values() if isinstance(v, gs.Graph)):
-                    skip = 1 if node.op == "Loop" else 0  # a Loop body's first output is its condition
-                    for inside, outside in zip(inner.outputs[skip:], node.outputs, strict=False):
-                        self._leaves.setdefault(id(inside), []).append(outside)
+                    for start, end in _borders(node, inner):
+                        self._across.setdefault(id(start), []).append(end)
         self._feeds_compute: dict[int, bool] = {}
 
     def is_output_projection(self, node: gs.Node) -> bool:
@@ -63,12 +62,12 @@ class Roles:
         return "product"
 
     def _next(self, tensor: gs.Tensor) -> Iterator[tuple[gs.Node | None, gs.Tensor]]:
-        """Yields (consumer, what it makes of `tensor`); a subgraph output leaves with no consumer."""
+        """Yields (consumer, what it makes of `tensor`); the border of a subgraph is crossed with no consumer."""
         for consumer in tensor.outputs:
             for output in consumer.outputs:
                 yield consumer, output
-        for outside in self._leaves.get(id(tensor), ()):
-            yield None, outside
+        for other in self._across.get(id(tensor), ()):
+            yield None, other
 
     def _reaches_output(self, tensor: gs.Tensor, seen: set[int]) -> bool:
         if id(tensor) in self._main_outputs:
@@ -120,3 +119,14 @@ class Roles:
         if node.op == "Softmax":
             return True
         return node.op in _FROM_SOFTMAX and any(self._comes_from_softmax(i, depth + 1) for i in node.inputs)
+
+
+def _borders(node: gs.Node, inner: gs.Graph) -> Iterator[tuple[gs.Tensor, gs.Tensor]]:
+    """Yields (tensor, the same tensor on the other side) for a control-flow node and one of its subgraphs."""
+    skip = 1 if node.op == "Loop" else 0  # a Loop body's first output is its condition
+    yield from zip(inner.outputs[skip:], node.outputs, strict=False)
+    if node.op in {"Loop", "Scan"}:
+        first = 2 * skip  # after the trip count and the condition
+        carried = len(node.inputs) - (first or int(node.attrs.get("num_scan_inputs", 0)))
+        yield from zip(node.inputs[first:], inner.inputs[first:], strict=False)
+        yield from zip(inner.outputs[skip : skip + carried], inner.inputs[first:], strict=False)

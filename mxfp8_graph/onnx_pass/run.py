@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import onnx
 import mxfp8_graph
 from mxfp8_graph.onnx_pass.edit import Editor
 from mxfp8_graph.onnx_pass.output import Target, open_target, wants_external
-from mxfp8_graph.onnx_pass.sites import OnnxSite, find_sites
+from mxfp8_graph.onnx_pass.site import OnnxSite
+from mxfp8_graph.onnx_pass.sites import find_sites
 from mxfp8_graph.onnx_pass.source import Source, iter_graphs, open_path, open_proto
 from mxfp8_graph.onnx_pass.upgrade import upgrade
 from mxfp8_graph.plan import Decision, NothingEligibleError, plan
@@ -117,7 +119,7 @@ def _already_rewritten(source: Source, recipe: Recipe) -> bool:
     recorded = next((p.value for p in source.proto.metadata_props if p.key == RECIPE_KEY), None)
     if recorded == recipe.model_dump_json():
         return True
-    packed_with = Recipe.model_validate_json(recorded).name if recorded else "an unrecorded recipe"
+    packed_with = json.loads(recorded).get("name") if recorded else "an unrecorded recipe"
     raise RecipeError(
         f"{source.name}: Recipe mismatch for {first.name or first.output[0]!r}: packed with {packed_with!r}, asked for "
         f"{recipe.name!r}; expected the original model, since packed weights cannot be packed again; rewrite that one"

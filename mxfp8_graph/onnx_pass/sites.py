@@ -13,93 +13,44 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from mxfp8_graph.onnx_pass.constants import VIEW_OPS, Constants, Static
+from mxfp8_graph.onnx_pass.constants import STANDARD, VIEW_OPS, Constants, Static, overridable, stored_in
 from mxfp8_graph.onnx_pass.roles import Roles
+from mxfp8_graph.onnx_pass.site import OnnxSite, Operand, Scope
 from mxfp8_graph.onnx_pass.source import Source, subgraphs
 from mxfp8_graph.onnx_pass.upgrade import MATMUL_OPS
 from mxfp8_graph.plan import Dim, MatMulSite, Role
 from mxfp8_ops.contract import VALUE_NAMES
 
 
-@dataclass(frozen=True)
-class Scope:
-    """One graph of the model, seen by graphsurgeon and as the message itself."""
-
-    path: str
-    """Node and attribute names down to it, unique; "" is the main graph."""
-    depth: int
-    view: gs.Graph
-    proto: onnx.GraphProto
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """One side of the product."""
-
-    name: str
-    rank: int | None
-    transposed: bool = False
-    """K is the last axis but one."""
-    static: Static | None = None
-    perm: tuple[int, ...] | None = None
-    """Of a run-time operand: what brings K to the end; None if it is there, or if the rank is unknown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnnxSite:
-    """A site and what `edit.py` needs to replace it."""
-
-    site: MatMulSite
-    scope: Scope
-    index: int
-    """Of the node within `scope.proto.node`."""
-    x: Operand
-    w: Operand
-    dtype: int
-    """onnx.TensorProto.DataType of activations and result."""
-    output: str
-    swapped: bool = False
-    """The gemm computes the transpose of the result."""
-    alpha: float = 1.0
-    beta: float = 1.0
-    bias: Static | None = None
-    """Absorbed into the gemm."""
-    bias_index: int | None = None
-    """Of the Add node that the absorbed bias came from, which goes away."""
-    addend: str | None = None
-    """Gemm's C where it cannot be absorbed: added by nodes of its own."""
-
-
 def find_sites(source: Source) -> list[OnnxSite]:
     """Returns every MatMul and Gemm of the model and its subgraphs, in graph order, each with its role or blocker."""
-    scopes = list(_scopes(Scope("", 0, _view(source), source.proto.graph), set()))
-    constants = Constants(source)
-    for scope in scopes:
-        constants.add_graph(scope.proto)
+    skip = overridable(source)
+    visible = {name: stored for name, stored in stored_in(source.proto.graph).items() if name not in skip}
+    scopes = list(_scopes(Scope("", 0, _view(source), source.proto.graph, visible), set()))
+    constants = Constants(source, [(scope.view, scope.visible) for scope in scopes])
     roles = Roles([scope.view for scope in scopes], constants)
     found: list[OnnxSite] = []
     names: set[str] = set()
     for scope in scopes:
         indices = {id(node): index for index, node in enumerate(scope.view.nodes)}
         for node in scope.view.nodes:
-            if node.op in MATMUL_OPS and node.domain in {None, "", "ai.onnx"}:
+            if node.op in MATMUL_OPS and node.domain in STANDARD:
                 site = _describe(node, scope, constants, roles, indices)
                 name = _unique(site.site.name, names)
                 found.append(replace(site, site=replace(site.site, name=name)))
-    uses: dict[str, int] = {}
-    for site in found:
-        if site.site.weight:
-            uses[site.site.weight] = uses.get(site.site.weight, 0) + 1
+    uses = Counter(id(site.w.static.tensor) for site in found if site.w.static)
     return [
-        replace(s, site=replace(s.site, shared_with=uses[s.site.weight] - 1)) if s.site.weight else s for s in found
+        replace(s, site=replace(s.site, shared_with=uses[id(s.w.static.tensor)] - 1)) if s.w.static else s
+        for s in found
     ]
 
 
@@ -125,10 +76,11 @@ def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
     yield scope
     for gs_node, node in zip(scope.view.nodes, scope.proto.node, strict=True):
         for name, graph in subgraphs(node):
-            inner = gs_node.attrs[name]
+            inner = gs_node.attrs.get(name)
             if isinstance(inner, gs.Graph):
-                path = "/".join(filter(None, (scope.path, node.name or node.output[0], name)))
-                yield from _scopes(Scope(_unique(path, paths), scope.depth + 1, inner, graph), paths)
+                path = _unique("/".join(filter(None, (scope.path, node.name or node.output[0], name))), paths)
+                visible = {**scope.visible, **stored_in(graph)}
+                yield from _scopes(Scope(path, scope.depth + 1, inner, graph, visible), paths)
 
 
 def _describe(node: gs.Node, scope: Scope, constants: Constants, roles: Roles, indices: dict[int, int]) -> OnnxSite:
@@ -139,14 +91,14 @@ def _describe(node: gs.Node, scope: Scope, constants: Constants, roles: Roles, i
     swapped = left is not None and right is None
     if left is not None and swapped:
         w = Operand(name=a.name, transposed=trans_a, static=left, rank=len(left.shape))
-        x = _run_time(b, not trans_b)
+        x = _run_time(b, not trans_b, is_gemm)
         swapped = x.rank != 1  # matrix times vector gives a vector: nothing to swap back
     else:
-        x = _run_time(a, trans_a)
+        x = _run_time(a, trans_a, is_gemm)
         if right is not None:
             w = Operand(name=b.name, transposed=not trans_b, static=right, rank=len(right.shape))
         else:
-            w = _run_time(b, not trans_b)
+            w = _run_time(b, not trans_b, is_gemm)
     dtype = w.static.dtype if w.static else _dtype(a) or _dtype(b)
     m, n, k = _sizes(b if left is not None and right is None else a, x, w, b)
     site = OnnxSite(
@@ -182,14 +134,14 @@ def _describe(node: gs.Node, scope: Scope, constants: Constants, roles: Roles, i
     return replace(site, site=replace(site.site, role=role, blocker=blocker, has_bias=site.bias is not None))
 
 
-def _run_time(tensor: gs.Tensor, transposed: bool) -> Operand:
+def _run_time(tensor: gs.Tensor, transposed: bool, is_matrix: bool) -> Operand:
     """Returns an operand computed at run time. A Transpose in front of it and the one it needs become one, or none."""
-    rank = None if tensor.shape is None else len(tensor.shape)
+    rank = 2 if is_matrix else None if tensor.shape is None else len(tensor.shape)
     if not transposed or rank is None or rank < 2:
         return Operand(name=tensor.name, rank=rank, transposed=transposed and rank != 1)
     swap = (*range(rank - 2), rank - 1, rank - 2)
     producer = tensor.inputs[0] if tensor.inputs else None
-    if producer is None or producer.op != "Transpose" or producer.inputs[0].shape is None:
+    if producer is None or producer.op != "Transpose" or producer.domain not in STANDARD:
         return Operand(name=tensor.name, rank=rank, transposed=True, perm=swap)
     before = tuple(producer.attrs.get("perm") or reversed(range(rank)))
     perm = tuple(before[axis] for axis in swap)

@@ -6,7 +6,7 @@ skeleton and so costs nothing per byte of weights; `weights.py` reads the data, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -142,16 +142,31 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
 def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yields `graph` and every subgraph below it."""
     yield graph
-    for node in graph.node:
+    yield from _inner_graphs(graph.node)
+
+
+def _inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+    for node in nodes:
         for _, inner in subgraphs(node):
             yield from iter_graphs(inner)
 
 
 def iter_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields every initializer and every tensor attribute of the main graph and its subgraphs."""
-    for graph in iter_graphs(model.graph):
+    """Yields every initializer and every tensor attribute of the graph, its subgraphs and the local functions."""
+    graphs = list(iter_graphs(model.graph))
+    for function in model.functions:
+        yield from _attribute_tensors(function.node)
+        graphs.extend(_inner_graphs(function.node))
+    for graph in graphs:
         yield from graph.initializer
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.TENSOR:
-                    yield attribute.t
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+        yield from _attribute_tensors(graph.node)
+
+
+def _attribute_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                yield attribute.t
+            yield from attribute.tensors
