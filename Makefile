@@ -14,7 +14,7 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.installed: $(BIN)/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,test,bench,dev]'
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -39,7 +39,7 @@ format: $(VENV)/.installed
 	$(BIN)/clang-format -i $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
 
 bench: $(VENV)/.installed
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in gemm quantize models scaling rewrite_speed; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) build demo

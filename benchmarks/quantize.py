@@ -38,16 +38,8 @@ def main() -> None:
         slowest = timings["torchao to_mx f32"].median
         for name, timing in timings.items():
             rate = moved[name] / timing.median
-            rows.append(
-                [
-                    name,
-                    threads,
-                    f"{timing.median * 1e3:.0f}",
-                    f"{timing.spread / timing.median:.0%}",
-                    f"{rate / 1e9:.1f}",
-                ]
-                + [f"{rate / copy:.0%}", f"{slowest / timing.median:.1f}x"]
-            )
+            cells = f"{timing.median * 1e3:.0f}", f"{timing.spread / timing.median:.0%}", f"{rate / 1e9:.1f}"
+            rows.append([name, threads, *cells, f"{rate / copy:.0%}", f"{slowest / timing.median:.1f}x"])
         notes.append(f"{threads} threads: copy moves {copy / 1e9:.1f} GB/s (read + written).")
         notes += noise_notes(timings)
     columns = ["case", "threads", "ms", "spread", "GB/s moved", "of copy bandwidth", "faster than to_mx"]
