@@ -1,4 +1,4 @@
-"""Claim: the cost of a linear grows smoothly with M, N and K; no cliff, and no penalty for a K that is not whole blocks."""
+"""Claim: the cost of a linear grows smoothly with M, N and K, and a K that is not whole blocks costs little more."""
 
 from __future__ import annotations
 
