@@ -22,7 +22,10 @@ class Difference:
     """Cosine of the angle between the two; 1 when both are zero."""
     nonfinite: int
     """Positions where one has a NaN or Inf and the other has not the same."""
+    compared: int
+    """Positions where both are finite."""
     count: int
+    """All positions."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers with JSON types only: infinity is None."""
@@ -41,4 +44,11 @@ def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Differe
     cosine = float(np.clip((a / norm_a) @ (b / norm_b), -1, 1)) if nonzero else float(norm_a == norm_b)
     relative = distance / norm_a if norm_a else (math.inf if distance else 0.0)
     largest = float(np.abs(b - a).max(initial=0))
-    return Difference(relative_l2=relative, max_abs=largest, cosine=cosine, nonfinite=nonfinite, count=same.size)
+    return Difference(
+        relative_l2=relative,
+        max_abs=largest,
+        cosine=cosine,
+        nonfinite=nonfinite,
+        compared=a.size,
+        count=same.size,
+    )

@@ -125,11 +125,10 @@ def load_inputs(path: str | Path, model: onnx.ModelProto, where: str = "model") 
     """
     path = Path(path)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ShapeError(
-                    f"{path}: a single array; expected an .npz file with one array per input; use numpy.savez"
-                )
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ShapeError(f"{path}: a single array; expected an .npz file with one array per input; use numpy.savez")
+        with file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, EOFError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error) or "not an .npz file"

@@ -52,6 +52,7 @@ class SiteReport:
         return {
             "name": site.name,
             "op": site.op,
+            "module": site.module,
             "subgraph": site.subgraph,
             "role": site.role,
             "m": site.m,

@@ -166,7 +166,7 @@ def verify(
         outputs=outputs,
         nodes=tuple(nodes),
         failures=tuple(failures),
-        notes=tuple(_notes(after, nodes, expected)),
+        notes=tuple(_notes(after, nodes, outputs)),
     )
 
 
@@ -225,14 +225,22 @@ def _output_failures(output: OutputCheck, max_rel_l2: float | None) -> list[str]
     return failures
 
 
-def _notes(after: Source, nodes: list[NodeCheck], outputs: Inputs) -> list[str]:
+def _notes(after: Source, nodes: list[NodeCheck], outputs: tuple[OutputCheck, ...]) -> list[str]:
     notes = []
     hidden = nodes_in_subgraphs(after.proto)
     if hidden:
         notes.append(f"{hidden} MXFP8 nodes in subgraphs are compared at the model's outputs only")
     if not nodes and not hidden:
         notes.append(f"{after.name} has no MXFP8 node: this compares a model with another, not with its rewrite")
-    skipped = [o.name for o in after.proto.graph.output if o.name not in outputs]
+    for output in outputs:
+        if output.rewritten.compared < output.rewritten.count:
+            finite = f"{output.rewritten.compared} of {output.rewritten.count}"
+            notes.append(f"output {output.name!r}: only {finite} positions are finite in both models and compared")
+    skipped = [o.name for o in after.proto.graph.output if not _is_numeric(o)]
     if skipped:
         notes.append(f"outputs that are not tensors of numbers are not compared: {', '.join(skipped)}")
     return notes
+
+
+def _is_numeric(output: onnx.ValueInfoProto) -> bool:
+    return output.type.HasField("tensor_type") and output.type.tensor_type.elem_type != onnx.TensorProto.STRING

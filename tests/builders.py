@@ -22,8 +22,8 @@ Shape = Sequence[int | str | None]
 
 def model(
     nodes: Sequence[NodeProto],
-    inputs: Mapping[str, tuple[Any, Shape]],
-    outputs: Mapping[str, tuple[Any, Shape]],
+    inputs: Mapping[str, tuple[Any, Shape | None]],
+    outputs: Mapping[str, tuple[Any, Shape | None]],
     initializers: Mapping[str, np.ndarray] | None = None,
     *,
     opset: int = 21,
@@ -42,8 +42,9 @@ def model(
     return proto
 
 
-def value(name: str, dtype: Any, shape: Shape) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), list(shape))
+def value(name: str, dtype: Any, shape: Shape | None) -> onnx.ValueInfoProto:
+    """Returns a tensor's name, dtype and shape; None is a shape nobody knows."""
+    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
 
 def node(op: str, inputs: str, outputs: str, name: str = "", **attributes: Any) -> NodeProto:

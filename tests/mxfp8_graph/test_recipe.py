@@ -1,0 +1,255 @@
+"""Recipes: presets, files, and what each mistake in one says."""
+
+from pathlib import Path
+
+import pytest
+
+from mxfp8_graph.recipe import PRESETS, Recipe, Rule, load_recipe
+from mxfp8_ops.errors import RecipeError
+
+RULE_FIELDS = (
+    "name, op, subgraph, min_n, max_n, min_k, max_k, quantize, weight_only, activation_format, weight_format, "
+    "scale_rounding"
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    """Returns a function that writes a recipe file and loads it."""
+
+    def load(text: str, suffix: str = "yaml") -> Recipe:
+        path = tmp_path / f"mine.{suffix}"
+        path.write_text(text)
+        return load_recipe(path)
+
+    return load
+
+
+@pytest.fixture
+def complaint(recipe, tmp_path: Path):
+    """Returns a function that loads a bad recipe and returns the message, the folder left out."""
+
+    def message(text: str, suffix: str = "yaml") -> str:
+        with pytest.raises(RecipeError) as caught:
+            recipe(text, suffix)
+        return str(caught.value).replace(f"{tmp_path}/", "")
+
+    return message
+
+
+# --- Presets -----------------------------------------------------------------------------------------------------
+
+
+def test_the_default_preset_is_the_default_recipe() -> None:
+    assert load_recipe("mxfp8") == Recipe(name="mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mxfp8-weight-only", {"weight_only": True}),
+        ("ocp", {"scale_rounding": "floor"}),
+        ("all", {"output_projections": True, "attention_scores": True, "attention_values": True, "fp8_dpa": True}),
+    ],
+)
+def test_a_preset_differs_from_the_default_in(name: str, settings: dict[str, object]) -> None:
+    assert load_recipe(name).model_dump(exclude_defaults=True, exclude={"name"}) == settings
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+def test_a_recorded_recipe_reads_back_as_itself(preset: Recipe) -> None:
+    assert Recipe.model_validate_json(preset.model_dump_json()) == preset
+
+
+def test_a_recipe_is_its_own_recipe() -> None:
+    mine = Recipe(name="mine")
+    assert load_recipe(mine) is mine
+
+
+def test_an_unknown_name_lists_the_presets() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("mxfp4")
+    assert str(caught.value) == (
+        "recipe: 'mxfp4'; expected one of mxfp8, mxfp8-weight-only, ocp, all, or a .yaml or .toml file; "
+        "correct the name"
+    )
+
+
+# --- Files -------------------------------------------------------------------------------------------------------
+
+
+def test_yaml(recipe) -> None:
+    loaded = recipe("weight_only: true\nexclude: [lm_head]\nrules:\n  - name: mlp\n    weight_only: false\n")
+    assert loaded == Recipe(
+        name="mine", weight_only=True, exclude=("lm_head",), rules=(Rule(name="mlp", weight_only=False),)
+    )
+
+
+def test_toml(recipe) -> None:
+    loaded = recipe('min_dim = 64\n[[rules]]\nop = "Gemm"\nquantize = false\n', "toml")
+    assert loaded == Recipe(name="mine", min_dim=64, rules=(Rule(op="Gemm", quantize=False),))
+
+
+def test_a_file_may_name_its_recipe(recipe) -> None:
+    assert recipe("name: production\n").name == "production"
+
+
+def test_transformer_engine_names(recipe) -> None:
+    loaded = recipe("fp8_format: HYBRID\nmargin: 0\nfp8_dpa: true\nfp8_mha: false\n")
+    assert (loaded.fp8_format, loaded.attention_scores, loaded.attention_values) == ("HYBRID", True, True)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "none.yaml")
+    assert str(caught.value) == (
+        f"{tmp_path}/none.yaml: No such file or directory; expected a readable recipe file; check the path"
+    )
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes(b"\xff\xfe\x00\xd8")
+    with pytest.raises(RecipeError, match=r"mine\.yaml: 'utf-8' codec can't decode byte 0xff"):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+# --- Mistakes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("min_dim: -1\n", "mine.yaml:1: min_dim: -1; expected 0 or more; correct it"),
+        ("min_dim: true\n", "mine.yaml:1: min_dim: True; expected a whole number; correct it"),
+        ("\nmargin: 1\n", "mine.yaml:2: margin: 1; expected 0; correct it"),
+        ("fp8_mha: true\n", "mine.yaml:1: fp8_mha: True; expected False; correct it"),
+        ("fp8_format: E5M2\n", "mine.yaml:1: fp8_format: 'E5M2'; expected 'E4M3' or 'HYBRID'; correct it"),
+        ("scale_rounding: up\n", "mine.yaml:1: scale_rounding: 'up'; expected 'ceil', 'floor' or 'even'; correct it"),
+        ("weight_only: maybe\n", "mine.yaml:1: weight_only: 'maybe'; expected true or false; correct it"),
+        ("include: up_proj\n", "mine.yaml:1: include: 'up_proj'; expected a list; correct it"),
+        ("rules:\n- mlp\n", "mine.yaml:2: rules.0: 'mlp'; expected a mapping; correct it"),
+        ("name: [a]\n", "mine.yaml:1: name: ['a']; expected text; correct it"),
+        ("1: 2\n", "mine.yaml: 1: 1; expected keys that are text; correct it"),
+        ("", "mine.yaml: nothing at the top; expected a mapping of recipe fields; see the README"),
+        ("- a\n", "mine.yaml: a list at the top; expected a mapping of recipe fields; see the README"),
+        (
+            "include:\n  - a\n  - '['\n",
+            "mine.yaml:3: include.1: '[' is not a regular expression (unterminated character set at position 0); "
+            "expected one; correct it",
+        ),
+        (
+            "rules:\n  - quantize: false\n",
+            "mine.yaml:2: rules.0: a rule without a key matches every site; give at least one of "
+            "name, op, subgraph, min_n, max_n, min_k, max_k",
+        ),
+        (
+            "rules:\n  - name: mlp\n    quantise: false\n",
+            f"mine.yaml:3: rules.0.quantise: unknown key; expected one of {RULE_FIELDS}; did you mean quantize?",
+        ),
+    ],
+)
+def test_a_field_that_is_wrong(complaint, text: str, expected: str) -> None:
+    assert complaint(text) == expected
+
+
+def test_an_unknown_key_that_resembles_none(complaint) -> None:
+    message = complaint("xyzzy: 1\n")
+    assert message.startswith("mine.yaml:1: xyzzy: unknown key; expected one of name, fp8_format, margin, ")
+    assert message.endswith("; correct or remove it")
+
+
+def test_every_mistake_is_reported_at_once(complaint) -> None:
+    assert complaint("min_dim: -1\nmargin: 1\n").splitlines() == [
+        "mine.yaml:2: margin: 1; expected 0; correct it",
+        "mine.yaml:1: min_dim: -1; expected 0 or more; correct it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "include: [a]\nexclude: [b, a]\n",
+            "mine.yaml:1: include and exclude both have 'a'; remove one",
+        ),
+        (
+            "rules:\n- {name: a}\n- {name: a, quantize: false}\n",
+            "mine.yaml:3: rules.1 (name='a' -> keep) has the same keys as rules.0, which comes first and always wins; "
+            "merge them",
+        ),
+        (
+            "fp8_dpa: true\nattention_values: false\n",
+            "mine.yaml:1: fp8_dpa is true and attention_values is false; fp8_dpa means both attention products",
+        ),
+        (
+            "weight_only: true\nactivation_format: e5m2\n",
+            "mine.yaml:2: activation_format is e5m2 and weight_only is true, so it can have no effect; "
+            "remove one or the other",
+        ),
+        (
+            "rules:\n- {name: a, min_n: 5, max_n: 3}\n",
+            "mine.yaml:2: rules.0: min_n 5 is above max_n 3, so the rule can match nothing",
+        ),
+        (
+            "rules:\n- {name: a, quantize: false, weight_format: e5m2}\n",
+            "mine.yaml:2: rules.0: quantize is false, so weight_format can have no effect; remove one or the other",
+        ),
+        (
+            "rules:\n- {name: a, weight_only: true, activation_format: e5m2}\n",
+            "mine.yaml:2: rules.0: weight_only is true, so activation_format can have no effect; "
+            "remove one or the other",
+        ),
+    ],
+)
+def test_a_recipe_that_contradicts_itself(complaint, text: str, expected: str) -> None:
+    assert complaint(text) == expected
+
+
+def test_an_activation_format_is_no_contradiction_where_a_rule_quantizes_activations(recipe) -> None:
+    loaded = recipe("weight_only: true\nactivation_format: e5m2\nrules:\n- {name: a, weight_only: false}\n")
+    assert loaded.activation_format == "e5m2"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "a: [\n",
+            "mine.yaml:2: expected the node content, but found '<stream end>'; expected valid YAML; fix that line",
+        ),
+        ("min_dim: 1\nmin_dim: 2\n", "mine.yaml:2: 'min_dim' is given twice; expected valid YAML; fix that line"),
+        ("a: &a [*a]\n", "mine.yaml: nested without end; expected a recipe; remove the alias to itself"),
+    ],
+)
+def test_a_file_that_is_not_yaml(complaint, text: str, expected: str) -> None:
+    assert complaint(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("min_dim =\n", "mine.toml: Invalid value (at line 1, column 10); expected valid TOML; fix that line"),
+        ("min_dim = -1\n", "mine.toml: min_dim: -1; expected 0 or more; correct it"),
+        (
+            '[[rules]]\nname = "a"\nkeep = true\n',
+            f"mine.toml: rules.0.keep: unknown key; expected one of {RULE_FIELDS}; correct or remove it",
+        ),
+    ],
+)
+def test_mistakes_in_toml(complaint, text: str, expected: str) -> None:
+    assert complaint(text, "toml") == expected
+
+
+# --- Rules as text -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (Rule(name="mlp"), "name='mlp' -> quantize"),
+        (Rule(op="Gemm", max_k=64, quantize=False), "op='Gemm', max_k=64 -> keep"),
+        (Rule(name="up", weight_format="e5m2"), "name='up' -> quantize, weight_format=e5m2"),
+    ],
+)
+def test_a_rule_reads_as_its_keys_and_what_it_does(rule: Rule, text: str) -> None:
+    assert str(rule) == text

@@ -1,0 +1,227 @@
+"""The report as data, JSON and HTML: counts, groups, errors; and files that are whole or not there."""
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mxfp8_graph.plan import MatMulSite, plan
+from mxfp8_graph.recipe import Recipe
+from mxfp8_graph.report import RewriteReport, SiteReport, sqnr_db
+from mxfp8_ops.errors import Mxfp8Error
+
+
+def make_report(**fields: Any) -> RewriteReport:
+    """Returns three rewritten sites, two of which share a weight, and two kept ones."""
+    sites = [
+        MatMulSite(name="up", op="MatMul", m="batch", n=64, k=128, weight="w0"),
+        MatMulSite(name="down[0]", op="Gemm", m=4, n=128, k=64, weight="w1"),
+        MatMulSite(name="down[1]", op="Gemm", m=None, n=128, k=64, weight="w1", shared_with=1),
+        MatMulSite(name="<head>", op="MatMul", role="output_projection", n=100, k=64, weight="w2"),
+        MatMulSite(name="small", op="MatMul", n=8, k=64, weight="w3", subgraph="if/then_branch"),
+    ]
+    recipe = Recipe(name="mxfp8")
+    outcome = {
+        "up": {"packed": "w0_e", "bytes_before": 4000, "bytes_after": 1000, "relative_l2": 0.01},
+        "down[0]": {"packed": "w1_e", "bytes_before": 4000, "bytes_after": 1000, "relative_l2": 0.03},
+        "down[1]": {"packed": "w1_e", "bytes_before": 4000, "bytes_after": 1000, "relative_l2": 0.03},
+    }
+    defaults: dict[str, Any] = {
+        "source": "m.onnx",
+        "output": "m.mxfp8.onnx",
+        "recipe": recipe.model_dump(),
+        "sites": tuple(SiteReport(decision=d, **outcome.get(d.site.name, {})) for d in plan(sites, recipe)),
+        "bytes_before": 40_000,
+        "bytes_after": 10_000,
+        "seconds": 1.5,
+    }
+    return RewriteReport(**{**defaults, **fields})
+
+
+def names(sites: tuple[SiteReport, ...]) -> list[str]:
+    return [site.decision.site.name for site in sites]
+
+
+@pytest.mark.parametrize(("relative_l2", "decibels"), [(1.0, 0.0), (0.1, 20.0), (0.01, 40.0), (0.0, math.inf)])
+def test_sqnr(relative_l2: float, decibels: float) -> None:
+    assert sqnr_db(relative_l2) == pytest.approx(decibels, abs=1e-12)
+
+
+def test_rewritten_and_kept() -> None:
+    report = make_report()
+    assert names(report.rewritten) == ["up", "down[0]", "down[1]"]
+    assert names(report.kept) == ["<head>", "small"]
+
+
+def test_groups_by_reason() -> None:
+    report = make_report()
+    assert {reason: names(sites) for reason, sites in report.rewritten_by_reason.items()} == {
+        "linear, by recipe 'mxfp8'": ["up", "down[0]", "down[1]"]
+    }
+    assert {reason[:17]: names(sites) for reason, sites in report.kept_by_reason.items()} == {
+        "output projection": ["<head>"],
+        "tiny: N = 8 is be": ["small"],
+    }
+
+
+def test_a_shared_weight_counts_once() -> None:
+    error = make_report().weight_error
+    assert error is not None
+    assert (error.mean, error.worst, error.worst_site) == (pytest.approx(0.02), 0.03, "down[0]")
+
+
+def test_no_packed_weight_no_error() -> None:
+    assert make_report(sites=make_report().kept).weight_error is None
+
+
+def test_a_nan_error_is_the_worst() -> None:
+    sites = tuple(
+        SiteReport(decision=s.decision, packed=s.packed, relative_l2=math.nan if i == 1 else s.relative_l2)
+        for i, s in enumerate(make_report().sites)
+    )
+    error = make_report(sites=sites).weight_error
+    assert error is not None
+    assert error.worst_site == "down[0]"
+
+
+def test_the_keys_of_the_dict() -> None:
+    assert list(make_report().to_dict()) == [
+        "schema",
+        "source",
+        "output",
+        "recipe",
+        "dry_run",
+        "already_rewritten",
+        "seconds",
+        "bytes_before",
+        "bytes_after",
+        "notes",
+        "rewritten",
+        "kept",
+        "kept_by_reason",
+        "weight_error",
+        "sites",
+    ]
+
+
+def test_a_site_in_the_dict() -> None:
+    assert make_report().to_dict()["sites"][1] == {
+        "name": "down[0]",
+        "op": "Gemm",
+        "module": "",
+        "subgraph": "",
+        "role": "linear",
+        "m": 4,
+        "n": 128,
+        "k": 64,
+        "dtype": None,
+        "weight": "w1",
+        "shared_with": 0,
+        "has_bias": False,
+        "quantize": True,
+        "rule": "policy",
+        "reason": "linear, by recipe 'mxfp8'",
+        "weight_only": False,
+        "activation_format": "e4m3",
+        "weight_format": "e4m3",
+        "scale_rounding": "ceil",
+        "nodes": [],
+        "packed": "w1_e",
+        "bytes_before": 4000,
+        "bytes_after": 1000,
+        "relative_l2": 0.03,
+        "sqnr_db": pytest.approx(30.4575749),
+    }
+
+
+def test_json_is_the_dict() -> None:
+    report = make_report()
+    assert json.loads(report.to_json()) == report.to_dict()
+
+
+def test_what_json_lacks_is_null() -> None:
+    (site,) = make_report().sites[:1]
+    exact = SiteReport(decision=site.decision, packed="w", relative_l2=0.0)
+    assert json.loads(make_report(sites=(exact,)).to_json())["weight_error"] == {
+        "mean_relative_l2": 0.0,
+        "mean_sqnr_db": None,
+        "worst_relative_l2": 0.0,
+        "worst_sqnr_db": None,
+        "worst_site": "up",
+    }
+
+
+def test_write_json(tmp_path: Path) -> None:
+    report = make_report()
+    path = report.write(tmp_path / "report.json")
+    assert json.loads(path.read_text(encoding="utf-8")) == report.to_dict()
+
+
+class Page(HTMLParser):
+    """Collects the text of table cells, and the tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.cells:
+            self.cells[-1] += data
+
+
+def test_write_html(tmp_path: Path) -> None:
+    page = Page(make_report().write(tmp_path / "report.html").read_text(encoding="utf-8"))
+    cells = [cell.strip() for cell in page.cells]
+    assert {"<head>", "down[0]", "batch x 64 x 128", "if/then_branch/small", "40.0 kB -> 10.0 kB (4.00x smaller)"} <= {
+        *cells
+    }
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe"})
+
+
+def test_an_existing_report_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("old")
+    make_report().write(tmp_path / "report.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+    assert "old" not in (tmp_path / "report.json").read_text(encoding="utf-8")
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "report.json").write_text("old")
+
+    def full(self: Path, *args: Any, **kwargs: Any) -> None:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(Mxfp8Error, match="No space left on device; expected a writable place; choose another"):
+        make_report().write(tmp_path / "report.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+    assert (tmp_path / "report.json").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("report.txt", "report with suffix '.txt'; expected .json or .html; rename it"),
+        (
+            "none/report.json",
+            "no folder {folder}/none; expected a file in an existing folder; correct the report's path",
+        ),
+        ("folder.json", "a folder; expected a file in an existing folder; correct the report's path"),
+    ],
+)
+def test_where_a_report_cannot_go(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(Mxfp8Error) as caught:
+        make_report().write(tmp_path / name)
+    assert str(caught.value) == f"{tmp_path / name}: {message.format(folder=tmp_path)}"
