@@ -18,6 +18,9 @@ from mxfp8_ops.errors import BackendError, ContractError
 MIN_ORT: Final = (1, 20)
 """Oldest ONNX Runtime the binding is tested with."""
 
+_REGISTERED: Final = "mxfp8.registered"
+"""Configuration entry that marks session options which have the library."""
+
 
 @dataclass(frozen=True)
 class Description:
@@ -57,12 +60,22 @@ def register(session_options: Any) -> None:
     ort = _onnxruntime()
     cpu.isa()  # surfaces a wrong MXFP8_ISA here rather than at the first node
     try:
+        session_options.get_session_config_entry(_REGISTERED)
+    except RuntimeError:  # no such entry
+        pass
+    else:
+        raise BackendError(
+            "session options: the library is registered with them already; expected fresh ones (ONNX Runtime refuses "
+            "a domain that is registered twice); make one SessionOptions per session"
+        )
+    try:
         session_options.register_custom_ops_library(str(cpu.library_path()))
     except Exception as error:
         raise BackendError(
-            f"onnxruntime {ort.__version__}: cannot register {cpu.library_path()} ({error}); expected onnxruntime >= "
-            f"{_version(MIN_ORT)} and session options without it; register once per SessionOptions"
+            f"onnxruntime {ort.__version__}: cannot register {cpu.library_path()} ({error}); expected a library it can "
+            f"load, and onnxruntime {_version(MIN_ORT)} or later; reinstall the project"
         ) from error
+    session_options.add_session_config_entry(_REGISTERED, "1")
 
 
 def session(

@@ -171,7 +171,15 @@ def test_dequantize_every_code_at_every_kind_of_scale(isa, fmt, dtype):
 
 # --- the gemms: within gemm_error_bound of float64 -------------------------------------------------------------------
 
-SHAPES = [(0, 5, 64), (3, 0, 64), (3, 5, 0), (1, 70, 5), (1, 9, 2048), (3, 33, 2100), (16, 20, 2048), (17, 4, 33)] + [
+SHAPES = [
+    (0, 5, 64),
+    (3, 0, 64),
+    (3, 5, 0),
+    (1, 70, 5),
+    (1, 9, 2048),
+    (3, 33, 2100),
+    (16, 20, 2048),
+    (17, 4, 33),
     (64, 65, 2080),
     (100, 30, 4100),
     (300, 7, 1000),
@@ -182,7 +190,8 @@ def quantized(shape: tuple[int, ...], fmt: str, seed: int) -> tuple[np.ndarray, 
     return numerics.quantize(heavy_tailed(shape, seed), element_format=fmt)
 
 
-def check_gemm(a, b, bias, a_format: str, b_format: str, dtype: str = "float32") -> None:
+def check_gemm(a, b, bias, formats: tuple[str, str], dtype: str = "float32") -> None:
+    a_format, b_format = formats
     options = {"a_format": a_format, "b_format": b_format}
     x, weight = numerics.dequantize(*a, element_format=a_format), numerics.dequantize(*b, element_format=b_format)
     assert_within(
@@ -198,7 +207,7 @@ def test_gemm(isa, shape):
     m, n, k = shape
     for a_format, b_format in (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")):
         a, b = quantized((m, k), a_format, 1), quantized((n, k), b_format, 2)
-        check_gemm(a, b, heavy_tailed((n,), 3), a_format, b_format)
+        check_gemm(a, b, heavy_tailed((n,), 3), (a_format, b_format))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -212,7 +221,7 @@ def test_weight_gemm(isa, shape, x_dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gemm_rounds_its_result_once(isa, dtype):
-    check_gemm(quantized((5, 200), "e4m3", 1), quantized((40, 200), "e5m2", 2), heavy_tailed((40,), 3), *FORMATS, dtype)
+    check_gemm(quantized((5, 200), "e4m3", 1), quantized((40, 200), "e5m2", 2), heavy_tailed((40,), 3), FORMATS, dtype)
 
 
 def test_gemm_without_a_bias_and_without_k_is_zero(isa):
@@ -221,7 +230,7 @@ def test_gemm_without_a_bias_and_without_k_is_zero(isa):
 
 
 def test_the_bound_catches_a_wrong_scale_of_one_block():
-    """The tests above can fail: the smallest mistake a kernel could make in one of 64 blocks is far outside the bound."""
+    """So the tests above can fail: a scale one too high in one block of 64 is far outside the bound."""
     a, b = quantized((3, 2048), "e4m3", 1), quantized((5, 2048), "e4m3", 2)
     wrong = (b[0], b[1].copy())
     wrong[1][:, 40] += 1
@@ -247,7 +256,7 @@ def test_gemm_is_exact_at_the_ends_of_the_scale_range(isa, a_format, b_format, r
         a_scales, b_scales = np.full((rows, 3), a_scale, np.uint8), np.full((9, 3), b_scale, np.uint8)
         if a_scale <= 127:
             b_scales[4] = 127  # one ordinary row among the extreme ones
-        check_gemm((a, a_scales), (b, b_scales), None, a_format, b_format)
+        check_gemm((a, a_scales), (b, b_scales), None, (a_format, b_format))
 
 
 @pytest.mark.parametrize("which", ["a", "b"])
@@ -280,14 +289,14 @@ def test_weight_gemm_bfloat16_subnormals_are_not_flushed(isa):
 
 def test_gemm_broadcasts_leading_dimensions(isa):
     a, b = quantized((2, 1, 5, 64), "e4m3", 1), quantized((3, 7, 64), "e4m3", 2)
-    check_gemm(a, b, heavy_tailed((7,), 3), "e4m3", "e4m3")
+    check_gemm(a, b, heavy_tailed((7,), 3), ("e4m3", "e4m3"))
     assert cpu.gemm(*a, *b).shape == (2, 3, 5, 7)
 
 
 def test_gemm_of_a_vector(isa):
     a, b = quantized((64,), "e4m3", 1), quantized((7, 64), "e4m3", 2)
     assert cpu.gemm(*a, *b).shape == (7,)
-    check_gemm(a, b, None, "e4m3", "e4m3")
+    check_gemm(a, b, None, ("e4m3", "e4m3"))
 
 
 # --- pack ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,417 @@
+"""The four nodes inside ONNX Runtime: every dtype the contract accepts, against `numerics`."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from mxfp8_ops import contract, cpu, numerics, ort
+from mxfp8_ops.errors import BackendError, ContractError
+
+FORMAT_NAMES = {TensorProto.FLOAT8E4M3FN: "e4m3", TensorProto.FLOAT8E5M2: "e5m2"}
+VALUES = contract.VALUES
+FLOAT, UINT8, E4M3 = TensorProto.FLOAT, TensorProto.UINT8, TensorProto.FLOAT8E4M3FN
+
+
+def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_t(2, shape).astype(np.float32)
+
+
+def node(op: str, inputs: str, outputs: str, **attributes) -> onnx.NodeProto:
+    """A node of ours called after its first output; inputs and outputs are separated by spaces."""
+    return helper.make_node(
+        op, inputs.split(), outputs.split(), domain=contract.DOMAIN, name=f"the_{outputs.split()[0]}", **attributes
+    )
+
+
+def cast(source: str, target: str, dtype: int) -> onnx.NodeProto:
+    return helper.make_node("Cast", [source], [target], to=dtype)
+
+
+def model(nodes, inputs, outputs, **initializers) -> bytes:
+    """A model. Inputs and outputs map names to (dtype, shape); bfloat16 and float8 reach NumPy through Cast nodes."""
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info(name, *spec) for name, spec in inputs.items()],
+        [helper.make_tensor_value_info(name, *spec) for name, spec in outputs.items()],
+        [numpy_helper.from_array(value, name) for name, value in initializers.items()],
+    )
+    opsets = [helper.make_opsetid("", contract.MIN_OPSET), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def run(model_bytes: bytes, **feeds: np.ndarray) -> list[np.ndarray]:
+    return ort.session(model_bytes).run(None, feeds)
+
+
+def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.shape == expected.shape
+    wrong = np.argwhere(~((actual == expected) | (np.isnan(actual) & np.isnan(expected))))
+    assert not len(wrong), f"at {wrong[0]}: got {actual[tuple(wrong[0])]}, expected {expected[tuple(wrong[0])]}"
+
+
+def assert_within(actual: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> None:
+    assert actual.shape == expected.shape
+    wrong = np.argwhere(~(np.abs(actual.astype(np.float64) - expected) <= bound))
+    at = tuple(wrong[0]) if len(wrong) else ()
+    assert not len(wrong), f"at {at}: got {actual[at]}, expected {expected[at]} +- {bound[at]}"
+
+
+# --- each node, each dtype -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1])
+@pytest.mark.parametrize("fmt", contract.ELEMENTS)
+@pytest.mark.parametrize("x_dtype", VALUES)
+def test_quantize_and_dequantize(x_dtype, fmt, axis):
+    x = heavy_tailed((40, 33, 70))
+    x[3, 4, 5] = np.nan
+    x[7] = 0
+    typed = x.astype(numerics.VALUE_DTYPES[contract.VALUE_NAMES[x_dtype]])
+    for rounding, y_dtype in zip(("ceil", "floor", "even"), VALUES, strict=True):
+        graph = model(
+            [
+                cast("x", "typed", x_dtype),
+                node(
+                    "MXFP8Quantize", "typed", "e s", axis=axis, block_size=32, output_dtype=fmt, scale_rounding=rounding
+                ),
+                node("MXFP8Dequantize", "e s", "y", axis=axis, block_size=32, output_dtype=y_dtype),
+                cast("y", "wide", FLOAT),
+            ],
+            {"x": (FLOAT, ["a", "b", "c"])},
+            {"s": (UINT8, None), "wide": (FLOAT, None)},
+        )
+        scales, wide = run(graph, x=x)
+        options = {"axis": axis, "element_format": FORMAT_NAMES[fmt]}
+        elements, expected = numerics.quantize(typed, scale_rounding=rounding, **options)
+        assert_same(scales, expected)
+        values = numerics.dequantize(elements, expected, dtype=contract.VALUE_NAMES[y_dtype], **options)
+        assert_same(wide, values.astype(np.float32))
+
+
+def test_quantize_gives_the_bytes_of_the_reference():
+    x = heavy_tailed((40, 70))
+    graph = model(
+        [node("MXFP8Quantize", "x", "e s")], {"x": (FLOAT, [40, 70])}, {"e": (E4M3, None), "s": (UINT8, None)}
+    )
+    elements, scales = run(graph, x=x)
+    expected = numerics.quantize(x)
+    assert_same(elements.view(np.uint8), expected[0])
+    assert_same(scales, expected[1])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("y_dtype", VALUES)
+def test_gemm(y_dtype, with_bias):
+    a, b, bias = heavy_tailed((2, 5, 2048), 1), heavy_tailed((33, 2048), 2), heavy_tailed((33,), 3)
+    for a_format, b_format in itertools.product(contract.ELEMENTS, contract.ELEMENTS):
+        graph = model(
+            [
+                node("MXFP8Quantize", "a", "ae as", output_dtype=a_format),
+                node("MXFP8Quantize", "b", "be bs", output_dtype=b_format),
+                node("MXFP8Gemm", "ae as be bs" + " bias" * with_bias, "y", output_dtype=y_dtype),
+                cast("y", "wide", FLOAT),
+            ],
+            {"a": (FLOAT, ["n", None, 2048])},
+            {"wide": (FLOAT, None)},
+            b=b,
+            **({"bias": bias} if with_bias else {}),
+        )
+        formats = {"a_format": FORMAT_NAMES[a_format], "b_format": FORMAT_NAMES[b_format]}
+        qa = numerics.quantize(a, element_format=formats["a_format"])
+        qb = numerics.quantize(b, element_format=formats["b_format"])
+        used = bias if with_bias else None
+        bound = numerics.gemm_error_bound(
+            numerics.dequantize(*qa, element_format=formats["a_format"]),
+            numerics.dequantize(*qb, element_format=formats["b_format"]),
+            contract.VALUE_NAMES[y_dtype],
+            used,
+        )
+        assert_within(run(graph, a=a)[0], numerics.gemm(*qa, *qb, used, **formats), bound)
+
+
+@pytest.mark.parametrize("y_dtype", VALUES)
+@pytest.mark.parametrize("x_dtype", VALUES)
+def test_weight_gemm(x_dtype, y_dtype):
+    x, b, bias = heavy_tailed((2, 5, 2048), 1), heavy_tailed((33, 2048), 2), heavy_tailed((33,), 3)
+    for fmt in contract.ELEMENTS:
+        graph = model(
+            [
+                cast("x", "typed", x_dtype),
+                node("MXFP8Quantize", "b", "be bs", output_dtype=fmt),
+                node("MXFP8WeightGemm", "typed be bs bias", "y", output_dtype=y_dtype),
+                cast("y", "wide", FLOAT),
+            ],
+            {"x": (FLOAT, ["n", "m", 2048])},
+            {"wide": (FLOAT, None)},
+            b=b,
+            bias=bias,
+        )
+        typed = x.astype(numerics.VALUE_DTYPES[contract.VALUE_NAMES[x_dtype]])
+        qb = numerics.quantize(b, element_format=FORMAT_NAMES[fmt])
+        weight = numerics.dequantize(*qb, element_format=FORMAT_NAMES[fmt])
+        bound = numerics.gemm_error_bound(typed, weight, contract.VALUE_NAMES[y_dtype], bias)
+        assert_within(run(graph, x=x)[0], numerics.weight_gemm(typed, *qb, bias, b_format=FORMAT_NAMES[fmt]), bound)
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def weight_only(x_shape, **initializers: np.ndarray) -> bytes:
+    return model(
+        [node("MXFP8Quantize", "b", "be bs"), node("MXFP8WeightGemm", "x be bs", "y")],
+        {"x": (FLOAT, x_shape)},
+        {"y": (FLOAT, None)},
+        **initializers,
+    )
+
+
+@pytest.mark.parametrize("x_shape", [(64,), (3, 64), (2, 3, 64), (0, 64), (5, 1, 3, 64)], ids=str)
+@pytest.mark.parametrize("b_shape", [(7, 64), (2, 7, 64), (5, 2, 7, 64)], ids=str)
+def test_leading_dimensions_broadcast_as_in_numpy(x_shape, b_shape):
+    if x_shape == (2, 3, 64) or len(x_shape) < 3 or len(b_shape) == 2 or x_shape[0] == b_shape[0] or len(b_shape) == 3:
+        x, b = heavy_tailed(x_shape, 1), heavy_tailed(b_shape, 2)
+        qb = numerics.quantize(b)
+        expected = numerics.weight_gemm(x, *qb)
+        (y,) = run(weight_only([None] * x.ndim, b=b), x=x)
+        assert_within(y, expected, numerics.gemm_error_bound(x, numerics.dequantize(*qb)))
+
+
+def test_one_session_serves_every_batch_size():
+    session = ort.session(weight_only(["batch", 64], b=heavy_tailed((7, 64))))
+    for rows in (1, 17, 0, 300):
+        assert session.run(None, {"x": heavy_tailed((rows, 64))})[0].shape == (rows, 7)
+
+
+def test_output_shapes_and_symbols_are_inferred():
+    graph = model(
+        [
+            node("MXFP8Quantize", "x", "e s"),
+            node("MXFP8Quantize", "b", "be bs"),
+            node("MXFP8Gemm", "e s be bs", "y"),
+        ],
+        {"x": (FLOAT, ["batch", 10, 70])},
+        {"s": (UINT8, None), "y": (FLOAT, None)},
+        b=heavy_tailed((7, 70)),
+    )
+    session = ort.session(graph)
+    assert {output.name: output.shape for output in session.get_outputs()} == {
+        "s": ["batch", 10, 3],
+        "y": ["batch", 10, 7],
+    }
+
+
+def test_an_unnamed_dimension_stays_unknown():
+    """Read literally as -1, it would break this Reshape."""
+    nodes = [
+        node("MXFP8Quantize", "b", "be bs"),
+        node("MXFP8WeightGemm", "x be bs", "y"),
+        helper.make_node("Reshape", ["y", "flat"], ["z"]),
+    ]
+    graph = model(
+        nodes, {"x": (FLOAT, [None, None, 64])}, {"z": (FLOAT, None)}, b=heavy_tailed((7, 64)), flat=np.int64([-1])
+    )
+    assert run(graph, x=heavy_tailed((2, 3, 64)))[0].shape == (42,)
+
+
+def test_a_float32_node_accepts_an_input_of_unknown_rank():
+    assert run(weight_only(None, b=heavy_tailed((7, 64))), x=heavy_tailed((2, 3, 64)))[0].shape == (2, 3, 7)
+
+
+# --- where nodes may stand, and how they run -------------------------------------------------------------------------
+
+
+def test_nodes_in_both_branches_of_an_if():
+    def branch(name: str, weight: str) -> onnx.GraphProto:
+        nodes = [
+            node("MXFP8Quantize", weight, f"{name}_e {name}_s"),
+            node("MXFP8WeightGemm", f"x {name}_e {name}_s", f"{name}_y"),
+        ]
+        return helper.make_graph(nodes, name, [], [helper.make_tensor_value_info(f"{name}_y", FLOAT, None)])
+
+    choose = helper.make_node(
+        "If", ["which"], ["y"], then_branch=branch("then", "b1"), else_branch=branch("else", "b2")
+    )
+    weights = {"b1": heavy_tailed((7, 64), 1), "b2": heavy_tailed((9, 64), 2)}
+    graph = model([choose], {"which": (TensorProto.BOOL, []), "x": (FLOAT, ["m", 64])}, {"y": (FLOAT, None)}, **weights)
+    x = heavy_tailed((3, 64))
+    for which, weight in ((True, weights["b1"]), (False, weights["b2"])):
+        qb = numerics.quantize(weight)
+        (y,) = run(graph, which=np.array(which), x=x)
+        assert_within(y, numerics.weight_gemm(x, *qb), numerics.gemm_error_bound(x, numerics.dequantize(*qb)))
+
+
+def test_concurrent_runs_of_one_session():
+    session = ort.session(weight_only(["m", 512], b=heavy_tailed((300, 512))))
+    inputs = [heavy_tailed((m, 512), m) for m in range(1, 41)]
+    expected = [session.run(None, {"x": x})[0] for x in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        for y, wanted in zip(pool.map(lambda x: session.run(None, {"x": x})[0], inputs), expected, strict=True):
+            assert_same(y, wanted)
+
+
+def test_one_thread_gives_the_same_result():
+    graph = weight_only(["m", 512], b=heavy_tailed((300, 512)))
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    x = heavy_tailed((40, 512))
+    assert_same(ort.session(graph, session_options=options).run(None, {"x": x})[0], run(graph, x=x)[0])
+
+
+def test_subnormals_survive_a_session_that_flushes_them():
+    x = np.full((3, 64), 3 * 2.0**-130, np.float32)
+    graph = model([node("MXFP8Quantize", "x", "e s")], {"x": (FLOAT, [3, 64])}, {"e": (E4M3, None), "s": (UINT8, None)})
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    elements, _ = ort.session(graph, session_options=options).run(None, {"x": x})
+    assert_same(elements.view(np.uint8), numerics.quantize(x)[0])
+
+
+def test_a_loop_body_runs_the_kernel_each_time():
+    body = helper.make_graph(
+        [
+            node("MXFP8Quantize", "b", "be bs"),
+            node("MXFP8WeightGemm", "state be bs", "next"),
+            helper.make_node("Identity", ["go"], ["still"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("state", FLOAT, ["m", 64]),
+        ],
+        [
+            helper.make_tensor_value_info("still", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("next", FLOAT, None),
+        ],
+    )
+    loop = helper.make_node("Loop", ["times", "", "x"], ["y"], body=body)
+    graph = model(
+        [loop], {"x": (FLOAT, [3, 64])}, {"y": (FLOAT, None)}, b=2 * np.eye(64, dtype=np.float32), times=np.array(5)
+    )
+    x = np.full((3, 64), 1.5, np.float32)
+    assert_same(run(graph, x=x)[0], x * 2**5)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"block_size": 16}, "MXFP8Quantize 'the_e': block_size 16; expected 32; "),
+        ({"scale_rounding": "up"}, "MXFP8Quantize 'the_e': scale_rounding 'up'; expected ceil, floor or even; "),
+        ({"output_dtype": 1}, "MXFP8Quantize 'the_e': output_dtype 1; expected 17 .* or 19"),
+    ],
+)
+def test_a_bad_attribute_is_named_with_its_node(attributes, message):
+    graph = model([node("MXFP8Quantize", "x", "e s", **attributes)], {"x": (FLOAT, ["m", 64])}, {"s": (UINT8, None)})
+    with pytest.raises(Exception, match=message):
+        ort.session(graph)
+
+
+def test_a_bad_value_dtype_is_named_with_its_node():
+    graph = model(
+        [node("MXFP8Quantize", "x", "e s"), node("MXFP8Dequantize", "e s", "y", output_dtype=11)],
+        {"x": (FLOAT, ["m", 64])},
+        {"y": (TensorProto.FLOAT, None)},
+    )
+    with pytest.raises(Exception, match=r"MXFP8Dequantize 'the_y': output_dtype 11; expected 1 .*, 10 .* or 16"):
+        ort.session(graph)
+
+
+def test_a_narrow_output_of_an_input_without_rank_is_refused():
+    graph = model(
+        [
+            node("MXFP8Quantize", "b", "be bs"),
+            node("MXFP8WeightGemm", "x be bs", "y", output_dtype=10),
+            cast("y", "z", 1),
+        ],
+        {"x": (FLOAT, None)},
+        {"z": (FLOAT, None)},
+        b=heavy_tailed((7, 64)),
+    )
+    with pytest.raises(
+        Exception, match="MXFP8WeightGemm 'the_y': output_dtype 10 on an input of unknown rank; expected"
+    ):
+        ort.session(graph)
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "message"),
+    [
+        ("MXFP8Quantize", {"x": (3,)}, None),
+        ("MXFP8Dequantize", {"e": (3, 64), "s": (3, 1)}, r"'the_y': scales has shape \(3, 1\); expected \(3, 2\)"),
+        (
+            "MXFP8WeightGemm",
+            {"x": (3, 32), "be": (7, 64), "bs": (7, 2)},
+            r"'the_y': operands \(3, 32\) and \(7, 64\); expected \[..., M, K\] and \[..., N, K\] with the same K",
+        ),
+        ("MXFP8WeightGemm", {"x": (3, 64), "be": (7, 64), "bs": (7, 1)}, r"'the_y': B_scales has shape \(7, 1\)"),
+        (
+            "MXFP8WeightGemm",
+            {"x": (2, 3, 64), "be": (5, 7, 64), "bs": (5, 7, 2)},
+            r"'the_y': operands \(2, 3, 64\) and \(5, 7, 64\); expected leading dimensions that broadcast",
+        ),
+        (
+            "MXFP8WeightGemm",
+            {"x": (3, 64), "be": (7, 64), "bs": (7, 2), "bias": (6,)},
+            r"'the_y': bias has shape \(6,\); expected \(7,\)",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_at_run_time(op, inputs, message):
+    """Shapes are declared unknown, so that only the kernel can see them. Elements enter as float32 casts."""
+    if message is None:
+        graph = model([node(op, "x", "e s", axis=1)], {"x": (FLOAT, ["k"])}, {"s": (UINT8, None)})
+        with pytest.raises(Exception, match=r"MXFP8Quantize 'the_e': axis 1 of a 1-D tensor; expected -1 <= axis < 1"):
+            run(graph, x=np.zeros(inputs["x"], np.float32))
+        return
+    nodes, names, feeds = [], [], {}
+    for name, shape in inputs.items():
+        dtype = {"e": E4M3, "be": E4M3, "s": UINT8, "bs": UINT8}.get(name, FLOAT)
+        nodes.append(cast(f"{name}_in", name, dtype))
+        names.append(name)
+        feeds[f"{name}_in"] = np.ones(shape, np.float32)
+    nodes.append(node(op, " ".join(names), "y"))
+    graph = model(nodes, {name: (FLOAT, [None] * feed.ndim) for name, feed in feeds.items()}, {"y": (FLOAT, None)})
+    with pytest.raises(Exception, match=f"{op} {message}"):
+        run(graph, **feeds)
+
+
+def test_session_names_a_missing_file(tmp_path):
+    with pytest.raises(ContractError, match=r"model.onnx: no such file; expected an ONNX model; correct the path"):
+        ort.session(tmp_path / "model.onnx")
+
+
+def test_session_opens_a_file(tmp_path):
+    (tmp_path / "model.onnx").write_bytes(weight_only(["m", 64], b=heavy_tailed((7, 64))))
+    session = ort.session(tmp_path / "model.onnx")
+    assert session.get_providers() == ["CPUExecutionProvider"]
+
+
+def test_registering_twice_says_what_to_do():
+    options = onnxruntime.SessionOptions()
+    ort.register(options)
+    with pytest.raises(BackendError, match="registered with them already; .* make one SessionOptions per session"):
+        ort.register(options)
+
+
+def test_an_onnxruntime_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(onnxruntime, "__version__", "1.19.2")
+    with pytest.raises(BackendError, match=r"onnxruntime 1\.19\.2: too old; expected 1\.20 or later"):
+        ort.register(onnxruntime.SessionOptions())
+
+
+def test_describe_names_what_runs():
+    found = ort.describe()
+    assert found.library == cpu.library_path()
+    assert found.isa in found.available_isas
+    assert (found.contract_version, found.onnxruntime) == (contract.VERSION, onnxruntime.__version__)
