@@ -26,7 +26,12 @@ def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 def node(op: str, inputs: str, outputs: str, **attributes) -> onnx.NodeProto:
     """A node of ours called after its first output; inputs and outputs are separated by spaces."""
     return helper.make_node(
-        op, inputs.split(), outputs.split(), domain=contract.DOMAIN, name=f"the_{outputs.split()[0]}", **attributes
+        op,
+        inputs.split(),
+        outputs.split(),
+        domain=contract.DOMAIN,
+        name=f"the_{outputs.split(maxsplit=1)[0]}",
+        **attributes,
     )
 
 
@@ -400,7 +405,7 @@ def test_session_opens_a_file(tmp_path):
 def test_registering_twice_says_what_to_do():
     options = onnxruntime.SessionOptions()
     ort.register(options)
-    with pytest.raises(BackendError, match="registered with them already; .* make one SessionOptions per session"):
+    with pytest.raises(BackendError, match=r"registered with them already; .* make one SessionOptions per session"):
         ort.register(options)
 
 
