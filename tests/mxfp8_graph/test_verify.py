@@ -1,0 +1,312 @@
+"""verify(): the errors it reports, what it lets pass, and that it catches wrong kernels, NaN and wrong models."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import builders as b
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+import mxfp8_graph
+from mxfp8_graph.compare import difference
+from mxfp8_graph.runner import run_model
+from mxfp8_graph.verify import VerifyReport, verify
+from mxfp8_ops import cpu
+from mxfp8_ops.errors import BackendError, ContractError, ShapeError
+
+
+def rewritten(model: onnx.ModelProto, recipe: str = "mxfp8") -> onnx.ModelProto:
+    return mxfp8_graph.rewrite(model, recipe)[0]
+
+
+def check(model: onnx.ModelProto, recipe: str = "mxfp8", **settings: Any) -> VerifyReport:
+    return verify(model, rewritten(model, recipe), **settings)
+
+
+def set_initializer(model: onnx.ModelProto, name: str, change: Callable[[np.ndarray], None]) -> None:
+    """Changes the values of an initializer in place."""
+    tensor = next(t for t in model.graph.initializer if t.name == name)
+    array = numpy_helper.to_array(tensor).copy()
+    change(array)
+    dtype, dims = tensor.data_type, list(tensor.dims)
+    tensor.CopyFrom(helper.make_tensor(name, dtype, dims, array.tobytes(), raw=True))
+
+
+# --- Differences -------------------------------------------------------------------------------------------------
+
+
+def test_a_difference() -> None:
+    found = difference(np.array([3.0, 4.0]), np.array([3.0, 4.5]))
+    assert (found.relative_l2, found.max_abs, found.nonfinite, found.compared) == (0.1, 0.5, 0, 2)
+    assert found.cosine == pytest.approx((9 + 18) / (5 * np.hypot(3, 4.5)))
+
+
+@pytest.mark.parametrize(
+    ("reference", "result", "expected"),
+    [
+        ([0.0, 0.0], [0.0, 0.0], (0.0, 1.0)),
+        ([0.0, 0.0], [0.0, 1.0], (np.inf, 0.0)),
+        ([1.0, 0.0], [0.0, 0.0], (1.0, 0.0)),
+        ([], [], (0.0, 1.0)),
+        ([2.0], [-2.0], (2.0, -1.0)),
+    ],
+    ids=["both zero", "reference zero", "result zero", "empty", "opposite"],
+)
+def test_differences_at_the_edges(reference: list[float], result: list[float], expected: tuple[float, float]) -> None:
+    found = difference(np.array(reference), np.array(result))
+    assert (found.relative_l2, found.cosine) == expected
+
+
+def test_the_same_nan_and_inf_are_no_difference() -> None:
+    values = np.array([np.nan, np.inf, -np.inf, 1.0])
+    found = difference(values, values)
+    assert (found.nonfinite, found.compared, found.relative_l2) == (0, 1, 0.0)
+
+
+@pytest.mark.parametrize("result", [[1.0, 2.0], [np.inf, 2.0], [-np.inf, np.nan]], ids=str)
+def test_a_nan_or_inf_in_only_one_is_counted(result: list[float]) -> None:
+    found = difference(np.array([np.nan, 2.0]), np.array(result))
+    assert found.nonfinite == (2 if np.isnan(result[1]) else 1)
+
+
+def test_integers_and_booleans_compare_too() -> None:
+    assert difference(np.array([True, False]), np.array([True, True])).max_abs == 1
+    assert difference(np.array([3], np.int64), np.array([5], np.int64)).max_abs == 2
+
+
+# --- A rewrite that is right -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-weight-only", "ocp", "all"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        b.chain_model(),
+        b.attention_model(),
+        b.language_model(),
+        b.gemm_model(),
+        b.matmul_model(dtype=np.float16, bias=True),
+    ],
+    ids=["chain", "attention", "language", "gemm", "float16"],
+)
+def test_a_rewrite_passes(model: onnx.ModelProto, recipe: str) -> None:
+    report = check(model, recipe)
+    assert report.failures == ()
+    # Two roundings to 4 significant bits give 2^-5 * sqrt(2/3) per gemm; three gemms in a row at most double it.
+    assert 0 < report.worst_relative_l2 < 0.1
+
+
+def test_every_node_is_checked() -> None:
+    model = b.attention_model()
+    report = check(model, "all")
+    assert {op: len(nodes) for op, nodes in report.nodes_by_op.items()} == {"MXFP8Quantize": 6, "MXFP8Gemm": 6}
+
+
+def test_heavy_tailed_data_stay_within_the_bound() -> None:
+    model = b.chain_model((4096, 64, 64))
+    x = np.random.default_rng(0).standard_t(2, (8, 4096)).astype(np.float32)
+    report = check(model, inputs={"x": x})
+    assert report.failures == ()
+    first = next(node for node in report.nodes if node.is_gemm)
+    assert 0 < first.excess < 1
+
+
+def test_the_original_is_the_reference() -> None:
+    model = b.matmul_model()
+    x = np.random.default_rng(1).standard_normal((1, 3, 64), np.float32)
+    (output,) = check(model, inputs={"x": x}).outputs
+    expected = np.maximum(x @ b.weight(64, 96), 0)
+    result = run_model(rewritten(model), inputs={"x": x}).timing.outputs["y"]
+    # verify's reference is ONNX Runtime's matmul: float32, so equal to NumPy's to a few units in the last place.
+    assert output.rewritten.relative_l2 == pytest.approx(difference(expected, result).relative_l2, rel=1e-4)
+    assert (output.name, output.dtype, output.shape) == ("y", "float32", (1, 3, 96))
+
+
+def test_models_are_read_from_files_with_external_data(tmp_path: Path) -> None:
+    source = b.save(b.chain_model(), tmp_path / "m.onnx", external=True)
+    output, _ = mxfp8_graph.rewrite(source, external_data="always")
+    report = verify(source, output)
+    assert (report.failures, len(report.nodes), report.rewritten) == ((), 4, str(tmp_path / "m.mxfp8.onnx"))
+
+
+def test_an_empty_batch() -> None:
+    report = check(b.chain_model(), shapes={"batch": 0})
+    assert (report.failures, report.outputs[0].shape) == ((), (0, 64))
+
+
+def test_the_report_names_inputs_and_kernels() -> None:
+    report = check(b.chain_model(), shapes={"batch": 3})
+    assert (report.inputs, report.isa) == ("x float32 [3, 64]", cpu.isa())
+
+
+def test_without_a_limit_a_large_error_passes() -> None:
+    model, other = b.chain_model(), b.chain_model()
+    set_initializer(other, "layers.0.weight", lambda w: w.__imul__(2))
+    assert verify(model, rewritten(other)).passed
+
+
+# --- What fails --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_above_the_limit() -> None:
+    report = check(b.chain_model(), max_rel_l2=1e-3)
+    (output,) = report.outputs
+    assert report.failures == (f"output 'y': relative L2 {output.rewritten.relative_l2:.3g} is above the limit 0.001",)
+
+
+def test_a_nan_in_only_one_model() -> None:
+    model = b.matmul_model()
+    broken = rewritten(model)
+    scales = next(t.name for t in broken.graph.initializer if t.data_type == onnx.TensorProto.UINT8)
+    set_initializer(broken, scales, lambda s: s.__setitem__((5, 0), 255))
+    report = verify(model, broken, shapes={"batch": 1, "seq": 4})
+    assert report.failures == ("output 'y': NaN or Inf in only one of rewritten and original at 4 of 384 positions",)
+
+
+def tamper(model: onnx.ModelProto, op: str, output: str, change: str, by: float) -> None:
+    """Makes the function body of `op` change (Mul, Add) what goes into the node that makes `output`."""
+    function = next(f for f in model.functions if f.name == op)
+    last = next(n for n in function.node if output in n.output)
+    function.node.remove(last)
+    constant = helper.make_node("Constant", [], ["tampered"], value_float=by)
+    changed = helper.make_node(change, [last.input[0], "tampered"], ["tampered_value"])
+    last.input[0] = "tampered_value"
+    function.node.extend([constant, changed, last])
+
+
+def test_a_gemm_kernel_that_disagrees_with_its_body() -> None:
+    model = b.matmul_model(k=512)
+    broken = rewritten(model)
+    # 1.001 of the result is above the bound of (512 + 2) * 2^-24 of the sum of magnitudes, at least somewhere.
+    tamper(broken, "MXFP8Gemm", "Y", "Mul", 1.001)
+    report = verify(model, broken)
+    assert [node.op for node in report.nodes if not node.passed] == ["MXFP8Gemm"]
+    (failure,) = report.failures
+    assert failure.startswith("MXFP8Gemm 'linear': kernel and function body differ by ")
+    assert failure.endswith(" times the bound")
+
+
+def test_a_quantize_kernel_that_disagrees_with_its_body() -> None:
+    model = b.matmul_model()
+    broken = rewritten(model)
+    tamper(broken, "MXFP8Quantize", "elements", "Mul", 1.5)
+    report = verify(model, broken, shapes={"batch": 1, "seq": 2})
+    (node,) = [node for node in report.nodes if not node.passed]
+    assert (node.op, 64 < node.excess <= 128) == ("MXFP8Quantize", True)
+    assert report.failures == (
+        f"MXFP8Quantize {node.name!r}: kernel and function body differ in {node.excess:.0f} values; expected none",
+    )
+
+
+def test_one_negative_zero_is_a_difference() -> None:
+    """-0 and 0 are equal numbers and different bytes; adding 0 makes one of the other."""
+    model = b.matmul_model(k=32)
+    broken = rewritten(model)
+    tamper(broken, "MXFP8Quantize", "elements", "Add", 0.0)
+    x = np.ones((1, 1, 32), np.float32)
+    x[0, 0, 7] = -0.0
+    report = verify(model, broken, inputs={"x": x})
+    assert [(node.op, node.excess) for node in report.nodes if not node.passed] == [("MXFP8Quantize", 1)]
+
+
+def test_another_output_shape() -> None:
+    report = verify(b.chain_model((64, 32)), b.chain_model((64, 96)))
+    assert report.failures == (
+        "output 'y': [2, 96] float32 with kernels; expected [2, 32] float32",
+        "output 'y': [2, 96] float32 with function bodies; expected [2, 32] float32",
+    )
+
+
+# --- Notes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_was_not_rewritten_is_noted() -> None:
+    model = b.chain_model()
+    report = verify(model, model)
+    assert report.notes == ("model has no MXFP8 node: this compares a model with another, not with its rewrite",)
+
+
+def test_positions_that_are_not_compared_are_noted() -> None:
+    x = np.full((1, 2, 64), np.inf, np.float32)
+    x[0, 1] = 1
+    report = check(b.matmul_model(), inputs={"x": x})
+    assert "output 'y': only 96 of 192 positions are finite in both models and compared" in report.notes
+
+
+# --- What cannot be verified -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ("x", "model: inputs z float32 [batch, 64]; expected those of model, x float32 [batch, 64]; "),
+        ("y", "model: outputs z; expected those of model, y; "),
+    ],
+)
+def test_models_with_different_signatures(rename: str, message: str) -> None:
+    other = b.chain_model()
+    for value in (*other.graph.input, *other.graph.output):
+        value.name = "z" if value.name == rename else value.name
+    for node in other.graph.node:
+        node.input[:] = ["z" if name == rename else name for name in node.input]
+        node.output[:] = ["z" if name == rename else name for name in node.output]
+    with pytest.raises(ShapeError) as caught:
+        verify(b.chain_model(), other)
+    assert str(caught.value) == f"{message}verify a model against the one it was made from"
+
+
+def test_sizes_for_given_inputs() -> None:
+    with pytest.raises(ShapeError, match="model: sizes batch with given inputs; expected one or the other; drop --dim"):
+        check(b.chain_model(), inputs={"x": np.zeros((1, 64), np.float32)}, shapes={"batch": 2})
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match="No such file or directory; expected a readable ONNX file; check the path"):
+        verify(tmp_path / "none.onnx", tmp_path / "none.onnx")
+
+
+def test_a_model_onnxruntime_refuses() -> None:
+    model = b.matmul_model(dtype=ml_dtypes.bfloat16)
+    with pytest.raises(BackendError, match=r"^model: ONNX Runtime [\d.]+ refuses the model; expected one it runs\. "):
+        verify(model, model)
+
+
+def test_inputs_the_model_fails_on() -> None:
+    nodes = [b.node("Reshape", "x shape", "h"), b.node("MatMul", "h w", "m"), b.node("Relu", "m", "y")]
+    weights = {"shape": np.array([-1, 64]), "w": b.weight(64, 64)}
+    shapes = {"x": (np.float32, ["n"])}, {"y": (np.float32, [None, 64])}
+    model = b.model(nodes, *shapes, weights)
+    with pytest.raises(BackendError) as caught:
+        check(model)
+    assert str(caught.value).startswith(
+        "model: ONNX Runtime cannot run it on x [2]; expected inputs the model accepts; "
+        "pass --inputs FILE.npz or --dim NAME=SIZE. "
+    )
+    assert check(model, shapes={"n": 128}).passed
+
+
+# --- The report --------------------------------------------------------------------------------------------------
+
+
+def test_the_report_as_json(tmp_path: Path) -> None:
+    report = check(b.chain_model(), max_rel_l2=1e-3)
+    data = json.loads(report.write(tmp_path / "verify.json").read_text(encoding="utf-8"))
+    assert data == report.to_dict()
+    assert (data["passed"], data["outputs"][0]["name"], len(data["nodes"])) == (False, "y", 4)
+
+
+def test_bfloat16_results_come_back_as_bfloat16() -> None:
+    nodes = [
+        b.node("Cast", "x", "y", to=onnx.TensorProto.FLOAT),
+        b.node("Cast", "y", "z", to=onnx.TensorProto.BFLOAT16),
+    ]
+    bf16 = (ml_dtypes.bfloat16, [3])
+    model = b.model(nodes, {"x": bf16}, {"z": bf16})
+    x = np.array([1.5, -2, 3], ml_dtypes.bfloat16)
+    z = run_model(model, inputs={"x": x}, repeat=1).timing.outputs["z"]
+    assert (z.dtype, z.tolist()) == (x.dtype, x.tolist())
