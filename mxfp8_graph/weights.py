@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,11 +164,12 @@ def _cast(data: Array, dtypes: Sequence[int]) -> Array:
 
 
 def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:
-    """Returns (shape, flipped, casts) if `steps` leave the values in their stored order, but for a swap of the last two.
+    """Returns (shape, flipped, casts) if `steps` leave the values in their stored order, or None.
 
     The result of the steps is the stored values in `shape` and cast, with the last two axes swapped if `flipped`.
     """
-    shape, flipped, casts = dims, False, []
+    shape, flipped = dims, False
+    casts: list[int] = []
     for step, argument in steps:
         if step == "Cast":
             casts.append(argument[0])
@@ -181,4 +181,4 @@ def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], b
             flipped = not flipped
         elif argument != tuple(range(len(shape))):
             return None
-    return (shape, flipped, tuple(casts)) if len(shape) >= 2 and math.prod(shape) else None
+    return (shape, flipped, tuple(casts)) if len(shape) >= 2 and 0 not in shape else None

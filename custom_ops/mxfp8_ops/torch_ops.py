@@ -1,0 +1,70 @@
+"""The nodes as torch ops: importing this module registers `torch.ops.mxfp8.*`. It loads no native code by itself.
+
+    quantize(x, axis=-1, element_format="e4m3", scale_rounding="ceil") -> (elements, scales)
+    dequantize(elements, scales, axis=-1, element_format="e4m3", dtype=float32) -> values
+    gemm(a, a_scales, b, b_scales, bias=None, a_format="e4m3", b_format="e4m3", dtype=float32) -> values
+    weight_gemm(x, b, b_scales, bias=None, b_format="e4m3", dtype=None) -> values
+    linear_train(x, weight, bias=None, fp8_format="E4M3", scale_rounding="ceil") -> values
+
+Their meaning is that of `numerics.py`; `torch_shapes.py` has the checks and fake kernels, `torch_kernels.py` the CPU
+kernels, `torch_training.py` the one op that trains. Elements and scales are uint8 tensors: `module.to(dtype)` leaves
+them alone, which it does not do to float8 buffers.
+
+The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
+three times as much per call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from mxfp8_ops import contract, torch_kernels, torch_shapes, torch_training
+from mxfp8_ops.errors import BackendError
+
+SCHEMAS: Final = (
+    """quantize(Tensor x, int axis=-1, str element_format="e4m3", str scale_rounding="ceil") -> (Tensor, Tensor)""",
+    """dequantize(Tensor elements, Tensor scales, int axis=-1, str element_format="e4m3", ScalarType dtype=float)
+    -> Tensor""",
+    """gemm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor? bias=None, str a_format="e4m3",
+    str b_format="e4m3", ScalarType dtype=float) -> Tensor""",
+    """weight_gemm(Tensor x, Tensor b, Tensor b_scales, Tensor? bias=None, str b_format="e4m3",
+    ScalarType? dtype=None) -> Tensor""",
+    """linear_train(Tensor x, Tensor weight, Tensor? bias=None, str fp8_format="E4M3", str scale_rounding="ceil")
+    -> Tensor""",
+)
+"""The ops of namespace `mxfp8`, as torch reads them."""
+
+
+def _no_cuda_kernel(*args: Any, **kwargs: Any) -> Any:
+    raise BackendError(
+        "mxfp8: a tensor is on a CUDA device; expected CPU tensors, there are no CUDA kernels for the torch ops; "
+        "move the tensors with .cpu()"
+    )
+
+
+def _register() -> Any:
+    library: Any = torch.library.Library(contract.DOMAIN, "DEF")  # type: ignore[no-untyped-call]
+    for schema in SCHEMAS:
+        library.define(" ".join(schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
+        name = schema.partition("(")[0]
+        torch.library.register_fake(f"{contract.DOMAIN}::{name}", getattr(torch_shapes, name), lib=library)
+    for name in ("quantize", "dequantize", "gemm", "weight_gemm"):
+        library.impl(name, getattr(torch_kernels, name), "CPU")
+        library.impl(name, _no_cuda_kernel, "CUDA")
+    # On every device: it is made of the ops above.
+    library.impl("linear_train", torch_training.linear_train, "CompositeExplicitAutograd")
+    library.impl("linear_train", torch_training.autocast, "AutocastCPU")
+    library.impl("linear_train", torch_training.autocast, "AutocastCUDA")
+    torch.library.register_autograd(
+        f"{contract.DOMAIN}::linear_train",
+        torch_training.backward,
+        setup_context=torch_training.setup_context,
+        lib=library,
+    )
+    return library
+
+
+LIBRARY: Final = _register()
+"""Keeps the registrations alive."""

@@ -1,0 +1,191 @@
+"""What the torch ops accept and what shape they return: the checks of the kernels, and the fake kernels themselves.
+
+Everything here works on symbolic shapes, so torch.export and torch.compile see the same rules and the same messages as
+an eager call. Results are always contiguous, whatever the strides of the inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops import formats, numerics
+from mxfp8_ops.errors import ContractError, ShapeError
+from mxfp8_ops.numerics import scale_count
+
+DTYPE_CODES: Final = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}
+"""onnx.TensorProto.DataType of each value dtype: what the native library calls it."""
+
+GRADIENT_FORMATS: Final = {"E4M3": "e4m3", "HYBRID": "e5m2"}
+"""Element format of gradients, by TransformerEngine's name for the choice; everything else is E4M3."""
+
+Pair = tuple[Tensor, Tensor]
+
+
+def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
+    """Returns empty (elements, scales) of `mxfp8::quantize`.
+
+    Raises:
+        ShapeError: wrong dtype, a scalar, or no such axis.
+        ContractError: unknown format or rounding.
+    """
+    axis = check_quantize(x, axis, element_format, scale_rounding)
+    shape = x.shape
+    scales = (*shape[:axis], scale_count(shape[axis]), *shape[axis + 1 :])
+    return x.new_empty(shape, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8)
+
+
+def dequantize(
+    elements: Tensor,
+    scales: Tensor,
+    axis: int = -1,
+    element_format: str = "e4m3",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Returns an empty result of `mxfp8::dequantize`.
+
+    Raises:
+        ShapeError: wrong dtypes, or the scales do not fit the elements.
+        ContractError: unknown format.
+    """
+    formats.element_format(element_format)
+    check_dtype("dequantize", dtype)
+    check_codes("dequantize", elements, scales, numerics.normalize_axis("dequantize", elements.dim(), axis))
+    return elements.new_empty(elements.shape, dtype=dtype)
+
+
+def gemm(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Returns an empty result of `mxfp8::gemm`.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format.
+    """
+    formats.element_format(a_format)
+    formats.element_format(b_format)
+    check_dtype("gemm", dtype)
+    check_operands("gemm", a, b, b_scales, bias)
+    check_codes("gemm", a, a_scales, a.dim() - 1)
+    return a.new_empty(gemm_shape("gemm", a, b), dtype=dtype)
+
+
+def weight_gemm(  # noqa: PLR0917 - the op's schema
+    x: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns an empty result of `mxfp8::weight_gemm`.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format.
+    """
+    formats.element_format(b_format)
+    check_dtype("weight_gemm", x.dtype)
+    check_dtype("weight_gemm", dtype or x.dtype)
+    check_operands("weight_gemm", x, b, b_scales, bias)
+    return x.new_empty(gemm_shape("weight_gemm", x, b), dtype=dtype or x.dtype)
+
+
+def linear_train(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
+) -> Tensor:
+    """Returns an empty result of `mxfp8::linear_train`.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format or rounding.
+    """
+    check_linear_train(x, weight, bias, fp8_format, scale_rounding)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def check_quantize(x: Tensor, axis: int, element_format: str, scale_rounding: str) -> int:
+    """Returns `axis` as 0..rank-1; raises as `quantize` does."""
+    formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    check_dtype("quantize", x.dtype)
+    return numerics.normalize_axis("quantize", x.dim(), axis)
+
+
+def check_linear_train(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scale_rounding: str) -> None:
+    """Raises as `linear_train` does."""
+    if fp8_format not in GRADIENT_FORMATS:
+        raise ContractError(
+            f"fp8_format: {fp8_format!r}; expected one of {', '.join(GRADIENT_FORMATS)}; correct the name"
+        )
+    formats.scale_increment(formats.E4M3, scale_rounding)
+    for tensor in (x, weight) if bias is None else (x, weight, bias):
+        check_dtype("linear_train", tensor.dtype)
+    if weight.dim() != 2:
+        raise ShapeError(
+            f"linear_train: weight has shape {tuple(weight.shape)}; expected [N, K]; store it as nn.Linear does"
+        )
+    numerics.check_gemm_shapes("linear_train", x.shape, weight.shape, None if bias is None else bias.shape)
+
+
+def check_dtype(where: str, dtype: torch.dtype) -> None:
+    """Raises ShapeError unless `dtype` is float32, float16 or bfloat16."""
+    if dtype not in DTYPE_CODES:
+        names = ", ".join(map(_name, DTYPE_CODES))
+        raise ShapeError(f"{where}: dtype {_name(dtype)}; expected one of {names}; cast the tensor first")
+
+
+def check_operands(where: str, x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None) -> None:
+    """Raises ShapeError unless x [..., M, K], b [..., N, K] with its scales, and bias float32 [N] fit together."""
+    numerics.check_gemm_shapes(where, x.shape, b.shape, None if bias is None else bias.shape)
+    check_codes(where, b, b_scales, b.dim() - 1)
+    if bias is not None and bias.dtype != torch.float32:
+        raise ShapeError(f"{where}: bias has dtype {_name(bias.dtype)}; expected float32; pass bias.float()")
+
+
+def check_codes(where: str, elements: Tensor, scales: Tensor, axis: int) -> None:
+    """Raises ShapeError unless both are uint8 and `scales` has one code per block of `elements` along `axis`."""
+    if elements.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ShapeError(
+            f"{where}: elements have dtype {_name(elements.dtype)} and scales {_name(scales.dtype)}; expected uint8 "
+            "codes; pass .view(torch.uint8)"
+        )
+    shape = elements.shape
+    expected = (*shape[:axis], scale_count(shape[axis]), *shape[axis + 1 :])
+    if scales.shape != expected:
+        raise ShapeError(
+            f"{where}: scales have shape {tuple(scales.shape)}; expected {expected} for elements {tuple(shape)} "
+            f"blocked along axis {axis}; pass the scales quantize returned"
+        )
+
+
+def gemm_shape(where: str, x: Tensor, b: Tensor) -> tuple[int, ...]:
+    """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed.
+
+    Raises:
+        ShapeError: the leading dimensions do not broadcast.
+    """
+    shape, n = x.shape, b.shape[-2]
+    if b.dim() == 2:
+        return (*shape[:-1], n)
+    try:
+        leading = torch.broadcast_shapes(shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise ShapeError(
+            f"{where}: operands {tuple(shape)} and {tuple(b.shape)}; expected leading dimensions that broadcast; "
+            "reshape one"
+        ) from None
+    return (*leading, *shape[-2:-1], n)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

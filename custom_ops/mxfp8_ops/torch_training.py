@@ -1,0 +1,140 @@
+"""`mxfp8::linear_train`: a linear layer whose three products, forward and backward, all run in MXFP8.
+
+    fprop  y  = x  w^T    x  [M, K] and w  [N, K] blocked along K ("rowwise")
+    dgrad  dx = dy w      dy [M, N] blocked along N, w   [N, K] along N ("columnwise")
+    wgrad  dw = dy^T x    dy [M, N] blocked along M, x   [M, K] along M ("columnwise")
+
+A block must lie along the axis a product sums over, so x, w and dy are each quantized twice, always from the
+high-precision tensor and never from the other quantized copy. Elements are E4M3; fp8_format="HYBRID" makes those of dy
+E5M2. The weight stays a master parameter in its own dtype, and the gradient of the bias is summed in float32.
+
+The columnwise copy of x is made in the forward pass and saved instead of x: 1.03 bytes per value instead of 2 or 4.
+The weight itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass.
+
+Source: NVIDIA, "Recipes for Pre-training LLMs with MXFP8"; TransformerEngine's MXFP8BlockScaling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops import torch_shapes
+from mxfp8_ops.errors import Mxfp8Error
+
+Gradient = Tensor | None
+
+
+def linear_train(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
+) -> Tensor:
+    """Returns x @ weight.T + bias, both operands quantized along K; see the module for the gradients.
+
+    Args:
+        x: [..., M, K] (or [K]) float32, float16 or bfloat16. Any M and K, also 0.
+        weight: [N, K] float32, float16 or bfloat16, not necessarily that of `x`.
+        bias: [N] float32, float16 or bfloat16, or None.
+        fp8_format: "E4M3", or "HYBRID" for gradients in E5M2.
+        scale_rounding: "ceil", "floor" or "even".
+
+    Returns:
+        [..., M, N] (or [N]) in the dtype of `x`.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format or rounding.
+        BackendError: no kernels for the device of `x`.
+    """
+    torch_shapes.check_linear_train(x, weight, bias, fp8_format, scale_rounding)
+    ops = torch.ops.mxfp8
+    rows = ops.quantize.default(x, -1, "e4m3", scale_rounding)
+    columns = ops.quantize.default(weight, -1, "e4m3", scale_rounding)
+    wide_bias = None if bias is None else bias.float()
+    result: Tensor = ops.gemm.default(*rows, *columns, wide_bias, "e4m3", "e4m3", x.dtype)
+    return result
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Saves what `backward` needs: a columnwise copy of x for the weight's gradient, the weight for that of x."""
+    x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
+    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    elements = scales = None
+    if ctx.needs_input_grad[1]:
+        elements, scales = _columnwise(_matrix(x), "e4m3", ctx.scale_rounding)
+    ctx.save_for_backward(elements, scales, weight if ctx.needs_input_grad[0] else None)
+
+
+def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None, None]:
+    """Returns the gradients of x, weight and bias, of those that are needed."""
+    x_elements, x_scales, weight = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
+    ops = torch.ops.mxfp8
+    fmt = torch_shapes.GRADIENT_FORMATS[ctx.fp8_format]
+    dx = dw = db = None
+    with torch.no_grad():
+        dy = _matrix(grad)
+        if needs_x:
+            rows = ops.quantize.default(dy, -1, fmt, ctx.scale_rounding)
+            columns = _columnwise(weight, "e4m3", ctx.scale_rounding)
+            dx = ops.gemm.default(*rows, *columns, None, fmt, "e4m3", ctx.x_dtype).reshape(ctx.x_shape)
+        if needs_weight:
+            columns = _columnwise(dy, fmt, ctx.scale_rounding)
+            dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
+        if needs_bias:
+            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    if torch.is_grad_enabled():  # only with create_graph=True
+        dx, dw, db = _refuse_second_derivative(dx, dw, db)
+    return dx, dw, db, None, None
+
+
+def autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
+) -> Tensor:
+    """Returns `linear_train` with x, and so the result, in the autocast dtype.
+
+    Weight and bias are used as they are: the weight is quantized anyway, and from its master precision.
+    """
+    device = x.device.type
+    with torch.autocast(device, enabled=False):
+        x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
+        result: Tensor = torch.ops.mxfp8.linear_train.default(x, weight, bias, fp8_format, scale_rounding)
+    return result
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Returns `x` [..., K] as [M, K]."""
+    if x.dim() == 2:
+        return x
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def _columnwise(x: Tensor, element_format: str, scale_rounding: str) -> tuple[Tensor, Tensor]:
+    """Returns `x` [M, K] blocked along M and stored [K, M]: the blocked axis last, as gemm wants it."""
+    pair: tuple[Tensor, Tensor] = torch.ops.mxfp8.quantize.default(x.t(), -1, element_format, scale_rounding)
+    return pair
+
+
+class _SecondDerivative(torch.autograd.Function):
+    """Passes gradients on; differentiating them is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise Mxfp8Error(
+            "linear_train: its gradient is being differentiated; expected first derivatives only, rounding has no "
+            "second one; drop create_graph=True, or keep this layer in high precision"
+        )
+
+
+def _refuse_second_derivative(*grads: Gradient) -> list[Gradient]:
+    anchor = torch.empty(0, requires_grad=True)
+    needed = [grad for grad in grads if grad is not None]
+    passed = iter(_SecondDerivative.apply(anchor, *needed))  # type: ignore[no-untyped-call]
+    return [None if grad is None else next(passed) for grad in grads]

@@ -1,0 +1,160 @@
+"""Every private or version-dependent torch API of the pass, in one place.
+
+What is used beyond the documented API, and why:
+
+    ExportedProgram._update            the only way to give a program other parameters; it verifies the result
+    GraphModule.__deepcopy__           renames placeholders that shadow builtins; `clone` puts the names back
+    OpOverload._schema                 says which arguments an op writes to
+    torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from mxfp8_ops.errors import BackendError
+
+try:
+    import torch
+    from torch.export import ExportedProgram
+    from torch.export.graph_signature import ExportGraphSignature, InputSpec
+    from torch.fx import GraphModule, Node
+except ImportError as error:  # pragma: no cover
+    raise BackendError(
+        f"torch: cannot be imported ({error}); expected torch 2.9 or newer; pip install 'mxfp8-graph[torch]'"
+    ) from error
+
+OLDEST: Final = (2, 9)
+"""Older versions lack the serialization of custom metadata."""
+NEWEST_TESTED: Final = (2, 13)
+
+_UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "constants")
+
+
+def check_torch() -> str | None:
+    """Returns None if the pass was tested with this torch, or a note if it is newer and looks as expected.
+
+    Raises:
+        BackendError: too old, or newer with another private API; says which versions work.
+    """
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    works = f"torch {_dotted(OLDEST)} to {_dotted(NEWEST_TESTED)}"
+    if version < OLDEST:
+        raise BackendError(f"torch {torch.__version__}: too old; expected {works}; pip install -U torch")
+    update = getattr(ExportedProgram, "_update", None)
+    if update is None or not set(_UPDATE) <= set(inspect.signature(update).parameters):
+        raise BackendError(
+            f"torch {torch.__version__}: ExportedProgram._update is not the one this pass knows; expected {works}; "
+            "install one of those, or a newer mxfp8-graph"
+        )
+    if version > NEWEST_TESTED:
+        return f"torch {torch.__version__} is newer than the last one tested ({_dotted(NEWEST_TESTED)})"
+    return None
+
+
+def clone(module: GraphModule) -> GraphModule:
+    """Returns a copy of a graph module and the graphs inside it, node for node with the same names."""
+    copied: GraphModule = copy.deepcopy(module)
+    for path, old in module.named_modules():
+        if isinstance(old, GraphModule):
+            new = copied.get_submodule(path)
+            assert isinstance(new, GraphModule)
+            for before, after in zip(old.graph.nodes, new.graph.nodes, strict=True):
+                if before.name != after.name:
+                    after.name = before.name
+                if before.op == "placeholder":
+                    after.target = before.target
+    return copied
+
+
+def updated(
+    program: ExportedProgram,
+    module: GraphModule,
+    inputs: Sequence[InputSpec],
+    state: Mapping[str, torch.Tensor],
+    constants: Mapping[str, Any],
+) -> ExportedProgram:
+    """Returns `program` with another graph and other weights; outputs, ranges and module calls stay."""
+    signature = ExportGraphSignature(input_specs=list(inputs), output_specs=program.graph_signature.output_specs)
+    new: ExportedProgram = program._update(module, signature, state_dict=dict(state), constants=dict(constants))
+    return new
+
+
+def fake_mode(module: GraphModule) -> Any:
+    """Returns the fake mode the program was traced under.
+
+    Raises:
+        BackendError: the nodes carry no fake values.
+    """
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.meta.get("val") is not None])
+    if mode is None:
+        raise BackendError(
+            "program: its nodes carry no fake tensors; expected a program as torch.export makes it; export it again"
+        )
+    return mode
+
+
+def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
+    """Returns the fake twin of `tensor`, every size static."""
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+def expose_einsum(program: ExportedProgram) -> ExportedProgram:
+    """Returns `program` with each einsum as the permutes, views and bmm it computes; all else as it is."""
+    from torch._export.utils import _get_decomp_for_cia
+
+    op = torch.ops.aten.einsum.default
+    return program.run_decompositions({op: _get_decomp_for_cia(op)})
+
+
+def op_name(node: Node) -> str:
+    """Returns what a call_function node calls: "linear" for aten ops, "mxfp8::gemm", "cond"; "" for other nodes."""
+    target = node.target
+    if node.op != "call_function":
+        return ""
+    if isinstance(target, torch._ops.OpOverload):
+        name: str = target._schema.name
+        return name.removeprefix("aten::")
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return str(target.name())
+    return str(getattr(target, "__name__", target))
+
+
+def is_higher_order(node: Node) -> bool:
+    """Whether `node` calls an op that runs graphs of its own."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """Returns an argument of an op call by its name in the op's schema, however it was passed."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, formal in enumerate(node.target._schema.arguments):
+        if formal.name == name and not formal.kwarg_only:
+            if index < len(node.args):
+                return node.args[index]
+            return formal.default_value if formal.has_default_value() else default
+    return default
+
+
+def written(node: Node) -> list[Node]:
+    """Returns the arguments that the op of `node` writes to."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    found = []
+    for index, formal in enumerate(target._schema.arguments):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            value = node.kwargs.get(formal.name, node.args[index] if index < len(node.args) else None)
+            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)]
+    return found
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
