@@ -50,9 +50,22 @@ def _inline(source: Source, *, everything: bool) -> None:
         return False
 
     chosen = [key for key, f in functions.items() if everything or holds_matmul(f.node, frozenset({key}))]
-    if chosen:
-        source.proto = inliner.inline_selected_functions(source.proto, chosen)
-        source.notes.append(f"inlined local functions: {', '.join(name for _, name in chosen)}")
+    if not chosen:
+        return
+    versions = {e.version for f in functions.values() for e in f.opset_import if e.domain in {"", "ai.onnx"}}
+    try:
+        if versions <= {source.opset}:
+            what = "inlined local functions"
+            source.proto = inliner.inline_selected_functions(source.proto, chosen)
+        else:  # onnx can convert while it inlines, but then it inlines all of them
+            what, chosen = "inlined local functions, converting their opsets", list(functions)
+            source.proto = inliner.inline_local_functions(source.proto, convert_version=True)
+    except RuntimeError as error:
+        raise ContractError(
+            f"{source.name}: local functions that hold matmuls cannot be inlined: {_last_line(error)}; "
+            f"expected functions of opset {source.opset}, as the model; export the model again"
+        ) from None
+    source.notes.append(f"{what}: {', '.join(name for _, name in chosen)}")
 
 
 def _convert(source: Source, opset: int) -> None:

@@ -1,0 +1,114 @@
+"""What a rewritten model must compute, from `mxfp8_ops.numerics` alone, and what to compare it with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+
+from mxfp8_graph.report import RewriteReport
+from mxfp8_ops import numerics
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The exact result on quantized operands, and how far float32 accumulation may be from it."""
+
+    y: np.ndarray
+    bound: np.ndarray
+
+    def then(self, function: Callable[[np.ndarray], np.ndarray]) -> Expected:
+        """Returns the expectation after a function that makes no difference larger: Relu, Neg, Abs, a transpose."""
+        moves = function not in {relu, np.negative, np.abs}
+        return Expected(function(self.y), function(self.bound) if moves else self.bound)
+
+    def check(self, actual: np.ndarray, roundings: int = 0) -> None:
+        """Fails with the worst value if `actual` is out of bounds; `roundings`: of ops after the gemm, in float32."""
+        assert actual.shape == self.y.shape, f"shape {actual.shape}, expected {self.y.shape}"
+        actual = actual.astype(np.float64)
+        excess = np.abs(actual - self.y) - self.bound - roundings * 2.0**-23 * (np.abs(self.y) + np.abs(actual))
+        if actual.size and not (excess <= 0).all():
+            at = np.unravel_index(np.argmax(np.where(np.isnan(excess), np.inf, excess)), excess.shape)
+            raise AssertionError(
+                f"at {[int(i) for i in at]}: {actual[at]}, expected {self.y[at]} within {self.bound[at]:.3g}; "
+                f"{(~(excess <= 0)).sum()} of {actual.size} are out of bounds"
+            )
+
+
+def relu(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0)
+
+
+def expect(
+    x: np.ndarray,
+    w: np.ndarray,
+    bias: np.ndarray | None = None,
+    *,
+    weight_only: bool = False,
+    formats: tuple[str, str] = ("e4m3", "e4m3"),
+    scale_rounding: str = "ceil",
+    dtype: str = "float32",
+) -> Expected:
+    """Returns x [..., M, K] times the transpose of w [..., N, K], both quantized along K, plus bias [N]."""
+    x_values = x.astype(np.float64) if weight_only else quantized(x, formats[0], scale_rounding)
+    w_values = quantized(w, formats[1], scale_rounding)
+    y = x_values @ np.swapaxes(w_values, -1, -2)
+    if bias is not None:
+        bias = np.broadcast_to(bias.astype(np.float64).reshape(-1), (w.shape[-2],))
+        y = y + bias
+    return Expected(y, numerics.gemm_error_bound(x_values, w_values, dtype, bias))
+
+
+def quantized(x: np.ndarray, element_format: str = "e4m3", scale_rounding: str = "ceil") -> np.ndarray:
+    """Returns the values that `x` becomes when it is quantized along its last axis."""
+    codes = numerics.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
+    return numerics.dequantize(*codes, element_format=element_format).astype(np.float64)
+
+
+def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Runs a model in stock ONNX Runtime: no library, the nodes are their function bodies."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    content = model if isinstance(model, str) else model.SerializeToString()
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return list(session.run(None, dict(feeds)))
+
+
+def check_well_formed(model: onnx.ModelProto) -> None:
+    """Fails if the model does not pass the checker and strict shape inference, or does not reopen in graphsurgeon."""
+    import onnx_graphsurgeon as gs
+    from onnx_graphsurgeon.logger import G_LOGGER
+
+    onnx.checker.check_model(model, full_check=True)
+    onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+    severity, G_LOGGER.severity = G_LOGGER.severity, G_LOGGER.ERROR
+    try:
+        assert len(gs.import_onnx(model).nodes) == len(model.graph.node)
+    finally:
+        G_LOGGER.severity = severity
+
+
+def kinds(model: onnx.ModelProto | onnx.GraphProto) -> dict[str, int]:
+    """Returns how many nodes of each op type the main graph holds."""
+    graph = model.graph if isinstance(model, onnx.ModelProto) else model
+    return dict(Counter(node.op_type for node in graph.node))
+
+
+def reasons(report: RewriteReport) -> dict[str, str]:
+    """Returns why each site became what it is."""
+    return {site.decision.site.name: site.decision.reason for site in report.sites}
+
+
+def initializers(model: onnx.ModelProto) -> list[str]:
+    return [tensor.name for tensor in model.graph.initializer]
+
+
+def normal(*shape: int, seed: int = 9, dtype: Any = np.float32) -> np.ndarray:
+    """Returns heavy-tailed activations: normal, times a power of two per value."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * np.exp2(rng.integers(-4, 5, shape))).astype(dtype)
