@@ -16,13 +16,10 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
-from mxfp8_graph.onnx_pass.source import INLINE_BYTES, Source
+from mxfp8_graph.onnx_pass.source import INLINE_BYTES, STANDARD, Source
 from mxfp8_graph.weights import apply
 
 Array = npt.NDArray[Any]
-
-STANDARD: Final = frozenset({None, "", "ai.onnx"})
-"""How the default operator domain is written."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,10 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from mxfp8_graph.onnx_pass.constants import STANDARD, VIEW_OPS, Constants, Static, overridable, stored_in
+from mxfp8_graph.onnx_pass.constants import VIEW_OPS, Constants, Static, overridable, stored_in
 from mxfp8_graph.onnx_pass.roles import Roles
 from mxfp8_graph.onnx_pass.site import OnnxSite, Operand, Scope
-from mxfp8_graph.onnx_pass.source import Source, subgraphs
+from mxfp8_graph.onnx_pass.source import STANDARD, Source, subgraphs
 from mxfp8_graph.onnx_pass.upgrade import MATMUL_OPS
 from mxfp8_graph.plan import Dim, MatMulSite, Role
 from mxfp8_ops.contract import VALUE_NAMES

@@ -20,6 +20,9 @@ from mxfp8_ops.errors import ContractError
 INLINE_BYTES: Final = 4096
 """Initializers up to this size stay in the skeleton: shape inference reads the small integer ones."""
 
+STANDARD: Final = frozenset({None, "", "ai.onnx"})
+"""How the default operator domain is written; None is graphsurgeon's way."""
+
 _DATA_FIELDS: Final = frozenset(
     {"raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data", "segment"}
 )
@@ -56,7 +59,7 @@ class Source:
             ContractError: the model imports none.
         """
         for entry in self.proto.opset_import:
-            if entry.domain in {"", "ai.onnx"}:
+            if entry.domain in STANDARD:
                 return int(entry.version)
         raise ContractError(
             f"{self.name}: no opset import for the default domain; expected one; re-export the model with an opset"

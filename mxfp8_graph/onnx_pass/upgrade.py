@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx
 from onnx import inliner, version_converter
 
-from mxfp8_graph.onnx_pass.source import Source, copy_fields, subgraphs
+from mxfp8_graph.onnx_pass.source import STANDARD, Source, copy_fields, subgraphs
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
 
@@ -41,7 +41,7 @@ def _inline(source: Source, *, everything: bool) -> None:
     def holds_matmul(nodes: object, seen: frozenset[tuple[str, str]]) -> bool:
         for node in nodes:  # type: ignore[attr-defined]
             key = (node.domain, node.op_type)
-            if node.domain in {"", "ai.onnx"} and node.op_type in MATMUL_OPS:
+            if node.domain in STANDARD and node.op_type in MATMUL_OPS:
                 return True
             if key in functions and key not in seen and holds_matmul(functions[key].node, seen | {key}):
                 return True
@@ -52,20 +52,34 @@ def _inline(source: Source, *, everything: bool) -> None:
     chosen = [key for key, f in functions.items() if everything or holds_matmul(f.node, frozenset({key}))]
     if not chosen:
         return
-    versions = {e.version for f in functions.values() for e in f.opset_import if e.domain in {"", "ai.onnx"}}
-    try:
-        if versions <= {source.opset}:
-            what = "inlined local functions"
-            source.proto = inliner.inline_selected_functions(source.proto, chosen)
-        else:  # onnx can convert while it inlines, but then it inlines all of them
-            what, chosen = "inlined local functions, converting their opsets", list(functions)
-            source.proto = inliner.inline_local_functions(source.proto, convert_version=True)
-    except RuntimeError as error:
-        raise ContractError(
-            f"{source.name}: local functions that hold matmuls cannot be inlined: {_last_line(error)}; "
-            f"expected functions of opset {source.opset}, as the model; export the model again"
-        ) from None
-    source.notes.append(f"{what}: {', '.join(name for _, name in chosen)}")
+    # The inliner wants one opset; a function of another is as good if its ops are the same in both.
+    imports = {key: [e for e in f.opset_import if e.domain in STANDARD] for key, f in functions.items()}
+    opsets = {key: entry.version for key, entries in imports.items() for entry in entries}
+    for key, version in opsets.items():
+        if key in chosen:
+            _refuse_other_ops(source, functions[key], version)
+        for entry in imports[key]:
+            entry.version = source.opset
+    source.proto = inliner.inline_selected_functions(source.proto, chosen)
+    for function in source.proto.functions:
+        for entry in (e for e in function.opset_import if e.domain in STANDARD):
+            entry.version = opsets[function.domain, function.name]
+    source.notes.append(f"inlined local functions: {', '.join(name for _, name in chosen)}")
+
+
+def _refuse_other_ops(source: Source, function: onnx.FunctionProto, opset: int) -> None:
+    """Raises ContractError if an op of `function` changed between its opset and the model's."""
+    for op in sorted({node.op_type for node in function.node if node.domain in STANDARD}):
+        versions = {_since(op, opset), _since(op, source.opset)}
+        if len(versions) > 1:
+            raise ContractError(
+                f"{source.name}: local function {function.name!r} is of opset {opset}, in which {op} is another than "
+                f"in the model's opset {source.opset}; expected one opset for both; export the model again"
+            )
+
+
+def _since(op: str, opset: int) -> int:
+    return int(onnx.defs.get_schema(op, opset).since_version) if onnx.defs.has(op, opset) else 0
 
 
 def _convert(source: Source, opset: int) -> None:
@@ -78,7 +92,7 @@ def _convert(source: Source, opset: int) -> None:
         ) from None
     _graft(source.proto.graph, converted.graph)
     for entry in source.proto.opset_import:
-        if entry.domain in {"", "ai.onnx"}:
+        if entry.domain in STANDARD:
             entry.version = MIN_OPSET
     _refuse_stale(source, source.proto.graph, opset)
     source.notes.append(f"converted opset {opset} to {MIN_OPSET}")
@@ -128,7 +142,7 @@ def _refuse_stale(source: Source, graph: onnx.GraphProto, opset: int) -> None:
     for node in graph.node:
         for _, inner in subgraphs(node):
             _refuse_stale(source, inner, opset)
-        if node.domain not in {"", "ai.onnx"} or not onnx.defs.has(node.op_type):
+        if node.domain not in STANDARD or not onnx.defs.has(node.op_type):
             continue
         schema = onnx.defs.get_schema(node.op_type, MIN_OPSET)
         if stale := sorted({a.name for a in node.attribute} - set(schema.attributes)):

@@ -262,9 +262,15 @@ class TestGemm:
         w = weight(*((64, 96) if trans_a else (96, 64)))
         x_shape = ("batch", 64) if trans_b else (64, "batch")
         proto = neg_model(
-            "Gemm", x_shape, (96, "batch"), {"w": w, "c": weight(96, 1, seed=1)}, "w x c", transA=trans_a, transB=trans_b,
+            "Gemm",
+            x_shape,
+            (96, "batch"),
+            {"w": w, "c": weight(96, 1, seed=1)},
+            "w x c",
             alpha=0.7,
-        )  # fmt: skip
+            transA=trans_a,
+            transB=trans_b,
+        )
         rewritten, _ = rewrite(proto)
         x = normal(3, 64)
         y = expect(x, (w.T if trans_a else w) * F32(0.7)).then(np.transpose)

@@ -14,6 +14,7 @@ from oracle import Expected, check_well_formed, expect, initializers, kinds, nor
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError, Recipe
+from mxfp8_ops.errors import ContractError
 
 F32 = np.float32
 X, Y = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}
@@ -304,16 +305,27 @@ class TestFunctions:
         y = expect(x, weight(64, 96).T)
         Expected(2 * y.y, 2 * y.bound).check(run(rewritten, {"x": x})[0])
 
-    def test_functions_of_another_opset_than_the_model_are_converted(self):
+    def test_functions_of_another_opset_whose_ops_are_the_same_in_both(self):
         old = function("Linear", "a b", [node("MatMul", "a b", "r", "inner")], "r", opset=17)
-        other = function("Twice", "a", [node("Add", "a a", "r", "add")], "r")
+        other = function("Twice", "a", [node("Add", "a a", "r", "add")], "r", opset=18)
         nodes = [call("Linear", "x w", "h"), call("Twice", "h", "y")]
-        rewritten, report = rewrite(function_model([old, other], nodes, {"w": weight(64, 96)}))
-        assert report.notes == ("inlined local functions, converting their opsets: Linear, Twice",)
-        assert kinds(rewritten) == {**QUANTIZED, "Add": 1}
+        rewritten, _ = rewrite(function_model([old, other], nodes, {"w": weight(64, 96)}))
+        assert kinds(rewritten) == {**QUANTIZED, "Twice": 1}
+        assert rewritten.functions[0] == other
         x = normal(3, 64)
         y = expect(x, weight(64, 96).T)
         Expected(2 * y.y, 2 * y.bound).check(run(rewritten, {"x": x})[0])
+
+    def test_functions_of_another_opset_whose_ops_differ_are_an_error(self):
+        body = [node("ReduceSum", "a", "s", axes=[0]), node("Add", "a s", "t"), node("MatMul", "t b", "r")]
+        proto = function_model([LINEAR], [call("Linear", "x w", "h"), node("Neg", "h", "y")], {"w": weight(64, 96)})
+        proto.functions[0].CopyFrom(function("Linear", "a b", body, "r", opset=11))
+        with pytest.raises(ContractError) as caught:
+            mxfp8_graph.rewrite(proto)
+        assert str(caught.value) == (
+            "model: local function 'Linear' is of opset 11, in which Add is another than in the model's opset 21; expected "
+            "one opset for both; export the model again"
+        )
 
     def test_a_function_nobody_calls_gives_no_site(self):
         nodes = [node("Neg", "x", "y")]
