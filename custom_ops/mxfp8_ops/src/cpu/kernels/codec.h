@@ -7,6 +7,7 @@
 #include "kernels.h"
 
 #define MXFP8_INLINE static inline __attribute__((always_inline))
+#define MXFP8_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace mxfp8::MXFP8_ISA {
 

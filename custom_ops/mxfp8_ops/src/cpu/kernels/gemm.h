@@ -1,7 +1,7 @@
 // What the two gemm kernels share: where packed values lie, the walk over strips of the result, and the store of a
 // strip.
 //
-// Packed A, `rows` rows: chunks of kGemmDepth values of K; in a chunk, tiles of kTileRows rows (the last may have
+// Packed A, `rows` rows: chunks of kGemmDepthBytes; in a chunk, tiles of kTileRows rows (the last may have
 // fewer); in a tile, block by block, 32 values of each of its rows. So a multiply reads it front to back.
 #pragma once
 #include "codec.h"
@@ -20,9 +20,15 @@ struct Chunk {
   int64_t block;   // first block
   int64_t blocks;  // number of blocks
 };
-MXFP8_INLINE int64_t chunks_of(int64_t k) { return (k + kGemmDepth - 1) / kGemmDepth; }
+template <class T>
+constexpr int64_t kDepth = kGemmDepthBytes / int64_t(sizeof(T));  // values of one row in a chunk
+template <class T>
+MXFP8_INLINE int64_t chunks_of(int64_t k) {
+  return (k + kDepth<T> - 1) / kDepth<T>;
+}
+template <class T>
 MXFP8_INLINE Chunk chunk_at(int64_t k, int64_t index) {
-  constexpr int64_t blocks = kGemmDepth / kBlock;
+  constexpr int64_t blocks = kDepth<T> / kBlock;
   return {index * blocks, min_of(blocks, blocks_of(k) - index * blocks)};
 }
 
@@ -35,11 +41,26 @@ MXFP8_INLINE int64_t tile_offset(int64_t rows, Chunk chunk, int64_t tile) {
 template <class F>
 MXFP8_INLINE void decode_block(const uint8_t* elements, int64_t count, uint8_t scale_of_block, float* out) {
   const float scale = scale_value(scale_of_block);
+#if defined(__AVX2__)
+  if (count >= kBlock) {
+    // An E4M3 factor is 2^8 larger, see simd.h, and must not overflow; and 0x7f, its NaN, would be a float16 number.
+    if (F::has_infinity) return halves_to_floats<F>(elements, scale, out);
+    if (scale_of_block <= 246 && !any_nan_code(elements)) {
+      return halves_to_floats<F>(elements, float_of((uint32_t(scale_of_block) + 8) << 23), out);
+    }
+  }
+#endif
   if (count >= kBlock) {
     for (int i = 0; i < kBlock; ++i) out[i] = decode<F>(elements[i]) * scale;
   } else {
     for (int i = 0; i < kBlock; ++i) out[i] = i < count ? decode<F>(elements[i]) * scale : 0.0f;
   }
+}
+
+// Each row of B is a new stream to the hardware prefetcher: fetches this chunk of the next panel's row meanwhile.
+MXFP8_INLINE void prefetch_next_panel(const GemmArgs& args, int64_t row, Chunk chunk) {
+  const uint8_t* next = args.b + (row + kGemmPanel) * args.k + chunk.block * kBlock;
+  for (int64_t i = 0; i < chunk.blocks; i += 2) __builtin_prefetch(next + i * kBlock);
 }
 
 // Decodes a panel - kGemmPanel rows of B from `column` on, one chunk deep - as float32: [block, row, 32]. Rows past
@@ -51,6 +72,7 @@ MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t col
     const bool inside = column + row < column_end;
     const uint8_t* elements = args.b + (column + row) * args.k;
     const uint8_t* scales = args.b_scales + (column + row) * blocks;
+    prefetch_next_panel(args, column + row, chunk);
     for (int64_t i = 0; i < chunk.blocks; ++i) {
       float* to = out + (i * kGemmPanel + row) * kBlock;
       const int64_t k = (chunk.block + i) * kBlock;
@@ -80,25 +102,25 @@ MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, i
   });
 }
 
-// Walks the result in strips of kGemmColumns columns. panel(chunk, column, strip, accumulate) multiplies all tiles with
-// one panel of B.
-template <class Panel>
+// Walks the result in strips of kGemmColumns columns, T the type of packed values. panel(chunk, column, strip,
+// accumulate) multiplies all tiles with one panel of B.
+template <class T, class Panel>
 MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                                  int64_t column_begin, int64_t column_end, const Panel& panel) {
   alignas(64) float strip[kGemmRows * kGemmColumns];
   const int64_t first = tile_begin * kTileRows;
   const int64_t count = min_of(tile_end * kTileRows, rows) - first;
-  const int64_t chunks = chunks_of(args.k);
+  const int64_t chunks = chunks_of<T>(args.k);
   for (int64_t column = column_begin; column < column_end; column += kGemmColumns) {
     const int64_t width = min_of(kGemmColumns, column_end - column);
     if (chunks == 0) std::memset(strip, 0, size_t(count * kGemmColumns) * sizeof(float));
     if (count <= kFewRows) {
       for (int64_t j = 0; j < width; j += kGemmPanel) {
-        for (int64_t c = 0; c < chunks; ++c) panel(chunk_at(args.k, c), column + j, strip + j, c > 0);
+        for (int64_t c = 0; c < chunks; ++c) panel(chunk_at<T>(args.k, c), column + j, strip + j, c > 0);
       }
     } else {
       for (int64_t c = 0; c < chunks; ++c) {
-        for (int64_t j = 0; j < width; j += kGemmPanel) panel(chunk_at(args.k, c), column + j, strip + j, c > 0);
+        for (int64_t j = 0; j < width; j += kGemmPanel) panel(chunk_at<T>(args.k, c), column + j, strip + j, c > 0);
       }
     }
     store_strip(args, row + first, count, column, width, strip);

@@ -8,7 +8,7 @@
 // multiplied by float32 arithmetic instead; if A itself does not fit bfloat16, pack says so and gemm_f32.cpp takes
 // over. All-zero blocks (scale code 0) say nothing about exponents and are skipped in the test.
 //
-// Layouts and work split as in gemm_f32.cpp at half the bytes: a panel of B is 8 KiB.
+// Layouts and work split as in gemm_f32.cpp, at half the bytes per value and twice the depth.
 #include "gemm.h"
 
 #if defined(__AVX512BF16__)
@@ -43,57 +43,74 @@ MXFP8_INLINE int lowest_exponent(const uint8_t* elements, int64_t k, const uint8
   return lowest - 127 + kElementExponent<F>;
 }
 
-// Decodes 32 elements, scaled, to bfloat16.
+// Decodes two blocks at a time, scaled, to bfloat16: both bytes of the value come from tables indexed by the element
+// code (VPERMI2B), then the scale is added to the exponent of everything but zeros.
 template <class F>
 struct Decoder {
   // Largest code for which every finite element stays finite; smallest for which every nonzero one is normal.
   static constexpr int max_scale = 254 - F::emax;
   static constexpr int min_scale = 1 - kElementExponent<F>;
-  __m512i subnormals;  // bfloat16 of the elements below the first normal one, by code; zero in the other lanes
+  __m512i low[2], high[2];  // bytes of the 128 magnitudes
+
   Decoder() {
-    alignas(64) uint16_t table[kBlock] = {};
-    for (uint32_t i = 1; i < (1u << F::mantissa_bits); ++i) table[i] = uint16_t(decode_bits<F>(i) >> 16);
-    subnormals = _mm512_load_si512(table);
-  }
-
-  __m512i operator()(const uint8_t* elements, uint8_t scale) const {
-    if (scale < min_scale || scale > max_scale) return any_scale(elements, scale);
-    const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements)));
-    const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
-    const __m512i exponent = _mm512_set1_epi16(short((scale - 127) * 128));
-    const __m512i bias = _mm512_add_epi16(exponent, _mm512_set1_epi16((127 - F::bias) * 128));
-    __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 7 - F::mantissa_bits), bias);
-    const __m512i table = _mm512_mask_add_epi16(subnormals, (1u << (1 << F::mantissa_bits)) - 2, subnormals, exponent);
-    const __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(1 << F::mantissa_bits));
-    bits = _mm512_mask_permutexvar_epi16(bits, small, magnitude, table);
-    const __mmask32 special = _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(F::max_code));
-    if (__builtin_expect(special != 0, 0)) {
-      bits = _mm512_mask_mov_epi16(bits, special, _mm512_set1_epi16(kQuietNan >> 16));
-      if (F::has_infinity) {
-        const __mmask32 infinite = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(F::max_code + 1));
-        bits = _mm512_mask_mov_epi16(bits, infinite, _mm512_set1_epi16(kInfinity >> 16));
-      }
+    alignas(64) uint8_t low_bytes[128], high_bytes[128];
+    for (uint32_t code = 0; code < 128; ++code) {
+      low_bytes[code] = uint8_t(decode_bits<F>(code) >> 16);
+      high_bytes[code] = uint8_t(decode_bits<F>(code) >> 24);
     }
-    // bits | (codes << 8 & 0x8000)
-    return _mm512_ternarylogic_epi32(bits, _mm512_slli_epi16(codes, 8), _mm512_set1_epi16(short(0x8000)), 0xf8);
+    for (int i = 0; i < 2; ++i) {
+      low[i] = _mm512_load_si512(low_bytes + 64 * i);
+      high[i] = _mm512_load_si512(high_bytes + 64 * i);
+    }
   }
 
-  // The same for codes at the ends of the range. Truncation is exact: the caller has tested the exponent.
-  __attribute__((noinline)) static __m512i any_scale(const uint8_t* elements, uint8_t scale) {
+  MXFP8_INLINE_MEMBER void two_blocks(const uint8_t* elements, const uint8_t* scales, uint16_t* first,
+                                      uint16_t* second) const {
+    // Interleaving works within 128-bit lanes: this order makes its two results the two blocks.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(elements));
+    const __m512i low_bytes = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(high[0], codes, high[1]);
+    // magnitude | (codes & 0x80)
+    const __m512i high_bytes = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8(char(0x80)), 0xf8);
+    const __mmask64 special =
+        _mm512_cmpgt_epu8_mask(_mm512_and_si512(codes, _mm512_set1_epi8(0x7f)), _mm512_set1_epi8(F::max_code));
+    if (__builtin_expect(special != 0, 0)) {
+      any_block(elements, scales[0], first);
+      any_block(elements + kBlock, scales[1], second);
+      return;
+    }
+    store_scaled(_mm512_unpacklo_epi8(low_bytes, high_bytes), elements, scales[0], first);
+    store_scaled(_mm512_unpackhi_epi8(low_bytes, high_bytes), elements + kBlock, scales[1], second);
+  }
+
+  MXFP8_INLINE_MEMBER static void store_scaled(__m512i bits, const uint8_t* elements, uint8_t scale, uint16_t* out) {
+    if (__builtin_expect(scale < min_scale || scale > max_scale, 0)) return any_block(elements, scale, out);
+    const __mmask32 nonzero = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x7fff));
+    const __m512i exponent = _mm512_set1_epi16(short((scale - 127) * 128));
+    _mm512_storeu_si512(out, _mm512_mask_add_epi16(bits, nonzero, bits, exponent));
+  }
+
+  // One block of any scale and any elements. Truncation is exact: the caller has tested the exponent.
+  __attribute__((noinline)) static void any_block(const uint8_t* elements, uint8_t scale, uint16_t* out) {
     alignas(64) float values[kBlock];
-    alignas(64) uint16_t out[kBlock];
     decode_block<F>(elements, kBlock, scale, values);
     for (int i = 0; i < kBlock; ++i) out[i] = uint16_t(bits_of(values[i]) >> 16);
-    return _mm512_load_si512(out);
   }
 
-  void block(const uint8_t* elements, int64_t count, uint8_t scale, uint16_t* out) const {
-    if (count >= kBlock) {
-      _mm512_storeu_si512(out, (*this)(elements, scale));
-    } else {
-      alignas(64) uint8_t padded[kBlock] = {};
-      std::memcpy(padded, elements, size_t(count));
-      _mm512_storeu_si512(out, (*this)(padded, scale));
+  // `blocks` blocks of a row that has `count` elements left, `step` values apart in `out`.
+  MXFP8_INLINE_MEMBER void row(const uint8_t* elements, int64_t count, const uint8_t* scales, int64_t blocks,
+                               int64_t step, uint16_t* out) const {
+    int64_t i = 0;
+    for (; i + 1 < blocks && count - i * kBlock >= 2 * kBlock; i += 2) {
+      two_blocks(elements + i * kBlock, scales + i, out + i * step, out + (i + 1) * step);
+    }
+    for (; i < blocks; ++i) {
+      alignas(64) uint8_t padded[2 * kBlock] = {};
+      alignas(64) uint16_t unused[kBlock];
+      const uint8_t both[2] = {scales[i], 127};
+      std::memcpy(padded, elements + i * kBlock, size_t(min_of(kBlock, count - i * kBlock)));
+      two_blocks(padded, both, out + i * step, unused);
     }
   }
 };
@@ -116,10 +133,8 @@ MXFP8_INLINE int decode_panel_bf16(const Decoder<F>& decoder, const GemmArgs& ar
     const uint8_t* scales = args.b_scales + (column + row) * blocks + chunk.block;
     const int exponent = lowest_exponent<F>(elements, args.k - start, scales, chunk.blocks);
     lowest = exponent < lowest ? exponent : lowest;
-    for (int64_t i = 0; i < chunk.blocks; ++i) {
-      decoder.block(elements + i * kBlock, args.k - start - i * kBlock, scales[i],
-                    out + (i * kGemmPanel + row) * kBlock);
-    }
+    prefetch_next_panel(args, column + row, chunk);
+    decoder.row(elements, args.k - start, scales, chunk.blocks, kGemmPanel * kBlock, out + row * kBlock);
   }
   return lowest;
 }
@@ -174,13 +189,11 @@ int pack_elements(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_
     const uint8_t* scales = args.a_scales + (row + i) * blocks;
     const int exponent = lowest_exponent<F>(a, args.k, scales, blocks);
     lowest = exponent < lowest ? exponent : lowest;
-    for (int64_t c = 0; c < chunks_of(args.k); ++c) {
-      const Chunk chunk = chunk_at(args.k, c);
+    for (int64_t c = 0; c < chunks_of<uint16_t>(args.k); ++c) {
+      const Chunk chunk = chunk_at<uint16_t>(args.k, c);
       uint16_t* to = out + tile_offset(rows, chunk, tile) + i % kTileRows * kBlock;
-      for (int64_t j = 0; j < chunk.blocks; ++j) {
-        const int64_t block = chunk.block + j;
-        decoder.block(a + block * kBlock, args.k - block * kBlock, scales[block], to + j * tile_rows * kBlock);
-      }
+      const int64_t k = chunk.block * kBlock;
+      decoder.row(a + k, args.k - k, scales + chunk.block, chunk.blocks, tile_rows * kBlock, to);
     }
   }
   return lowest < kLowestBf16 ? kNotExact : lowest;
@@ -196,8 +209,8 @@ int pack_values(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_be
       const uint16_t exponent = (a[k] & 0x7fff) == 0 ? 255 : (a[k] >> 7) & 0xff;
       lowest = exponent < lowest ? exponent : lowest;
     }
-    for (int64_t c = 0; c < chunks_of(args.k); ++c) {
-      const Chunk chunk = chunk_at(args.k, c);
+    for (int64_t c = 0; c < chunks_of<uint16_t>(args.k); ++c) {
+      const Chunk chunk = chunk_at<uint16_t>(args.k, c);
       uint16_t* to = out + tile_offset(rows, chunk, tile) + i % kTileRows * kBlock;
       for (int64_t j = 0; j < chunk.blocks; ++j) {
         const int64_t k = (chunk.block + j) * kBlock;
@@ -233,9 +246,9 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
   with_format(args.b_format, [&](auto format) {
     using F = decltype(format);
     const Decoder<F> decoder;
-    alignas(64) uint16_t b[kGemmPanel * kGemmDepth];
-    alignas(64) float b_f32[kGemmPanel * kGemmDepth];
-    for_each_strip(
+    alignas(64) uint16_t b[kGemmPanel * kDepth<uint16_t>];
+    alignas(64) float b_f32[kGemmPanel * kDepth<uint16_t>];
+    for_each_strip<uint16_t>(
         args, row, rows, tile_begin, tile_end, column_begin, column_end,
         [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
           const int lowest = decode_panel_bf16(decoder, args, column, column_end, chunk, b);

@@ -1,7 +1,7 @@
 // MXFP8Gemm and MXFP8WeightGemm in float32: the products of the exact dequantized values, accumulated in float32.
 //
 // y [M, N] = A [M, K] . B [N, K]^T. A (values, or elements and scales) is packed as float32 once per 256 rows; rows of
-// B are decoded, four at a time and 1024 deep, into 16 KiB that stay in L1. The register tile is kTileRows x 4 with
+// B are decoded, four at a time and 512 deep, into 8 KiB that stay in L1. The register tile is kTileRows x 4 with
 // lanes along K, so neither operand is transposed; lanes are added up once per chunk. Work is split over N (and M if N
 // is small). Bytes moved: 1.03 N K (once per 256 rows of A) + 4 M K + the result.
 #include "gemm.h"
@@ -35,8 +35,8 @@ MXFP8_INLINE void pack_tiles(const GemmArgs& args, int64_t rows, int64_t tile_be
                              const Load& load_block) {
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     const int64_t tile_rows = min_of(kTileRows, rows - tile * kTileRows);
-    for (int64_t c = 0; c < chunks_of(args.k); ++c) {
-      const Chunk chunk = chunk_at(args.k, c);
+    for (int64_t c = 0; c < chunks_of<float>(args.k); ++c) {
+      const Chunk chunk = chunk_at<float>(args.k, c);
       float* out = packed + tile_offset(rows, chunk, tile);
       for (int64_t i = 0; i < tile_rows; ++i) {
         for (int64_t block = 0; block < chunk.blocks; ++block) {
@@ -83,18 +83,18 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
                        int64_t column_begin, int64_t column_end, const void* packed, int) {
   const auto* a = static_cast<const float*>(packed);
   with_format(args.b_format, [&](auto format) {
-    alignas(64) float b[kGemmPanel * kGemmDepth];
-    for_each_strip(args, row, rows, tile_begin, tile_end, column_begin, column_end,
-                   [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
-                     decode_panel<decltype(format)>(args, column, column_end, chunk, b);
-                     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-                       const float* from = a + tile_offset(rows, chunk, tile);
-                       float* to = strip + (tile - tile_begin) * kTileRows * kGemmColumns;
-                       with_rows(rows - tile * kTileRows, [&](auto r) {
-                         multiply_tile<decltype(r)::value>(from, b, chunk.blocks, to, accumulate);
-                       });
-                     }
-                   });
+    alignas(64) float b[kGemmPanel * kDepth<float>];
+    for_each_strip<float>(args, row, rows, tile_begin, tile_end, column_begin, column_end,
+                          [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
+                            decode_panel<decltype(format)>(args, column, column_end, chunk, b);
+                            for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+                              const float* from = a + tile_offset(rows, chunk, tile);
+                              float* to = strip + (tile - tile_begin) * kTileRows * kGemmColumns;
+                              with_rows(rows - tile * kTileRows, [&](auto r) {
+                                multiply_tile<decltype(r)::value>(from, b, chunk.blocks, to, accumulate);
+                              });
+                            }
+                          });
   });
 }
 

@@ -10,13 +10,13 @@
 
 namespace mxfp8 {
 
-constexpr int64_t kBlock = 32;        // formats.BLOCK_SIZE
-constexpr int64_t kColumnTile = 64;   // columns a strided kernel handles at once
-constexpr int64_t kPackDepth = 8;     // blocks along K in one tile of the transposing pack
-constexpr int64_t kGemmRows = 256;    // rows of A packed at a time: they stay in L2
-constexpr int64_t kGemmColumns = 64;  // columns of one accumulator strip
-constexpr int64_t kGemmDepth = 1024;  // values of K multiplied before partial sums are stored
-constexpr int64_t kGemmPanel = 4;     // rows of B decoded at a time: they stay in L1
+constexpr int64_t kBlock = 32;             // formats.BLOCK_SIZE
+constexpr int64_t kColumnTile = 64;        // columns a strided kernel handles at once
+constexpr int64_t kPackDepth = 8;          // blocks along K in one tile of the transposing pack
+constexpr int64_t kGemmRows = 256;         // rows of A packed at a time: they stay in L2
+constexpr int64_t kGemmColumns = 64;       // columns of one accumulator strip
+constexpr int64_t kGemmDepthBytes = 2048;  // of one packed row that is multiplied before partial sums are stored
+constexpr int64_t kGemmPanel = 4;          // rows of B decoded at a time: they stay in L1
 
 // x is [outer, K, inner] for quantize; for pack it is [N, K] or, transposed, [K, N], with `stride` values per row.
 struct QuantizeArgs {

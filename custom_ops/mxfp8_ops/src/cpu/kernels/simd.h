@@ -1,4 +1,7 @@
 // The few vector operations the float32 gemm needs, on the widest registers of the instruction set being compiled.
+//
+// halves_to_floats decodes 32 elements through float16: an E5M2 code is the upper byte of one, an E4M3 code becomes one
+// by moving its magnitude a bit down, 2^-8 too small. The conversion treats subnormals as it should, at full speed.
 #pragma once
 #include <cstring>
 
@@ -35,6 +38,21 @@ MXFP8_INLINE void store_sums(const Vec* v, float* out, bool accumulate) {
   _mm_storeu_ps(out, accumulate ? _mm_add_ps(_mm_loadu_ps(out), sums) : sums);
 }
 
+template <class F>
+MXFP8_INLINE void halves_to_floats(const uint8_t* elements, float factor, float* out) {
+  const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements)));
+  __m512i halves = _mm512_slli_epi16(codes, 8);
+  if (!F::has_infinity) halves = _mm512_and_si512(_mm512_srai_epi16(halves, 1), _mm512_set1_epi16(short(0xbfff)));
+  const Vec low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+  const Vec high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+  _mm512_storeu_ps(out, _mm512_mul_ps(low, _mm512_set1_ps(factor)));
+  _mm512_storeu_ps(out + 16, _mm512_mul_ps(high, _mm512_set1_ps(factor)));
+}
+MXFP8_INLINE bool any_nan_code(const uint8_t* elements) {
+  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements));
+  return _mm256_cmpeq_epi8_mask(_mm256_or_si256(codes, _mm256_set1_epi8(char(0x80))), _mm256_set1_epi8(-1)) != 0;
+}
+
 #elif defined(__AVX2__)
 
 using Vec = __m256;
@@ -47,6 +65,24 @@ MXFP8_INLINE void store_sums(const Vec* v, float* out, bool accumulate) {
   const Vec all = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
   const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
   _mm_storeu_ps(out, accumulate ? _mm_add_ps(_mm_loadu_ps(out), sums) : sums);
+}
+
+template <class F>
+MXFP8_INLINE void halves_to_floats(const uint8_t* elements, float factor, float* out) {
+  for (int i = 0; i < kBlock; i += 16) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(elements + i));
+    __m256i halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
+    if (!F::has_infinity) halves = _mm256_and_si256(_mm256_srai_epi16(halves, 1), _mm256_set1_epi16(short(0xbfff)));
+    const Vec low = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+    const Vec high = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(low, _mm256_set1_ps(factor)));
+    _mm256_storeu_ps(out + i + 8, _mm256_mul_ps(high, _mm256_set1_ps(factor)));
+  }
+}
+MXFP8_INLINE bool any_nan_code(const uint8_t* elements) {
+  const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements));
+  const __m256i ones = _mm256_set1_epi8(-1);
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_or_si256(codes, _mm256_set1_epi8(char(0x80))), ones)) != 0;
 }
 
 #else  // any machine: the vector extension of GCC and Clang
