@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from mxfp8_graph.recipe import Rule as Rule
     from mxfp8_graph.recipe import load_recipe as load_recipe
     from mxfp8_graph.report import RewriteReport as RewriteReport
+    from mxfp8_graph.torch_pass import load as load
+    from mxfp8_graph.torch_pass import save as save
     from mxfp8_graph.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -23,6 +25,8 @@ _HOMES = {
     "Rule": "recipe",
     "load_recipe": "recipe",
     "RewriteReport": "report",
+    "load": "torch_pass",
+    "save": "torch_pass",
     "verify": "verify",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604

@@ -23,19 +23,23 @@ def rewrite(
     overwrite: bool = False,
     dry_run: bool = False,
     allow_nonfinite: bool = False,
+    training: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Any, RewriteReport]:
     """Returns (the rewritten model, a report of every decision).
 
     Args:
-        model: the path of an ONNX file, an `onnx.ModelProto`, or an `onnx_graphsurgeon.Graph`. It is not modified.
+        model: the path of an ONNX or .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
+            `torch.export.ExportedProgram`. It is not modified.
         recipe: a preset ("mxfp8", "mxfp8-weight-only", "ocp", "all"), a .yaml or .toml file, or a `Recipe`.
-        output: file to write. Default: MODEL.mxfp8.onnx next to a path, nothing for a model in memory.
+        output: file to write. Default: MODEL.mxfp8.onnx (or .pt2) next to a path, nothing for a model in memory.
         external_data: whether tensors go to OUTPUT.data: "always", "never", or "auto" (as the source has them, and
             near protobuf's 2 GB).
         overwrite: whether an existing output may be replaced. The input never is.
         dry_run: plan and report, write nothing; the first result is then None.
         allow_nonfinite: pack weights that hold NaN or Inf (their blocks become NaN) instead of refusing them.
+        training: keep the weights as parameters and train them in MXFP8; exported programs only. Rewrite the trained
+            program again, without it, to pack them.
         progress: called after each weight.
 
     Returns:
@@ -47,11 +51,16 @@ def rewrite(
         RecipeError: the recipe is malformed, does not fit the model, or is not the one that rewrote it before.
         NothingEligibleError: no matmul of the model is rewritten; carries the reasons.
     """
+    chosen = load_recipe(recipe)
+    if _is_program(model):
+        return _rewrite_program(model, chosen, output, overwrite, dry_run, allow_nonfinite, training, progress)
+    if training:
+        raise ContractError("rewrite: training=True for an ONNX model; expected an exported program; export with torch")
+
     import onnx
 
     from mxfp8_graph.onnx_pass import Options, rewrite_onnx
 
-    chosen = load_recipe(recipe)
     as_graph = type(model).__module__.startswith("onnx_graphsurgeon.")
     if isinstance(model, (str, Path)):
         source: Path | onnx.ModelProto = Path(model)
@@ -81,3 +90,29 @@ def rewrite(
 
         rewritten = model if report.already_rewritten else gs.import_onnx(rewritten)
     return rewritten, report
+
+
+def _is_program(model: Any) -> bool:
+    """Whether `model` is a torch ExportedProgram or a .pt2 file; asks without importing torch."""
+    if isinstance(model, (str, Path)):
+        return Path(model).suffix == ".pt2"
+    return any(c.__name__ == "ExportedProgram" and c.__module__.startswith("torch.") for c in type(model).__mro__)
+
+
+def _rewrite_program(  # noqa: PLR0917 - rewrite's own options
+    model: Any,
+    recipe: Recipe,
+    output: str | Path | None,
+    overwrite: bool,
+    dry_run: bool,
+    allow_nonfinite: bool,
+    training: bool,
+    progress: Progress | None,
+) -> tuple[Any, RewriteReport]:
+    """Returns what `rewrite` does, for an exported program in memory or in a .pt2 file."""
+    from mxfp8_graph.torch_pass import Options, rewrite_torch, rewrite_torch_file
+
+    options = Options(training=training, dry_run=dry_run, allow_nonfinite=allow_nonfinite, progress=progress)
+    if output is None and not isinstance(model, (str, Path)):
+        return rewrite_torch(model, recipe, options)
+    return rewrite_torch_file(model, recipe, options, Path(output) if output else None, overwrite=overwrite)

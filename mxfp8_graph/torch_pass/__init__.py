@@ -18,7 +18,7 @@ files.py       .pt2 files
 torchao.py     weights that torchao packed
 """
 
-from mxfp8_graph.torch_pass.files import load, save
+from mxfp8_graph.torch_pass.files import load, rewrite_torch_file, save
 from mxfp8_graph.torch_pass.run import Options, rewrite_torch
 
-__all__ = ["Options", "load", "rewrite_torch", "save"]
+__all__ = ["Options", "load", "rewrite_torch", "rewrite_torch_file", "save"]

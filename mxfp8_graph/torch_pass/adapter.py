@@ -10,9 +10,12 @@ What is used beyond the documented API, and why:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_ops.errors import BackendError
@@ -57,7 +60,8 @@ def check_torch() -> str | None:
 
 def clone(module: GraphModule) -> GraphModule:
     """Returns a copy of a graph module and the graphs inside it, node for node with the same names."""
-    copied: GraphModule = copy.deepcopy(module)
+    with _quiet():
+        copied: GraphModule = copy.deepcopy(module)
     for path, old in module.named_modules():
         if isinstance(old, GraphModule):
             new = copied.get_submodule(path)
@@ -79,8 +83,43 @@ def updated(
 ) -> ExportedProgram:
     """Returns `program` with another graph and other weights; outputs, ranges and module calls stay."""
     signature = ExportGraphSignature(input_specs=list(inputs), output_specs=program.graph_signature.output_specs)
-    new: ExportedProgram = program._update(module, signature, state_dict=dict(state), constants=dict(constants))
+    with _quiet():
+        new: ExportedProgram = program._update(
+            module, signature, state_dict=dict(state), constants=dict(constants)
+        )
     return new
+
+
+def load_archive(path: Path) -> tuple[ExportedProgram | None, Mapping[str, Any]]:
+    """Returns (the program in a .pt2 file, its extra files). Unlike torch.export.load it tells what went wrong."""
+    from torch.export.pt2_archive._package import load_pt2
+
+    contents: Any = load_pt2(str(path))
+    return contents.exported_programs.get("model"), contents.extra_files
+
+
+def container_modules(program: ExportedProgram) -> list[str]:
+    """Returns the modules that define the containers (model outputs, caches) a program takes and returns."""
+    found: set[str] = set()
+    stack: list[Any] = [program.call_spec.in_spec, program.call_spec.out_spec]
+    while stack:
+        spec = stack.pop()
+        if spec is None:
+            continue
+        for kind in (spec.type, spec.context):
+            if isinstance(kind, type):
+                found.add(kind.__module__)
+        stack += spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
+    return sorted(found - {"builtins", "collections"})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what torch says about its own use of deprecated names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 def fake_mode(module: GraphModule) -> Any:
@@ -109,7 +148,13 @@ def expose_einsum(program: ExportedProgram) -> ExportedProgram:
     from torch._export.utils import _get_decomp_for_cia
 
     op = torch.ops.aten.einsum.default
-    return program.run_decompositions({op: _get_decomp_for_cia(op)})
+    exposed: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
+    return exposed
+
+
+def op_names(names: str) -> frozenset[str]:
+    """Returns a set of names as `op_name` gives them, written with spaces between."""
+    return frozenset(names.split())
 
 
 def op_name(node: Node) -> str:
@@ -121,7 +166,7 @@ def op_name(node: Node) -> str:
         name: str = target._schema.name
         return name.removeprefix("aten::")
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return str(target.name())
+        return str(target._name)
     return str(getattr(target, "__name__", target))
 
 

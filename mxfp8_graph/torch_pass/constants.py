@@ -15,15 +15,15 @@ from torch.fx import Node
 from mxfp8_graph.torch_pass import adapter
 from mxfp8_graph.torch_pass.program import Program
 
-VIEW_OPS: Final = frozenset(
-    "t transpose.int permute numpy_T mT alias detach clone contiguous lift_fresh_copy to _to_copy type_as "
-    "view _unsafe_view reshape flatten unflatten unsqueeze squeeze slice select narrow chunk split "
-    "split_with_sizes unbind getitem expand".replace("transpose.int", "transpose swapaxes").split()
+VIEW_OPS: Final = adapter.op_names(
+    "t transpose swapaxes permute numpy_T mT alias detach clone contiguous lift_fresh_copy to _to_copy type_as "
+    "view _unsafe_view reshape flatten unflatten unsqueeze squeeze slice select narrow chunk split split_with_sizes "
+    "unbind getitem expand"
 )
 """The ops a weight may stand behind."""
 
-_RANDOM: Final = frozenset(
-    "rand randn randint randperm normal bernoulli multinomial dropout native_dropout rand_like randn_like".split()
+_RANDOM: Final = adapter.op_names(
+    "rand randn randint randperm normal bernoulli multinomial dropout native_dropout rand_like randn_like"
 )
 
 
@@ -114,6 +114,12 @@ class Constants:
             self._known[node] = False  # for a cycle through a loop
             self._known[node] = self._decide(node)
         return self._known[node]
+
+    def source_of(self, node: Node) -> str:
+        """Returns the op behind the views that a constant comes from."""
+        while adapter.op_name(node) in VIEW_OPS and node.args and isinstance(node.args[0], Node):
+            node = node.args[0]
+        return adapter.op_name(node) or node.name
 
     def _decide(self, node: Node) -> bool:
         if node.op == "placeholder":

@@ -1,9 +1,9 @@
 """How each op multiplies: which argument is which operand, and along which axis it contracts.
 
-    linear(x, w [N, K], b)                mxfp8::linear_train(x, w [N, K], b)
-    matmul(a, b [K, N]), mm, bmm, mv
-    addmm(c, a, b, beta, alpha), baddbmm
-    scaled_dot_product_attention(q, k, v): scores = q @ k^T, values = softmax(scores) @ v
+linear(x, w [N, K], b)                mxfp8::linear_train(x, w [N, K], b)
+matmul(a, b [K, N]), mm, bmm, mv
+addmm(c, a, b, beta, alpha), baddbmm
+scaled_dot_product_attention(q, k, v): scores = q @ k^T, values = softmax(scores) @ v
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A private copy of an exported program that the pass may edit: its graphs, its signature, references to its weights."""
+"""A private copy of an exported program that the pass may edit: graphs, signature, references to the weights."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Program:
         return adapter.updated(self.source, self.module, inputs, self.state, self.constants)
 
     def _is_stored(self, placeholder: Node) -> bool:
-        return self._specs[placeholder].kind != InputKind.USER_INPUT
+        return bool(self._specs[placeholder].kind != InputKind.USER_INPUT)
 
 
 def _placeholder(scope: Scope, label: str, value: Any, *, before: Node | None = None) -> Node:

@@ -15,34 +15,34 @@ from mxfp8_graph.torch_pass import adapter, hops
 from mxfp8_graph.torch_pass.constants import Constants
 from mxfp8_graph.torch_pass.program import Program, Scope
 
-_COMPUTE: Final = frozenset(
+_COMPUTE: Final = adapter.op_names(
     "linear matmul mm addmm bmm baddbmm mv addmv einsum bilinear _grouped_mm scaled_dot_product_attention "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention flex_attention "
     "convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu "
-    "mxfp8::gemm mxfp8::weight_gemm mxfp8::linear_train".split()
+    "mxfp8::gemm mxfp8::weight_gemm mxfp8::linear_train"
 )
 """Ops that consume activations: a matmul that feeds one of these is inside the model, not at its end."""
 
-_VIEWS: Final = frozenset(
+_VIEWS: Final = adapter.op_names(
     "to _to_copy type_as view _unsafe_view reshape transpose swapaxes permute t numpy_T mT alias detach clone "
-    "contiguous squeeze unsqueeze flatten unflatten getitem dropout".split()
+    "contiguous squeeze unsqueeze flatten unflatten getitem dropout"
 )
-_TO_OUTPUT: Final = _VIEWS | frozenset(
+_TO_OUTPUT: Final = _VIEWS | adapter.op_names(
     "slice select narrow split split_with_sizes chunk unbind index_select gather "
-    "softmax _softmax log_softmax _log_softmax sigmoid".split()
+    "softmax _softmax log_softmax _log_softmax sigmoid"
 )
 """What may stand between an output projection and the program's output, besides a bias add or a constant factor."""
 
-_TO_SOFTMAX: Final = _VIEWS | frozenset(
-    "add sub rsub mul div where masked_fill clamp clamp_min clamp_max maximum minimum tanh expand cat".split()
+_TO_SOFTMAX: Final = _VIEWS | adapter.op_names(
+    "add sub rsub mul div where masked_fill clamp clamp_min clamp_max maximum minimum tanh expand cat"
 )
 """Between Q @ K^T and its softmax: scaling, masking, soft-capping, attention sinks."""
 
-_FROM_SOFTMAX: Final = _VIEWS | frozenset("native_dropout where masked_fill mul slice split split_with_sizes".split())
+_FROM_SOFTMAX: Final = _VIEWS | adapter.op_names("native_dropout where masked_fill mul slice split split_with_sizes")
 """Between a softmax and its product with V."""
 
-_SOFTMAX: Final = frozenset({"softmax", "_softmax", "_safe_softmax"})
+_SOFTMAX: Final = adapter.op_names("softmax _softmax _safe_softmax")
 
 
 class Roles:

@@ -1,0 +1,79 @@
+"""scaled_dot_product_attention as the two matmuls it computes, for recipes that want either quantized.
+
+    scores = matmul(query, key^T) * scale, masked
+    values = matmul(softmax(scores), value)
+
+The node itself becomes the values product and keeps its name; the scores product is called NAME_scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mxfp8_graph.torch_pass import adapter, forms
+from mxfp8_graph.torch_pass.build import Builder
+from mxfp8_graph.torch_pass.program import Program
+
+_ATEN = torch.ops.aten
+
+
+def scores_name(node: Node) -> str:
+    """Returns the name of the scores product of an attention node."""
+    return f"{node.name}_scores"
+
+
+def obstacle(node: Node) -> str | None:
+    """Returns why an attention node cannot be taken apart, or None."""
+    if adapter.op_name(node) != forms.ATTENTION:
+        return f"{adapter.op_name(node)} is one fused kernel; export without decomposing attention"
+    if adapter.argument(node, "dropout_p", 0.0):
+        return "attention with dropout is for training; export the model in eval mode"
+    return None
+
+
+def expand(program: Program, node: Node) -> None:
+    """Replaces an attention node by its two matmuls and the softmax between them."""
+    build = Builder(program, node, {})
+    query, key, value = (adapter.argument(node, name) for name in ("query", "key", "value"))
+    if adapter.argument(node, "enable_gqa", False):
+        key, value = (_repeated(build, query, tensor) for tensor in (key, value))
+    rank = key.meta["val"].dim()
+    turned = build.permute(key, (*range(rank - 2), rank - 1, rank - 2))
+    scores = build.add(scores_name(node), _ATEN.matmul.default, query, turned)
+    program.labels[scores] = program.labels[node] = forms.ATTENTION
+    masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, _scale(node, query)))
+    weights = build.add(f"{node.name}_softmax", _ATEN.softmax.int, masked, -1)
+    node.target = _ATEN.matmul.default
+    node.args, node.kwargs = (weights, value), {}
+
+
+def _scale(node: Node, query: Node) -> float:
+    scale = adapter.argument(node, "scale")
+    return float(scale) if scale is not None else 1.0 / math.sqrt(int(query.meta["val"].shape[-1]))
+
+
+def _repeated(build: Builder, query: Node, tensor: Node) -> Node:
+    """Returns keys or values with as many heads as the query."""
+    times = int(query.meta["val"].shape[-3]) // int(tensor.meta["val"].shape[-3])
+    if times == 1:
+        return tensor
+    return build.add(f"{tensor.name}_heads", _ATEN.repeat_interleave.self_int, tensor, times, -3)
+
+
+def _masked(build: Builder, node: Node, scores: Node) -> Node:
+    mask: Any = adapter.argument(node, "attn_mask")
+    value = scores.meta["val"]
+    if adapter.argument(node, "is_causal", False):
+        sizes = [build.size(scores, -2), build.size(scores, -1)]
+        ones = build.add(f"{node.name}_ones", _ATEN.ones.default, sizes, dtype=torch.bool, device=value.device)
+        mask = build.add(f"{node.name}_causal", _ATEN.tril.default, ones)
+    if mask is None:
+        return scores
+    if mask.meta["val"].dtype == torch.bool:
+        hidden = build.add(f"{node.name}_hidden", _ATEN.logical_not.default, mask)
+        return build.add(f"{node.name}_masked", _ATEN.masked_fill.Scalar, scores, hidden, -math.inf)
+    return build.add(f"{node.name}_masked", _ATEN.add.Tensor, scores, mask)

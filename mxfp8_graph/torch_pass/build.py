@@ -1,0 +1,80 @@
+"""Inserts nodes in front of one node of a graph, each with the fake value it computes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from mxfp8_graph.torch_pass.program import Program
+
+_INHERITED: Final = ("nn_module_stack", "stack_trace", "custom")
+
+
+class Builder:
+    """Adds nodes before `anchor`, sharing those that earlier builders with the same `shared` added."""
+
+    def __init__(self, program: Program, anchor: Node, shared: dict[tuple[object, ...], list[Node]]) -> None:
+        self._program = program
+        self._anchor = anchor
+        self._shared = shared
+        self.new: list[Node] = []
+
+    def add(self, name: str, target: Any, *arguments: Any, **keywords: Any) -> Node:
+        """Returns a new node that calls `target`; its name is `name`, or that with a number."""
+        graph = self._anchor.graph
+        with graph.inserting_before(self._anchor):
+            node = graph.create_node("call_function", target, arguments, keywords, name=name)
+        for key in _INHERITED:
+            if key in self._anchor.meta:
+                node.meta[key] = self._anchor.meta[key]
+        node.meta["val"] = self.evaluate(target, arguments, keywords)
+        self.new.append(node)
+        return node
+
+    def evaluate(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Returns the fake value of a call."""
+        values: Any = map_arg((arguments, keywords), lambda node: node.meta["val"])
+        with self._program.fake_mode, torch.no_grad():
+            return target(*values[0], **values[1])
+
+    def size(self, node: Node, axis: int) -> Any:
+        """Returns the size of `node` along `axis`: a number, or a node that computes it."""
+        size = node.meta["val"].shape[axis]
+        if isinstance(size, int):
+            return size
+        key = ("size", node, axis)
+        if key not in self._shared:
+            self._shared[key] = [self.add("sym_size", torch.ops.aten.sym_size.int, node, axis)]
+        return self._shared[key][0]
+
+    def permute(self, node: Node, perm: tuple[int, ...] | None) -> Node:
+        """Returns `node` with its axes permuted; itself if `perm` is None."""
+        if perm is None:
+            return node
+        key = ("permute", node, perm)
+        if key not in self._shared:
+            self._shared[key] = [self.add(f"{node.name}_k_last", torch.ops.aten.permute.default, node, list(perm))]
+        return self._shared[key][0]
+
+    def quantize(self, node: Node, element_format: str, scale_rounding: str, epoch: int) -> list[Node]:
+        """Returns the activation's elements and scales.
+
+        Args:
+            node: the activation.
+            element_format: "e4m3" or "e5m2".
+            scale_rounding: "ceil", "floor" or "even".
+            epoch: how many in-place ops came before; the activation may have changed between two of them.
+        """
+        key = ("quantize", node, element_format, scale_rounding, epoch)
+        if key not in self._shared:
+            settings = {"axis": -1, "element_format": element_format, "scale_rounding": scale_rounding}
+            both = self.add(f"{node.name}_mxfp8", torch.ops.mxfp8.quantize.default, node, **settings)
+            self._shared[key] = [
+                self.add(f"{node.name}_mxfp8_elements", operator.getitem, both, 0),
+                self.add(f"{node.name}_mxfp8_scales", operator.getitem, both, 1),
+            ]
+        return list(self._shared[key])

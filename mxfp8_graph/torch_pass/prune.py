@@ -1,0 +1,54 @@
+"""Removes what a rewrite left without a user: weights, biases and the views in front of them. Nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from mxfp8_graph.torch_pass import adapter, hops
+from mxfp8_graph.torch_pass.constants import VIEW_OPS
+from mxfp8_graph.torch_pass.program import Program
+
+
+def prune(program: Program, suspects: Sequence[Node]) -> None:
+    """Removes the nodes in `suspects` that nothing uses, and in turn what only they used.
+
+    Dead code that was in the program before stays: only `suspects` and what feeds them are looked at. User inputs stay.
+    """
+    stack = list(suspects)
+    gone: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in gone or node.users:
+            continue
+        if node.op == "placeholder":
+            removed, feeding = _placeholder(program, node)
+        elif adapter.op_name(node) in VIEW_OPS:
+            removed, feeding = [node], node.all_input_nodes
+            node.graph.erase_node(node)
+        else:
+            continue
+        gone.update(removed)
+        stack += feeding
+
+
+def _placeholder(program: Program, node: Node) -> tuple[list[Node], list[Node]]:
+    """Removes an unused input that is a weight; returns (the nodes removed, what they were fed by)."""
+    scope = program.scope_of(node)
+    if scope.parent is None or scope.call is None:
+        if program.stored_name(node) is None:
+            return [], []
+        program.forget(node)
+        return [node], []
+    index = scope.placeholders.index(node)
+    if hops.layout_of(scope.call) is None or index < hops.variant_count(scope.call):
+        return [], []
+    twins = [sibling.placeholders[index] for sibling in scope.siblings]
+    if any(twin.users for twin in twins):
+        return [], []
+    operand = hops.operands(scope.call)[index]
+    hops.remove(scope.call, index)
+    for twin in twins:
+        twin.graph.erase_node(twin)
+    return twins, [operand] if isinstance(operand, Node) else []

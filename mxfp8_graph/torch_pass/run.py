@@ -1,0 +1,177 @@
+"""rewrite_torch(): the way through the torch pass, step by step."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.export import ExportedProgram
+
+from mxfp8_graph.plan import Decision, NothingEligibleError, plan
+from mxfp8_graph.recipe import Recipe
+from mxfp8_graph.report import RewriteReport, SiteReport
+from mxfp8_graph.torch_pass import adapter, attention, forms, record, training
+from mxfp8_graph.torch_pass.edit import Editor
+from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.sites import TorchSite, find_sites
+from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+from mxfp8_ops.errors import RecipeError
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to rewrite, besides the recipe. See `mxfp8_graph.rewrite`."""
+
+    name: str = "program"
+    """What to call the program in messages and in the report."""
+    training: bool = False
+    dry_run: bool = False
+    allow_nonfinite: bool = False
+    progress: Progress | None = None
+
+
+def rewrite_torch(
+    source: ExportedProgram, recipe: Recipe, options: Options
+) -> tuple[ExportedProgram | None, RewriteReport]:
+    """Returns (the rewritten program, or None on a dry run; report). `source` is not modified.
+
+    Raises:
+        ContractError: a weight cannot be packed.
+        RecipeError: a rule decides nothing, or the program was rewritten with another recipe.
+        NothingEligibleError: no matmul of the program is rewritten.
+        BackendError: this torch is not one the pass knows.
+    """
+    start = time.perf_counter()
+    notes = [note for note in (adapter.check_torch(),) if note]
+
+    def report(
+        sites: Sequence[SiteReport], output: ExportedProgram | None = None, *, already: bool = False
+    ) -> RewriteReport:
+        return RewriteReport(
+            source=options.name,
+            output=None,
+            recipe=recipe.model_dump(mode="json"),
+            sites=tuple(sites),
+            bytes_before=byte_size(source),
+            bytes_after=byte_size(output) if output else None,
+            seconds=time.perf_counter() - start,
+            notes=tuple(notes),
+            dry_run=options.dry_run,
+            already_rewritten=already,
+        )
+
+    if _already_rewritten(source, recipe, options):
+        return source, report([], already=True)
+    program, sites, decisions = _planned(source, recipe, options)
+    notes += program.notes
+    if not any(decision.quantize for decision in decisions):
+        raise NothingEligibleError(_nothing(options.name, decisions), decisions)
+    if options.dry_run:
+        return None, report([SiteReport(decision=d, bytes_before=d.site.weight_bytes) for d in decisions])
+    reports = _apply(program, sites, decisions, recipe, options)
+    result = program.finish()
+    return result, report(reports, result)
+
+
+def byte_size(program: ExportedProgram) -> int:
+    """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
+    sizes: dict[object, int] = {}
+    for tensor in (*program.state_dict.values(), *program.constants.values()):
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr() or id(tensor)] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _already_rewritten(source: ExportedProgram, recipe: Recipe, options: Options) -> bool:
+    """Whether `recipe` made this program; warns if it was prepared for training with another.
+
+    Raises:
+        RecipeError: another recipe packed its weights; packed weights cannot be packed again.
+    """
+    made = record.find(source)
+    if made is None:
+        return False
+    same = made.recipe == recipe.model_dump_json()
+    if made.packed:
+        if same and not options.training:
+            return True
+        asked = f"training with {recipe.name!r}" if options.training else repr(recipe.name)
+        raise RecipeError(
+            f"{options.name}: Recipe mismatch for {made.node!r}: packed with {made.recipe_name!r}, asked for {asked}; "
+            "expected the original program, since packed weights cannot be packed again; rewrite that one"
+        )
+    if not same:
+        warnings.warn(f"Recipe type changed from {made.recipe_name} to {recipe.name}", stacklevel=4)
+    return same and options.training
+
+
+def _planned(
+    source: ExportedProgram, recipe: Recipe, options: Options
+) -> tuple[Program, list[TorchSite], list[Decision]]:
+    """Returns (the copy to edit, its sites, what to do with each), attention taken apart where a recipe needs it."""
+    program = Program(_without_einsum(source))
+    sites = find_sites(program)
+    decisions = _decide(sites, recipe, options)
+    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and forms.is_attention(s.node)}
+    if wanted and not options.dry_run:
+        for node in wanted:
+            attention.expand(program, node)
+        sites = find_sites(program)
+        decisions = _decide(sites, recipe, options)
+    return program, sites, decisions
+
+
+def _decide(sites: Sequence[TorchSite], recipe: Recipe, options: Options) -> list[Decision]:
+    decisions = plan([site.site for site in sites], recipe)
+    for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
+        unfit = site.unfit or (training.obstacle(site) if options.training else None)
+        if decision.quantize and unfit:
+            decisions[index] = training.kept(decision, unfit)
+    if options.training:
+        training.check(recipe, decisions)
+    return decisions
+
+
+def _without_einsum(source: ExportedProgram) -> ExportedProgram:
+    """Returns `source` with each einsum as the bmm it computes: among them are matmuls with a static operand."""
+    modules = (m for m in source.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
+    if any(adapter.op_name(node) == "einsum" for module in modules for node in module.graph.nodes):
+        return adapter.expose_einsum(source)
+    return source
+
+
+def _apply(
+    program: Program, sites: Sequence[TorchSite], decisions: Sequence[Decision], recipe: Recipe, options: Options
+) -> list[SiteReport]:
+    made = record.Made("", recipe.model_dump_json(), packed=not options.training)
+    editor = Editor(program, made, allow_nonfinite=options.allow_nonfinite)
+    total = sum(d.site.weight_bytes for d in decisions if d.quantize)
+    done = 0
+    reports: list[SiteReport] = []
+    for site, decision in zip(sites, decisions, strict=True):
+        if not decision.quantize:
+            training.undo(site)
+            reports.append(SiteReport(decision=decision, bytes_before=site.site.weight_bytes))
+            continue
+        if options.training:
+            reports.append(training.apply(program, site, decision, recipe, made))
+        else:
+            reports.append(editor.apply(site, decision))
+        done += site.site.weight_bytes
+        if options.progress:
+            options.progress(site.site.name, done, total)
+    editor.finish()
+    return reports
+
+
+def _nothing(name: str, decisions: Sequence[Decision]) -> str:
+    if not decisions:
+        return f"{name}: no matmul in the program; expected at least one; nothing to rewrite"
+    count = f"{len(decisions)} matmul{'s' if len(decisions) > 1 else ''}"
+    return f"{name}: none of its {count} is eligible; expected at least one; see the reasons and adapt the recipe"
