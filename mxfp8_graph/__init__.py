@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mxfp8_graph.api import rewrite as rewrite
+    from mxfp8_graph.onnx_export import to_onnx as to_onnx
     from mxfp8_graph.plan import NothingEligibleError as NothingEligibleError
     from mxfp8_graph.recipe import Recipe as Recipe
     from mxfp8_graph.recipe import Rule as Rule
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "rewrite": "api",
+    "to_onnx": "onnx_export",
     "NothingEligibleError": "plan",
     "Recipe": "recipe",
     "Rule": "recipe",

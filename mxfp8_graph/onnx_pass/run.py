@@ -11,7 +11,7 @@ from typing import Literal
 
 import onnx
 
-import mxfp8_graph
+from mxfp8_graph import provenance
 from mxfp8_graph.onnx_pass.edit import Editor
 from mxfp8_graph.onnx_pass.output import Target, open_target, wants_external
 from mxfp8_graph.onnx_pass.site import OnnxSite
@@ -25,10 +25,6 @@ from mxfp8_ops import contract
 from mxfp8_ops.errors import RecipeError
 
 Progress = Callable[[str, int, int], None]
-
-RECIPE_KEY = "mxfp8_graph.recipe"
-VERSION_KEY = "mxfp8_graph.version"
-CONTRACT_KEY = "mxfp8_graph.contract_version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +112,7 @@ def _already_rewritten(source: Source, recipe: Recipe) -> bool:
     first = next((n for g in iter_graphs(source.proto.graph) for n in g.node if n.domain == contract.DOMAIN), None)
     if first is None:
         return False
-    recorded = next((p.value for p in source.proto.metadata_props if p.key == RECIPE_KEY), None)
+    recorded = next((p.value for p in source.proto.metadata_props if p.key == provenance.RECIPE_KEY), None)
     if recorded == recipe.model_dump_json():
         return True
     packed_with = json.loads(recorded).get("name") if recorded else "an unrecorded recipe"
@@ -127,15 +123,8 @@ def _already_rewritten(source: Source, recipe: Recipe) -> bool:
 
 
 def _record(model: onnx.ModelProto, recipe: Recipe) -> None:
-    onnx.helper.set_model_props(
-        model,
-        {
-            **{p.key: p.value for p in model.metadata_props},
-            RECIPE_KEY: recipe.model_dump_json(),
-            VERSION_KEY: mxfp8_graph.__version__,
-            CONTRACT_KEY: str(contract.VERSION),
-        },
-    )
+    props = {p.key: p.value for p in model.metadata_props}
+    onnx.helper.set_model_props(model, {**props, **provenance.entries(recipe.model_dump_json())})
 
 
 def _nothing(source: Source, decisions: Sequence[Decision]) -> str:

@@ -1,0 +1,10 @@
+"""A rewritten ExportedProgram -> the ONNX file that rewriting its ONNX export would have given.
+
+export.py       the way through
+translation.py  which node each op becomes
+float8.py       gives elements, which torch keeps as uint8, their float8 types
+"""
+
+from mxfp8_graph.onnx_export.export import to_onnx
+
+__all__ = ["to_onnx"]

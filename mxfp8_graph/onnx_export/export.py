@@ -1,0 +1,211 @@
+"""to_onnx(): the way through the export, step by step.
+
+torch's exporter translates the program with the ops as they are; then the elements get their float8 types, the model
+its function bodies and its record, and the tensors go to the file one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import onnx
+
+from mxfp8_graph import provenance
+from mxfp8_graph.onnx_pass.output import INLINE_LIMIT, open_target
+from mxfp8_graph.onnx_pass.source import INLINE_BYTES, Source, iter_graphs
+from mxfp8_ops import contract, onnx_functions
+from mxfp8_ops.errors import BackendError, ContractError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from torch.export import ExportedProgram
+
+
+def to_onnx(
+    program: Any,
+    path: str | Path,
+    *,
+    opset: int = contract.MIN_OPSET,
+    external_data: Literal["auto", "always", "never"] = "auto",
+    overwrite: bool = False,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_shapes: Any = None,
+) -> Path:
+    """Returns `path`, having written a rewritten program there as ONNX; any ONNX Runtime from 1.20 on runs it.
+
+    Args:
+        program: a `torch.export.ExportedProgram` that `rewrite` packed, or the path of one that `save` wrote.
+        path: file to write.
+        opset: version of the default operator domain, at least 21.
+        external_data: whether tensors go to PATH.data: "always", "never", or "auto" (near protobuf's 2 GB).
+        overwrite: whether an existing file may be replaced.
+        input_names: what to call the inputs; by default as the program does.
+        output_names: what to call the outputs.
+        dynamic_shapes: names for dynamic axes, as `torch.onnx.export` takes them: `{"x": {0: "batch"}}`. Which axes
+            are dynamic is the program's; this only names them. By default they have torch's names, such as "s77".
+
+    Raises:
+        ContractError: the program is not a packed one, an op has no ONNX form, or the file cannot be written.
+        BackendError: torch or onnxscript is missing.
+    """
+    path = Path(path)
+    newest = onnx.defs.onnx_opset_version()
+    if not contract.MIN_OPSET <= opset <= newest:
+        raise ContractError(
+            f"to_onnx: opset {opset}; expected {contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows; "
+            "pass another opset"
+        )
+    exported = _program(program)
+    recipe = _recorded_recipe(exported)
+    names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
+    model = _translate(exported, opset, {key: value for key, value in names.items() if value is not None})
+    source, tensors = _skeleton(model)
+    _complete(source.proto, opset, recipe)
+    external = external_data == "always" or (external_data == "auto" and source.byte_size > INLINE_LIMIT)
+    with open_target(source, path, external=external, overwrite=overwrite) as target:
+        for tensor in source.proto.graph.initializer:
+            if tensor.name in tensors:
+                target.sink.store(tensor, tensors.pop(tensor.name).numpy())
+        target.finish()
+    return path
+
+
+def _program(program: Any) -> ExportedProgram:
+    try:
+        import onnxscript  # noqa: F401
+        import torch
+
+        from mxfp8_ops import torch_ops  # noqa: F401
+    except ImportError as error:
+        raise BackendError(
+            f"to_onnx: {error}; expected torch and onnxscript; pip install 'mxfp8-graph[torch]'"
+        ) from error
+    if isinstance(program, (str, Path)):
+        from mxfp8_graph.torch_pass import load
+
+        program = load(program)
+    if not isinstance(program, torch.export.ExportedProgram):
+        raise ContractError(
+            f"to_onnx: a {type(program).__name__}; expected a rewritten ExportedProgram or the path of one; "
+            "pass what mxfp8_graph.rewrite gave back"
+        )
+    return program
+
+
+def _recorded_recipe(program: ExportedProgram) -> str | None:
+    """Returns the recipe that packed `program`, as JSON, or None if it is not recorded.
+
+    Raises:
+        ContractError: nothing is packed, or some linears are still in their training form.
+    """
+    import torch
+
+    ops = torch.ops.mxfp8
+    recipe, packed = None, False
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if node.target is ops.linear_train.default:
+                raise ContractError(
+                    f"to_onnx: node {node.name!r} is mxfp8.linear_train, which quantizes its weight at every step and "
+                    "has no ONNX form; expected packed weights; rewrite the program again, without training"
+                )
+            if node.target in {ops.gemm.default, ops.weight_gemm.default, ops.quantize.default, ops.dequantize.default}:
+                packed = True
+                recipe = recipe or (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
+    if not packed:
+        raise ContractError(
+            "to_onnx: the program has no mxfp8 op; expected a rewritten one; call mxfp8_graph.rewrite first, or "
+            "torch.onnx.export for the program as it is"
+        )
+    return recipe
+
+
+def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -> ir.Model:
+    """Returns the program as an ONNX model with float8 elements, in onnxscript's representation."""
+    import torch
+
+    from mxfp8_graph.onnx_export import float8, translation
+
+    try:
+        with _quiet():
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=opset,
+                verbose=False,
+                custom_translation_table=translation.table(),
+                **names,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        cause = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ContractError(
+            f"to_onnx: torch {torch.__version__} cannot export the program: {cause}; expected ops that have an ONNX "
+            "form; change the model to do without this one"
+        ) from error
+    assert exported is not None  # None is for exports that write a file themselves
+    model: ir.Model = exported.model
+    found = model.opset_imports.get("", 0)
+    if found != opset:
+        raise ContractError(
+            f"to_onnx: onnxscript cannot bring the model from opset {found} to {opset}; expected ops that both have; "
+            "pass another opset"
+        )
+    float8.retype(model)
+    return model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what torch's exporter says about other packages and about itself."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _skeleton(model: ir.Model) -> tuple[Source, dict[str, ir.TensorProtocol]]:
+    """Returns the model without the data of its large initializers, and that data by name."""
+    import onnx_ir as ir
+
+    size = 0
+    tensors: dict[str, ir.TensorProtocol] = {}
+    for name, value in list(model.graph.initializers.items()):
+        tensor = value.const_value
+        assert tensor is not None  # an initializer without data is no initializer
+        if tensor.nbytes > INLINE_BYTES:
+            tensors[name] = tensor
+            size += tensor.nbytes
+            model.graph.initializers.pop(name)
+    proto = ir.to_proto(model)
+    for name, tensor in tensors.items():
+        dims = tensor.shape.numpy()
+        proto.graph.initializer.add(name=name, data_type=int(tensor.dtype), dims=dims)
+    source = Source(
+        "program", proto, {}, None, size + proto.ByteSize(), uses_external_data=False, weights_are_inputs=False
+    )
+    return source, tensors
+
+
+def _complete(model: onnx.ModelProto, opset: int, recipe: str | None) -> None:
+    """Adds the function bodies, imports, IR version and the record of how the model was made."""
+    used = {node.op_type for graph in iter_graphs(model.graph) for node in graph.node if node.domain == contract.DOMAIN}
+    model.functions.extend(onnx_functions.functions(opset, sorted(used)))
+    imports = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
+    if not any(entry.domain == contract.DOMAIN for entry in model.opset_import):
+        model.opset_import.append(imports[1])
+    oldest = onnx.helper.find_min_ir_version_for(imports[:1])
+    model.ir_version = max(model.ir_version, oldest, 10)  # 10: the first with float8 in functions
+    recorded = {entry.key: entry.value for entry in model.metadata_props}
+    onnx.helper.set_model_props(model, {**recorded, **provenance.entries(recipe)})

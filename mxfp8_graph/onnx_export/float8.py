@@ -1,0 +1,109 @@
+"""Gives every tensor of elements its float8 type: torch keeps them as uint8, the ONNX nodes demand the real type.
+
+Starts from the nodes, which know their formats, and goes back through views to where elements come from: an
+initializer, an input of the model, or MXFP8Quantize. No byte changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_export.translation import FORMATS
+from mxfp8_ops import contract, formats
+from mxfp8_ops.errors import ContractError
+
+_VIEWS: Final = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})
+"""Ops that take float8 since opset 21 and move bytes without looking at them; their first input is the tensor."""
+
+_Use = tuple[ir.Node, int]
+
+
+def retype(model: ir.Model) -> None:
+    """Types the elements of `model` in place and removes the notes of `translation.py`.
+
+    Raises:
+        ContractError: an op other than the nodes and views produces or reads elements.
+    """
+    nodes = [node for node in model.graph.all_nodes() if node.domain == contract.DOMAIN]
+    demands: dict[ir.Value, dict[str, list[_Use]]] = {}
+    for node in nodes:
+        ports = [
+            index for index, row in enumerate(contract.OPS[node.op_type].inputs) if row.dtypes == contract.ELEMENTS
+        ]
+        noted = node.attributes.pop(FORMATS, None)
+        names = noted.as_string().split() if noted is not None else []
+        for index, name in zip(ports, names, strict=True):
+            _demand(demands, (node, index), name)
+        if node.op_type == contract.QUANTIZE.name:
+            node.outputs[0].dtype = ir.DataType(node.attributes["output_dtype"].as_int())
+    for value, uses in demands.items():
+        _give(value, uses)
+
+
+def _demand(demands: dict[ir.Value, dict[str, list[_Use]]], use: _Use, name: str) -> None:
+    """Notes that `use` needs elements of format `name`, and so does every view between it and their origin."""
+    node, index = use
+    value = node.inputs[index]
+    assert value is not None  # elements are no optional input
+    uses = demands.setdefault(value, {}).setdefault(name, [])
+    if use in uses:
+        return
+    uses.append(use)
+    producer = value.producer()
+    if producer is None:
+        return
+    if producer.domain == contract.DOMAIN:
+        made = producer.attributes["output_dtype"].as_int()
+        if producer.op_type == contract.QUANTIZE.name and made == formats.element_format(name).onnx_dtype:
+            return
+    elif producer.op_type in _VIEWS and producer.domain == "":
+        _demand(demands, (producer, 0), name)
+        return
+    raise ContractError(
+        f"to_onnx: node {node.name!r} reads {name} elements {value.name!r}, which come from {producer.name!r} "
+        f"({producer.op_type}); expected elements of that format from mxfp8.quantize or a buffer, through nothing but "
+        "views; quantize after that op instead"
+    )
+
+
+def _give(value: ir.Value, demands: dict[str, list[_Use]]) -> None:
+    """Gives `value` the type its uses demand; an initializer that several types are demanded of becomes several.
+
+    The exporter merges initializers of equal bytes, so one may hold elements of both formats, or elements and scales.
+    """
+    demanded = {use for uses in demands.values() for use in uses}
+    others = [(node, index) for node, index in value.uses() if (node, index) not in demanded]
+    if not others and len(demands) == 1:
+        _set_type(value, next(iter(demands)))
+    elif value.const_value is not None and value.graph is not None and not value.is_graph_output():
+        for name, uses in demands.items():
+            twin = ir.Value(name=f"{value.name}_{name}", shape=value.shape, const_value=value.const_value)
+            _set_type(twin, name)
+            value.graph.initializers.add(twin)
+            for node, index in uses:
+                node.replace_input_with(index, twin)
+        if not others:
+            value.graph.initializers.pop(str(value.name))
+    else:
+        raise ContractError(
+            f"to_onnx: elements {value.name!r} are also read {_readers(others)}; expected one element format, and no "
+            "reader but mxfp8 ops and views; dequantize them for other ops"
+        )
+
+
+def _set_type(value: ir.Value, name: str) -> None:
+    row = formats.element_format(name)
+    value.dtype = ir.DataType(row.onnx_dtype)
+    if value.const_value is not None:
+        data = np.asarray(value.const_value.numpy()).view(getattr(ml_dtypes, row.numpy_name))
+        value.const_value = ir.Tensor(data, name=value.name)
+
+
+def _readers(uses: Iterable[_Use]) -> str:
+    named = ", ".join(f"by {node.name!r} ({node.op_type})" for node, _ in uses)
+    return named or "as another format"

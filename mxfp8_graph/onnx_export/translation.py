@@ -1,0 +1,92 @@
+"""Which node each op becomes; torch's exporter does the rest.
+
+torch.ops.mxfp8.quantize     -> MXFP8Quantize
+torch.ops.mxfp8.dequantize   -> MXFP8Dequantize
+torch.ops.mxfp8.gemm         -> MXFP8Gemm
+torch.ops.mxfp8.weight_gemm  -> MXFP8WeightGemm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import onnx
+import torch
+from onnxscript import values
+
+from mxfp8_ops import contract, formats, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+
+FORMATS: Final = "element_formats"
+"""Attribute that carries the formats of a node's element inputs from here to `float8.py`, which removes it: in ONNX
+the format is the type of the tensor, and until then all elements are uint8."""
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """Returns the function that builds the node of each op, for `torch.onnx.export`."""
+    domain = values.Opset(contract.DOMAIN, contract.VERSION)
+    nodes = {op.name: values.Op(domain, op.name, _schema(op)) for op in contract.OPS.values()}
+
+    def node(op: contract.Op, *inputs: Any, **attributes: Any) -> Any:
+        return nodes[op.name](*inputs, **{**op.attributes, **attributes})
+
+    def quantize(x: Any, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Any:
+        dtype = formats.element_format(element_format).onnx_dtype
+        return node(contract.QUANTIZE, x, axis=axis, output_dtype=dtype, scale_rounding=scale_rounding)
+
+    def dequantize(
+        elements: Any, scales: Any, axis: int = -1, element_format: str = "e4m3", dtype: int = contract.FLOAT
+    ) -> Any:
+        settings = {"axis": axis, "output_dtype": int(dtype), FORMATS: element_format}
+        return node(contract.DEQUANTIZE, elements, scales, **settings)
+
+    def gemm(  # noqa: PLR0917 - the signature of the op
+        a: Any,
+        a_scales: Any,
+        b: Any,
+        b_scales: Any,
+        bias: Any = None,
+        a_format: str = "e4m3",
+        b_format: str = "e4m3",
+        dtype: int = contract.FLOAT,
+    ) -> Any:
+        settings = {"output_dtype": int(dtype), FORMATS: f"{a_format} {b_format}"}
+        return node(contract.GEMM, a, a_scales, b, b_scales, bias, **settings)
+
+    def weight_gemm(  # noqa: PLR0917 - the signature of the op
+        x: Any, b: Any, b_scales: Any, bias: Any = None, b_format: str = "e4m3", dtype: int | None = None
+    ) -> Any:
+        settings = {"output_dtype": int(x.dtype if dtype is None else dtype), FORMATS: b_format}
+        return node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
+
+    functions = (quantize, dequantize, gemm, weight_gemm)
+    return {getattr(torch.ops.mxfp8, function.__name__).default: function for function in functions}
+
+
+def _schema(op: contract.Op) -> onnx.defs.OpSchema:
+    """Returns a node's row of the contract as onnxscript wants it, with elements as torch has them, uint8."""
+    schema = onnx.defs.OpSchema
+    types: list[tuple[str, list[str], str]] = []
+
+    def port(row: contract.Port, name: str) -> onnx.defs.OpSchema.FormalParameter:
+        dtypes = (contract.UINT8,) if row.dtypes == contract.ELEMENTS else row.dtypes
+        names = [f"tensor({onnx.TensorProto.DataType.Name(dtype).lower()})" for dtype in dtypes]
+        types.append((name, names, row.shape))
+        option = schema.FormalParameterOption.Optional if row.optional else schema.FormalParameterOption.Single
+        return schema.FormalParameter(row.name, name, param_option=option)
+
+    return schema(
+        op.name,
+        contract.DOMAIN,
+        contract.VERSION,
+        doc=op.summary,
+        inputs=[port(row, f"I{index}") for index, row in enumerate(op.inputs)],
+        outputs=[port(row, f"O{index}") for index, row in enumerate(op.outputs)],
+        type_constraints=types,
+        attributes=[
+            schema.Attribute(
+                name, schema.AttrType.STRING if isinstance(default, str) else schema.AttrType.INT, "", required=False
+            )
+            for name, default in {**op.attributes, FORMATS: ""}.items()
+        ],
+    )
