@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mxfp8_ops import cpu, torch_shapes
 from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
+from mxfp8_ops.numerics import scale_count
 from mxfp8_ops.torch_shapes import DTYPE_CODES, Pair
 
 _FORMAT_CODES: Final = {name: fmt.onnx_dtype for name, fmt in ELEMENT_FORMATS.items()}
@@ -51,13 +52,16 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
             elements, scales = quantize(x.t(), 1, element_format, scale_rounding)
             return elements.t().contiguous(), scales.t().contiguous()
         x = x.contiguous()
-    shape = x.shape
+    shape = [*x.shape]
     k = shape[axis]
-    elements = torch.empty(shape, dtype=torch.uint8)
-    scales = torch.empty((*shape[:axis], -(-k // 32), *shape[axis + 1 :]), dtype=torch.uint8)
+    inner = math.prod(shape[axis + 1 :])
+    outer = x.numel() // (k * inner) if k and inner else 0
+    shape[axis] = scale_count(k)
+    elements = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    scales = torch.empty(shape, dtype=torch.uint8)
     status = cpu._load().mxfp8_quantize(
-        DTYPE_CODES[x.dtype], x.data_ptr(), math.prod(shape[:axis]), k, math.prod(shape[axis + 1 :]), *codes,
-        elements.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
+        DTYPE_CODES[x.dtype], x.data_ptr(), outer, k, inner, *codes, elements.data_ptr(), scales.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     if status:
         cpu._check("quantize", status)
@@ -86,12 +90,14 @@ def dequantize(
         BackendError: the native library is missing.
     """
     y = torch_shapes.dequantize(elements, scales, axis, element_format, dtype)
-    shape = y.shape
-    axis %= len(shape)
+    shape = [*y.shape]
+    k = shape[axis]
+    inner = math.prod(shape[axis + 1 :]) if axis != -1 else 1
+    outer = y.numel() // (k * inner) if k and inner else 0
     elements, scales = elements.contiguous(), scales.contiguous()
     status = cpu._load().mxfp8_dequantize(
-        _FORMAT_CODES[element_format], elements.data_ptr(), scales.data_ptr(), math.prod(shape[:axis]), shape[axis],
-        math.prod(shape[axis + 1 :]), DTYPE_CODES[dtype], y.data_ptr(), torch.get_num_threads(),
+        _FORMAT_CODES[element_format], elements.data_ptr(), scales.data_ptr(), outer, k, inner, DTYPE_CODES[dtype],
+        y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if status:
         cpu._check("dequantize", status)
@@ -223,7 +229,7 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, format_code: in
     shape = x.shape
     k = shape[-1]
     elements = torch.empty(shape, dtype=torch.uint8)
-    scales = torch.empty((*shape[:-1], -(-k // 32)), dtype=torch.uint8)
+    scales = torch.empty((*shape[:-1], scale_count(k)), dtype=torch.uint8)
     stats = ctypes.create_string_buffer(_STATS_BYTES)
     status = cpu._load().mxfp8_pack(
         DTYPE_CODES[x.dtype], rows.data_ptr(), rows.stride(0), transposed, x.numel() // k, k, format_code, rounding,

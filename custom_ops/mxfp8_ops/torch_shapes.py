@@ -75,9 +75,9 @@ def gemm(  # noqa: PLR0917 - the op's schema
     formats.element_format(a_format)
     formats.element_format(b_format)
     check_dtype("gemm", dtype)
-    check_operands("gemm", a, b, b_scales, bias)
-    check_codes("gemm", a, a_scales, a.dim() - 1)
-    return a.new_empty(gemm_shape("gemm", a, b), dtype=dtype)
+    shape = gemm_shape("gemm", a, b, b_scales, bias)
+    check_codes("gemm", a, a_scales, -1)
+    return a.new_empty(shape, dtype=dtype)
 
 
 def weight_gemm(  # noqa: PLR0917 - the op's schema
@@ -96,9 +96,9 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     """
     formats.element_format(b_format)
     check_dtype("weight_gemm", x.dtype)
-    check_dtype("weight_gemm", dtype or x.dtype)
-    check_operands("weight_gemm", x, b, b_scales, bias)
-    return x.new_empty(gemm_shape("weight_gemm", x, b), dtype=dtype or x.dtype)
+    if dtype is not None:
+        check_dtype("weight_gemm", dtype)
+    return x.new_empty(gemm_shape("weight_gemm", x, b, b_scales, bias), dtype=dtype)
 
 
 def linear_train(
@@ -134,7 +134,9 @@ def check_linear_train(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_forma
         raise ShapeError(
             f"linear_train: weight has shape {tuple(weight.shape)}; expected [N, K]; store it as nn.Linear does"
         )
-    numerics.check_gemm_shapes("linear_train", x.shape, weight.shape, None if bias is None else bias.shape)
+    numerics.check_gemm_shapes(
+        "linear_train", tuple(x.shape), tuple(weight.shape), None if bias is None else tuple(bias.shape)
+    )
 
 
 def check_dtype(where: str, dtype: torch.dtype) -> None:
@@ -144,47 +146,42 @@ def check_dtype(where: str, dtype: torch.dtype) -> None:
         raise ShapeError(f"{where}: dtype {_name(dtype)}; expected one of {names}; cast the tensor first")
 
 
-def check_operands(where: str, x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None) -> None:
-    """Raises ShapeError unless x [..., M, K], b [..., N, K] with its scales, and bias float32 [N] fit together."""
-    numerics.check_gemm_shapes(where, x.shape, b.shape, None if bias is None else bias.shape)
-    check_codes(where, b, b_scales, b.dim() - 1)
-    if bias is not None and bias.dtype != torch.float32:
+def gemm_shape(where: str, x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed.
+
+    Raises:
+        ShapeError: they do not fit together, nor with the scales [..., N, ceil(K / 32)] and the bias float32 [N].
+    """
+    x_shape, b_shape = tuple(x.shape), tuple(b.shape)
+    numerics.check_gemm_shapes(where, x_shape, b_shape, None if bias is None else tuple(bias.shape))
+    check_codes(where, b, b_scales, -1)
+    if bias is not None and bias.dtype is not torch.float32:
         raise ShapeError(f"{where}: bias has dtype {_name(bias.dtype)}; expected float32; pass bias.float()")
+    if len(b_shape) == 2:
+        return (*x_shape[:-1], b_shape[0])
+    try:
+        leading = torch.broadcast_shapes(x_shape[:-2], b_shape[:-2])  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise ShapeError(
+            f"{where}: operands {x_shape} and {b_shape}; expected leading dimensions that broadcast; reshape one"
+        ) from None
+    return (*leading, *x_shape[-2:-1], b_shape[-2])
 
 
 def check_codes(where: str, elements: Tensor, scales: Tensor, axis: int) -> None:
     """Raises ShapeError unless both are uint8 and `scales` has one code per block of `elements` along `axis`."""
-    if elements.dtype != torch.uint8 or scales.dtype != torch.uint8:
+    if elements.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
         raise ShapeError(
             f"{where}: elements have dtype {_name(elements.dtype)} and scales {_name(scales.dtype)}; expected uint8 "
             "codes; pass .view(torch.uint8)"
         )
-    shape = elements.shape
-    expected = (*shape[:axis], scale_count(shape[axis]), *shape[axis + 1 :])
-    if scales.shape != expected:
+    expected = [*elements.shape]
+    expected[axis] = scale_count(expected[axis])
+    if [*scales.shape] != expected:
         raise ShapeError(
-            f"{where}: scales have shape {tuple(scales.shape)}; expected {expected} for elements {tuple(shape)} "
-            f"blocked along axis {axis}; pass the scales quantize returned"
+            f"{where}: scales have shape {tuple(scales.shape)}; expected {tuple(expected)} for elements "
+            f"{tuple(elements.shape)} blocked along axis {axis % elements.dim()}; pass the scales quantize returned"
         )
-
-
-def gemm_shape(where: str, x: Tensor, b: Tensor) -> tuple[int, ...]:
-    """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed.
-
-    Raises:
-        ShapeError: the leading dimensions do not broadcast.
-    """
-    shape, n = x.shape, b.shape[-2]
-    if b.dim() == 2:
-        return (*shape[:-1], n)
-    try:
-        leading = torch.broadcast_shapes(shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        raise ShapeError(
-            f"{where}: operands {tuple(shape)} and {tuple(b.shape)}; expected leading dimensions that broadcast; "
-            "reshape one"
-        ) from None
-    return (*leading, *shape[-2:-1], n)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -23,12 +23,34 @@
 namespace mxfp8 {
 namespace {
 
+// Moves the calling thread off processor `taken`, if it runs there and may run elsewhere. A kernel tends to wake a
+// sleeping thread on the processor of the thread that wakes it, and to leave it there for longer than a job lasts: the
+// two would take turns while the next processor idles.
+int current_processor() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+void step_aside([[maybe_unused]] int taken) {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (taken < 0 || sched_getcpu() != taken || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(taken, &others);
+  if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
+  sched_setaffinity(0, sizeof allowed, &allowed);
+#endif
+}
+
 struct Job {
   void (*task)(void*, size_t);
   void* argument;
   size_t count;
   int helpers;  // how many more threads may join; guarded by the pool's mutex
   int active;   // threads at work besides the caller; guarded by the pool's mutex
+  int caller;   // processor the caller runs on
   std::atomic<size_t> next{0};
   std::condition_variable done;
 
@@ -50,6 +72,7 @@ class Pool {
     } else {
       wake_.notify_all();
     }
+    std::this_thread::yield();  // to a helper that was woken on this processor: it steps aside
     job->work();
     std::unique_lock<std::mutex> lock(mutex_);
     remove(job);
@@ -73,6 +96,7 @@ class Pool {
       ++job->active;
       if (--job->helpers == 0) jobs_.pop_front();
       lock.unlock();
+      step_aside(job->caller);
       job->work();
       lock.lock();
       remove(job);
@@ -115,7 +139,8 @@ Pool* pool() {
 
 void run_on_pool(void* threads, void (*task)(void*, size_t), void* argument, size_t count) {
   const auto wanted = reinterpret_cast<intptr_t>(threads);
-  Job job{task, argument, count, int(count < size_t(wanted) ? count : size_t(wanted)) - 1, 0, {}, {}};
+  Job job{task, argument, count, int(count < size_t(wanted) ? count : size_t(wanted)) - 1, 0, current_processor(),
+          {},   {}};
   pool()->run(&job);
 }
 
