@@ -6,7 +6,6 @@ interrupted and terminated. Results go to stdout, everything else to stderr.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import errno
 import functools
@@ -14,22 +13,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, ParamSpec
+from typing import Annotated, Final, NoReturn, ParamSpec
 
 import typer
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Column
 from rich.text import Text
 
 import mxfp8_graph
+from mxfp8_graph.terminal import console, progress_bar, say, show
 from mxfp8_ops.errors import Mxfp8Error
-
-if TYPE_CHECKING:
-    from mxfp8_graph.api import Progress as ProgressCallback
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2
@@ -139,34 +133,6 @@ def _refuse(error: Mxfp8Error) -> int:
     return NOTHING_ELIGIBLE
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Returns a console that prints text as it is, and does not fold what goes into a pipe or a file."""
-    result = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
-    if not result.is_terminal:
-        result.width = 10_000
-    return result
-
-
-def say(message: str) -> None:
-    """Prints a message on stderr, on the terminal's terms: never folded, never interpreted."""
-    from mxfp8_graph.tables import printable
-
-    lines = "\n".join(map(printable, message.split("\n")))
-    console(stderr=True).print(Text(lines), soft_wrap=True)
-
-
-def show(result: RenderableType, *, fold: bool = True) -> None:
-    """Prints a result on stdout; into a pipe or a file without the blanks that fill up table cells."""
-    out = console()
-    if out.is_terminal:
-        out.print(result, soft_wrap=not fold)
-        return
-    with out.capture() as captured:
-        out.print(result, soft_wrap=not fold)
-    for line in captured.get().splitlines():
-        typer.echo(line.rstrip())
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"mxfp8-graph {mxfp8_graph.__version__}")
@@ -213,7 +179,7 @@ def rewrite(
 
     if report is not None:
         check_report_path(report)
-    with _progress() as progress:
+    with progress_bar() as progress:
         _, done = api.rewrite(
             model,
             recipe,
@@ -321,26 +287,3 @@ def _shapes(dims: list[str] | None) -> dict[str, int]:
             raise typer.BadParameter(f"{dim!r}; expected NAME=SIZE, as in batch=4", param_hint="--dim")
         shapes[name] = int(size)
     return shapes
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[ProgressCallback | None]:
-    """Yields what to call after each weight: a bar on stderr, or None where nobody would see it."""
-    err = console(stderr=True)
-    if not err.is_terminal:
-        yield None
-        return
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, expand=True) as bar:
-        task = bar.add_task("planning", total=None)
-
-        def advance(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total)
-
-        yield advance

@@ -56,7 +56,7 @@ class Session:
         optimize: bool = True,
     ) -> None:
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # errors are raised, and told in our words
         if not optimize:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         if folder is not None:

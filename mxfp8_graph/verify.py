@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from mxfp8_graph.compare import Difference, difference
-from mxfp8_graph.inputs import Array, Inputs, describe, input_specs
+from mxfp8_graph.inputs import Array, Inputs, InputSpec, describe, input_specs
 from mxfp8_graph.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.onnx_pass.source import Source
 from mxfp8_graph.report import check_report_path, write_atomically
@@ -171,16 +171,21 @@ def verify(
 
 
 def _check_signatures(before: Source, after: Source) -> None:
-    pairs = (
-        ("inputs", [str(s) for s in input_specs(before.proto, before.name)], input_specs(after.proto, after.name)),
-        ("outputs", [o.name for o in before.proto.graph.output], [o.name for o in after.proto.graph.output]),
-    )
-    for what, old, new in pairs:
-        if sorted(old) != sorted(map(str, new)):
+    old_inputs, new_inputs = input_specs(before.proto, before.name), input_specs(after.proto, after.name)
+    old_outputs, new_outputs = ([o.name for o in source.proto.graph.output] for source in (before, after))
+    for what, same, old, new in (
+        ("inputs", _signature(old_inputs) == _signature(new_inputs), old_inputs, new_inputs),
+        ("outputs", sorted(old_outputs) == sorted(new_outputs), old_outputs, new_outputs),
+    ):
+        if not same:
             raise ShapeError(
                 f"{after.name}: {what} {', '.join(map(str, new)) or 'none'}; expected those of {before.name}, "
-                f"{', '.join(old) or 'none'}; verify a model against the one it was made from"
+                f"{', '.join(map(str, old)) or 'none'}; verify a model against the one it was made from"
             )
+
+
+def _signature(specs: list[InputSpec]) -> dict[str, str]:
+    return {spec.name: spec.dtype.name for spec in specs}
 
 
 def _run(model: Model, source: Source, inputs: Inputs, *, kernels: bool) -> Inputs:

@@ -1,0 +1,67 @@
+"""How the command line talks: results on stdout, everything else on stderr, for terminals, pipes and files alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column
+from rich.text import Text
+
+from mxfp8_graph.tables import printable
+
+if TYPE_CHECKING:
+    from mxfp8_graph.api import Progress as ProgressCallback
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Returns a console that prints text as it is, and does not fold what goes into a pipe or a file."""
+    result = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not result.is_terminal:
+        result.width = 10_000
+    return result
+
+
+def say(message: str) -> None:
+    """Prints a message on stderr, on the terminal's terms: never folded, never interpreted."""
+    lines = "\n".join(map(printable, message.split("\n")))
+    console(stderr=True).print(Text(lines), soft_wrap=True)
+
+
+def show(result: RenderableType, *, fold: bool = True) -> None:
+    """Prints a result on stdout; into a pipe or a file without the blanks that fill up table cells."""
+    out = console()
+    if out.is_terminal:
+        out.print(result, soft_wrap=not fold)
+        return
+    with out.capture() as captured:
+        out.print(result, soft_wrap=not fold)
+    for line in captured.get().splitlines():
+        typer.echo(line.rstrip())
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[ProgressCallback | None]:
+    """Yields what to call after each weight: a bar on stderr, or None where nobody would see it."""
+    err = console(stderr=True)
+    if not err.is_terminal:
+        yield None
+        return
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, expand=True) as bar:
+        task = bar.add_task("planning", total=None)
+
+        def advance(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total)
+
+        yield advance
