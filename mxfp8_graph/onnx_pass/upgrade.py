@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx
 from onnx import inliner, version_converter
 
-from mxfp8_graph.onnx_pass.source import STANDARD, Source, copy_fields, subgraphs
+from mxfp8_graph.onnx_pass.source import STANDARD, Source, copy_fields, iter_graphs, subgraphs
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
 
@@ -90,7 +90,7 @@ def _convert(source: Source, opset: int) -> None:
             f"{source.name}: opset {opset}, and onnx's converter cannot bring it to {MIN_OPSET}: {_last_line(error)}; "
             f"expected opset {MIN_OPSET} or above; export the model again with one"
         ) from None
-    _graft(source.proto.graph, converted.graph)
+    _graft(source.proto.graph, converted.graph, {n.name for g in iter_graphs(source.proto.graph) for n in g.node})
     for entry in source.proto.opset_import:
         if entry.domain in STANDARD:
             entry.version = MIN_OPSET
@@ -98,20 +98,28 @@ def _convert(source: Source, opset: int) -> None:
     source.notes.append(f"converted opset {opset} to {MIN_OPSET}")
 
 
-def _graft(original: onnx.GraphProto, converted: onnx.GraphProto) -> None:
-    """Replaces the nodes of `original` by those of `converted`, keeping each node that did not change as it was."""
+def _graft(original: onnx.GraphProto, converted: onnx.GraphProto, names: set[str]) -> None:
+    """Replaces the nodes of `original` by those of `converted`, keeping each node that did not change as it was.
+
+    `names` are those of all nodes: the converter calls each node it adds like the one it adds it for.
+    """
     known = {tuple(node.output): node for node in original.node}
     nodes: list[onnx.NodeProto] = []
     for node in converted.node:
         before = known.get(tuple(node.output))
         if before is None:
+            base, count = node.name, 1
+            while node.name and node.name in names:
+                count += 1
+                node.name = f"{base}_{count}"
+            names.add(node.name)
             nodes.append(node)
             continue
         kept = onnx.NodeProto()
         kept.CopyFrom(before)
         inner = dict(subgraphs(node))
         for name, graph in subgraphs(kept):
-            _graft(graph, inner[name])
+            _graft(graph, inner[name], names)
         if not _same(before, node):
             for name in ("op_type", "input", "attribute"):
                 kept.ClearField(name)

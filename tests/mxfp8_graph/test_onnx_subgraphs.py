@@ -323,8 +323,8 @@ class TestFunctions:
         with pytest.raises(ContractError) as caught:
             mxfp8_graph.rewrite(proto)
         assert str(caught.value) == (
-            "model: local function 'Linear' is of opset 11, in which Add is another than in the model's opset 21; expected "
-            "one opset for both; export the model again"
+            "model: local function 'Linear' is of opset 11, in which Add is another than in the model's opset 21; "
+            "expected one opset for both; export the model again"
         )
 
     def test_a_function_nobody_calls_gives_no_site(self):

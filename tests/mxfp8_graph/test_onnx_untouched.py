@@ -1,0 +1,299 @@
+"""What no decision names stays the very message it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import pytest
+from builders import chain_model, language_model, matmul_model, model, node, weight
+from onnx import helper, numpy_helper
+from oracle import check_well_formed, expect, kinds, normal, relu, run
+
+import mxfp8_graph
+from mxfp8_graph import Recipe
+
+F32 = np.float32
+
+
+def property_of(key: str, value: str) -> onnx.StringStringEntryProto:
+    return onnx.StringStringEntryProto(key=key, value=value)
+
+
+def documented() -> onnx.ModelProto:
+    """A model in which everything that can be said about a graph is said."""
+    proto = language_model()
+    proto.producer_name, proto.producer_version, proto.domain, proto.model_version = "maker", "7", "org.test", 3
+    proto.doc_string = "the model"
+    proto.metadata_props.append(property_of("license", "CC0"))
+    graph = proto.graph
+    graph.doc_string = "the graph"
+    graph.metadata_props.append(property_of("graph", "kept"))
+    for n in graph.node:
+        n.doc_string = f"about {n.name}"
+        n.metadata_props.append(property_of("pkg.torch.onnx.fx_node", n.name))
+    for item in (*graph.input, *graph.output, *graph.initializer):
+        item.doc_string = f"about {item.name}"
+        item.metadata_props.append(property_of("origin", item.name))
+    graph.value_info.append(helper.make_tensor_value_info("x", 1, ["batch_size", "sequence_length", 64], "between"))
+    graph.value_info.append(helper.make_tensor_value_info("act", 1, ["batch_size", "sequence_length", 128]))
+    annotation = graph.quantization_annotation.add(tensor_name="x")
+    annotation.quant_parameter_tensor_names.append(property_of("SCALE_TENSOR", "last"))
+    dense = helper.make_tensor("sparse", 1, [2], [1.0, 2.0])
+    sparse = helper.make_sparse_tensor(dense, helper.make_tensor("where", 7, [2], [1, 3]), [5])
+    graph.sparse_initializer.append(sparse)
+    proto.opset_import.append(helper.make_opsetid("org.custom", 4))
+    graph.node.append(
+        helper.make_node("Probe", ["h"], ["probed"], "probe", domain="org.custom", doc_string="unknown op")
+    )
+    training = proto.training_info.add()
+    training.algorithm.name = "step"
+    return proto
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    before = documented()
+    return before, mxfp8_graph.rewrite(before)[0]
+
+
+def test_inputs_and_outputs_are_the_same_messages(pair):
+    before, after = pair
+    assert list(after.graph.input) == list(before.graph.input)
+    assert list(after.graph.output) == list(before.graph.output)
+
+
+@pytest.mark.parametrize(
+    "field", ["producer_name", "producer_version", "domain", "model_version", "doc_string", "ir_version"]
+)
+def test_model_fields(pair, field):
+    before, after = pair
+    assert getattr(after, field) == getattr(before, field)
+
+
+@pytest.mark.parametrize(
+    "field", ["name", "doc_string", "metadata_props", "quantization_annotation", "sparse_initializer", "value_info"]
+)
+def test_graph_fields(pair, field):
+    before, after = pair
+    assert getattr(after.graph, field) == getattr(before.graph, field)
+
+
+def test_training_info(pair):
+    before, after = pair
+    assert list(after.training_info) == list(before.training_info)
+
+
+def test_metadata_is_kept_and_the_rewrite_is_recorded_after_it(pair):
+    before, after = pair
+    known = {p.key: p.value for p in after.metadata_props}
+    assert next(iter(known.items())) == ("license", "CC0")
+    assert set(known) == {"license", "mxfp8_graph.recipe", "mxfp8_graph.version", "mxfp8_graph.contract_version"}
+    assert Recipe.model_validate_json(known["mxfp8_graph.recipe"]).name == "mxfp8"
+    assert known["mxfp8_graph.version"] == mxfp8_graph.__version__
+    assert known["mxfp8_graph.contract_version"] == "1"
+    assert list(before.metadata_props) == [property_of("license", "CC0")]
+
+
+def test_opset_imports_are_the_same_plus_one(pair):
+    before, after = pair
+    assert list(after.opset_import) == [*before.opset_import, helper.make_opsetid("mxfp8", 1)]
+
+
+def test_unrelated_nodes_are_byte_identical_and_in_their_order(pair):
+    before, after = pair
+    replaced = {"ffn.up", "ffn.down"}
+    unrelated = [n.SerializeToString() for n in before.graph.node if n.name not in replaced]
+    assert [n.SerializeToString() for n in after.graph.node if n.domain != "mxfp8"] == unrelated
+
+
+def test_unrelated_initializers_are_byte_identical_and_in_their_order(pair):
+    before, after = pair
+    unrelated = [t for t in before.graph.initializer if not t.name.startswith("ffn.")]
+    assert list(after.graph.initializer)[: len(unrelated)] == unrelated
+
+
+def test_the_gemm_takes_over_name_doc_string_and_metadata_of_the_matmul(pair):
+    before, after = pair
+    old = {n.name: n for n in before.graph.node}
+    gemms = [n for n in after.graph.node if n.op_type == "MXFP8Gemm"]
+    assert [n.name for n in gemms] == ["ffn.up", "ffn.down"]
+    for gemm in gemms:
+        assert gemm.doc_string == old[gemm.name].doc_string
+        assert list(gemm.metadata_props) == list(old[gemm.name].metadata_props)
+        assert list(gemm.output) == list(old[gemm.name].output)
+
+
+def test_the_callers_proto_is_not_modified():
+    proto = documented()
+    before = proto.SerializeToString(deterministic=True)
+    mxfp8_graph.rewrite(proto, "all")
+    assert proto.SerializeToString(deterministic=True) == before
+
+
+def test_the_callers_graph_is_not_modified_and_a_graph_comes_back():
+    graph = gs.import_onnx(chain_model())
+    before = gs.export_onnx(graph).SerializeToString(deterministic=True)
+    rewritten, report = mxfp8_graph.rewrite(graph)
+    assert gs.export_onnx(graph).SerializeToString(deterministic=True) == before
+    assert isinstance(rewritten, gs.Graph)
+    assert [n.op for n in rewritten.nodes] == ["MXFP8Quantize", "MXFP8Gemm", "Relu"] * 2
+    assert len(report.rewritten) == 2
+    x = normal(3, 64)
+    proto = gs.export_onnx(rewritten)
+    check_well_formed(proto)
+    hidden = expect(x, weight(64, 128).T).then(relu)
+    y = expect(hidden.y.astype(F32), weight(128, 64, seed=1).T).then(relu)
+    slack = (hidden.bound + 2.0**-24 * hidden.y) @ np.abs(weight(128, 64, seed=1))
+    type(y)(y.y, y.bound + 2 * slack).check(run(proto, {"x": x})[0])
+
+
+def test_two_rewrites_give_identical_bytes():
+    one, two = (mxfp8_graph.rewrite(documented(), "all")[0] for _ in range(2))
+    assert one.SerializeToString() == two.SerializeToString()
+
+
+@pytest.mark.parametrize("external", ["always", "never"])
+def test_two_rewrites_give_identical_files(tmp_path, external):
+    onnx.save(documented(), tmp_path / "m.onnx")
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        mxfp8_graph.rewrite(tmp_path / "m.onnx", output=tmp_path / folder / "out.onnx", external_data=external)
+    files = [sorted(p.name for p in (tmp_path / folder).iterdir()) for folder in ("a", "b")]
+    assert files[0] == files[1] == (["out.onnx", "out.onnx.data"] if external == "always" else ["out.onnx"])
+    for name in files[0]:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_names_that_are_taken_are_not_taken_again():
+    nodes = [
+        node("MatMul", "x w", "w_mxfp8", "w_mxfp8_scales"),
+        node("Relu", "w_mxfp8", "x_mxfp8", "x_mxfp8_quantize"),
+        node("Neg", "x_mxfp8", "y"),
+    ]
+    proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}, {"w": weight(64, 96)})
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    check_well_formed(rewritten)
+    x = normal(3, 64)
+    expect(x, weight(64, 96).T).then(relu).then(np.negative).check(run(rewritten, {"x": x})[0])
+    assert len({n.name for n in rewritten.graph.node}) == len(rewritten.graph.node)
+
+
+def test_nodes_without_names_get_sites_with_names():
+    proto = chain_model()
+    for n in proto.graph.node:
+        n.name = ""
+    rewritten, report = mxfp8_graph.rewrite(proto)
+    assert [s.decision.site.name for s in report.sites] == ["MatMul_h0", "MatMul_h1"]
+    assert [n.name for n in rewritten.graph.node if n.op_type == "MXFP8Gemm"] == ["", ""]
+
+
+def test_a_model_that_imports_our_domain_already_imports_it_once():
+    proto = matmul_model()
+    proto.opset_import.append(helper.make_opsetid("mxfp8", 1))
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    assert [entry.domain for entry in rewritten.opset_import] == ["", "mxfp8"]
+
+
+DTYPES = ["INT4", "UINT4", "FLOAT4E2M1", "INT2", "UINT2", "FLOAT8E8M0", "FLOAT8E5M2", "STRING", "BOOL", "COMPLEX64"]
+
+
+def odd_tensor(dtype: str) -> onnx.TensorProto:
+    code = getattr(onnx.TensorProto, dtype, None)
+    if code is None:
+        pytest.skip(f"this onnx has no {dtype}")
+    if dtype == "STRING":
+        return helper.make_tensor("odd", code, [2000], [b"word"] * 2000)
+    bits = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2, "COMPLEX64": 64}.get(dtype, 8)
+    data = np.random.default_rng(0).integers(0, 2, 40001 * bits // 8 + 1, np.uint8).tobytes()
+    tensor = onnx.TensorProto(name="odd", data_type=code, dims=[40001])
+    tensor.raw_data = data[: -(-40001 * bits // 8)]
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", ["inline", "external"])
+@pytest.mark.parametrize("result", ["never", "always"])
+def test_tensors_of_every_dtype_are_carried_over_bit_by_bit(tmp_path, dtype, source, result):
+    proto = matmul_model()
+    proto.ir_version = 12
+    tensor = odd_tensor(dtype)
+    proto.graph.initializer.append(tensor)
+    proto.graph.node.append(node("Identity", "odd", "unused"))
+    onnx.save(
+        proto, tmp_path / "m.onnx", save_as_external_data=source == "external", location="m.data", size_threshold=0
+    )
+    mxfp8_graph.rewrite(tmp_path / "m.onnx", output=tmp_path / "out.onnx", external_data=result)
+    (after,) = [t for t in onnx.load(tmp_path / "out.onnx").graph.initializer if t.name == "odd"]
+    assert (after.data_type, list(after.dims)) == (tensor.data_type, list(tensor.dims))
+    assert after.raw_data == tensor.raw_data
+    assert list(after.string_data) == list(tensor.string_data)
+
+
+def test_tensors_in_typed_fields_are_carried_over(tmp_path):
+    proto = matmul_model()
+    values = np.arange(3000, dtype=F32)
+    proto.graph.initializer.append(helper.make_tensor("typed", 1, [3000], values))
+    proto.graph.initializer.append(helper.make_tensor("half", 10, [3000], values / 4))
+    proto.graph.node.append(node("Identity", "typed", "unused"))
+    proto.graph.node.append(node("Identity", "half", "unused2"))
+    onnx.save(proto, tmp_path / "m.onnx")
+    mxfp8_graph.rewrite(tmp_path / "m.onnx", output=tmp_path / "out.onnx", external_data="always")
+    after = {t.name: numpy_helper.to_array(t) for t in onnx.load(tmp_path / "out.onnx").graph.initializer}
+    np.testing.assert_array_equal(after["typed"], values)
+    np.testing.assert_array_equal(after["half"], (values / 4).astype(np.float16))
+
+
+def test_sequences_and_optionals_pass_through():
+    nodes = [
+        node("MatMul", "x w", "h", "linear"),
+        node("Neg", "h", "n"),
+        node("SequenceConstruct", "n n", "s"),
+        node("ConcatFromSequence", "s", "y", axis=0),
+    ]
+    proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["k", 96])}, {"w": weight(64, 96)})
+    sequence = helper.make_tensor_sequence_value_info("parts", 1, ["p", 64])
+    optional = helper.make_value_info("maybe", helper.make_optional_type_proto(sequence.type))
+    proto.graph.input.extend([sequence, optional])
+    proto.graph.node.append(node("SequenceLength", "parts", "count"))
+    proto.graph.output.append(helper.make_tensor_value_info("count", 7, []))
+    onnx.checker.check_model(proto, full_check=True)
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    assert list(rewritten.graph.input) == list(proto.graph.input)
+    assert kinds(rewritten) == {
+        "MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1, "SequenceConstruct": 1, "ConcatFromSequence": 1,
+        "SequenceLength": 1,
+    }  # fmt: skip
+
+
+def test_attributes_that_hold_many_graphs_pass_through():
+    branch = helper.make_graph([node("Neg", "h", "b")], "g", [], [helper.make_empty_tensor_value_info("b")])
+    custom = helper.make_node("Switch", ["h"], ["y"], "switch", domain="org.custom")
+    custom.attribute.append(onnx.AttributeProto(name="cases", type=onnx.AttributeProto.GRAPHS, graphs=[branch, branch]))
+    proto = matmul_model()
+    proto.graph.node.append(custom)
+    proto.graph.node[-1].output[0] = "z"
+    proto.opset_import.append(helper.make_opsetid("org.custom", 1))
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    assert rewritten.graph.node[-1] == proto.graph.node[-1]
+
+
+def test_inlining_a_function_leaves_the_rest_as_it_was():
+    proto = documented()
+    linear = helper.make_function(
+        "local", "Linear", ["a", "b"], ["r"], [node("MatMul", "a b", "r")], [helper.make_opsetid("", 21)]
+    )
+    proto.functions.append(linear)
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    proto.graph.node.append(node("Linear", "h ffn.up.weight", "called", "call", domain="local"))
+    proto.graph.node.append(node("Neg", "called", "negated"))
+    after, report = mxfp8_graph.rewrite(proto)
+    assert report.notes == ("inlined local functions: Linear",)
+    replaced = {"ffn.up", "ffn.down", "call"}
+    unrelated = [n for n in proto.graph.node if n.name not in replaced]
+    assert [n for n in after.graph.node if n.domain != "mxfp8"] == unrelated
+    for field in ("doc_string", "metadata_props", "quantization_annotation", "sparse_initializer", "input", "output"):
+        assert getattr(after.graph, field) == getattr(proto.graph, field)
+    assert after.doc_string == proto.doc_string
+    assert list(after.training_info) == list(proto.training_info)
+    assert after.metadata_props[0] == proto.metadata_props[0]

@@ -1,0 +1,242 @@
+"""Models below opset 21 are converted up: same results, same names, same documentation; or a clear error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from builders import chain_model, model, node, value, weight
+from onnx import helper, numpy_helper
+from oracle import check_well_formed, expect, kinds, normal, run
+
+import mxfp8_graph
+from mxfp8_ops.errors import ContractError
+
+F32 = np.float32
+
+
+def opset_of(proto: onnx.ModelProto) -> int:
+    (version,) = [entry.version for entry in proto.opset_import if entry.domain == ""]
+    return version
+
+
+def linear(*more: onnx.NodeProto, opset: int, y: Any = ("m", 96), **weights: np.ndarray) -> onnx.ModelProto:
+    """x @ w -> h -> more -> y."""
+    nodes = [node("MatMul", "x w", "h", "linear"), *more]
+    return model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, y)}, {"w": weight(64, 96), **weights}, opset=opset)
+
+
+@pytest.mark.parametrize("opset", [7, 8, 9, 11, 13, 15, 17, 18, 19, 20])
+def test_a_lower_opset_becomes_21(opset):
+    rewritten, report = mxfp8_graph.rewrite(linear(node("Neg", "h", "y"), opset=opset))
+    check_well_formed(rewritten)
+    assert opset_of(rewritten) == 21
+    assert report.notes == (f"converted opset {opset} to 21",)
+    x = normal(3, 64)
+    expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+
+
+@pytest.mark.parametrize("opset", [21, 22, 23, 24, 25, 26])
+def test_opset_21_and_above_stays(opset):
+    proto = linear(node("Neg", "h", "y"), opset=opset)
+    rewritten, report = mxfp8_graph.rewrite(proto)
+    onnx.checker.check_model(rewritten, full_check=True)
+    assert opset_of(rewritten) == opset
+    assert {e.version for f in rewritten.functions for e in f.opset_import if e.domain == ""} == {opset}
+    assert report.notes == ()
+    x = normal(3, 64)
+    expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+
+
+def test_ops_that_changed_are_converted():
+    more = [
+        node("Squeeze", "h", "s", axes=[0]),
+        node("Unsqueeze", "s", "u", axes=[0, 1]),
+        node("Clip", "u", "c", min=-1.0, max=1.0),
+        node("Softmax", "c", "p", axis=1),
+        node("ReduceSum", "p", "y", axes=[0], keepdims=0),
+    ]
+    nodes = [node("MatMul", "x w", "h", "linear"), *more]
+    proto = model(nodes, {"x": (F32, [1, 5, 64])}, {"y": (F32, [1, 5, 96])}, {"w": weight(64, 96)}, opset=10)
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    check_well_formed(rewritten)
+    x = normal(1, 5, 64)
+    h = np.clip(expect(x, weight(64, 96).T).y, -1, 1).reshape(1, -1)  # Softmax over all axes from 1 on
+    p = np.exp(h) / np.exp(h).sum()
+    np.testing.assert_allclose(run(rewritten, {"x": x})[0], p.reshape(1, 5, 96), rtol=1e-4)
+
+
+def test_nodes_that_did_not_change_keep_their_documentation_and_metadata():
+    proto = linear(node("Relu", "h", "r"), node("Squeeze", "r", "y", axes=[1]), opset=11, y=("m", 96))
+    del proto.graph.node[2]
+    proto.graph.node.append(node("Softmax", "r", "y", "soft"))
+    for n in proto.graph.node:
+        n.doc_string = f"about {n.name}"
+        n.metadata_props.add(key="origin", value=n.name)
+    proto.graph.doc_string, proto.doc_string = "the graph", "the model"
+    proto.graph.metadata_props.add(key="g", value="1")
+    proto.metadata_props.add(key="m", value="1")
+    for item in (*proto.graph.input, *proto.graph.output, *proto.graph.initializer):
+        item.doc_string = f"about {item.name}"
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    after = {n.name: n for n in rewritten.graph.node}
+    assert after["Relu_r"] == proto.graph.node[1]
+    for name in ("linear", "Relu_r", "soft"):
+        assert after[name].doc_string == f"about {name}"
+        assert [p.value for p in after[name].metadata_props] == [name]
+    assert (rewritten.graph.doc_string, rewritten.doc_string) == ("the graph", "the model")
+    assert list(rewritten.graph.metadata_props) == list(proto.graph.metadata_props)
+    assert rewritten.metadata_props[0] == proto.metadata_props[0]
+    assert list(rewritten.graph.input) == list(proto.graph.input)
+    assert list(rewritten.graph.output) == list(proto.graph.output)
+
+
+def test_ir_version_rises_to_that_of_opset_21_and_never_falls():
+    low, high = (linear(node("Neg", "h", "y"), opset=17) for _ in range(2))
+    low.ir_version, high.ir_version = 8, 11
+    assert mxfp8_graph.rewrite(low)[0].ir_version == 10
+    assert mxfp8_graph.rewrite(high)[0].ir_version == 11
+
+
+def branches(then: list[onnx.NodeProto], opset: int) -> onnx.ModelProto:
+    graphs = [
+        helper.make_graph(nodes, "b", [], [value(nodes[-1].output[0], F32, ["a", 3, 96])])
+        for nodes in (then, [node("Identity", "h", "e")])
+    ]
+    nodes = [
+        node("MatMul", "x w", "h", "linear"),
+        helper.make_node("If", ["yes"], ["y"], "if", then_branch=graphs[0], else_branch=graphs[1]),
+    ]
+    inputs = {"x": (F32, [2, 3, 64]), "yes": (np.bool_, [])}
+    return model(nodes, inputs, {"y": (F32, [2, 3, 96])}, {"w": weight(64, 96)}, opset=opset)
+
+
+def test_a_branch_of_ops_that_did_not_change_is_kept():
+    proto = branches([node("Abs", "h", "t")], opset=13)
+    rewritten, _ = mxfp8_graph.rewrite(proto, mxfp8_graph.Recipe(name="mxfp8", output_projections=True))
+    x = normal(2, 3, 64)
+    y = expect(x, weight(64, 96).T).then(np.abs)
+    y.check(run(rewritten, {"x": x, "yes": np.array(True)})[0])
+
+
+@pytest.mark.parametrize(
+    ("then", "opset"),
+    [
+        ([node("Softmax", "h", "t")], 11),
+        ([node("Softmax", "h", "t", axis=1)], 11),
+        ([node("Clip", "h", "t", min=0.0)], 10),
+        ([node("Unsqueeze", "h", "s", axes=[0]), node("Squeeze", "s", "t", axes=[0])], 11),
+        ([node("LogSoftmax", "h", "t", axis=1)], 12),
+    ],
+    ids=lambda value: value[-1].op_type if isinstance(value, list) else None,
+)
+def test_a_branch_of_ops_that_changed_is_converted_or_refused_never_changed_silently(then, opset):
+    proto = branches(then, opset)
+    recipe = mxfp8_graph.Recipe(name="mxfp8", output_projections=True)
+    x = normal(2, 3, 64)
+    feeds = {"x": x, "yes": np.array(True)}
+    try:
+        rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
+    except ContractError as error:
+        assert "expected opset 21 or above; export the model again with one" in str(error)  # noqa: PT017
+        return
+    before, after = run(proto, feeds)[0], run(rewritten, feeds)[0]
+    assert np.linalg.norm(after - before) <= 0.15 * np.linalg.norm(before)
+
+
+def test_the_old_ir_lists_every_initializer_as_an_input():
+    nodes = [
+        node("MatMul", "x w", "h", "linear"),
+        node("Reshape", "h shape", "r"),
+        node("Upsample", "r scales", "u", mode="nearest"),
+        node("Neg", "u", "y"),
+    ]
+    weights = {"w": weight(64, 96), "shape": np.array([1, 1, -1, 96]), "scales": np.array([1, 1, 2, 1], F32)}
+    graph = helper.make_graph(
+        nodes,
+        "old",
+        [value("x", F32, [3, 64]), *(value(k, v.dtype, v.shape) for k, v in weights.items())],
+        [value("y", F32, [1, 1, 6, 96])],
+        [numpy_helper.from_array(v, k) for k, v in weights.items()],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 9)], ir_version=3)
+    onnx.checker.check_model(proto)
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    check_well_formed(rewritten)
+    assert kinds(rewritten)["MXFP8Gemm"] == 1
+    x = normal(3, 64)
+    y = expect(x, weight(64, 96).T).then(np.negative)
+    actual = run(rewritten, {"x": x})[0]
+    y.check(actual[0, 0, ::2])
+    y.check(actual[0, 0, 1::2])
+
+
+def test_local_functions_are_inlined_when_the_opset_changes():
+    twice = helper.make_function(
+        "local", "Twice", ["a"], ["r"], [node("Add", "a a", "r")], [helper.make_opsetid("", 17)]
+    )
+    proto = linear(node("Neg", "h", "n"), node("Neg", "n", "y"), opset=17)
+    proto.graph.node[2].CopyFrom(node("Twice", "n", "y", "call", domain="local"))
+    proto.functions.append(twice)
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    onnx.checker.check_model(proto)
+    rewritten, report = mxfp8_graph.rewrite(proto)
+    assert report.notes == ("inlined local functions: Twice", "converted opset 17 to 21")
+    assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1, "Add": 1}
+    x = normal(3, 64)
+    y = expect(x, weight(64, 96).T)
+    type(y)(-2 * y.y, 2 * y.bound).check(run(rewritten, {"x": x})[0])
+
+
+def test_custom_domain_nodes_do_not_stop_a_conversion():
+    proto = chain_model(opset=17)
+    proto.graph.node.append(helper.make_node("Probe", ["x"], ["p"], "probe", domain="org.custom", kind="odd"))
+    proto.opset_import.append(helper.make_opsetid("org.custom", 4))
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    assert rewritten.graph.node[-1] == proto.graph.node[-1]
+    assert opset_of(rewritten) == 21
+
+
+class TestRefused:
+    @staticmethod
+    def message(proto: onnx.ModelProto) -> str:
+        with pytest.raises(ContractError) as caught:
+            mxfp8_graph.rewrite(proto)
+        return str(caught.value)
+
+    def test_an_opset_newer_than_onnx_knows(self):
+        proto = chain_model()
+        proto.opset_import[0].version = 99
+        newest = onnx.defs.onnx_opset_version()
+        assert self.message(proto) == (
+            f"model: opset 99; expected 1 to {newest}, which onnx {onnx.__version__} knows; upgrade onnx"
+        )
+
+    def test_opset_0(self):
+        proto = chain_model()
+        proto.opset_import[0].version = 0
+        assert self.message(proto).startswith("model: opset 0; expected 1 to ")
+
+    def test_no_opset_of_the_default_domain(self):
+        proto = chain_model()
+        proto.opset_import[0].domain = "org.custom"
+        assert self.message(proto) == (
+            "model: no opset import for the default domain; expected one; re-export the model with an opset"
+        )
+
+    def test_an_op_that_the_converter_does_not_know_how_to_convert(self):
+        proto = linear(node("Neg", "h", "y"), opset=6)
+        proto.graph.node.append(node("ATen", "y", "z"))
+        message = self.message(proto)
+        assert message.startswith("model: opset 6, and onnx's converter cannot bring it to 21: ")
+        assert message.endswith("; expected opset 21 or above; export the model again with one")
+
+    def test_an_attribute_that_the_converter_left_behind(self):
+        proto = linear(node("Neg", "h", "y"), opset=11)
+        proto.graph.node[1].attribute.append(helper.make_attribute("gone", 1))
+        assert self.message(proto) == (
+            "model: node 'Neg_y' (Neg) has attribute 'gone' of opset 11, which onnx's converter left unconverted; "
+            "expected opset 21 or above; export the model again with one"
+        )
