@@ -452,6 +452,15 @@ def test_doctor_when_the_cpu_path_does_not_work(monkeypatch: pytest.MonkeyPatch)
     )
 
 
+def test_doctor_with_an_instruction_set_this_machine_lacks() -> None:
+    result = process("doctor", env={**os.environ, "MXFP8_ISA": "avx9000"})
+    assert result.returncode == 2
+    kernels = next(line for line in result.stdout.splitlines() if line.startswith("kernels"))
+    assert " ".join(kernels.split()) == (
+        f"kernels failed MXFP8_ISA: 'avx9000'; expected one of {', '.join(cpu.available_isas())}"
+    )
+
+
 def test_library_path() -> None:
     result = run("library-path")
     assert (result.exit_code, result.stdout) == (0, f"{cpu.library_path()}\n")

@@ -106,13 +106,3 @@ def test_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.state == "failed"
     assert check.detail.startswith("session: a 2 x 3 x 40 gemm gives [")
     assert check.advice == "report this, with the output of doctor"
-
-
-def test_an_instruction_set_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MXFP8_ISA", "avx9000")
-    check = find("kernels")
-    assert (check.state, check.detail, check.advice) == (
-        "failed",
-        f"MXFP8_ISA: 'avx9000'; expected one of {', '.join(cpu.available_isas())}",
-        "name one this machine has",
-    )
