@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -23,6 +23,9 @@ _FORMAT_CODES: Final = {name: fmt.onnx_dtype for name, fmt in ELEMENT_FORMATS.it
 _ROUNDING_CODES: Final = {name: code for code, name in enumerate(SCALE_ROUNDINGS)}
 _STATS_BYTES: Final = 24
 """Size of mxfp8_pack_stats."""
+
+_Product = tuple[int, int, int, int, int, int]
+"""M, then the addresses of a, its scales, b, its scales, y."""
 
 
 def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
@@ -132,26 +135,31 @@ def gemm(  # noqa: PLR0917 - the op's schema
         BackendError: the native library is missing.
     """
     y = torch_shapes.gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
-    a, a_scales, bias = a.contiguous(), a_scales.contiguous(), None if bias is None else bias.contiguous()
-    run = cpu._load().mxfp8_gemm
-    bias_data = None if bias is None else bias.data_ptr()
-    threads = torch.get_num_threads()
-
-    def product(m: int, x: int, x_scales: int, w: int, w_scales: int, out: int) -> None:  # noqa: PLR0917
-        status = run(
-            _FORMAT_CODES[a_format], x, x_scales, _FORMAT_CODES[b_format], w, w_scales, bias_data, m, n, k,
-            DTYPE_CODES[dtype], out, n, threads,
+    n, k = y.shape[-1], a.shape[-1]
+    a, a_scales, b, b_scales = a.contiguous(), a_scales.contiguous(), b.contiguous(), b_scales.contiguous()
+    products: Iterable[_Product] = (
+        (
+            (
+                y.numel() // n if n else 0,
+                a.data_ptr(),
+                a_scales.data_ptr(),
+                b.data_ptr(),
+                b_scales.data_ptr(),
+                y.data_ptr(),
+            ),
+        )
+        if b.dim() == 2
+        else _products(y, (a, a_scales), (b, b_scales))
+    )
+    if bias is not None:
+        bias = bias.contiguous()
+    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products:
+        status = cpu._load().mxfp8_gemm(
+            _FORMAT_CODES[a_format], a_data, a_scales_data, _FORMAT_CODES[b_format], b_data, b_scales_data,
+            None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype], y_data, n, torch.get_num_threads(),
         )  # fmt: skip
         if status:
             cpu._check("gemm", status)
-
-    n, k = b.shape[-2:]
-    if b.dim() == 2:
-        b, b_scales = b.contiguous(), b_scales.contiguous()
-        m = math.prod(a.shape[:-1])
-        product(m, a.data_ptr(), a_scales.data_ptr(), b.data_ptr(), b_scales.data_ptr(), y.data_ptr())
-    else:
-        _for_each_matrix(product, y, (a, a_scales), (b, b_scales))
     return y
 
 
@@ -179,29 +187,26 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
         BackendError: the native library is missing.
     """
     y = torch_shapes.weight_gemm(x, b, b_scales, bias, b_format, dtype)
-    bias = None if bias is None else bias.contiguous()
-    bias_data = None if bias is None else bias.data_ptr()
-    run = cpu._load().mxfp8_weight_gemm
-    x_code, y_code, threads = DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype], torch.get_num_threads()
-    n, k = b.shape[-2:]
-    stride = k
-
-    def product(m: int, x: int, _: int, w: int, w_scales: int, out: int) -> None:
-        status = run(
-            x_code, x, stride, _FORMAT_CODES[b_format], w, w_scales, bias_data, m, n, k, y_code, out, n, threads
-        )
-        if status:
-            cpu._check("weight_gemm", status)
-
+    n, k = y.shape[-1], x.shape[-1]
+    b, b_scales, stride = b.contiguous(), b_scales.contiguous(), k
+    products: Iterable[_Product]
     if b.dim() == 2:
-        b, b_scales = b.contiguous(), b_scales.contiguous()
         if not x.is_contiguous():
             x, stride = _strided_rows(x)
-        m = math.prod(x.shape[:-1])
-        product(m, x.data_ptr(), 0, b.data_ptr(), b_scales.data_ptr(), y.data_ptr())
+        products = ((y.numel() // n if n else 0, x.data_ptr(), 0, b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
     else:
         x = x.contiguous()
-        _for_each_matrix(product, y, (x, x), (b, b_scales))
+        products = _products(y, (x, x), (b, b_scales))
+    if bias is not None:
+        bias = bias.contiguous()
+    for m, x_data, _, b_data, b_scales_data, y_data in products:
+        status = cpu._load().mxfp8_weight_gemm(
+            DTYPE_CODES[x.dtype], x_data, stride, _FORMAT_CODES[b_format], b_data, b_scales_data,
+            None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype or x.dtype], y_data, n,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        if status:
+            cpu._check("weight_gemm", status)
     return y
 
 
@@ -250,14 +255,14 @@ def _strided_rows(x: Tensor) -> tuple[Tensor, int]:
     return x, max(x.stride(0), k)
 
 
-def _for_each_matrix(product: Callable[..., None], y: Tensor, a: Pair, b: Pair) -> None:
-    """Calls `product` on the memory of every broadcast matrix of `a` and `b`, all contiguous in their last two axes."""
+def _products(y: Tensor, a: Pair, b: Pair) -> Iterable[_Product]:
+    """Yields M and the memory of each matrix product that `y` is made of; all tensors are contiguous."""
     vector = a[0].dim() == 1
     leading = tuple(y.shape[: -1 if vector else -2])
-    operands = [t[None] for t in a] if vector else list(a)
-    operands += [t.contiguous() for t in b]
+    operands = [t[None] if vector else t for t in a] + list(b)
     m = operands[0].shape[-2]
     operands = [t.expand(*leading, *t.shape[-2:]) for t in operands]
     layout = [(t.data_ptr(), [s * t.element_size() for s in t.stride()[: len(leading)]]) for t in (*operands, y)]
     for index in itertools.product(*map(range, leading)):
-        product(m, *(data + sum(map(int.__mul__, index, strides)) for data, strides in layout))
+        x, x_scales, w, w_scales, out = (data + sum(map(int.__mul__, index, strides)) for data, strides in layout)
+        yield m, x, x_scales, w, w_scales, out
