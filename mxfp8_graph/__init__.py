@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mxfp8_graph.api import rewrite as rewrite
+    from mxfp8_graph.checking.verify import verify as verify
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
     from mxfp8_graph.plan import NothingEligibleError as NothingEligibleError
     from mxfp8_graph.recipe import Recipe as Recipe
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from mxfp8_graph.report import RewriteReport as RewriteReport
     from mxfp8_graph.torch_pass import load as load
     from mxfp8_graph.torch_pass import save as save
-    from mxfp8_graph.verify import verify as verify
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,7 @@ _HOMES = {
     "RewriteReport": "report",
     "load": "torch_pass",
     "save": "torch_pass",
-    "verify": "verify",
+    "verify": "checking.verify",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604
 

@@ -223,8 +223,8 @@ def verify(
     --max-rel-l2.
     """
     from mxfp8_graph import tables
+    from mxfp8_graph.checking.verify import verify as run_verify
     from mxfp8_graph.report import check_report_path
-    from mxfp8_graph.verify import verify as run_verify
 
     if report is not None:
         check_report_path(report, (".json",))
@@ -247,7 +247,7 @@ def run(
 ) -> None:
     """Runs a model with our kernels and times it."""
     from mxfp8_graph import tables
-    from mxfp8_graph.runner import run_model
+    from mxfp8_graph.checking.runner import run_model
 
     show(tables.run(run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat)))
 

@@ -133,7 +133,7 @@ def _session() -> str:
     Raises:
         BackendError: ONNX Runtime cannot run them, or the result is wrong.
     """
-    from mxfp8_graph.sessions import Session
+    from mxfp8_graph.checking.sessions import Session
 
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((2, 40), np.float32), rng.standard_normal((3, 40), np.float32)

@@ -15,10 +15,10 @@ from mxfp8_graph.plan import Decision, MatMulSite
 from mxfp8_graph.report import RewriteReport, SiteReport, sqnr_db
 
 if TYPE_CHECKING:
+    from mxfp8_graph.checking.node_check import NodeCheck
+    from mxfp8_graph.checking.runner import RunReport
+    from mxfp8_graph.checking.verify import VerifyReport
     from mxfp8_graph.doctor import Check
-    from mxfp8_graph.node_check import NodeCheck
-    from mxfp8_graph.runner import RunReport
-    from mxfp8_graph.verify import VerifyReport
 
 STYLES: Final = {"rewritten": "green", "kept": "yellow", "ok": "green", "failed": "bold red", "missing": "yellow"}
 """Style of a cell that says exactly this."""

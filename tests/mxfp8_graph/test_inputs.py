@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 
-from mxfp8_graph.index_ranges import index_ranges
-from mxfp8_graph.inputs import check_inputs, input_specs, load_inputs, synthesise
+from mxfp8_graph.checking.index_ranges import index_ranges
+from mxfp8_graph.checking.inputs import check_inputs, input_specs, load_inputs, synthesise
 from mxfp8_ops.errors import ShapeError
 
 

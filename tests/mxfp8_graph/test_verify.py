@@ -13,9 +13,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 import mxfp8_graph
-from mxfp8_graph.compare import difference
-from mxfp8_graph.runner import run_model
-from mxfp8_graph.verify import VerifyReport, verify
+from mxfp8_graph.checking.compare import difference
+from mxfp8_graph.checking.runner import run_model
+from mxfp8_graph.checking.verify import VerifyReport, verify
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 

@@ -19,7 +19,7 @@ import onnxruntime
 from google.protobuf.message import EncodeError
 from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
-from mxfp8_graph.inputs import BFLOAT16, Array, Inputs
+from mxfp8_graph.checking.inputs import BFLOAT16, Array, Inputs
 from mxfp8_ops.errors import BackendError
 
 RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (

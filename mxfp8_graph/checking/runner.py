@@ -8,9 +8,9 @@ from pathlib import Path
 
 import onnx
 
-from mxfp8_graph.inputs import Array, Inputs, check_inputs, describe, input_specs, load_inputs, synthesise
+from mxfp8_graph.checking.inputs import Array, Inputs, check_inputs, describe, input_specs, load_inputs, synthesise
+from mxfp8_graph.checking.sessions import Session, Timing
 from mxfp8_graph.onnx_pass.source import Source, open_path, open_proto
-from mxfp8_graph.sessions import Session, Timing
 from mxfp8_ops.errors import ShapeError
 
 Model = str | Path | onnx.ModelProto

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from mxfp8_graph.index_ranges import index_ranges
-from mxfp8_graph.input_sizes import Sizes
+from mxfp8_graph.checking.index_ranges import index_ranges
+from mxfp8_graph.checking.input_sizes import Sizes
 from mxfp8_ops.errors import ShapeError
 
 Array = npt.NDArray[Any]

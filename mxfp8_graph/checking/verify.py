@@ -15,13 +15,13 @@ from typing import Any
 
 import onnx
 
-from mxfp8_graph.compare import Difference, difference
-from mxfp8_graph.inputs import Array, Inputs, InputSpec, describe, input_specs
-from mxfp8_graph.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
+from mxfp8_graph.checking.compare import Difference, difference
+from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, describe, input_specs
+from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
+from mxfp8_graph.checking.runner import Model, make_inputs, open_model
+from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_pass.source import Source
 from mxfp8_graph.report import check_report_path, write_atomically
-from mxfp8_graph.runner import Model, make_inputs, open_model
-from mxfp8_graph.sessions import Session
 from mxfp8_ops.errors import ShapeError
 
 

@@ -1,0 +1,30 @@
+"""What `import mxfp8_graph` promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import mxfp8_graph
+
+
+@pytest.mark.parametrize("name", mxfp8_graph.__all__)
+def test_a_public_name_is_callable_the_first_time_and_the_second(name: str) -> None:
+    if name in {"load", "save", "to_onnx"}:
+        pytest.importorskip("torch")
+    first, second = getattr(mxfp8_graph, name), getattr(mxfp8_graph, name)
+    assert callable(first), first
+    assert first is second
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    code = "import sys, mxfp8_graph; print([m for m in ('torch', 'onnx', 'onnxruntime', 'numpy') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "[]", loaded
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'rewrit'; it has .*rewrite"):
+        mxfp8_graph.rewrit  # noqa: B018
