@@ -14,8 +14,9 @@ from google.protobuf.message import EncodeError
 from mxfp8_graph.external import is_external, location
 from mxfp8_graph.onnx_pass.sinks import ExternalSink, InlineSink, Sink
 from mxfp8_graph.onnx_pass.source import Source, iter_tensors
-from mxfp8_graph.plan import Decision
+from mxfp8_graph.plan import Decision, MatMulSite
 from mxfp8_ops.errors import ContractError
+from mxfp8_ops.formats import BLOCK_SIZE
 
 INLINE_LIMIT: Final = 1_900_000_000
 """protobuf cannot hold 2^31 bytes; the rest is room for the graph."""
@@ -54,10 +55,7 @@ class Target:
         try:
             content = model.SerializeToString()
         except (EncodeError, ValueError):
-            raise ContractError(
-                f"{self.path}: the model does not fit into one protobuf file (2 GB); expected external data; "
-                "pass --external-data always"
-            ) from None
+            raise _too_large(self.path) from None
         with self._open(self.path) as file:
             file.write(content)
         if self._data is not None:
@@ -82,7 +80,8 @@ class Target:
         if self._data is not None:
             self._data.close()
         for temporary in self._temporary.values():
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     def _open(self, path: Path) -> IO[bytes]:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -91,12 +90,13 @@ class Target:
 
     def _put_in_place(self, path: Path) -> None:
         self.byte_size = sum(temporary.stat().st_size for temporary in self._temporary.values())
+        overwrites = path.exists()
         if self._data is not None:
             path.unlink(missing_ok=True)  # an old model must never be seen beside new data
             self._temporary.pop(data_path_of(path)).replace(data_path_of(path))
         self._temporary.pop(path).replace(path)
-        if self._data is None:
-            data_path_of(path).unlink(missing_ok=True)  # of an old result, and of no use to the new one
+        if self._data is None and overwrites:
+            data_path_of(path).unlink(missing_ok=True)  # of the old result, and of no use to the new one
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def open_target(source: Source, path: Path | None, *, external: bool, overwrite:
         ContractError: the output exists and `overwrite` is false, is the input or its data, or cannot be written.
     """
     if path is not None:
-        _check_path(source, path, overwrite=overwrite)
+        _check_path(source, path, external=external, overwrite=overwrite)
     target: Target | None = None
     try:
         target = Target(source, path, external=external)
@@ -128,8 +128,11 @@ def wants_external(
     """Returns whether the result's tensors go to an external file: as the source has them, or near protobuf's 2 GB.
 
     Raises:
-        ContractError: external data is asked for, and there is no path to put it next to.
+        ContractError: external data is asked for, and there is no path to put it next to; or it is not, and there is
+            too much for one protobuf file.
     """
+    weights = {d.site.weight: d.site for d in decisions if d.quantize and d.site.weight}
+    size = source.byte_size - sum(site.weight_bytes - _packed_bytes(site) for site in weights.values())
     if path is None:
         if choice == "always":
             raise ContractError(
@@ -137,10 +140,22 @@ def wants_external(
                 "pass output"
             )
         return False
-    if choice != "auto":
-        return choice == "always"
-    weights = {d.site.weight: d.site.weight_bytes for d in decisions if d.quantize and d.site.weight}
-    return source.uses_external_data or source.byte_size - sum(weights.values()) // 2 > INLINE_LIMIT
+    if choice == "never" and size > INLINE_LIMIT:
+        raise _too_large(path)
+    return choice == "always" or (choice == "auto" and (source.uses_external_data or size > INLINE_LIMIT))
+
+
+def _packed_bytes(site: MatMulSite) -> int:
+    """Returns how many bytes the site's weight takes as elements and scales, but for partial last blocks."""
+    values = site.weight_bytes // (4 if site.dtype == "float32" else 2)
+    return values + values // BLOCK_SIZE
+
+
+def _too_large(path: Path) -> ContractError:
+    return ContractError(
+        f"{path}: the model does not fit into one protobuf file (2 GB); expected external data; "
+        "pass --external-data always"
+    )
 
 
 def data_path_of(path: Path) -> Path:
@@ -148,7 +163,7 @@ def data_path_of(path: Path) -> Path:
     return path.with_name(path.name + ".data")
 
 
-def _check_path(source: Source, path: Path, *, overwrite: bool) -> None:
+def _check_path(source: Source, path: Path, *, external: bool, overwrite: bool) -> None:
     inputs = {Path(source.name).resolve()} if source.folder else set()
     if source.folder is not None:
         for tensor in [*source.tensors.values(), *iter_tensors(source.proto)]:
@@ -158,5 +173,6 @@ def _check_path(source: Source, path: Path, *, overwrite: bool) -> None:
         raise ContractError(f"{path}: is the input or its external data; expected another file; pass another --output")
     if path.is_dir():
         raise ContractError(f"{path}: a directory; expected a file name; pass --output DIRECTORY/MODEL.onnx")
-    if path.exists() and not overwrite:
-        raise ContractError(f"{path}: exists already; expected a new file; pass --overwrite or another --output")
+    for file in (path, data_path_of(path))[: 1 + external]:
+        if file.exists() and not overwrite:
+            raise ContractError(f"{file}: exists already; expected a new file; pass --overwrite or another --output")

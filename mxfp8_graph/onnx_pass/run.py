@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -115,7 +116,9 @@ def _already_rewritten(source: Source, recipe: Recipe) -> bool:
     recorded = next((p.value for p in source.proto.metadata_props if p.key == provenance.RECIPE_KEY), None)
     if recorded == recipe.model_dump_json():
         return True
-    packed_with = json.loads(recorded).get("name") if recorded else "an unrecorded recipe"
+    packed_with = "an unrecorded recipe"
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        packed_with = json.loads(recorded or "")["name"]
     raise RecipeError(
         f"{source.name}: Recipe mismatch for {first.name or first.output[0]!r}: packed with {packed_with!r}, asked for "
         f"{recipe.name!r}; expected the original model, since packed weights cannot be packed again; rewrite that one"

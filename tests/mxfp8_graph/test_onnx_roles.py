@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -31,7 +31,7 @@ def behind(*ops: onnx.NodeProto, y: Any = ("m", 96), dtype: Any = F32, **weights
 
 
 class TestOutputProjections:
-    PASSIVE = {
+    PASSIVE: ClassVar = {
         "nothing": [],
         "bias": [node("Add", "h b", "y")],
         "bias and log-softmax": [node("Add", "h b", "s"), node("LogSoftmax", "s", "y")],
@@ -137,7 +137,7 @@ def product(between: list[onnx.NodeProto], **weights: np.ndarray) -> dict[str, s
 
 
 class TestAttention:
-    BETWEEN = {
+    BETWEEN: ClassVar = {
         "nothing": [node("Identity", "s", "t")],
         "scale": [node("Div", "s c", "t")],
         "scale and additive mask": [node("Mul", "s c", "u"), node("Add", "u mask", "t")],

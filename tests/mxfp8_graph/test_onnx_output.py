@@ -1,0 +1,391 @@
+"""Where the result is written: external data, refusals, and never half a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from builders import chain_model, language_model, matmul_model, node, save, value, weight
+from onnx import external_data_helper, helper, numpy_helper
+from oracle import check_well_formed, expect, normal, relu, run
+
+import mxfp8_graph
+from mxfp8_graph.onnx_pass import output as output_module
+from mxfp8_ops.errors import ContractError
+
+F32 = np.float32
+
+
+def message(source: Any, **options: Any) -> str:
+    with pytest.raises(ContractError) as caught:
+        mxfp8_graph.rewrite(source, **options)
+    return str(caught.value)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def check_result(path: Path, source: onnx.ModelProto) -> None:
+    """Fails unless the file at `path` computes what rewriting `source` in memory does, to the bit."""
+    onnx.checker.check_model(path, full_check=True)
+    feeds = {
+        i.name: np.zeros((2, 3), np.int64) if i.type.tensor_type.elem_type == 7 else normal(2, 3, 64)
+        for i in source.graph.input
+    }
+    in_memory, _ = mxfp8_graph.rewrite(source)
+    for got, expected in zip(run(str(path), feeds), run(in_memory, feeds), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+class TestExternalData:
+    @pytest.mark.parametrize(
+        ("source", "choice", "external"),
+        [
+            (False, "auto", False),
+            (True, "auto", True),
+            (False, "always", True),
+            (True, "always", True),
+            (False, "never", False),
+            (True, "never", False),
+        ],
+    )
+    def test_where_tensors_go(self, tmp_path, source, choice, external):
+        proto = language_model()
+        path = save(proto, tmp_path / "m.onnx", external=source)
+        out, report = mxfp8_graph.rewrite(path, output=tmp_path / "out.onnx", external_data=choice)
+        assert (tmp_path / "out.onnx.data").exists() == external
+        content = onnx.load(out, load_external_data=False)
+        big = {t.name: t for t in content.graph.initializer if t.name != "last"}
+        assert all((t.data_location == onnx.TensorProto.EXTERNAL) == external for t in big.values())
+        assert report.bytes_after == sum(p.stat().st_size for p in tmp_path.glob("out.onnx*"))
+        check_result(out, proto)
+
+    @pytest.mark.parametrize("external", [False, True])
+    def test_tensors_that_are_not_packed_are_copied_bit_by_bit(self, tmp_path, external):
+        proto = language_model()
+        path = save(proto, tmp_path / "m.onnx", external=external)
+        out, _ = mxfp8_graph.rewrite(path)
+        before = {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
+        after = {t.name: numpy_helper.to_array(t) for t in onnx.load(out).graph.initializer}
+        for name in ("wte", "wpe", "lm_head.weight", "last"):
+            assert before[name].tobytes() == after[name].tobytes()
+
+    def test_external_tensors_start_at_page_boundaries_so_that_they_can_be_mapped(self, tmp_path):
+        path = save(chain_model((33, 65, 97)), tmp_path / "m.onnx", external=True)
+        out, _ = mxfp8_graph.rewrite(path)
+        tensors = onnx.load(out, load_external_data=False).graph.initializer
+        info = [external_data_helper.ExternalDataInfo(t) for t in tensors]
+        assert len(info) == 4
+        assert all(i.location == "m.mxfp8.onnx.data" and i.offset % 4096 == 0 for i in info)
+        assert [i.length for i in info] == [65 * 33, 65 * 2, 97 * 65, 97 * 3]
+
+    def test_a_weight_far_behind_4_gib_of_a_sparse_file(self, tmp_path):
+        path = save(matmul_model(64, 96), tmp_path / "m.onnx", external=True)
+        data, offset = tmp_path / "m.onnx.data", 5 << 30
+        content = data.read_bytes()
+        with data.open("r+b") as file:
+            file.truncate(0)
+            file.seek(offset)
+            file.write(content)
+        if data.stat().st_blocks * 512 > 1 << 20:
+            pytest.skip("this file system has no sparse files")
+        proto = onnx.load(path, load_external_data=False)
+        for entry in proto.graph.initializer[0].external_data:
+            if entry.key == "offset":
+                entry.value = str(offset)
+        path.write_bytes(proto.SerializeToString())
+        out, _ = mxfp8_graph.rewrite(path)
+        check_result(out, matmul_model(64, 96))
+
+    def test_a_weight_without_offset_and_length(self, tmp_path):
+        path = save(matmul_model(64, 96), tmp_path / "m.onnx", external=True)
+        proto = onnx.load(path, load_external_data=False)
+        entries = proto.graph.initializer[0].external_data
+        kept = [entry for entry in entries if entry.key == "location"]
+        del entries[:]
+        entries.extend(kept)
+        path.write_bytes(proto.SerializeToString())
+        check_result(mxfp8_graph.rewrite(path)[0], matmul_model(64, 96))
+
+    def test_data_in_a_folder_below_the_model(self, tmp_path):
+        (tmp_path / "weights").mkdir()
+        path = tmp_path / "m.onnx"
+        onnx.save(matmul_model(64, 96), path, save_as_external_data=True, location="weights/w.bin", size_threshold=0)
+        out, _ = mxfp8_graph.rewrite(path)
+        assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx", "weights"]
+        check_result(out, matmul_model(64, 96))
+
+    @pytest.mark.parametrize("choice", ["always", "never"])
+    @pytest.mark.parametrize("where", ["constant", "subgraph", "function"])
+    def test_external_tensors_outside_the_main_graph_follow(self, tmp_path, choice, where):
+        """In another folder, from a data file that is called as the new one will be."""
+        addend = np.arange(96, dtype=F32)
+        tensor = numpy_helper.from_array(addend, "c")
+        nodes = [node("MatMul", "x w", "h", "linear")]
+        functions = []
+        if where == "constant":
+            nodes += [helper.make_node("Constant", [], ["c"], value=tensor), node("Add", "h2 c", "y")]
+            nodes.insert(1, node("Relu", "h", "h2"))
+        elif where == "subgraph":
+            branch = helper.make_graph([node("Sum", "h c", "b")], "b", [], [value("b", F32, [3, 96])], [tensor])
+            nodes += [helper.make_node("If", ["yes"], ["y"], "if", then_branch=branch, else_branch=branch)]
+        else:
+            body = [helper.make_node("Constant", [], ["c"], value=tensor), node("Sum", "a c", "r")]
+            functions.append(helper.make_function("local", "Shift", ["a"], ["r"], body, [helper.make_opsetid("", 21)]))
+            nodes += [node("Shift", "h", "y", domain="local")]
+        weights = {"w": weight(64, 96), "yes": np.array(True)}
+        proto = helper.make_model(
+            helper.make_graph(
+                nodes, "g", [value("x", F32, [3, 64])], [value("y", F32, [3, 96])],
+                [numpy_helper.from_array(v, k) for k, v in weights.items()],
+            ),
+            functions=functions, ir_version=10,
+            opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("local", 1)],
+        )  # fmt: skip
+        (tmp_path / "in").mkdir()
+        (tmp_path / "out").mkdir()
+        path = tmp_path / "in" / "m.onnx"
+        _make_external(proto, path)
+        recipe = mxfp8_graph.Recipe(name="mxfp8", output_projections=True)
+        out, _ = mxfp8_graph.rewrite(path, recipe, output=tmp_path / "out" / "m.onnx", external_data=choice)
+        for p in (tmp_path / "in").iterdir():
+            p.unlink()
+        x = normal(3, 64)
+        y = expect(x, weight(64, 96).T)
+        y = y.then(relu) if where == "constant" else y
+        type(y)(y.y + addend, y.bound).check(run(str(out), {"x": x})[0], roundings=1)
+
+    def test_no_room_in_one_protobuf_file_turns_auto_into_external(self, tmp_path, monkeypatch):
+        path = save(matmul_model(64, 96), tmp_path / "m.onnx")
+        monkeypatch.setattr(output_module, "INLINE_LIMIT", 5_000)
+        out, _ = mxfp8_graph.rewrite(path)
+        assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx"]
+        check_result(out, matmul_model(64, 96))
+
+    def test_never_is_refused_where_one_protobuf_file_has_no_room(self, tmp_path, monkeypatch):
+        path = save(matmul_model(64, 96), tmp_path / "m.onnx", external=True)
+        monkeypatch.setattr(output_module, "INLINE_LIMIT", 5_000)
+        out = tmp_path / "m.mxfp8.onnx"
+        assert message(path, external_data="never") == (
+            f"{out}: the model does not fit into one protobuf file (2 GB); expected external data; "
+            "pass --external-data always"
+        )
+        assert files(tmp_path) == ["m.onnx", "m.onnx.data"]
+
+    def test_always_needs_a_path(self):
+        assert message(matmul_model(), external_data="always") == (
+            "model: external_data 'always' without an output; expected a path to put it next to; pass output"
+        )
+
+    def test_a_proto_can_go_to_a_file(self, tmp_path):
+        out, report = mxfp8_graph.rewrite(matmul_model(), output=tmp_path / "o.onnx", external_data="always")
+        assert out == tmp_path / "o.onnx"
+        assert report.output == str(out)
+        check_result(out, matmul_model())
+
+
+def _make_external(proto: onnx.ModelProto, path: Path) -> None:
+    """Moves every float tensor, wherever it is, to m.onnx.data."""
+    from mxfp8_graph.onnx_pass.source import iter_tensors
+
+    with path.with_name("m.onnx.data").open("wb") as file:
+        file.write(bytes(4096))  # so that offsets differ from those of the result
+        for tensor in iter_tensors(proto):
+            if tensor.data_type == onnx.TensorProto.FLOAT:
+                tensor.external_data.add(key="location", value="m.onnx.data")
+                tensor.external_data.add(key="offset", value=str(file.tell()))
+                file.write(tensor.raw_data)
+                tensor.ClearField("raw_data")
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+    path.write_bytes(proto.SerializeToString())
+
+
+class TestRefusals:
+    def test_the_input_is_never_the_output(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        before = path.read_bytes()
+        expected = f"{path}: is the input or its external data; expected another file; pass another --output"
+        assert message(path, output=path, overwrite=True) == expected
+        assert path.read_bytes() == before
+
+    def test_nor_by_another_spelling_or_a_link(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        (tmp_path / "link.onnx").symlink_to(path)
+        for other in (tmp_path / "." / "m.onnx", tmp_path / "link.onnx", Path(os.path.relpath(path))):
+            assert "is the input or its external data" in message(path, output=other, overwrite=True)
+
+    def test_nor_is_the_inputs_data(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx", external=True)
+        assert "is the input or its" in message(path, output=tmp_path / "m.onnx.data", overwrite=True)
+
+    def test_nor_does_the_new_data_overwrite_the_old(self, tmp_path):
+        path = tmp_path / "m.onnx"
+        onnx.save(matmul_model(), path, save_as_external_data=True, location="out.onnx.data", size_threshold=0)
+        assert "is the input or its" in message(path, output=tmp_path / "out.onnx", overwrite=True)
+
+    def test_an_output_that_exists(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        out = tmp_path / "m.mxfp8.onnx"
+        out.write_text("precious")
+        assert message(path) == f"{out}: exists already; expected a new file; pass --overwrite or another --output"
+        assert out.read_text() == "precious"
+        mxfp8_graph.rewrite(path, overwrite=True)
+        check_result(out, matmul_model())
+
+    def test_data_that_exists_beside_a_new_output(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        data = tmp_path / "out.onnx.data"
+        data.write_text("precious")
+        assert message(path, output=tmp_path / "out.onnx", external_data="always") == (
+            f"{data}: exists already; expected a new file; pass --overwrite or another --output"
+        )
+        mxfp8_graph.rewrite(path, output=tmp_path / "out.onnx", external_data="never")
+        assert data.read_text() == "precious"
+
+    def test_overwriting_with_an_inline_result_removes_the_old_data(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        mxfp8_graph.rewrite(path, external_data="always")
+        mxfp8_graph.rewrite(path, external_data="never", overwrite=True)
+        assert files(tmp_path) == ["m.mxfp8.onnx", "m.onnx"]
+
+    def test_a_directory(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        assert message(path, output=tmp_path) == (
+            f"{tmp_path}: a directory; expected a file name; pass --output DIRECTORY/MODEL.onnx"
+        )
+
+    def test_a_missing_folder(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        out = tmp_path / "no" / "o.onnx"
+        assert message(path, output=out) == (
+            f"{out}: cannot be written: No such file or directory; expected a writable folder with enough space; free "
+            "some space or pass another --output"
+        )
+
+    def test_a_folder_that_is_a_file(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        out = path / "o.onnx"
+        assert message(path, output=out).startswith(f"{out}: cannot be written: Not a directory; ")
+
+    @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder here that even root cannot write to")
+    @pytest.mark.parametrize("choice", ["always", "never"])
+    def test_a_read_only_folder(self, tmp_path, choice):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        found = message(path, output="/proc/self/o.onnx", external_data=choice)
+        assert found.startswith("/proc/self/o.onnx: cannot be written: ")
+
+    def test_a_dry_run_writes_nothing(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        result, report = mxfp8_graph.rewrite(path, dry_run=True)
+        assert result is None
+        assert report.dry_run
+        assert files(tmp_path) == ["m.onnx"]
+
+
+def child(code: str, *arguments: Any) -> subprocess.Popen[str]:
+    """Starts Python with this test's import path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+SLOW_REWRITE = """
+    import sys, time, mxfp8_graph
+    from mxfp8_ops.errors import ContractError
+    def wait(*_):
+        print("packed", flush=True)
+        time.sleep(60)
+    try:
+        mxfp8_graph.rewrite(sys.argv[1], external_data="always", overwrite=True, progress=wait)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+class TestInterruptions:
+    def test_a_full_disk_is_named_and_leaves_nothing(self, tmp_path):
+        path = save(chain_model((256, 512, 256)), tmp_path / "m.onnx")
+        code = """
+            import resource, signal, sys, mxfp8_graph
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+            try:
+                mxfp8_graph.rewrite(sys.argv[1], external_data=sys.argv[2])
+            except ValueError as error:
+                print(error)
+        """
+        out = tmp_path / "m.mxfp8.onnx"
+        for choice in ("always", "never"):
+            stdout, stderr = child(code, path, choice).communicate(timeout=60)
+            assert stderr == ""
+            assert stdout == (
+                f"{out}: cannot be written: File too large; expected a writable folder with enough space; free some "
+                "space or pass another --output\n"
+            )
+            assert files(tmp_path) == ["m.onnx"]
+
+    def test_an_interrupt_removes_temporary_files_and_keeps_the_old_result(self, tmp_path):
+        path = save(chain_model(), tmp_path / "m.onnx")
+        mxfp8_graph.rewrite(path)
+        before = (tmp_path / "m.mxfp8.onnx").read_bytes()
+        process = child(SLOW_REWRITE, path)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "packed\n"
+        assert len(files(tmp_path)) == 3
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[0] == "interrupted\n"
+        assert files(tmp_path) == ["m.mxfp8.onnx", "m.onnx"]
+        assert (tmp_path / "m.mxfp8.onnx").read_bytes() == before
+
+    def test_a_kill_leaves_no_half_result_under_the_final_name(self, tmp_path):
+        path = save(chain_model(), tmp_path / "m.onnx")
+        process = child(SLOW_REWRITE, path)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "packed\n"
+        process.kill()
+        process.communicate(timeout=30)
+        assert "m.mxfp8.onnx" not in files(tmp_path)
+        out, _ = mxfp8_graph.rewrite(path)  # what the dead process left does not stand in the way
+        check_well_formed(onnx.load(out))
+
+    def test_a_callback_that_fails_is_reported_as_it_is(self, tmp_path):
+        path = save(chain_model(), tmp_path / "m.onnx")
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("callback")
+
+        with pytest.raises(RuntimeError, match="callback"):
+            mxfp8_graph.rewrite(path, external_data="always", progress=fail)
+        assert files(tmp_path) == ["m.onnx"]
+
+    def test_progress_is_told_after_each_weight(self, tmp_path):
+        path = save(chain_model((64, 128, 64)), tmp_path / "m.onnx")
+        calls: list[tuple[str, int, int]] = []
+        mxfp8_graph.rewrite(path, progress=lambda *call: calls.append(call))
+        assert calls == [("layers.0.linear", 32768, 65536), ("layers.1.linear", 65536, 65536)]
+
+    def test_two_rewrites_at_once_do_not_mix(self, tmp_path):
+        path = save(chain_model(), tmp_path / "m.onnx")
+        code = "import sys, mxfp8_graph; mxfp8_graph.rewrite(sys.argv[1], external_data='always', overwrite=True)"
+        processes = [child(code, path) for _ in range(2)]
+        assert [p.wait(timeout=60) for p in processes] == [0, 0]
+        assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx"]
+        x = normal(3, 64)
+        np.testing.assert_array_equal(
+            run(str(tmp_path / "m.mxfp8.onnx"), {"x": x})[0], run(mxfp8_graph.rewrite(chain_model())[0], {"x": x})[0]
+        )
+
+
+def test_a_rewrite_prints_nothing(tmp_path):
+    path = save(chain_model(), tmp_path / "m.onnx")
+    process = child("import sys, mxfp8_graph; mxfp8_graph.rewrite(sys.argv[1])", path)
+    assert process.communicate(timeout=60) == ("", "")
