@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from mxfp8_ops import contract, torch_kernels, torch_shapes, torch_training
+from mxfp8_ops import contract, torch_kernels, torch_shapes, torch_training, torch_vmap
 from mxfp8_ops.errors import BackendError
 
 SCHEMAS: Final = (
@@ -57,6 +57,14 @@ def _register() -> Any:
     library.impl("linear_train", torch_training.linear_train, "CompositeExplicitAutograd")
     library.impl("linear_train", torch_training.autocast, "AutocastCPU")
     library.impl("linear_train", torch_training.autocast, "AutocastCUDA")
+    for name in ("quantize", "dequantize", "gemm", "weight_gemm", "linear_train"):
+        torch.library.register_vmap(f"{contract.DOMAIN}::{name}", getattr(torch_vmap, name), lib=library)
+    torch.library.register_autograd(
+        f"{contract.DOMAIN}::weight_gemm",
+        torch_training.weight_gemm_backward,
+        setup_context=torch_training.weight_gemm_setup_context,
+        lib=library,
+    )
     torch.library.register_autograd(
         f"{contract.DOMAIN}::linear_train",
         torch_training.backward,

@@ -50,9 +50,7 @@ def dequantize(
         ShapeError: wrong dtypes, or the scales do not fit the elements.
         ContractError: unknown format.
     """
-    formats.element_format(element_format)
-    check_dtype("dequantize", dtype)
-    check_codes("dequantize", elements, scales, numerics.normalize_axis("dequantize", elements.dim(), axis))
+    check_dequantize(elements, scales, axis, element_format, dtype)
     return elements.new_empty(elements.shape, dtype=dtype)
 
 
@@ -72,12 +70,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
         ShapeError: shapes or dtypes do not fit.
         ContractError: unknown format.
     """
-    formats.element_format(a_format)
-    formats.element_format(b_format)
-    check_dtype("gemm", dtype)
-    shape = gemm_shape("gemm", a, b, b_scales, bias)
-    check_codes("gemm", a, a_scales, -1)
-    return a.new_empty(shape, dtype=dtype)
+    return a.new_empty(check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype), dtype=dtype)
 
 
 def weight_gemm(  # noqa: PLR0917 - the op's schema
@@ -94,11 +87,7 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
         ShapeError: shapes or dtypes do not fit.
         ContractError: unknown format.
     """
-    formats.element_format(b_format)
-    check_dtype("weight_gemm", x.dtype)
-    if dtype is not None:
-        check_dtype("weight_gemm", dtype)
-    return x.new_empty(gemm_shape("weight_gemm", x, b, b_scales, bias), dtype=dtype)
+    return x.new_empty(check_weight_gemm(x, b, b_scales, bias, b_format, dtype), dtype=dtype)
 
 
 def linear_train(
@@ -119,6 +108,43 @@ def check_quantize(x: Tensor, axis: int, element_format: str, scale_rounding: st
     formats.scale_increment(formats.element_format(element_format), scale_rounding)
     check_dtype("quantize", x.dtype)
     return numerics.normalize_axis("quantize", x.dim(), axis)
+
+
+def check_dequantize(elements: Tensor, scales: Tensor, axis: int, element_format: str, dtype: torch.dtype) -> None:
+    """Raises as `dequantize` does."""
+    formats.element_format(element_format)
+    check_dtype("dequantize", dtype)
+    check_codes("dequantize", elements, scales, numerics.normalize_axis("dequantize", elements.dim(), axis))
+
+
+def check_gemm(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    dtype: torch.dtype,
+) -> tuple[int, ...]:
+    """Returns the shape of the result; raises as `gemm` does."""
+    formats.element_format(a_format)
+    formats.element_format(b_format)
+    check_dtype("gemm", dtype)
+    shape = gemm_shape("gemm", a, b, b_scales, bias)
+    check_codes("gemm", a, a_scales, -1)
+    return shape
+
+
+def check_weight_gemm(  # noqa: PLR0917 - the op's schema
+    x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, b_format: str, dtype: torch.dtype | None
+) -> tuple[int, ...]:
+    """Returns the shape of the result; raises as `weight_gemm` does."""
+    formats.element_format(b_format)
+    check_dtype("weight_gemm", x.dtype)
+    if dtype is not None:
+        check_dtype("weight_gemm", dtype)
+    return gemm_shape("weight_gemm", x, b, b_scales, bias)
 
 
 def check_linear_train(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scale_rounding: str) -> None:

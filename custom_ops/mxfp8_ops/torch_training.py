@@ -105,6 +105,28 @@ def autocast(
     return result
 
 
+def weight_gemm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Saves the packed weight, which lives anyway."""
+    x, b, b_scales, bias, ctx.b_format, _ = inputs
+    ctx.save_for_backward(b, b_scales)
+    ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
+
+
+def weight_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Gradient, None, None, Gradient, None, None]:
+    """Returns the gradients of x, through the frozen weight in float32, and of the bias.
+
+    For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none.
+    """
+    dx = db = None
+    if ctx.needs_input_grad[0]:
+        weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format, torch.float32)
+        rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
+        dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
+    if ctx.has_bias and ctx.needs_input_grad[3]:
+        db = grad.float().sum(tuple(range(grad.dim() - 1)))
+    return dx, None, None, db, None, None
+
+
 def _matrix(x: Tensor) -> Tensor:
     """Returns `x` [..., K] as [M, K]."""
     if x.dim() == 2:
