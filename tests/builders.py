@@ -165,3 +165,32 @@ def save(proto: ModelProto, path: Path, *, external: bool = False) -> Path:
     copy = onnx.ModelProto.FromString(proto.SerializeToString())
     onnx.save(copy, path, save_as_external_data=external, location=f"{path.name}.data", size_threshold=1024)
     return path
+
+
+def write_large(path: Path, *, layers: int, k: int = 4096, n: int = 4096) -> Path:
+    """Writes relu(... relu(x @ w0) @ w1 ...) with float32 external data, never more than 32 MB of it in memory."""
+    names = [f"layers.{i}.weight" for i in range(layers)]
+    shapes = [(k, n) if i % 2 == 0 else (n, k) for i in range(layers)]
+    nodes, current = [], "x"
+    for i, name in enumerate(names):
+        last = "y" if i == layers - 1 else f"x{i}"
+        nodes += [node("MatMul", f"{current} {name}", f"h{i}", f"layers.{i}"), node("Relu", f"h{i}", last)]
+        current = last
+    graph = helper.make_graph(
+        nodes, "large", [value("x", np.float32, ["m", k])], [value("y", np.float32, ["m", shapes[-1][1]])]
+    )
+    block = (np.random.default_rng(0).standard_normal(8 << 20) / k**0.5).astype(np.float32)
+    with path.with_name(f"{path.name}.data").open("wb") as file:
+        for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+            tensor = graph.initializer.add(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape)
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            count = shape[0] * shape[1]
+            entries = {"location": f"{path.name}.data", "offset": file.tell(), "length": 4 * count}
+            for key, entry in entries.items():
+                tensor.external_data.add(key=key, value=str(entry))
+            rest = np.roll(block, 977 * i)
+            while count > 0:
+                count -= file.write(rest[:count].data) // 4
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=IR_VERSION)
+    path.write_bytes(proto.SerializeToString())
+    return path

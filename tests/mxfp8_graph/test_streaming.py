@@ -1,0 +1,114 @@
+"""Weights stream: however large the model, the memory it takes is at most one and a half times its largest tensor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from builders import matmul_model, save, write_large
+from onnx import numpy_helper
+
+from mxfp8_ops import numerics
+
+FACTOR, FIXED = 1.5, 200 << 20
+"""Bytes over a bare process: at most this many times the largest tensor, plus so many."""
+
+CODE = """
+    import sys, mxfp8_graph
+    from pathlib import Path
+    for path in sys.argv[1:]:
+        mxfp8_graph.rewrite(path, overwrite=True)
+    status = Path("/proc/self/status").read_text()
+    print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+"""
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+
+
+def peak_bytes(*paths: Path) -> int:
+    """Returns the peak size of a process that rewrites `paths`. Not by ru_maxrss, which exec carries over."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(CODE), *map(str, paths)]
+    return 1024 * int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+def over_bare(path: Path, tmp_path: Path) -> int:
+    """Returns by how much rewriting `path` raises the peak of a process that has rewritten something tiny."""
+    tiny = save(matmul_model(), tmp_path / "tiny.onnx", external=True)
+    return peak_bytes(tiny, path) - peak_bytes(tiny)
+
+
+def check_last_weight(path: Path, layer: int) -> None:
+    """Fails unless the packed weight of `layer` is that of the source, to the byte; reads 64 rows of it."""
+    source = {t.name: t for t in onnx.load(path, load_external_data=False).graph.initializer}
+    result = {t.name: t for t in onnx.load(path.with_suffix(".mxfp8.onnx"), load_external_data=False).graph.initializer}
+    weight = source[f"layers.{layer}.weight"]
+    k, n = weight.dims
+    packed = result[f"{weight.name}_mxfp8"]
+    assert list(packed.dims) == [n, k]
+
+    def mapped(tensor: onnx.TensorProto, dtype: type) -> np.ndarray:
+        info = {e.key: e.value for e in tensor.external_data}
+        return np.memmap(path.parent / info["location"], dtype, "r", int(info["offset"]), tuple(tensor.dims))
+
+    rows = np.ascontiguousarray(mapped(weight, np.float32)[:, -64:].T)
+    elements, scales = numerics.quantize(rows)
+    np.testing.assert_array_equal(mapped(packed, np.uint8)[-64:], elements)
+    np.testing.assert_array_equal(mapped(result[f"{weight.name}_mxfp8_scales"], np.uint8)[-64:], scales)
+
+
+def need(folder: Path, size: int) -> None:
+    if shutil.disk_usage(folder).free < 1.5 * size:
+        pytest.skip(f"needs {size / 1e9:.0f} GB of disk")
+
+
+def test_300_megabytes(tmp_path):
+    need(tmp_path, 320 << 20)
+    try:
+        path = write_large(tmp_path / "m.onnx", layers=5, k=4096, n=4096)
+        assert over_bare(path, tmp_path) <= FACTOR * (64 << 20) + FIXED // 4  # a quarter: a share this size would hide
+        check_last_weight(path, 4)
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+def test_one_large_tensor_is_not_in_memory_as_a_whole(tmp_path):
+    need(tmp_path, 256 << 20)
+    try:
+        path = write_large(tmp_path / "m.onnx", layers=1, k=16384, n=4096)
+        assert over_bare(path, tmp_path) <= 0.75 * (256 << 20)
+        check_last_weight(path, 0)
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+@pytest.mark.slow
+def test_8_gigabytes(tmp_path):
+    need(tmp_path, 8 << 30)
+    try:
+        path = write_large(tmp_path / "m.onnx", layers=16, k=8192, n=16384)
+        largest = 512 << 20
+        grown = over_bare(path, tmp_path)
+        print(f"8 GiB model: {grown / 1e6:.0f} MB over a bare process, largest tensor {largest / 1e6:.0f} MB")
+        assert grown <= FACTOR * largest + FIXED
+        check_last_weight(path, 15)
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+def test_typed_data_is_packed_like_raw_data():
+    import mxfp8_graph
+
+    proto = matmul_model()
+    values = numpy_helper.to_array(proto.graph.initializer[0])
+    raw, _ = mxfp8_graph.rewrite(proto)
+    proto.graph.initializer[0].CopyFrom(onnx.helper.make_tensor("w", 1, values.shape, values.reshape(-1)))
+    typed, _ = mxfp8_graph.rewrite(proto)
+    assert list(raw.graph.initializer) == list(typed.graph.initializer)
