@@ -84,9 +84,7 @@ def updated(
     """Returns `program` with another graph and other weights; outputs, ranges and module calls stay."""
     signature = ExportGraphSignature(input_specs=list(inputs), output_specs=program.graph_signature.output_specs)
     with _quiet():
-        new: ExportedProgram = program._update(
-            module, signature, state_dict=dict(state), constants=dict(constants)
-        )
+        new: ExportedProgram = program._update(module, signature, state_dict=dict(state), constants=dict(constants))
     return new
 
 
@@ -148,7 +146,8 @@ def expose_einsum(program: ExportedProgram) -> ExportedProgram:
     from torch._export.utils import _get_decomp_for_cia
 
     op = torch.ops.aten.einsum.default
-    exposed: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
+    with _quiet():
+        exposed: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
     return exposed
 
 

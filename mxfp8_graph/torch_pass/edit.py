@@ -27,7 +27,7 @@ from mxfp8_graph.torch_pass.constants import Static
 from mxfp8_graph.torch_pass.program import Program, Scope
 from mxfp8_graph.torch_pass.prune import prune
 from mxfp8_graph.torch_pass.sites import Operand, TorchSite, identity
-from mxfp8_graph.torch_pass.tensors import rows_of
+from mxfp8_graph.torch_pass.tensors import rows_of, storage_of
 from mxfp8_graph.weights import pack
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
@@ -48,6 +48,8 @@ class Editor:
         self._shared: dict[Scope, dict[tuple[object, ...], list[Node]]] = {}
         self._epochs: dict[Node, int] = {}
         self._suspects: list[Node] = []
+        self._sources: set[object] = set()
+        """Storages of the tensors that were packed."""
 
     def apply(self, site: TorchSite, decision: Decision) -> SiteReport:
         """Packs the site's weight, puts the new nodes in, and returns what became of it.
@@ -85,7 +87,7 @@ class Editor:
 
     def finish(self) -> None:
         """Removes what nothing uses any more."""
-        prune(self._program, self._suspects)
+        prune(self._program, self._suspects, self._sources)
 
     def _put(self, site: TorchSite, decision: Decision, inputs: Sequence[Node], build: Builder) -> None:
         """Makes the site's node the gemm, or the last of the steps that must follow it."""
@@ -141,6 +143,7 @@ class Editor:
         key = (*identity(self._program, static), repr(static.steps), *settings)
         if key not in self._packed:
             stored = self._program.tensor(static.name)
+            self._sources.add(storage_of(stored))
             seen = static.apply(stored)
             rows, flipped = rows_of(seen, static.name, lambda at: _index(static, stored, at))
             result = pack(

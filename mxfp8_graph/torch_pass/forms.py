@@ -20,6 +20,8 @@ LINEARS: Final = frozenset({"linear", LINEAR_TRAIN})
 PRODUCTS: Final = frozenset({"matmul", "mm", "bmm", "mv"})
 SUMS: Final = frozenset({"addmm", "baddbmm"})
 ATTENTION: Final = "scaled_dot_product_attention"
+GROUPED: Final = ("grouped_mm", "grouped_mm_fallback")
+"""Ends of the names of ops that run one matmul per group of rows, each group with its own weight."""
 FUSED: Final = "_scaled_dot_product_"
 """Prefix of the kernels that attention becomes once decomposed."""
 
@@ -54,7 +56,15 @@ def form_of(node: Node) -> Form | None:
             return None
         alpha, beta = (float(adapter.argument(node, name, 1)) for name in ("alpha", "beta"))
         return Form(a=a, b=b, b_transposed=True, c=c if beta else None, alpha=alpha, beta=beta)
+    if is_grouped(node):
+        a, b = node.args[:2]
+        return Form(a=a, b=b, b_transposed=True) if isinstance(a, Node) and isinstance(b, Node) else None
     return None
+
+
+def is_grouped(node: Node) -> bool:
+    """Whether `node` multiplies groups of rows by a weight each, as mixtures of experts do."""
+    return adapter.op_name(node).endswith(GROUPED)
 
 
 def is_attention(node: Node) -> bool:

@@ -134,6 +134,12 @@ class Program:
             self.state.pop(name, None)
             self.constants.pop(name, None)
 
+    def freeze(self) -> None:
+        """Makes the parameters that are left ask for no gradients: none would pass through the packed matmuls."""
+        for name, tensor in self.state.items():
+            if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+                self.state[name] = torch.nn.Parameter(tensor.detach(), requires_grad=False)
+
     def finish(self) -> ExportedProgram:
         """Returns the edited program, verified."""
         for scope in self.scopes:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+import torch
 from torch.fx import Node
 
 from mxfp8_graph.torch_pass import adapter, hops
 from mxfp8_graph.torch_pass.constants import VIEW_OPS
 from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.tensors import storage_of
 
 
-def prune(program: Program, suspects: Sequence[Node]) -> None:
+def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> None:
     """Removes the nodes in `suspects` that nothing uses, and in turn what only they used.
 
-    Dead code that was in the program before stays: only `suspects` and what feeds them are looked at. User inputs stay.
+    Dead code that was in the program before stays: only `suspects`, what feeds them, and other names of the storages
+    in `sources` are looked at. User inputs stay.
     """
     stack = list(suspects)
     gone: set[Node] = set()
@@ -31,6 +34,11 @@ def prune(program: Program, suspects: Sequence[Node]) -> None:
             continue
         gone.update(removed)
         stack += feeding
+    for node in program.scopes[0].placeholders:  # a tied weight has two names, one of which export leaves unused
+        name = program.stored_name(node)
+        if name is not None and not node.users and isinstance(tensor := program.tensor(name), torch.Tensor):
+            if storage_of(tensor) in sources:
+                program.forget(node)
 
 
 def _placeholder(program: Program, node: Node) -> tuple[list[Node], list[Node]]:

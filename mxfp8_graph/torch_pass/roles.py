@@ -16,7 +16,8 @@ from mxfp8_graph.torch_pass.constants import Constants
 from mxfp8_graph.torch_pass.program import Program, Scope
 
 _COMPUTE: Final = adapter.op_names(
-    "linear matmul mm addmm bmm baddbmm mv addmv einsum bilinear _grouped_mm scaled_dot_product_attention "
+    "linear matmul mm addmm bmm baddbmm mv addmv einsum bilinear _grouped_mm transformers::grouped_mm_fallback "
+    "scaled_dot_product_attention "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention flex_attention "
     "convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu "
@@ -39,7 +40,9 @@ _TO_SOFTMAX: Final = _VIEWS | adapter.op_names(
 )
 """Between Q @ K^T and its softmax: scaling, masking, soft-capping, attention sinks."""
 
-_FROM_SOFTMAX: Final = _VIEWS | adapter.op_names("native_dropout where masked_fill mul slice split split_with_sizes")
+_FROM_SOFTMAX: Final = _VIEWS | adapter.op_names(
+    "native_dropout where masked_fill mul slice split split_with_sizes expand"
+)
 """Between a softmax and its product with V."""
 
 _SOFTMAX: Final = adapter.op_names("softmax _softmax _safe_softmax")

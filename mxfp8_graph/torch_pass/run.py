@@ -74,6 +74,8 @@ def rewrite_torch(
     if options.dry_run:
         return None, report([SiteReport(decision=d, bytes_before=d.site.weight_bytes) for d in decisions])
     reports = _apply(program, sites, decisions, recipe, options)
+    if not options.training:
+        program.freeze()
     result = program.finish()
     return result, report(reports, result)
 

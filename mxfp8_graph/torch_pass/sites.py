@@ -27,7 +27,7 @@ from mxfp8_graph.torch_pass.constants import Constants, Static
 from mxfp8_graph.torch_pass.forms import Form
 from mxfp8_graph.torch_pass.program import Program, Scope
 from mxfp8_graph.torch_pass.roles import Roles
-from mxfp8_graph.torch_pass.tensors import DTYPE_NAMES, dtype_name
+from mxfp8_graph.torch_pass.tensors import DTYPE_NAMES, dtype_name, storage_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,7 @@ def find_sites(program: Program) -> list[TorchSite]:
 def identity(program: Program, static: Static) -> tuple[object, ...]:
     """Returns what two names of one tensor have in common: where its values lie."""
     tensor = program.tensor(static.name)
-    try:
-        at = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a tensor without storage of its own
-        at = 0
+    at = storage_of(tensor)
     if not at:
         return (static.name,)
     return (at, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -111,10 +108,10 @@ def _describe(node: Node, program: Program, scope: Scope, constants: Constants, 
     left, right = constants.resolve(form.a), constants.resolve(form.b)
     swapped = left is not None and right is None
     if swapped:
-        x, w = _run_time(form.b, not form.b_transposed), _operand(form.a, left, False)
+        x, w = _run_time(form.b, form.b_transposed), _operand(form.a, left, False)
     else:
         x = _run_time(form.a, False)
-        w = _operand(form.b, right, form.b_transposed) if right else _run_time(form.b, not form.b_transposed)
+        w = _operand(form.b, right, form.b_transposed) if right else _run_time(form.b, form.b_transposed)
     m, n, k = _sizes(x, w)
     dtype = w.static.dtype if w.static else form.a.meta["val"].dtype
     op = program.labels.get(node, adapter.op_name(node))
@@ -249,6 +246,8 @@ def _blocker(site: TorchSite, form: Form, constants: Constants) -> str | None:
     x, w = site.x, site.w
     assert x is not None
     assert w is not None
+    if forms.is_grouped(site.node):
+        return "a grouped matmul (one weight per expert), for which there is no MXFP8 op; it stays as it is"
     if site.site.dtype not in DTYPE_NAMES.values():
         return f"dtype {site.site.dtype}; expected float32, float16 or bfloat16; cast the model first"
     if w.static is not None:

@@ -43,6 +43,14 @@ def to_numpy(tensor: torch.Tensor, name: str) -> Array:
     return array
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Returns where the memory of a tensor begins; 0 for a tensor without memory of its own."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
 def rows_of(tensor: torch.Tensor, name: str, stored_index: Callable[[tuple[int, ...]], list[int]]) -> tuple[Rows, bool]:
     """Returns (the tensor as rows that lie in one piece, whether those are its columns).
 

@@ -1,0 +1,186 @@
+"""Every way aten spells a matmul: rewritten, it gives what NumPy predicts, within the bound of its accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+from torch_programs import DYNAMIC, Apply, count, export, predict, site, values  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph.recipe import Recipe  # noqa: E402
+
+OUTPUTS_TOO = Recipe(name="outputs too", output_projections=True)
+W, B = values(96, 70, seed=1), values(96, seed=2)
+"""[N, K] with a partial block, [N]."""
+X = values(5, 70, seed=3)
+STACK = values(3, 96, 70, seed=4)
+BATCH = values(3, 5, 70, seed=5)
+
+
+@dataclass
+class Case:
+    """A function of (module, x), and x, weight and bias of the matmul it is, as the gemm sees them."""
+
+    function: Callable[..., Tensor]
+    op: str
+    x: Tensor = field(default_factory=lambda: X)
+    weight: Tensor = field(default_factory=lambda: W)
+    bias: Tensor | None = None
+    seen: Tensor | None = None
+    """x as [..., M, K], where that is not x itself."""
+    after: Callable[[Any], Any] = lambda y: y
+    """From the gemm's result to the function's, in NumPy."""
+
+
+CASES = {
+    "linear": Case(lambda m, x: torch.nn.functional.linear(x, m.w, m.b), "linear", bias=B),
+    "linear without bias": Case(lambda m, x: torch.nn.functional.linear(x, m.w), "linear"),
+    "linear on three dimensions": Case(lambda m, x: torch.nn.functional.linear(x, m.w, m.b), "linear", BATCH, bias=B),
+    "linear on a vector": Case(lambda m, x: torch.nn.functional.linear(x, m.w, m.b), "linear", X[0], bias=B),
+    "linear, strided": Case(lambda m, x: torch.nn.functional.linear(x.t(), m.w), "linear", X.t().contiguous(), seen=X),
+    "matmul with a view of the weight": Case(lambda m, x: x @ m.w.t(), "matmul"),
+    "matmul with a stored [K, N]": Case(lambda m, x: x @ m.wt, "matmul"),
+    "matmul and add": Case(lambda m, x: x @ m.wt + m.b, "matmul", bias=B),
+    "add and matmul": Case(lambda m, x: m.b + x @ m.wt, "matmul", bias=B),
+    "mm": Case(lambda m, x: torch.mm(x, m.wt), "mm"),
+    "addmm": Case(lambda m, x: torch.addmm(m.b, x, m.wt), "addmm", bias=B),
+    "addmm, alpha and beta": Case(
+        lambda m, x: torch.addmm(m.b, x, m.wt, beta=0.5, alpha=3.0), "addmm", weight=W * 3.0, bias=B * 0.5
+    ),
+    "addmm, beta 0": Case(lambda m, x: torch.addmm(m.b, x, m.wt, beta=0), "addmm"),
+    "bmm": Case(lambda m, x: torch.bmm(x, m.stack.transpose(1, 2)), "bmm", BATCH, STACK),
+    "matmul with a stack": Case(lambda m, x: x @ m.stack.mT, "matmul", BATCH, STACK),
+    "matmul that broadcasts a stack": Case(lambda m, x: x @ m.stack.mT, "matmul", X, STACK),
+    "static left operand": Case(
+        lambda m, x: m.w @ x, "matmul", BATCH.transpose(1, 2).contiguous(), seen=BATCH, after=lambda y: y.swapaxes(1, 2)
+    ),
+    "static left operand, transposed activation": Case(
+        lambda m, x: m.w @ x.transpose(1, 2), "matmul", BATCH, after=lambda y: y.swapaxes(1, 2)
+    ),
+    "static left operand times a vector": Case(lambda m, x: m.w @ x, "matmul", X[0]),
+    "mv": Case(lambda m, x: torch.mv(m.w, x), "mv", X[0]),
+    "einsum": Case(lambda m, x: torch.einsum("bsk,nk->bsn", x, m.w), "bmm", BATCH),
+    "einsum of a stack": Case(lambda m, x: torch.einsum("bsk,bnk->bsn", x, m.stack), "bmm", BATCH, STACK),
+    "slice of a weight": Case(lambda m, x: torch.nn.functional.linear(x, m.w[32:64]), "linear", weight=W[32:64]),
+    "chunk of a weight": Case(lambda m, x: torch.nn.functional.linear(x, m.w.chunk(2)[1]), "linear", weight=W[48:]),
+    "weight cast to float32": Case(lambda m, x: torch.nn.functional.linear(x, m.narrow.float()), "linear", weight=W.half().float()),
+    "buffer": Case(lambda m, x: x @ m.buffer, "matmul"),
+}  # fmt: skip
+
+
+def module(case: Case) -> Apply:
+    parameters = {"w": W, "wt": W.t().contiguous(), "b": B, "stack": STACK, "narrow": W.half()}
+    return Apply(case.function, parameters, {"buffer": W.t().contiguous()})
+
+
+@pytest.mark.parametrize("weight_only", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_form(name: str, weight_only: bool) -> None:
+    case = CASES[name]
+    program = export(module(case), case.x)
+    rewritten, report = mxfp8_graph.rewrite(program, OUTPUTS_TOO.model_copy(update={"weight_only": weight_only}))
+    (only,) = report.rewritten
+    assert only.decision.site.op == case.op
+    assert (only.decision.site.n, only.decision.site.k) == case.weight.shape[-2:]
+    assert count(rewritten, "mxfp8.weight_gemm" if weight_only else "mxfp8.gemm") == 1
+    assert count(rewritten, "mxfp8.quantize") == (0 if weight_only else 1)
+    assert not any(count(rewritten, op) for op in ("aten.linear", "aten.matmul", "aten.mm", "aten.addmm", "aten.bmm"))
+    seen = case.x if case.seen is None else case.seen
+    prediction = predict(seen, case.weight, case.bias, weight_only=weight_only)
+    prediction.exact, prediction.bound = case.after(prediction.exact), case.after(prediction.bound)
+    prediction.check(rewritten.module()(case.x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype: torch.dtype) -> None:
+    linear = torch.nn.Linear(70, 96).to(dtype)
+    x = X.to(dtype)
+    rewritten, report = mxfp8_graph.rewrite(export(linear, x), OUTPUTS_TOO)
+    assert report.sites[0].decision.site.dtype == str(dtype).removeprefix("torch.")
+    result = rewritten.module()(x)
+    assert result.dtype == dtype
+    predict(x, linear.weight, linear.bias, dtype=report.sites[0].decision.site.dtype or "").check(result)
+
+
+@pytest.mark.parametrize("preset", ["ocp", "e5m2"])
+def test_scale_rounding_and_formats(preset: str) -> None:
+    settings = (
+        {"scale_rounding": "floor"} if preset == "ocp" else {"activation_format": "e5m2", "weight_format": "e5m2"}
+    )
+    linear = torch.nn.Linear(70, 96)
+    recipe = Recipe(name=preset, output_projections=True, **settings)
+    rewritten, _ = mxfp8_graph.rewrite(export(linear, X), recipe)
+    predict(X, linear.weight, linear.bias, **settings).check(rewritten.module()(X))
+
+
+def test_a_computed_addend_is_added_after_the_gemm() -> None:
+    program = export(Apply(lambda m, x, c: torch.addmm(c, x, m.w.t(), beta=2.0), {"w": W}), X, values(5, 96, seed=9))
+    rewritten, report = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
+    c = values(5, 96, seed=9)
+    prediction = predict(X, W)
+    total = prediction.exact + 2.0 * c.numpy().astype("float64")
+    prediction.bound += 2.0**-23 * abs(total) + 2.0**-23 * abs(prediction.exact)  # two float32 roundings more
+    prediction.exact = total
+    prediction.check(rewritten.module()(X, c))
+    assert not report.sites[0].decision.site.has_bias
+
+
+def test_baddbmm_absorbs_a_bias_per_column() -> None:
+    program = export(Apply(lambda m, x: torch.baddbmm(m.b, x, m.stack.mT), {"stack": STACK, "b": B}), BATCH)
+    rewritten, report = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
+    assert report.sites[0].decision.site.has_bias
+    predict(BATCH, STACK, B).check(rewritten.module()(BATCH))
+
+
+def test_products_of_two_activations() -> None:
+    program = export(Apply(lambda m, q, k: q @ k.transpose(1, 2), {}), BATCH, values(3, 40, 70, seed=7))
+    recipe = Recipe(name="products", rules=({"name": "matmul", "quantize": True},))
+    rewritten, report = mxfp8_graph.rewrite(program, recipe)
+    keys = values(3, 40, 70, seed=7)
+    predict(BATCH, keys).check(rewritten.module()(BATCH, keys))
+    assert count(rewritten, "mxfp8.quantize") == 2
+    assert count(rewritten, "aten.transpose") == 0, "gemm takes the keys as they are: [N, K]"
+    assert site(report, "matmul").packed is None
+
+
+def test_activation_in_place_between_two_matmuls_is_quantized_twice() -> None:
+    def function(m: Any, x: Tensor) -> Any:
+        y = x * 2.0
+        first = torch.nn.functional.linear(y, m.w)
+        y.mul_(3.0)
+        return first, torch.nn.functional.linear(y, m.w)
+
+    program = export(Apply(function, {"w": W}), X)
+    rewritten, _ = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
+    first, second = rewritten.module()(X)
+    predict(X * 2.0, W).check(first)
+    predict(X * 6.0, W).check(second)
+
+
+def test_dynamic_shapes_and_no_rows() -> None:
+    linear = torch.nn.Linear(70, 96)
+    rewritten, report = mxfp8_graph.rewrite(export(linear, BATCH, dynamic=({0: DYNAMIC, 1: DYNAMIC},)), OUTPUTS_TOO)
+    assert isinstance(report.sites[0].decision.site.m, str)
+    for shape in ((3, 5, 70), (1, 1, 70), (7, 2, 70), (2, 0, 70)):
+        x = values(*shape, seed=8)
+        result = rewritten.module()(x)
+        assert result.shape == (*shape[:-1], 96)
+        if x.numel():
+            predict(x, linear.weight, linear.bias).check(result)
+
+
+def test_dynamic_contraction_of_a_product() -> None:
+    program = export(Apply(lambda m, p, v: torch.softmax(p, -1) @ v, {}), values(2, 40, 50), values(2, 50, 40, seed=1),
+                     dynamic={"args": ({2: DYNAMIC}, {1: DYNAMIC})})  # fmt: skip
+    rewritten, report = mxfp8_graph.rewrite(program, Recipe(name="values", attention_values=True))
+    assert report.sites[0].decision.site.role == "attention_values"
+    for k in (50, 33, 64):
+        p, v = values(2, 40, k), values(2, k, 40, seed=1)
+        predict(torch.softmax(p, -1), v.transpose(1, 2)).check(rewritten.module()(p, v))

@@ -1,0 +1,203 @@
+"""Whole models: every linear is found, is rewritten or has a reason, and the outputs stay near those in float32.
+
+The bound on the outputs: one E4M3 rounding with a power-of-two block scale has a relative error of about 2.6% in root
+mean square (half a unit in the last place of 3 mantissa bits is at most 6.25%), of weights and of activations alike,
+so one linear of independent errors is off by about 3.7%. The models here are one to three blocks deep, with residual
+connections: errors of a few linears in a row add up in squares. 12% is three linears' worth with a margin of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.export import ExportedProgram  # noqa: E402
+from torch_programs import DYNAMIC, count, export, relative_l2, tensors  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph.recipe import Recipe  # noqa: E402
+
+OUTPUT_ERROR = 0.12
+TOKENS = {0: DYNAMIC, 1: DYNAMIC}
+
+
+def encoder() -> tuple[nn.Module, dict[str, Any], Any]:
+    layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return model, {"src": torch.randn(2, 10, 64)}, {"src": {0: DYNAMIC, 1: DYNAMIC}}
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32)
+        self.hidden, self.classifier = nn.Linear(128, 96), nn.Linear(96, 40)
+
+    def forward(self, x: Any) -> Any:
+        x = torch.relu(self.norm(self.conv(x)))
+        x = nn.functional.adaptive_avg_pool2d(x, 2).flatten(1)
+        return self.classifier(torch.relu(self.hidden(x)))
+
+
+def convolutional() -> tuple[nn.Module, dict[str, Any], Any]:
+    return Convolutional(), {"x": torch.randn(4, 3, 8, 8)}, {"x": {0: DYNAMIC}}
+
+
+def hugging_face(name: str) -> tuple[nn.Module, dict[str, Any], Any]:
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(0, 128, (2, 8), generator=torch.Generator().manual_seed(1))
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if name == "bert":
+        model = transformers.BertModel(transformers.BertConfig(**small, vocab_size=128))
+        inputs["attention_mask"] = torch.ones_like(ids)
+    elif name.startswith("llama"):
+        settings = {"vocab_size": 128, "num_key_value_heads": 1, "use_cache": False, "max_position_embeddings": 64}
+        config = transformers.LlamaConfig(**small, **settings, tie_word_embeddings=name == "llama tied")
+        model = transformers.LlamaForCausalLM(config)
+    elif name == "gpt2":
+        tokens = {"vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0}
+        config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=64, use_cache=False, **tokens)
+        model = transformers.GPT2LMHeadModel(config)
+    elif name == "t5":
+        settings = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2, "vocab_size": 128}
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**settings, use_cache=False))
+        inputs["decoder_input_ids"] = ids.clone()
+    elif name == "vit":
+        config = transformers.ViTConfig(**small, image_size=32, patch_size=8, num_labels=40)
+        pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        return transformers.ViTForImageClassification(config), {"pixel_values": pixels}, {"pixel_values": {0: DYNAMIC}}
+    else:
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1, "use_cache": False}
+        config = transformers.MixtralConfig(**small, **experts, vocab_size=128, max_position_embeddings=64)
+        return transformers.MixtralForCausalLM(config), inputs, None
+    return model, inputs, dict.fromkeys(inputs, TOKENS)
+
+
+def build(name: str) -> tuple[nn.Module, dict[str, Any], Any]:
+    torch.manual_seed(0)
+    own = {"encoder": encoder, "convolutional": convolutional}
+    model, inputs, dynamic = own[name]() if name in own else hugging_face(name)
+    return model.eval(), inputs, dynamic
+
+
+def linear_modules(model: nn.Module) -> set[str]:
+    """Returns the paths of the modules that multiply by a 2-D weight; attention's own projections count as one."""
+    kinds = {"Linear", "Conv1D", "NonDynamicallyQuantizableLinear", "MixtralTopKRouter"}
+    paths = {name for name, module in model.named_modules() if type(module).__name__ in kinds}
+    return {path.removesuffix(".out_proj") if "self_attn.out_proj" in path else path for path in paths}
+
+
+NAMES = ("encoder", "bert", "llama tied", "llama", "gpt2", "t5", "vit", "convolutional", "mixtral")
+KEPT = {"classifier", "lm_head", "gate"}
+"""Last names of the linears that the default policy keeps: output projections, and the router of 4 experts."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_linear_is_found_and_decided(name: str) -> None:
+    model, inputs, dynamic = build(name)
+    program = export(model, dynamic=dynamic, **inputs)
+    rewritten, report = mxfp8_graph.rewrite(program)
+    decisions = [s.decision for s in report.sites]
+    weighted = [d for d in decisions if d.site.weight]
+    assert linear_modules(model) == {d.site.module for d in weighted} - {
+        d.site.module for d in weighted if "experts" in d.site.module
+    }
+    assert all(d.reason for d in decisions)
+    for d in weighted:
+        kept = d.site.module.rpartition(".")[2] in KEPT or d.site.blocker is not None
+        assert d.quantize is not kept, d
+    assert count(rewritten, "mxfp8.gemm") == len(report.rewritten)
+    with torch.no_grad():
+        expected, got = model(**inputs), rewritten.module()(**inputs)
+    assert 1e-3 < relative_l2(got, expected) < OUTPUT_ERROR
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_decomposed_programs_give_the_same_decisions(name: str) -> None:
+    model, inputs, dynamic = build(name)
+    program = export(model, dynamic=dynamic, **inputs)
+    wanted = outcomes(program)
+    assert outcomes(program.run_decompositions({})) == wanted
+    assert outcomes(program.run_decompositions()) == wanted, "core ATen, which turns some linears into expand and bmm"
+
+
+def outcomes(program: ExportedProgram) -> list[tuple[str, str, bool]]:
+    _, report = mxfp8_graph.rewrite(program)
+    return sorted((d.site.module, d.reason, d.quantize) for d in (s.decision for s in report.sites))
+
+
+def test_activations_are_quantized_once() -> None:
+    model, inputs, dynamic = build("bert")
+    rewritten, report = mxfp8_graph.rewrite(export(model, dynamic=dynamic, **inputs))
+    per_layer = 4  # the input of query, key and value; that of the output; those of the two FFN linears
+    assert count(rewritten, "mxfp8.quantize") == per_layer * 2 + 1
+    assert len(report.rewritten) == 6 * 2 + 1
+
+
+def test_tied_embedding_stays_and_the_head_packs_a_copy() -> None:
+    model, inputs, dynamic = build("llama tied")
+    program = export(model, dynamic=dynamic, **inputs)
+    rewritten, report = mxfp8_graph.rewrite(program, Recipe(name="heads", output_projections=True))
+    head = next(s for s in report.sites if s.decision.site.module == "lm_head")
+    assert head.decision.quantize
+    assert head.packed in rewritten.state_dict
+    names = {"model.embed_tokens.weight", "lm_head.weight"} & {*rewritten.state_dict}
+    assert len(names) == 1, "the embedding keeps one of the two names; the other went away"
+    assert relative_l2(rewritten.module()(**inputs), model(**inputs)) < OUTPUT_ERROR
+
+
+def test_untied_head_is_not_kept_twice() -> None:
+    model, inputs, dynamic = build("llama")
+    recipe = Recipe(name="heads", output_projections=True)
+    rewritten, report = mxfp8_graph.rewrite(export(model, dynamic=dynamic, **inputs), recipe)
+    left = {name for name in rewritten.state_dict if "mxfp8" not in name and rewritten.state_dict[name].dim() == 2}
+    assert left == {"model.embed_tokens.weight"}
+    assert report.bytes_after is not None
+    assert report.bytes_after < report.bytes_before
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+def test_attention_products(name: str) -> None:
+    """Attention is one node until a recipe wants its products quantized; masks, causality and shared heads survive."""
+    model, inputs, dynamic = build(name)
+    program = export(model, dynamic=dynamic, **inputs)
+    rewritten, report = mxfp8_graph.rewrite(program, Recipe(name="attention", fp8_dpa=True, min_dim=1))
+    roles = [s.decision.site.role for s in report.rewritten]
+    assert roles.count("attention_scores") == roles.count("attention_values") == 2
+    assert count(rewritten, "aten.scaled_dot_product_attention") == 0
+    for batch, length in ((2, 8), (3, 5)):
+        other = {key: value.repeat(2, 2)[:batch, :length] for key, value in inputs.items()}
+        assert relative_l2(rewritten.module()(**other), model(**other)) < OUTPUT_ERROR
+
+
+def test_scores_alone() -> None:
+    model, inputs, dynamic = build("encoder")
+    rewritten, report = mxfp8_graph.rewrite(export(model, dynamic=dynamic, **inputs), Recipe(attention_scores=True))
+    assert [d.site.role for d in (s.decision for s in report.kept)] == ["attention_values"] * 2
+    assert count(rewritten, "aten.matmul") == 2
+    assert relative_l2(rewritten.module()(**inputs), model(**inputs)) < OUTPUT_ERROR
+
+
+def test_dynamic_shapes() -> None:
+    model, inputs, dynamic = build("llama")
+    program = export(model, dynamic=dynamic, **inputs)
+    rewritten, _ = mxfp8_graph.rewrite(program)
+    assert rewritten.range_constraints == program.range_constraints
+    for shape in ((1, 3), (4, 16), (3, 64)):
+        ids = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(2))
+        expected, got = model(input_ids=ids), rewritten.module()(input_ids=ids)
+        assert tensors(got)[0].shape == (*shape, 128)
+        assert relative_l2(got, expected) < OUTPUT_ERROR
+
+
+def test_grouped_experts_are_kept_with_a_reason() -> None:
+    model, inputs, _ = build("mixtral")
+    _, report = mxfp8_graph.rewrite(export(model, **inputs))
+    grouped = [s.decision for s in report.sites if "experts" in s.decision.site.module]
+    assert len(grouped) == 4
+    assert all("grouped matmul" in d.reason and d.site.weight and not d.quantize for d in grouped)

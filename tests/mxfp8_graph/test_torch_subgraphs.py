@@ -1,0 +1,162 @@
+"""Matmuls inside higher-order ops: packed weights reach every graph that needs them, and only those that can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from torch_programs import DYNAMIC, Apply, count, export, predict, relative_l2, tensors, values  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph.recipe import Recipe  # noqa: E402
+from mxfp8_ops import torch_ops  # noqa: E402, F401
+
+RECIPE = Recipe(name="outputs too", output_projections=True)
+W, V = values(64, 64, seed=1) / 8, values(64, 64, seed=2) / 8
+X = values(6, 64, seed=3)
+linear = nn.functional.linear
+
+
+def branches(m: Any, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: linear(x, m.w), lambda x: linear(x, m.v) + linear(x, m.w), (x,))
+
+
+def branches_that_use_a_weight_outside_too(m: Any, x: Tensor) -> Tensor:
+    return linear(torch.cond(x.sum() > 0, lambda x: linear(x, m.w), lambda x: x * 2.0, (x,)), m.w)
+
+
+def nested_branches(m: Any, x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
+        return torch.cond(x.mean() > 1e6, lambda x: linear(x, m.v), lambda x: linear(x, m.w), (x,))
+
+    return torch.cond(x.sum() > 0, inner, lambda x: x * 1.0, (x,))
+
+
+def loop(m: Any, x: Tensor) -> Tensor:
+    from torch._higher_order_ops.while_loop import while_loop
+
+    def body(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, torch.tanh(linear(x, m.w))
+
+    return while_loop(lambda i, x: i < 3, body, (torch.zeros((), dtype=torch.int64), x))[1]
+
+
+def mapped(m: Any, x: Tensor) -> Tensor:
+    from torch._higher_order_ops.map import map as over_rows
+
+    return over_rows(lambda row: linear(row, m.w), x.reshape(2, 3, 64))
+
+
+def scanned(m: Any, x: Tensor) -> Any:
+    from torch._higher_order_ops.scan import scan
+
+    def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        new = torch.tanh(linear(carry, m.w) + row)
+        return new, new * 1.0
+
+    return scan(step, torch.zeros(1, 64), x.reshape(6, 1, 64))[1]
+
+
+def without_gradients(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = linear(x, m.w)
+    return linear(y, m.v)
+
+
+def in_autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, m.w)
+    return y.float()
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], int, int]] = {
+    "cond": (branches, 3, 2),
+    "cond and outside": (branches_that_use_a_weight_outside_too, 2, 1),
+    "nested cond": (nested_branches, 2, 2),
+    "while_loop": (loop, 1, 1),
+    "map": (mapped, 1, 1),
+    "scan": (scanned, 1, 1),
+    "set_grad": (without_gradients, 2, 2),
+    "autocast": (in_autocast, 1, 1),
+}
+"""Function, matmuls in it, weights they use."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_subgraph(name: str, tmp_path: Path) -> None:
+    function, matmuls, weights = PROGRAMS[name]
+    module = Apply(function, {"w": W, "v": V})
+    program = export(module, X)
+    before = str(program)
+    rewritten, report = mxfp8_graph.rewrite(program, RECIPE)
+    assert str(program) == before
+    assert len(report.rewritten) == len(report.sites) == matmuls
+    assert count(rewritten, "mxfp8.gemm") == matmuls
+    assert len({s.packed for s in report.sites}) == weights, "a weight that several graphs use is packed once"
+    assert sum("mxfp8" in key for key in rewritten.state_dict) == 2 * weights
+    assert not {"w", "v"}.intersection(rewritten.state_dict) - ({"v"} if weights == 1 else set())
+    loaded = mxfp8_graph.load(mxfp8_graph.save(rewritten, tmp_path / "program.pt2"))
+    for sign in (1.0, -1.0):
+        with torch.no_grad():
+            expected, got = module(X * sign), rewritten.module()(X * sign)
+        assert relative_l2(got, expected) < 0.12, "two or three linears, each off by about 3.7%"
+        assert all(torch.equal(a, b) for a, b in zip(tensors(loaded.module()(X * sign)), tensors(got), strict=True))
+
+
+@pytest.mark.parametrize("name", ["cond", "set_grad", "autocast"])
+def test_decomposed(name: str) -> None:
+    function, matmuls, _ = PROGRAMS[name]
+    rewritten, _ = mxfp8_graph.rewrite(export(Apply(function, {"w": W, "v": V}), X).run_decompositions({}), RECIPE)
+    assert count(rewritten, "mxfp8.gemm") == matmuls
+
+
+def test_the_branch_that_is_taken_is_exact() -> None:
+    rewritten, _ = mxfp8_graph.rewrite(export(Apply(branches, {"w": W, "v": V}), X), RECIPE)
+    x = X * torch.sign(X.sum())
+    predict(x, W).check(rewritten.module()(x))
+
+
+def test_autocast_gives_the_dtype_it_gave() -> None:
+    program = export(Apply(in_autocast, {"w": W, "v": V}), X)
+    rewritten, _ = mxfp8_graph.rewrite(program, RECIPE)
+    predict(X, W, dtype="bfloat16").check(rewritten.module()(X))
+
+
+def test_sites_say_where_they_are() -> None:
+    _, report = mxfp8_graph.rewrite(export(Apply(branches, {"w": W, "v": V}), X), RECIPE)
+    paths = [s.decision.site.subgraph for s in report.sites]
+    assert [path.split("_")[0] for path in paths] == ["true", "false", "false"]
+    assert len({s.decision.site.name for s in report.sites}) == 3
+    _, report = mxfp8_graph.rewrite(
+        export(Apply(branches, {"w": W, "v": V}), X), Recipe(rules=({"subgraph": "^false", "quantize": False},))
+    )
+    assert [s.decision.quantize for s in report.sites] == [True, False, False]
+
+
+def test_a_weight_that_the_loop_changes_is_not_static() -> None:
+    from torch._higher_order_ops.while_loop import while_loop
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        def body(i: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            return i + 1, torch.tanh(linear(x, w).t() @ x)
+
+        return while_loop(lambda i, w: i < 3, body, (torch.zeros((), dtype=torch.int64), m.w))[1]
+
+    program = export(Apply(function, {"w": W}), X)
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(program, RECIPE)
+    assert {d.site.weight for d in caught.value.decisions} == {None}
+
+
+def test_dynamic_batch_inside_a_branch() -> None:
+    program = export(Apply(branches, {"w": W, "v": V}), X, dynamic={"args": ({0: DYNAMIC},)})
+    rewritten, _ = mxfp8_graph.rewrite(program, RECIPE)
+    for rows in (2, 9):
+        x = values(rows, 64, seed=rows).abs()
+        predict(x, W).check(rewritten.module()(x))

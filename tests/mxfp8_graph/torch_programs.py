@@ -1,0 +1,133 @@
+"""Tiny torch modules and exported programs for tests, and what NumPy says a rewritten matmul computes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+from mxfp8_graph.plan import Decision
+from mxfp8_graph.report import RewriteReport, SiteReport
+from mxfp8_ops import numerics
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+
+
+def export(module: nn.Module, *args: Any, dynamic: Any = None, **kwargs: Any) -> ExportedProgram:
+    """Returns the program of a module in eval mode."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.export.export(module.eval(), args, kwargs, dynamic_shapes=dynamic)
+
+
+class Apply(nn.Module):
+    """A module made of one function of (self, inputs) and its parameters and buffers by name."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._function = function
+        for name, value in parameters.items():
+            setattr(self, name, nn.Parameter(value))
+        for name, value in (buffers or {}).items():
+            self.register_buffer(name, value)
+
+    def forward(self, *args: Tensor) -> Any:
+        return self._function(self, *args)
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns heavy-tailed values: rounding errors of a matmul do not average out as they do for normal ones."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(*shape, generator=generator)
+    return (normal * torch.exp(torch.randn(*shape, generator=generator))).to(dtype)
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+@dataclass
+class Prediction:
+    """What a rewritten matmul must give, and how far it may be off."""
+
+    exact: np.ndarray
+    bound: np.ndarray
+
+    def check(self, result: Tensor) -> None:
+        error = np.abs(as_numpy(result).astype(np.float64) - self.exact)
+        worst = np.unravel_index(np.argmax(error - self.bound), error.shape)
+        assert (error <= self.bound).all(), (worst, error[worst], self.bound[worst], self.exact[worst])
+
+
+def predict(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_only: bool = False,
+    scale_rounding: str = "ceil",
+    activation_format: str = "e4m3",
+    weight_format: str = "e4m3",
+    dtype: str = "float32",
+) -> Prediction:
+    """Returns x [..., M, K] times weight [..., N, K] transposed, plus bias, in MXFP8 by NumPy."""
+    a, b = as_numpy(x), as_numpy(weight)
+    extra = None if bias is None else as_numpy(bias).astype(np.float32)
+    if not weight_only:
+        codes = numerics.quantize(a, element_format=activation_format, scale_rounding=scale_rounding)
+        a = numerics.dequantize(*codes, element_format=activation_format)
+    packed = numerics.quantize(b, element_format=weight_format, scale_rounding=scale_rounding)
+    exact = numerics.weight_gemm(a, *packed, extra, b_format=weight_format)
+    seen = numerics.dequantize(*packed, element_format=weight_format)
+    return Prediction(exact, numerics.gemm_error_bound(a.astype(np.float32), seen, dtype, extra))
+
+
+def tensors(output: Any) -> list[Tensor]:
+    """Returns the floating-point tensors of a model's output."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def relative_l2(got: Any, expected: Any) -> float:
+    """Returns the largest relative L2 distance between the tensors of two outputs."""
+    pairs = zip(tensors(got), tensors(expected), strict=True)
+    return max(float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs)
+
+
+def call_targets(program: ExportedProgram) -> list[str]:
+    """Returns the targets of every call in the program's graphs, inner ones too."""
+    modules = [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    return [str(n.target) for m in modules for n in m.graph.nodes if n.op == "call_function"]
+
+
+def count(program: ExportedProgram, op: str) -> int:
+    """Returns how many nodes call `op`, such as "mxfp8.gemm"."""
+    return sum(target.startswith(f"{op}.") for target in call_targets(program))
+
+
+def site(report: RewriteReport, name: str) -> SiteReport:
+    """Returns the site whose name or module path is `name`."""
+    return next(s for s in report.sites if name in (s.decision.site.name, s.decision.site.module))
+
+
+def decision(report: RewriteReport, name: str) -> Decision:
+    return site(report, name).decision
+
+
+def reasons(report: RewriteReport) -> Sequence[str]:
+    return [s.decision.reason for s in report.sites]
