@@ -134,8 +134,8 @@ def verification(report: VerifyReport) -> RenderableType:
             f"{output.rewritten.relative_l2:.3g}",
             f"{output.rewritten.max_abs:.3g}",
             f"{output.rewritten.cosine:.6f}",
-            f"{output.kernel.relative_l2:.3g}",
-            f"{output.kernel.max_abs:.3g}",
+            f"{output.kernel.relative_l2:.3g}" if output.kernel else "",
+            f"{output.kernel.max_abs:.3g}" if output.kernel else "",
         )
         for output in report.outputs
     ]

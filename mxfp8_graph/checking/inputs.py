@@ -81,9 +81,19 @@ def synthesise(
     Raises:
         ShapeError: an input cannot be synthesised, or `shapes` names a dimension the model does not have.
     """
-    specs = input_specs(model, where)
+    return synthesise_for(input_specs(model, where), index_ranges(model), shapes=shapes, seed=seed, where=where)
+
+
+def synthesise_for(
+    specs: list[InputSpec],
+    ranges: Mapping[str, range],
+    *,
+    shapes: Mapping[str, int] | None = None,
+    seed: int = 0,
+    where: str = "model",
+) -> Inputs:
+    """Returns one array per spec; integers listed in `ranges` stay inside theirs. Otherwise as `synthesise`."""
     sizes = Sizes({spec.name: spec.dims for spec in specs}, shapes or {}, where)
-    ranges = index_ranges(model)
     rng = np.random.default_rng(seed)
     inputs: Inputs = {}
     for spec in specs:
@@ -115,8 +125,8 @@ def _fill(spec: InputSpec, shape: tuple[int, ...], bounds: range | None, past: i
     return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
-def load_inputs(path: str | Path, model: onnx.ModelProto, where: str = "model") -> Inputs:
-    """Returns the arrays of an .npz file, one per input of `model`.
+def load_inputs(path: str | Path, specs: list[InputSpec]) -> Inputs:
+    """Returns the arrays of an .npz file, one per spec.
 
     A bfloat16 input may be stored as uint16 bits.
 
@@ -137,7 +147,7 @@ def load_inputs(path: str | Path, model: onnx.ModelProto, where: str = "model") 
         raise
     except ValueError as error:
         raise ShapeError(f"{path}: {error}; expected an .npz file of plain arrays; save it with numpy.savez") from None
-    return check_inputs(arrays, input_specs(model, where), str(path))
+    return check_inputs(arrays, specs, str(path))
 
 
 def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str) -> Inputs:

@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import onnx
 
-from mxfp8_graph.checking.inputs import Array, Inputs, check_inputs, describe, input_specs, load_inputs, synthesise
+from mxfp8_graph.checking.index_ranges import index_ranges
+from mxfp8_graph.checking.inputs import (
+    Array,
+    Inputs,
+    InputSpec,
+    check_inputs,
+    describe,
+    input_specs,
+    load_inputs,
+    synthesise_for,
+)
 from mxfp8_graph.checking.sessions import Session, Timing
 from mxfp8_graph.onnx_pass.source import Source, open_path, open_proto
 from mxfp8_ops.errors import ShapeError
 
-Model = str | Path | onnx.ModelProto
+Model = Any
+"""A path, an `onnx.ModelProto` or a `torch.export.ExportedProgram`: torch is not imported to name the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +48,10 @@ def run_model(
     seed: int = 0,
     repeat: int = 10,
 ) -> RunReport:
-    """Returns outputs and latencies of `repeat` runs in a custom-op session, after one that is not counted.
+    """Returns outputs and latencies of `repeat` runs with our kernels, after one that is not counted.
 
     Args:
-        model: path of any ONNX model, or the proto.
+        model: path of any ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         inputs: an .npz file, or arrays by input name; synthesised if None.
         shapes: sizes of free dimensions for synthesised inputs; see `input_sizes.Sizes`.
         seed: of synthesised inputs.
@@ -52,15 +64,103 @@ def run_model(
     """
     from mxfp8_ops import cpu
 
-    source = open_model(model)
-    feeds = make_inputs(source, inputs, shapes, seed)
-    session = Session(model if isinstance(model, onnx.ModelProto) else Path(model), kernels=True, where=source.name)
-    timing = session.time(feeds, repeat)
-    return RunReport(model=source.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing)
+    runnable = open_runnable(model)
+    feeds = make_inputs(runnable, inputs, shapes, seed)
+    timing = runnable.time(feeds, repeat)
+    return RunReport(model=runnable.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing)
 
 
-def open_model(model: Model) -> Source:
-    """Returns the structure of a model, its data left where it lies.
+class Feedable(Protocol):
+    """What is asked of a model to make inputs for it."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+
+    @property
+    def specs(self) -> list[InputSpec]:
+        """Its inputs."""
+
+    @property
+    def ranges(self) -> Mapping[str, range]:
+        """The values its integer inputs may take, where that is limited."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs of an ONNX model."""
+
+    name: str
+    specs: list[InputSpec]
+    ranges: Mapping[str, range]
+
+    @classmethod
+    def of(cls, source: Source) -> Signature:
+        """Returns the inputs of an opened model."""
+        return cls(source.name, input_specs(source.proto, source.name), index_ranges(source.proto))
+
+
+class Runnable(Feedable, Protocol):
+    """A model that can be run, whichever framework runs it."""
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of the outputs `run` returns, in order."""
+
+    def run(self, inputs: Mapping[str, Array]) -> Inputs:
+        """Returns the outputs by name."""
+
+    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
+        """Returns outputs and latencies of `repeat` runs after one that is not counted."""
+
+
+class OnnxModel:
+    """An ONNX model in a session with our kernels."""
+
+    def __init__(self, model: str | Path | onnx.ModelProto) -> None:
+        signature = Signature.of(open_model(model))
+        self.name, self.specs, self.ranges = signature.name, signature.specs, signature.ranges
+        self._session = Session(
+            model if isinstance(model, onnx.ModelProto) else Path(model), kernels=True, where=self.name
+        )
+
+    @property
+    def output_names(self) -> list[str]:
+        """See `Runnable`."""
+        return self._session.output_names
+
+    def run(self, inputs: Mapping[str, Array]) -> Inputs:
+        """See `Runnable`."""
+        return self._session.run(inputs)
+
+    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
+        """See `Runnable`."""
+        return self._session.time(inputs, repeat)
+
+
+def is_program(model: Any) -> bool:
+    """Whether `model` is a .pt2 file or an ExportedProgram; asks without importing torch."""
+    if isinstance(model, (str, Path)):
+        return Path(model).suffix == ".pt2"
+    return not isinstance(model, onnx.ModelProto)
+
+
+def open_runnable(model: Model) -> Runnable:
+    """Returns a model ready to run with our kernels.
+
+    Raises:
+        ContractError: it cannot be read.
+        BackendError: its framework refuses it, or is missing.
+    """
+    if is_program(model):
+        from mxfp8_graph.checking.programs import TorchProgram
+
+        return TorchProgram(model)
+    return OnnxModel(model)
+
+
+def open_model(model: str | Path | onnx.ModelProto) -> Source:
+    """Returns the structure of an ONNX model, its data left where it lies.
 
     Raises:
         ContractError: it cannot be read.
@@ -69,7 +169,7 @@ def open_model(model: Model) -> Source:
 
 
 def make_inputs(
-    source: Source, inputs: str | Path | Mapping[str, Array] | None, shapes: Mapping[str, int] | None, seed: int
+    runnable: Feedable, inputs: str | Path | Mapping[str, Array] | None, shapes: Mapping[str, int] | None, seed: int
 ) -> Inputs:
     """Returns the given inputs, checked, or synthesised ones.
 
@@ -77,12 +177,12 @@ def make_inputs(
         ShapeError: they do not fit the model, or both inputs and shapes are given.
     """
     if inputs is None:
-        return synthesise(source.proto, shapes=shapes, seed=seed, where=source.name)
+        return synthesise_for(runnable.specs, runnable.ranges, shapes=shapes, seed=seed, where=runnable.name)
     if shapes:
         raise ShapeError(
-            f"{source.name}: sizes {', '.join(shapes)} with given inputs; expected one or the other; "
+            f"{runnable.name}: sizes {', '.join(shapes)} with given inputs; expected one or the other; "
             "drop --dim: given inputs have their sizes"
         )
     if isinstance(inputs, (str, Path)):
-        return load_inputs(inputs, source.proto, source.name)
-    return check_inputs(inputs, input_specs(source.proto, source.name), source.name)
+        return load_inputs(inputs, runnable.specs)
+    return check_inputs(inputs, runnable.specs, runnable.name)

@@ -11,14 +11,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 
 from mxfp8_graph.checking.compare import Difference, difference
 from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, describe, input_specs
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
-from mxfp8_graph.checking.runner import Model, make_inputs, open_model
+from mxfp8_graph.checking.runner import Model, Runnable, Signature, is_program, make_inputs, open_model, open_runnable
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_pass.source import Source
 from mxfp8_graph.report import check_report_path, write_atomically
@@ -34,9 +34,9 @@ class OutputCheck:
     shape: tuple[int, ...]
     rewritten: Difference
     """With our kernels, against the original."""
-    body: Difference
-    """Function bodies in stock ONNX Runtime, against the original."""
-    kernel: Difference
+    body: Difference | None = None
+    """Function bodies in stock ONNX Runtime, against the original; None for a torch program, which has none."""
+    kernel: Difference | None = None
     """With our kernels, against the function bodies."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,8 +46,8 @@ class OutputCheck:
             "dtype": self.dtype,
             "shape": list(self.shape),
             "rewritten_vs_original": self.rewritten.to_dict(),
-            "body_vs_original": self.body.to_dict(),
-            "kernel_vs_body": self.kernel.to_dict(),
+            "body_vs_original": self.body.to_dict() if self.body else None,
+            "kernel_vs_body": self.kernel.to_dict() if self.kernel else None,
         }
 
 
@@ -130,8 +130,9 @@ def verify(
     is above `max_rel_l2`.
 
     Args:
-        original: path of the model, or the proto.
-        rewritten: what `rewrite` made of it.
+        original: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
+        rewritten: what `rewrite` made of it. One may be ONNX and the other a torch program: inputs and outputs are
+            then matched by name, or by position if the names differ. Function bodies are checked in ONNX models only.
         inputs: an .npz file, or arrays by input name; synthesised if None.
         shapes: sizes of free dimensions for synthesised inputs, by dim_param or INPUT.AXIS; see `input_sizes.Sizes`.
         seed: of synthesised inputs.
@@ -144,9 +145,11 @@ def verify(
     """
     from mxfp8_ops import cpu
 
+    if is_program(original) or is_program(rewritten):
+        return _verify_programs(original, rewritten, inputs=inputs, shapes=shapes, seed=seed, max_rel_l2=max_rel_l2)
     before, after = open_model(original), open_model(rewritten)
     _check_signatures(before, after)
-    feeds = make_inputs(before, inputs, shapes, seed)
+    feeds = make_inputs(Signature.of(before), inputs, shapes, seed)
     expected = _run(original, before, feeds, kernels=False)
     results = _run(rewritten, after, feeds, kernels=True)
     bodies = _run(rewritten, after, feeds, kernels=False)
@@ -168,6 +171,66 @@ def verify(
         failures=tuple(failures),
         notes=tuple(_notes(after, nodes, outputs)),
     )
+
+
+def _verify_programs(
+    original: Model,
+    rewritten: Model,
+    *,
+    inputs: str | Path | Mapping[str, Array] | None,
+    shapes: Mapping[str, int] | None,
+    seed: int,
+    max_rel_l2: float | None,
+) -> VerifyReport:
+    """Returns what `verify` does where at least one of the models is a torch program."""
+    from mxfp8_ops import cpu
+
+    before, after = open_runnable(original), open_runnable(rewritten)
+    feeds = make_inputs(before, inputs, shapes, seed)
+    notes: list[str] = []
+    renamed = _matched(before, after, "inputs", notes)
+    pairs = _matched(before, after, "outputs", notes)
+    expected = before.run(feeds)
+    results = after.run({renamed[name]: array for name, array in feeds.items()})
+    failures, outputs = [], []
+    for name, array in expected.items():
+        found = results[pairs[name]]
+        if (array.shape, array.dtype) != (found.shape, found.dtype):
+            what = f"{list(found.shape)} {found.dtype.name}"
+            failures.append(f"output {name!r}: {what}; expected {list(array.shape)} {array.dtype.name}")
+            continue
+        outputs.append(
+            OutputCheck(name=name, dtype=array.dtype.name, shape=array.shape, rewritten=difference(array, found))
+        )
+        failures += _output_failures(outputs[-1], max_rel_l2)
+    return VerifyReport(
+        original=before.name,
+        rewritten=after.name,
+        inputs=describe(feeds),
+        isa=cpu.isa(),
+        outputs=tuple(outputs),
+        nodes=(),
+        failures=tuple(failures),
+        notes=tuple(notes),
+    )
+
+
+def _matched(before: Runnable, after: Runnable, what: Literal["inputs", "outputs"], notes: list[str]) -> dict[str, str]:
+    """Returns which name of `after` stands for each name of `before`: the same one, or the one in its place.
+
+    Raises:
+        ShapeError: there are more of them in one model than in the other.
+    """
+    old, new = (m.output_names if what == "outputs" else [s.name for s in m.specs] for m in (before, after))
+    if len(old) != len(new):
+        raise ShapeError(
+            f"{after.name}: {what} {', '.join(new) or 'none'}; expected those of {before.name}, "
+            f"{', '.join(old) or 'none'}; verify a model against the one it was made from"
+        )
+    if sorted(old) == sorted(new):
+        return {name: name for name in old}
+    notes.append(f"{what} have other names and are matched by position: {', '.join(old)} with {', '.join(new)}")
+    return dict(zip(old, new, strict=True))
 
 
 def _check_signatures(before: Source, after: Source) -> None:
@@ -220,7 +283,7 @@ def _check_output(name: str, expected: Array, result: Array, body: Array) -> Out
 def _output_failures(output: OutputCheck, max_rel_l2: float | None) -> list[str]:
     failures = []
     for what, found in (("rewritten and original", output.rewritten), ("kernels and function bodies", output.kernel)):
-        if found.nonfinite:
+        if found and found.nonfinite:
             where = f"{found.nonfinite} of {found.count} positions"
             failures.append(f"output {output.name!r}: NaN or Inf in only one of {what} at {where}")
     if max_rel_l2 is not None and not output.rewritten.relative_l2 <= max_rel_l2:

@@ -297,14 +297,14 @@ GOOD = {"ids": np.zeros((4, 3), np.int64), "x": np.zeros((4, 2), np.float32)}
 
 def test_an_npz_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **GOOD)
-    loaded = load_inputs(tmp_path / "data.npz", model_with(**TWO))
+    loaded = load_inputs(tmp_path / "data.npz", input_specs(model_with(**TWO)))
     assert {name: (a.shape, a.dtype) for name, a in loaded.items()} == {n: (a.shape, a.dtype) for n, a in GOOD.items()}
 
 
 def test_bfloat16_may_be_stored_as_bits(tmp_path: Path) -> None:
     values = np.array([1.5, -2], ml_dtypes.bfloat16)
     np.savez(tmp_path / "data.npz", x=values.view(np.uint16))
-    loaded = load_inputs(tmp_path / "data.npz", model_with(x=(ml_dtypes.bfloat16, [2])))
+    loaded = load_inputs(tmp_path / "data.npz", input_specs(model_with(x=(ml_dtypes.bfloat16, [2]))))
     np.testing.assert_array_equal(loaded["x"], values)
 
 
@@ -370,6 +370,6 @@ def test_a_file_that_is_no_npz(tmp_path: Path, write: Any, message: str) -> None
     path = tmp_path / "data.npz"
     write(path)
     with pytest.raises(ShapeError) as caught:
-        load_inputs(path, model_with(**TWO))
+        load_inputs(path, input_specs(model_with(**TWO)))
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)

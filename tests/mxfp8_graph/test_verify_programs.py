@@ -1,0 +1,117 @@
+"""verify and run on exported torch programs, alone and against ONNX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from typer.testing import CliRunner  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph.checking.programs import TorchProgram  # noqa: E402
+from mxfp8_graph.checking.runner import run_model  # noqa: E402
+from mxfp8_graph.cli import app  # noqa: E402
+from mxfp8_ops.errors import BackendError, ShapeError  # noqa: E402
+
+
+class Block(torch.nn.Module):
+    """Embedding, an FFN behind a residual add, a head."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding(50, 64)
+        self.up, self.down = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
+        self.head = torch.nn.Linear(64, classes)
+
+    def forward(self, ids: Any, scale: Any) -> Any:
+        x = self.table(ids) * scale
+        return {"logits": self.head(x + self.down(torch.relu(self.up(x)))), "embedded": x}
+
+
+def program(dtype: Any = torch.float32, classes: int = 10) -> Any:
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
+    inputs = (torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, 1, dtype=dtype))
+    dims = {0: batch, 1: length}
+    return torch.export.export(Block(classes).to(dtype).eval(), inputs, dynamic_shapes=(dims, dims))
+
+
+def test_a_rewritten_program_is_close_to_its_original() -> None:
+    original = program()
+    report = mxfp8_graph.verify(original, mxfp8_graph.rewrite(original)[0])
+    assert report.passed, report.failures
+    assert 0 < report.worst_relative_l2 < 0.05
+
+
+def test_an_output_the_rewrite_does_not_touch_is_the_same() -> None:
+    original = program()
+    report = mxfp8_graph.verify(original, mxfp8_graph.rewrite(original)[0])
+    assert report.outputs[1].rewritten.max_abs == 0
+
+
+def test_an_error_above_the_limit_fails() -> None:
+    original = program()
+    report = mxfp8_graph.verify(original, mxfp8_graph.rewrite(original)[0], max_rel_l2=1e-6)
+    assert not report.passed
+    assert "is above the limit 1e-06" in report.failures[0]
+
+
+def test_token_ids_stay_inside_the_embedding() -> None:
+    assert TorchProgram(program()).ranges == {"ids": range(50)}
+
+
+def test_the_onnx_file_of_a_program_agrees_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    rewritten, _ = mxfp8_graph.rewrite(program())
+    path = tmp_path / "m.onnx"
+    mxfp8_graph.to_onnx(rewritten, path)
+    report = mxfp8_graph.verify(path, rewritten)
+    assert report.passed, report.failures
+    assert (
+        report.worst_relative_l2 < 2e-2
+    )  # an element may round the other way where float32 sums differ in the last bit
+    assert any("matched by position" in note for note in report.notes) or report.original.endswith("m.onnx")
+
+
+def test_bfloat16_goes_in_and_comes_out() -> None:
+    report = run_model(mxfp8_graph.rewrite(program(torch.bfloat16))[0], repeat=1)
+    assert [array.dtype.name for array in report.timing.outputs.values()] == ["bfloat16", "bfloat16"]
+
+
+def test_given_inputs_are_used() -> None:
+    inputs = {"ids": np.full((3, 4), 7), "scale": np.zeros((3, 4, 1), np.float32)}
+    outputs = list(run_model(program(), inputs=inputs, repeat=1).timing.outputs.values())
+    assert outputs[0].shape == (3, 4, 10)
+    assert not outputs[1].any()
+
+
+def test_programs_with_other_inputs_are_refused() -> None:
+    other = torch.export.export(torch.nn.Linear(64, 64), (torch.zeros(2, 64),))
+    with pytest.raises(ShapeError, match=r"inputs input; expected those of program, ids, scale; verify a model"):
+        mxfp8_graph.verify(program(), other)
+
+
+def test_outputs_of_another_shape_fail() -> None:
+    report = mxfp8_graph.verify(program(), program(classes=11))
+    assert report.failures == ("output 'linear_2': [2, 16, 11] float32; expected [2, 16, 10] float32",)
+
+
+def test_a_program_that_refuses_its_inputs_says_so() -> None:
+    inputs = {"ids": np.zeros((3, 4), np.int64), "scale": np.zeros((2, 4, 1), np.float32)}
+    with pytest.raises((BackendError, ShapeError), match="scale"):
+        run_model(program(), inputs=inputs, repeat=1)
+
+
+def test_the_command_line_rewrites_verifies_and_runs_a_pt2_file(tmp_path: Path) -> None:
+    mxfp8_graph.save(program(), tmp_path / "m.pt2")
+    runner = CliRunner()
+    original, rewritten = str(tmp_path / "m.pt2"), str(tmp_path / "m.mxfp8.pt2")
+    for command in (["rewrite", original], ["verify", original, rewritten], ["run", rewritten, "--repeat", "1"]):
+        result = runner.invoke(app, command)
+        assert result.exit_code == 0, (command, result.output)
+    assert runner.invoke(app, ["verify", original, rewritten, "--max-rel-l2", "1e-9"]).exit_code == 1
