@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from mxfp8_graph.api import rewrite as rewrite
     from mxfp8_graph.checking.verify import verify as verify
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
+    from mxfp8_graph.packed import PackedWeight as PackedWeight
+    from mxfp8_graph.packed import export_safetensors as export_safetensors
+    from mxfp8_graph.packed import import_safetensors as import_safetensors
+    from mxfp8_graph.packed import unpack as unpack
     from mxfp8_graph.plan import NothingEligibleError as NothingEligibleError
     from mxfp8_graph.recipe import Recipe as Recipe
     from mxfp8_graph.recipe import Rule as Rule
@@ -22,6 +26,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "rewrite": "api",
     "to_onnx": "onnx_export",
+    "unpack": "packed",
+    "PackedWeight": "packed",
+    "export_safetensors": "packed",
+    "import_safetensors": "packed",
     "NothingEligibleError": "plan",
     "Recipe": "recipe",
     "Rule": "recipe",

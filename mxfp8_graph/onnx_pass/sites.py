@@ -105,7 +105,7 @@ def _describe(node: gs.Node, scope: Scope, constants: Constants, roles: Roles, i
         site=MatMulSite(
             name=node.name or f"{node.op}_{node.outputs[0].name}",
             op=node.op,
-            module=_module(scope.proto.node[indices[id(node)]]),
+            module=module_path(scope.proto.node[indices[id(node)]]),
             subgraph=scope.path,
             dtype=_dtype_name(dtype),
             weight=w.static.name if w.static else None,
@@ -238,7 +238,7 @@ def _dtype_name(code: int) -> str | None:
     return onnx.TensorProto.DataType.Name(code).lower() if code else None
 
 
-def _module(node: onnx.NodeProto) -> str:
+def module_path(node: onnx.NodeProto) -> str:
     """Returns the module path that torch's exporter records, such as "model.layers.0.mlp.up_proj"; "" without one."""
     recorded = next((p.value for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"), "")
     names = re.findall(r"'([^']*)'", recorded)  # the repr of a list: outermost module first, then the fx node

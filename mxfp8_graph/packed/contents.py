@@ -1,0 +1,58 @@
+"""unpack(): the packed weights of a model by name, whatever the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mxfp8_graph.packed.weight import Contents, PackedWeight
+from mxfp8_ops.errors import ContractError
+
+
+def unpack(model: Any) -> Mapping[str, PackedWeight]:
+    """Returns the packed weights of a model, by the names they had before.
+
+    Nothing is read but the structure; each weight reads its elements and scales when they are asked for, from the
+    external file if that is where they are, so a model larger than memory can be gone through weight by weight.
+
+    Args:
+        model: the path of an ONNX file or a .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
+            `torch.export.ExportedProgram`. Weights in TensorRT's own MXFP8 nodes (domain `trt`) are found too. A
+            model that was not rewritten has none.
+
+    Raises:
+        ContractError: the model is none of these, or cannot be read.
+    """
+    return MappingProxyType(contents(model).weights)
+
+
+def contents(model: Any) -> Contents:
+    """Returns everything a model stores; see `unpack`."""
+    import onnx
+
+    from mxfp8_graph.onnx_pass.source import open_path, open_proto
+    from mxfp8_graph.packed import from_onnx
+
+    if isinstance(model, (str, Path)):
+        if Path(model).suffix != ".pt2":
+            return from_onnx.contents(open_path(Path(model)))
+        from mxfp8_graph.packed import from_torch
+        from mxfp8_graph.torch_pass import load
+
+        return from_torch.contents(load(model), str(model))
+    if isinstance(model, onnx.ModelProto):
+        return from_onnx.contents(open_proto(model))
+    if type(model).__module__.startswith("onnx_graphsurgeon."):
+        import onnx_graphsurgeon as gs
+
+        return from_onnx.contents(open_proto(gs.export_onnx(model)))
+    if any(c.__name__ == "ExportedProgram" and c.__module__.startswith("torch.") for c in type(model).__mro__):
+        from mxfp8_graph.packed import from_torch
+
+        return from_torch.contents(model, "program")
+    raise ContractError(
+        f"unpack: a {type(model).__name__}; expected a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an "
+        "ExportedProgram; load the model first"
+    )

@@ -1,0 +1,91 @@
+"""What safetensors checkpoints with MXFP8 weights call their tensors, and what they say about them.
+
+    compressed-tensors   X.weight F8_E4M3 [N, K]   X.weight_scale U8 [N, K / 32]       (modelopt uses the same names)
+    scale-inv            X.weight F8_E4M3 [N, K]   X.weight_scale_inv U8 [N, K / 32]   quant_method "mxfp8"
+
+Despite its name, weight_scale_inv is what elements are multiplied with, as weight_scale is; the bytes are the same.
+Ours alone, which other readers may refuse: a K that is no multiple of 32 (the last block is partial, so there are
+ceil(K / 32) scales), F8_E5M2 elements, and stacks [..., N, K].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from mxfp8_ops import formats
+from mxfp8_ops.errors import ContractError
+
+
+@dataclass(frozen=True)
+class Convention:
+    """One way to name scales."""
+
+    name: str
+    scale_suffix: str
+    """What follows the name of the elements, X.weight, in that of the scales."""
+
+
+COMPRESSED_TENSORS: Final = Convention("compressed-tensors", "_scale")
+SCALE_INV: Final = Convention("scale-inv", "_scale_inv")
+
+CONVENTIONS: Final[Mapping[str, Convention]] = MappingProxyType({c.name: c for c in (COMPRESSED_TENSORS, SCALE_INV)})
+
+
+def named(name: str) -> Convention:
+    """Returns the row of `CONVENTIONS` called `name`.
+
+    Raises:
+        ContractError: there is no such convention.
+    """
+    if name not in CONVENTIONS:
+        raise ContractError(f"convention: {name!r}; expected one of {', '.join(CONVENTIONS)}; correct the name")
+    return CONVENTIONS[name]
+
+
+def quantization_config(chosen: Convention, quantized: Sequence[str], weight_only: Sequence[str]) -> dict[str, Any]:
+    """Returns what belongs under "quantization_config" in the checkpoint's config.json.
+
+    Args:
+        chosen: the convention.
+        quantized: modules whose activations are quantized too.
+        weight_only: modules whose activations are not.
+    """
+    if chosen is SCALE_INV:
+        return {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, formats.BLOCK_SIZE],
+            "scale_fmt": "ue8m0",
+        }
+    groups = ((quantized, _arguments(dynamic=True)), (weight_only, None))
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp8-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{index}": {
+                "targets": sorted(targets),
+                "weights": _arguments(dynamic=False),
+                "input_activations": activations,
+                "output_activations": None,
+                "format": "mxfp8-quantized",
+            }
+            for index, (targets, activations) in enumerate(group for group in groups if group[0])
+        },
+        "ignore": [],
+    }
+
+
+def _arguments(*, dynamic: bool) -> dict[str, Any]:
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "group",
+        "group_size": formats.BLOCK_SIZE,
+        "symmetric": True,
+        "dynamic": dynamic,
+        "scale_dtype": "torch.uint8",
+    }

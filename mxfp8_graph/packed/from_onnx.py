@@ -1,0 +1,143 @@
+"""Packed weights of ONNX models. Nothing but the structure is read until a weight is.
+
+MXFP8Gemm, MXFP8WeightGemm, MXFP8Dequantize      ours
+TRT_MXFP8DequantizeLinear (domain trt)           TensorRT's, as modelopt writes it (float8 elements) and as
+                                                 TransformerEngine does (uint8; scales padded to 128 x 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import onnx
+
+from mxfp8_graph import provenance
+from mxfp8_graph.external import raw, read
+from mxfp8_graph.onnx_pass.constants import stored_in
+from mxfp8_graph.onnx_pass.sites import module_path
+from mxfp8_graph.onnx_pass.source import Source, subgraphs
+from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name, unique
+from mxfp8_ops import contract, formats
+
+TRT_DOMAIN: Final = "trt"
+TRT_DEQUANTIZE: Final = "TRT_MXFP8DequantizeLinear"
+
+_FORMATS: Final = {contract.UINT8: "e4m3", **{f.onnx_dtype: f.name for f in formats.ELEMENT_FORMATS.values()}}
+"""Element format by the dtype of the stored elements; TransformerEngine stores E4M3 as uint8."""
+
+_ELEMENTS_AT: Final = {contract.GEMM.name: 2, contract.WEIGHT_GEMM.name: 1, contract.DEQUANTIZE.name: 0}
+"""Which input of each node is a weight's elements; the next one is its scales."""
+
+_GEMMS: Final = frozenset({contract.GEMM.name, contract.WEIGHT_GEMM.name})
+
+_FLOATS: Final = frozenset({contract.FLOAT, contract.FLOAT16, contract.BFLOAT16, onnx.TensorProto.DOUBLE})
+
+Visible = dict[str, onnx.TensorProto]
+"""The stored tensors a graph sees, by name."""
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A node that reads a packed weight, and what it reads."""
+
+    node: onnx.NodeProto
+    name: str
+    """Of the elements."""
+    elements: onnx.TensorProto
+    scales: onnx.TensorProto
+    axis: int
+    """The blocked one."""
+
+
+def contents(source: Source) -> Contents:
+    """Returns what an ONNX model stores."""
+    weights: dict[int, PackedWeight] = {}
+    taken: set[str] = set()
+    packed: set[str] = set()
+    for use in _uses(source.proto.graph, {}):
+        key = id(use.elements)
+        only = _weight_only(use.node)
+        if key not in weights:
+            packed |= {use.name, use.scales.name}
+            weights[key] = _weight(source, use, unique(original_name(use.name), taken))
+        elif weights[key].weight_only and only is False:
+            weights[key] = replace(weights[key], weight_only=False)
+    names = {tensor.name for tensor in source.proto.graph.initializer}
+    users = {name: node for node in reversed(source.proto.graph.node) for name in node.input}
+    others = [
+        _other(source, tensor, plain_name(tensor.name, names), users.get(tensor.name))
+        for tensor in source.proto.graph.initializer
+        if tensor.name not in packed and tensor.data_type in _FLOATS and tensor.dims
+    ]
+    recipe = next((p.value for p in source.proto.metadata_props if p.key == provenance.RECIPE_KEY), None)
+    return Contents(where=source.name, weights={w.name: w for w in weights.values()}, others=others, recipe=recipe)
+
+
+def _uses(graph: onnx.GraphProto, visible: Visible) -> Iterator[_Use]:
+    """Yields the nodes of `graph` and its subgraphs whose elements and scales are both stored."""
+    visible = {**visible, **{name: tensor for name, (_, tensor) in stored_in(graph).items()}}
+    for node in graph.node:
+        for _, inner in subgraphs(node):
+            yield from _uses(inner, visible)
+        at = _elements_at(node)
+        if at is None or not {*node.input[at : at + 2]} <= visible.keys():
+            continue
+        elements, scales = (visible[name] for name in node.input[at : at + 2])
+        if elements.data_type in _FORMATS:
+            default = 1 if node.domain == TRT_DOMAIN else -1
+            axis = next((a.i for a in node.attribute if a.name == "axis"), default)
+            yield _Use(node, node.input[at], elements, scales, axis % len(elements.dims) - len(elements.dims))
+
+
+def _elements_at(node: onnx.NodeProto) -> int | None:
+    if node.domain == contract.DOMAIN:
+        return _ELEMENTS_AT.get(node.op_type)
+    return 0 if (node.domain, node.op_type) == (TRT_DOMAIN, TRT_DEQUANTIZE) else None
+
+
+def _weight_only(node: onnx.NodeProto) -> bool | None:
+    return node.op_type == contract.WEIGHT_GEMM.name if node.op_type in _GEMMS else None
+
+
+def _weight(source: Source, use: _Use, name: str) -> PackedWeight:
+    dims = list(use.elements.dims)
+    blocks = list(dims)
+    blocks[use.axis] = -(-dims[use.axis] // formats.BLOCK_SIZE)
+
+    def elements() -> Codes:
+        return np.moveaxis(_codes(source, use.elements), use.axis, -1)
+
+    def scales() -> Codes:
+        # TransformerEngine pads the scales; what is beyond the blocks means nothing.
+        codes = _codes(source, use.scales)
+        codes = codes.reshape([*[1] * (len(blocks) - codes.ndim), *codes.shape])
+        return np.moveaxis(codes[tuple(slice(size) for size in blocks)], use.axis, -1)
+
+    k = dims.pop(use.axis)
+    return PackedWeight(
+        name=name,
+        module=module_path(use.node) or None,
+        shape=(*dims, k),
+        element_format=_FORMATS[use.elements.data_type],
+        weight_only=_weight_only(use.node),
+        read_elements=elements,
+        read_scales=scales,
+    )
+
+
+def _codes(source: Source, tensor: onnx.TensorProto) -> Codes:
+    stored = source.tensors.get(tensor.name, tensor)
+    return np.frombuffer(raw(stored, source.folder, source.name), np.uint8).reshape(tuple(stored.dims))
+
+
+def _other(source: Source, tensor: onnx.TensorProto, name: str, user: onnx.NodeProto | None) -> Tensor:
+    return Tensor(
+        name=name,
+        module=module_path(user) or None if user is not None else None,
+        dtype=np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)),
+        shape=tuple(tensor.dims),
+        read=lambda: read(source.tensors.get(tensor.name, tensor), source.folder, source.name),
+    )

@@ -1,0 +1,157 @@
+"""Packed weights to and from safetensors checkpoints, bit for bit.
+
+What tensors are called there is in `conventions.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from mxfp8_graph import provenance
+from mxfp8_graph.packed import safetensors
+from mxfp8_graph.packed.contents import contents
+from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, named, quantization_config
+from mxfp8_graph.packed.weight import PackedWeight, Tensor, unique
+from mxfp8_ops import formats
+from mxfp8_ops.errors import ContractError
+
+_DTYPES: Final = {"e4m3": safetensors.E4M3, "e5m2": safetensors.E5M2}
+_FORMATS: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_SCALE_DTYPES: Final = frozenset({safetensors.U8, safetensors.E8M0})
+
+CONFIG_KEY: Final = "quantization_config"
+"""Where the file's metadata has what belongs into the checkpoint's config.json."""
+
+
+def export_safetensors(
+    model: Any,
+    path: str | Path,
+    *,
+    convention: str = COMPRESSED_TENSORS.name,
+    weights_only: bool = False,
+    overwrite: bool = False,
+) -> Path:
+    """Returns `path`, having written the weights of a rewritten model there as a safetensors checkpoint.
+
+    Weights are called by the module that uses them ("model.layers.0.up.weight") where the model records it, else as
+    in the model. The file's metadata has the "quantization_config" that belongs into the checkpoint's config.json. One
+    tensor is in memory at a time.
+
+    Args:
+        model: whatever `unpack` takes.
+        path: file to write.
+        convention: "compressed-tensors" (scales are X.weight_scale) or "scale-inv" (X.weight_scale_inv).
+        weights_only: leave out the parameters that are not packed (biases, embeddings, norms).
+        overwrite: whether an existing file may be replaced.
+
+    Raises:
+        ContractError: the model holds no packed weights or cannot be read, or the file cannot be written.
+    """
+    path = Path(path)
+    chosen = named(convention)
+    source = contents(model)
+    if not source.weights:
+        raise ContractError(
+            f"{source.where}: no packed weights; expected a rewritten model; call mxfp8_graph.rewrite first"
+        )
+    taken: set[str] = set()
+    weights = {unique(weight.parameter, taken): weight for weight in source.weights.values()}
+    entries = []
+    for name, weight in weights.items():
+        *lead, k = weight.shape
+        blocks = (*lead, -(-k // formats.BLOCK_SIZE))
+        dtype = _DTYPES[weight.element_format]
+        entries.append(safetensors.Entry(name, dtype, weight.shape, partial(getattr, weight, "elements")))
+        entries.append(
+            safetensors.Entry(name + chosen.scale_suffix, safetensors.U8, blocks, partial(getattr, weight, "scales"))
+        )
+    for tensor in [] if weights_only else source.others:
+        other = safetensors.dtype_name(tensor.dtype)
+        if other is not None:
+            entries.append(safetensors.Entry(_other_name(tensor, taken), other, tensor.shape, tensor.read))
+    modules: dict[bool, list[str]] = {True: [], False: []}
+    for name, weight in weights.items():
+        modules[bool(weight.weight_only)].append(name.removesuffix(".weight"))
+    metadata = {
+        "format": "pt",  # transformers insists on it
+        CONFIG_KEY: json.dumps(quantization_config(chosen, quantized=modules[False], weight_only=modules[True])),
+        **provenance.entries(source.recipe),
+    }
+    safetensors.write(path, entries, metadata, overwrite=overwrite)
+    return path
+
+
+def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
+    """Returns the MXFP8 weights of a safetensors checkpoint by name; data is read when a weight is asked for it.
+
+    Reads both conventions, and scales of dtype U8 or F8_E8M0. Tensors that are not MXFP8 are left out.
+
+    Args:
+        path: a .safetensors file, or the .safetensors.index.json of a sharded checkpoint.
+
+    Raises:
+        ContractError: a file cannot be read, or there is no MXFP8 weight in it.
+    """
+    path = Path(path)
+    stored = _sharded(path) if path.suffix == ".json" else safetensors.read(path)[0]
+    weights = {}
+    for name, elements in stored.items():
+        scales = next((s for c in CONVENTIONS.values() if (s := stored.get(name + c.scale_suffix))), None)
+        if elements.dtype in _FORMATS and scales is not None and scales.dtype in _SCALE_DTYPES:
+            weights[name] = _weight(path, name, elements, scales)
+    if not weights:
+        raise ContractError(
+            f"{path}: no MXFP8 weight; expected X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8; "
+            "name a checkpoint with MXFP8 weights"
+        )
+    return MappingProxyType(weights)
+
+
+def _other_name(tensor: Tensor, taken: set[str]) -> str:
+    """Returns what to call a tensor that is not packed.
+
+    A tied embedding that is stored under the name of the output projection goes by the module that looks it up.
+    """
+    tied = tensor.name in taken and tensor.module is not None
+    return unique(f"{tensor.module}.weight" if tied else tensor.name, taken)
+
+
+def _weight(path: Path, name: str, elements: safetensors.Stored, scales: safetensors.Stored) -> PackedWeight:
+    *lead, k = elements.shape or (0,)
+    blocks = (*lead, -(-k // formats.BLOCK_SIZE))
+    if scales.shape != blocks:
+        raise ContractError(
+            f"{path}: weight {name!r} of shape {list(elements.shape)} has scales of shape {list(scales.shape)}; "
+            f"expected {list(blocks)}, one per {formats.BLOCK_SIZE} values of the last axis; store them unswizzled"
+        )
+    return PackedWeight(
+        name=name,
+        module=name.removesuffix(".weight") if name.endswith(".weight") else None,
+        shape=elements.shape,
+        element_format=_FORMATS[elements.dtype],
+        weight_only=None,
+        read_elements=lambda: elements.bytes().reshape(elements.shape),
+        read_scales=lambda: scales.bytes().reshape(scales.shape),
+    )
+
+
+def _sharded(path: Path) -> dict[str, safetensors.Stored]:
+    """Returns the tensors of every file an index names."""
+    try:
+        names: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(names.values()))
+    except OSError as error:
+        raise ContractError(f"{path}: {error.strerror or error}; expected a readable file; check the path") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ContractError(
+            f"{path}: not the index of a checkpoint; expected JSON with a weight_map; name a .safetensors.index.json"
+        ) from None
+    stored: dict[str, safetensors.Stored] = {}
+    for file in files:
+        stored |= safetensors.read(path.parent / file)[0]
+    return stored

@@ -1,0 +1,188 @@
+"""The safetensors file format: an 8-byte little-endian length, that many bytes of JSON, then the data without gaps.
+
+Written and read here rather than with the safetensors package: its NumPy interface wants every tensor in memory at
+once and has no float8 before version 0.6. Format: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_ops.errors import ContractError
+
+Array = npt.NDArray[Any]
+
+E4M3, E5M2, E8M0, U8 = "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"
+
+DTYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
+    {
+        "BOOL": np.dtype(np.bool_),
+        U8: np.dtype(np.uint8),
+        "I8": np.dtype(np.int8),
+        E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+        E5M2: np.dtype(ml_dtypes.float8_e5m2),
+        E8M0: np.dtype(ml_dtypes.float8_e8m0fnu),
+        "I16": np.dtype(np.int16),
+        "U16": np.dtype(np.uint16),
+        "F16": np.dtype(np.float16),
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+        "I32": np.dtype(np.int32),
+        "U32": np.dtype(np.uint32),
+        "F32": np.dtype(np.float32),
+        "I64": np.dtype(np.int64),
+        "U64": np.dtype(np.uint64),
+        "F64": np.dtype(np.float64),
+        "C64": np.dtype(np.complex64),
+    }
+)
+"""The format's dtypes that NumPy and ml_dtypes can hold."""
+
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA: Final = "__metadata__"
+_LONGEST_HEADER: Final = 100_000_000
+"""What the safetensors package accepts."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor to be written: `read` is called when its turn comes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Array]
+
+    @property
+    def byte_size(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * int(DTYPES[self.dtype].itemsize)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    """From the start of the file."""
+
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """Returns the data, read now.
+
+        Raises:
+            ContractError: the file cannot be read, or became shorter.
+        """
+        size = math.prod(self.shape) * int(DTYPES[self.dtype].itemsize)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                content = file.read(size)
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+        if len(content) < size:
+            raise _damaged(self.path, f"ends before byte {self.offset + size}")
+        return np.frombuffer(content, np.uint8)
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str | None:
+    """Returns what the format calls `dtype`, or None if it has no name for it."""
+    return _NAMES.get(dtype)
+
+
+def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, overwrite: bool) -> None:
+    """Writes a file, one tensor in memory at a time; to a temporary file first, which is then renamed.
+
+    Raises:
+        ContractError: the file exists and `overwrite` is false, or it cannot be written.
+    """
+    if path.exists() and not overwrite:
+        raise ContractError(f"{path}: exists already; expected a new file; pass overwrite or another path")
+    ordered = sorted(entries, key=lambda e: (-int(DTYPES[e.dtype].itemsize), e.name))  # wide dtypes first: all aligned
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    offset = 0
+    for entry in ordered:
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.byte_size],
+        }
+        offset += entry.byte_size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for entry in ordered:
+                data = np.ascontiguousarray(entry.read())
+                if data.nbytes != entry.byte_size:
+                    raise ContractError(
+                        f"{path}: tensor {entry.name!r} has {data.nbytes} bytes; expected {entry.byte_size} for its "
+                        "shape; the model it comes from is damaged"
+                    )
+                file.write(data.reshape(-1).view(np.uint8).data)
+        temporary.replace(path)
+    except OSError as error:
+        raise ContractError(
+            f"{path}: cannot be written: {error.strerror or error}; expected a writable folder with enough space; "
+            "choose another"
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Returns (the tensors of a file by name, its metadata); no tensor is read.
+
+    Tensors of dtypes that NumPy cannot hold are left out.
+
+    Raises:
+        ContractError: the file cannot be read, or is no safetensors file.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+                raise _damaged(path, f"its header of {length} bytes does not fit into {size}")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except ValueError as error:
+        raise _damaged(path, f"its header is not JSON ({error})") from None
+    metadata = header.pop(_METADATA, {}) if isinstance(header, dict) else None
+    if metadata is None:
+        raise _damaged(path, "its header is not a JSON object")
+    tensors = {}
+    for name, entry in header.items():
+        try:
+            dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if dtype in DTYPES:
+                tensors[name] = Stored(dtype, shape, path, 8 + length + start)
+                expected = start + math.prod(shape) * int(DTYPES[dtype].itemsize)
+                if stop != expected or start < 0 or 8 + length + stop > size:
+                    raise _damaged(path, f"tensor {name!r} claims bytes {start} to {stop}")
+        except (KeyError, TypeError) as error:
+            raise _damaged(path, f"tensor {name!r} is not described as the format says ({error!r})") from None
+    return tensors, metadata
+
+
+def _unreadable(path: Path, error: OSError) -> ContractError:
+    return ContractError(f"{path}: {error.strerror or error}; expected a readable safetensors file; check the path")
+
+
+def _damaged(path: Path, what: str) -> ContractError:
+    return ContractError(f"{path}: {what}; expected a safetensors file; check that it is one and was copied whole")

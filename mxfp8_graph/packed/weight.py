@@ -1,0 +1,131 @@
+"""A packed weight, read from where it lies when it is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_ops import formats
+from mxfp8_ops.errors import ContractError
+
+Array = npt.NDArray[Any]
+Codes = npt.NDArray[np.uint8]
+
+_SUFFIX: Final = re.compile(r"^(?P<name>.+)_mxfp8(?P<number>_\d+)?$")
+"""What both passes append to a weight's name; the number tells weights apart that were packed in more than one way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedWeight:
+    """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales. Nothing is in memory until it is read."""
+
+    name: str
+    """Of the weight before it was packed, such as "layers.0.up.weight"."""
+    module: str | None
+    """Path of the module that multiplies with it (the first, if several do), such as "layers.0.up", if known."""
+    shape: tuple[int, ...]
+    """Of the elements."""
+    element_format: str
+    """"e4m3" or "e5m2"."""
+    weight_only: bool | None
+    """Whether activations that meet it stay as they are; None if the model does not say."""
+    read_elements: Callable[[], Codes] = field(repr=False)
+    read_scales: Callable[[], Codes] = field(repr=False)
+
+    @property
+    def elements(self) -> Codes:
+        """uint8 [..., N, K]; read anew each time.
+
+        Raises:
+            ContractError: the file that holds it cannot be read.
+        """
+        return _checked(self.name, "elements", self.read_elements(), self.shape)
+
+    @property
+    def scales(self) -> Codes:
+        """uint8 E8M0 codes [..., N, ceil(K / 32)]; read anew each time.
+
+        Raises:
+            ContractError: the file that holds it cannot be read.
+        """
+        *lead, k = self.shape
+        return _checked(self.name, "scales", self.read_scales(), (*lead, -(-k // formats.BLOCK_SIZE)))
+
+    @property
+    def parameter(self) -> str:
+        """`name` as the module tree would have it: exporters may rename or merge weights, modules keep their names."""
+        if self.module is None or self.name.startswith(f"{self.module}."):
+            return self.name
+        return f"{self.module}.weight"
+
+    def dequantize(self, dtype: str = "float32") -> Array:
+        """Returns the values [..., N, K] as float32, float16 or bfloat16.
+
+        Raises:
+            ShapeError: another dtype.
+            ContractError: the file that holds the weight cannot be read.
+        """
+        from mxfp8_ops import cpu
+
+        return cpu.dequantize(self.elements, self.scales, element_format=self.element_format, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A stored tensor that is not packed."""
+
+    name: str
+    module: str | None
+    """Path of the first module that uses it, if known."""
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    read: Callable[[], Array] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a model stores."""
+
+    where: str
+    """What to call the model in messages."""
+    weights: dict[str, PackedWeight]
+    others: list[Tensor]
+    """Parameters that were not packed."""
+    recipe: str | None
+    """As JSON, if it is recorded."""
+
+
+def original_name(elements: str) -> str:
+    """Returns the name of the weight that the tensor `elements` was packed from, as far as its name tells."""
+    match = _SUFFIX.match(elements)
+    return f"{match['name']}{match['number'] or ''}" if match else elements
+
+
+def plain_name(name: str, taken: Collection[str]) -> str:
+    """Returns the name of the parameter that `name`, a float32 copy the passes made of a bias, stands in for."""
+    plain = name.removesuffix("_f32")
+    return name if plain in taken else plain
+
+
+def unique(name: str, taken: set[str]) -> str:
+    """Returns `name`, or `name` with a number, and adds it to `taken`."""
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}_{count}"
+    taken.add(candidate)
+    return candidate
+
+
+def _checked(name: str, what: str, codes: Codes, shape: tuple[int, ...]) -> Codes:
+    if codes.shape != shape:
+        raise ContractError(
+            f"weight {name!r}: {what} of shape {list(codes.shape)}; expected {list(shape)}, K last and one scale per "
+            f"{formats.BLOCK_SIZE} values of K; the model is not an MXFP8 one, or is damaged"
+        )
+    return codes
