@@ -84,7 +84,7 @@ def dequantize(
     scales: Tensor,
     axis: int = -1,
     element_format: str = "e4m3",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does, bit for bit.
 
@@ -93,13 +93,14 @@ def dequantize(
         scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
         axis: the blocked axis.
         element_format: "e4m3" or "e5m2".
-        dtype: torch.float32, torch.float16 or torch.bfloat16.
+        dtype: torch.float32 (or None), torch.float16 or torch.bfloat16.
 
     Raises:
         ShapeError: wrong dtypes, or the scales do not fit the elements.
         ContractError: unknown format.
         BackendError: the native library is missing.
     """
+    dtype = dtype or torch.float32
     torch_shapes.check_dequantize(elements, scales, axis, element_format, dtype)
     y = torch.empty_like(elements, dtype=dtype, memory_format=torch.contiguous_format)
     shape = [*y.shape]
@@ -124,7 +125,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
     bias: Tensor | None = None,
     a_format: str = "e4m3",
     b_format: str = "e4m3",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns dequantize(a) @ dequantize(b).T + bias, within `numerics.gemm_error_bound` of `numerics.gemm`.
 
@@ -136,35 +137,29 @@ def gemm(  # noqa: PLR0917 - the op's schema
         bias: float32 [N], or None.
         a_format: element format of `a`.
         b_format: element format of `b`.
-        dtype: of the result: torch.float32, torch.float16 or torch.bfloat16.
+        dtype: of the result: torch.float32 (or None), torch.float16 or torch.bfloat16.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
         ContractError: unknown format.
         BackendError: the native library is missing.
     """
+    dtype = dtype or torch.float32
     y = _empty(torch_shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype), dtype)
     n, k = y.shape[-1], a.shape[-1]
     a, a_scales, b, b_scales = a.contiguous(), a_scales.contiguous(), b.contiguous(), b_scales.contiguous()
-    products: Iterable[_Product] = (
-        (
-            (
-                y.numel() // n if n else 0,
-                a.data_ptr(),
-                a_scales.data_ptr(),
-                b.data_ptr(),
-                b_scales.data_ptr(),
-                y.data_ptr(),
-            ),
-        )
-        if b.dim() == 2
-        else _products(y, (a, a_scales), (b, b_scales))
-    )
+    products: Iterable[_Product]
+    if b.dim() == 2:
+        m = y.numel() // n if n else 0
+        products = ((m, a.data_ptr(), a_scales.data_ptr(), b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
+    else:
+        products = _products(y, (a, a_scales), (b, b_scales))
     if bias is not None:
         bias = bias.contiguous()
+    # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
     for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products:
         status = cpu._load().mxfp8_gemm(
-            _FORMAT_CODES[a_format], a_data, a_scales_data, _FORMAT_CODES[b_format], b_data, b_scales_data,
+            _FORMAT_CODES[a_format], a_data, a_scales_data or y_data, _FORMAT_CODES[b_format], b_data, b_scales_data,
             None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype], y_data, n, torch.get_num_threads(),
         )  # fmt: skip
         if status:
@@ -202,7 +197,8 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     if b.dim() == 2:
         if not x.is_contiguous():
             x, stride = _strided_rows(x)
-        products = ((y.numel() // n if n else 0, x.data_ptr(), 0, b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
+        m = y.numel() // n if n else 0
+        products = ((m, x.data_ptr(), 0, b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
     else:
         x = x.contiguous()
         products = _products(y, (x, x), (b, b_scales))

@@ -1,10 +1,13 @@
 """The nodes as torch ops: importing this module registers `torch.ops.mxfp8.*`. It loads no native code by itself.
 
     quantize(x, axis=-1, element_format="e4m3", scale_rounding="ceil") -> (elements, scales)
-    dequantize(elements, scales, axis=-1, element_format="e4m3", dtype=float32) -> values
-    gemm(a, a_scales, b, b_scales, bias=None, a_format="e4m3", b_format="e4m3", dtype=float32) -> values
+    dequantize(elements, scales, axis=-1, element_format="e4m3", dtype=None) -> values
+    gemm(a, a_scales, b, b_scales, bias=None, a_format="e4m3", b_format="e4m3", dtype=None) -> values
     weight_gemm(x, b, b_scales, bias=None, b_format="e4m3", dtype=None) -> values
     linear_train(x, weight, bias=None, fp8_format="E4M3", scale_rounding="ceil") -> values
+
+A dtype of None is float32, and that of x in weight_gemm: a ScalarType with any other default cannot be packaged by
+AOTInductor (torch 2.13 writes the default out as an int and refuses to read it).
 
 Their meaning is that of `numerics.py`; `torch_shapes.py` has the checks and fake kernels, `torch_kernels.py` the CPU
 kernels, `torch_training.py` the one op that trains. Elements and scales are uint8 tensors: `module.to(dtype)` leaves
@@ -25,10 +28,10 @@ from mxfp8_ops.errors import BackendError
 
 SCHEMAS: Final = (
     """quantize(Tensor x, int axis=-1, str element_format="e4m3", str scale_rounding="ceil") -> (Tensor, Tensor)""",
-    """dequantize(Tensor elements, Tensor scales, int axis=-1, str element_format="e4m3", ScalarType dtype=float)
+    """dequantize(Tensor elements, Tensor scales, int axis=-1, str element_format="e4m3", ScalarType? dtype=None)
     -> Tensor""",
     """gemm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor? bias=None, str a_format="e4m3",
-    str b_format="e4m3", ScalarType dtype=float) -> Tensor""",
+    str b_format="e4m3", ScalarType? dtype=None) -> Tensor""",
     """weight_gemm(Tensor x, Tensor b, Tensor b_scales, Tensor? bias=None, str b_format="e4m3",
     ScalarType? dtype=None) -> Tensor""",
     """linear_train(Tensor x, Tensor weight, Tensor? bias=None, str fp8_format="E4M3", str scale_rounding="ceil")

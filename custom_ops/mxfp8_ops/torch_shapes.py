@@ -42,7 +42,7 @@ def dequantize(
     scales: Tensor,
     axis: int = -1,
     element_format: str = "e4m3",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns an empty result of `mxfp8::dequantize`.
 
@@ -50,6 +50,7 @@ def dequantize(
         ShapeError: wrong dtypes, or the scales do not fit the elements.
         ContractError: unknown format.
     """
+    dtype = dtype or torch.float32
     check_dequantize(elements, scales, axis, element_format, dtype)
     return elements.new_empty(elements.shape, dtype=dtype)
 
@@ -62,7 +63,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
     bias: Tensor | None = None,
     a_format: str = "e4m3",
     b_format: str = "e4m3",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns an empty result of `mxfp8::gemm`.
 
@@ -70,6 +71,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
         ShapeError: shapes or dtypes do not fit.
         ContractError: unknown format.
     """
+    dtype = dtype or torch.float32
     return a.new_empty(check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype), dtype=dtype)
 
 

@@ -123,7 +123,7 @@ def weight_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Gradient, None, None, 
         rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
         dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
     if ctx.has_bias and ctx.needs_input_grad[3]:
-        db = grad.float().sum(tuple(range(grad.dim() - 1)))
+        db = grad.float().sum_to_size(grad.shape[-1])
     return dx, None, None, db, None, None
 
 
