@@ -103,7 +103,7 @@ def main() -> None:
         for name, m in median.items()
     ]
     notes = [
-        f"Source: {arguments.layers} MatMuls of 4096 x 4096, {total / 1e9:.2f} GB of external float32, page cache warm.",
+        f"Source: {arguments.layers} MatMuls of 4096x4096, {total / 1e9:.2f} GB of external float32, page cache warm.",
         f"Median of {arguments.rounds} interleaved rounds, each run in a process of its own. Seconds are without "
         "imports; the peak resident size (VmHWM) is of the whole process.",
         "MatMulNBits quantizes weights only, to 8-bit integers with one float scale per 32.",

@@ -12,7 +12,7 @@ import onnx
 import onnxruntime
 
 from mxfp8_graph.report import RewriteReport
-from mxfp8_ops import numerics
+from mxfp8_ops import numerics, ort
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,13 @@ def quantized(x: np.ndarray, element_format: str = "e4m3", scale_rounding: str =
     return numerics.dequantize(*codes, element_format=element_format).astype(np.float64)
 
 
-def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Runs a model in stock ONNX Runtime: no library, the nodes are their function bodies."""
+def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray], *, kernels: bool = False) -> list[np.ndarray]:
+    """Runs a model in ONNX Runtime: without the library, so that the nodes are their function bodies, or with it."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     content = model if isinstance(model, str) else model.SerializeToString()
+    if kernels:
+        ort.register(options)
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     return list(session.run(None, dict(feeds)))
 

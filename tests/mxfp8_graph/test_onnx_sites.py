@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
+import oracle
 import pytest
 from builders import gemm_model, matmul_model, model, node, weight
 from onnx import helper, numpy_helper
-from oracle import Expected, check_well_formed, expect, initializers, kinds, normal, reasons, relu, run
+from oracle import Expected, check_well_formed, expect, initializers, kinds, normal, reasons, relu
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError, Recipe, Rule
 
 F32 = np.float32
 LINEAR = "linear, by recipe 'mxfp8'"
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["bodies", "kernels"])
+def kernels(request: Any, monkeypatch: Any) -> None:
+    """Every form must run by its function bodies and by our kernels."""
+    monkeypatch.setitem(globals(), "run", functools.partial(oracle.run, kernels=request.param))
+
+
+run = oracle.run
 
 
 def rewrite(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> tuple[onnx.ModelProto, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
+import oracle
 import pytest
 from builders import model, node, value, weight
 from onnx import helper, numpy_helper
-from oracle import Expected, check_well_formed, expect, initializers, kinds, normal, quantized, reasons, run
+from oracle import Expected, check_well_formed, expect, initializers, kinds, normal, quantized, reasons
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError, Recipe
@@ -41,6 +43,15 @@ def if_model(then: onnx.GraphProto, other: onnx.GraphProto, weights: Mapping[str
     """y = -(then if yes else other)."""
     nodes = [either(then, other), node("Neg", "h", "y")]
     return model(nodes, {**X, "yes": (np.bool_, [])}, Y, weights)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["bodies", "kernels"])
+def kernels(request: Any, monkeypatch: Any) -> None:
+    """Every form must run by its function bodies and by our kernels."""
+    monkeypatch.setitem(globals(), "run", functools.partial(oracle.run, kernels=request.param))
+
+
+run = oracle.run
 
 
 def rewrite(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> tuple[onnx.ModelProto, Any]:
