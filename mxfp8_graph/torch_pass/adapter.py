@@ -60,8 +60,13 @@ def check_torch() -> str | None:
 
 def clone(module: GraphModule) -> GraphModule:
     """Returns a copy of a graph module and the graphs inside it, node for node with the same names."""
+    # Graph modules share what their metadata refers to; unflatten leaves a module there that cannot be copied.
+    shared: dict[int, Any] = {}
+    for graph_module in module.modules():
+        if isinstance(graph_module, GraphModule):
+            shared[id(graph_module.meta)] = {k: v for k, v in graph_module.meta.items() if k != "unflattened_module"}
     with _quiet():
-        copied: GraphModule = copy.deepcopy(module)
+        copied: GraphModule = copy.deepcopy(module, shared)
     for path, old in module.named_modules():
         if isinstance(old, GraphModule):
             new = copied.get_submodule(path)
@@ -139,6 +144,11 @@ def fake_mode(module: GraphModule) -> Any:
 def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
     """Returns the fake twin of `tensor`, every size static."""
     return mode.from_tensor(tensor, static_shapes=True)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` holds numbers, and not a shape only."""
+    return not tensor.is_meta and not isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def expose_einsum(program: ExportedProgram) -> ExportedProgram:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-import torch
 from torch.fx import Node
 
 from mxfp8_graph.torch_pass import adapter, hops
@@ -35,10 +34,9 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
         gone.update(removed)
         stack += feeding
     for node in program.scopes[0].placeholders:  # a tied weight has two names, one of which export leaves unused
-        name = program.stored_name(node)
-        if name is not None and not node.users and isinstance(tensor := program.tensor(name), torch.Tensor):
-            if storage_of(tensor) in sources:
-                program.forget(node)
+        name = None if node.users else program.stored_name(node)
+        if name is not None and storage_of(program.tensor(name)) in sources:
+            program.forget(node)
 
 
 def _placeholder(program: Program, node: Node) -> tuple[list[Node], list[Node]]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mxfp8_graph.torch_pass import adapter
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.contract import VALUE_NAMES
 from mxfp8_ops.errors import ContractError
@@ -31,7 +32,7 @@ def to_numpy(tensor: torch.Tensor, name: str) -> Array:
     Raises:
         ContractError: the tensor has no values (it is on the meta device, or fake).
     """
-    if tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
+    if not adapter.has_values(tensor):
         raise ContractError(
             f"weight {name!r}: has a shape but no values; expected a program that holds its weights; "
             "export the model with real tensors"
@@ -43,11 +44,11 @@ def to_numpy(tensor: torch.Tensor, name: str) -> Array:
     return array
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_of(tensor: Any) -> int:
     """Returns where the memory of a tensor begins; 0 for a tensor without memory of its own."""
     try:
         return int(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError, NotImplementedError):
         return 0
 
 

@@ -70,7 +70,7 @@ CASES = {
     "einsum of a stack": Case(lambda m, x: torch.einsum("bsk,bnk->bsn", x, m.stack), "bmm", BATCH, STACK),
     "slice of a weight": Case(lambda m, x: torch.nn.functional.linear(x, m.w[32:64]), "linear", weight=W[32:64]),
     "chunk of a weight": Case(lambda m, x: torch.nn.functional.linear(x, m.w.chunk(2)[1]), "linear", weight=W[48:]),
-    "weight cast to float32": Case(lambda m, x: torch.nn.functional.linear(x, m.narrow.float()), "linear", weight=W.half().float()),
+    "cast of a weight": Case(lambda m, x: torch.matmul(x, m.narrow.float().t()), "matmul", weight=W.half().float()),
     "buffer": Case(lambda m, x: x @ m.buffer, "matmul"),
 }  # fmt: skip
 

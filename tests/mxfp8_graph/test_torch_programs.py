@@ -1,0 +1,169 @@
+"""What a rewrite leaves alone: the program it was given, signatures, ranges, module calls; and what can follow it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from torch.export import ExportedProgram, unflatten  # noqa: E402
+from torch_programs import DYNAMIC, count, export, relative_l2, values  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph.torch_pass import adapter  # noqa: E402
+from mxfp8_ops.errors import BackendError  # noqa: E402
+
+X = values(5, 64, seed=2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Two blocks, one of them called twice, and an input called as a builtin, which torch renames on copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, input: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        y = self.second(self.first(input))
+        return {"y": self.second(y) * scale, "mean": y.mean()}
+
+
+def program(**kwargs: Any) -> tuple[Model, ExportedProgram]:
+    torch.manual_seed(0)
+    model = Model().eval()
+    return model, export(model, X, dynamic={"input": {0: DYNAMIC}}, **kwargs)
+
+
+def snapshot(ep: ExportedProgram) -> tuple[Any, ...]:
+    nodes = [(n.name, str(n.target), str(n.args), str(n.kwargs), sorted(n.meta)) for n in ep.graph.nodes]
+    state = {name: tensor.detach().clone() for name, tensor in ep.state_dict.items()}
+    return str(ep), nodes, copy.deepcopy(ep.graph_signature), state, [t.requires_grad for t in ep.state_dict.values()]
+
+
+def test_the_source_is_not_modified() -> None:
+    _, ep = program()
+    before, tensors = snapshot(ep), dict(ep.state_dict)
+    mxfp8_graph.rewrite(ep)
+    mxfp8_graph.rewrite(ep, training=True)
+    after = snapshot(ep)
+    assert after[:3] == before[:3]
+    assert after[4] == before[4]
+    assert all(torch.equal(after[3][name], before[3][name]) for name in before[3])
+    assert all(ep.state_dict[name] is tensor for name, tensor in tensors.items())
+
+
+def test_signature_ranges_and_module_calls_stay() -> None:
+    _, ep = program()
+    rewritten, _ = mxfp8_graph.rewrite(ep)
+    assert rewritten.graph_signature.user_inputs == ep.graph_signature.user_inputs
+    assert rewritten.graph_signature.user_outputs == ep.graph_signature.user_outputs
+    assert rewritten.graph_signature.output_specs == ep.graph_signature.output_specs
+    assert rewritten.range_constraints == ep.range_constraints
+    assert [e.fqn for e in rewritten.module_call_graph] == [e.fqn for e in ep.module_call_graph]
+    assert rewritten.call_spec == ep.call_spec
+    rewritten.validate()
+
+
+def test_names_and_metadata_of_the_matmuls_stay() -> None:
+    _, ep = program()
+    rewritten, report = mxfp8_graph.rewrite(ep)
+    new = {n.name: n for n in rewritten.graph.nodes}
+    for old in ep.graph.nodes:
+        if adapter.op_name(old) == "linear":
+            node = new[old.name]
+            assert adapter.op_name(node) == "mxfp8::gemm"
+            assert node.meta["nn_module_stack"] == old.meta["nn_module_stack"]
+            assert list(node.users) == [new[user.name] for user in old.users]
+    modules = [s.decision.site.module for s in report.sites]
+    assert modules == ["first.up", "first.down", "second.up", "second.down", "second.up", "second.down"]
+
+
+def test_unflatten() -> None:
+    with torch.no_grad():
+        torch.manual_seed(0)
+        model = Model().eval()
+        ep = torch.export.export(model, (X,), preserve_module_call_signature=("first",))
+        assert torch.equal(unflatten(ep)(X)["y"], model(X)["y"])  # leaves a module behind in the program's metadata
+        rewritten, _ = mxfp8_graph.rewrite(ep)
+        module = unflatten(rewritten)
+        expected, got = rewritten.module()(X), module(X)
+        assert all(torch.equal(expected[key], got[key]) for key in expected)
+        assert "weight_mxfp8" in dict(module.first.up.named_buffers())
+
+
+@pytest.mark.parametrize("decompositions", [{}, None])
+def test_decomposing_afterwards(decompositions: Any) -> None:
+    _, ep = program()
+    rewritten, _ = mxfp8_graph.rewrite(ep)
+    again = rewritten.run_decompositions(decompositions)
+    assert count(again, "mxfp8.gemm") == 6
+    assert count(again, "mxfp8.quantize") == 6
+    assert torch.equal(again.module()(X)["y"], rewritten.module()(X)["y"])
+
+
+def test_retracing_and_compiling_without_graph_breaks() -> None:
+    _, ep = program()
+    rewritten, _ = mxfp8_graph.rewrite(ep)
+    again = torch.export.export(rewritten.module(), (X,))
+    assert count(again, "mxfp8.gemm") == 6
+    expected = rewritten.module()(X)["y"]
+    assert torch.equal(again.module()(X)["y"], expected)
+    compiled = torch.compile(rewritten.module(), fullgraph=True, backend="aot_eager")
+    assert relative_l2(compiled(X)["y"], expected) < 1e-6  # layer_norm in another order
+
+
+def test_rewriting_is_deterministic() -> None:
+    _, ep = program()
+    first, second = (mxfp8_graph.rewrite(ep)[0] for _ in range(2))
+    assert str(first) == str(second)
+    assert first.state_dict.keys() == second.state_dict.keys()
+
+
+def test_strict_export() -> None:
+    model = Model().eval()
+    _, report = mxfp8_graph.rewrite(torch.export.export(model, (X,), strict=True))
+    assert [s.decision.site.module for s in report.sites][:2] == ["first.up", "first.down"]
+
+
+def test_a_torch_that_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ep = program()
+    monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
+    with pytest.raises(BackendError, match=r"torch 2.4.1\+cpu: too old; expected torch 2.9 to 2.13"):
+        mxfp8_graph.rewrite(ep)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    _, report = mxfp8_graph.rewrite(ep)
+    assert report.notes == ("torch 2.99.0 is newer than the last one tested (2.13)",)
+    monkeypatch.setattr(ExportedProgram, "_update", lambda self, graph_module: self)
+    with pytest.raises(BackendError, match="_update is not the one this pass knows; expected torch 2.9 to 2.13"):
+        mxfp8_graph.rewrite(ep)
+
+
+def test_private_torch_is_in_the_adapter_only() -> None:
+    from mxfp8_graph import torch_pass
+
+    folder = adapter.Path(inspect.getfile(torch_pass)).parent
+    private = re.compile(r"torch\._[a-z]|\._(schema|update|name)\b|_higher_order_ops")
+    found = {p.name for p in folder.glob("*.py") if private.search(p.read_text())}
+    assert found <= {"adapter.py"}
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, mxfp8_graph; mxfp8_graph.rewrite; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
