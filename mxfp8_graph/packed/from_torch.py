@@ -52,8 +52,12 @@ def contents(program: ExportedProgram, where: str) -> Contents:
                 weights[elements] = _weight(view, node, name, (elements, scales))
             elif weights[elements].weight_only and op == "mxfp8::gemm":
                 weights[elements] = replace(weights[elements], weight_only=False)
-    names = view.state.keys()
-    others = [_other(plain_name(name, names), tensor) for name, tensor in view.state.items() if name not in packed]
+    users = {view.stored_name(node): next(iter(node.users), None) for node in view.scopes[0].placeholders}
+    others = [
+        _other(plain_name(name, view.state.keys()), _module(users.get(name)), tensor)
+        for name, tensor in view.state.items()
+        if name not in packed
+    ]
     made = record.find(program)
     recipe = made.recipe if made else None
     return Contents(where=where, weights={w.name: w for w in weights.values()}, others=others, recipe=recipe)
@@ -67,12 +71,10 @@ def _stored(view: Program, node: Any) -> str | None:
 
 def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> PackedWeight:
     op = adapter.op_name(node)
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((path for path, _ in reversed(list(stack.values()))), "")
     elements, scales = (view.tensor(buffer) for buffer in buffers)
     return PackedWeight(
         name=name,
-        module=path or None,
+        module=_module(node),
         shape=tuple(elements.shape),
         element_format=adapter.argument(node, _NAMES[op][2]),
         weight_only=op == "mxfp8::weight_gemm" if op != "mxfp8::dequantize" else None,
@@ -81,11 +83,18 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
     )
 
 
-def _other(name: str, tensor: torch.Tensor) -> Tensor:
+def _module(node: Node | None) -> str | None:
+    """Returns the path of the module that a node belongs to."""
+    stack = node.meta.get("nn_module_stack") or {} if node is not None else {}
+    paths = [path for path, _ in stack.values()]
+    return paths[-1] or None if paths else None
+
+
+def _other(name: str, module: str | None, tensor: torch.Tensor) -> Tensor:
     dtype = _DTYPES.get(tensor.dtype) or np.dtype(str(tensor.dtype).removeprefix("torch."))
     return Tensor(
         name=name,
-        module=name.rpartition(".")[0] or None,
+        module=module,
         dtype=dtype,
         shape=tuple(tensor.shape),
         read=lambda: _array(tensor),
