@@ -1,0 +1,371 @@
+"""linear_train: three products in MXFP8, each the reference's; it trains, and survives what torch does to a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mxfp8_ops import numerics
+from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("mxfp8_ops.torch_ops")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+
+linear_train = torch.ops.mxfp8.linear_train
+FP8_FORMAT = pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
+FINAL_LOSS = 0.05
+"""How far the final loss of MXFP8 training may lie from that of float32, relatively (the paper's check)."""
+PARAMETERS = 0.03
+"""How far its parameters may, in relative L2."""
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns heavy-tailed values, so that the order of a sum matters."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
+    return x.to(dtype)
+
+
+def array(t: torch.Tensor) -> np.ndarray:
+    """Returns the tensor as the NumPy array that the reference takes."""
+    t = t.detach().contiguous()
+    return t.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if t.dtype == torch.bfloat16 else t.numpy()
+
+
+def assert_is_mxfp8_product(
+    got: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    a_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Fails unless `got` is a [M, K] x b [N, K], both quantized along K by the reference, within the sum's bound."""
+    name = str(got.dtype).removeprefix("torch.")
+    wide_bias = None if bias is None else array(bias).astype(np.float32)
+    operands = [
+        numerics.dequantize(
+            *numerics.quantize(array(t), element_format=f, scale_rounding=scale_rounding), element_format=f
+        )
+        for t, f in ((a, a_format), (b, "e4m3"))
+    ]
+    expected = operands[0].astype(np.float64) @ operands[1].T.astype(np.float64)
+    expected = expected if wide_bias is None else expected + wide_bias
+    bound = numerics.gemm_error_bound(*operands, name, wide_bias)
+    error = np.abs(array(got).astype(np.float64) - expected)
+    assert error.shape == expected.shape
+    if error.size and (error - bound).max() > 0:
+        at = np.unravel_index(int((error - bound).argmax()), error.shape)
+        pytest.fail(f"at {at}: {array(got)[at]!r}, not {expected[at]!r} within {bound[at]:.3e}")
+
+
+# --- The three products -------------------------------------------------------------------------------------------
+
+
+@FP8_FORMAT
+@pytest.mark.parametrize("scale_rounding", ["ceil", "floor", "even"])
+@pytest.mark.parametrize("m", [1, 32, 77, 2080])
+def test_every_product_is_the_reference_s(fp8_format: str, scale_rounding: str, m: int) -> None:
+    x, w, bias = (values(*s, seed=i).requires_grad_() for i, s in enumerate([(m, 45), (70, 45), (70,)]))
+    dy = values(m, 70, seed=3)
+    y = linear_train(x, w, bias, fp8_format, scale_rounding)
+    y.backward(dy)
+    gradients = {"a_format": "e5m2" if fp8_format == "HYBRID" else "e4m3", "scale_rounding": scale_rounding}
+    assert_is_mxfp8_product(y, x, w, bias=bias, scale_rounding=scale_rounding)
+    assert_is_mxfp8_product(x.grad, dy, w.t(), **gradients)
+    assert_is_mxfp8_product(w.grad, dy.t(), x.t(), **gradients)
+    exact = dy.double().sum(0)
+    assert float((bias.grad - exact).abs().max()) <= m * 2.0**-24 * float(dy.abs().sum(0).max())
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_have_the_dtypes_of_their_tensors(x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+    x = values(40, 45, dtype=x_dtype).requires_grad_()
+    w, bias = (values(*s, seed=1, dtype=w_dtype).requires_grad_() for s in ((70, 45), (70,)))
+    dy = values(40, 70, seed=2, dtype=x_dtype)
+    y = linear_train(x, w, bias)
+    y.backward(dy)
+    assert (y.dtype, x.grad.dtype, w.grad.dtype, bias.grad.dtype) == (x_dtype, x_dtype, w_dtype, w_dtype)
+    assert_is_mxfp8_product(y, x, w, bias=bias)
+    assert_is_mxfp8_product(x.grad, dy, w.t())
+    assert_is_mxfp8_product(w.grad, dy.t(), x.t())
+
+
+@pytest.mark.parametrize("shape", [(45,), (0, 45), (2, 3, 45), (2, 0, 45), (2, 2, 3, 45)], ids=str)
+def test_every_rank_is_a_matrix_of_rows(shape: tuple[int, ...]) -> None:
+    x, w, bias = values(*shape).requires_grad_(), values(70, 45).requires_grad_(), values(70).requires_grad_()
+    y = linear_train(x, w, bias)
+    y.backward(dy := values(*y.shape, seed=1))
+    rows, rows_dy = x.detach().reshape(x.numel() // 45, 45), dy.reshape(dy.numel() // 70, 70)
+    assert y.shape == (*shape[:-1], 70)
+    assert x.grad.shape == shape
+    assert_is_mxfp8_product(y.reshape(rows_dy.shape), rows, w, bias=bias)
+    assert_is_mxfp8_product(x.grad.reshape(rows.shape), rows_dy, w.t())
+    assert_is_mxfp8_product(w.grad, rows_dy.t(), rows.t())
+    assert torch.equal(bias.grad, rows_dy.sum(0))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "permuted"])
+def test_strided_inputs_and_gradients(layout: str) -> None:
+    x = {
+        "transposed": values(45, 40).t(),
+        "expanded": values(1, 45).expand(40, 45),
+        "permuted": values(4, 10, 45).transpose(0, 1),
+    }[layout]
+    w = values(70, 45).t().contiguous().t().requires_grad_()
+    leaf = x.detach().requires_grad_()
+    linear_train(leaf, w).sum().backward()  # the gradient of a sum is an expanded scalar
+    rows = x.reshape(40, 45)
+    assert_is_mxfp8_product(leaf.grad.reshape(40, 45), torch.ones(40, 70), w.t())
+    assert_is_mxfp8_product(w.grad, torch.ones(70, 40), rows.t())
+
+
+@pytest.mark.parametrize("needed", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 0)], ids=str)
+def test_only_the_gradients_that_are_needed(needed: tuple[int, ...]) -> None:
+    tensors = [values(*s).requires_grad_(bool(n)) for s, n in zip(((40, 45), (70, 45), (70,)), needed, strict=True)]
+    y = linear_train(*tensors)
+    assert y.requires_grad == any(needed)
+    if any(needed):
+        y.sum().backward()
+    assert [t.grad is not None for t in tensors] == [bool(n) for n in needed]
+
+
+def test_a_columnwise_copy_is_saved_instead_of_x() -> None:
+    saved: list[torch.Tensor] = []
+    x, w = values(64, 96).requires_grad_(), values(32, 96).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        linear_train(x, w)
+    sizes = {tuple(t.shape): t.dtype for t in saved}
+    assert sizes == {(96, 64): torch.uint8, (96, 2): torch.uint8, (32, 96): torch.float32}
+
+
+def test_a_weight_changed_between_forward_and_backward_is_an_error() -> None:
+    x, w = values(4, 45).requires_grad_(), values(7, 45).requires_grad_()
+    y = linear_train(x, w)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_nonfinite_values_surface_in_the_gradients() -> None:
+    x, w = values(64, 45).requires_grad_(), values(70, 45).requires_grad_()
+    dy = values(64, 70)
+    dy[3, 5] = float("nan")
+    linear_train(x, w).backward(dy)
+    assert x.grad[3].isnan().all()
+    assert x.grad[4:].isfinite().all()
+    assert w.grad[5].isnan().all()
+    assert w.grad[6:].isfinite().all()
+
+
+def test_double_backward_says_that_there_is_none() -> None:
+    x, w = values(4, 45).requires_grad_(), values(7, 45).requires_grad_()
+    (dx,) = torch.autograd.grad(linear_train(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(Mxfp8Error, match=r"linear_train: its gradient is being differentiated.*create_graph=True"):
+        dx.sum().backward()
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "dtype": (lambda: linear_train(values(4, 45).double(), values(7, 45)), ShapeError, "linear_train: dtype float64"),
+    "weight": (lambda: linear_train(values(4, 45), values(2, 7, 45)), ShapeError, "weight has shape (2, 7, 45)"),
+    "K": (lambda: linear_train(values(4, 45), values(7, 44)), ShapeError, "linear_train: operands (4, 45) and (7, 44)"),
+    "bias": (lambda: linear_train(values(4, 45), values(7, 45), values(6)), ShapeError, "bias has shape (6,)"),
+    "format": (
+        lambda: linear_train(values(4, 45), values(7, 45), None, "E5M2"),
+        ContractError,
+        "fp8_format: 'E5M2'; expected one of E4M3, HYBRID",
+    ),
+    "vmap": (
+        lambda: torch.vmap(linear_train, in_dims=(0, None))(values(3, 4, 45), values(7, 45)),
+        ShapeError,
+        "linear_train: called under torch.vmap",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS.keys())
+def test_errors_say_what_is_and_what_is_expected(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+# --- What torch does to a graph -----------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    """Two layers, the second of which is used twice."""
+
+    def __init__(self, op: Callable[..., torch.Tensor] = linear_train) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(45, 64), torch.nn.Linear(64, 64)
+        self.op = op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.op(x, self.first.weight, self.first.bias, "HYBRID"))
+        x = torch.relu(self.op(x, self.second.weight, self.second.bias))
+        return self.op(x, self.second.weight)
+
+
+def step(module: Callable[..., torch.Tensor], net: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the loss and the gradients of all parameters and of x."""
+    x = x.clone().requires_grad_()
+    net.zero_grad()
+    loss = module(x).square().mean()
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
+
+
+def assert_same_step(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for i, (t, reference) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(t, reference), f"tensor {i}: differs by {float((t - reference).abs().max())}"
+
+
+def test_opcheck() -> None:
+    x, w, bias = values(6, 45).requires_grad_(), values(8, 45).requires_grad_(), values(8).requires_grad_()
+    for args in ((x, w, bias), (x, w.detach()), (x.detach().bfloat16(), w, bias, "HYBRID", "floor"), (x[:0], w)):
+        torch.library.opcheck(linear_train.default, args)
+
+
+def test_export_save_load_and_decompose_keep_the_op_and_its_gradients(tmp_path: Path) -> None:
+    net, x = Net(), values(5, 7, 45)
+    expected = step(net, net, x)
+    program = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.export.save(program, tmp_path / "net.pt2")
+    for candidate in (program, torch.export.load(tmp_path / "net.pt2"), program.run_decompositions({})):
+        module = candidate.module()
+        targets = [node.target for node in candidate.graph.nodes]
+        assert targets.count(linear_train.default) == 3
+        assert not any("quantize" in str(target) for target in targets)
+        assert_same_step(step(module, module, x), expected)
+        assert module(values(2, 7, 45)).shape == (2, 7, 64)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_fullgraph_trains_the_same(backend: str) -> None:
+    net, x = Net(), values(40, 45)
+    expected = step(net, net, x)
+    got = step(torch.compile(net, fullgraph=True, backend=backend), net, x)
+    for i, (t, reference) in enumerate(zip(got, expected, strict=True)):
+        # Sums of torch's own (loss, bias gradients) may be taken in another order: of at most 2560 values.
+        scale = float(reference.abs().max())
+        torch.testing.assert_close(t, reference, rtol=0, atol=2560 * 2.0**-24 * scale, msg=lambda m, i=i: f"{i}: {m}")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(*, reentrant: bool) -> None:
+    net, x = Net(), values(40, 45)
+    expected = step(net, net, x)
+    module = lambda t: torch.utils.checkpoint.checkpoint(net, t, use_reentrant=reentrant)  # noqa: E731
+    assert_same_step(step(module, net, x), expected)
+
+
+def test_autocast_casts_activations_and_keeps_the_master_weight() -> None:
+    x, w = values(40, 45).requires_grad_(), values(70, 45).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear_train(x, w)
+    dy = values(40, 70, seed=1, dtype=torch.bfloat16)
+    y.backward(dy)
+    assert (y.dtype, x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert_is_mxfp8_product(y, x.bfloat16(), w)
+    assert_is_mxfp8_product(w.grad, dy.t(), x.bfloat16().t())
+
+
+def test_inference_mode_and_no_grad_save_nothing() -> None:
+    net, x = Net(), values(40, 45)
+    expected = net(x)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = net(x)
+        assert not y.requires_grad
+        assert torch.equal(y, expected)
+
+
+# --- It trains ----------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """A causal transformer block and an output projection that stays in high precision, as the recipe has it."""
+
+    def __init__(self, op: Callable[..., torch.Tensor], width: int = 64, heads: int = 4, tokens: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.op, self.heads = op, heads
+        self.embed = torch.nn.Embedding(tokens, width)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(3))
+        sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+        self.linears = torch.nn.ModuleDict({name: torch.nn.Linear(*size) for name, size in sizes.items()})
+        self.head = torch.nn.Linear(width, tokens)
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.op(x, self.linears[name].weight, self.linears[name].bias)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        q, k, v = self.linear("qkv", self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attention = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.linear("out", attention.transpose(1, 2).flatten(-2))
+        x = x + self.linear("down", torch.nn.functional.gelu(self.linear("up", self.norms[1](x))))
+        return self.head(self.norms[2](x))
+
+
+def train(op: Callable[..., torch.Tensor]) -> tuple[list[float], torch.nn.Module]:
+    """Returns the loss of each of 200 steps of next-token prediction on noisy counting, and the model."""
+    model = Block(op)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(200):
+        start, stride = (torch.randint(1, high, (16, 1), generator=generator) for high in (16, 4))
+        tokens = (start + stride * torch.arange(25)) % 16
+        noise = torch.rand(tokens.shape, generator=generator) < 0.1
+        tokens = torch.where(noise, torch.randint(0, 16, tokens.shape, generator=generator), tokens)
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.fixture(scope="module")
+def float32_run() -> tuple[list[float], torch.nn.Module]:
+    return train(torch.nn.functional.linear)
+
+
+@FP8_FORMAT
+def test_training_follows_float32(
+    fp8_format: str, float32_run: tuple[list[float], torch.nn.Module], capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, model = train(lambda x, w, b: linear_train(x, w, b, fp8_format))
+    expected, reference = float32_run
+    final, wanted = (sum(run[-20:]) / 20 for run in (losses, expected))
+    flat, flat_reference = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, reference))
+    distance = float((flat - flat_reference).norm() / flat_reference.norm())
+    with capsys.disabled():
+        print(
+            f"\n{fp8_format}: loss {losses[0]:.4f} -> {final:.4f}, float32 {expected[0]:.4f} -> {wanted:.4f}; "
+            f"parameters {distance:.2%} apart"
+        )
+    assert wanted < 0.7 * expected[0], "float32 itself did not learn: the comparison says nothing"
+    assert abs(final - wanted) <= FINAL_LOSS * wanted
+    assert distance <= PARAMETERS
+
+
+def test_two_uses_of_one_weight_add_their_gradients() -> None:
+    x, w = values(40, 64), values(64, 64).requires_grad_()
+    (linear_train(x, w) + linear_train(2 * x, w)).sum().backward()
+    one = values(64, 64).requires_grad_()
+    linear_train(x, one).sum().backward()
+    torch.testing.assert_close(w.grad, 3 * one.grad, rtol=2.0**-22, atol=0)  # doubling is exact in MXFP8
