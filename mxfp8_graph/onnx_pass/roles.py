@@ -51,7 +51,7 @@ class Roles:
 
         The second condition tells an LM head from the key and value projections of a decoder that returns its cache.
         """
-        return self._reaches_output(node.outputs[0], set()) and not self._compute_below(node.outputs[0])
+        return self._reaches_output(node.outputs[0]) and not self._compute_below(node.outputs[0])
 
     def of_product(self, node: gs.Node) -> Role:
         """Returns the role of a matmul both of whose operands are computed at run time."""
@@ -69,17 +69,19 @@ class Roles:
         for other in self._across.get(id(tensor), ()):
             yield None, other
 
-    def _reaches_output(self, tensor: gs.Tensor, seen: set[int]) -> bool:
-        if id(tensor) in self._main_outputs:
-            return True
-        if id(tensor) in seen:
-            return False
-        seen.add(id(tensor))
-        return any(
-            self._reaches_output(output, seen)
-            for consumer, output in self._next(tensor)
-            if consumer is None or consumer.op in _TO_OUTPUT or self._is_affine(consumer, tensor)
-        )
+    def _reaches_output(self, start: gs.Tensor) -> bool:
+        """Whether `start` comes to a graph output through passive ops only. Iterative, as all that walks down."""
+        stack, seen = [start], {id(start)}
+        while stack:
+            tensor = stack.pop()
+            if id(tensor) in self._main_outputs:
+                return True
+            for consumer, output in self._next(tensor):
+                passive = consumer is None or consumer.op in _TO_OUTPUT or self._is_affine(consumer, tensor)
+                if passive and id(output) not in seen:
+                    seen.add(id(output))
+                    stack.append(output)
+        return False
 
     def _is_affine(self, consumer: gs.Node, tensor: gs.Tensor) -> bool:
         """Whether `consumer` adds a constant to `tensor` or scales it by one."""

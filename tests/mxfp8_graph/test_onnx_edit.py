@@ -1,0 +1,134 @@
+"""Edges of the edit: odd graphs, what is removed and what is not, and graphs that are large."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from builders import chain_model, matmul_model, model, node, weight
+from onnx import helper
+from oracle import check_well_formed, expect, initializers, kinds, normal, relu, run
+
+import mxfp8_graph
+from mxfp8_graph import Recipe, Rule
+
+F32 = np.float32
+
+
+def test_a_weight_that_is_a_graph_output_too_stays():
+    nodes = [node("MatMul", "x w", "h"), node("Neg", "h", "y")]
+    outputs = {"y": (F32, ["m", 96]), "w": (F32, [64, 96])}
+    rewritten, _ = mxfp8_graph.rewrite(model(nodes, {"x": (F32, ["m", 64])}, outputs, {"w": weight(64, 96)}))
+    check_well_formed(rewritten)
+    assert initializers(rewritten) == ["w", "w_mxfp8", "w_mxfp8_scales"]
+    np.testing.assert_array_equal(run(rewritten, {"x": normal(3, 64)})[1], weight(64, 96))
+
+
+def test_a_weight_that_a_branch_reads_stays():
+    branch = helper.make_graph([node("Abs", "w", "t")], "b", [], [helper.make_empty_tensor_value_info("t")])
+    choose = helper.make_node("If", ["yes"], ["z"], "if", then_branch=branch, else_branch=branch)
+    nodes = [node("MatMul", "x w", "h"), node("Neg", "h", "y"), choose]
+    outputs = {"y": (F32, ["m", 96]), "z": (F32, [64, 96])}
+    weights = {"w": weight(64, 96), "yes": np.array(True)}
+    rewritten, _ = mxfp8_graph.rewrite(model(nodes, {"x": (F32, ["m", 64])}, outputs, weights))
+    assert "w" in initializers(rewritten)
+    np.testing.assert_array_equal(run(rewritten, {"x": normal(3, 64)})[1], np.abs(weight(64, 96)))
+
+
+def test_a_product_that_is_a_graph_output_keeps_its_name():
+    nodes = [node("MatMul", "x w", "y", "head")]
+    proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}, {"w": weight(64, 96)})
+    rewritten, _ = mxfp8_graph.rewrite(proto, Recipe(name="r", output_projections=True))
+    assert rewritten.graph.node[-1].output == ["y"]
+
+
+def test_a_swapped_product_that_is_a_graph_output_keeps_its_name():
+    nodes = [node("MatMul", "w x", "y", "head")]
+    proto = model(nodes, {"x": (F32, [64, "m"])}, {"y": (F32, [96, "m"])}, {"w": weight(96, 64)})
+    rewritten, _ = mxfp8_graph.rewrite(proto, Recipe(name="r", output_projections=True))
+    assert [(n.op_type, *n.output) for n in rewritten.graph.node][-1] == ("Transpose", "y")
+    x = normal(64, 3)
+    expect(x.T, weight(96, 64)).then(np.transpose).check(run(rewritten, {"x": x})[0])
+
+
+def test_one_bias_of_two_matmuls_is_kept_once():
+    nodes = []
+    for i in "ab":
+        nodes += [node("MatMul", f"x w{i}", f"h{i}"), node("Add", f"h{i} bias", f"s{i}"), node("Neg", f"s{i}", f"y{i}")]
+    weights = {"wa": weight(64, 96), "wb": weight(64, 96, seed=1), "bias": weight(96, seed=2)}
+    outputs = {"ya": (F32, ["m", 96]), "yb": (F32, ["m", 96])}
+    rewritten, _ = mxfp8_graph.rewrite(model(nodes, {"x": (F32, ["m", 64])}, outputs, weights))
+    assert initializers(rewritten).count("bias") == 1
+    assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 2, "Neg": 2}
+    x = normal(3, 64)
+    for name, y in zip("ab", run(rewritten, {"x": x}), strict=True):
+        expect(x, weights[f"w{name}"].T, weights["bias"]).then(np.negative).check(y)
+
+
+def test_one_weight_with_and_without_quantized_activations_is_packed_once():
+    nodes = [
+        node("MatMul", "x w", "a", "one"), node("Neg", "a", "ya"), node("MatMul", "x w", "b", "two"),
+        node("Neg", "b", "yb"),
+    ]  # fmt: skip
+    outputs = {"ya": (F32, ["m", 96]), "yb": (F32, ["m", 96])}
+    proto = model(nodes, {"x": (F32, ["m", 64])}, outputs, {"w": weight(64, 96)})
+    recipe = Recipe(name="r", rules=(Rule(name="two", weight_only=True),))
+    rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
+    assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
+    assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "MXFP8WeightGemm": 1, "Neg": 2}
+
+
+def test_only_the_functions_that_are_used_are_attached():
+    names = {
+        recipe: sorted(f.name for f in mxfp8_graph.rewrite(matmul_model(), recipe)[0].functions)
+        for recipe in ("mxfp8", "mxfp8-weight-only")
+    }
+    assert names == {"mxfp8": ["MXFP8Gemm", "MXFP8Quantize"], "mxfp8-weight-only": ["MXFP8WeightGemm"]}
+
+
+def test_the_default_domain_by_its_long_name():
+    proto = matmul_model(64, 96)
+    proto.opset_import[0].domain = "ai.onnx"
+    proto.graph.node[0].domain = "ai.onnx"  # what onnx's checker does not know, but ONNX Runtime does
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    check_well_formed(rewritten)
+    x = normal(2, 5, 64)
+    expect(x, weight(64, 96).T).then(relu).check(run(rewritten, {"x": x})[0])
+
+
+def test_a_matmul_of_another_domain_is_no_site():
+    proto = chain_model((64, 64, 64))
+    proto.graph.node[0].domain = "org.custom"
+    proto.opset_import.append(helper.make_opsetid("org.custom", 1))
+    _, report = mxfp8_graph.rewrite(proto)
+    assert [s.decision.site.name for s in report.sites] == ["layers.1.linear"]
+
+
+@pytest.mark.parametrize(("opset", "ir"), [(21, 10), (21, 13), (26, 13)])
+def test_the_limits_of_onnx_runtime(opset, ir):
+    proto = chain_model(opset=opset)
+    proto.ir_version = ir
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    assert rewritten.ir_version == ir
+    assert run(rewritten, {"x": normal(3, 64)})[0].shape == (3, 64)
+
+
+def test_a_long_chain_of_passive_ops_is_no_deeper_than_pythons_stack():
+    nodes = [node("MatMul", "x w", "h0", "linear"), *(node("Mul", f"h{i} c", f"h{i + 1}") for i in range(1500))]
+    weights = {"w": weight(64, 96), "c": np.array(1, F32)}
+    proto = model(nodes, {"x": (F32, ["m", 64])}, {"h1500": (F32, ["m", 96])}, weights)
+    _, report = mxfp8_graph.rewrite(proto, Recipe(name="r", rules=(Rule(op="MatMul"),)), dry_run=True)
+    assert report.sites[0].decision.site.role == "output_projection"
+
+
+def test_two_thousand_matmuls_take_seconds():
+    nodes, weights = [], {}
+    for i in range(2000):
+        weights[f"w{i}"] = weight(32, 32, seed=i)
+        nodes += [node("MatMul", f"x{i} w{i}", f"h{i}"), node("Relu", f"h{i}", f"x{i + 1}")]
+    proto = model(nodes, {"x0": (F32, ["m", 32])}, {"x2000": (F32, ["m", 32])}, weights)
+    start = time.perf_counter()
+    _, report = mxfp8_graph.rewrite(proto)
+    assert len(report.rewritten) == 2000
+    assert time.perf_counter() - start < 20  # 1 to 3 s; twice the nodes must not be four times the seconds

@@ -1,0 +1,176 @@
+"""Packing: the bytes of `numerics`, whatever way a weight is stored and however it is cut into slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from builders import weight
+from onnx import helper, numpy_helper
+
+from mxfp8_graph import external, weights
+from mxfp8_graph.weights import NonFiniteError, Packed, open_rows, pack
+from mxfp8_ops import numerics
+from mxfp8_ops.errors import ContractError
+
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
+
+
+def stored(array: np.ndarray, folder: Path | None, name: str = "w") -> onnx.TensorProto:
+    """Returns `array` as a tensor: in the proto, or behind 100 other bytes of an external file in `folder`."""
+    tensor = numpy_helper.from_array(array, name)
+    if folder is not None:
+        (folder / "w.data").write_bytes(bytes(100) + tensor.raw_data + bytes(50))
+        for key, value in (("location", "w.data"), ("offset", 100), ("length", len(tensor.raw_data))):
+            tensor.external_data.add(key=key, value=str(value))
+        tensor.ClearField("raw_data")
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+    return tensor
+
+
+def packed(array: np.ndarray, transposed: bool, folder: Path | None, steps: Any = (), **options: Any) -> Packed:
+    with open_rows(stored(array, folder), steps, folder, "model") as (rows, flipped):
+        return pack(rows, transposed=transposed != flipped, **options)
+
+
+@pytest.fixture(params=["inline", "external"])
+def folder(request: Any, tmp_path: Path) -> Path | None:
+    return tmp_path if request.param == "external" else None
+
+
+@pytest.fixture(params=[1, 20_000, 1 << 30], ids=["slices of 32 rows", "some slices", "one slice"])
+def sliced(request: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(weights, "SLICE_BYTES", request.param)
+
+
+def check(result: Packed, w: np.ndarray, **options: Any) -> None:
+    """Fails unless `result` is `w` [..., N, K] as `numerics` quantizes it, with the errors that this makes."""
+    elements, scales = numerics.quantize(w, **options)
+    np.testing.assert_array_equal(result.elements, elements)
+    np.testing.assert_array_equal(result.scales, scales)
+    values = numerics.dequantize(elements, scales, element_format=options.get("element_format", "e4m3"))
+    exact = w.astype(np.float64)
+    assert result.signal == pytest.approx((exact**2).sum(), rel=1e-6)
+    assert result.noise == pytest.approx(((exact - values) ** 2).sum(), rel=1e-6)
+    assert result.relative_l2 == pytest.approx(np.linalg.norm(exact - values) / np.linalg.norm(exact), rel=1e-6)
+
+
+@pytest.mark.usefixtures("sliced")
+class TestPack:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize("shape", [(96, 64), (97, 70), (33, 31), (1, 1), (2, 500)])
+    def test_a_matrix(self, folder, dtype, transposed, shape):
+        w = weight(*shape, dtype=dtype)
+        check(packed(w, transposed, folder), np.ascontiguousarray(w.T) if transposed else w)
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_a_stack(self, folder, transposed):
+        w = weight(2, 3, 70, 40)
+        check(packed(w, transposed, folder), np.ascontiguousarray(w.swapaxes(-1, -2)) if transposed else w)
+
+    @pytest.mark.parametrize(
+        "options", [{"element_format": "e5m2"}, {"scale_rounding": "floor"}, {"scale_rounding": "even"}]
+    )
+    def test_formats_and_roundings(self, folder, options):
+        w = weight(70, 96)
+        check(packed(w, True, folder, **options), np.ascontiguousarray(w.T), **options)
+
+    def test_a_factor_is_multiplied_before_rounding(self, folder):
+        w = weight(70, 96, dtype=np.float16)
+        check(packed(w, False, folder, factor=0.3), w.astype(np.float32) * np.float32(0.3))
+
+    STEPS: ClassVar = {
+        "transpose": ((("Transpose", (1, 0)),), (64, 96), lambda w: w.T),
+        "identity transpose": ((("Transpose", (0, 1)),), (96, 64), lambda w: w),
+        "cast": ((("Cast", (10,)), ("Cast", (1,))), (96, 64), lambda w: w.astype(np.float16).astype(np.float32)),
+        "reshape": ((("Reshape", (96, 64)),), (64, 96), lambda w: w.reshape(96, 64)),
+        "reshape, transpose, cast": (
+            (("Reshape", (64, 96)), ("Transpose", (1, 0)), ("Cast", (16,))),
+            (32, 192),
+            lambda w: w.reshape(64, 96).T.astype(ml_dtypes.bfloat16),
+        ),
+        "transpose, reshape": ((("Transpose", (1, 0)), ("Reshape", (96, 64))), (64, 96), lambda w: w.T.reshape(96, 64)),
+        "three axes": (
+            (("Transpose", (2, 0, 1)), ("Reshape", (96, 64))), (8, 8, 96),
+            lambda w: w.transpose(2, 0, 1).reshape(96, 64),
+        ),
+        "swap of the last two": ((("Transpose", (0, 2, 1)),), (3, 64, 96), lambda w: w.swapaxes(-1, -2)),
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("name", STEPS)
+    def test_steps_between_the_stored_tensor_and_the_matmul(self, folder, name):
+        steps, shape, see = self.STEPS[name]
+        w = weight(*shape)
+        check(packed(w, False, folder, steps), np.ascontiguousarray(see(w)))
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize("at", [(0, 0), (69, 95), (33, 40)])
+    def test_the_index_of_a_nan_does_not_depend_on_the_slices(self, folder, transposed, at):
+        w = weight(70, 96)
+        w[at] = np.nan
+        with pytest.raises(NonFiniteError, match=rf"^weight 'weight': nan at index \[{at[0]}, {at[1]}\]; "):
+            packed(w, transposed, folder)
+
+    def test_an_index_of_a_stack(self, folder):
+        w = weight(2, 3, 70, 40)
+        w[1, 2, 69, 39] = -np.inf
+        with pytest.raises(NonFiniteError, match=r"-inf at index \[1, 2, 69, 39\]; "):
+            packed(w, True, folder)
+
+
+def test_an_all_zero_weight_has_no_error(tmp_path):
+    assert packed(np.zeros((64, 64), np.float32), False, None).relative_l2 == 0.0
+
+
+class TestExternal:
+    def test_values_and_bytes(self, tmp_path):
+        w = weight(5, 7)
+        tensor = stored(w, tmp_path)
+        np.testing.assert_array_equal(external.read(tensor, tmp_path, "m"), w)
+        assert external.raw(tensor, tmp_path, "m") == w.tobytes()
+        assert external.locate(tensor, tmp_path, "m") == ((tmp_path / "w.data").resolve(), 100, 140)
+
+    @pytest.mark.parametrize(
+        ("dtype", "count", "length"),
+        [("FLOAT", 5, 20), ("BFLOAT16", 5, 10), ("INT4", 5, 3), ("UINT4", 4, 2), ("DOUBLE", 3, 24), ("BOOL", 3, 3)],
+    )
+    def test_the_bytes_of_a_dtype(self, dtype, count, length):
+        tensor = onnx.TensorProto(data_type=getattr(onnx.TensorProto, dtype), dims=[count])
+        assert external.byte_length(tensor) == length
+
+    def test_4_bit_values(self, tmp_path):
+        values = np.array([[1, -2, 3], [-8, 7, 0]]).astype(ml_dtypes.int4)
+        tensor = stored(values, tmp_path)
+        np.testing.assert_array_equal(external.read(tensor, tmp_path, "m"), values)
+
+    def test_typed_fields_become_bytes(self):
+        tensor = helper.make_tensor("t", onnx.TensorProto.FLOAT16, [3], [1.0, 2.0, -0.5])
+        assert external.raw(tensor, None, "m") == np.array([1, 2, -0.5], np.float16).tobytes()
+
+    def test_a_run_of_values_at_any_place(self, tmp_path):
+        w = weight(50, 20)
+        with external.fetching(stored(w, tmp_path), tmp_path, "m") as fetch:
+            for first, count in ((0, 1000), (3, 7), (999, 1), (500, 500)):
+                np.testing.assert_array_equal(fetch(first, count), w.reshape(-1)[first : first + count])
+
+    @pytest.mark.parametrize("read", ["fetch", "raw"])
+    def test_a_file_that_shrinks_after_it_was_measured(self, tmp_path, monkeypatch, read):
+        tensor = stored(weight(50, 20), tmp_path)
+        data = tmp_path / "w.data"
+        found = external.locate(tensor, tmp_path, "m")
+        data.write_bytes(data.read_bytes()[:200])
+        monkeypatch.setattr(external, "locate", lambda *_: found)
+        with pytest.raises(ContractError) as caught:  # noqa: PT012
+            if read == "raw":
+                external.raw(tensor, tmp_path, "m")
+            with external.fetching(tensor, tmp_path, "m") as fetch:
+                fetch(0, 1000)
+        assert str(caught.value) == (
+            f"m: tensor 'w': {data} became shorter while it was read; expected the whole file; copy the external data "
+            "again"
+        )
