@@ -35,9 +35,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         return node(contract.QUANTIZE, x, axis=axis, output_dtype=dtype, scale_rounding=scale_rounding)
 
     def dequantize(
-        elements: Any, scales: Any, axis: int = -1, element_format: str = "e4m3", dtype: int = contract.FLOAT
+        elements: Any, scales: Any, axis: int = -1, element_format: str = "e4m3", dtype: int | None = None
     ) -> Any:
-        settings = {"axis": axis, "output_dtype": int(dtype), FORMATS: element_format}
+        settings = {"axis": axis, "output_dtype": _value_dtype(dtype), FORMATS: element_format}
         return node(contract.DEQUANTIZE, elements, scales, **settings)
 
     def gemm(  # noqa: PLR0917 - the signature of the op
@@ -48,19 +48,24 @@ def table() -> dict[Any, Callable[..., Any]]:
         bias: Any = None,
         a_format: str = "e4m3",
         b_format: str = "e4m3",
-        dtype: int = contract.FLOAT,
+        dtype: int | None = None,
     ) -> Any:
-        settings = {"output_dtype": int(dtype), FORMATS: f"{a_format} {b_format}"}
+        settings = {"output_dtype": _value_dtype(dtype), FORMATS: f"{a_format} {b_format}"}
         return node(contract.GEMM, a, a_scales, b, b_scales, bias, **settings)
 
     def weight_gemm(  # noqa: PLR0917 - the signature of the op
         x: Any, b: Any, b_scales: Any, bias: Any = None, b_format: str = "e4m3", dtype: int | None = None
     ) -> Any:
-        settings = {"output_dtype": int(x.dtype if dtype is None else dtype), FORMATS: b_format}
+        settings = {"output_dtype": _value_dtype(dtype, x.dtype), FORMATS: b_format}
         return node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
 
     functions = (quantize, dequantize, gemm, weight_gemm)
     return {getattr(torch.ops.mxfp8, function.__name__).default: function for function in functions}
+
+
+def _value_dtype(dtype: int | None, default: int = contract.FLOAT) -> int:
+    """Returns an op's `dtype` argument, in ONNX's numbering, as an attribute."""
+    return int(default if dtype is None else dtype)
 
 
 def _schema(op: contract.Op) -> onnx.defs.OpSchema:

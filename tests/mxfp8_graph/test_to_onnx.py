@@ -16,7 +16,7 @@ from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_export import export
 from mxfp8_graph.recipe import Recipe
 from mxfp8_ops import contract, numerics, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.contract import FLOAT8E4M3FN, FLOAT8E5M2, UINT8
+from mxfp8_ops.contract import FLOAT, FLOAT8E4M3FN, FLOAT8E5M2, FLOAT16, UINT8
 from mxfp8_ops.errors import ContractError, RecipeError
 
 
@@ -196,6 +196,18 @@ def test_16_bit_programs(name: str, dtype: Any, tmp_path: Path) -> None:
     y = run(path, x, kernels=True)
     assert y.dtype == x.dtype
     expect(x, weight, bias, dtype=name).check(y)
+
+
+def test_a_dtype_left_open_is_the_ops_default(tmp_path: Path) -> None:
+    class Open(Packed):
+        def forward(self, x: Any) -> Any:
+            codes, weight = torch.ops.mxfp8.quantize(x), (self.w0_mxfp8, self.w0_mxfp8_scales)
+            gemm = torch.ops.mxfp8.gemm(*codes, *weight, dtype=None)
+            return gemm, torch.ops.mxfp8.weight_gemm(x, *weight), torch.ops.mxfp8.dequantize(*codes, dtype=None)
+
+    ep = program(Open(torch.randn(8, 32)), torch.randn(2, 32, dtype=torch.float16))
+    outputs = exported(ep, tmp_path / "a.onnx").graph.output
+    assert [output.type.tensor_type.elem_type for output in outputs] == [FLOAT, FLOAT16, FLOAT]
 
 
 def test_kernels_give_the_bytes_of_the_program_where_only_gemms_round(tmp_path: Path) -> None:
