@@ -13,6 +13,13 @@ Their meaning is that of `numerics.py`; `torch_shapes.py` has the checks and fak
 kernels, `torch_training.py` the one op that trains. Elements and scales are uint8 tensors: `module.to(dtype)` leaves
 them alone, which it does not do to float8 buffers.
 
+Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model;
+recording them costs 3 us a call outside torch.inference_mode(). quantize passes none back and warns if one is wanted;
+gemm and dequantize take integers, which have none.
+
+Autocast casts the x of linear_train, as it does that of F.linear, and never a weight; the other ops compute in the
+dtypes they are given. torch.vmap works on all but linear_train (`torch_vmap.py`). Results are contiguous.
+
 The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
 three times as much per call.
 """

@@ -365,6 +365,20 @@ def test_weight_gemm_passes_gradients_through_its_frozen_weight(shape: tuple[int
         torch.testing.assert_close(gradient, reference, rtol=0, atol=scale * 64 * 2.0**-24)  # sums of at most 48
 
 
+def test_an_adapter_on_a_packed_weight_trains_the_same_compiled() -> None:
+    elements, scales = ops.quantize(values(8, 45))
+    down, up = values(2, 45, seed=1).requires_grad_(), values(8, 2, seed=2).requires_grad_()
+
+    def adapted(x: torch.Tensor) -> torch.Tensor:
+        return ops.weight_gemm(torch.tanh(x @ down.t() @ up.t()) @ up @ down, elements, scales)
+
+    x = values(6, 45) / 64
+    wanted, got = (
+        torch.autograd.grad(f(x).sum(), (down, up)) for f in (adapted, torch.compile(adapted, backend="aot_eager"))
+    )
+    assert all(map(torch.equal, got, wanted)), [float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True)]
+
+
 def test_quantize_warns_that_it_cuts_the_gradient() -> None:
     x = values(6, 45).requires_grad_()
     with pytest.warns(UserWarning, match=r"quantize: x requires a gradient.*train with mxfp8::linear_train"):

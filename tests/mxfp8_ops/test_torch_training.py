@@ -282,6 +282,23 @@ def test_autocast_casts_activations_and_keeps_the_master_weight() -> None:
     assert_is_mxfp8_product(w.grad, dy.t(), x.bfloat16().t())
 
 
+def test_an_autocast_region_is_exported_with_its_cast() -> None:
+    class Region(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.net(x)
+
+    net, x = Region(), values(40, 45)
+    program = torch.export.export(net, (x,))
+    for candidate in (program, program.run_decompositions({})):
+        assert torch.equal(candidate.module()(x), net(x))
+    assert net(x).dtype == torch.bfloat16
+
+
 def test_inference_mode_and_no_grad_save_nothing() -> None:
     net, x = Net(), values(40, 45)
     expected = net(x)
