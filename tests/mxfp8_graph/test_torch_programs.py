@@ -151,7 +151,7 @@ def test_a_torch_that_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch) -> 
     _, report = mxfp8_graph.rewrite(ep)
     assert report.notes == ("torch 2.99.0 is newer than the last one tested (2.13)",)
     monkeypatch.setattr(ExportedProgram, "_update", lambda self, graph_module: self)
-    with pytest.raises(BackendError, match="_update is not the one this pass knows; expected torch 2.9 to 2.13"):
+    with pytest.raises(BackendError, match=r"_update is not the one this pass knows; expected torch 2\.9 to 2\.13"):
         mxfp8_graph.rewrite(ep)
 
 

@@ -182,7 +182,10 @@ def test_reasons_of_the_policy() -> None:
 
 
 def test_a_bias_behind_the_head_does_not_hide_it() -> None:
-    program = export(Apply(lambda m, x: (linear(torch.relu(linear(x, m.w)), m.v) + m.b).view(-1), {"w": W, "v": values(64, 96), "b": values(64)}), X)  # fmt: skip
+    def function(m: Any, x: Tensor) -> Tensor:
+        return (linear(torch.relu(linear(x, m.w)), m.v) + m.b).view(-1)
+
+    program = export(Apply(function, {"w": W, "v": values(64, 96), "b": values(64)}), X)
     _, report = mxfp8_graph.rewrite(program)
     assert [s.decision.site.role for s in report.sites] == ["linear", "output_projection"]
 

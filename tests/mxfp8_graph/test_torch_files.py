@@ -1,0 +1,232 @@
+"""Programs in .pt2 files: equal in a fresh process, never half a file, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from torch.export import ExportedProgram  # noqa: E402
+from torch_programs import DYNAMIC, export, values  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph.recipe import Recipe  # noqa: E402
+from mxfp8_graph.torch_pass import files  # noqa: E402
+from mxfp8_ops import contract  # noqa: E402
+from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
+
+X = values(5, 64, seed=2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(torch.relu(self.up(x))))
+
+
+@pytest.fixture(scope="module")
+def rewritten() -> ExportedProgram:
+    torch.manual_seed(0)
+    return mxfp8_graph.rewrite(export(Model(), X, dynamic={"x": {0: DYNAMIC}}))[0]
+
+
+def in_fresh_process(code: str, *arguments: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+RUN = """
+import sys, mxfp8_graph
+program = mxfp8_graph.load(sys.argv[1])
+import torch
+torch.set_num_threads(1)
+torch.save(program.module()(*torch.load(sys.argv[2])), sys.argv[3])
+"""
+
+
+def test_fresh_process_gives_the_same_bits(rewritten: ExportedProgram, tmp_path: Path) -> None:
+    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
+    torch.save((X,), tmp_path / "x")
+    in_fresh_process(RUN, path, tmp_path / "x", tmp_path / "y")
+    assert torch.equal(torch.load(tmp_path / "y"), rewritten.module()(X))
+    assert [p.name for p in tmp_path.glob("*.pt2")] == ["model.pt2"]
+
+
+def test_fresh_process_knows_hugging_face_outputs(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
+    model = transformers.BertModel(transformers.BertConfig(**settings, vocab_size=32))
+    ids = torch.arange(6).reshape(2, 3)
+    program, _ = mxfp8_graph.rewrite(export(model, input_ids=ids))
+    path = mxfp8_graph.save(program, tmp_path / "bert.pt2")
+    torch.save(ids, tmp_path / "x")
+    code = RUN.replace("(*torch.load(sys.argv[2]))", "(input_ids=torch.load(sys.argv[2])).pooler_output")
+    in_fresh_process(code, path, tmp_path / "x", tmp_path / "y")
+    assert torch.equal(torch.load(tmp_path / "y"), program.module()(input_ids=ids).pooler_output)
+
+
+def test_loading_without_the_ops_fails_in_torch(rewritten: ExportedProgram, tmp_path: Path) -> None:
+    """What the file alone cannot help: torch's own message. `mxfp8_graph.load` is the way."""
+    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
+    code = """
+import sys, torch
+try:
+    torch.export.load(sys.argv[1])
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    assert "error when deserializing" in in_fresh_process(code, path)
+
+
+def test_the_file_says_what_made_it(rewritten: ExportedProgram, tmp_path: Path) -> None:
+    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(files.EXTRA_FILE)]
+        entries = json.loads(archive.read(name))
+    assert json.loads(entries["mxfp8_graph.recipe"])["name"] == "mxfp8"
+    assert entries["mxfp8_graph.version"] == mxfp8_graph.__version__
+    assert entries["mxfp8_graph.contract_version"] == str(contract.VERSION)
+    loaded = mxfp8_graph.load(path)
+    assert mxfp8_graph.rewrite(loaded)[1].already_rewritten
+    with pytest.raises(RecipeError, match="Recipe mismatch for 'linear': packed with 'mxfp8', asked for 'ocp'"):
+        mxfp8_graph.rewrite(loaded, "ocp")
+
+
+def test_rewriting_files(tmp_path: Path) -> None:
+    source = mxfp8_graph.save(export(Model(), X), tmp_path / "model.pt2")
+    before = source.read_bytes()
+    output, report = mxfp8_graph.rewrite(source)
+    assert output == tmp_path / "model.mxfp8.pt2"
+    assert (report.source, report.output) == (str(source), str(output))
+    assert report.bytes_after == output.stat().st_size < len(before)
+    assert source.read_bytes() == before
+    again, report = mxfp8_graph.rewrite(output, output=tmp_path / "again.pt2")
+    assert again == output
+    assert report.already_rewritten
+    assert not (tmp_path / "again.pt2").exists()
+    with pytest.raises(ContractError, match="exists already"):
+        mxfp8_graph.rewrite(source)
+    assert mxfp8_graph.rewrite(source, overwrite=True)[0] == output
+    with pytest.raises(ContractError, match="is the input"):
+        mxfp8_graph.rewrite(source, output=source, overwrite=True)
+    assert mxfp8_graph.rewrite(source, output=tmp_path / "dry.pt2", dry_run=True)[0] is None
+    assert not (tmp_path / "dry.pt2").exists()
+    program = mxfp8_graph.load(source)
+    assert mxfp8_graph.rewrite(program, output=tmp_path / "other.pt2")[0] == tmp_path / "other.pt2"
+
+
+def test_a_program_that_was_not_rewritten(tmp_path: Path) -> None:
+    program = export(Model(), X)
+    torch.export.save(program, tmp_path / "plain.pt2")
+    assert torch.equal(mxfp8_graph.load(tmp_path / "plain.pt2").module()(X), program.module()(X))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.pt2", None, "No such file or directory; expected a readable .pt2 file"),
+        ("empty.pt2", b"", "not a .pt2 file"),
+        ("text.pt2", b"hello, I am a text file", "not a .pt2 file"),
+        ("truncated.pt2", 0.5, "cut short; expected a whole .pt2 file; copy it again"),
+        ("other.pt2", {"a/data.txt": b"x"}, "cannot read the program"),
+    ],
+)
+def test_files_that_cannot_be_loaded(
+    name: str, content: Any, message: str, rewritten: ExportedProgram, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, float):
+        whole = mxfp8_graph.save(rewritten, tmp_path / "whole.pt2").read_bytes()
+        path.write_bytes(whole[: int(len(whole) * content)])
+    elif content:
+        with zipfile.ZipFile(path, "w") as archive:
+            for inner, data in content.items():
+                archive.writestr(inner, data)
+    with pytest.raises(ContractError, match=message) as caught:
+        mxfp8_graph.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_directory(tmp_path: Path, rewritten: ExportedProgram) -> None:
+    with pytest.raises(ContractError, match="a directory"):
+        mxfp8_graph.load(tmp_path)
+    (tmp_path / "folder.pt2").mkdir()
+    with pytest.raises(ContractError, match="a directory"):
+        mxfp8_graph.save(rewritten, tmp_path / "folder.pt2")
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, rewritten: ExportedProgram) -> None:
+    with pytest.raises(ContractError, match=r"suffix '.zip'; expected .pt2"):
+        mxfp8_graph.save(rewritten, tmp_path / "model.zip")
+    with pytest.raises(ContractError, match="no folder"):
+        mxfp8_graph.save(rewritten, tmp_path / "nowhere" / "model.pt2")
+    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
+    with pytest.raises(ContractError, match="exists already"):
+        mxfp8_graph.save(rewritten, path)
+    assert mxfp8_graph.save(rewritten, path, overwrite=True) == path
+
+
+def test_no_half_file_is_left(tmp_path: Path, rewritten: ExportedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(program: Any, path: Path, **kwargs: Any) -> None:
+        path.write_bytes(b"PK\x03\x04")
+        raise OSError(28, "No space left on device")
+
+    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
+    before = path.read_bytes()
+    monkeypatch.setattr(torch.export, "save", half)
+    with pytest.raises(ContractError, match="cannot be written: No space left on device"):
+        mxfp8_graph.save(rewritten, path, overwrite=True)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
+
+
+def test_a_newer_contract(tmp_path: Path, rewritten: ExportedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
+    monkeypatch.setattr(contract, "VERSION", 0)
+    with pytest.raises(ContractError, match="node contract 1, made by mxfp8-graph .*; expected at most 0; upgrade"):
+        mxfp8_graph.load(path)
+
+
+def test_unknown_containers_are_named(tmp_path: Path) -> None:
+    code = """
+import sys, types, dataclasses, torch
+module = types.ModuleType("somewhere"); sys.modules["somewhere"] = module
+@dataclasses.dataclass
+class Pair:
+    a: torch.Tensor
+Pair.__module__ = "somewhere"; module.Pair = Pair
+torch.export.register_dataclass(Pair, serialized_type_name="somewhere.Pair")
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__(); self.l = torch.nn.Linear(64, 64)
+    def forward(self, x):
+        return Pair(torch.relu(self.l(x)))
+import mxfp8_graph
+mxfp8_graph.save(mxfp8_graph.rewrite(torch.export.export(Model(), (torch.randn(2, 64),)))[0], sys.argv[1])
+"""
+    in_fresh_process(code, tmp_path / "pair.pt2")
+    with pytest.raises(ContractError, match="import somewhere first"):
+        mxfp8_graph.load(tmp_path / "pair.pt2")
+
+
+def test_recipes_with_rules_survive(tmp_path: Path) -> None:
+    recipe = Recipe(name="mine", rules=({"name": "up", "weight_only": True},))
+    program, _ = mxfp8_graph.rewrite(export(Model(), X), recipe)
+    loaded = mxfp8_graph.load(mxfp8_graph.save(program, tmp_path / "model.pt2"))
+    assert mxfp8_graph.rewrite(loaded, recipe)[1].already_rewritten
