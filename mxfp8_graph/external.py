@@ -45,6 +45,11 @@ def location(tensor: onnx.TensorProto) -> str:
 def read(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Array:
     """Returns the values of a stored tensor.
 
+    Args:
+        tensor: with its data, or saying in which external file it lies.
+        folder: where external files are looked up; None for a model that came without a path.
+        model: the model's path, or what to call a model without one.
+
     Raises:
         ContractError: the external file is missing, unreadable, too short, or outside the model's folder.
     """
@@ -123,7 +128,10 @@ def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[P
             "expected a path; pass the model's path instead"
         )
     path = (folder / name).resolve()
-    if not name or not path.is_relative_to(folder.resolve()):
+    # In the cache of the Hugging Face hub, model and data are links into one other folder: that counts as inside too.
+    homes = (folder.resolve(), Path(model).resolve().parent)
+    inside = bool(name) and ".." not in Path(name).parts and not Path(name).is_absolute()
+    if not inside or not any(path.is_relative_to(home) for home in homes):
         raise ContractError(
             f"{where}: external file {name!r}; expected a file inside {folder}; move the data next to the model"
         )

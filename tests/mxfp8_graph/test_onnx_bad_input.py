@@ -160,6 +160,18 @@ class TestExternalData:
         data.symlink_to(elsewhere)
         assert "expected a file inside" in message(path)
 
+    def test_links_of_model_and_data_into_one_folder_as_the_hugging_face_cache_has_them(self, path, tmp_path):
+        snapshot, blobs = tmp_path / "snapshots" / "rev", tmp_path / "blobs"
+        snapshot.mkdir(parents=True)
+        blobs.mkdir()
+        for name, blob in (("m.onnx", "aaa"), ("m.onnx.data", "bbb")):
+            (tmp_path / name).rename(blobs / blob)
+            (snapshot / name).symlink_to(f"../../blobs/{blob}")
+        out, report = mxfp8_graph.rewrite(snapshot / "m.onnx")
+        assert out == snapshot / "m.mxfp8.onnx"
+        assert len(report.rewritten) == 1
+        assert len(run(str(out), {"x": np.zeros((1, 1, 64), F32)})) == 1
+
     def test_a_length_that_does_not_fit_the_shape(self, path):
         self.edit(path, self.set("length", "100"))
         assert message(path) == (

@@ -404,6 +404,12 @@ VIEWS = {
         weight(64, 96),
         lambda w: w.T.reshape(64, 96),
     ),
+    "Reshape that copies a dimension": (_rows(("Reshape", {}, "copy")), weight(64, 4, 24), lambda w: w.reshape(64, 96)),
+    "Unsqueeze and Squeeze from the end": (
+        _rows(("Unsqueeze", {}, "end"), ("Squeeze", {}, "end")),
+        weight(64, 96),
+        lambda w: w,
+    ),
     "Squeeze": (_rows(("Squeeze", {}, "axis")), weight(1, 64, 96), lambda w: w[0]),
     "Squeeze all": (_rows(("Squeeze", {}, "")), weight(1, 64, 1, 96), lambda w: w[0, :, 0]),
     "Unsqueeze, Transpose, Squeeze": (
@@ -423,7 +429,13 @@ class TestViews:
     @pytest.mark.parametrize("name", VIEWS)
     def test_a_weight_behind_views_is_packed_as_the_matmul_sees_it_and_the_views_go(self, name):
         views, w, see = VIEWS[name]
-        weights = {"w": w, "shape": np.array([64, -1]), "axis": np.array([0])}
+        weights = {
+            "w": w,
+            "shape": np.array([64, -1]),
+            "axis": np.array([0]),
+            "copy": np.array([0, -1]),
+            "end": np.array([-1]),
+        }
         used = {n for view in views for n in view.input}
         proto = neg_model(
             "MatMul", ("m", 64), ("m", 96), {k: v for k, v in weights.items() if k in used}, "x wt", before=views

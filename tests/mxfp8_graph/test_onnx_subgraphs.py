@@ -114,6 +114,34 @@ class TestIf:
         y = run(rewritten, {"x": x, "yes": np.array(False)})[0]
         np.testing.assert_allclose(y, -x.astype(float) @ weight(64, 96, seed=1), rtol=1e-4, atol=1e-4)
 
+    def test_edits_on_both_sides_of_the_border_all_arrive(self):
+        nodes = [
+            node("MatMul", "x w", "a", "outer"),
+            node("Relu", "a", "b"),
+            either(
+                graph([node("MatMul", "b v", "c", "deep")], "c"), graph([node("MatMul", "b v", "d", "deep2")], "d"), "e"
+            ),
+            node("MatMul", "e w", "f", "after"),
+            node("Neg", "f", "y"),
+        ]
+        weights = {"w": weight(64, 96), "v": weight(96, 64, seed=1)}
+        rewritten, report = rewrite(model(nodes, {**X, "yes": (np.bool_, [])}, Y, weights))
+        assert len(report.rewritten) == 4
+        assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 2, "Relu": 1, "If": 1, "Neg": 1}
+        assert [kinds(g) for g in inner(rewritten)] == [QUANTIZED, QUANTIZED]
+
+    def test_an_add_inside_a_branch_is_no_bias_of_a_matmul_outside(self):
+        then = graph([node("Add", "h0 b", "t", "add")], "t")
+        other = graph([node("Identity", "zero", "e", "pass")], "e")
+        nodes = [node("MatMul", "x w", "h0", "mm"), either(then, other), node("Neg", "h", "y")]
+        weights = {"w": weight(64, 96), "b": weight(96, seed=1), "zero": np.zeros((3, 96), F32)}
+        rewritten, report = rewrite(model(nodes, {**X, "yes": (np.bool_, [])}, Y, weights))
+        assert not report.sites[0].decision.site.has_bias
+        assert [kinds(g) for g in inner(rewritten)] == [{"Identity": 1}, {"Add": 1}]
+        x = normal(3, 64)
+        y = expect(x, weight(64, 96).T)
+        Expected(-(y.y + weights["b"]), y.bound).check(run(rewritten, {"x": x, "yes": np.array(True)})[0], roundings=1)
+
     def test_nested_branches_see_the_weights_of_both_levels(self):
         deep = [graph([node("MatMul", f"x {w}", t, f"mm_{t}")], t) for w, t in (("w0", "a"), ("w1", "b"))]
         middle = graph([either(*deep, "c", "inner"), node("Abs", "c", "d")], "d", {"w1": weight(64, 96, seed=1)})

@@ -75,6 +75,9 @@ def test_nodes_that_did_not_change_keep_their_documentation_and_metadata():
     for n in proto.graph.node:
         n.doc_string = f"about {n.name}"
         n.metadata_props.add(key="origin", value=n.name)
+    leaky = node("LeakyRelu", "h", "leak", alpha=0.5)
+    leaky.attribute[0].doc_string = "a slope"
+    proto.graph.node.append(leaky)
     proto.graph.doc_string, proto.doc_string = "the graph", "the model"
     proto.graph.metadata_props.add(key="g", value="1")
     proto.metadata_props.add(key="m", value="1")
@@ -83,6 +86,7 @@ def test_nodes_that_did_not_change_keep_their_documentation_and_metadata():
     rewritten, _ = mxfp8_graph.rewrite(proto)
     after = {n.name: n for n in rewritten.graph.node}
     assert after["Relu_r"] == proto.graph.node[1]
+    assert after["LeakyRelu_leak"] == leaky
     for name in ("linear", "Relu_r", "soft"):
         assert after[name].doc_string == f"about {name}"
         assert [p.value for p in after[name].metadata_props] == [name]
