@@ -7,7 +7,7 @@ constants.py   which operands are known before the program runs
 tensors.py     tensors as rows for packing, without copies
 roles.py       what a matmul is for
 forms.py       how each aten op multiplies
-sites.py       finds the matmuls
+site.py        what is known of one matmul; sites.py finds them
 attention.py   scaled_dot_product_attention as two matmuls
 build.py       inserts nodes
 edit.py        replaces the matmuls for inference; training.py for fine-tuning

@@ -121,6 +121,15 @@ class Constants:
             node = node.args[0]
         return adapter.op_name(node) or node.name
 
+    def stored_below(self, node: Node) -> list[Node]:
+        """Returns the inputs that a constant is computed from."""
+        stack, seen = [node], {node}
+        while stack:
+            fresh = [source for source in stack.pop().all_input_nodes if source not in seen]
+            seen.update(fresh)
+            stack += fresh
+        return [source for source in seen if source.op == "placeholder"]
+
     def _decide(self, node: Node) -> bool:
         if node.op == "placeholder":
             return self._stored(node) is not None

@@ -21,19 +21,21 @@ from torch.fx import Node
 
 from mxfp8_graph.plan import Decision
 from mxfp8_graph.report import SiteReport
-from mxfp8_graph.torch_pass import adapter, record
+from mxfp8_graph.torch_pass import adapter, record, torchao
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.constants import Static
 from mxfp8_graph.torch_pass.program import Program, Scope
 from mxfp8_graph.torch_pass.prune import prune
-from mxfp8_graph.torch_pass.sites import Operand, TorchSite, identity
+from mxfp8_graph.torch_pass.site import Operand, TorchSite, identity
 from mxfp8_graph.torch_pass.tensors import rows_of, storage_of
 from mxfp8_graph.weights import pack
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten
-_EXACT_ALIAS: Final = "_f32"
+
+Names = tuple[str, str, float | None]
+"""Of the buffers with a weight's elements and scales; and the relative L2 error, where it is known."""
 
 
 class Editor:
@@ -43,7 +45,7 @@ class Editor:
         self._program = program
         self._made = made
         self._allow_nonfinite = allow_nonfinite
-        self._packed: dict[tuple[object, ...], tuple[str, str, float]] = {}
+        self._packed: dict[tuple[object, ...], Names] = {}
         self._biases: dict[tuple[object, ...], str] = {}
         self._shared: dict[Scope, dict[tuple[object, ...], list[Node]]] = {}
         self._epochs: dict[Node, int] = {}
@@ -137,10 +139,14 @@ class Editor:
             steps.append(("added", _ATEN.add.Tensor, addend))
         return steps
 
-    def _pack(self, site: TorchSite, decision: Decision, static: Static, transposed: bool) -> tuple[str, str, float]:
+    def _pack(
+        self, site: TorchSite, decision: Decision, static: Static, transposed: bool
+    ) -> tuple[str, str, float | None]:
         """Returns (elements name, scales name, relative L2 error) of the packed weight; packs each weight once."""
         settings = (decision.weight_format, decision.scale_rounding, site.alpha, transposed)
         key = (*identity(self._program, static), repr(static.steps), *settings)
+        if key not in self._packed and site.packed:
+            self._packed[key] = self._take_over(static)
         if key not in self._packed:
             stored = self._program.tensor(static.name)
             self._sources.add(storage_of(stored))
@@ -155,11 +161,20 @@ class Editor:
                 name=static.name,
                 allow_nonfinite=self._allow_nonfinite,
             )
-            names = self._program.fresh(f"{static.name}_mxfp8"), self._program.fresh(f"{static.name}_mxfp8_scales")
-            for name, data in zip(names, (result.elements, result.scales), strict=True):
-                self._program.add_buffer(name, torch.from_numpy(data).to(stored.device))
-            self._packed[key] = (*names, result.relative_l2)
+            data = (torch.from_numpy(array).to(stored.device) for array in (result.elements, result.scales))
+            self._packed[key] = (*self._store(static.name, *data), result.relative_l2)
         return self._packed[key]
+
+    def _take_over(self, static: Static) -> Names:
+        """Returns what `_pack` does for a weight that torchao packed: its own bytes, its error unknown."""
+        weight = torchao.unpacked(self._program.tensor(static.name))
+        return (*self._store(static.name, weight.elements, weight.scales), None)
+
+    def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor) -> tuple[str, str]:
+        names = self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales")
+        for new, data in zip(names, (elements, scales), strict=True):
+            self._program.add_buffer(new, data)
+        return names
 
     def _bias(self, site: TorchSite, build: Builder) -> list[Node]:
         """Returns the node of the float32 [N] bias times beta, if there is one."""
@@ -173,7 +188,7 @@ class Editor:
             return [build.add(f"{site.node.name}_bias", _ATEN._to_copy.default, site.bias, dtype=torch.float32)]
         key = (*identity(self._program, static), repr(static.steps), site.beta, n)
         if key not in self._biases:
-            name = self._program.fresh(f"{static.name}{_EXACT_ALIAS}")
+            name = self._program.fresh(f"{static.name}_f32")
             values = static.apply(self._program.tensor(static.name)).float().reshape(-1) * np.float32(site.beta).item()
             self._program.add_buffer(name, values.expand(int(n or 0)).contiguous())
             self._biases[key] = name

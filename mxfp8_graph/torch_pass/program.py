@@ -55,7 +55,6 @@ class Program:
         self.state: dict[str, torch.Tensor] = dict(source.state_dict)
         self.constants: dict[str, Any] = dict(source.constants)
         self.fake_mode = adapter.fake_mode(self.module)
-        self.notes: list[str] = []
         self.labels: dict[Node, str] = {}
         """What to call a node's op in reports, where it is not what the source program called."""
         main = Scope("", self.module)

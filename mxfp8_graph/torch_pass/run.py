@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
@@ -13,10 +13,12 @@ from torch.export import ExportedProgram
 from mxfp8_graph.plan import Decision, NothingEligibleError, plan
 from mxfp8_graph.recipe import Recipe
 from mxfp8_graph.report import RewriteReport, SiteReport
-from mxfp8_graph.torch_pass import adapter, attention, forms, record, training
+from mxfp8_graph.torch_pass import adapter, attention, forms, record, torchao, training
 from mxfp8_graph.torch_pass.edit import Editor
 from mxfp8_graph.torch_pass.program import Program
-from mxfp8_graph.torch_pass.sites import TorchSite, find_sites
+from mxfp8_graph.torch_pass.site import TorchSite
+from mxfp8_graph.torch_pass.sites import find_sites
+from mxfp8_graph.torch_pass.tensors import storage_of
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import RecipeError
 
@@ -68,7 +70,9 @@ def rewrite_torch(
     if _already_rewritten(source, recipe, options):
         return source, report([], already=True)
     program, sites, decisions = _planned(source, recipe, options)
-    notes += program.notes
+    notes += _lowered(sites)
+    if taken := sum(bool(s.packed) and d.quantize for s, d in zip(sites, decisions, strict=True)):
+        notes.append(f"{taken} weights were packed by torchao: their bytes are kept, their rounding error is unknown")
     if not any(decision.quantize for decision in decisions):
         raise NothingEligibleError(_nothing(options.name, decisions), decisions)
     if options.dry_run:
@@ -84,9 +88,10 @@ def byte_size(program: ExportedProgram) -> int:
     """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
     sizes: dict[object, int] = {}
     for tensor in (*program.state_dict.values(), *program.constants.values()):
-        if isinstance(tensor, torch.Tensor):
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr() or id(tensor)] = storage.nbytes()
+        if torchao.is_mx(tensor):
+            sizes[id(tensor)] = tensor.qdata.nbytes + tensor.scale.nbytes
+        elif isinstance(tensor, torch.Tensor):
+            sizes[storage_of(tensor) or id(tensor)] = tensor.untyped_storage().nbytes()
     return sum(sizes.values())
 
 
@@ -135,6 +140,8 @@ def _decide(sites: Sequence[TorchSite], recipe: Recipe, options: Options) -> lis
         unfit = site.unfit or (training.obstacle(site) if options.training else None)
         if decision.quantize and unfit:
             decisions[index] = training.kept(decision, unfit)
+        elif decision.quantize and site.packed:
+            decisions[index] = replace(decision, weight_format=site.packed)
     if options.training:
         training.check(recipe, decisions)
     return decisions
@@ -170,6 +177,17 @@ def _apply(
             options.progress(site.site.name, done, total)
     editor.finish()
     return reports
+
+
+def _lowered(sites: Sequence[TorchSite]) -> list[str]:
+    """Returns a note that names the linears core ATen had turned into expand and bmm, if there are any."""
+    names = [s.site.module or s.site.name for s in sites if s.w and s.w.static and s.w.static.broadcast]
+    if not names:
+        return []
+    return [
+        f"core ATen input: {len(names)} linear(s) came as expand and bmm and were recognized ({', '.join(names)}); "
+        "rewrite before run_decompositions() to be sure that none is missed"
+    ]
 
 
 def _nothing(name: str, decisions: Sequence[Decision]) -> str:

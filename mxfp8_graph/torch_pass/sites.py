@@ -15,57 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from mxfp8_graph.plan import Dim, MatMulSite, Role
-from mxfp8_graph.torch_pass import adapter, attention, forms
+from mxfp8_graph.torch_pass import adapter, attention, forms, torchao
 from mxfp8_graph.torch_pass.constants import Constants, Static
 from mxfp8_graph.torch_pass.forms import Form
 from mxfp8_graph.torch_pass.program import Program, Scope
 from mxfp8_graph.torch_pass.roles import Roles
-from mxfp8_graph.torch_pass.tensors import DTYPE_NAMES, dtype_name, storage_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """One side of the product."""
-
-    node: Node
-    rank: int
-    transposed: bool = False
-    """K is the last axis but one."""
-    static: Static | None = None
-    perm: tuple[int, ...] | None = None
-    """Of a run-time operand: what brings K to the end; None if it is there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchSite:
-    """A site and what `edit.py` needs to replace it."""
-
-    site: MatMulSite
-    scope: Scope
-    node: Node
-    """The matmul; the nodes it needs go in front of it."""
-    output: Node
-    """Whose value the gemm computes: `node`, or the add after it."""
-    x: Operand | None = None
-    w: Operand | None = None
-    swapped: bool = False
-    """The gemm computes the transpose of the result."""
-    alpha: float = 1.0
-    beta: float = 1.0
-    bias: Node | None = None
-    """Absorbed into the gemm: one value per column, times beta."""
-    bias_static: Static | None = None
-    addend: Node | None = None
-    """What is added by nodes of its own, times beta."""
-    unfit: str | None = None
-    """Why it cannot be rewritten even if a recipe says so; the policy's own reasons come first."""
+from mxfp8_graph.torch_pass.site import Operand, TorchSite, identity, module_of
+from mxfp8_graph.torch_pass.tensors import DTYPE_NAMES, dtype_name
 
 
 def find_sites(program: Program) -> list[TorchSite]:
@@ -87,15 +50,6 @@ def find_sites(program: Program) -> list[TorchSite]:
         s if key is None else replace(s, site=replace(s.site, shared_with=uses[key] - 1))
         for s, key in zip(found, keys, strict=True)
     ]
-
-
-def identity(program: Program, static: Static) -> tuple[object, ...]:
-    """Returns what two names of one tensor have in common: where its values lie."""
-    tensor = program.tensor(static.name)
-    at = storage_of(tensor)
-    if not at:
-        return (static.name,)
-    return (at, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _describe(node: Node, program: Program, scope: Scope, constants: Constants, roles: Roles) -> Iterator[TorchSite]:
@@ -137,6 +91,10 @@ def _describe(node: Node, program: Program, scope: Scope, constants: Constants, 
         alpha=form.alpha,
         beta=form.beta,
     )
+    if w.static and torchao.is_mx(stored := program.tensor(w.static.name)):
+        straight = not w.static.steps and not w.transposed and not swapped
+        unfit = torchao.obstacle(stored) if straight else "torchao packed this weight, and a view of it is multiplied"
+        site = replace(site, unfit=unfit, packed=torchao.element_format(stored))
     site = _with_bias(site, form, constants)
     role: Role = "linear" if w.static else roles.of_product(node)
     if w.static and roles.is_output_projection(node):
@@ -267,6 +225,8 @@ def _blocker(site: TorchSite, form: Form, constants: Constants) -> str | None:
         if changed := constants.writer_of(node):
             return f"weight {changed[0]!r} is changed by {changed[1]} while the program runs; expected it fixed"
         if constants.is_constant(node):
+            if any(s.meta["val"].dtype == torch.float8_e8m0fnu for s in constants.stored_below(node)):
+                return "torchao packed this weight, and the program was decomposed; rewrite before run_decompositions()"
             via = constants.source_of(node)
             return f"weight {node.name!r} is computed by {via}; expected a stored tensor behind views; fold it first"
     if min(x.rank, w.rank) < 2:
@@ -299,12 +259,6 @@ def _rows(sizes: Sequence[Any]) -> Dim:
 
 def _dim(size: Any) -> int | str:
     return size if isinstance(size, int) else str(size)
-
-
-def module_of(node: Node) -> str:
-    """Returns the path of the module that made the node, such as "model.layers.0.mlp.up_proj"; "" for the model."""
-    stack = node.meta.get("nn_module_stack")
-    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def _unique(name: str, taken: set[str]) -> str:

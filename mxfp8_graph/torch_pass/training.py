@@ -20,7 +20,7 @@ from mxfp8_graph.torch_pass import adapter, record
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.forms import LINEAR_TRAIN
 from mxfp8_graph.torch_pass.program import Program
-from mxfp8_graph.torch_pass.sites import TorchSite
+from mxfp8_graph.torch_pass.site import TorchSite
 from mxfp8_ops.errors import RecipeError
 
 _ATEN: Final = torch.ops.aten
@@ -30,6 +30,8 @@ def obstacle(site: TorchSite) -> str | None:
     """Returns why a site cannot be trained in MXFP8, or None."""
     if site.w is None or site.w.static is None:
         return "training rewrites linears only; expected one static operand"
+    if site.packed:
+        return "torchao packed this weight; expected one in high precision, to train it"
     if site.swapped or site.w.rank != 2 or site.alpha != 1.0 or site.addend is not None or site.beta != 1.0:
         return f"training rewrites y = x @ w + b with a 2-D weight only; this {site.site.op} is another form"
     if site.bias is not None and site.bias.meta["val"].dim() != 1:

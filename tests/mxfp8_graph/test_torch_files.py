@@ -199,7 +199,7 @@ def test_no_half_file_is_left(tmp_path: Path, rewritten: ExportedProgram, monkey
 def test_a_newer_contract(tmp_path: Path, rewritten: ExportedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
     monkeypatch.setattr(contract, "VERSION", 0)
-    with pytest.raises(ContractError, match="node contract 1, made by mxfp8-graph .*; expected at most 0; upgrade"):
+    with pytest.raises(ContractError, match=r"node contract 1, made by mxfp8-graph .*; expected at most 0; upgrade"):
         mxfp8_graph.load(path)
 
 

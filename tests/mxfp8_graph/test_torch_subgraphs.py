@@ -134,7 +134,8 @@ def test_sites_say_where_they_are() -> None:
     assert [path.split("_")[0] for path in paths] == ["true", "false", "false"]
     assert len({s.decision.site.name for s in report.sites}) == 3
     _, report = mxfp8_graph.rewrite(
-        export(Apply(branches, {"w": W, "v": V}), X), Recipe(rules=({"subgraph": "^false", "quantize": False},))
+        export(Apply(branches, {"w": W, "v": V}), X),
+        Recipe(rules=({"subgraph": "^false", "quantize": False},), output_projections=True),
     )
     assert [s.decision.quantize for s in report.sites] == [True, False, False]
 

@@ -1,0 +1,75 @@
+"""Weights that torchao packed before export: MXTensor parameters, read as they are, never rounded again.
+
+`quantize_(model, MXDynamicActivationMXWeightConfig(...))` makes every linear's weight a tensor subclass: elements
+`qdata` float8 [N, K], and `scale` float8_e8m0fnu, either [N, K / 32] or swizzled into the tiles that NVIDIA's block
+scaled matmuls read: rows in tiles of 128, scales in tiles of 4, zero-padded,
+
+    stored[row tile, column tile, i, j, k] = scale[128 * row tile + 32 * j + i, 4 * column tile + k]
+
+with 32 x 4 x 4 values to a tile. A program exported from such a module keeps `linear` with that parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from mxfp8_ops import formats
+
+_TILE_ROWS: Final = 128
+_TILE_COLUMNS: Final = 4
+_FORMATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+@dataclass(frozen=True)
+class MxWeight:
+    """A weight as torchao packed it."""
+
+    elements: torch.Tensor
+    """uint8 [N, K]."""
+    scales: torch.Tensor
+    """uint8 [N, K / 32]."""
+
+
+def is_mx(tensor: Any) -> bool:
+    """Whether `tensor` is torchao's MXTensor; asks without importing torchao."""
+    return any(c.__name__ == "MXTensor" and c.__module__.startswith("torchao.") for c in type(tensor).__mro__)
+
+
+def element_format(tensor: Any) -> str:
+    """Returns the element format of an MXTensor, or what torch calls it if it is not one of ours."""
+    return _FORMATS.get(tensor.elem_dtype, str(tensor.elem_dtype))
+
+
+def obstacle(tensor: Any) -> str | None:
+    """Returns why an MXTensor cannot be taken over, or None."""
+    if tensor.elem_dtype not in _FORMATS:
+        return f"torchao packed this weight as {tensor.elem_dtype}; expected float8_e4m3fn or float8_e5m2"
+    if tensor.block_size != formats.BLOCK_SIZE:
+        return f"torchao packed this weight in blocks of {tensor.block_size}; expected {formats.BLOCK_SIZE}"
+    if tensor.qdata.dim() != 2 or not tensor.qdata.is_contiguous():
+        return "torchao packed this weight along another axis than the last; expected [N, K] in one piece"
+    return None
+
+
+def unpacked(tensor: Any) -> MxWeight:
+    """Returns the bytes of an MXTensor without an `obstacle`."""
+    rows, columns = tensor.qdata.shape
+    count = -(-columns // formats.BLOCK_SIZE)
+    scales = tensor.scale.detach().contiguous().view(torch.uint8)
+    if tensor.is_swizzled_scales:
+        scales = unswizzled(scales, rows, count)
+    return MxWeight(
+        elements=tensor.qdata.detach().view(torch.uint8),
+        scales=scales.reshape(rows, count).contiguous(),
+    )
+
+
+def unswizzled(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Returns [rows, columns] scales from the tiles they are stored in, see the module."""
+    down, across = -(-rows // _TILE_ROWS), -(-columns // _TILE_COLUMNS)
+    tiles = stored.reshape(down, across, 32, 4, _TILE_COLUMNS)
+    flat = tiles.permute(0, 3, 2, 1, 4).reshape(down * _TILE_ROWS, across * _TILE_COLUMNS)
+    return flat[:rows, :columns]
