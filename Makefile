@@ -21,7 +21,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python samples/01_minilm_onnx/minilm.py --folder demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow

@@ -1,1 +1,1 @@
-"""Fixtures shared by all tests. The model builders are in `builders.py`, which pytest puts on the path from here."""
+"""Fixtures shared by all tests. The model builders are in `builders.py`, which pyproject.toml puts on the path."""

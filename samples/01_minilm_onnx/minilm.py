@@ -60,7 +60,8 @@ def sentences() -> list[str]:
     text = " ".join(re.sub(r"[*`_\\]+", "", text).split())
     found = [s.strip() for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)]
     prose = [s for s in found if 40 <= len(s) <= 300 and not re.search(r"[=<>{}\[\]|]", s)]
-    return prose[:: max(1, len(prose) // SENTENCES)][:SENTENCES]
+    chosen = prose[:: max(1, len(prose) // SENTENCES)][:SENTENCES]
+    return sorted(chosen, key=len)  # batches of like lengths need little padding
 
 
 def embed(session: onnxruntime.InferenceSession, texts: list[str]) -> np.ndarray:
