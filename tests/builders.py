@@ -84,6 +84,22 @@ def gemm_model(
     return model(nodes, {"x": (dtype, x)}, {"y": (dtype, ["batch", n])}, weights)
 
 
+def neg_model(
+    op: str,
+    x: Shape,
+    y: Shape,
+    weights: Mapping[str, np.ndarray],
+    inputs: str = "x w",
+    *,
+    dtype: Any = np.float32,
+    before: Sequence[NodeProto] = (),
+    **attributes: Any,
+) -> ModelProto:
+    """y = -op(inputs): one product called "linear" that is not an output projection, its sign checked too."""
+    nodes = [*before, node(op, inputs, "h", "linear", **attributes), node("Neg", "h", "y", "neg")]
+    return model(nodes, {"x": (dtype, x)}, {"y": (dtype, y)}, weights)
+
+
 def chain_model(
     sizes: Sequence[int] = (64, 128, 64), *, head: bool = False, dtype: Any = np.float32, opset: int = 21
 ) -> ModelProto:

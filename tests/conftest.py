@@ -1,1 +1,14 @@
 """Fixtures shared by all tests. The model builders are in `builders.py`, which pyproject.toml puts on the path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+
+
+@pytest.fixture(params=[False, True], ids=["bodies", "kernels"])
+def runtime(request: Any, monkeypatch: Any) -> None:
+    """Runs a test twice: what `oracle.run` runs, it runs by the nodes' function bodies and then by our kernels."""
+    monkeypatch.setattr(oracle, "use_kernels", request.param)

@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 
+import mxfp8_graph
 from mxfp8_graph.report import RewriteReport
 from mxfp8_ops import numerics, ort
+
+use_kernels = False
+"""Set by the fixture `runtime`."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +75,30 @@ def quantized(x: np.ndarray, element_format: str = "e4m3", scale_rounding: str =
     return numerics.dequantize(*codes, element_format=element_format).astype(np.float64)
 
 
-def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray], *, kernels: bool = False) -> list[np.ndarray]:
-    """Runs a model in ONNX Runtime: without the library, so that the nodes are their function bodies, or with it."""
+def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Runs a model in ONNX Runtime: the nodes are their function bodies, or our kernels if `use_kernels` says so."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     content = model if isinstance(model, str) else model.SerializeToString()
-    if kernels:
+    if use_kernels:
         ort.register(options)
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     return list(session.run(None, dict(feeds)))
+
+
+def rewrite(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> tuple[onnx.ModelProto, RewriteReport]:
+    """Rewrites a model in memory and checks that the result is well formed."""
+    rewritten, report = mxfp8_graph.rewrite(proto, recipe)
+    check_well_formed(rewritten)
+    return rewritten, report
+
+
+def refusal(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> str:
+    """Returns the reason of the only site of a model in which nothing is eligible."""
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(proto, recipe)
+    (decision,) = caught.value.decisions
+    return decision.reason
 
 
 def check_well_formed(model: onnx.ModelProto) -> None:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-import oracle
 import pytest
 from builders import model, node, value, weight
 from onnx import helper, numpy_helper
-from oracle import Expected, check_well_formed, expect, initializers, kinds, normal, quantized, reasons
+from oracle import (
+    Expected,
+    expect,
+    initializers,
+    kinds,
+    normal,
+    quantized,
+    reasons,
+    rewrite,
+    run,
+)
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError, Recipe
 from mxfp8_ops.errors import ContractError
 
+pytestmark = pytest.mark.usefixtures("runtime")
 F32 = np.float32
 X, Y = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}
 
@@ -43,21 +52,6 @@ def if_model(then: onnx.GraphProto, other: onnx.GraphProto, weights: Mapping[str
     """y = -(then if yes else other)."""
     nodes = [either(then, other), node("Neg", "h", "y")]
     return model(nodes, {**X, "yes": (np.bool_, [])}, Y, weights)
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["bodies", "kernels"])
-def kernels(request: Any, monkeypatch: Any) -> None:
-    """Every form must run by its function bodies and by our kernels."""
-    monkeypatch.setitem(globals(), "run", functools.partial(oracle.run, kernels=request.param))
-
-
-run = oracle.run
-
-
-def rewrite(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> tuple[onnx.ModelProto, Any]:
-    rewritten, report = mxfp8_graph.rewrite(proto, recipe)
-    check_well_formed(rewritten)
-    return rewritten, report
 
 
 def inner(proto: onnx.ModelProto | onnx.GraphProto, index: int = 0) -> list[onnx.GraphProto]:

@@ -1,0 +1,139 @@
+"""Weights behind views and in Constant nodes: packed as the matmul sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from builders import model, neg_model, node, weight
+from onnx import helper, numpy_helper
+from oracle import (
+    expect,
+    initializers,
+    kinds,
+    normal,
+    reasons,
+    refusal,
+    rewrite,
+    run,
+)
+
+F32 = np.float32
+LINEAR = "linear, by recipe 'mxfp8'"
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+def _rows(*ops: tuple[str, dict[str, Any], str]) -> list[onnx.NodeProto]:
+    """Returns the nodes w -> ... -> wt, each (op, attributes, further inputs)."""
+    names = ["w", *(f"w{i}" for i in range(1, len(ops))), "wt"]
+    return [
+        node(op, f"{names[i]} {more}".strip(), names[i + 1], f"view{i}", **attributes)
+        for i, (op, attributes, more) in enumerate(ops)
+    ]
+
+
+VIEWS = {
+    "Identity": (_rows(("Identity", {}, "")), weight(64, 96), lambda w: w),
+    "Transpose": (_rows(("Transpose", {"perm": [1, 0]}, "")), weight(96, 64), np.transpose),
+    "Transpose by default": (_rows(("Transpose", {}, "")), weight(96, 64), np.transpose),
+    "Transpose twice": (_rows(("Transpose", {}, ""), ("Transpose", {}, "")), weight(64, 96), lambda w: w),
+    "Cast up": (_rows(("Cast", {"to": 1}, "")), weight(64, 96, dtype=np.float16), lambda w: w.astype(F32)),
+    "Cast down and up": (
+        _rows(("Cast", {"to": 10}, ""), ("Cast", {"to": 1}, "")),
+        weight(64, 96),
+        lambda w: w.astype(np.float16).astype(F32),
+    ),
+    "Cast integers": (_rows(("Cast", {"to": 1}, "")), (weight(64, 96) * 300).astype(np.int8), lambda w: w.astype(F32)),
+    "Reshape": (_rows(("Reshape", {}, "shape")), weight(96, 64), lambda w: w.reshape(64, 96)),
+    "Reshape after Transpose": (
+        _rows(("Transpose", {}, ""), ("Reshape", {}, "shape")),
+        weight(64, 96),
+        lambda w: w.T.reshape(64, 96),
+    ),
+    "Reshape that copies a dimension": (_rows(("Reshape", {}, "copy")), weight(64, 4, 24), lambda w: w.reshape(64, 96)),
+    "Unsqueeze and Squeeze from the end": (
+        _rows(("Unsqueeze", {}, "end"), ("Squeeze", {}, "end")),
+        weight(64, 96),
+        lambda w: w,
+    ),
+    "Squeeze": (_rows(("Squeeze", {}, "axis")), weight(1, 64, 96), lambda w: w[0]),
+    "Squeeze all": (_rows(("Squeeze", {}, "")), weight(1, 64, 1, 96), lambda w: w[0, :, 0]),
+    "Unsqueeze, Transpose, Squeeze": (
+        _rows(("Unsqueeze", {}, "axis"), ("Transpose", {"perm": [0, 2, 1]}, ""), ("Squeeze", {}, "axis")),
+        weight(96, 64),
+        np.transpose,
+    ),
+    "Transpose of three axes": (
+        _rows(("Transpose", {"perm": [2, 1, 0]}, ""), ("Reshape", {}, "shape")),
+        weight(96, 4, 16),
+        lambda w: w.transpose(2, 1, 0).reshape(64, 96),
+    ),
+}
+
+
+class TestViews:
+    @pytest.mark.parametrize("name", VIEWS)
+    def test_a_weight_behind_views_is_packed_as_the_matmul_sees_it_and_the_views_go(self, name):
+        views, w, see = VIEWS[name]
+        weights = {
+            "w": w,
+            "shape": np.array([64, -1]),
+            "axis": np.array([0]),
+            "copy": np.array([0, -1]),
+            "end": np.array([-1]),
+        }
+        used = {n for view in views for n in view.input}
+        proto = neg_model(
+            "MatMul", ("m", 64), ("m", 96), {k: v for k, v in weights.items() if k in used}, "x wt", before=views
+        )
+        rewritten, report = rewrite(proto)
+        x = normal(3, 64)
+        assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1}
+        assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
+        assert reasons(report) == {"linear": LINEAR}
+        expect(x, np.ascontiguousarray(see(w).T)).then(np.negative).check(run(rewritten, {"x": x})[0])
+
+    def test_a_weight_in_a_constant_node(self):
+        constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weight(64, 96)))
+        rewritten, _ = rewrite(neg_model("MatMul", ("m", 64), ("m", 96), {}, before=[constant]))
+        x = normal(3, 64)
+        assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1}
+        expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+
+    def test_a_reshape_whose_shape_is_written_as_value_ints(self):
+        shape = helper.make_node("Constant", [], ["shape"], value_ints=[64, 96])
+        views = [shape, node("Reshape", "w shape", "wt")]
+        rewritten, _ = rewrite(neg_model("MatMul", ("m", 64), ("m", 96), {"w": weight(96, 64)}, "x wt", before=views))
+        assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1}
+
+    def test_a_view_that_something_else_uses_stays(self):
+        nodes = [
+            node("Transpose", "w", "wt", "view"),
+            node("MatMul", "x wt", "h", "linear"),
+            node("Neg", "h", "y"),
+            node("Abs", "wt", "z"),
+        ]
+        outputs = {"y": (F32, ["m", 96]), "z": (F32, [64, 96])}
+        rewritten, _ = rewrite(model(nodes, {"x": (F32, ["m", 64])}, outputs, {"w": weight(96, 64)}))
+        assert kinds(rewritten) == {"Transpose": 1, "MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1, "Abs": 1}
+        assert initializers(rewritten) == ["w", "w_mxfp8", "w_mxfp8_scales"]
+        assert np.array_equal(run(rewritten, {"x": normal(3, 64)})[1], np.abs(weight(96, 64).T))
+
+    def test_dead_code_that_was_there_before_stays(self):
+        nodes = [node("MatMul", "x w", "h", "linear"), node("Neg", "h", "y"), node("Identity", "other", "unused")]
+        weights = {"w": weight(64, 96), "other": weight(3)}
+        rewritten, _ = rewrite(model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}, weights))
+        assert kinds(rewritten)["Identity"] == 1
+        assert "other" in initializers(rewritten)
+
+    def test_a_weight_behind_another_op_is_kept_and_the_reason_names_it(self):
+        views = [node("DequantizeLinear", "w s", "wt")]
+        weights = {"w": weight(64, 96).astype(np.int8), "s": np.array(0.5, F32)}
+        reason = refusal(neg_model("MatMul", ("m", 64), ("m", 96), weights, "x wt", before=views))
+        assert reason == (
+            "weight 'wt' comes through DequantizeLinear; expected only Identity, Transpose, Cast, Reshape, Squeeze, "
+            "Unsqueeze; fold the constants first"
+        )
