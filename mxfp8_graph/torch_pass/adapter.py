@@ -184,6 +184,16 @@ def is_higher_order(node: Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
+def opens_transform(node: Node) -> bool:
+    """Whether a function transform such as vmap begins at `node`."""
+    return op_name(node).endswith("_increment_nesting")
+
+
+def closes_transform(node: Node) -> bool:
+    """Whether a function transform such as vmap ends at `node`."""
+    return op_name(node).endswith("_decrement_nesting")
+
+
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """Returns an argument of an op call by its name in the op's schema, however it was passed."""
     if name in node.kwargs:

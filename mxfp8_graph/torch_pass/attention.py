@@ -49,6 +49,16 @@ def expand(program: Program, node: Node) -> None:
     weights = build.add(f"{node.name}_softmax", _ATEN.softmax.int, masked, -1)
     node.target = _ATEN.matmul.default
     node.args, node.kwargs = (weights, value), {}
+    _relax_views(node)
+
+
+def _relax_views(node: Node) -> None:
+    """Lets the views of an attention result copy: its kernels lay it out by position and head, a matmul by head."""
+    for user in node.users:
+        if user.target is _ATEN.view.default:
+            user.target = _ATEN.reshape.default
+        elif adapter.op_name(user) in {"transpose", "permute"}:
+            _relax_views(user)
 
 
 def _scale(node: Node, query: Node) -> float:

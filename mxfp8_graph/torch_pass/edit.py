@@ -3,7 +3,7 @@
     linear(x, w, b)     -> gemm(quantize(x), packed w, b)         one quantize per activation, shared
     linear(x, w, b)     -> weight_gemm(x, packed w, b)            weight_only
     matmul(q, k^T)      -> gemm(quantize(q), quantize(k))
-    matmul(w, x)        -> transpose(gemm(quantize(transpose(x)), packed w))
+    matmul(w, x)        -> clone(transpose(gemm(quantize(transpose(x)), packed w)))
 
 A matmul's node is retargeted in place: its name, its users, its metadata and whatever the program's signature says
 about it stay true.
@@ -106,10 +106,10 @@ class Editor:
         else:
             node = build.add(f"{site.node.name}_gemm", target, *inputs, **settings)
             record.mark(node, self._made)
-            for name, op, *arguments in steps[:-1]:
-                node = build.add(f"{site.node.name}_{name}", op, node, *arguments)
-            _, op, *arguments = steps[-1]
-            self._retarget(site.output, op, (node, *arguments), {}, build)
+            for name, op, arguments, keywords in steps[:-1]:
+                node = build.add(f"{site.node.name}_{name}", op, node, *arguments, **keywords)
+            _, op, arguments, keywords = steps[-1]
+            self._retarget(site.output, op, (node, *arguments), keywords, build)
         if site.output is not site.node:
             site.node.graph.erase_node(site.node)
 
@@ -126,17 +126,19 @@ class Editor:
         record.mark(node, self._made)
 
     def _epilogue(self, site: TorchSite, build: Builder) -> list[tuple[Any, ...]]:
-        """Returns (name, op, arguments) of what must follow the gemm: the swap back, alpha and the addend."""
+        """Returns (name, op, arguments, keywords) of what must follow the gemm: the swap back, alpha, the addend."""
         steps: list[tuple[Any, ...]] = []
         if site.swapped:
-            steps.append(("swapped", _ATEN.transpose.int, -2, -1))
+            steps.append(("swapped", _ATEN.transpose.int, (-2, -1), {}))
+            # A matmul's result lies in one piece, and the program may view it as such.
+            steps.append(("contiguous", _ATEN.clone.default, (), {"memory_format": torch.contiguous_format}))
         if site.alpha != 1.0 and site.w is not None and site.w.static is None:
-            steps.append(("scaled", _ATEN.mul.Tensor, site.alpha))
+            steps.append(("scaled", _ATEN.mul.Tensor, (site.alpha,), {}))
         if site.addend is not None:
             addend = site.addend
             if site.beta != 1.0:
                 addend = build.add(f"{site.node.name}_addend", _ATEN.mul.Tensor, addend, site.beta)
-            steps.append(("added", _ATEN.add.Tensor, addend))
+            steps.append(("added", _ATEN.add.Tensor, (addend,), {}))
         return steps
 
     def _pack(

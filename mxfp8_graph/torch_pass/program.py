@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,7 @@ class Scope:
     @property
     def placeholders(self) -> list[Node]:
         """The inputs, in order."""
-        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        return list(itertools.takewhile(lambda node: node.op == "placeholder", self.module.graph.nodes))
 
     @property
     def results(self) -> list[Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.fx import Node
@@ -30,6 +30,8 @@ from mxfp8_graph.torch_pass.roles import Roles
 from mxfp8_graph.torch_pass.site import Operand, TorchSite, identity, module_of
 from mxfp8_graph.torch_pass.tensors import DTYPE_NAMES, dtype_name
 
+_TRANSFORMED: Final = "inside vmap, which the program still holds as such; call run_decompositions({}) first"
+
 
 def find_sites(program: Program) -> list[TorchSite]:
     """Returns every matmul of the program and its subgraphs, in graph order, each with its role or blocker."""
@@ -38,10 +40,13 @@ def find_sites(program: Program) -> list[TorchSite]:
     found: list[TorchSite] = []
     names: set[str] = set()
     for scope in program.scopes:
+        nesting = 0
         for node in scope.module.graph.nodes:
+            nesting += adapter.opens_transform(node) - adapter.closes_transform(node)
             for site in _describe(node, program, scope, constants, roles):
                 name = _unique(site.site.name, names)
-                found.append(replace(site, site=replace(site.site, name=name)))
+                blocker = site.site.blocker or (_TRANSFORMED if nesting else None)
+                found.append(replace(site, site=replace(site.site, name=name, blocker=blocker)))
     uses: dict[object, int] = {}
     keys = [identity(program, s.w.static) if s.w and s.w.static else None for s in found]
     for key in keys:

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
-from torch_programs import DYNAMIC, Apply, count, export, predict, site, values  # noqa: E402
+from torch_programs import DYNAMIC, Apply, count, export, predict, relative_l2, site, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.recipe import Recipe  # noqa: E402
@@ -162,6 +162,47 @@ def test_activation_in_place_between_two_matmuls_is_quantized_twice() -> None:
     first, second = rewritten.module()(X)
     predict(X * 2.0, W).check(first)
     predict(X * 6.0, W).check(second)
+
+
+def test_results_can_be_viewed_as_before() -> None:
+    swapped = export(Apply(lambda m, x: (m.w @ x.transpose(1, 2)).view(-1, 5), {"w": W}), BATCH)
+    result = mxfp8_graph.rewrite(swapped, OUTPUTS_TOO)[0].module()(BATCH)
+    expected = predict(BATCH, W)
+    expected.exact, expected.bound = (a.swapaxes(1, 2).reshape(-1, 5) for a in (expected.exact, expected.bound))
+    expected.check(result)
+
+    def attention(m: Any, x: Tensor) -> Tensor:
+        heads = x.view(2, 6, 2, 32).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).view(2, 6, 64)
+
+    x = values(2, 6, 64) / 4
+    module = Apply(attention, {})
+    rewritten, report = mxfp8_graph.rewrite(export(module, x), Recipe(fp8_dpa=True, min_dim=1))
+    assert len(report.rewritten) == 2
+    assert relative_l2(rewritten.module()(x), module(x)) < 0.12, "two products, each off by about 3.7%"
+
+
+def test_a_computed_sixteen_bit_bias() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, m.w, m.b * x.amax())
+
+    x = X.bfloat16()
+    program = export(Apply(function, {"w": W.bfloat16(), "b": B.bfloat16()}), x)
+    rewritten, report = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
+    assert report.sites[0].decision.site.has_bias
+    predict(x, W.bfloat16(), B.bfloat16() * x.amax(), dtype="bfloat16").check(rewritten.module()(x))
+
+
+def test_constants_and_buffers_that_are_not_saved() -> None:
+    module = Apply(lambda m, x: torch.relu(x @ m.constant) + torch.relu(x @ m.transient), {})
+    module.constant = W.t().contiguous()
+    module.register_buffer("transient", W.t().contiguous() * 2, persistent=False)
+    program = export(module, X)
+    rewritten, report = mxfp8_graph.rewrite(program)
+    assert len(report.rewritten) == 2
+    assert set(program.constants) == {"constant", "transient"}
+    assert not rewritten.constants
+    assert relative_l2(rewritten.module()(X), module(X)) < 0.12
 
 
 def test_dynamic_shapes_and_no_rows() -> None:

@@ -15,6 +15,7 @@ from torch_programs import DYNAMIC, Apply, count, export, predict, relative_l2, 
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.recipe import Recipe  # noqa: E402
+from mxfp8_graph.torch_pass import hops  # noqa: E402
 from mxfp8_ops import torch_ops  # noqa: E402, F401
 
 RECIPE = Recipe(name="outputs too", output_projections=True)
@@ -133,10 +134,8 @@ def test_sites_say_where_they_are() -> None:
     paths = [s.decision.site.subgraph for s in report.sites]
     assert [path.split("_")[0] for path in paths] == ["true", "false", "false"]
     assert len({s.decision.site.name for s in report.sites}) == 3
-    _, report = mxfp8_graph.rewrite(
-        export(Apply(branches, {"w": W, "v": V}), X),
-        Recipe(rules=({"subgraph": "^false", "quantize": False},), output_projections=True),
-    )
+    recipe = Recipe(rules=({"subgraph": "^false", "quantize": False},), output_projections=True)
+    _, report = mxfp8_graph.rewrite(export(Apply(branches, {"w": W, "v": V}), X), recipe)
     assert [s.decision.quantize for s in report.sites] == [True, False, False]
 
 
@@ -161,3 +160,22 @@ def test_dynamic_batch_inside_a_branch() -> None:
     for rows in (2, 9):
         x = values(rows, 64, seed=rows).abs()
         predict(x, W).check(rewritten.module()(x))
+
+
+def test_higher_order_ops_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(hops._LAYOUTS, "cond")
+    program = export(Apply(lambda m, x: linear(branches(m, x), m.w), {"w": W, "v": V}), X)
+    rewritten, report = mxfp8_graph.rewrite(program, RECIPE)
+    assert [s.decision.quantize for s in report.sites] == [True, False, False, False]
+    assert "inside cond, a higher-order op the pass cannot edit" in report.sites[1].decision.reason
+    assert "w" in rewritten.state_dict
+    assert relative_l2(rewritten.module()(X), program.module()(X)) < 0.12
+
+
+def test_vmap_must_be_decomposed_first() -> None:
+    program = export(Apply(lambda m, x: torch.vmap(lambda row: torch.relu(linear(row, m.w)))(x), {"w": W}), X)
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(program)
+    assert "call run_decompositions({}) first" in caught.value.decisions[0].reason
+    rewritten, _ = mxfp8_graph.rewrite(program.run_decompositions({}))
+    assert relative_l2(rewritten.module()(X), program.module()(X)) < 0.12
