@@ -6,16 +6,7 @@ import numpy as np
 import pytest
 from builders import matmul_model, model, node, weight
 from onnx import helper, numpy_helper
-from oracle import (
-    Expected,
-    expect,
-    initializers,
-    kinds,
-    normal,
-    relu,
-    rewrite,
-    run,
-)
+from oracle import Expected, expect, initializers, kinds, normal, relu, rewrite, run
 
 from mxfp8_graph import Recipe
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from builders import gemm_model, model, neg_model, node, weight
-from oracle import (
-    Expected,
-    expect,
-    kinds,
-    normal,
-    relu,
-    rewrite,
-    run,
-)
+from oracle import Expected, expect, kinds, normal, relu, rewrite, run
 
 F32 = np.float32
 
@@ -90,11 +82,7 @@ class TestGemm:
         Expected(-(y.y + weight(96, 1, seed=1)), y.bound).check(actual, roundings=1)
 
     def test_gemm_operands_are_matrices_even_where_their_shape_is_unknown(self):
-        nodes = [
-            node("Reshape", "x shape", "x2"),
-            node("Gemm", "x2 w", "h", "linear", transA=1),
-            node("Neg", "h", "y"),
-        ]
+        nodes = [node("Reshape", "x shape", "x2"), node("Gemm", "x2 w", "h", "linear", transA=1), node("Neg", "h", "y")]
         inputs = {"x": (F32, [64, 3]), "shape": (np.int64, ["rank"])}
         rewritten, _ = rewrite(model(nodes, inputs, {"y": (F32, [3, 96])}, {"w": weight(64, 96)}))
         x = normal(64, 3)

@@ -8,18 +8,7 @@ import onnx
 import pytest
 from builders import matmul_model, model, neg_model, node, weight
 from onnx import helper
-from oracle import (
-    Expected,
-    expect,
-    initializers,
-    kinds,
-    normal,
-    reasons,
-    refusal,
-    relu,
-    rewrite,
-    run,
-)
+from oracle import Expected, expect, initializers, kinds, normal, reasons, refusal, relu, rewrite, run
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError, Recipe

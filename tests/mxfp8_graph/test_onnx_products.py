@@ -7,15 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import model, node
-from oracle import (
-    Expected,
-    expect,
-    kinds,
-    normal,
-    refusal,
-    rewrite,
-    run,
-)
+from oracle import Expected, expect, kinds, normal, refusal, rewrite, run
 
 from mxfp8_graph import Recipe, Rule
 

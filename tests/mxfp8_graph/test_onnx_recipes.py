@@ -5,16 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from builders import model, neg_model, node, weight
-from oracle import (
-    Expected,
-    expect,
-    kinds,
-    normal,
-    reasons,
-    relu,
-    rewrite,
-    run,
-)
+from oracle import Expected, expect, kinds, normal, reasons, relu, rewrite, run
 
 from mxfp8_graph import Recipe, Rule
 

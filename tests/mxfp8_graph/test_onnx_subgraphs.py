@@ -10,17 +10,7 @@ import onnx
 import pytest
 from builders import model, node, value, weight
 from onnx import helper, numpy_helper
-from oracle import (
-    Expected,
-    expect,
-    initializers,
-    kinds,
-    normal,
-    quantized,
-    reasons,
-    rewrite,
-    run,
-)
+from oracle import Expected, expect, initializers, kinds, normal, quantized, reasons, rewrite, run
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError, Recipe

@@ -9,16 +9,7 @@ import onnx
 import pytest
 from builders import model, neg_model, node, weight
 from onnx import helper, numpy_helper
-from oracle import (
-    expect,
-    initializers,
-    kinds,
-    normal,
-    reasons,
-    refusal,
-    rewrite,
-    run,
-)
+from oracle import expect, initializers, kinds, normal, reasons, refusal, rewrite, run
 
 F32 = np.float32
 LINEAR = "linear, by recipe 'mxfp8'"
