@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch.export import ExportedProgram
 
+from mxfp8_graph import provenance
 from mxfp8_graph.recipe import Recipe
 from mxfp8_graph.report import RewriteReport
 from mxfp8_graph.torch_pass import adapter, record
@@ -48,7 +49,7 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     """
     path = check_target(path, overwrite=overwrite)
     made = record.find(program)
-    entries: dict[str, Any] = record.entries(made.recipe if made else None)
+    entries: dict[str, Any] = provenance.entries(made.recipe if made else None)
     entries[_MODULES_KEY] = adapter.container_modules(program)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.pt2")
     try:
@@ -80,9 +81,9 @@ def load(path: str | Path) -> ExportedProgram:
     """
     path = Path(path)
     entries = _entries(path)
-    version = int(entries.get(record.CONTRACT_KEY, contract.VERSION))
+    version = int(entries.get(provenance.CONTRACT_KEY, contract.VERSION))
     if version > contract.VERSION:
-        made_by = entries.get(record.VERSION_KEY, "a newer mxfp8-graph")
+        made_by = entries.get(provenance.VERSION_KEY, "a newer mxfp8-graph")
         raise ContractError(
             f"{path}: node contract {version}, made by mxfp8-graph {made_by}; expected at most {contract.VERSION}; "
             "upgrade mxfp8-graph"
@@ -137,7 +138,8 @@ def rewrite_torch_file(
     if result is None or report.already_rewritten:
         return (None if result is None else program if in_memory else Path(str(model))), report
     save(result, output, overwrite=overwrite)
-    return output, replace(report, output=str(output), bytes_after=output.stat().st_size)
+    before = report.bytes_before if in_memory else Path(str(model)).stat().st_size
+    return output, replace(report, output=str(output), bytes_before=before, bytes_after=output.stat().st_size)
 
 
 def check_target(path: str | Path, *, overwrite: bool) -> Path:

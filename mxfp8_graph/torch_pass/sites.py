@@ -64,6 +64,21 @@ def _describe(node: Node, program: Program, scope: Scope, constants: Constants, 
     form = forms.form_of(node)
     if form is None or not all(isinstance(n.meta.get("val"), torch.Tensor) for n in (form.a, form.b, node)):
         return
+    site = _with_bias(_read(node, form, program, scope, constants), form, constants)
+    w = site.w
+    if w is not None and w.static and torchao.is_mx(stored := program.tensor(w.static.name)):
+        straight = not w.static.steps and not w.transposed and not site.swapped
+        unfit = torchao.obstacle(stored) if straight else "torchao packed this weight, and a view of it is multiplied"
+        site = replace(site, unfit=unfit, packed=torchao.element_format(stored))
+    role: Role = "linear" if site.site.weight else roles.of_product(node)
+    if site.site.weight and roles.is_output_projection(node):
+        role = "output_projection"
+    blocker = scope.blocker or _blocker(site, form, constants)
+    yield replace(site, site=replace(site.site, role=role, blocker=blocker, has_bias=site.bias is not None))
+
+
+def _read(node: Node, form: Form, program: Program, scope: Scope, constants: Constants) -> TorchSite:
+    """Returns which operand of a matmul is the weight, and its sizes; role, bias and blocker are still to come."""
     left, right = constants.resolve(form.a), constants.resolve(form.b)
     swapped = left is not None and right is None
     if swapped:
@@ -72,15 +87,14 @@ def _describe(node: Node, program: Program, scope: Scope, constants: Constants, 
         x = _run_time(form.a, False)
         w = _operand(form.b, right, form.b_transposed) if right else _run_time(form.b, form.b_transposed)
     m, n, k = _sizes(x, w)
-    dtype = w.static.dtype if w.static else form.a.meta["val"].dtype
     op = program.labels.get(node, adapter.op_name(node))
-    site = TorchSite(
+    return TorchSite(
         site=MatMulSite(
             name=node.name,
             op="linear" if op == forms.LINEAR_TRAIN else op,
             module=module_of(node),
             subgraph=scope.path,
-            dtype=dtype_name(dtype),
+            dtype=dtype_name(w.static.dtype if w.static else form.a.meta["val"].dtype),
             weight=w.static.name if w.static else None,
             weight_bytes=w.static.byte_size if w.static else 0,
             m=m,
@@ -96,19 +110,6 @@ def _describe(node: Node, program: Program, scope: Scope, constants: Constants, 
         alpha=form.alpha,
         beta=form.beta,
     )
-    if w.static and torchao.is_mx(stored := program.tensor(w.static.name)):
-        straight = not w.static.steps and not w.transposed and not swapped
-        unfit = torchao.obstacle(stored) if straight else "torchao packed this weight, and a view of it is multiplied"
-        site = replace(site, unfit=unfit, packed=torchao.element_format(stored))
-    site = _with_bias(site, form, constants)
-    role: Role = "linear" if w.static else roles.of_product(node)
-    if w.static and roles.is_output_projection(node):
-        role = "output_projection"
-    blocker = scope.blocker or _blocker(site, form, constants)
-    if left is not None and right is not None:
-        blocker = "both operands are constant; fold the constants of the model first"
-    has_bias = site.bias is not None
-    yield replace(site, site=replace(site.site, role=role, blocker=blocker, has_bias=has_bias))
 
 
 def _attention(node: Node, scope: Scope) -> Iterator[TorchSite]:
@@ -209,6 +210,8 @@ def _blocker(site: TorchSite, form: Form, constants: Constants) -> str | None:
     x, w = site.x, site.w
     assert x is not None
     assert w is not None
+    if w.static is not None and constants.resolve(form.a) is not None and constants.resolve(form.b) is not None:
+        return "both operands are constant; fold the constants of the model first"
     if forms.is_grouped(site.node):
         return "a grouped matmul (one weight per expert), for which there is no MXFP8 op; it stays as it is"
     if site.site.dtype not in DTYPE_NAMES.values():

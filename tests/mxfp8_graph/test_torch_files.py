@@ -7,7 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,11 +15,11 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 from torch.export import ExportedProgram  # noqa: E402
-from torch_programs import DYNAMIC, export, values  # noqa: E402
+from torch_programs import DYNAMIC, Apply, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.recipe import Recipe  # noqa: E402
-from mxfp8_graph.torch_pass import files  # noqa: E402
+from mxfp8_graph.torch_pass import adapter, files  # noqa: E402
 from mxfp8_ops import contract  # noqa: E402
 from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
 
@@ -49,24 +49,8 @@ def in_fresh_process(code: str, *arguments: Path) -> str:
     return result.stdout
 
 
-RUN = """
-import sys, mxfp8_graph
-program = mxfp8_graph.load(sys.argv[1])
-import torch
-torch.set_num_threads(1)
-torch.save(program.module()(*torch.load(sys.argv[2])), sys.argv[3])
-"""
-
-
-def test_fresh_process_gives_the_same_bits(rewritten: ExportedProgram, tmp_path: Path) -> None:
-    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
-    torch.save((X,), tmp_path / "x")
-    in_fresh_process(RUN, path, tmp_path / "x", tmp_path / "y")
-    assert torch.equal(torch.load(tmp_path / "y"), rewritten.module()(X))
-    assert [p.name for p in tmp_path.glob("*.pt2")] == ["model.pt2"]
-
-
-def test_fresh_process_knows_hugging_face_outputs(tmp_path: Path) -> None:
+def test_fresh_process_gives_the_same_bits(tmp_path: Path) -> None:
+    """Also where the outputs are of a class that transformers must register first."""
     transformers = pytest.importorskip("transformers")
     settings = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
     model = transformers.BertModel(transformers.BertConfig(**settings, vocab_size=32))
@@ -74,9 +58,16 @@ def test_fresh_process_knows_hugging_face_outputs(tmp_path: Path) -> None:
     program, _ = mxfp8_graph.rewrite(export(model, input_ids=ids))
     path = mxfp8_graph.save(program, tmp_path / "bert.pt2")
     torch.save(ids, tmp_path / "x")
-    code = RUN.replace("(*torch.load(sys.argv[2]))", "(input_ids=torch.load(sys.argv[2])).pooler_output")
+    code = """
+import sys, mxfp8_graph
+program = mxfp8_graph.load(sys.argv[1])
+import torch
+torch.save(list(program.module()(input_ids=torch.load(sys.argv[2])).values()), sys.argv[3])
+"""
     in_fresh_process(code, path, tmp_path / "x", tmp_path / "y")
-    assert torch.equal(torch.load(tmp_path / "y"), program.module()(input_ids=ids).pooler_output)
+    expected = program.module()(input_ids=ids).values()
+    assert all(torch.equal(a, b) for a, b in zip(torch.load(tmp_path / "y"), expected, strict=True))
+    assert [p.name for p in tmp_path.glob("*.pt2")] == ["bert.pt2"]
 
 
 def test_loading_without_the_ops_fails_in_torch(rewritten: ExportedProgram, tmp_path: Path) -> None:
@@ -112,6 +103,7 @@ def test_rewriting_files(tmp_path: Path) -> None:
     output, report = mxfp8_graph.rewrite(source)
     assert output == tmp_path / "model.mxfp8.pt2"
     assert (report.source, report.output) == (str(source), str(output))
+    assert report.bytes_before == len(before)
     assert report.bytes_after == output.stat().st_size < len(before)
     assert source.read_bytes() == before
     again, report = mxfp8_graph.rewrite(output, output=tmp_path / "again.pt2")
@@ -203,26 +195,27 @@ def test_a_newer_contract(tmp_path: Path, rewritten: ExportedProgram, monkeypatc
         mxfp8_graph.load(path)
 
 
-def test_unknown_containers_are_named(tmp_path: Path) -> None:
-    code = """
-import sys, types, dataclasses, torch
-module = types.ModuleType("somewhere"); sys.modules["somewhere"] = module
-@dataclasses.dataclass
-class Pair:
-    a: torch.Tensor
-Pair.__module__ = "somewhere"; module.Pair = Pair
-torch.export.register_dataclass(Pair, serialized_type_name="somewhere.Pair")
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__(); self.l = torch.nn.Linear(64, 64)
-    def forward(self, x):
-        return Pair(torch.relu(self.l(x)))
-import mxfp8_graph
-mxfp8_graph.save(mxfp8_graph.rewrite(torch.export.export(Model(), (torch.randn(2, 64),)))[0], sys.argv[1])
-"""
-    in_fresh_process(code, tmp_path / "pair.pt2")
-    with pytest.raises(ContractError, match="import somewhere first"):
-        mxfp8_graph.load(tmp_path / "pair.pt2")
+def test_unknown_containers_are_named(
+    tmp_path: Path, rewritten: ExportedProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unregistered(path: Path) -> Any:
+        raise AssertionError("somewhere.Pair is not registered in pytree\nmore")
+
+    monkeypatch.setattr(adapter, "container_modules", lambda program: ["somewhere", "torch.utils"])
+    path = mxfp8_graph.save(rewritten, tmp_path / "pair.pt2")
+    monkeypatch.setattr(adapter, "load_archive", unregistered)
+    with pytest.raises(ContractError, match=r"Pair is not registered in pytree; .*; import somewhere first$"):
+        mxfp8_graph.load(path)
+
+
+def test_containers_of_a_program() -> None:
+    class Pair(NamedTuple):
+        a: Tensor
+        b: dict[str, Tensor]
+
+    module = Apply(lambda m, x: Pair(x + 1, {"c": x + 2}), {})
+    assert adapter.container_modules(export(module, X)) == [__name__]
+    assert adapter.container_modules(export(Model(), X)) == []
 
 
 def test_recipes_with_rules_survive(tmp_path: Path) -> None:

@@ -117,9 +117,8 @@ def test_every_linear_is_found_and_decided(name: str) -> None:
     assert 1e-3 < relative_l2(got, expected) < OUTPUT_ERROR
 
 
-@pytest.mark.parametrize("name", ["llama", "vit"])
-def test_decomposed_programs_give_the_same_decisions(name: str) -> None:
-    model, inputs, dynamic = build(name)
+def test_decomposed_programs_give_the_same_decisions() -> None:
+    model, inputs, dynamic = build("vit")
     program = export(model, dynamic=dynamic, **inputs)
     wanted = outcomes(program)
     assert outcomes(program.run_decompositions({})) == wanted
