@@ -127,6 +127,15 @@ class Constants:
             return None
         return apply(static.steps, numpy_helper.to_array(static.tensor))
 
+    def gathered(self, tensor: gs.Tensor) -> str | None:
+        """Returns the name of the stack of matrices that `tensor` is chosen from while the model runs, or None."""
+        while tensor.inputs and tensor.inputs[0].op in VIEW_OPS:
+            tensor = tensor.inputs[0].inputs[0]
+        if not tensor.inputs or tensor.inputs[0].op != "Gather":
+            return None
+        stack = self.resolve(tensor.inputs[0].inputs[0])
+        return stack.name if stack is not None and len(stack.shape) > 2 else None
+
     def is_constant(self, tensor: gs.Tensor) -> bool:
         """Whether `tensor` depends on no graph input, whatever the ops on the way."""
         return id(tensor) in self._constant
