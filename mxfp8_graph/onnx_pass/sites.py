@@ -206,8 +206,8 @@ def _blocker(site: OnnxSite, node: gs.Node, constants: Constants) -> str | None:
             return f"weight {tensor.name!r} comes through {via}; expected only {allowed}; fold the constants first"
         if experts := constants.gathered(tensor):
             return (
-                f"weight {experts!r} holds experts that are gathered while the model runs, and a packed weight cannot be; "
-                "expected one MatMul per expert; export the model so"
+                f"weight {experts!r} holds experts that are gathered while the model runs, and a packed weight cannot "
+                "be; expected one MatMul per expert; export the model so"
             )
     if x.rank is None or w.rank is None or min(x.rank, w.rank) < 2:
         return "an operand's rank is unknown or below 2; give the model shape information"
