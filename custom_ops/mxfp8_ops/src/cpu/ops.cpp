@@ -61,7 +61,9 @@ void dequantize(const Kernels& kernels, const Parallel& parallel, const Dequanti
     for_ranges(parallel, args.outer, kTaskValues / args.k,
                [&](int64_t, int64_t begin, int64_t end) { kernels.dequantize_rows(args, begin, end); });
   } else {
-    for_ranges(parallel, args.outer * args.k, kTaskValues / args.inner,
+    const int64_t tiles = args.outer * ceil_div(args.k, kBlock) * ceil_div(args.inner, kColumnTile);
+    const int64_t tile_values = std::min(args.k, kBlock) * std::min(args.inner, kColumnTile);
+    for_ranges(parallel, tiles, kTaskValues / tile_values,
                [&](int64_t, int64_t begin, int64_t end) { kernels.dequantize_columns(args, begin, end); });
   }
 }

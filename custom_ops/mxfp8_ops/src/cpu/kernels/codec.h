@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #include "kernels.h"
 
 #define MXFP8_INLINE static inline __attribute__((always_inline))
@@ -42,17 +46,17 @@ MXFP8_INLINE float float_of(uint32_t bits) {
 }
 
 // Rounds the bits of a float32 magnitude to a narrower float, half to even; the caller saturates.
-// Normal results: rebias the exponent, then round away the low mantissa bits. Subnormal results: adding a power of two
-// whose unit in the last place is the narrow format's smallest step leaves that multiple in the low bits of the sum.
+// A power of two whose unit in the last place is that of the narrow format at this magnitude - or at its smallest
+// normal number, for what is smaller - is added: the float32 sum rounds where the narrow format does, and its low bits
+// count those units. They are signed numbers because every instruction set compares those.
 template <int MantissaBits, int Bias>
 MXFP8_INLINE uint32_t round_magnitude(uint32_t magnitude) {
   constexpr int shift = 23 - MantissaBits;
-  constexpr uint32_t first_normal = uint32_t(128 - Bias) << 23;
-  constexpr uint32_t step = uint32_t(151 - Bias - MantissaBits) << 23;
-  const uint32_t rebased = magnitude - (uint32_t(127 - Bias) << 23);
-  const uint32_t normal = (rebased + (1u << (shift - 1)) - 1 + ((rebased >> shift) & 1)) >> shift;
-  const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(step)) - step;
-  return magnitude < first_normal ? subnormal : normal;
+  constexpr int32_t first_normal = (128 - Bias) << 23;
+  const int32_t binade = int32_t(magnitude & kInfinity);
+  const uint32_t power = uint32_t(binade > first_normal ? binade : first_normal) + (uint32_t(shift) << 23);
+  const uint32_t units = bits_of(float_of(magnitude) + float_of(power)) - power;
+  return units + (power >> shift) - (uint32_t(128 - Bias + shift) << MantissaBits);
 }
 
 // Element code of a finite value that is already divided by its scale. -0 stays -0.
@@ -103,14 +107,20 @@ MXFP8_INLINE uint32_t scale_code(uint32_t amax, uint32_t increment) {
   return uint32_t(code < 0 ? 0 : code > 254 ? 254 : code);
 }
 
-// Value dtypes: how each is stored, and its conversion from and to float32, rounding to nearest even.
+// Value dtypes: how each is stored, a signed integer of that size, and its conversion from and to float32, rounding to
+// nearest even. load_block gives a block's float32 values: in place if they are that already, else in `room`.
+// store_short_block stores values that have at most 8 significant bits, and are normal, infinite or NaN.
 struct Float32 {
   using Storage = float;
+  using Bits = int32_t;
   MXFP8_INLINE float load(float value) { return value; }
   MXFP8_INLINE float store(float value) { return value; }
+  MXFP8_INLINE const float* load_block(const float* x, float*) { return x; }
+  MXFP8_INLINE void store_short_block(const float* values, float* y) { std::memcpy(y, values, kBlock * sizeof *y); }
 };
 struct Float16 {
   using Storage = uint16_t;
+  using Bits = int16_t;
   MXFP8_INLINE float load(uint16_t half) {
     constexpr uint32_t first_normal = 113u << 23;
     const uint32_t magnitude = uint32_t(half & 0x7fff) << 13;
@@ -126,14 +136,42 @@ struct Float16 {
     half = magnitude > kInfinity ? 0x7e00 : half;
     return uint16_t(half | ((bits_of(value) >> 16) & 0x8000));
   }
+  MXFP8_INLINE const float* load_block(const uint16_t* x, float* room) {
+#if defined(__F16C__)
+    for (int i = 0; i < kBlock; i += 8) {
+      _mm256_storeu_ps(room + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+    }
+#else
+    for (int i = 0; i < kBlock; ++i) room[i] = load(x[i]);
+#endif
+    return room;
+  }
+  MXFP8_INLINE void store_short_block(const float* values, uint16_t* y) {
+#if defined(__F16C__)
+    for (int i = 0; i < kBlock; i += 8) {
+      const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(y + i), halves);
+    }
+#else
+    for (int i = 0; i < kBlock; ++i) y[i] = store(values[i]);
+#endif
+  }
 };
 struct BFloat16 {
   using Storage = uint16_t;
+  using Bits = int16_t;
   MXFP8_INLINE float load(uint16_t bits) { return float_of(uint32_t(bits) << 16); }
   MXFP8_INLINE uint16_t store(float value) {
     const uint32_t bits = bits_of(value);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return uint16_t((bits & kMagnitude) > kInfinity ? (bits >> 16) | 0x40 : rounded);
+  }
+  MXFP8_INLINE const float* load_block(const uint16_t* x, float* room) {
+    for (int i = 0; i < kBlock; ++i) room[i] = load(x[i]);
+    return room;
+  }
+  MXFP8_INLINE void store_short_block(const float* values, uint16_t* y) {
+    for (int i = 0; i < kBlock; ++i) y[i] = uint16_t(bits_of(values[i]) >> 16);
   }
 };
 

@@ -84,7 +84,7 @@ struct Kernels {
   void (*quantize_columns)(const QuantizeArgs&, int64_t tile_begin, int64_t tile_end);
   void (*pack_columns)(const QuantizeArgs&, int64_t tile_begin, int64_t tile_end, Stats*);
   void (*dequantize_rows)(const DequantizeArgs&, int64_t row_begin, int64_t row_end);
-  void (*dequantize_columns)(const DequantizeArgs&, int64_t row_begin, int64_t row_end);
+  void (*dequantize_columns)(const DequantizeArgs&, int64_t tile_begin, int64_t tile_end);
   GemmKernel gemm_f32;
   GemmKernel gemm_bf16;  // .pack is null where the instruction set has no bf16 dot product
 };

@@ -5,22 +5,13 @@
 // Work is split over rows, or over (outer, block of K, 64 columns). Bytes moved per value: 4 (f32) or 2 read, 1.03
 // written.
 #include "codec.h"
+#include "group.h"
 #include "kernels.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-// Sums over one task, one lane per position so that the compiler needs no reassociation.
-struct Sums {
-  double signal[kColumnTile] = {};
-  double noise[kColumnTile] = {};
-  void add_to(Stats* stats) const {
-    for (int i = 0; i < kColumnTile; ++i) {
-      stats->signal += signal[i];
-      stats->noise += noise[i];
-    }
-  }
-};
+constexpr int64_t kRun = 8;  // tiles side by side
 
 // The difference of a value and its rounding is exact in float32: they are within a factor of two of each other, or the
 // rounding is zero.
@@ -36,12 +27,7 @@ MXFP8_INLINE void add_errors(const float* values, const uint8_t* elements, float
 
 template <class F>
 MXFP8_INLINE uint32_t quantize_block(const float* values, uint32_t increment, uint8_t* elements) {
-  uint32_t amax = 0;
-  for (int i = 0; i < kBlock; ++i) {
-    const uint32_t magnitude = bits_of(values[i]) & kMagnitude;  // magnitudes order as their bits do; NaN is above Inf
-    amax = magnitude > amax ? magnitude : amax;
-  }
-  const uint32_t scale = scale_code<F>(amax, increment);
+  const uint32_t scale = scale_code<F>(largest_magnitude<Float32>(values, int(kBlock)), increment);
   if (scale == kScaleNan) {
     std::memset(elements, kElementNan, kBlock);
     return scale;
@@ -69,8 +55,15 @@ void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* s
     const auto* x = static_cast<const typename D::Storage*>(args.x) + row * args.stride;
     uint8_t* elements = args.elements + row * args.k;
     uint8_t* scales = args.scales + row * blocks;
-    for (int64_t block = 0; block < blocks; ++block) {
+    int64_t block = 0;
+    while (block < blocks) {
       const int64_t start = block * kBlock;
+      if (start + kGroup * kBlock <= args.k &&
+          quantize_group<D, F>(x + start, args.increment, elements + start, scales + block,
+                               stats == nullptr ? nullptr : &sums)) {
+        block += kGroup;
+        continue;
+      }
       const int64_t count = args.k - start < kBlock ? args.k - start : kBlock;
       if (count == kBlock) {
         for (int i = 0; i < kBlock; ++i) values[i] = D::load(x[start + i]);
@@ -78,7 +71,7 @@ void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* s
         for (int i = 0; i < kBlock; ++i) values[i] = i < count ? D::load(x[start + i]) : 0.0f;
       }
       const uint32_t scale = quantize_block<F>(values, args.increment, codes);
-      scales[block] = uint8_t(scale);
+      scales[block++] = uint8_t(scale);
       if (count == kBlock) {
         std::memcpy(elements + start, codes, kBlock);
       } else {
@@ -95,64 +88,90 @@ void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* s
   if (stats != nullptr) sums.add_to(stats);
 }
 
-// Quantizes `depth` <= 32 rows of `width` <= 64 columns, each column one block. codes: [32, 64].
-template <class D, class F>
-MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, int64_t depth, int64_t width,
-                                uint32_t increment, uint8_t (*codes)[kColumnTile], uint8_t* scales, Sums* sums) {
-  alignas(64) uint32_t amax[kColumnTile] = {};
-  alignas(64) float inverse[kColumnTile];
-  alignas(64) float scale[kColumnTile];
-  alignas(64) uint32_t poison[kColumnTile];
-  for (int64_t row = 0; row < depth; ++row) {
-    for (int64_t column = 0; column < width; ++column) {
-      const uint32_t magnitude = bits_of(D::load(x[row * stride + column])) & kMagnitude;
-      amax[column] = magnitude > amax[column] ? magnitude : amax[column];
-    }
-  }
-  for (int64_t column = 0; column < width; ++column) {
-    const uint32_t code = scale_code<F>(amax[column], increment);
-    scales[column] = uint8_t(code);
-    poison[column] = code == kScaleNan ? kElementNan : 0;
-    inverse[column] = code == kScaleNan ? 0.0f : inverse_scale_value(code);
-    scale[column] = scale_value(code);
-  }
-  for (int64_t row = 0; row < depth; ++row) {
-    for (int64_t column = 0; column < width; ++column) {
-      const uint32_t code = encode<F>(D::load(x[row * stride + column]) * inverse[column]);
-      codes[row][column] = uint8_t(poison[column] != 0 ? poison[column] : code);
-    }
-  }
-  if (sums == nullptr) return;
-  for (int64_t row = 0; row < depth; ++row) {
-    for (int64_t column = 0; column < width; ++column) {
-      const bool finite = poison[column] == 0;
-      const float value = D::load(x[row * stride + column]);
-      const float error = value - decode<F>(codes[row][column]) * scale[column];
-      const double signal = finite ? double(value) : 0.0;
-      const double noise = finite ? double(error) : 0.0;
-      sums->signal[column] += signal * signal;
-      sums->noise[column] += noise * noise;
-    }
-  }
-}
-
+// Up to kRun tiles side by side are done together, row after row, so that whole pages are read and written in turn; the
+// second reading comes from L2.
 template <class D, class F>
 void columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
   const int64_t blocks = (args.k + kBlock - 1) / kBlock;
   const int64_t across = (args.inner + kColumnTile - 1) / kColumnTile;
-  alignas(64) uint8_t codes[kBlock][kColumnTile];
-  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+  alignas(64) typename D::Bits amax[kRun * kColumnTile];
+  alignas(64) float inverse[kRun * kColumnTile];
+  int64_t tiles = 0;
+  for (int64_t tile = tile_begin; tile < tile_end; tile += tiles) {
+    tiles = tile_end - tile < across - tile % across ? tile_end - tile : across - tile % across;
+    tiles = tiles < kRun ? tiles : kRun;
     const int64_t column = tile % across * kColumnTile;
     const int64_t block = tile / across % blocks;
     const int64_t outer = tile / across / blocks;
-    const int64_t width = args.inner - column < kColumnTile ? args.inner - column : kColumnTile;
+    const int64_t width = args.inner - column < tiles * kColumnTile ? args.inner - column : tiles * kColumnTile;
     const int64_t depth = args.k - block * kBlock < kBlock ? args.k - block * kBlock : kBlock;
     const int64_t start = (outer * args.k + block * kBlock) * args.inner + column;
     const auto* x = static_cast<const typename D::Storage*>(args.x) + start;
+    uint8_t* elements = args.elements + start;
     uint8_t* scales = args.scales + (outer * blocks + block) * args.inner + column;
-    quantize_tile<D, F>(x, args.inner, depth, width, args.increment, codes, scales, nullptr);
+
+    std::memset(amax, 0, sizeof amax);
+    int64_t row = 0;
+    for (; row + 4 <= depth; row += 4) raise_magnitudes<D, 4>(x + row * args.inner, args.inner, width, amax);
+    for (; row < depth; ++row) raise_magnitudes<D, 1>(x + row * args.inner, args.inner, width, amax);
+    int bad = 0;
+    for (int64_t i = 0; i < width; ++i) {
+      typename D::Storage largest;
+      std::memcpy(&largest, amax + i, sizeof largest);
+      const uint32_t code = scale_code<F>(bits_of(D::load(largest)), args.increment);
+      scales[i] = uint8_t(code);
+      inverse[i] = code == kScaleNan ? 0.0f : inverse_scale_value(code);
+      bad += code == kScaleNan;
+    }
+    for (row = 0; row < depth; ++row) {
+      encode_columns<D, F>(x + row * args.inner, inverse, width, elements + row * args.inner);
+    }
+    for (int64_t i = 0; bad > 0 && i < width; ++i) {
+      if (scales[i] != kScaleNan) continue;
+      for (row = 0; row < depth; ++row) elements[row * args.inner + i] = kElementNan;
+    }
+  }
+}
+
+// Quantizes `depth` <= 32 rows of `width` <= 64 columns, each column one block. codes: [32, 64], of which only [depth,
+// width] counts. The values are kept as float32 meanwhile: neighbouring rows of x may evict each other from L1.
+template <class D, class F>
+MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, int64_t depth, int64_t width,
+                                uint32_t increment, uint8_t (*codes)[kColumnTile], uint8_t* scales, Sums* sums) {
+  alignas(64) float values[kBlock][kColumnTile];
+  alignas(64) int32_t amax[kColumnTile] = {};
+  alignas(64) float inverse[kColumnTile];
+  alignas(64) float scale[kColumnTile];
+  alignas(64) uint32_t counts[kColumnTile];  // a mask: all bits, or none for a column that holds a NaN or Inf
+  for (int64_t row = 0; row < depth; ++row) load_columns<D>(x + row * stride, width, values[row], amax);
+  bool finite = true;
+  for (int64_t column = 0; column < kColumnTile; ++column) {
+    const uint32_t code = scale_code<F>(uint32_t(amax[column]), increment);
+    if (column < width) scales[column] = uint8_t(code);
+    inverse[column] = code == kScaleNan ? 0.0f : inverse_scale_value(code);
+    scale[column] = scale_value(code);
+    counts[column] = code != kScaleNan ? ~0u : 0u;
+    finite = finite && code != kScaleNan;
+  }
+  for (int64_t row = 0; row < depth; ++row) {
+    encode_columns<Float32, F>(values[row], inverse, width, codes[row]);
+  }
+  if (!finite) {
     for (int64_t row = 0; row < depth; ++row) {
-      std::memcpy(args.elements + start + row * args.inner, codes[row], size_t(width));
+      for (int64_t column = 0; column < width; ++column) {
+        if (scales[column] == kScaleNan) codes[row][column] = kElementNan;
+      }
+    }
+  }
+  double* __restrict signals = sums->signal;
+  double* __restrict noises = sums->noise;
+  for (int64_t row = 0; row < depth; ++row) {
+    for (int64_t column = 0; column < width; ++column) {
+      const float rounded = decode<F>(codes[row][column]) * scale[column];
+      const float value = float_of(bits_of(values[row][column]) & counts[column]);
+      const float error = float_of(bits_of(values[row][column] - rounded) & counts[column]);
+      signals[column] += double(value) * double(value);
+      noises[column] += double(error) * double(error);
     }
   }
 }
@@ -178,6 +197,12 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
       const int64_t k = block * kBlock;
       const int64_t depth = args.k - k < kBlock ? args.k - k : kBlock;
       const auto* x = static_cast<const typename D::Storage*>(args.x) + k * args.stride + column;
+      if (depth == kBlock && width == kColumnTile &&
+          quantize_turned<D, F>(x, args.stride, args.increment, turned[0] + k - k_begin, kPackDepth * kBlock, scales,
+                                &sums)) {
+        for (int64_t c = 0; c < kColumnTile; ++c) args.scales[(column + c) * blocks + block] = scales[c];
+        continue;
+      }
       quantize_tile<D, F>(x, args.stride, depth, width, args.increment, codes, scales, &sums);
       for (int64_t c = 0; c < width; ++c) {
         args.scales[(column + c) * blocks + block] = scales[c];
