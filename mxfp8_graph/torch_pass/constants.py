@@ -70,7 +70,6 @@ class Constants:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._known: dict[Node, bool] = {}
         self.written: dict[str, str] = dict.fromkeys(program.mutated, "the program")
         """What each tensor that the program changes is changed by."""
         for scope in program.scopes:
@@ -78,6 +77,11 @@ class Constants:
                 for argument in adapter.written(node):
                     if name := self._base(argument):
                         self.written[name] = adapter.op_name(node)
+        self._constant: set[Node] = set()
+        for scope in program.scopes:  # outer graphs first, and every graph in the order it runs: no recursion
+            for node in scope.module.graph.nodes:
+                if self._depends_on_nothing(node):
+                    self._constant.add(node)
 
     def resolve(self, node: Any) -> Static | None:
         """Returns `node` as a stored tensor and steps, or None if it is not static in that way."""
@@ -108,12 +112,7 @@ class Constants:
 
     def is_constant(self, node: Any) -> bool:
         """Whether `node` depends on no user input, whatever the ops on the way."""
-        if not isinstance(node, Node):
-            return True
-        if node not in self._known:
-            self._known[node] = False  # for a cycle through a loop
-            self._known[node] = self._decide(node)
-        return self._known[node]
+        return not isinstance(node, Node) or node in self._constant
 
     def source_of(self, node: Node) -> str:
         """Returns the op behind the views that a constant comes from."""
@@ -130,12 +129,12 @@ class Constants:
             stack += fresh
         return [source for source in seen if source.op == "placeholder"]
 
-    def _decide(self, node: Node) -> bool:
+    def _depends_on_nothing(self, node: Node) -> bool:
         if node.op == "placeholder":
             return self._stored(node) is not None
         if adapter.is_higher_order(node) or adapter.op_name(node) in _RANDOM or node.op != "call_function":
             return False
-        return all(self.is_constant(source) for source in node.all_input_nodes)
+        return all(source in self._constant for source in node.all_input_nodes)
 
     def _stored(self, node: Node) -> Static | None:
         origin = self._program.origin(node)

@@ -210,6 +210,19 @@ def test_mutation_of_an_input_or_buffer_is_not_a_user_output() -> None:
     assert rewritten.graph_signature.buffers_to_mutate == program.graph_signature.buffers_to_mutate
 
 
+def test_graphs_deeper_than_the_stack() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        for _ in range(1200):
+            x = torch.relu(x)
+        x = torch.relu(linear(x @ x.t(), m.w))
+        for _ in range(1200):
+            x = torch.relu(x)
+        return x
+
+    _, report = mxfp8_graph.rewrite(export(Apply(function, {"w": values(64, 64)}), values(64, 64)))
+    assert [s.decision.site.role for s in report.sites] == ["product", "linear"]
+
+
 def test_progress_counts_bytes() -> None:
     calls: list[tuple[str, int, int]] = []
     module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU())
