@@ -1,10 +1,12 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the test suite        make check  lint, types, layers        make bench  benchmarks
+# make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
+#                 (needs cmake and GCC 12 or Clang; two minutes)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format bench clean
+.PHONY: demo test test-slow check format bench sanitize clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -40,6 +42,14 @@ format: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	@for script in gemm quantize models scaling rewrite_speed; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+
+sanitize:
+	@for sanitizers in 'address;undefined' thread; do \
+	  folder=build/sanitize-$${sanitizers%;*}; \
+	  cmake -S custom_ops -B $$folder "-DMXFP8_SANITIZE=$$sanitizers" >/dev/null && \
+	  cmake --build $$folder --parallel 2 --target mxfp8_stress >/dev/null && \
+	  echo "== $$sanitizers sanitizer" && TSAN_OPTIONS=halt_on_error=1 $$folder/mxfp8_stress 20 || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build demo

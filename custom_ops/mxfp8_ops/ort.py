@@ -88,7 +88,8 @@ def session(
     """Returns an `onnxruntime.InferenceSession` of a model, with the nodes registered.
 
     Args:
-        model: path of an ONNX file, or its bytes.
+        model: path of an ONNX file, or its bytes. From a file a session holds the weights once - those in an external
+            data file only as pages of it -, from bytes twice: ONNX Runtime keeps the bytes.
         providers: execution providers, first choice first; the CPU by default.
         session_options: an `onnxruntime.SessionOptions` to start from. The library is registered with it, so use it
             for one session.

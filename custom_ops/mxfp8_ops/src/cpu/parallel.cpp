@@ -62,12 +62,13 @@ struct Job {
 class Pool {
  public:
   void run(Job* job) {
+    const bool one = job->helpers == 1;  // from here on the pool's threads count it down
     {
       std::lock_guard<std::mutex> lock(mutex_);
       start_threads(job->helpers);
       jobs_.push_back(job);
     }
-    if (job->helpers == 1) {
+    if (one) {
       wake_.notify_one();
     } else {
       wake_.notify_all();
@@ -125,14 +126,12 @@ std::atomic<Pool*> the_pool{nullptr};
 Pool* pool() {
   Pool* found = the_pool.load(std::memory_order_acquire);
   if (found != nullptr) return found;
-  auto* fresh = new Pool;
-  if (the_pool.compare_exchange_strong(found, fresh, std::memory_order_acq_rel)) {
 #if defined(__unix__) || defined(__APPLE__)
-    static std::once_flag once;
-    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); }); });
+  static std::once_flag once;  // before there is a pool that a fork could copy
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); }); });
 #endif
-    return fresh;
-  }
+  auto* fresh = new Pool;
+  if (the_pool.compare_exchange_strong(found, fresh, std::memory_order_acq_rel)) return fresh;
   delete fresh;
   return found;
 }
