@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.resources
+import logging
 import pydoc_data.topics
 import re
 import statistics
@@ -40,6 +41,7 @@ def export(path: Path) -> None:
     model = BertModel.from_pretrained(model_folder(), attn_implementation="sdpa").eval()
     inputs = {name: torch.ones(2, 8, dtype=torch.int64) for name in ("input_ids", "attention_mask", "token_type_ids")}
     dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of optional packages that are not installed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
