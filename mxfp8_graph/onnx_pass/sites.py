@@ -27,7 +27,7 @@ from mxfp8_graph.onnx_pass.roles import Roles
 from mxfp8_graph.onnx_pass.site import OnnxSite, Operand, Scope
 from mxfp8_graph.onnx_pass.source import STANDARD, Source, subgraphs
 from mxfp8_graph.onnx_pass.upgrade import MATMUL_OPS
-from mxfp8_graph.plan import Dim, MatMulSite, Role
+from mxfp8_graph.plan import Dim, MatMulSite, Role, unique_name
 from mxfp8_ops.contract import VALUE_NAMES
 
 
@@ -45,7 +45,7 @@ def find_sites(source: Source) -> list[OnnxSite]:
         for node in scope.view.nodes:
             if node.op in MATMUL_OPS and node.domain in STANDARD:
                 site = _describe(node, scope, constants, roles, indices)
-                name = _unique(site.site.name, names)
+                name = unique_name(site.site.name, names)
                 found.append(replace(site, site=replace(site.site, name=name)))
     uses = Counter(id(site.w.static.tensor) for site in found if site.w.static)
     return [
@@ -78,7 +78,7 @@ def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
         for name, graph in subgraphs(node):
             inner = gs_node.attrs.get(name)
             if isinstance(inner, gs.Graph):
-                path = _unique("/".join(filter(None, (scope.path, node.name or node.output[0], name))), paths)
+                path = unique_name("/".join(filter(None, (scope.path, node.name or node.output[0], name))), paths)
                 visible = {**scope.visible, **stored_in(graph)}
                 yield from _scopes(Scope(path, scope.depth + 1, inner, graph, visible), paths)
 
@@ -248,12 +248,3 @@ def module_path(node: onnx.NodeProto) -> str:
     recorded = next((p.value for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"), "")
     names = re.findall(r"'([^']*)'", recorded)  # the repr of a list: outermost module first, then the fx node
     return names[-2] if len(names) >= 2 else ""
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    candidate, count = name, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}#{count}"
-    taken.add(candidate)
-    return candidate

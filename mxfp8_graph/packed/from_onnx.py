@@ -19,7 +19,8 @@ from mxfp8_graph.external import raw, read
 from mxfp8_graph.onnx_pass.constants import stored_in
 from mxfp8_graph.onnx_pass.sites import module_path
 from mxfp8_graph.onnx_pass.source import Source, subgraphs
-from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name, unique
+from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name
+from mxfp8_graph.plan import unique_name
 from mxfp8_ops import contract, formats
 
 TRT_DOMAIN: Final = "trt"
@@ -62,7 +63,7 @@ def contents(source: Source) -> Contents:
         only = _weight_only(use.node)
         if key not in weights:
             packed |= {use.name, use.scales.name}
-            weights[key] = _weight(source, use, unique(original_name(use.name), taken))
+            weights[key] = _weight(source, use, unique_name(original_name(use.name), taken, "_"))
         elif weights[key].weight_only and only is False:
             weights[key] = replace(weights[key], weight_only=False)
     names = {tensor.name for tensor in source.proto.graph.initializer}

@@ -12,7 +12,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from mxfp8_graph.packed.weight import Array, Contents, PackedWeight, Tensor, original_name, plain_name, unique
+from mxfp8_graph.packed.weight import Array, Contents, PackedWeight, Tensor, original_name, plain_name
+from mxfp8_graph.plan import unique_name
 from mxfp8_graph.torch_pass import adapter, record
 from mxfp8_graph.torch_pass.program import Program
 
@@ -48,7 +49,7 @@ def contents(program: ExportedProgram, where: str) -> Contents:
                 continue
             packed |= {elements, scales}
             if elements not in weights:
-                name = unique(original_name(elements), taken)
+                name = unique_name(original_name(elements), taken, "_")
                 weights[elements] = _weight(view, node, name, (elements, scales))
             elif weights[elements].weight_only and op == "mxfp8::gemm":
                 weights[elements] = replace(weights[elements], weight_only=False)

@@ -16,7 +16,8 @@ from mxfp8_graph import provenance
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.contents import contents
 from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, named, quantization_config
-from mxfp8_graph.packed.weight import PackedWeight, Tensor, unique
+from mxfp8_graph.packed.weight import PackedWeight, Tensor
+from mxfp8_graph.plan import unique_name
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 
@@ -60,7 +61,7 @@ def export_safetensors(
             f"{source.where}: no packed weights; expected a rewritten model; call mxfp8_graph.rewrite first"
         )
     taken: set[str] = set()
-    weights = {unique(weight.parameter, taken): weight for weight in source.weights.values()}
+    weights = {unique_name(weight.parameter, taken, "_"): weight for weight in source.weights.values()}
     entries = []
     for name, weight in weights.items():
         *lead, k = weight.shape
@@ -118,7 +119,7 @@ def _other_name(tensor: Tensor, taken: set[str]) -> str:
     A tied embedding that is stored under the name of the output projection goes by the module that looks it up.
     """
     tied = tensor.name in taken and tensor.module is not None
-    return unique(f"{tensor.module}.weight" if tied else tensor.name, taken)
+    return unique_name(f"{tensor.module}.weight" if tied else tensor.name, taken, "_")
 
 
 def _weight(path: Path, name: str, elements: safetensors.Stored, scales: safetensors.Stored) -> PackedWeight:

@@ -112,16 +112,6 @@ def plain_name(name: str, taken: Collection[str]) -> str:
     return name if plain in taken else plain
 
 
-def unique(name: str, taken: set[str]) -> str:
-    """Returns `name`, or `name` with a number, and adds it to `taken`."""
-    candidate, count = name, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}_{count}"
-    taken.add(candidate)
-    return candidate
-
-
 def _checked(name: str, what: str, codes: Codes, shape: tuple[int, ...]) -> Codes:
     if codes.shape != shape:
         raise ContractError(

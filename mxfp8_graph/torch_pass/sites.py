@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.plan import Dim, MatMulSite, Role
+from mxfp8_graph.plan import Dim, MatMulSite, Role, unique_name
 from mxfp8_graph.torch_pass import adapter, attention, forms, torchao
 from mxfp8_graph.torch_pass.constants import Constants, Static
 from mxfp8_graph.torch_pass.forms import Form
@@ -44,7 +44,7 @@ def find_sites(program: Program) -> list[TorchSite]:
         for node in scope.module.graph.nodes:
             nesting += adapter.opens_transform(node) - adapter.closes_transform(node)
             for site in _describe(node, program, scope, constants, roles):
-                name = _unique(site.site.name, names)
+                name = unique_name(site.site.name, names)
                 blocker = site.site.blocker or (_TRANSFORMED if nesting else None)
                 found.append(replace(site, site=replace(site.site, name=name, blocker=blocker)))
     uses: dict[object, int] = {}
@@ -267,12 +267,3 @@ def _rows(sizes: Sequence[Any]) -> Dim:
 
 def _dim(size: Any) -> int | str:
     return size if isinstance(size, int) else str(size)
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    candidate, count = name, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}#{count}"
-    taken.add(candidate)
-    return candidate
