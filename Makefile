@@ -16,7 +16,7 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.installed: $(BIN)/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,test,bench,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,test,cuda-test,bench,dev]'
 	@touch $@
 
 demo: $(VENV)/.installed

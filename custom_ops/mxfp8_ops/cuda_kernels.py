@@ -1,0 +1,275 @@
+"""Which CUDA kernel runs, on how many threads, with which arguments: everything about a launch but the launching.
+
+Works on addresses, so CuPy arrays, torch tensors and, in the tests, host memory all come through here. Nothing here
+waits for the device: what depends on data is decided on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from mxfp8_ops import cuda_dispatch, formats
+from mxfp8_ops.numerics import scale_count
+
+THREADS: Final = 256
+"""Threads per block, in every kernel."""
+
+KINDS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "e4m3": "E4M3", "e5m2": "E5M2"}
+"""What src/cuda/codec.cuh calls each dtype and element format."""
+
+DTYPE_CODES: Final = {"float32": 1, "float16": 10, "bfloat16": 16}
+"""onnx.TensorProto.DataType of each value dtype."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch; every argument is an address or a 64-bit integer."""
+
+    source: str
+    kernel: str
+    grid: int
+    arguments: tuple[int, ...]
+
+
+class Device(Protocol):
+    """What the launches below need from a device."""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability."""
+
+    @property
+    def processors(self) -> int:
+        """Number of multiprocessors."""
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        """Queues a kernel."""
+
+    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:
+        """Queues y = x w^T with x [M, K], w [N, K] bfloat16 and y bfloat16 or float32, summed in float32 throughout."""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Where work goes: a device, a stream of it, and whose memory to use for what is needed in between."""
+
+    device: Device
+    stream: int
+    allocate: Callable[[int, bool], tuple[Any, int]]
+    """Bytes, whether they must be zero -> (what keeps the memory alive, its address, aligned to 16)."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A gemm operand [rows, K]: values, or elements with their scales."""
+
+    kind: str
+    """A key of `KINDS`."""
+    data: int
+    scales: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is elements with scales."""
+        return self.kind in formats.ELEMENT_FORMATS
+
+
+@dataclass(frozen=True)
+class Product:
+    """y = x b^T + bias: x [M, K], b [N, K] quantized, bias float32 [N], y [M, N]."""
+
+    x: Operand
+    b: Operand
+    bias: int
+    """Its address, or 0."""
+    y: int
+    dtype: str
+    """Of y."""
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class WideWeight:
+    """A weight in bfloat16, kept between products: `wide_weight` makes one."""
+
+    data: int
+    inexact: int
+    """Address of a word that is not 0 if bfloat16 cannot hold the weight."""
+    memory: Any
+
+
+def quantize(
+    queue: Queue,
+    x: Operand,
+    shape: tuple[int, int, int],
+    out: tuple[int, int],
+    *,
+    element_format: str,
+    scale_rounding: str,
+    swizzled: bool = False,
+) -> None:
+    """Queues `numerics.quantize` of x [outer, K, inner] into out = (elements, scales).
+
+    `swizzled` puts the scales into cuBLASLt's 128x4 layout, over memory that is zero; for inner = 1 they are those of
+    the matrix [outer, K], for outer = 1 those of its transpose [inner, K].
+    """
+    outer, k, inner = shape
+    if not outer * k * inner:
+        return
+    fmt = formats.element_format(element_format)
+    increment = formats.scale_increment(fmt, scale_rounding)
+    types = f"{KINDS[x.kind]}, {KINDS[element_format]}"
+    if inner == 1:
+        ragged = bool(k % 32) or _unaligned(x.data, out[0])
+        kernel = f"quantize_rows<{types}, {_flags(swizzled, ragged)}>"
+        halves = outer * scale_count(k) * 2
+        arguments = (x.data, *out, outer, k, increment)
+        queue.device.launch(Launch("quantize_rows", kernel, _ceil(halves, THREADS), arguments), queue.stream)
+        return
+    ragged = bool(inner % 16) or _unaligned(x.data, *out)
+    kernel = f"quantize_columns<{types}, {_flags(False, swizzled, ragged)}>"
+    grid = outer * scale_count(k) * _ceil(inner, 512)
+    launch = Launch("quantize_columns", kernel, grid, (x.data, *out, 0, 0, k, inner, increment))
+    queue.device.launch(launch, queue.stream)
+
+
+def quantize_both(
+    queue: Queue,
+    x: Operand,
+    shape: tuple[int, int],
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    *,
+    element_format: str,
+    scale_rounding: str,
+    swizzled: bool = False,
+) -> None:
+    """Queues `numerics.quantize` of a matrix along axis 1 into `rows` and along axis 0 into `columns`, reading it once.
+
+    Both are (elements, scales), the elements in the layout of x.
+    """
+    if not shape[0] * shape[1]:
+        return
+    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    ragged = bool(shape[1] % 32) or _unaligned(x.data, rows[0], *columns)
+    kernel = f"quantize_columns<{KINDS[x.kind]}, {KINDS[element_format]}, {_flags(True, swizzled, ragged)}>"
+    grid = scale_count(shape[0]) * _ceil(shape[1], 512)
+    arguments = (x.data, *columns, *rows, *shape, increment)
+    queue.device.launch(Launch("quantize_columns", kernel, grid, arguments), queue.stream)
+
+
+def dequantize(
+    queue: Queue, x: Operand, shape: tuple[int, int, int], out: int, *, dtype: str, inexact: int = 0
+) -> None:
+    """Queues `numerics.dequantize` of x [outer, K, inner] into `out`.
+
+    `inexact`, if an address, becomes 1 when dtype is bfloat16 and does not hold every value.
+    """
+    outer, k, inner = shape
+    total = outer * k * inner
+    if not total:
+        return
+    last = inner == 1
+    ragged = bool(k % 32 if last else inner % 16) or _unaligned(x.data, out, *(() if last else (x.scales,)))
+    kernel = f"dequantize<{KINDS[dtype]}, {KINDS[x.kind]}, {_flags(last, ragged)}>"
+    arguments = (x.data, x.scales, out, k, inner, total, inexact)
+    queue.device.launch(Launch("dequantize", kernel, _ceil(total, 16 * THREADS), arguments), queue.stream)
+
+
+def wide_weight(queue: Queue, b: Operand, n: int, k: int) -> WideWeight:
+    """Returns b [N, K] in bfloat16, for products that read it again and again (twice the memory, no dequantizing)."""
+    memory, address = queue.allocate(2 * n * k, False)
+    flag, inexact = queue.allocate(16, True)
+    dequantize(queue, b, (n, k, 1), address, dtype="bfloat16", inexact=inexact)
+    return WideWeight(address, inexact, (memory, flag))
+
+
+def gemm(queue: Queue, product: Product, wide: WideWeight | None = None) -> None:
+    """Queues a product; the gemms of `numerics` differ only in what x is. `wide` is b in bfloat16, if it is kept."""
+    if not product.m * product.n:
+        return
+    kernel = choose(queue.device.capability, product)
+    if kernel == "skinny":
+        _skinny(queue, product)
+    elif kernel == "large":
+        _large(queue, product, wide)
+    else:
+        _float32(queue, product)
+
+
+def choose(capability: tuple[int, int], product: Product) -> str:
+    """Returns the kernel that `cuda_dispatch.route` chooses for a product.
+
+    Raises:
+        BackendError: the device is too old, or the forced row cannot do it.
+    """
+    if not product.k:
+        return "float32"  # nothing but the bias
+    return cuda_dispatch.route(capability, product.x.kind, product.m, product.k, (product.x.data, product.b.data))
+
+
+def _skinny(queue: Queue, p: Product) -> None:
+    tiles = next(t for t in (1, 2, 4, 8) if p.m <= 8 * t)
+    name = f"gemm_skinny<{KINDS[p.x.kind]}, {KINDS[p.b.kind]}, {tiles}>"
+    queue.device.launch(Launch("gemm_skinny", name, _ceil(p.n, 16), _arguments(p)), queue.stream)
+
+
+def _large(queue: Queue, p: Product, wide: WideWeight | None) -> None:
+    wide = wide or wide_weight(queue, p.b, p.n, p.k)
+    wide_x = wide_weight(queue, p.x, p.m, p.k) if p.x.quantized else WideWeight(p.x.data, 0, None)
+    direct = not p.bias and p.dtype != "float16"
+    memory, y = (None, p.y) if direct else queue.allocate(4 * p.m * p.n, False)
+    sizes, dtype = (p.m, p.n, p.k), p.dtype if direct else "float32"
+    queue.device.matmul_bf16(wide_x.data, wide.data, y, sizes, dtype=dtype, stream=queue.stream)
+    if not direct:
+        arguments = (y, p.bias, p.y, p.m * p.n, p.n, DTYPE_CODES[p.dtype])
+        queue.device.launch(Launch("finish", "finish", _ceil(p.m * p.n, 4 * THREADS), arguments), queue.stream)
+    for inexact in (wide_x.inexact, wide.inexact):
+        if inexact:
+            _float32(queue, p, only_if=inexact)
+    del memory, wide_x  # alive until everything that reads them is queued
+
+
+def _float32(queue: Queue, p: Product, only_if: int = 0) -> None:
+    grid = min(_ceil(p.m, 64) * _ceil(p.n, 64), 4 * queue.device.processors)
+    name = f"gemm_float32<{KINDS[p.x.kind]}, {KINDS[p.b.kind]}>"
+    queue.device.launch(Launch("gemm_float32", name, grid, (*_arguments(p), only_if)), queue.stream)
+
+
+def _arguments(p: Product) -> tuple[int, ...]:
+    return (p.x.data, p.x.scales, p.b.data, p.b.scales, p.bias, p.y, p.m, p.n, p.k, DTYPE_CODES[p.dtype])
+
+
+def instances() -> list[Launch]:
+    """Returns every kernel there is, once, without arguments: what the offline tests compile and emulate."""
+    values, elements, flags = ("F32", "F16", "BF16"), ("E4M3", "E5M2"), ("false", "true")
+    names = [("finish", "finish")]
+    for f in elements:
+        for v in values:
+            for ragged in flags:
+                for other in flags:
+                    names.append(("quantize_rows", f"quantize_rows<{v}, {f}, {other}, {ragged}>"))
+                    names.append(("dequantize", f"dequantize<{v}, {f}, {other}, {ragged}>"))
+                    for rows in flags:
+                        names.append(("quantize_columns", f"quantize_columns<{v}, {f}, {rows}, {other}, {ragged}>"))
+        for x in (*values, *elements):
+            names.append(("gemm_float32", f"gemm_float32<{x}, {f}>"))
+        for x in ("BF16", *elements):
+            names += [("gemm_skinny", f"gemm_skinny<{x}, {f}, {tiles}>") for tiles in (1, 2, 4, 8)]
+    return [Launch(source, kernel, 1, ()) for source, kernel in names]
+
+
+def _flags(*flags: bool) -> str:
+    return ", ".join("true" if flag else "false" for flag in flags)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _unaligned(*addresses: int) -> bool:
+    return any(address % 16 for address in addresses)

@@ -1,0 +1,190 @@
+// The number formats on the device: elements, scales, and the dtypes of unquantized values. Bit for bit numerics.py.
+//
+// Scales are handled as integers and every power of two is built from bits, so nothing depends on lg2 or ex2. Nothing
+// may be compiled with flush-to-zero: 2^-127 is a subnormal, and so are many of the values tested here.
+#pragma once
+#include "device.cuh"
+
+constexpr u32 SCALE_NAN = 255;
+constexpr u32 ELEMENT_NAN = 0x7f;
+constexpr u32 INFINITY_BITS = 0x7f800000u;
+constexpr u32 NAN_BITS = 0x7fffffffu;
+
+// formats.py has these rows too. `wide_shift` moves an element's low seven bits to where bfloat16 has its exponent and
+// mantissa; the result, times 2^(127 - bias), is the element's value, also for subnormal elements.
+struct E4M3 {
+  static constexpr int mantissa_bits = 3, bias = 7, emax = 8, wide_shift = 4;
+  static constexpr u32 max_code = 0x7e, wide_mask = 0x07f007f0u;
+  static constexpr u32 special_carry = 0x01010101u;  // carries into bit 7 of a byte whose low bits exceed max_code
+  static constexpr u32 first_exact = 3;              // below this code some element * 2^(s - 127) is no bfloat16
+  static constexpr u32 last_fast = 134;              // above this code 2^(s - bias) is no bfloat16
+  static constexpr bool has_infinity = false, is_element = true;
+};
+
+struct E5M2 {
+  static constexpr int mantissa_bits = 2, bias = 15, emax = 15, wide_shift = 3;
+  static constexpr u32 max_code = 0x7b, wide_mask = 0x0fe00fe0u;
+  static constexpr u32 special_carry = 0x04040404u;
+  static constexpr u32 first_exact = 10;
+  static constexpr u32 last_fast = 142;
+  static constexpr bool has_infinity = true, is_element = true;
+};
+
+// Dtypes of values. The numbers are onnx.TensorProto.DataType.
+constexpr i64 FLOAT32 = 1, FLOAT16 = 10, BFLOAT16 = 16;
+
+struct F32 {
+  static constexpr int bytes = 4;
+  static constexpr i64 dtype = FLOAT32;
+  static constexpr bool is_element = false;
+};
+
+struct F16 {
+  static constexpr int bytes = 2;
+  static constexpr i64 dtype = FLOAT16;
+  static constexpr bool is_element = false;
+};
+
+struct BF16 {
+  static constexpr int bytes = 2;
+  static constexpr i64 dtype = BFLOAT16;
+  static constexpr bool is_element = false;
+};
+
+template <class V>
+DEVICE float read_value(const void* p, i64 i) {
+  if (V::dtype == FLOAT32) return static_cast<const float*>(p)[i];
+  const u16 h = static_cast<const u16*>(p)[i];
+  return V::dtype == FLOAT16 ? from_float16(h) : float_of(static_cast<u32>(h) << 16);
+}
+
+DEVICE void write_value(void* p, i64 i, float v, i64 dtype) {
+  if (dtype == FLOAT32)
+    static_cast<float*>(p)[i] = v;
+  else
+    static_cast<u16*>(p)[i] = dtype == FLOAT16 ? to_float16(v) : to_bfloat16(v);
+}
+
+// 16 consecutive values from an address aligned to 16 bytes.
+template <class V>
+DEVICE void read16(const void* p, float (&v)[16]) {
+  const u8* bytes = static_cast<const u8*>(p);
+#pragma unroll
+  for (int i = 0; i < V::bytes; ++i) {
+    const uint4 q = load16(bytes + 16 * i);
+    const u32 w[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (V::bytes == 4) {
+        v[(4 * i + j) & 15] = float_of(w[j]);
+      } else {
+        const int at = (8 * i + 2 * j) & 15;
+        v[at] = V::dtype == FLOAT16 ? from_float16(static_cast<u16>(w[j])) : float_of(w[j] << 16);
+        v[at + 1] = V::dtype == FLOAT16 ? from_float16(static_cast<u16>(w[j] >> 16)) : float_of(w[j] & 0xffff0000u);
+      }
+    }
+  }
+}
+
+// 16 consecutive values to an address aligned to 16 bytes.
+template <class V>
+DEVICE void write16(void* p, const float (&v)[16]) {
+  u8* bytes = static_cast<u8*>(p);
+#pragma unroll
+  for (int i = 0; i < V::bytes; ++i) {
+    u32 w[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (V::bytes == 4) {
+        w[j] = bits_of(v[(4 * i + j) & 15]);
+      } else {
+        const int at = (8 * i + 2 * j) & 15;
+        const u32 low = V::dtype == FLOAT16 ? to_float16(v[at]) : to_bfloat16(v[at]);
+        const u32 high = V::dtype == FLOAT16 ? to_float16(v[at + 1]) : to_bfloat16(v[at + 1]);
+        w[j] = low | (high << 16);
+      }
+    }
+    store16(bytes + 16 * i, make_uint4(w[0], w[1], w[2], w[3]));
+  }
+}
+
+DEVICE u32 magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
+
+// Bits of amax -> scale code; `increment` is formats.scale_increment. NaN and Inf give the NaN code.
+template <class F>
+DEVICE u32 scale_code(u32 amax_bits, u32 increment) {
+  if (amax_bits >= INFINITY_BITS) return SCALE_NAN;
+  const int s = static_cast<int>((amax_bits + increment) >> 23) - F::emax;
+  return s < 0 ? 0u : s > 254 ? 254u : static_cast<u32>(s);
+}
+
+// 2^(127 - s), what values are multiplied by; NaN for the NaN code, so that all 32 elements become NaN.
+DEVICE float inverse_scale(u32 s) {
+  if (s == SCALE_NAN) return float_of(NAN_BITS);
+  return float_of(s == 254 ? 0x00400000u : (254u - s) << 23);
+}
+
+// 2^(s - 127); code 0 is a subnormal.
+DEVICE float decode_scale(u32 s) { return float_of(s == SCALE_NAN ? NAN_BITS : s == 0 ? 0x00400000u : s << 23); }
+
+// Rounds to nearest even, saturating; NaN -> 0x7f; -0 stays -0.
+template <class F>
+DEVICE u32 encode(float x) {
+  constexpr int shift = 23 - F::mantissa_bits;
+  constexpr u32 first_normal = static_cast<u32>(128 - F::bias) << 23;
+  // Its unit in the last place is the smallest subnormal element: adding it rounds to a multiple of that.
+  constexpr u32 magic = static_cast<u32>(127 + 24 - F::bias - F::mantissa_bits) << 23;
+  const u32 a = magnitude(x), sign = (bits_of(x) >> 24) & 0x80u;
+  if (a > INFINITY_BITS) return ELEMENT_NAN;
+  if (a < first_normal) return sign | (bits_of(float_of(a) + float_of(magic)) - magic);
+  const u32 rebased = a - (static_cast<u32>(127 - F::bias) << 23);
+  const u32 code = (rebased + (1u << (shift - 1)) - 1 + ((rebased >> shift) & 1)) >> shift;
+  return sign | (code > F::max_code ? F::max_code : code);
+}
+
+// Four values to four elements, the first in the low byte.
+template <class F>
+DEVICE u32 encode4(float a, float b, float c, float d) {
+#ifdef HAS_FP8_CONVERSION
+  if (F::emax == E4M3::emax) return to_e4m3x2(a, b) | (to_e4m3x2(c, d) << 16);
+  return to_e5m2x2(a, b) | (to_e5m2x2(c, d) << 16);
+#else
+  return encode<F>(a) | (encode<F>(b) << 8) | (encode<F>(c) << 16) | (encode<F>(d) << 24);
+#endif
+}
+
+template <class F>
+DEVICE uint4 encode16(const float (&v)[16], float inverse) {
+  u32 w[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    w[i] = encode4<F>(v[4 * i] * inverse, v[4 * i + 1] * inverse, v[4 * i + 2] * inverse, v[4 * i + 3] * inverse);
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// `count` <= 16 elements of `q` to `to`; all 16 in one access unless RAGGED.
+template <bool RAGGED>
+DEVICE void write_elements(u8* to, uint4 q, int count) {
+  if (!RAGGED) {
+    store16(to, q);
+    return;
+  }
+  const u32 w[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    if (i < count) to[i] = static_cast<u8>(w[i >> 2] >> (8 * (i & 3)));
+}
+
+// Value of an element code.
+template <class F>
+DEVICE float decode(u32 q) {
+  const u32 low = q & 0x7fu, sign = (q & 0x80u) << 24;
+  if (low > F::max_code) return float_of(F::has_infinity && low == F::max_code + 1 ? INFINITY_BITS | sign : NAN_BITS);
+  return float_of(sign | (low << (23 - F::mantissa_bits))) * float_of(static_cast<u32>(254 - F::bias) << 23);
+}
+
+// Where the code of row m, block kb goes in cuBLASLt's 128x4 layout; `blocks` is ceil(K / 32).
+// Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
+DEVICE i64 swizzled(i64 m, i64 kb, i64 blocks) {
+  return ((m >> 7) * ((blocks + 3) >> 2) + (kb >> 2)) * 512 + (m & 31) * 16 + ((m >> 5) & 3) * 4 + (kb & 3);
+}

@@ -1,0 +1,144 @@
+"""The CUDA kernels compile for every architecture, with no spills and 16-byte accesses; and the cache of cubins."""
+
+from __future__ import annotations
+
+import collections
+import struct
+import sys
+
+import pytest
+
+from mxfp8_ops import cuda_build, cuda_kernels
+from mxfp8_ops.errors import BackendError
+
+LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387
+"""Opcodes of LDG, STG, LDL and STL: the low 12 bits of a machine instruction, the same from sm_80 to sm_120."""
+
+SIXTEEN_BYTES = 6
+"""Bits 73..75 of a memory instruction: 0, 1 one byte; 2, 3 two; 4 four; 5 eight; 6 sixteen."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvrtc():
+    try:
+        version = cuda_build.nvrtc_version()
+    except BackendError as error:
+        pytest.skip(str(error))
+    if version < (12, 8):
+        pytest.skip(f"NVRTC {version[0]}.{version[1]} does not know sm_100a and sm_120a")
+
+
+def memory_instructions(code: bytes) -> collections.Counter[tuple[int, int]]:
+    """Returns how often each (opcode, width) occurs in the one kernel of a cubin. An instruction has 16 bytes."""
+    text = cuda_build.sections(code)[f".text.{cuda_build.entry(code)}"]
+    return collections.Counter((low & 0xFFF, high >> 9 & 7) for low, high in struct.iter_unpack("<QQ", text))
+
+
+SPILLED = {("sm_100a", "8>"): 80, ("sm_120a", "8>"): 80}
+"""Bytes of stack that are put up with, by architecture and end of the kernel's name: gemm_skinny for 33 to 64 rows."""
+
+SAMPLE = (
+    "quantize_rows<BF16, E4M3, false, false>",
+    "quantize_columns<BF16, E4M3, true, true, false>",
+    "dequantize<BF16, E4M3, true, false>",
+    "gemm_skinny<BF16, E4M3, 1>",
+    "gemm_skinny<E4M3, E4M3, 8>",
+    "gemm_float32<F32, E4M3>",
+    "finish",
+)
+"""One or two instances of every source; the slow test takes all of them."""
+
+
+@pytest.mark.parametrize("arch", cuda_build.TARGETS)
+@pytest.mark.parametrize("kernel", SAMPLE)
+def test_kernels_compile_without_spills_and_access_16_bytes(arch, kernel):
+    check(next(launch for launch in cuda_kernels.instances() if launch.kernel == kernel), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", cuda_build.TARGETS)
+def test_every_kernel_compiles_without_spills_and_accesses_16_bytes(arch):
+    for launch in cuda_kernels.instances():
+        check(launch, arch)
+
+
+def check(launch: cuda_kernels.Launch, arch: str) -> None:
+    """What ptxas reports, and which memory instructions the machine code really has."""
+    cubin = cuda_build.compile_kernel(launch.source, launch.kernel, arch, ("--ptxas-options=-v",))
+    used = cuda_build.resources(cubin.log)
+    assert used["registers"] <= 255, launch
+    allowed = SPILLED.get((arch, launch.kernel[-2:]), 0)
+    assert max(used["stack"], used["spill_stores"], used["spill_loads"]) <= allowed, f"{launch.kernel}, {arch}: {used}"
+    found = memory_instructions(cubin.code)
+    local = [op for op, _ in found if op in (LOAD_LOCAL, STORE_LOCAL)]
+    assert not local or allowed, f"{launch.kernel}, {arch} uses local memory"
+    assert any(op == STORE for op, _ in found), launch.kernel
+    if launch.source in ("gemm_float32", "finish") or launch.kernel.endswith("true>"):  # the ragged ones
+        return
+    assert found[LOAD, SIXTEEN_BYTES], f"{launch.kernel}, {arch}: {found}"
+    if launch.source == "gemm_skinny":
+        return
+    assert found[STORE, SIXTEEN_BYTES], f"{launch.kernel}, {arch}: {found}"
+    if launch.source.startswith("quantize"):
+        narrow = sum(n for (op, width), n in found.items() if op == LOAD and width != SIXTEEN_BYTES)
+        assert narrow == 0, f"{launch.kernel}, {arch}: {found}"
+
+
+@pytest.mark.parametrize("arch", cuda_build.TARGETS)
+def test_the_quantizer_converts_in_hardware_where_there_is_an_instruction(arch):
+    ptx = cuda_build.compile_kernel(
+        "quantize_rows", "quantize_rows<BF16, E4M3, false, false>", arch.replace("sm", "compute")
+    ).code.decode()
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch != "sm_80")
+    assert ".ftz" not in ptx
+
+
+def test_the_skinny_gemm_is_on_tensor_cores():
+    ptx = cuda_build.compile_kernel("gemm_skinny", "gemm_skinny<BF16, E4M3, 1>", "compute_90a").code.decode()
+    assert ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") >= 8
+    assert ".ftz" not in ptx
+
+
+def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = cuda_build.cubin("finish", "finish", "sm_90a")
+    (kept,) = (tmp_path / "mxfp8-graph" / "cuda").iterdir()
+    assert kept.read_bytes() == code
+    assert kept.name.startswith("finish-sm_90a-")
+    monkeypatch.setattr(cuda_build, "compile_kernel", None)
+    assert cuda_build.cubin("finish", "finish", "sm_90a") == code
+
+
+def test_the_cache_tells_kernels_architectures_and_sources_apart(tmp_path, monkeypatch):
+    keys = {cuda_build._key("finish", "finish", "sm_90a"), cuda_build._key("finish", "finish", "sm_80")}
+    for path in cuda_build.SOURCES.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(cuda_build, "SOURCES", tmp_path)
+    assert cuda_build._key("finish", "finish", "sm_90a") in keys
+    (tmp_path / "codec.cuh").write_bytes((tmp_path / "codec.cuh").read_bytes() + b"\n")
+    assert cuda_build._key("finish", "finish", "sm_90a") not in keys
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cuda_build.cubin("finish", "finish", "sm_90a")
+    assert "compiled again next time" in capsys.readouterr().err
+
+
+def test_what_does_not_compile_says_why():
+    with pytest.raises(BackendError, match=r"finish\.cu, nothing, does not compile for sm_90a:\n.*nothing"):
+        cuda_build.compile_kernel("finish", "nothing", "sm_90a")
+
+
+def test_targets():
+    assert [cuda_build.target(c) for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))] == [*cuda_build.TARGETS]
+    with pytest.raises(BackendError, match=r"compute capability 7\.5; expected 8\.0"):
+        cuda_build.target((7, 5))
+
+
+def test_without_nvrtc_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(cuda_build, "_VERSIONS", ("0",))
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(BackendError, match="pip install nvidia-cuda-nvrtc"):
+        cuda_build._nvrtc.__wrapped__()

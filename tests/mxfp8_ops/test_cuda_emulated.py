@@ -1,0 +1,365 @@
+"""Every CUDA kernel and its launch code, on an emulation of CUDA threads, against `numerics`. No GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_emulation import EmulatedDevice, aligned, device, queue
+
+from mxfp8_ops import cuda_dispatch, cuda_kernels, numerics
+from mxfp8_ops.cuda_kernels import Operand, Product
+from mxfp8_ops.errors import BackendError
+from mxfp8_ops.numerics import scale_count
+
+FORMATS = ("e4m3", "e5m2")
+ROUNDINGS = ("ceil", "floor", "even")
+DTYPES = tuple(numerics.VALUE_DTYPES)
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
+
+
+def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_t(2, shape).astype(np.float32)
+
+
+def edges(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    """Random bit patterns: every exponent, subnormals, NaN and Inf, and blocks of zeros and of tiny values."""
+    generator = np.random.default_rng(seed)
+    raw = generator.integers(0, 2**32, shape, dtype=np.uint32)
+    kind = generator.integers(0, 4, (*shape[:-1], 1))
+    raw = np.where((raw >> 23 & 255 == 255) & (kind > 0), raw & 0x80FFFFFF, raw)
+    raw = np.where(kind == 1, raw & 0x81FFFFFF, raw)  # tiny: scale codes near 0
+    raw = np.where(kind == 2, raw & 0x80000000, raw)
+    return raw.view(np.float32).astype(numerics.value_dtype(dtype))
+
+
+def placed(array: np.ndarray, offset: int = 0) -> np.ndarray:
+    """Returns a copy that starts `offset` bytes past a multiple of 16."""
+    memory = aligned(array.nbytes, offset)
+    memory[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memory
+
+
+def assert_same(what: str, actual: np.ndarray, expected: np.ndarray) -> None:
+    """Fails with the first coordinate that differs and both values as stored; any NaN is as good as another."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
+    bits = np.dtype(f"u{actual.itemsize}")
+    wrong = actual.view(bits) != expected.view(bits)
+    if actual.dtype != np.uint8:
+        wrong &= ~(np.isnan(actual.astype(np.float32)) & np.isnan(expected.astype(np.float32)))
+    if wrong.any():
+        at = tuple(map(int, np.argwhere(wrong)[0]))
+        got, want = actual.view(bits)[at], expected.view(bits)[at]
+        pytest.fail(f"{what}: {wrong.sum()} of {actual.size} differ; at {at} got {got:#x}, expected {want:#x}")
+
+
+def assert_within(what: str, actual: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> None:
+    """Fails with the coordinate that exceeds its bound most; NaN and Inf must be where they are expected."""
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    finite = np.isfinite(expected)
+    same = np.where(finite, np.isfinite(actual), (actual == expected) | (np.isnan(actual) & np.isnan(expected)))
+    if not same.all():
+        at = tuple(map(int, np.argwhere(~same)[0]))
+        pytest.fail(f"{what}: at {at} got {actual[at]}, expected {expected[at]}")
+    with np.errstate(invalid="ignore"):
+        excess = np.where(finite, np.abs(actual - expected) - bound, -1)
+    if excess.size and excess.max() > 0:
+        at = np.unravel_index(excess.argmax(), excess.shape)
+        pytest.fail(f"{what}: at {at} got {actual[at]}, expected {expected[at]} +- {bound[at]:.3g}")
+
+
+def swizzle(scales: np.ndarray) -> np.ndarray:
+    """The 128x4 layout of scales [M, blocks], from its definition."""
+    m, blocks = scales.shape
+    padded = np.zeros((-(-m // 128) * 128, -(-blocks // 4) * 4), np.uint8)
+    padded[:m, :blocks] = scales
+    return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
+
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+
+
+def check_quantize(x, fmt, rounding, *, axis=-1, swizzled=False, offset=0, on: EmulatedDevice | None = None):
+    axis %= x.ndim
+    outer, k, inner = int(np.prod(x.shape[:axis])), x.shape[axis], int(np.prod(x.shape[axis + 1 :]))
+    expected, expected_scales = numerics.quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
+    if swizzled:
+        matrix = expected_scales.reshape(outer, -1) if inner == 1 else expected_scales.reshape(-1, inner).T
+        expected_scales = swizzle(matrix)
+    source, elements, scales = placed(x, offset), aligned(x.size), aligned(expected_scales.size)
+    if swizzled:
+        scales[:] = 0
+    operand = Operand(x.dtype.name, source.ctypes.data)
+    out = (elements.ctypes.data, scales.ctypes.data)
+    cuda_kernels.quantize(
+        queue(on), operand, (outer, k, inner), out, element_format=fmt, scale_rounding=rounding, swizzled=swizzled
+    )
+    what = f"{x.shape} {x.dtype} axis {axis}, {fmt}, {rounding}, swizzled {swizzled}, offset {offset}"
+    assert_same(f"scales, {what}", scales.reshape(expected_scales.shape), expected_scales)
+    assert_same(f"elements, {what}", elements.reshape(x.shape), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_quantize_rows_every_upper_16_bit_pattern(dtype, fmt):
+    patterns = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
+    if dtype == "float16":
+        patterns = np.arange(65536, dtype=np.uint16).view(np.float16)
+    for rounding in ROUNDINGS:
+        check_quantize(patterns.astype(numerics.value_dtype(dtype)).reshape(-1, 64), fmt, rounding)
+
+
+@pytest.mark.parametrize(("dtype", "fmt", "rounding"), [*itertools.product(DTYPES, FORMATS, ROUNDINGS)])
+def test_quantize_edges_on_both_axes(dtype, fmt, rounding):
+    for shape in ((40, 96), (37, 50), (3, 16), (1, 1), (65, 544)):
+        x = edges(shape, dtype, seed=sum(shape))
+        check_quantize(x, fmt, rounding)
+        check_quantize(x, fmt, rounding, axis=0)
+    check_quantize(edges((3, 40, 48), dtype), fmt, rounding, axis=1)
+    check_quantize(edges((2, 33, 5), dtype), fmt, rounding, axis=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_quantize_swizzled_scales(dtype, fmt):
+    for shape in ((1, 32), (130, 160), (257, 96), (70, 37)):
+        for axis in (0, 1):
+            if shape[1] > 1:
+                check_quantize(
+                    heavy_tailed(shape).astype(numerics.value_dtype(dtype)), fmt, "ceil", axis=axis, swizzled=True
+                )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_from_unaligned_memory(dtype):
+    x = edges((9, 64), dtype)
+    for axis in (0, 1):
+        check_quantize(x, "e4m3", "ceil", axis=axis, offset=x.itemsize)
+
+
+@pytest.mark.parametrize(("dtype", "fmt", "swizzled"), [*itertools.product(DTYPES, FORMATS, (False, True))])
+def test_quantize_both_axes_in_one_pass(dtype, fmt, swizzled):
+    for shape in ((40, 96), (37, 50), (33, 544), (1, 1), (130, 48)):
+        x = edges(shape, dtype, seed=sum(shape))
+        source = placed(x)
+        expected = [*numerics.quantize(x, element_format=fmt), *numerics.quantize(x, axis=0, element_format=fmt)]
+        if swizzled:
+            expected[1], expected[3] = swizzle(expected[1]), swizzle(expected[3].T)
+        got = [aligned(array.size) for array in expected]
+        if swizzled:
+            got[1][:] = got[3][:] = 0
+        addresses = [array.ctypes.data for array in got]
+        operand = Operand(dtype, source.ctypes.data)
+        cuda_kernels.quantize_both(
+            queue(),
+            operand,
+            shape,
+            addresses[:2],
+            addresses[2:],
+            element_format=fmt,
+            scale_rounding="ceil",
+            swizzled=swizzled,
+        )
+        for name, actual, wanted in zip(("rows", "row scales", "columns", "column scales"), got, expected, strict=True):
+            assert_same(f"{name}, {shape} {dtype}", actual.reshape(wanted.shape), wanted)
+
+
+# --- dequantize ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+def test_dequantize_every_element_under_every_scale(dtype, fmt):
+    elements = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, 1)
+    check_dequantize(elements, scales, fmt, dtype, 1)
+    check_dequantize(elements.T, scales.T, fmt, dtype, 0)
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+def test_dequantize_tails(dtype, fmt):
+    generator = np.random.default_rng(0)
+    for shape, axis in (((3, 50), 1), ((50, 3), 0), ((5, 16), 1), ((2, 40, 7), 1), ((2, 40, 48), 1), ((1, 1), 1)):
+        elements = generator.integers(0, 256, shape, dtype=np.uint8)
+        scale_shape = [*shape]
+        scale_shape[axis] = scale_count(shape[axis])
+        check_dequantize(elements, generator.integers(0, 256, scale_shape, dtype=np.uint8), fmt, dtype, axis)
+
+
+def check_dequantize(elements, scales, fmt, dtype, axis):
+    expected = numerics.dequantize(elements, scales, axis=axis, element_format=fmt, dtype=dtype)
+    codes, codes_of_scales, flag = placed(elements), placed(scales), aligned(16)
+    flag[:] = 0
+    y = aligned(expected.nbytes)
+    shape = int(np.prod(elements.shape[:axis])), elements.shape[axis], int(np.prod(elements.shape[axis + 1 :]))
+    operand = Operand(fmt, codes.ctypes.data, codes_of_scales.ctypes.data)
+    cuda_kernels.dequantize(queue(), operand, shape, y.ctypes.data, dtype=dtype, inexact=flag.ctypes.data)
+    assert_same(f"{elements.shape} {fmt} {dtype}", y.view(expected.dtype).reshape(expected.shape), expected)
+    first_exact = {"e4m3": 3, "e5m2": 10}[fmt]
+    assert flag.view(np.uint32)[0] == (dtype == "bfloat16" and bool((scales < first_exact).any()))
+
+
+def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
+    for fmt, first_exact in (("e4m3", 3), ("e5m2", 10)):
+        codes = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 256)).T
+        scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, 1)
+        wide = numerics.dequantize(codes, scales, element_format=fmt)
+        same = (wide.astype(ml_dtypes.bfloat16).astype(np.float32) == wide) | np.isnan(wide)
+        assert np.flatnonzero(~same.all(1)).tolist() == [*range(first_exact)]
+
+
+# --- gemm ------------------------------------------------------------------------------------------------------------
+
+
+def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, wide=False):  # noqa: PLR0917
+    """One product with heavy-tailed operands; `change(x_scales or None, b, b_scales)` may put edge codes in."""
+    on = on or device()
+    x, w = heavy_tailed((m, k), seed=1), heavy_tailed((n, k), seed=2)
+    b, b_scales = numerics.quantize(w, element_format=fmt)
+    x_scales = None
+    if x_kind in FORMATS:
+        x, x_scales = numerics.quantize(x, element_format=x_kind)
+    else:
+        x = x.astype(numerics.value_dtype(x_kind))
+    if change is not None:
+        change(x, x_scales, b, b_scales)
+    bias = heavy_tailed((n,), seed=3) if bias else None
+    if x_scales is None:
+        expected, values = numerics.weight_gemm(x, b, b_scales, bias, b_format=fmt), x
+    else:
+        expected = numerics.gemm(x, x_scales, b, b_scales, bias, a_format=x_kind, b_format=fmt)
+        values = numerics.dequantize(x, x_scales, element_format=x_kind)
+    bound = numerics.gemm_error_bound(values, numerics.dequantize(b, b_scales, element_format=fmt), dtype, bias)
+    held = [placed(array) for array in (x, b)] + [placed(s) for s in (x_scales, b_scales, bias) if s is not None]
+    y = aligned(m * n * numerics.value_dtype(dtype).itemsize)
+    addresses = [array.ctypes.data for array in held]
+    x_scale_address = addresses[2] if x_scales is not None else 0
+    rest = addresses[2 + (x_scales is not None) :]
+    operand, weight = Operand(x_kind, addresses[0], x_scale_address), Operand(fmt, addresses[1], rest[0])
+    to = queue(on)
+    kept = cuda_kernels.wide_weight(to, weight, n, k) if wide else None
+    on.launched.clear()
+    product = Product(operand, weight, rest[1] if bias is not None else 0, y.ctypes.data, dtype, m, n, k)
+    cuda_kernels.gemm(to, product, kept)
+    actual = y.view(numerics.value_dtype(dtype)).reshape(m, n)
+    assert_within(f"{m}x{n}x{k} {x_kind} {fmt} {dtype} {on.launched}", actual, expected, bound)
+    return [name.partition("<")[0] for name in on.launched]
+
+
+X_KINDS = ("bfloat16", "e4m3", "e5m2")
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_skinny_gemm(x_kind, fmt):
+    for (m, n, k), dtype in zip(
+        ((1, 33, 2080), (8, 16, 1024), (9, 20, 160), (30, 1, 32), (64, 17, 352)), itertools.cycle(DTYPES)
+    ):
+        assert check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 16) == ["gemm_skinny"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_skinny_gemm_with_scales_outside_the_fast_range(x_kind, fmt):
+    def change(x, x_scales, b, b_scales):
+        b_scales[3, :5] = [0, 1, 2, 9, 255]
+        b_scales[4, 6:9] = [143, 200, 0]
+        if x_scales is not None:
+            x_scales[1, 10:13] = [0, 1, 150]
+
+    def tiny(x, x_scales, b, b_scales):
+        b_scales[:] = np.minimum(b_scales, 2)
+        if x_scales is None:
+            x[:] = (x.astype(np.float32) * 2.0**100).astype(x.dtype)
+        else:
+            x_scales[:] = 230
+
+    for edit in (change, tiny):
+        assert check_gemm(5, 18, 1056, x_kind, fmt, "float32", change=edit) == ["gemm_skinny"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_skinny_gemm_with_nan_and_inf_elements(x_kind, fmt):
+    def change(x, x_scales, b, b_scales):
+        b[2, 40] = 0x7F
+        b[5, 900] = 0xFC if fmt == "e5m2" else 0xFF
+        if x_scales is not None:
+            x[1, 7] = 0x7C if x_kind == "e5m2" else 0x7F
+        else:
+            x[1, 7] = np.inf
+            x[2, 8] = np.nan
+
+    assert check_gemm(5, 18, 1024, x_kind, fmt, "float32", change=change) == ["gemm_skinny"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product((*DTYPES, *FORMATS), FORMATS)])
+def test_float32_gemm(x_kind, fmt):
+    for (m, n, k), dtype in zip(((3, 70, 50), (66, 5, 33), (130, 65, 16)), DTYPES, strict=True):
+        with cuda_dispatch.forced_route("float32"):
+            assert check_gemm(m, n, k, x_kind, fmt, dtype) == ["gemm_float32"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_large_gemm(x_kind, fmt):
+    for dtype, bias, wide in itertools.product(DTYPES, (False, True), (False, True)):
+        names = check_gemm(70, 40, 96, x_kind, fmt, dtype, bias=bias, wide=wide)
+        direct = not bias and dtype != "float16"
+        repairs = ["gemm_float32"] * (1 + (x_kind in FORMATS))
+        copies = ["dequantize"] * ((not wide) + (x_kind in FORMATS))
+        product = f"matmul_bf16 {dtype if direct else 'float32'}"
+        assert names == [*copies, product, *([] if direct else ["finish"]), *repairs]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_large_gemm_repairs_what_bfloat16_cannot_hold(x_kind, fmt):
+    def tiny_weight(x, x_scales, b, b_scales):
+        b_scales[:] = 0
+        if x_scales is None:
+            x[:] = (x.astype(np.float32) * 2.0**100).astype(x.dtype)
+        else:
+            x_scales[:] = 230
+
+    def tiny_x(x, x_scales, b, b_scales):
+        if x_scales is not None:
+            x_scales[:], b_scales[:] = 0, 230
+
+    check_gemm(70, 20, 64, x_kind, fmt, "float32", change=tiny_weight)
+    check_gemm(70, 20, 64, x_kind, fmt, "float32", change=tiny_x)
+
+
+def test_gemm_without_k_gives_the_bias():
+    assert check_gemm(3, 5, 0, "bfloat16", "e4m3", "float32") == ["gemm_float32"]
+
+
+def test_every_kernel_ran():
+    """Each instance of the package is launched by some shape above; this names the one that is not."""
+    if len(device().ever_launched) < 10:
+        pytest.skip("needs the tests above in the same process")
+    missing = {launch.kernel for launch in cuda_kernels.instances()} - device().ever_launched
+    assert not missing
+
+
+# --- dispatch --------------------------------------------------------------------------------------------------------
+
+
+def test_routes():
+    def chosen(capability=(9, 0), kind="bfloat16", m=1, k=64, address=0):
+        return cuda_dispatch.route(capability, kind, m, k, (address,))
+
+    assert chosen() == chosen(m=64) == chosen(kind="e4m3") == "skinny"
+    assert chosen(m=65) == chosen(k=40) == chosen(address=8) == "large"
+    assert chosen(kind="float16") == chosen(kind="float32", m=1000) == "float32"
+    with pytest.raises(BackendError, match=r"compute capability 7\.5; expected compute capability 8\.0"):
+        chosen((7, 5))
+
+
+def test_a_forced_route_is_used_or_refused():
+    with cuda_dispatch.forced_route("large"):
+        assert cuda_dispatch.route((9, 0), "bfloat16", 1, 64) == "large"
+        with pytest.raises(BackendError, match="forced route 'large'"):
+            cuda_dispatch.route((9, 0), "float32", 1, 64)
+    with (
+        pytest.raises(BackendError, match="expected one of skinny, large, float32"),
+        cuda_dispatch.forced_route("fast"),
+    ):
+        pass
