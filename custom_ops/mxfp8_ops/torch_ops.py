@@ -10,8 +10,8 @@ A dtype of None is float32, and that of x in weight_gemm: a ScalarType with any 
 AOTInductor (torch 2.13 writes the default out as an int and refuses to read it).
 
 Their meaning is that of `numerics.py`; `torch_shapes.py` has the checks and fake kernels, `torch_kernels.py` the CPU
-kernels, `torch_training.py` the one op that trains. Elements and scales are uint8 tensors: `module.to(dtype)` leaves
-them alone, which it does not do to float8 buffers.
+kernels, `torch_cuda.py` those of CUDA devices (through CuPy), `torch_training.py` the one op that trains. Elements and
+scales are uint8 tensors: `module.to(dtype)` leaves them alone, which it does not do to float8 buffers.
 
 Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model;
 recording them costs 3 us a call outside torch.inference_mode(). quantize passes none back and warns if one is wanted;
@@ -26,12 +26,12 @@ three times as much per call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
 from mxfp8_ops import contract, torch_kernels, torch_shapes, torch_training, torch_vmap
-from mxfp8_ops.errors import BackendError
 
 SCHEMAS: Final = (
     """quantize(Tensor x, int axis=-1, str element_format="e4m3", str scale_rounding="ceil") -> (Tensor, Tensor)""",
@@ -47,11 +47,15 @@ SCHEMAS: Final = (
 """The ops of namespace `mxfp8`, as torch reads them."""
 
 
-def _no_cuda_kernel(*args: Any, **kwargs: Any) -> Any:
-    raise BackendError(
-        "mxfp8: a tensor is on a CUDA device; expected CPU tensors, there are no CUDA kernels for the torch ops; "
-        "move the tensors with .cpu()"
-    )
+def _on_cuda(name: str) -> Callable[..., Any]:
+    """Returns the CUDA kernel of an op, which needs CuPy; nothing of it is imported before its first call."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        from mxfp8_ops import torch_cuda
+
+        return getattr(torch_cuda, name)(*args, **kwargs)
+
+    return kernel
 
 
 def _register() -> Any:
@@ -62,7 +66,7 @@ def _register() -> Any:
         torch.library.register_fake(f"{contract.DOMAIN}::{name}", getattr(torch_shapes, name), lib=library)
     for name in ("quantize", "dequantize", "gemm", "weight_gemm"):
         library.impl(name, getattr(torch_kernels, name), "CPU")
-        library.impl(name, _no_cuda_kernel, "CUDA")
+        library.impl(name, _on_cuda(name), "CUDA")
     # On every device: it is made of the ops above.
     library.impl("linear_train", torch_training.linear_train, "CompositeExplicitAutograd")
     library.impl("linear_train", torch_training.autocast, "AutocastCPU")

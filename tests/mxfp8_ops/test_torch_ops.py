@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_ops import cpu, numerics
+from mxfp8_ops import native, numerics
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -456,8 +456,11 @@ def test_errors_say_what_is_and_what_is_expected(call: Callable[[], Any], error:
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
 def test_a_cuda_tensor_meets_a_kernel_that_says_what_to_do(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mxfp8::{name}", "CUDA")
-    with pytest.raises(BackendError, match=r"CUDA device; expected CPU tensors.*\.cpu\(\)"):
-        torch_ops._no_cuda_kernel()
+    from mxfp8_ops import cuda
+
+    if not cuda.available():
+        with pytest.raises(BackendError, match=r"cuda: .*; expected .*; .*use the CPU kernels|pip install cupy"):
+            cuda.device(0)
 
 
 # --- Cost ----------------------------------------------------------------------------------------------------------
@@ -467,9 +470,9 @@ def test_a_cuda_tensor_meets_a_kernel_that_says_what_to_do(name: str) -> None:
 def test_importing_loads_no_more_than_it_must(first: str) -> None:
     code = f"""
 import sys, {first}
-from mxfp8_ops import cpu
+from mxfp8_ops import native
 assert ("torch" in sys.modules) == ("torch_ops" in {first!r})
-assert cpu._load.cache_info().currsize == 0
+assert native.load.cache_info().currsize == 0
 assert "onnx" not in sys.modules and "onnxruntime" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -489,7 +492,7 @@ def seconds(call: Callable[[], Any]) -> float:
 def test_overhead_of_an_op_over_its_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     x = values(1, 32)
     a, b, y = ops.quantize(x), ops.quantize(values(16, 32)), torch.empty(1, 16)
-    library, data = cpu._load(), [t.data_ptr() for t in (x, *a, *b, y)]
+    library, data = native.load(), [t.data_ptr() for t in (x, *a, *b, y)]
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "quantize": (
             lambda: ops.quantize(x),

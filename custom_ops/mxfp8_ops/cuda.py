@@ -1,0 +1,320 @@
+"""The functions of `numerics.py` on CuPy arrays: same names, same arguments, on the GPU and the current stream.
+
+`quantize` and `dequantize` give the same bytes; the gemms accumulate in float32 and stay within
+`numerics.gemm_error_bound`. Nothing here waits for the device. CuPy is imported on first use. The kernels are compiled
+on first use too (`cuda_build.py`), so run a shape once before capturing it into a CUDA graph.
+
+Not verified on hardware yet: see custom_ops/README.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from mxfp8_ops import cuda_build, cuda_kernels, formats, numerics
+from mxfp8_ops.cuda_kernels import Launch, Operand, Product, Queue, WideWeight
+from mxfp8_ops.errors import BackendError, ShapeError
+from mxfp8_ops.numerics import scale_count
+
+_DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
+"""cublasMath_t: sums of split-K stay in float32."""
+
+
+def available() -> bool:
+    """Returns whether CuPy and a CUDA device are here."""
+    try:
+        return bool(_cupy().cuda.runtime.getDeviceCount())
+    except BackendError:
+        return False
+
+
+@functools.cache
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise BackendError(
+            f"cuda: CuPy cannot be imported ({error}); expected CuPy 14 or later; "
+            "pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12), or use the CPU kernels"
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendError(
+            f"cuda: no usable GPU ({error}); expected a CUDA device and its driver; use the CPU kernels"
+        ) from error
+    if not count:
+        raise BackendError("cuda: no GPU; expected a CUDA device; use the CPU kernels")
+    return cupy
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream of someone else's, as CuPy wants to be handed one."""
+
+    ptr: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+
+class CudaDevice:
+    """A GPU, through CuPy. The caller makes it the current device."""
+
+    def __init__(self, index: int) -> None:
+        properties = _cupy().cuda.runtime.getDeviceProperties(index)
+        self.index = index
+        self.capability = (int(properties["major"]), int(properties["minor"]))
+        self.processors = int(properties["multiProcessorCount"])
+        self.name: str = properties["name"].decode()
+        self._target = cuda_build.target(self.capability)
+        self._functions: dict[str, Any] = {}
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        """Queues a kernel, loading it first if this is its first launch."""
+        function = self._functions.get(launch.kernel)
+        if function is None:
+            function = self._functions[launch.kernel] = self._load(launch)
+        function((launch.grid, 1, 1), (cuda_kernels.THREADS, 1, 1), launch.arguments, stream=_Stream(stream))
+
+    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:
+        """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
+        cupy = _cupy()
+        from cupy_backends.cuda.libs import cublas
+
+        m, n, k = sizes
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+        kind = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
+        with cupy.cuda.Stream.from_external(_Stream(stream)):  # gemmEx uses CuPy's current stream
+            handle = cupy.cuda.device.get_cublas_handle()
+            cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
+            try:
+                # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
+                cublas.gemmEx(
+                    handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, kind["bfloat16"], k,
+                    x, kind["bfloat16"], k, zero.ctypes.data, y, kind[dtype], n, cublas.CUBLAS_COMPUTE_32F,
+                    cublas.CUBLAS_GEMM_DEFAULT,
+                )  # fmt: skip
+            finally:
+                cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
+
+    def _load(self, launch: Launch) -> Any:
+        code = cuda_build.cubin(launch.source, launch.kernel, self._target)
+        module = _cupy().cuda.function.Module()
+        module.load(code)
+        return module.get_function(cuda_build.entry(code))
+
+
+@functools.cache
+def device(index: int) -> CudaDevice:
+    """Returns GPU number `index`.
+
+    Raises:
+        BackendError: no CuPy, no GPU, or one that is too old.
+    """
+    return CudaDevice(index)
+
+
+def quantize(
+    x: Any, *, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil", swizzled: bool = False
+) -> tuple[Any, Any]:
+    """Returns (elements, scales), as `numerics.quantize` does, bit for bit.
+
+    Args:
+        x: CuPy array [..., K, ...] float32, float16 or bfloat16.
+        axis: the blocked axis (that of length K).
+        element_format: "e4m3" or "e5m2".
+        scale_rounding: "ceil", "floor" or "even".
+        swizzled: return the scales of a matrix as a vector in cuBLASLt's 128x4 layout, padded with zeros.
+
+    Raises:
+        ShapeError: wrong dtype, a scalar, or no such axis; or swizzled scales of what is no matrix.
+        ContractError: unknown format or rounding.
+        BackendError: no CuPy, or no GPU.
+    """
+    formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    numerics.check_value_dtype("quantize", x.dtype)
+    axis = numerics.normalize_axis("quantize", x.ndim, axis)
+    cupy, x = _cupy(), _cupy().ascontiguousarray(x)
+    outer, k, inner = _split(x.shape, axis)
+    if swizzled and x.ndim != 2:
+        raise ShapeError(f"quantize: swizzled scales of shape {x.shape}; expected a matrix; reshape it")
+    scales = (
+        cupy.zeros(swizzled_size(inner if axis == 0 else outer, k), np.uint8)
+        if swizzled
+        else cupy.empty((*x.shape[:axis], scale_count(k), *x.shape[axis + 1 :]), np.uint8)
+    )
+    elements = cupy.empty(x.shape, np.uint8)
+    cuda_kernels.quantize(
+        _queue(), Operand(x.dtype.name, x.data.ptr), (outer, k, inner), (elements.data.ptr, scales.data.ptr),
+        element_format=element_format, scale_rounding=scale_rounding, swizzled=swizzled,
+    )  # fmt: skip
+    return elements, scales
+
+
+def quantize_both(
+    x: Any, *, element_format: str = "e4m3", scale_rounding: str = "ceil", swizzled: bool = False
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Returns quantize(x, axis=1) and quantize(x, axis=0) of a matrix, which is read once.
+
+    Raises:
+        ShapeError: wrong dtype, or not a matrix.
+        ContractError: unknown format or rounding.
+        BackendError: no CuPy, or no GPU.
+    """
+    formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    numerics.check_value_dtype("quantize_both", x.dtype)
+    if x.ndim != 2:
+        raise ShapeError(f"quantize_both: x has shape {x.shape}; expected a matrix; reshape it")
+    cupy, x = _cupy(), _cupy().ascontiguousarray(x)
+    m, k = x.shape
+    pairs = []
+    for shape, rows, columns in (((m, scale_count(k)), m, k), ((scale_count(m), k), k, m)):
+        scales = cupy.zeros(swizzled_size(rows, columns), np.uint8) if swizzled else cupy.empty(shape, np.uint8)
+        pairs.append((cupy.empty(x.shape, np.uint8), scales))
+    addresses = [(elements.data.ptr, scales.data.ptr) for elements, scales in pairs]
+    cuda_kernels.quantize_both(
+        _queue(), Operand(x.dtype.name, x.data.ptr), (m, k), addresses[0], addresses[1],
+        element_format=element_format, scale_rounding=scale_rounding, swizzled=swizzled,
+    )  # fmt: skip
+    return pairs[0], pairs[1]
+
+
+def dequantize(
+    elements: Any, scales: Any, *, axis: int = -1, element_format: str = "e4m3", dtype: str = "float32"
+) -> Any:
+    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does; any NaN is one NaN.
+
+    Args:
+        elements: CuPy array, uint8 [..., K, ...].
+        scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
+        axis: the blocked axis.
+        element_format: "e4m3" or "e5m2".
+        dtype: "float32", "float16" or "bfloat16".
+
+    Raises:
+        ShapeError: the scales do not fit the elements.
+        ContractError: unknown format.
+        BackendError: no CuPy, or no GPU.
+    """
+    formats.element_format(element_format)
+    axis = numerics.normalize_axis("dequantize", elements.ndim, axis)
+    _check_codes("dequantize", elements, scales, axis)
+    cupy = _cupy()
+    elements, scales = cupy.ascontiguousarray(elements), cupy.ascontiguousarray(scales)
+    y = cupy.empty(elements.shape, numerics.value_dtype(dtype))
+    operand = Operand(element_format, elements.data.ptr, scales.data.ptr)
+    cuda_kernels.dequantize(_queue(), operand, _split(elements.shape, axis), y.data.ptr, dtype=dtype)
+    return y
+
+
+def gemm(
+    a: Any,
+    a_scales: Any,
+    b: Any,
+    b_scales: Any,
+    bias: Any | None = None,
+    *,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+) -> Any:
+    """Returns dequantize(a) @ dequantize(b).T + bias; arguments and errors as those of `numerics.gemm`.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format.
+        BackendError: no CuPy, or no GPU.
+    """
+    formats.element_format(a_format)
+    _check_codes("gemm", a, a_scales, a.ndim - 1)
+    return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype)
+
+
+def weight_gemm(
+    x: Any, b: Any, b_scales: Any, bias: Any | None = None, *, b_format: str = "e4m3", dtype: str = "float32"
+) -> Any:
+    """Returns x @ dequantize(b).T + bias; arguments and errors as those of `numerics.weight_gemm`.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format.
+        BackendError: no CuPy, or no GPU.
+    """
+    numerics.check_value_dtype("gemm", x.dtype)
+    return _gemm((x,), (b, b_scales), (x.dtype.name, b_format), bias, dtype)
+
+
+def wide_weight(b: Any, b_scales: Any, *, b_format: str = "e4m3") -> WideWeight:
+    """Returns the weight [N, K] in bfloat16, to be passed to `cuda_kernels.gemm` again and again."""
+    _check_codes("wide_weight", b, b_scales, 1)
+    return cuda_kernels.wide_weight(_queue(), Operand(b_format, b.data.ptr, b_scales.data.ptr), *b.shape)
+
+
+def swizzled_size(rows: int, k: int) -> int:
+    """Returns how many scales [rows, ceil(k / 32)] take in the 128x4 layout."""
+    return -(-rows // 128) * 128 * (-(-scale_count(k) // 4) * 4)
+
+
+def _gemm(a: tuple[Any, ...], b: tuple[Any, Any], kinds: tuple[str, str], bias: Any | None, dtype: str) -> Any:
+    a_kind, b_format = kinds
+    formats.element_format(b_format)
+    numerics.check_gemm_shapes("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
+    _check_codes("gemm", b[0], b[1], b[0].ndim - 1)
+    y_dtype = numerics.value_dtype(dtype)
+    cupy, queue = _cupy(), _queue()
+    vector = a[0].ndim == 1
+    a = tuple(cupy.ascontiguousarray(t[None] if vector else t) for t in a)
+    b = cupy.ascontiguousarray(b[0]), cupy.ascontiguousarray(b[1])
+    bias = None if bias is None else cupy.ascontiguousarray(bias, np.float32)
+    m, k = a[0].shape[-2:]
+    n = b[0].shape[-2]
+    try:
+        leading = np.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
+    except ValueError:
+        raise ShapeError(
+            f"gemm: operands {a[0].shape} and {b[0].shape}; expected leading dimensions that broadcast; reshape one"
+        ) from None
+    y = cupy.empty((*leading, m, n), y_dtype)
+
+    def one(a: tuple[Any, ...], b: tuple[Any, ...], y: Any, m: int) -> None:
+        x = Operand(a_kind, *(t.data.ptr for t in a))
+        weight = Operand(b_format, *(t.data.ptr for t in b))
+        address = 0 if bias is None else bias.data.ptr
+        cuda_kernels.gemm(queue, Product(x, weight, address, y.data.ptr, dtype, m, n, k))
+
+    if b[0].ndim == 2:
+        one(a, b, y, int(np.prod(leading, dtype=np.int64)) * m)
+    else:
+        every_a, every_b = ([cupy.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b))
+        for i in itertools.product(*map(range, leading)):
+            one(tuple(t[i] for t in every_a), tuple(t[i] for t in every_b), y[i], m)
+    return y[..., 0, :] if vector else y
+
+
+def _queue() -> Queue:
+    cupy = _cupy()
+    return Queue(device(cupy.cuda.runtime.getDevice()), cupy.cuda.get_current_stream().ptr, _allocate)
+
+
+def _allocate(size: int, zero: bool) -> tuple[Any, int]:
+    memory = (_cupy().zeros if zero else _cupy().empty)(size, np.uint8)
+    return memory, memory.data.ptr
+
+
+def _split(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
+    return int(np.prod(shape[:axis], dtype=np.int64)), shape[axis], int(np.prod(shape[axis + 1 :], dtype=np.int64))
+
+
+def _check_codes(where: str, elements: Any, scales: Any, axis: int) -> None:
+    expected = (*elements.shape[:axis], scale_count(elements.shape[axis]), *elements.shape[axis + 1 :])
+    if scales.shape != expected or elements.dtype != np.uint8 or scales.dtype != np.uint8:
+        raise ShapeError(
+            f"{where}: scales {scales.dtype} {scales.shape} for elements {elements.dtype} {elements.shape} blocked "
+            f"along axis {axis}; expected uint8 {expected} and uint8; pass what quantize returned"
+        )

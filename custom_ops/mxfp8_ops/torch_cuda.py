@@ -1,0 +1,200 @@
+"""The torch ops on CUDA devices: the kernels of `cuda_kernels.py` on tensors' own memory, on torch's current stream.
+
+Nothing is copied but strided inputs, and nothing waits for the device, so the ops can be captured into CUDA graphs once
+each shape has run (kernels compile and load on first use). Memory comes from torch's allocator.
+
+Not verified on hardware yet: see custom_ops/README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops import cuda, cuda_kernels, torch_kernels, torch_shapes
+from mxfp8_ops.cuda_kernels import Operand, Product, Queue, WideWeight
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.numerics import scale_count
+from mxfp8_ops.torch_shapes import Pair
+
+NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+_wide: dict[tuple[int, int, torch.Size], tuple[Tensor, Tensor, tuple[int, int], WideWeight]] = {}
+"""Weights kept in bfloat16, by address and shape; holding the tensors keeps their addresses from being used again."""
+
+
+def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
+    """Returns (elements, scales), as `numerics.quantize` does, bit for bit; see `torch_kernels.quantize`.
+
+    Raises:
+        ShapeError: wrong dtype, a scalar, or no such axis.
+        ContractError: unknown format or rounding.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    axis = torch_shapes.check_quantize(x, axis, element_format, scale_rounding)
+    if x.requires_grad and torch.is_grad_enabled():
+        warnings.warn(torch_kernels._NO_GRADIENT, stacklevel=2)
+    if x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous():
+        # Quantized as it lies, then bytes are transposed instead of values.
+        elements, scales = quantize(x.t(), 1 - axis, element_format, scale_rounding)
+        return elements.t().contiguous(), scales.t().contiguous()
+    x = x.contiguous()
+    shape = [*x.shape]
+    shape[axis] = scale_count(shape[axis])
+    elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    with _queue(x) as queue:
+        cuda_kernels.quantize(
+            queue, Operand(NAMES[x.dtype], x.data_ptr()), _split(x.shape, axis),
+            (elements.data_ptr(), scales.data_ptr()), element_format=element_format, scale_rounding=scale_rounding,
+        )  # fmt: skip
+    return elements, scales
+
+
+def dequantize(
+    elements: Tensor,
+    scales: Tensor,
+    axis: int = -1,
+    element_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns the values that (elements, scales) stand for; see `torch_kernels.dequantize`.
+
+    Raises:
+        ShapeError: wrong dtypes or devices, or the scales do not fit the elements.
+        ContractError: unknown format.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    dtype = dtype or torch.float32
+    torch_shapes.check_dequantize(elements, scales, axis, element_format, dtype)
+    _check_devices("dequantize", elements, scales)
+    elements, scales = elements.contiguous(), scales.contiguous()
+    y = torch.empty(elements.shape, dtype=dtype, device=elements.device)
+    operand = Operand(element_format, elements.data_ptr(), scales.data_ptr())
+    with _queue(elements) as queue:
+        shape = _split(elements.shape, axis % elements.dim())
+        cuda_kernels.dequantize(queue, operand, shape, y.data_ptr(), dtype=NAMES[dtype])
+    return y
+
+
+def gemm(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns dequantize(a) @ dequantize(b).T + bias; see `torch_kernels.gemm`.
+
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit.
+        ContractError: unknown format.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    dtype = dtype or torch.float32
+    shape = torch_shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
+    y = torch.empty(shape, dtype=dtype, device=a.device)
+    _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, y)
+    return y
+
+
+def weight_gemm(  # noqa: PLR0917 - the op's schema
+    x: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns x @ dequantize(b).T + bias; see `torch_kernels.weight_gemm`.
+
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit.
+        ContractError: unknown format.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    shape = torch_shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
+    y = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
+    _gemm((x,), (b, b_scales), (NAMES[x.dtype], b_format), bias, y)
+    return y
+
+
+def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
+    """Keeps the weight [N, K] in bfloat16 too, so that products with many rows need not dequantize it each time.
+
+    Twice the memory of float8, until `forget_wide`. A weight that is changed in place is dequantized anew each time.
+    """
+    torch_shapes.check_codes("keep_wide", b, b_scales, -1)
+    if b.dim() != 2 or not (b.is_contiguous() and b_scales.is_contiguous()):
+        raise ShapeError(f"keep_wide: weight {tuple(b.shape)}; expected a contiguous matrix; pass .contiguous()")
+    with _queue(b) as queue:
+        operand = Operand(b_format, b.data_ptr(), b_scales.data_ptr())
+        kept = cuda_kernels.wide_weight(queue, operand, *b.shape)
+    _wide[b.data_ptr(), b_scales.data_ptr(), b.shape] = (b, b_scales, (b._version, b_scales._version), kept)
+
+
+def forget_wide() -> None:
+    """Frees what `keep_wide` keeps."""
+    _wide.clear()
+
+
+def _gemm(a: tuple[Tensor, ...], b: Pair, kinds: tuple[str, str], bias: Tensor | None, y: Tensor) -> None:
+    """Fills `y` [..., M, N] (or [N])."""
+    kind, b_format = kinds
+    _check_devices("gemm", *a, *b, *(() if bias is None else (bias,)))
+    n, k = y.shape[-1], a[0].shape[-1]
+    a, b = tuple(t.contiguous() for t in a), (b[0].contiguous(), b[1].contiguous())
+    bias = None if bias is None else bias.contiguous()
+    address, name = 0 if bias is None else bias.data_ptr(), NAMES[y.dtype]
+    with _queue(y) as queue:
+        if b[0].dim() == 2:
+            x, weight = Operand(kind, *(t.data_ptr() for t in a)), Operand(b_format, b[0].data_ptr(), b[1].data_ptr())
+            product = Product(x, weight, address, y.data_ptr(), name, y.numel() // n if n else 0, n, k)
+            cuda_kernels.gemm(queue, product, _kept(b))
+            return
+        pairs = (a[0], a[-1])  # without scales, any address stands in for theirs
+        for m, x_data, x_scales, b_data, b_scales, y_data in torch_kernels._products(y, pairs, b):
+            x = Operand(kind, x_data, x_scales if len(a) == 2 else 0)
+            product = Product(x, Operand(b_format, b_data, b_scales), address, y_data, name, m, n, k)
+            cuda_kernels.gemm(queue, product)
+
+
+def _kept(b: Pair) -> WideWeight | None:
+    kept = _wide.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape)) if _wide else None
+    if kept is None or kept[2] != (b[0]._version, b[1]._version):
+        return None
+    return kept[3]
+
+
+@contextlib.contextmanager
+def _queue(x: Tensor) -> Iterator[Queue]:
+    """Makes the device of `x` current and yields torch's current stream there."""
+
+    def allocate(size: int, zero: bool) -> tuple[Any, int]:
+        make = torch.zeros if zero else torch.empty
+        memory = make(size, dtype=torch.uint8, device=x.device)
+        return memory, memory.data_ptr()
+
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        yield Queue(cuda.device(torch.cuda.current_device()), stream, allocate)
+
+
+def _split(shape: torch.Size, axis: int) -> tuple[int, int, int]:
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+
+
+def _check_devices(where: str, *tensors: Tensor) -> None:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ShapeError(f"{where}: tensors on {names}; expected one device; move them with .to(device)")
