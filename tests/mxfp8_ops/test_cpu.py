@@ -202,6 +202,15 @@ def check_gemm(a, b, bias, formats: tuple[str, str], dtype: str = "float32") -> 
     )
 
 
+def check_weight_gemm(x, b, b_format: str = "e4m3") -> None:
+    assert_within(
+        f"{x.dtype} x {b_format}",
+        cpu.weight_gemm(x, *b, b_format=b_format),
+        numerics.weight_gemm(x, *b, b_format=b_format),
+        numerics.gemm_error_bound(x, numerics.dequantize(*b, element_format=b_format)),
+    )
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gemm(isa, shape):
     m, n, k = shape
@@ -217,6 +226,99 @@ def test_weight_gemm(isa, shape, x_dtype):
     x, b, bias = heavy_tailed((m, k), 1).astype(x_dtype), quantized((n, k), "e4m3", 2), heavy_tailed((n,), 3)
     actual, expected = cpu.weight_gemm(x, *b, bias), numerics.weight_gemm(x, *b, bias)
     assert_within(str(x_dtype), actual, expected, numerics.gemm_error_bound(x, numerics.dequantize(*b), bias=bias))
+
+
+# Around the limits of the kernels for few rows, and of their tiles and groups of rows.
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 18, 31, 33, 255, 257, 262)
+
+
+@pytest.mark.parametrize("m", ROW_COUNTS)
+def test_gemms_at_every_row_tile(isa, m):
+    k = 600 if m < 100 else 70
+    a, b = quantized((m, k), "e4m3", 1), quantized((5, k), "e4m3", 2)
+    check_gemm(a, b, heavy_tailed((5,), 3), ("e4m3", "e4m3"))
+    check_weight_gemm(heavy_tailed((m, k), 4), b)
+    check_weight_gemm(heavy_tailed((m, k), 4).astype(ml_dtypes.bfloat16), b)
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 65, 130])
+def test_gemms_at_every_column_tile(isa, n):
+    for m in (1, 7, 17):
+        a, b = quantized((m, 130), "e4m3", 1), quantized((n, 130), "e4m3", 2)
+        check_gemm(a, b, None, ("e4m3", "e4m3"))
+        check_weight_gemm(heavy_tailed((m, 130), 4), b)
+
+
+@pytest.mark.parametrize("m", [1, 5, 20])
+def test_gemms_of_every_small_depth(isa, m):
+    for k in range(1, 101):
+        a, b = quantized((m, k), "e4m3", k), quantized((3, k), "e4m3", k + 1)
+        check_gemm(a, b, None, ("e4m3", "e4m3"))
+        check_weight_gemm(heavy_tailed((m, k), k), b)
+        check_weight_gemm(heavy_tailed((m, k), k).astype(ml_dtypes.bfloat16), b)
+
+
+@pytest.mark.parametrize("m", [1, 6, 7, 16, 20])
+@pytest.mark.parametrize("b_format", FORMATS)
+def test_gemms_with_every_kind_of_scale_in_one_row(isa, m, b_format):
+    """Scales too small and too large for a shortcut, between ordinary ones; the values of A keep sums finite."""
+    codes = [0, 1, 2, 3, 126, 127, 239 if b_format == "e5m2" else 246]
+    rng = np.random.default_rng(m)
+    b = rng.integers(0, 0x7B, (70, 1600), dtype=np.uint8) | rng.choice([0, 0x80], (70, 1600)).astype(np.uint8)
+    b_scales = rng.choice(codes, (70, 50)).astype(np.uint8)
+    b_scales[10:] = 120  # ordinary rows
+    b_scales[20, 49] = b_scales[40, 0] = 1
+    for a_scale in (100, 20, 2):
+        a = rng.integers(0, 0x7B, (m, 1600), dtype=np.uint8), np.full((m, 50), a_scale, np.uint8)
+        check_gemm(a, (b, b_scales), None, ("e4m3", b_format))
+    for scale in (2.0**-20, 2.0**-60, 2.0**-120):
+        check_weight_gemm(heavy_tailed((m, 1600)) * np.float32(scale), (b, b_scales), b_format)
+
+
+@pytest.mark.parametrize("m", [1, 8, 20])
+def test_weight_gemm_of_values_that_span_all_of_float32(isa, m):
+    """No power of two brings these into the range where small products stay normal."""
+    x = np.ldexp(heavy_tailed((m, 200)), np.random.default_rng(1).integers(-120, 90, (m, 200))).astype(np.float32)
+    check_weight_gemm(x, quantized((9, 200), "e4m3", 2))
+    check_weight_gemm(x.astype(ml_dtypes.bfloat16), quantized((9, 200), "e4m3", 2))
+    check_weight_gemm(np.zeros((m, 200), np.float32), quantized((9, 200), "e4m3", 2))
+
+
+@pytest.mark.parametrize("m", [1, 8, 20])
+@pytest.mark.parametrize("codes", [(254,), (255,), (0, 255)])
+def test_gemms_show_overflow_and_nan_scales_in_their_columns_only(isa, m, codes):
+    a, b = quantized((m, 640), "e4m3", 1), quantized((70, 640), "e4m3", 2)
+    x = heavy_tailed((m, 640), 3)
+    clean, weight_clean = cpu.gemm(*a, *b), cpu.weight_gemm(x, *b)
+    for i, code in enumerate(codes):
+        b[1][33, i], b[1][69, 19 - i] = code, code
+    columns = [33, 69]
+    others = [j for j in range(70) if j not in columns]
+    for y, expected in ((cpu.gemm(*a, *b), clean), (cpu.weight_gemm(x, *b), weight_clean)):
+        assert not np.isfinite(y[:, columns]).any()
+        assert_same("the other columns", y[:, others], expected[:, others])
+
+
+@pytest.mark.parametrize("m", [1, 8, 20])
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
+def test_weight_gemm_shows_nan_and_inf_of_x_in_their_rows(isa, m, x_dtype):
+    x, b = heavy_tailed((m, 200)).astype(x_dtype), quantized((9, 200), "e4m3", 2)
+    x[0, 150], x[m // 2, 7] = np.inf, np.nan
+    b[0][4, 150] = 0  # times infinity: NaN
+    y, expected = cpu.weight_gemm(x, *b), numerics.weight_gemm(x, *b)
+    assert_same("NaN", np.isnan(y), np.isnan(expected))
+    assert_same("Inf", np.isinf(y), np.isinf(expected))
+
+
+@pytest.mark.parametrize("m", [1, 8, 20])
+def test_gemms_with_blocks_of_zeros(isa, m):
+    """Padding: scale code 0, all elements zero, in A, in B, in both; and the result is zero, not nearly."""
+    x, w = heavy_tailed((m, 640), 1), heavy_tailed((70, 640), 2)
+    x[:, 64:160], w[:, 128:256], w[5], w[33, :32] = 0, 0, 0, 0
+    a, b = numerics.quantize(x), numerics.quantize(w)
+    check_gemm(a, b, None, ("e4m3", "e4m3"))
+    check_weight_gemm(x, b)
+    assert (cpu.gemm(*a, *b)[:, 5] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -102,7 +102,7 @@ void pack(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& 
 
 void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
   if (args.m == 0 || args.n == 0) return;
-  const int64_t k_padded = ceil_div(args.k, kBlock) * kBlock;
+  const int64_t k_padded = ceil_div(args.k, 2 * kBlock) * 2 * kBlock;
   const int64_t most_rows = std::min(args.m, kGemmRows);
   Scratch packed;
   int scratch_value_bytes = 0;
@@ -124,15 +124,20 @@ void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args
       return *std::min_element(lowest, lowest + ceil_div(tiles, per_task));
     };
 
-    const GemmKernel* kernel = &kernels.gemm_bf16;
+    // The first kernel that is there and can hold these rows; the last one can hold any.
+    const bool fits_bf16 = args.a_scales != nullptr || args.a_format == MXFP8_BFLOAT16;
+    const GemmKernel* kernel = nullptr;
     int exponent = kNotExact;
-    if (kernel->pack != nullptr && (args.a_scales != nullptr || args.a_format == MXFP8_BFLOAT16)) {
-      exponent = pack_rows(*kernel);
-    }
-    if (exponent == kNotExact) {
-      kernel = &kernels.gemm_f32;
-      exponent = pack_rows(*kernel);
-    }
+    const auto attempt = [&](const GemmKernel& candidate, bool wanted) {
+      if (exponent != kNotExact || candidate.pack == nullptr || !wanted) return;
+      kernel = &candidate;
+      exponent = pack_rows(candidate);
+    };
+    attempt(kernels.gemm_skinny_bf16, fits_bf16 && rows <= kernels.gemm_skinny_bf16.tile_rows);
+    attempt(kernels.gemm_skinny_f32,
+            rows <= kernels.gemm_skinny_f32.tile_rows && !(fits_bf16 && kernels.gemm_bf16.pack != nullptr));
+    attempt(kernels.gemm_bf16, fits_bf16);
+    attempt(kernels.gemm_f32, true);
 
     const int64_t tiles = ceil_div(rows, kernel->tile_rows);
     const int64_t wanted = std::clamp<int64_t>(rows * args.n * args.k / kTaskProducts, 1,

@@ -12,6 +12,8 @@
 
 #define MXFP8_INLINE static inline __attribute__((always_inline))
 #define MXFP8_INLINE_MEMBER inline __attribute__((always_inline))
+#define MXFP8_INLINE_LAMBDA __attribute__((always_inline))
+#define MXFP8_NOINLINE static __attribute__((noinline))
 
 namespace mxfp8::MXFP8_ISA {
 

@@ -2,7 +2,7 @@
 // strip.
 //
 // Packed A, `rows` rows: chunks of kGemmDepthBytes; in a chunk, tiles of kTileRows rows (the last may have
-// fewer); in a tile, block by block, 32 values of each of its rows. So a multiply reads it front to back.
+// fewer); in a tile, step by step along K, the values of each of its rows. So a multiply reads it front to back.
 #pragma once
 #include "codec.h"
 #include "kernels.h"
@@ -17,24 +17,25 @@ MXFP8_INLINE int64_t blocks_of(int64_t k) { return (k + kBlock - 1) / kBlock; }
 
 // One chunk of K.
 struct Chunk {
-  int64_t block;   // first block
-  int64_t blocks;  // number of blocks
+  int64_t k, count;  // its elements
+  int64_t padded;    // values of a packed row in it
 };
 template <class T>
-constexpr int64_t kDepth = kGemmDepthBytes / int64_t(sizeof(T));  // values of one row in a chunk
+constexpr int64_t kDepth = kGemmDepthBytes / int64_t(sizeof(T));  // values of one packed row in a chunk
 template <class T>
 MXFP8_INLINE int64_t chunks_of(int64_t k) {
   return (k + kDepth<T> - 1) / kDepth<T>;
 }
+// Packed rows are padded to a multiple of `step` values.
 template <class T>
-MXFP8_INLINE Chunk chunk_at(int64_t k, int64_t index) {
-  constexpr int64_t blocks = kDepth<T> / kBlock;
-  return {index * blocks, min_of(blocks, blocks_of(k) - index * blocks)};
+MXFP8_INLINE Chunk chunk_at(int64_t k, int64_t index, int64_t step) {
+  const int64_t begin = index * kDepth<T>, count = min_of(kDepth<T>, k - begin);
+  return {begin, count, (count + step - 1) / step * step};
 }
 
 // Offset, in values, of a tile in the packed A.
 MXFP8_INLINE int64_t tile_offset(int64_t rows, Chunk chunk, int64_t tile) {
-  return (chunk.block * rows + chunk.blocks * tile * kTileRows) * kBlock;
+  return chunk.k * rows + chunk.padded * tile * kTileRows;
 }
 
 // Decodes a block of `count` <= 32 elements, scaled, as float32; zeros follow.
@@ -57,32 +58,53 @@ MXFP8_INLINE void decode_block(const uint8_t* elements, int64_t count, uint8_t s
   }
 }
 
-// Each row of B is a new stream to the hardware prefetcher: fetches this chunk of the next panel's row meanwhile.
-MXFP8_INLINE void prefetch_next_panel(const GemmArgs& args, int64_t row, Chunk chunk) {
-  const uint8_t* next = args.b + (row + kGemmPanel) * args.k + chunk.block * kBlock;
-  for (int64_t i = 0; i < chunk.blocks; i += 2) __builtin_prefetch(next + i * kBlock);
+// Block `block` of a row of A, dequantized if it is quantized, as float32; zeros follow a partial block.
+MXFP8_INLINE void load_a_block(const GemmArgs& args, int64_t row, int64_t block, float* out) {
+  const int64_t offset = row * args.a_stride + block * kBlock;
+  const int64_t count = args.k - block * kBlock;
+  if (args.a_scales != nullptr) {
+    with_format(args.a_format, [&](auto format) {
+      decode_block<decltype(format)>(static_cast<const uint8_t*>(args.a) + offset, count,
+                                     args.a_scales[row * blocks_of(args.k) + block], out);
+    });
+  } else {
+    with_dtype(args.a_format, [&](auto dtype) {
+      using D = decltype(dtype);
+      const auto* from = static_cast<const typename D::Storage*>(args.a) + offset;
+      if (count >= kBlock) {
+        for (int i = 0; i < kBlock; ++i) out[i] = D::load(from[i]);
+      } else {
+        for (int i = 0; i < kBlock; ++i) out[i] = i < count ? D::load(from[i]) : 0.0f;
+      }
+    });
+  }
 }
 
-// Decodes a panel - kGemmPanel rows of B from `column` on, one chunk deep - as float32: [block, row, 32]. Rows past
-// `column_end` are zero.
+// One row of A times one row of B over a part of K, from the operands themselves, decoded to float32: for
+// everything the fast kernels cannot do exactly.
 template <class F>
-MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t column_end, Chunk chunk, float* out) {
-  const int64_t blocks = blocks_of(args.k);
-  for (int64_t row = 0; row < kGemmPanel; ++row) {
-    const bool inside = column + row < column_end;
-    const uint8_t* elements = args.b + (column + row) * args.k;
-    const uint8_t* scales = args.b_scales + (column + row) * blocks;
-    prefetch_next_panel(args, column + row, chunk);
-    for (int64_t i = 0; i < chunk.blocks; ++i) {
-      float* to = out + (i * kGemmPanel + row) * kBlock;
-      const int64_t k = (chunk.block + i) * kBlock;
-      if (inside) {
-        decode_block<F>(elements + k, args.k - k, scales[chunk.block + i], to);
-      } else {
-        std::memset(to, 0, kBlock * sizeof(float));
-      }
-    }
+MXFP8_NOINLINE float exact_dot(const GemmArgs& args, int64_t row, int64_t column, int64_t k_begin, int64_t count) {
+  const auto* b = args.b + column * args.k;
+  const uint8_t* b_scales = args.b_scales + column * blocks_of(args.k);
+  float sum = 0;
+  for (int64_t k = k_begin; k < k_begin + count; k += kBlock) {
+    alignas(64) float x[kBlock], w[kBlock];
+    load_a_block(args, row, k / kBlock, x);
+    decode_block<F>(b + k, args.k - k, b_scales[k / kBlock], w);
+    Vec sums = zero();
+    for (int lane = 0; lane < kBlock; lane += kLanes) sums = multiply_add(load(x + lane), load(w + lane), sums);
+    const Vec all[4] = {sums, zero(), zero(), zero()};
+    float totals[4];
+    store_sums(all, totals, false);
+    sum += totals[0];
   }
+  return sum;
+}
+
+// Each row of B is a new stream to the hardware prefetcher: fetches this chunk of the next panel's row meanwhile.
+MXFP8_INLINE void prefetch_next_panel(const GemmArgs& args, int64_t row, Chunk chunk) {
+  const uint8_t* next = args.b + (row + kGemmPanel) * args.k + chunk.k;
+  for (int64_t i = 0; i < chunk.count; i += 64) __builtin_prefetch(next + i);
 }
 
 // Adds the bias to a strip [rows, kGemmColumns] and stores it in the result's dtype.
@@ -104,7 +126,7 @@ MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, i
 
 // Walks the result in strips of kGemmColumns columns, T the type of packed values. panel(chunk, column, strip,
 // accumulate) multiplies all tiles with one panel of B.
-template <class T, class Panel>
+template <class T, int Step, class Panel>
 MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                                  int64_t column_begin, int64_t column_end, const Panel& panel) {
   alignas(64) float strip[kGemmRows * kGemmColumns];
@@ -116,11 +138,12 @@ MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows
     if (chunks == 0) std::memset(strip, 0, size_t(count * kGemmColumns) * sizeof(float));
     if (count <= kFewRows) {
       for (int64_t j = 0; j < width; j += kGemmPanel) {
-        for (int64_t c = 0; c < chunks; ++c) panel(chunk_at<T>(args.k, c), column + j, strip + j, c > 0);
+        for (int64_t c = 0; c < chunks; ++c) panel(chunk_at<T>(args.k, c, Step), column + j, strip + j, c > 0);
       }
     } else {
       for (int64_t c = 0; c < chunks; ++c) {
-        for (int64_t j = 0; j < width; j += kGemmPanel) panel(chunk_at<T>(args.k, c), column + j, strip + j, c > 0);
+        for (int64_t j = 0; j < width; j += kGemmPanel)
+          panel(chunk_at<T>(args.k, c, Step), column + j, strip + j, c > 0);
       }
     }
     store_strip(args, row + first, count, column, width, strip);

@@ -30,18 +30,22 @@ MXFP8_INLINE void multiply_tile(const float* a, const float* b, int64_t blocks, 
   for (int i = 0; i < R; ++i) store_sums(sums[i], strip + i * kGemmColumns, accumulate);
 }
 
-template <class Load>
-MXFP8_INLINE void pack_tiles(const GemmArgs& args, int64_t rows, int64_t tile_begin, int64_t tile_end, float* packed,
-                             const Load& load_block) {
-  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-    const int64_t tile_rows = min_of(kTileRows, rows - tile * kTileRows);
-    for (int64_t c = 0; c < chunks_of<float>(args.k); ++c) {
-      const Chunk chunk = chunk_at<float>(args.k, c);
-      float* out = packed + tile_offset(rows, chunk, tile);
-      for (int64_t i = 0; i < tile_rows; ++i) {
-        for (int64_t block = 0; block < chunk.blocks; ++block) {
-          load_block(tile * kTileRows + i, chunk.block + block, out + (block * tile_rows + i) * kBlock);
-        }
+// Decodes a panel - kGemmPanel rows of B from `column` on, one chunk deep - as float32: [block, row, 32]. Rows past
+// `column_end` are zero.
+template <class F>
+MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t column_end, Chunk chunk, float* out) {
+  for (int64_t row = 0; row < kGemmPanel; ++row) {
+    const bool inside = column + row < column_end;
+    const uint8_t* elements = args.b + (column + row) * args.k;
+    const uint8_t* scales = args.b_scales + (column + row) * blocks_of(args.k);
+    prefetch_next_panel(args, column + row, chunk);
+    for (int64_t i = 0; i < chunk.padded; i += kBlock) {
+      float* to = out + i * kGemmPanel + row * kBlock;
+      const int64_t k = chunk.k + i;
+      if (inside) {
+        decode_block<F>(elements + k, args.k - k, scales[k / kBlock], to);
+      } else {
+        std::memset(to, 0, kBlock * sizeof(float));
       }
     }
   }
@@ -50,31 +54,17 @@ MXFP8_INLINE void pack_tiles(const GemmArgs& args, int64_t rows, int64_t tile_be
 }  // namespace
 
 int gemm_f32_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed) {
-  auto* out = static_cast<float*>(packed);
-  if (args.a_scales != nullptr) {
-    with_format(args.a_format, [&](auto format) {
-      const auto* a = static_cast<const uint8_t*>(args.a) + row * args.a_stride;
-      const uint8_t* scales = args.a_scales + row * blocks_of(args.k);
-      pack_tiles(args, rows, tile_begin, tile_end, out, [&](int64_t i, int64_t block, float* to) {
-        const int64_t k = block * kBlock;
-        decode_block<decltype(format)>(a + i * args.a_stride + k, args.k - k, scales[i * blocks_of(args.k) + block],
-                                       to);
-      });
-    });
-  } else {
-    with_dtype(args.a_format, [&](auto dtype) {
-      using D = decltype(dtype);
-      const auto* a = static_cast<const typename D::Storage*>(args.a) + row * args.a_stride;
-      pack_tiles(args, rows, tile_begin, tile_end, out, [&](int64_t i, int64_t block, float* to) {
-        const auto* from = a + i * args.a_stride + block * kBlock;
-        const int64_t count = args.k - block * kBlock;
-        if (count >= kBlock) {
-          for (int j = 0; j < kBlock; ++j) to[j] = D::load(from[j]);
-        } else {
-          for (int j = 0; j < kBlock; ++j) to[j] = j < count ? D::load(from[j]) : 0.0f;
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    const int64_t tile_rows = min_of(kTileRows, rows - tile * kTileRows);
+    for (int64_t c = 0; c < chunks_of<float>(args.k); ++c) {
+      const Chunk chunk = chunk_at<float>(args.k, c, kBlock);
+      float* out = static_cast<float*>(packed) + tile_offset(rows, chunk, tile);
+      for (int64_t i = 0; i < tile_rows; ++i) {
+        for (int64_t k = 0; k < chunk.padded; k += kBlock) {
+          load_a_block(args, row + tile * kTileRows + i, (chunk.k + k) / kBlock, out + k * tile_rows + i * kBlock);
         }
-      });
-    });
+      }
+    }
   }
   return 0;
 }
@@ -84,17 +74,18 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
   const auto* a = static_cast<const float*>(packed);
   with_format(args.b_format, [&](auto format) {
     alignas(64) float b[kGemmPanel * kDepth<float>];
-    for_each_strip<float>(args, row, rows, tile_begin, tile_end, column_begin, column_end,
-                          [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
-                            decode_panel<decltype(format)>(args, column, column_end, chunk, b);
-                            for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-                              const float* from = a + tile_offset(rows, chunk, tile);
-                              float* to = strip + (tile - tile_begin) * kTileRows * kGemmColumns;
-                              with_rows(rows - tile * kTileRows, [&](auto r) {
-                                multiply_tile<decltype(r)::value>(from, b, chunk.blocks, to, accumulate);
-                              });
-                            }
-                          });
+    for_each_strip<float, kBlock>(args, row, rows, tile_begin, tile_end, column_begin, column_end,
+                                  [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
+                                    decode_panel<decltype(format)>(args, column, column_end, chunk, b);
+                                    for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+                                      const float* from = a + tile_offset(rows, chunk, tile);
+                                      float* to = strip + (tile - tile_begin) * kTileRows * kGemmColumns;
+                                      with_rows(rows - tile * kTileRows, [&](auto r) {
+                                        multiply_tile<decltype(r)::value>(from, b, chunk.padded / kBlock, to,
+                                                                          accumulate);
+                                      });
+                                    }
+                                  });
   });
 }
 

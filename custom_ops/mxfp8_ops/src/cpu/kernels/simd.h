@@ -17,7 +17,8 @@ namespace mxfp8::MXFP8_ISA {
 
 using Vec = __m512;
 constexpr int kLanes = 16;
-constexpr int kTileRows = 6;  // 6 x 4 accumulators, 4 + 1 operands: 29 of 32 registers
+constexpr int kTileRows = 6;     // 6 x 4 accumulators, 4 + 1 operands: 29 of 32 registers
+constexpr int kSkinnyGroup = 8;  // rows of A that gemm_skinny_f32.cpp multiplies at a time
 MXFP8_INLINE Vec zero() { return _mm512_setzero_ps(); }
 MXFP8_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 MXFP8_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
@@ -36,6 +37,12 @@ MXFP8_INLINE __m128 sum_lanes(Vec a, Vec b, Vec c, Vec d) {
 MXFP8_INLINE void store_sums(const Vec* v, float* out, bool accumulate) {
   const __m128 sums = sum_lanes(v[0], v[1], v[2], v[3]);
   _mm_storeu_ps(out, accumulate ? _mm_add_ps(_mm_loadu_ps(out), sums) : sums);
+}
+
+// The scales of the 64 elements from k on, four to a lane: one block per half.
+MXFP8_INLINE Vec spread_scales(const float* scales, int64_t k) {
+  const float* two = scales + k / kBlock;
+  return _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(two[0]), _mm512_set1_ps(two[1]));
 }
 
 template <class F>
@@ -58,6 +65,7 @@ MXFP8_INLINE bool any_nan_code(const uint8_t* elements) {
 using Vec = __m256;
 constexpr int kLanes = 8;
 constexpr int kTileRows = 3;  // 3 x 4 accumulators, 3 + 1 operands: all 16 registers
+constexpr int kSkinnyGroup = 6;
 MXFP8_INLINE Vec zero() { return _mm256_setzero_ps(); }
 MXFP8_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 MXFP8_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
@@ -66,6 +74,8 @@ MXFP8_INLINE void store_sums(const Vec* v, float* out, bool accumulate) {
   const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
   _mm_storeu_ps(out, accumulate ? _mm_add_ps(_mm_loadu_ps(out), sums) : sums);
 }
+
+MXFP8_INLINE Vec spread_scales(const float* scales, int64_t k) { return _mm256_set1_ps(scales[k / kBlock]); }
 
 template <class F>
 MXFP8_INLINE void halves_to_floats(const uint8_t* elements, float factor, float* out) {
@@ -90,6 +100,7 @@ MXFP8_INLINE bool any_nan_code(const uint8_t* elements) {
 typedef float Vec __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
 constexpr int kTileRows = 2;
+constexpr int kSkinnyGroup = 4;
 MXFP8_INLINE Vec zero() { return Vec{}; }
 MXFP8_INLINE Vec load(const float* p) {
   Vec v;
@@ -103,6 +114,7 @@ MXFP8_INLINE void store_sums(const Vec* v, float* out, bool accumulate) {
     out[i] = accumulate ? out[i] + sum : sum;
   }
 }
+MXFP8_INLINE Vec spread_scales(const float* scales, int64_t k) { return Vec{} + scales[k / kBlock]; }
 
 #endif
 

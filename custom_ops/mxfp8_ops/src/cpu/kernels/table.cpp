@@ -9,9 +9,13 @@ void quantize_columns(const QuantizeArgs&, int64_t, int64_t);
 void pack_columns(const QuantizeArgs&, int64_t, int64_t, Stats*);
 void dequantize_rows(const DequantizeArgs&, int64_t, int64_t);
 void dequantize_columns(const DequantizeArgs&, int64_t, int64_t);
+int gemm_skinny_f32_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
+void gemm_skinny_f32_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
 int gemm_f32_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
 void gemm_f32_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
 #if defined(__AVX512BF16__)
+int gemm_skinny_bf16_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
+void gemm_skinny_bf16_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
 int gemm_bf16_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
 void gemm_bf16_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
 #endif
@@ -27,6 +31,12 @@ const Kernels kernels = {
     pack_columns,
     dequantize_rows,
     dequantize_columns,
+    {kSkinnyRowsF32, sizeof(float), gemm_skinny_f32_pack, gemm_skinny_f32_multiply},
+#if defined(__AVX512BF16__)
+    {kSkinnyRowsBf16, sizeof(uint16_t), gemm_skinny_bf16_pack, gemm_skinny_bf16_multiply},
+#else
+    {0, 0, nullptr, nullptr},
+#endif
     {kTileRows, sizeof(float), gemm_f32_pack, gemm_f32_multiply},
 #if defined(__AVX512BF16__)
     {kTileRows, sizeof(uint16_t), gemm_bf16_pack, gemm_bf16_multiply},

@@ -1,0 +1,223 @@
+// Elements to bfloat16, and A packed as bfloat16. 64 elements at a time: both bytes of a value come from tables indexed
+// by the element code (VPERMI2B). A scale is put in by adding it to the exponent of everything but zeros.
+#pragma once
+#include "gemm.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+
+namespace mxfp8::MXFP8_ISA {
+
+constexpr int kLowestNormal = -126;
+constexpr int kStepBf16 = 64;      // elements decoded at once
+constexpr int kScaleValues = 512;  // elements whose 16 scales are loaded at once
+
+// Exponent of the lowest bit an element can have, relative to its scale.
+template <class F>
+constexpr int kElementExponent = 1 - F::bias - F::mantissa_bits;
+
+// The scales for which every finite element, scaled, is finite and every nonzero one is normal.
+template <class F>
+constexpr int kMaxScale = 254 - F::emax;
+template <class F>
+constexpr int kMinScale = 1 - kElementExponent<F>;
+
+// Two registers of values. Interleaving bytes works within 128-bit lanes: `even` holds codes 0-7, 16-23, 32-39 and
+// 48-55, `odd` the others, so that the lower half of each belongs to the first block and the upper to the second.
+struct Values {
+  __m512i even, odd;
+};
+
+// The bytes of the 128 magnitudes, made once.
+template <class F>
+struct Tables {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr Tables() : low{}, high{} {
+    for (int code = 0; code < 128; ++code) {
+      const int field = code >> F::mantissa_bits, fraction = code & ((1 << F::mantissa_bits) - 1);
+      int exponent = field + 127 - F::bias, mantissa = fraction << (7 - F::mantissa_bits);
+      if (field == 0) {  // subnormal: shift until the leading bit is where it is implied
+        exponent += 1;
+        for (; mantissa != 0 && mantissa < 128; mantissa *= 2) exponent -= 1;
+        mantissa -= 128;
+      }
+      int bits = exponent * 128 + mantissa;
+      if (code == 0) bits = 0;
+      if (code > int(F::max_code)) bits = F::has_infinity && fraction == 0 ? 0x7f80 : 0x7fc0;
+      low[code] = uint8_t(bits);
+      high[code] = uint8_t(bits >> 8);
+    }
+  }
+};
+template <class F>
+constexpr Tables<F> kTables{};
+
+template <class F>
+class Decoder {
+ public:
+  Decoder() {
+    for (int i = 0; i < 2; ++i) {
+      low_[i] = _mm512_load_si512(kTables<F>.low + 64 * i);
+      high_[i] = _mm512_load_si512(kTables<F>.high + 64 * i);
+    }
+  }
+
+  // Without scales; NaN and Inf come out as such. `highest` collects the upper bytes of all magnitudes: see
+  // has_special.
+  MXFP8_INLINE_MEMBER Values values(__m512i codes, __m512i* highest) const {
+    const __m512i low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);
+    *highest = _mm512_max_epu8(*highest, magnitude);
+    // magnitude | (codes & 0x80)
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8(char(0x80)), 0xf8);
+    return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+  }
+
+  // Whether a NaN or Inf was among the codes whose upper bytes were collected.
+  MXFP8_INLINE_MEMBER static bool has_special(__m512i highest) {
+    return _mm512_cmpeq_epi8_mask(highest, _mm512_set1_epi8(0x7f)) != 0;
+  }
+
+ private:
+  __m512i low_[2], high_[2];  // bytes of the 128 magnitudes
+};
+
+// Adds `exponents`, see exponents_of, to the nonzero values.
+MXFP8_INLINE __m512i add_exponents(__m512i values, __m512i exponents) {
+  const __mmask32 nonzero = _mm512_test_epi16_mask(values, _mm512_set1_epi16(0x7fff));
+  return _mm512_mask_add_epi16(values, nonzero, values, exponents);
+}
+
+// What up to 16 scale codes add to a bfloat16, for each of them a pair of equal 16-bit lanes.
+MXFP8_INLINE __m512i exponents_of(__m128i scales) {
+  const __m512i shifted = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_cvtepu8_epi32(scales), _mm512_set1_epi32(127)), 7);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, shifted, _mm512_slli_epi32(shifted, 16));
+}
+
+MXFP8_INLINE __m128i load_scales(const uint8_t* scales, int64_t count) {
+  return _mm_maskz_loadu_epi8(count >= 16 ? __mmask16(0xffff) : __mmask16((1u << count) - 1), scales);
+}
+MXFP8_INLINE __m512i load_codes(const uint8_t* elements, int64_t count) {
+  if (count >= 64) return _mm512_loadu_si512(elements);
+  return _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, elements);
+}
+
+// Of 16 blocks, those whose scale is outside lowest..highest.
+MXFP8_INLINE __mmask16 outside(__m128i scales, int lowest, int highest) {
+  return _mm_cmplt_epu8_mask(scales, _mm_set1_epi8(char(lowest))) |
+         _mm_cmpgt_epu8_mask(scales, _mm_set1_epi8(char(highest)));
+}
+
+// Whether a block is all zeros, its scale a number: then its scale does not matter.
+MXFP8_INLINE bool is_zero(const uint8_t* elements, int64_t count, uint8_t scale) {
+  const __mmask32 present = count >= kBlock ? ~__mmask32(0) : (__mmask32(1) << count) - 1;
+  const __m256i codes = _mm256_maskz_loadu_epi8(present, elements);
+  return scale != kScaleNan && _mm256_test_epi8_mask(codes, _mm256_set1_epi8(0x7f)) == 0;
+}
+
+// The lanes of steps 0, 1, .. of 16 blocks: each takes two, one per half.
+MXFP8_INLINE __m512i lanes_of_step(int64_t step) {
+  const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  return _mm512_add_epi32(first, _mm512_set1_epi32(int(2 * step)));
+}
+
+// Exponents of the lowest and highest bit in any packed value; NaN and Inf do not count.
+struct Extent {
+  int lowest = kAllZero, highest = -kAllZero;
+  MXFP8_INLINE_MEMBER void add(int low, int high) {
+    lowest = low < lowest ? low : lowest;
+    highest = high > highest ? high : highest;
+  }
+};
+
+// As add_exponents, for any elements; a scale that is NaN shows in its half.
+MXFP8_INLINE __m512i scale_any(__m512i values, __m512i exponents, const uint8_t* scales) {
+  const __m512i infinity = _mm512_set1_epi16(0x7f80);
+  const __m512i magnitudes = _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
+  const __mmask32 changes =
+      _mm512_test_epi16_mask(magnitudes, magnitudes) & _mm512_cmplt_epi16_mask(magnitudes, infinity);
+  const uint32_t nan = (scales[0] == kScaleNan ? 0xffffu : 0) | (scales[1] == kScaleNan ? 0xffff0000u : 0);
+  return _mm512_mask_mov_epi16(_mm512_mask_add_epi16(values, changes, values, exponents), nan,
+                               _mm512_set1_epi16(0x7fc0));
+}
+
+// Decodes a row of A into steps `stride` values apart. False if a scale does not fit bfloat16.
+template <class F>
+MXFP8_INLINE bool pack_elements(const Decoder<F>& decoder, const uint8_t* elements, const uint8_t* scales,
+                                int64_t count, int64_t stride, uint16_t* out, Extent* extent) {
+  __m512i unused = _mm512_setzero_si512();
+  for (int64_t k = 0; k < count; k += kScaleValues) {
+    const int64_t left = count - k, blocks = min_of(kScaleValues / kBlock, blocks_of(left));
+    uint8_t codes[kScaleValues / kBlock] = {};
+    std::memcpy(codes, scales + k / kBlock, size_t(blocks));
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int scale = codes[i];
+      if (scale == kScaleNan || (scale == 0 && is_zero(elements + k + i * kBlock, left - i * kBlock, 0))) continue;
+      if (scale < kMinScale<F> || scale > kMaxScale<F>) return false;
+      extent->add(scale - 127 + kElementExponent<F>, scale - 127 + F::emax);
+    }
+    const __m512i exponents = exponents_of(load_scales(codes, kScaleValues / kBlock));
+    for (int64_t i = 0; i * kStepBf16 < min_of(left, kScaleValues); ++i) {
+      const Values values = decoder.values(load_codes(elements + k + i * kStepBf16, left - i * kStepBf16), &unused);
+      const __m512i step_exponents = _mm512_permutexvar_epi32(lanes_of_step(i), exponents);
+      uint16_t* to = out + (k / kStepBf16 + i) * stride;
+      _mm512_store_si512(to, scale_any(values.even, step_exponents, codes + 2 * i));
+      _mm512_store_si512(to + kBlock, scale_any(values.odd, step_exponents, codes + 2 * i));
+    }
+  }
+  return true;
+}
+
+MXFP8_INLINE void pack_values(const uint16_t* values, int64_t count, int64_t stride, uint16_t* out, Extent* extent) {
+  const __m512i exponent_bits = _mm512_set1_epi16(0x7f80);
+  __m512i lowest = exponent_bits, highest = _mm512_setzero_si512();
+  for (int64_t k = 0; k < count; k += kStepBf16) {
+    __m512i half[2];
+    for (int i = 0; i < 2; ++i) {
+      const int64_t left = count - k - i * kBlock;
+      const __mmask32 present = left >= kBlock ? ~__mmask32(0) : left <= 0 ? 0 : (__mmask32(1) << left) - 1;
+      half[i] = _mm512_maskz_loadu_epi16(present, values + k + i * kBlock);
+      const __m512i exponents = _mm512_and_si512(half[i], exponent_bits);
+      const __mmask32 finite = _mm512_test_epi16_mask(half[i], _mm512_set1_epi16(0x7fff)) &
+                               _mm512_cmpneq_epi16_mask(exponents, exponent_bits);
+      lowest = _mm512_mask_min_epu16(lowest, finite, lowest, exponents);
+      highest = _mm512_mask_max_epu16(highest, finite, highest, exponents);
+    }
+    // 128-bit lanes 0, 2, .. of the 64 values, then 1, 3, ..: where the decoder puts their weights.
+    uint16_t* to = out + k / kStepBf16 * stride;
+    _mm512_store_si512(to, _mm512_shuffle_i64x2(half[0], half[1], 0x88));
+    _mm512_store_si512(to + kBlock, _mm512_shuffle_i64x2(half[0], half[1], 0xdd));
+  }
+  alignas(64) uint16_t low[kBlock], high[kBlock];
+  _mm512_store_si512(low, lowest);
+  _mm512_store_si512(high, highest);
+  for (int i = 0; i < kBlock; ++i) {
+    if (low[i] == 0x7f80) continue;  // nothing finite but zeros
+    // A subnormal has the lowest bit of all, which is below what the dot product reads.
+    extent->add((low[i] >> 7) - 127 - (low[i] == 0 ? 8 : 7), (high[i] >> 7) - 127);
+  }
+}
+
+// Packs `count` elements of a row of A, from k on, into steps `stride` values apart. False as above.
+template <class F>
+MXFP8_INLINE bool pack_row(const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride, uint16_t* out,
+                           Extent* extent) {
+  const int64_t offset = row * args.a_stride + k;
+  if (args.a_scales == nullptr) {
+    pack_values(static_cast<const uint16_t*>(args.a) + offset, count, stride, out, extent);
+    return true;
+  }
+  return pack_elements(Decoder<F>(), static_cast<const uint8_t*>(args.a) + offset,
+                       args.a_scales + row * blocks_of(args.k) + k / kBlock, count, stride, out, extent);
+}
+
+// The smallest scale code of B that makes neither a weight subnormal nor a product with what has its lowest bit at
+// `exponent`.
+template <class F>
+MXFP8_INLINE int lowest_scale(int exponent) {
+  const int needed = 127 + kLowestNormal - exponent - kElementExponent<F>;
+  return needed < kMinScale<F> ? kMinScale<F> : needed > 255 ? 255 : needed;
+}
+
+}  // namespace mxfp8::MXFP8_ISA
+
+#endif

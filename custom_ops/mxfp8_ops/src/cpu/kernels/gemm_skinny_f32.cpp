@@ -1,0 +1,190 @@
+// The gemms for few rows in float32, on every instruction set: B is decoded in registers.
+//
+// y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + 4 M K + the result.
+//
+// An element becomes a float32 by shifts alone: sign to the top, exponent and mantissa below it, where they stand for
+// its value times 2^-bias_gap (subnormal elements come out as subnormal floats, correctly). A register of bytes gives
+// four registers of floats, element 4 l + i in lane l of register i; A is packed in that order. The missing
+// 2^bias_gap is put into the scale, which multiplies each block's sum. So that small products stay normal, A is packed
+// times 2^t, which puts its largest value at 2^100; the scale takes 2^-t back. Exact if A spans less than 2^97, else
+// pack refuses. A row of B whose scales do not fit, or that has NaN or Inf codes, goes to exact_dot.
+#include "gemm_skinny.h"
+
+namespace mxfp8::MXFP8_ISA {
+namespace {
+
+typedef int16_t Shorts __attribute__((vector_size(sizeof(Vec))));
+typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
+typedef uint8_t Bytes __attribute__((vector_size(sizeof(Vec))));
+
+constexpr int kStep = int(sizeof(Vec));  // elements decoded at once
+constexpr int kLargestExponent = 100;    // of packed A, where it is scaled
+constexpr int kSmallestExponent = 3;
+
+template <class F>
+struct Shift {
+  static constexpr int right = 1 + F::mantissa_bits;
+  static constexpr uint32_t mask = 0x80000000 | (0x7fu << (24 - right));
+  static constexpr int bias_gap = 127 - F::bias;
+  static constexpr uint8_t special = 0x80 | (F::max_code + 1);  // codes with the sign set from here on: NaN, Inf
+};
+
+// The floats of kStep elements, times 2^-bias_gap. `specials` collects their codes: see Shift::special.
+template <class F>
+MXFP8_INLINE void decode_step(const uint8_t* elements, Vec* out, Bytes* specials) {
+  Shorts bytes;
+  std::memcpy(&bytes, elements, sizeof bytes);
+  const Bytes signed_codes = reinterpret_cast<Bytes>(bytes) | uint8_t(0x80);
+  *specials = *specials > signed_codes ? *specials : signed_codes;
+  const Ints odd = reinterpret_cast<Ints>(bytes >> Shift<F>::right);
+  const Ints even = reinterpret_cast<Ints>((bytes << 8) >> Shift<F>::right);
+  constexpr int32_t mask = int32_t(Shift<F>::mask);
+  out[0] = reinterpret_cast<Vec>((even << 16) & mask);
+  out[1] = reinterpret_cast<Vec>((odd << 16) & mask);
+  out[2] = reinterpret_cast<Vec>(even & mask);
+  out[3] = reinterpret_cast<Vec>(odd & mask);
+}
+
+typedef uint8_t Codes __attribute__((vector_size(16)));
+constexpr int64_t kCodes = sizeof(Codes);
+
+// Scales of `blocks` blocks, each with `offset` added to its exponent. False if one is then not a normal float.
+MXFP8_INLINE bool convert_scales(const uint8_t* codes, int64_t blocks, int offset, float* scales) {
+  const int lowest = 1 - offset, highest = min_of(254 - offset, kScaleNan - 1);
+  if (lowest > 255 || highest < 0) return false;
+  const Codes low = Codes{} + uint8_t(lowest < 0 ? 0 : lowest), high = Codes{} + uint8_t(highest);
+  Codes below = low, above = high;
+  for (int64_t i = 0; i < blocks; i += kCodes) {
+    Codes some = low;  // where there is no block, anything that fits
+    if (blocks - i >= kCodes) {
+      std::memcpy(&some, codes + i, sizeof some);
+    } else {
+      for (int64_t j = 0; j < blocks - i; ++j) some[j] = codes[i + j];
+    }
+    below = some < below ? some : below;
+    above = some > above ? some : above;
+    for (int j = 0; j < kCodes; ++j) scales[i + j] = float_of(uint32_t(some[j] + offset) << 23);
+  }
+  uint64_t wrong[2];
+  const auto differs = (below != low) | (above != high);
+  std::memcpy(wrong, &differs, sizeof wrong);
+  return (wrong[0] | wrong[1]) == 0;
+}
+
+template <class F, int R>
+MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) {
+  alignas(64) float scales[kGroupBytes / int64_t(sizeof(float)) / kBlock + kCodes];
+  if (!convert_scales(pass.scales, blocks_of(pass.count), offset, scales)) return false;
+  Vec sums[R];
+  for (int r = 0; r < R; ++r) sums[r] = zero();
+  Bytes specials = {};
+  const auto step = [&](const uint8_t* elements, Vec scale, const float* rows) MXFP8_INLINE_LAMBDA {
+    Vec weights[4];
+    decode_step<F>(elements, weights, &specials);
+    for (int r = 0; r < R; ++r) {
+      Vec sum = weights[0] * load(rows + r * kStep);
+      for (int i = 1; i < 4; ++i) sum = multiply_add(weights[i], load(rows + r * kStep + i * kLanes), sum);
+      sums[r] = multiply_add(sum, scale, sums[r]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + kStep <= pass.count; k += kStep) {
+    __builtin_prefetch(pass.elements + k + pass.ahead);
+    step(pass.elements + k, spread_scales(scales, k), a + k * R);
+  }
+  if (k < pass.count) {
+    alignas(64) uint8_t padded[kStep] = {};
+    std::memcpy(padded, pass.elements + k, size_t(pass.count - k));
+    step(padded, spread_scales(scales, k), a + k * R);
+  }
+  uint64_t found[kStep / 8], any = 0;
+  const auto special = specials >= Shift<F>::special;
+  std::memcpy(found, &special, sizeof found);
+  for (const uint64_t part : found) any |= part;
+  if (any != 0) return false;
+  add_lanes<R>(sums, out);
+  return true;
+}
+
+template <class F, int R>
+MXFP8_NOINLINE void multiply(const Work<float>& work, int offset) {
+  for_each_column<F, R, 1>(work, [&](auto, const Pass& pass, float* sums)
+                                     MXFP8_INLINE_LAMBDA { return dot<F, R>(work.a, pass, offset, sums); });
+}
+
+// Smallest and largest bits of the finite, nonzero magnitudes of packed A, for each position in a piece.
+constexpr int64_t kPiece = kStep < kBlock ? kBlock : kStep;
+struct Magnitudes {
+  uint32_t smallest[kPiece], largest[kPiece];
+  Magnitudes() {
+    for (int i = 0; i < kPiece; ++i) smallest[i] = kInfinity, largest[i] = 0;
+  }
+  void add(const float* values) {
+    for (int i = 0; i < kPiece; ++i) {
+      const uint32_t bits = bits_of(values[i]) & kMagnitude;
+      const uint32_t from = bits == 0 ? kInfinity : bits, to = bits >= kInfinity ? 0 : bits;
+      smallest[i] = from < smallest[i] ? from : smallest[i];
+      largest[i] = to > largest[i] ? to : largest[i];
+    }
+  }
+};
+
+MXFP8_INLINE void pack_step(const float* values, float* out) {
+  for (int i = 0; i < 4; ++i) {
+    for (int lane = 0; lane < kLanes; ++lane) out[i * kLanes + lane] = values[4 * lane + i];
+  }
+}
+
+// Multiplies packed A by the power of two that the kernel wants, and returns its exponent.
+int scale_packed(float* packed, int64_t count, const Magnitudes& magnitudes) {
+  uint32_t lowest = kInfinity, highest = 0;
+  for (int i = 0; i < kPiece; ++i) {
+    lowest = magnitudes.smallest[i] < lowest ? magnitudes.smallest[i] : lowest;
+    highest = magnitudes.largest[i] > highest ? magnitudes.largest[i] : highest;
+  }
+  if (highest == 0) return kLargestExponent;
+  const int largest = int(highest >> 23) - 127, smallest = int(lowest >> 23) - 127;
+  const int wanted = kLargestExponent - largest;
+  const int t = wanted > 119 ? 119 : wanted;
+  if (smallest + t < kSmallestExponent) return kNotExact;
+  const float factor = float_of(uint32_t(t + 127) << 23);
+  for (int64_t i = 0; i < count; ++i) packed[i] *= factor;
+  return t;
+}
+
+}  // namespace
+
+int gemm_skinny_f32_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t, int64_t, void* packed) {
+  auto* out = static_cast<float*>(packed);
+  const int64_t padded = (args.k + kPiece - 1) / kPiece * kPiece;
+  const Groups groups(rows, kSkinnyGroup);
+  Magnitudes magnitudes;
+  for (int64_t group = 0; group < groups.count; ++group) {
+    const int64_t group_rows = groups.rows(group), first = groups.first(group);
+    for (int64_t r = 0; r < group_rows; ++r) {
+      float* to = out + first * padded + r * kStep;
+      for (int64_t k = 0; k < padded; k += kPiece) {
+        alignas(64) float piece[kPiece] = {};
+        for (int64_t i = 0; i < kPiece && k + i < args.k; i += kBlock) {
+          load_a_block(args, row + first + r, (k + i) / kBlock, piece + i);
+        }
+        magnitudes.add(piece);
+        for (int64_t i = 0; i < kPiece; i += kStep) pack_step(piece + i, to + (k + i) * group_rows);
+      }
+    }
+  }
+  return scale_packed(out, rows * padded, magnitudes);
+}
+
+void gemm_skinny_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t, int64_t, int64_t column_begin,
+                              int64_t column_end, const void* packed, int exponent) {
+  with_format(args.b_format, [&](auto format) {
+    using F = decltype(format);
+    const int offset = Shift<F>::bias_gap - exponent;
+    for_each_group<float, int(kPiece), 1, kSkinnyGroup>(
+        args, row, rows, column_begin, column_end, static_cast<const float*>(packed),
+        [&](auto r, const Work<float>& work) { multiply<F, decltype(r)::value>(work, offset); });
+  });
+}
+
+}  // namespace mxfp8::MXFP8_ISA
