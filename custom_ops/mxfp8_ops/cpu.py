@@ -1,37 +1,39 @@
 """The functions of `numerics.py`, natively, on NumPy arrays: same names, same arguments, same results.
 
 `quantize` and `dequantize` give the same bytes; the gemms accumulate in float32 and stay within
-`numerics.gemm_error_bound`. The library loads on first use. Its kernels are chosen by what the processor supports
-(AVX-512 BF16, AVX-512, AVX2, portable); the environment variable MXFP8_ISA, or `forced_isa`, chooses another set.
+`numerics.gemm_error_bound`. The library loads on first use; `native.py` does that.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int, c_int64, c_void_p
+from collections.abc import Callable
+from ctypes import byref
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-import mxfp8_ops
-from mxfp8_ops import contract, formats, numerics
-from mxfp8_ops.errors import BackendError, ShapeError
+from mxfp8_ops import contract, formats, native, numerics
+from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import SCALE_ROUNDINGS
+from mxfp8_ops.native import available_isas, force_isa, forced_isa, isa, library_path
 from mxfp8_ops.numerics import Array, Codes, scale_count
 
+__all__ = [
+    "Packed",
+    "available_isas",
+    "dequantize",
+    "force_isa",
+    "forced_isa",
+    "gemm",
+    "isa",
+    "library_path",
+    "pack",
+    "quantize",
+    "weight_gemm",
+]
+
 _DTYPE_CODES: Final = {name: code for code, name in contract.VALUE_NAMES.items()}
-_STATUS: Final = {
-    -1: (ShapeError, "the library refused the arguments; expected what its header says; report this as a bug"),
-    -2: (BackendError, "out of memory; expected room for one packed operand; use a smaller batch"),
-}
-_NO_SUCH_ISA: Final = -3
 
 
 @dataclass(frozen=True)
@@ -48,105 +50,6 @@ class Packed:
     """Sum of (w - dequantized)^2, over the same blocks."""
     first_nonfinite: tuple[int, int] | None
     """Row and column, in the source, of the first NaN or Inf; None if there is none."""
-
-
-class _PackStats(Structure):
-    _fields_ = (("signal", c_double), ("noise", c_double), ("first_nonfinite", c_int64))
-
-
-def library_path() -> Path:
-    """Returns where libmxfp8_ops lies: in the installed package.
-
-    Raises:
-        BackendError: it was not built.
-    """
-    name = {"darwin": "libmxfp8_ops.dylib", "win32": "mxfp8_ops.dll"}.get(sys.platform, "libmxfp8_ops.so")
-    # An editable install keeps the sources in the checkout and what was built in site-packages: look in both.
-    folders = [Path(folder) for folder in mxfp8_ops.__path__]
-    folders += [Path(entry) / "mxfp8_ops" for entry in sys.path]
-    for folder in folders:
-        if (folder / name).is_file():
-            return (folder / name).resolve()
-    raise BackendError(
-        f"mxfp8_ops: no {name} in {', '.join(map(str, mxfp8_ops.__path__))}; expected the native library there; "
-        "install the project with pip (pip install -e . in a checkout)"
-    )
-
-
-@functools.cache
-def _load() -> ctypes.CDLL:
-    path = library_path()
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BackendError(
-            f"{path}: cannot be loaded ({error}); expected a library built for this machine; reinstall the project"
-        ) from error
-    i, p, n = c_int, c_void_p, c_int64
-    signatures: dict[str, tuple[Any, ...]] = {
-        "mxfp8_isa_force": (c_char_p,),
-        "mxfp8_quantize": (i, p, n, n, n, i, i, p, p, i),
-        "mxfp8_dequantize": (i, p, p, n, n, n, i, p, i),
-        "mxfp8_gemm": (i, p, p, i, p, p, p, n, n, n, i, p, n, i),
-        "mxfp8_weight_gemm": (i, p, n, i, p, p, p, n, n, n, i, p, n, i),
-        "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(_PackStats), i),
-        "mxfp8_isa_available": (),
-        "mxfp8_isa": (),
-        "mxfp8_contract_version": (),
-    }
-    for name, arguments in signatures.items():
-        function = getattr(library, name)
-        function.argtypes = arguments
-        function.restype = c_char_p if name in ("mxfp8_isa", "mxfp8_isa_available") else c_int
-    version = library.mxfp8_contract_version()
-    if version != contract.VERSION:
-        raise BackendError(
-            f"{path}: implements node contract {version}; expected {contract.VERSION}; reinstall the project"
-        )
-    return library
-
-
-def available_isas() -> tuple[str, ...]:
-    """Returns the instruction sets this machine can run, best first: "avx512_bf16", "avx512", "avx2", "portable"."""
-    names: bytes = _load().mxfp8_isa_available()
-    return tuple(names.decode().split(","))
-
-
-def isa() -> str:
-    """Returns the instruction set in use.
-
-    Raises:
-        BackendError: MXFP8_ISA names one that this machine does not have.
-    """
-    name: bytes | None = _load().mxfp8_isa()
-    if name is None:
-        raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
-    return name.decode()
-
-
-def force_isa(name: str) -> None:
-    """Makes `name` the instruction set in use, in the whole process.
-
-    Raises:
-        BackendError: this machine does not have it.
-    """
-    if _load().mxfp8_isa_force(name.encode()) != 0:
-        raise _no_such_isa("isa", name)
-
-
-@contextmanager
-def forced_isa(name: str) -> Iterator[None]:
-    """Uses the instruction set `name`, in the whole process, inside a `with`.
-
-    Raises:
-        BackendError: this machine does not have it.
-    """
-    before = isa()
-    force_isa(name)
-    try:
-        yield
-    finally:
-        force_isa(before)
 
 
 def quantize(
@@ -174,7 +77,7 @@ def quantize(
     outer, k, inner = _split(x.shape, axis)
     elements = np.empty(x.shape, np.uint8)
     scales = np.empty((*x.shape[:axis], scale_count(k), *x.shape[axis + 1 :]), np.uint8)
-    status = _load().mxfp8_quantize(
+    status = native.load().mxfp8_quantize(
         _DTYPE_CODES[x.dtype.name],
         x.ctypes.data,
         outer,
@@ -186,7 +89,7 @@ def quantize(
         scales.ctypes.data,
         threads,
     )
-    _check("quantize", status)
+    native.check("quantize", status)
     return elements, scales
 
 
@@ -220,7 +123,7 @@ def dequantize(
     elements, scales = np.ascontiguousarray(elements), np.ascontiguousarray(scales)
     outer, k, inner = _split(elements.shape, axis)
     y = np.empty(elements.shape, numerics.value_dtype(dtype))
-    status = _load().mxfp8_dequantize(
+    status = native.load().mxfp8_dequantize(
         fmt.onnx_dtype,
         elements.ctypes.data,
         scales.ctypes.data,
@@ -231,7 +134,7 @@ def dequantize(
         y.ctypes.data,
         threads,
     )
-    _check("dequantize", status)
+    native.check("dequantize", status)
     return y
 
 
@@ -269,7 +172,7 @@ def gemm(
     _check_codes("gemm", a, a_scales, a.ndim - 1)
     _check_codes("gemm", b, b_scales, b.ndim - 1)
     a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
-    library = _load()
+    library = native.load()
 
     def product(p: _Product) -> int:
         status: int = library.mxfp8_gemm(
@@ -310,7 +213,7 @@ def weight_gemm(
     numerics.check_gemm_shapes("gemm", x.shape, b.shape, None if bias is None else bias.shape)
     _check_codes("gemm", b, b_scales, b.ndim - 1)
     x_code, b_code = _DTYPE_CODES[x.dtype.name], formats.element_format(b_format).onnx_dtype
-    library = _load()
+    library = native.load()
 
     def product(p: _Product) -> int:
         status: int = library.mxfp8_weight_gemm(
@@ -353,8 +256,8 @@ def pack(
     stride = max(w.strides[0] // w.itemsize if w.size else 0, w.shape[1])
     n, k = w.shape[::-1] if transposed else w.shape
     elements, scales = np.empty((n, k), np.uint8), np.empty((n, scale_count(k)), np.uint8)
-    stats = _PackStats()
-    status = _load().mxfp8_pack(
+    stats = native.PackStats()
+    status = native.load().mxfp8_pack(
         _DTYPE_CODES[w.dtype.name],
         w.ctypes.data,
         stride,
@@ -368,7 +271,7 @@ def pack(
         byref(stats),
         threads,
     )
-    _check("pack", status)
+    native.check("pack", status)
     first = None if stats.first_nonfinite < 0 else divmod(stats.first_nonfinite, w.shape[1])
     return Packed(elements, scales, stats.signal, stats.noise, first)
 
@@ -429,24 +332,11 @@ def _batched(
     y = np.empty((*leading, m, n), y_dtype)
     if b[0].ndim == 2:
         rows = int(np.prod(leading, dtype=np.int64)) * m
-        _check("gemm", product(_Product(a, b, address, rows, n, k, _DTYPE_CODES[dtype], y)))
+        native.check("gemm", product(_Product(a, b, address, rows, n, k, _DTYPE_CODES[dtype], y)))
     else:
         every_a = [np.broadcast_to(t, leading + t.shape[-2:]) for t in a]
         every_b = [np.broadcast_to(t, leading + t.shape[-2:]) for t in b]
         for i in np.ndindex(leading):
             one_a, one_b = tuple(t[i] for t in every_a), tuple(t[i] for t in every_b)
-            _check("gemm", product(_Product(one_a, one_b, address, m, n, k, _DTYPE_CODES[dtype], y[i])))
+            native.check("gemm", product(_Product(one_a, one_b, address, m, n, k, _DTYPE_CODES[dtype], y[i])))
     return y[..., 0, :] if vector else y
-
-
-def _check(where: str, status: int) -> None:
-    if status == 0:
-        return
-    if status == _NO_SUCH_ISA:
-        raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
-    error, message = _STATUS[status]
-    raise error(f"{where}: {message}")
-
-
-def _no_such_isa(where: str, name: str) -> BackendError:
-    return BackendError(f"{where}: {name!r}; expected one of {', '.join(available_isas())}; name one this machine has")

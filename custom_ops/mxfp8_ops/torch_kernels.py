@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mxfp8_ops import cpu, torch_shapes
+from mxfp8_ops import native, torch_shapes
 from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
 from mxfp8_ops.numerics import scale_count
 from mxfp8_ops.torch_shapes import DTYPE_CODES, Pair
@@ -70,12 +70,12 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
     shape[axis] = scale_count(k)
     elements = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format)
     scales = torch.empty(shape, dtype=torch.uint8)
-    status = cpu._load().mxfp8_quantize(
+    status = native.load().mxfp8_quantize(
         DTYPE_CODES[x.dtype], x.data_ptr(), outer, k, inner, *codes, elements.data_ptr(), scales.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     if status:
-        cpu._check("quantize", status)
+        native.check("quantize", status)
     return elements, scales
 
 
@@ -108,12 +108,12 @@ def dequantize(
     inner = math.prod(shape[axis + 1 :]) if axis != -1 else 1
     outer = y.numel() // (k * inner) if k and inner else 0
     elements, scales = elements.contiguous(), scales.contiguous()
-    status = cpu._load().mxfp8_dequantize(
+    status = native.load().mxfp8_dequantize(
         _FORMAT_CODES[element_format], elements.data_ptr(), scales.data_ptr(), outer, k, inner, DTYPE_CODES[dtype],
         y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if status:
-        cpu._check("dequantize", status)
+        native.check("dequantize", status)
     return y
 
 
@@ -158,12 +158,12 @@ def gemm(  # noqa: PLR0917 - the op's schema
         bias = bias.contiguous()
     # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
     for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products:
-        status = cpu._load().mxfp8_gemm(
+        status = native.load().mxfp8_gemm(
             _FORMAT_CODES[a_format], a_data, a_scales_data or y_data, _FORMAT_CODES[b_format], b_data, b_scales_data,
             None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype], y_data, n, torch.get_num_threads(),
         )  # fmt: skip
         if status:
-            cpu._check("gemm", status)
+            native.check("gemm", status)
     return y
 
 
@@ -205,13 +205,13 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     if bias is not None:
         bias = bias.contiguous()
     for m, x_data, _, b_data, b_scales_data, y_data in products:
-        status = cpu._load().mxfp8_weight_gemm(
+        status = native.load().mxfp8_weight_gemm(
             DTYPE_CODES[x.dtype], x_data, stride, _FORMAT_CODES[b_format], b_data, b_scales_data,
             None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype or x.dtype], y_data, n,
             torch.get_num_threads(),
         )  # fmt: skip
         if status:
-            cpu._check("weight_gemm", status)
+            native.check("weight_gemm", status)
     return y
 
 
@@ -247,13 +247,13 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, format_code: in
     elements = torch.empty(shape, dtype=torch.uint8)
     scales = torch.empty((*shape[:-1], scale_count(k)), dtype=torch.uint8)
     stats = ctypes.create_string_buffer(_STATS_BYTES)
-    status = cpu._load().mxfp8_pack(
+    status = native.load().mxfp8_pack(
         DTYPE_CODES[x.dtype], rows.data_ptr(), rows.stride(0), transposed, x.numel() // k, k, format_code, rounding,
-        elements.data_ptr(), scales.data_ptr(), ctypes.cast(stats, ctypes.POINTER(cpu._PackStats)),
+        elements.data_ptr(), scales.data_ptr(), ctypes.cast(stats, ctypes.POINTER(native.PackStats)),
         torch.get_num_threads(),
     )  # fmt: skip
     if status:
-        cpu._check("quantize", status)
+        native.check("quantize", status)
     return elements, scales
 
 
