@@ -54,6 +54,7 @@ def take_turns(
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, call in cases.items():
+            call()  # the last contender's threads may still be spinning, and its data is in the caches
             start = time.perf_counter()
             for _ in range(counts[name]):
                 call()
