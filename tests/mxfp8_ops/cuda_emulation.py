@@ -24,6 +24,9 @@ from mxfp8_ops import cuda_build, cuda_kernels
 from mxfp8_ops.cuda_kernels import THREADS, Launch, Queue
 
 HERE = Path(__file__).parent
+FLAGS = "MXFP8_TEST_EMULATION_FLAGS"
+"""Environment variable with more flags for g++, such as those of a sanitizer."""
+
 OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off")
 
 
@@ -96,7 +99,7 @@ class EmulatedDevice:
 
 @functools.cache
 def device() -> EmulatedDevice:
-    return EmulatedDevice(build())
+    return EmulatedDevice(build(*os.environ.get(FLAGS, "").split()))
 
 
 def queue(on: EmulatedDevice | None = None) -> Queue:
@@ -112,6 +115,8 @@ def allocate(size: int, zero: bool) -> tuple[Any, int]:
 
 def aligned(size: int, offset: int = 0) -> np.ndarray:
     """Returns `size` poisoned bytes whose address is `offset` past a multiple of 16."""
-    memory = np.full(size + 32, 0xAA, np.uint8)
+    memory = np.full(size + offset, 0xAA, np.uint8)
+    if memory.ctypes.data % 16:  # malloc aligns to 16; if not, the end is no longer where AddressSanitizer watches
+        memory = np.full(size + offset + 16, 0xAA, np.uint8)
     start = -memory.ctypes.data % 16 + offset
     return memory[start : start + size]

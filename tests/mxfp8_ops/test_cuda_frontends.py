@@ -1,0 +1,286 @@
+"""`cuda` (CuPy arrays) and `torch_cuda` (tensors) without a GPU: a stand-in for CuPy, emulated kernels behind both."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import sys
+import types
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_emulation import EmulatedDevice, allocate, device, queue
+from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
+
+from mxfp8_ops import cuda, cuda_build, cuda_kernels, numerics
+from mxfp8_ops.errors import BackendError, ShapeError
+
+torch = pytest.importorskip("torch")
+torch_cuda = pytest.importorskip("mxfp8_ops.torch_cuda")
+pytest.importorskip("mxfp8_ops.torch_ops")
+
+FORMATS = ("e4m3", "e5m2")
+DTYPES = tuple(numerics.VALUE_DTYPES)
+
+
+# --- a CuPy on host memory -------------------------------------------------------------------------------------------
+
+
+class Array(np.ndarray):
+    @property
+    def data(self) -> Any:
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+
+def array(x: Any) -> Array:
+    return np.asarray(x).view(Array)
+
+
+def stand_in() -> types.SimpleNamespace:
+    runtime = types.SimpleNamespace(
+        getDevice=lambda: 0,
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda index: {"major": 9, "minor": 0, "multiProcessorCount": 3, "name": b"stand-in"},
+        CUDA_R_16BF=14,
+        CUDA_R_32F=0,
+    )
+    stream = types.SimpleNamespace(from_external=lambda s: contextlib.nullcontext(s.__cuda_stream__()))
+    return types.SimpleNamespace(
+        empty=lambda shape, dtype: array(np.empty(shape, dtype)),
+        zeros=lambda shape, dtype: array(np.zeros(shape, dtype)),
+        ascontiguousarray=lambda x, dtype=None: array(np.ascontiguousarray(x, dtype)),
+        broadcast_to=lambda x, shape: np.broadcast_to(x, shape, subok=True),
+        cuda=types.SimpleNamespace(
+            runtime=runtime,
+            Stream=stream,
+            get_current_stream=lambda: types.SimpleNamespace(ptr=0),
+            device=types.SimpleNamespace(get_cublas_handle=lambda: 77),
+        ),
+    )
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    monkeypatch.setattr(cuda, "_cupy", stand_in)
+    monkeypatch.setattr(cuda, "device", lambda index: device())
+
+
+def test_cupy_quantize_and_dequantize(cupy):
+    for dtype, fmt, rounding in itertools.product(DTYPES, FORMATS, ("ceil", "floor")):
+        options = {"element_format": fmt, "scale_rounding": rounding}
+        for shape, axis in (((5, 96), -1), ((3, 40, 48), 1), ((37,), 0), ((0, 64), -1), ((4, 0), 1)):
+            x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
+            got, expected = cuda.quantize(array(x), axis=axis, **options), numerics.quantize(x, axis=axis, **options)
+            for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
+                assert_same(name, np.asarray(a), b)
+            values = cuda.dequantize(*got, axis=axis, element_format=fmt, dtype=dtype)
+            assert_same(
+                "values", np.asarray(values), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype)
+            )
+
+
+def test_cupy_swizzled_scales_and_both_axes(cupy):
+    x = heavy_tailed((130, 160))
+    rows, columns = numerics.quantize(x), numerics.quantize(x, axis=0)
+    assert_same("rows", np.asarray(cuda.quantize(array(x), swizzled=True)[1]), swizzle(rows[1]))
+    assert_same("columns", np.asarray(cuda.quantize(array(x), axis=0, swizzled=True)[1]), swizzle(columns[1].T))
+    for got, expected in zip(cuda.quantize_both(array(x)), (rows, columns), strict=True):
+        assert_same("elements", np.asarray(got[0]), expected[0])
+        assert_same("scales", np.asarray(got[1]), expected[1])
+    for got, expected in zip(cuda.quantize_both(array(x), swizzled=True), (rows[1], columns[1].T), strict=True):
+        assert_same("scales", np.asarray(got[1]), swizzle(expected))
+    with pytest.raises(ShapeError, match="expected a matrix"):
+        cuda.quantize(array(heavy_tailed((2, 3, 32))), swizzled=True)
+
+
+SHAPES = (((3, 96), (5, 96)), ((96,), (5, 96)), ((2, 3, 96), (5, 96)), ((2, 1, 3, 96), (4, 5, 96)), ((96,), (4, 5, 96)))
+
+
+@pytest.mark.parametrize(("x_shape", "w_shape"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cupy_gemms(cupy, x_shape, w_shape, dtype):
+    x, w, bias = heavy_tailed(x_shape), heavy_tailed(w_shape, 1), heavy_tailed((5,), 2)
+    a, b = numerics.quantize(x, element_format="e5m2"), numerics.quantize(w)
+    weight, values = numerics.dequantize(*b), numerics.dequantize(*a, element_format="e5m2")
+    got = cuda.gemm(*map(array, (*a, *b, bias)), a_format="e5m2", dtype=dtype)
+    bound = numerics.gemm_error_bound(values if x.ndim > 1 else values[None], weight, dtype, bias).reshape(got.shape)
+    assert_within("gemm", np.asarray(got), numerics.gemm(*a, *b, bias, a_format="e5m2"), bound)
+    got = cuda.weight_gemm(*map(array, (x, *b)), dtype=dtype)
+    bound = numerics.gemm_error_bound(x if x.ndim > 1 else x[None], weight, dtype).reshape(got.shape)
+    assert_within("weight_gemm", np.asarray(got), numerics.weight_gemm(x, *b), bound)
+
+
+def test_cupy_errors(cupy):
+    b = [*map(array, numerics.quantize(heavy_tailed((5, 64))))]
+    with pytest.raises(ShapeError, match="gemm: scales"):
+        cuda.weight_gemm(array(heavy_tailed((3, 64))), b[0], b[1][:, :1])
+    with pytest.raises(ShapeError, match="same K"):
+        cuda.weight_gemm(array(heavy_tailed((3, 32))), *b)
+    with pytest.raises(ShapeError, match="dtype float64"):
+        cuda.quantize(array(np.ones((2, 32))))
+
+
+# --- the device through CuPy -----------------------------------------------------------------------------------------
+
+
+class Cublas(types.ModuleType):
+    """gemmEx on host memory, column-major as cuBLAS is; bfloat16 operands."""
+
+    CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT, CUBLAS_DEFAULT_MATH = 0, 1, 68, -1, 0
+
+    def __init__(self) -> None:
+        super().__init__("cublas")
+        self.modes: list[int] = []
+
+    def setMathMode(self, handle: int, mode: int) -> None:
+        assert handle == 77
+        self.modes.append(mode)
+
+    def gemmEx(self, *arguments: Any) -> None:
+        handle, ta, tb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, _ = arguments
+        assert (handle, a_type, b_type, compute) == (77, 14, 14, 68)
+        assert (value(alpha, np.float32, 1)[0], value(beta, np.float32, 1)[0]) == (1, 0)
+        # Column-major [rows, columns] with leading dimension ld is row-major [columns, ld], transposed.
+        left = value(a, ml_dtypes.bfloat16, lda * (m if ta else k)).reshape(-1, lda)
+        right = value(b, ml_dtypes.bfloat16, ldb * (k if tb else n)).reshape(-1, ldb)
+        left, right = (left if ta else left.T), (right if tb else right.T)
+        result = left[:m, :k].astype(np.float32) @ right[:k, :n].astype(np.float32)
+        y = value(c, np.float32 if c_type == 0 else ml_dtypes.bfloat16, ldc * n).reshape(n, ldc)
+        y[:, :m] = result.T.astype(y.dtype)
+
+
+def value(address: int, dtype: Any, count: int) -> np.ndarray:
+    size = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_cublas_is_called_for_x_times_w_transposed(monkeypatch, dtype):
+    cublas = Cublas()
+    libraries: Any = types.ModuleType("cupy_backends.cuda.libs")
+    libraries.cublas = cublas
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", libraries)
+    monkeypatch.setattr(cuda, "_cupy", stand_in)
+    x, w = (heavy_tailed(shape).astype(ml_dtypes.bfloat16) for shape in ((3, 40), (7, 40)))
+    y = np.zeros((3, 7), numerics.value_dtype(dtype))
+    cuda.CudaDevice(0).matmul_bf16(x.ctypes.data, w.ctypes.data, y.ctypes.data, (3, 7, 40), dtype=dtype, stream=5)
+    expected = (x.astype(np.float32) @ w.astype(np.float32).T).astype(y.dtype)
+    np.testing.assert_allclose(y.astype(np.float32), expected.astype(np.float32), rtol=2**-7, atol=1e-4)
+    assert cublas.modes == [16, 0]
+
+
+def test_a_kernel_is_loaded_once_and_launched_on_the_stream(monkeypatch):
+    calls = []
+
+    class Module:
+        def load(self, code: bytes) -> None:
+            calls.append(("load", code))
+
+        def get_function(self, name: str) -> Any:
+            return lambda grid, block, arguments, stream: calls.append((name, grid, block, arguments, stream.ptr))
+
+    cupy = stand_in()
+    cupy.cuda.function = types.SimpleNamespace(Module=Module)
+    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda_build, "cubin", lambda source, kernel, arch: f"{source}|{kernel}|{arch}".encode())
+    monkeypatch.setattr(cuda_build, "entry", lambda code: "entry")
+    gpu = cuda.CudaDevice(0)
+    for _ in range(2):
+        gpu.launch(cuda_kernels.Launch("finish", "finish", 4, (1, 2)), stream=9)
+    launched = ("entry", (4, 1, 1), (256, 1, 1), (1, 2), 9)
+    assert calls == [("load", b"finish|finish|sm_90a"), launched, launched]
+
+
+def test_without_cupy_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BackendError, match=r"CuPy cannot be imported.*pip install cupy-cuda13x.*CPU kernels"):
+        cuda._cupy.__wrapped__()
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def emulated(monkeypatch) -> EmulatedDevice:
+    monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue()))
+    torch_cuda.forget_wide()
+    yield device()
+    torch_cuda.forget_wide()
+
+
+def back(t: Any) -> np.ndarray:
+    return t.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if t.dtype == torch.bfloat16 else t.numpy()
+
+
+def values(*shape: int, dtype: Any = None, seed: int = 0) -> Any:
+    return torch.from_numpy(heavy_tailed(shape, seed)).to(dtype or torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_torch_quantize_and_dequantize_on_every_layout(emulated, dtype):
+    x = values(40, 96, dtype=dtype)
+    layouts = (x, x.t(), x[:, 1:70], x[::2], x.reshape(4, 10, 96).permute(1, 0, 2), x[0], x[:0], x[3].expand(5, -1))
+    for source, fmt in itertools.product(layouts, FORMATS):
+        for axis in range(source.dim()):
+            got = torch_cuda.quantize(source, axis, fmt)
+            expected = numerics.quantize(back(source.contiguous()), axis=axis, element_format=fmt)
+            for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
+                assert_same(name, a.numpy(), b)
+            y = torch_cuda.dequantize(*got, axis, fmt, dtype)
+            name = torch_cuda.NAMES[dtype]
+            assert_same("y", back(y), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=name))
+
+
+@pytest.mark.parametrize(("x_shape", "w_shape"), SHAPES)
+def test_torch_gemms(emulated, x_shape, w_shape):
+    x, bias = values(*x_shape, dtype=torch.bfloat16), values(5, seed=2)
+    a, b = torch_cuda.quantize(x), torch_cuda.quantize(values(*w_shape, seed=1))
+    arrays = [t.numpy() for t in (*a, *b)]
+    weight = numerics.dequantize(*arrays[2:])
+    got = torch_cuda.gemm(*a, *b, bias, dtype=torch.bfloat16)
+    left = np.atleast_2d(numerics.dequantize(*arrays[:2]))
+    bound = numerics.gemm_error_bound(left, weight, "bfloat16", bias.numpy()).reshape(got.shape)
+    assert_within("gemm", back(got), numerics.gemm(*arrays, bias.numpy()), bound)
+    got = torch_cuda.weight_gemm(x, *b)
+    assert got.dtype == torch.bfloat16
+    bound = numerics.gemm_error_bound(np.atleast_2d(back(x)), weight, "bfloat16").reshape(got.shape)
+    assert_within("weight_gemm", back(got), numerics.weight_gemm(back(x), *arrays[2:]), bound)
+
+
+def test_torch_uses_a_kept_weight_until_it_changes(emulated):
+    x, b = values(70, 64, dtype=torch.bfloat16), torch_cuda.quantize(values(6, 64, seed=1))
+
+    def kernels() -> list[str]:
+        emulated.launched.clear()
+        torch_cuda.weight_gemm(x, *b)
+        return [name.partition("<")[0] for name in emulated.launched]
+
+    assert kernels()[0] == "dequantize"
+    torch_cuda.keep_wide(*b)
+    assert kernels() == ["matmul_bf16 bfloat16", "gemm_float32"]
+    b[0].add_(1)
+    assert kernels()[0] == "dequantize"
+    torch_cuda.keep_wide(*b)
+    torch_cuda.forget_wide()
+    assert kernels()[0] == "dequantize"
+
+
+def test_torch_empty_operands(emulated):
+    b = torch_cuda.quantize(values(6, 64))
+    assert torch_cuda.weight_gemm(values(0, 64), *b).shape == (0, 6)
+    bias = values(6)
+    none = torch_cuda.quantize(values(6, 0))
+    assert torch.equal(torch_cuda.weight_gemm(values(3, 0), *none, bias), bias.expand(3, 6))
+
+
+def test_torch_refuses_two_devices(emulated):
+    b = torch_cuda.quantize(values(6, 64))
+    with pytest.raises(ShapeError, match="tensors on cpu, meta; expected one device"):
+        torch_cuda.weight_gemm(values(2, 64).to("meta"), *b)
+
+
+def test_allocations_are_aligned():
+    assert allocate(5, True)[1] % 16 == 0

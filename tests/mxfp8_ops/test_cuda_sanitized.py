@@ -1,0 +1,61 @@
+"""The emulated CUDA kernels under AddressSanitizer and UBSan: no access outside an operand, on any tail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cuda_emulation import FLAGS
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    compiler = shutil.which("g++")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs g++ on Linux")
+    library = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(library).is_file():
+        pytest.skip("needs libasan")
+    environment = {
+        **os.environ,
+        FLAGS: "-g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
+        "LD_PRELOAD": library,
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "custom_ops", HERE))),
+    }
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_all_emulated_kernels():
+    done = run("-m", "pytest", "-p", "no:cacheprovider", str(HERE / "test_cuda_emulated.py"))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "AddressSanitizer" not in done.stderr
+
+
+def test_the_sanitizer_would_see_one_byte_too_many():
+    script = """
+import numpy as np
+from cuda_emulation import aligned, queue
+from mxfp8_ops import cuda_kernels
+x, elements, scales = aligned(4 * 1000 * 32), aligned(1000 * 32 - 1), aligned(1000)
+x[:] = 1
+cuda_kernels.quantize(queue(), cuda_kernels.Operand("float32", x.ctypes.data), (1000, 32, 1),
+                      (elements.ctypes.data, scales.ctypes.data), element_format="e4m3", scale_rounding="ceil")
+print("not seen")
+"""
+    done = run("-c", script)
+    assert done.returncode != 0
+    assert "not seen" not in done.stdout
+    assert "heap-buffer-overflow" in done.stderr
