@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import torch
+from floors import measure
 from harness import THREADS, noise_notes, publish, take_turns
 from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
 import mxfp8_graph
+from mxfp8_graph import Recipe
 from mxfp8_ops import ort
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "samples" / "01_minilm_onnx"))
@@ -25,9 +29,11 @@ Feeds = dict[str, np.ndarray]
 
 
 def options() -> onnxruntime.SessionOptions:
+    """Returns what every contender runs with. Idle threads of one session must not spin while another has its turn."""
     chosen = onnxruntime.SessionOptions()
     chosen.intra_op_num_threads = THREADS
     chosen.log_severity_level = 3
+    chosen.add_session_config_entry("session.force_spinning_stop", "1")
     return chosen
 
 
@@ -82,23 +88,46 @@ def export_decoder(path: Path, layers: int) -> int:
     return sum(p.numel() for p in decoder.parameters())
 
 
+RECIPES = {
+    "mxfp8": Recipe(),
+    "mxfp8, weight-only": Recipe(weight_only=True),
+    "mxfp8, output projection too": Recipe(output_projections=True),
+}
+
+
+def file_of(path: Path, contender: str) -> Path:
+    return path.with_suffix(f".{contender.replace(', ', '.').replace(' ', '-')}.onnx")
+
+
 def sessions_of(path: Path, recipes: tuple[str, ...], *, int8: bool) -> dict[str, onnxruntime.InferenceSession]:
     sessions = {"ORT fp32": onnxruntime.InferenceSession(path, options())}
     for recipe in recipes:
-        rewritten, report = mxfp8_graph.rewrite(
-            path, recipe, output=path.with_suffix(f".{recipe}.onnx"), overwrite=True
-        )
+        rewritten, report = mxfp8_graph.rewrite(path, RECIPES[recipe], output=file_of(path, recipe), overwrite=True)
         print(f"{path.name}, {recipe}: {len(report.rewritten)} of {len(report.sites)} matmuls")
         sessions[recipe] = ort.session(rewritten, session_options=options())
+    bits8 = MatMulNBitsQuantizer(onnx.load(path), bits=8, block_size=32, is_symmetric=True, accuracy_level=4)
+    bits8.process()
+    bits8.model.save_model_to_file(str(path.with_suffix(".bits8.onnx")), use_external_data_format=True)
+    sessions["ORT MatMulNBits 8"] = onnxruntime.InferenceSession(path.with_suffix(".bits8.onnx"), options())
     if int8:
         quantize_dynamic(path, path.with_suffix(".int8.onnx"), weight_type=QuantType.QInt8)
         sessions["ORT int8 dynamic"] = onnxruntime.InferenceSession(path.with_suffix(".int8.onnx"), options())
     return sessions
 
 
+def weight_note(path: Path, bandwidth: float, embedding: int) -> str:
+    """Returns how long a decode step takes at least: one reading of the weights, but for the embedding's rows."""
+    files = {"fp32": path} | {name: file_of(path, name) for name in ("mxfp8", "mxfp8, output projection too")}
+    times = []
+    for name, file in files.items():
+        size = file.with_name(f"{file.name}.data").stat().st_size - embedding
+        times.append(f"{name} {size / 1e6:.0f} MB, {1e3 * size / bandwidth:.0f} ms")
+    return f"Weights that a decode step reads, and the time that takes at the bandwidth measured: {'; '.join(times)}"
+
+
 def compare(label: str, sessions: dict[str, onnxruntime.InferenceSession], feeds: Feeds) -> tuple[list[Any], list[str]]:
     """Returns the table's rows for one workload, and noise notes."""
-    timings = take_turns({name: lambda s=s: s.run(None, feeds) for name, s in sessions.items()}, rounds=7)
+    timings = take_turns({name: lambda s=s: s.run(None, feeds) for name, s in sessions.items()}, rounds=9)
     base = timings["ORT fp32"].median
     rows = [
         [label, name, f"{t.median * 1e3:.1f}", f"{t.spread / t.median:.0%}", f"{base / t.median:.2f}x"]
@@ -112,11 +141,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16, help="of the decoder; 16 is 0.8 billion parameters")
     parser.add_argument("--skip-decoder", action="store_true")
     arguments = parser.parse_args()
-    rows, notes = [], []
+    floors = measure()
+    rows, notes = [], [floors.describe()]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         export_minilm(folder / "minilm.onnx")
-        sessions = sessions_of(folder / "minilm.onnx", ("mxfp8", "mxfp8-weight-only"), int8=True)
+        sessions = sessions_of(folder / "minilm.onnx", ("mxfp8", "mxfp8, weight-only"), int8=True)
         for batch in (8, 32):
             ids = np.random.default_rng(0).integers(1000, 20000, (batch, 128))
             feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
@@ -126,7 +156,8 @@ def main() -> None:
         del sessions
         if not arguments.skip_decoder:
             count = export_decoder(folder / "decoder.onnx", arguments.layers)
-            sessions = sessions_of(folder / "decoder.onnx", ("mxfp8", "all"), int8=False)
+            sessions = sessions_of(folder / "decoder.onnx", ("mxfp8", "mxfp8, output projection too"), int8=False)
+            notes.append(weight_note(folder / "decoder.onnx", floors.read, embedding=32000 * 2048 * 4))
             for label, length, cached in (("decode, 256 cached", 1, 256), ("prefill 256", 256, 0)):
                 rng = np.random.default_rng(1)
                 feeds = {"input_ids": rng.integers(0, 32000, (1, length))}
