@@ -114,6 +114,16 @@ MXFP8_INLINE bool is_zero(const uint8_t* elements, int64_t count, uint8_t scale)
   return scale != kScaleNan && _mm256_test_epi8_mask(codes, _mm256_set1_epi8(0x7f)) == 0;
 }
 
+// Whether the blocks of `which` are all zeros.
+MXFP8_NOINLINE bool are_zero(const uint8_t* elements, int64_t count, const uint8_t* scales, uint32_t which) {
+  bool all = true;
+  for (; which != 0 && all; which &= which - 1) {
+    const int64_t block = __builtin_ctz(which);
+    all = is_zero(elements + block * kBlock, count - block * kBlock, scales[block]);
+  }
+  return all;
+}
+
 // The lanes of steps 0, 1, .. of 16 blocks: each takes two, one per half.
 MXFP8_INLINE __m512i lanes_of_step(int64_t step) {
   const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);

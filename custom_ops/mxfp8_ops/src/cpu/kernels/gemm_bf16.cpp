@@ -18,16 +18,6 @@ namespace {
 
 constexpr int kStep = kStepBf16;
 
-// Whether the blocks of `which` are all zeros.
-MXFP8_NOINLINE bool are_zero(const uint8_t* elements, int64_t count, const uint8_t* scales, uint32_t which) {
-  bool all = true;
-  for (; which != 0 && all; which &= which - 1) {
-    const int64_t block = __builtin_ctz(which);
-    all = is_zero(elements + block * kBlock, count - block * kBlock, scales[block]);
-  }
-  return all;
-}
-
 // Decodes a chunk of a row of B, scaled, into steps kGemmPanel rows apart, and fetches what lies `ahead` bytes further.
 // False if that is not exact.
 template <class F>

@@ -9,10 +9,10 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-constexpr int64_t kGroupBytes = 32 << 10;  // of a group of packed rows that one pass over B reads: they stay in L1
-constexpr int64_t kPassValues = 512;       // a pass is a multiple of this deep, unless it ends the row
-constexpr int64_t kSumRows = kSkinnyRowsF32 + 4;  // sums are added four at a time
-constexpr int64_t kAheadBytes = 2048;             // how far ahead B is fetched while a pass covers whole rows of it
+constexpr int64_t kGroupBytes = 32 << 10;      // of a group of packed rows that one pass over B reads: they stay in L1
+constexpr int64_t kPassValues = 512;           // a pass is a multiple of this deep, unless it ends the row
+constexpr int64_t kSumRows = kSkinnyRows + 4;  // sums are added four at a time
+constexpr int64_t kAheadBytes = 2048;          // how far ahead B is fetched while a pass covers whole rows of it
 
 // Groups of nearly equal size.
 struct Groups {
@@ -90,7 +90,7 @@ MXFP8_INLINE void for_each_column(const Work<T>& work, const Dot& dot) {
 template <class T, int Step, int Least, int Most, class Multiply>
 MXFP8_INLINE void for_each_group(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
                                  int64_t column_end, const T* packed, const Multiply& multiply) {
-  alignas(64) float strip[kSkinnyRowsF32 * kGemmColumns], sums[kGemmColumns * kSumRows];
+  alignas(64) float strip[kSkinnyRows * kGemmColumns], sums[kGemmColumns * kSumRows];
   const Groups groups(rows, Most);
   const int64_t padded = (args.k + Step - 1) / Step * Step;
   const int64_t deepest = kGroupBytes / int64_t(sizeof(T)) / groups.rows(0) / kPassValues * kPassValues;
