@@ -1,5 +1,6 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the test suite        make check  lint, types, layers        make bench  benchmarks
+# make gpu-test, make gpu-bench  the same on a GPU
 # make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
 #                 (needs cmake and GCC 12 or Clang; two minutes)
 VENV ?= .venv
@@ -39,6 +40,13 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
+
+# On a machine with a GPU, PyTorch and CuPy: no virtual environment, no network, no CPU library.
+gpu-test:
+	PYTHONPATH=.:custom_ops $(PYTHON) -m pytest -m gpu tests/mxfp8_ops/test_cuda_device.py
+
+gpu-bench:
+	PYTHONPATH=.:custom_ops $(PYTHON) benchmarks/gpu_bench.py
 
 bench: $(VENV)/.installed
 	@for script in gemm quantize models scaling rewrite_speed; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done

@@ -131,7 +131,8 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
 def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
     """Keeps the weight [N, K] in bfloat16 too, so that products with many rows need not dequantize it each time.
 
-    Twice the memory of float8, until `forget_wide`. A weight that is changed in place is dequantized anew each time.
+    Twice the memory of float8, until `forget_wide`. A weight that is changed in place is dequantized anew each time;
+    torch does not track that for tensors made in inference mode, so those must not change.
     """
     torch_shapes.check_codes("keep_wide", b, b_scales, -1)
     if b.dim() != 2 or not (b.is_contiguous() and b_scales.is_contiguous()):
@@ -139,7 +140,7 @@ def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
     with _queue(b) as queue:
         operand = Operand(b_format, b.data_ptr(), b_scales.data_ptr())
         kept = cuda_kernels.wide_weight(queue, operand, *b.shape)
-    _wide[b.data_ptr(), b_scales.data_ptr(), b.shape] = (b, b_scales, (b._version, b_scales._version), kept)
+    _wide[b.data_ptr(), b_scales.data_ptr(), b.shape] = (b, b_scales, _versions((b, b_scales)), kept)
 
 
 def forget_wide() -> None:
@@ -168,9 +169,15 @@ def _gemm(a: tuple[Tensor, ...], b: Pair, kinds: tuple[str, str], bias: Tensor |
             cuda_kernels.gemm(queue, product)
 
 
+def _versions(b: Pair) -> tuple[int, int]:
+    """Returns numbers that change with the tensors' contents."""
+    first, second = (-1 if t.is_inference() else t._version for t in b)
+    return first, second
+
+
 def _kept(b: Pair) -> WideWeight | None:
     kept = _wide.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape)) if _wide else None
-    if kept is None or kept[2] != (b[0]._version, b[1]._version):
+    if kept is None or kept[2] != _versions(b):
         return None
     return kept[3]
 

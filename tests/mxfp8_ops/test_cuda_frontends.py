@@ -266,6 +266,10 @@ def test_torch_uses_a_kept_weight_until_it_changes(emulated):
     torch_cuda.keep_wide(*b)
     torch_cuda.forget_wide()
     assert kernels()[0] == "dequantize"
+    with torch.inference_mode():
+        b = torch_cuda.quantize(values(6, 64, seed=1))
+        torch_cuda.keep_wide(*b)
+        assert kernels()[0] == "matmul_bf16 bfloat16"
 
 
 def test_torch_empty_operands(emulated):

@@ -1,0 +1,317 @@
+"""The CUDA kernels on a GPU, against `numerics`: make gpu-test. Needs torch with CUDA and CuPy, not the CPU library."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mxfp8_ops import cuda, cuda_dispatch, numerics
+
+torch = pytest.importorskip("torch")
+torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (cuda.available() and torch.cuda.is_available()), reason="needs a CUDA device and CuPy"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning"),
+]
+
+ops = torch.ops.mxfp8
+FORMATS = ("e4m3", "e5m2")
+ROUNDINGS = ("ceil", "floor", "even")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CHUNK = 1 << 24
+"""Values compared at a time."""
+
+
+def array(t: torch.Tensor) -> np.ndarray:
+    t = t.detach().cpu().contiguous()
+    return t.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if t.dtype == torch.bfloat16 else t.numpy()
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def assert_same(what: str, got: torch.Tensor, expected: np.ndarray) -> None:
+    """Fails with the first coordinate that differs and both values as stored; any NaN is as good as another."""
+    actual = array(got)
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
+    bits = np.dtype(f"u{actual.itemsize}")
+    wrong = actual.view(bits) != expected.view(bits)
+    if actual.dtype != np.uint8:
+        wrong &= ~(np.isnan(actual.astype(np.float32)) & np.isnan(expected.astype(np.float32)))
+    if wrong.any():
+        at = tuple(map(int, np.argwhere(wrong)[0]))
+        values = f"got {actual.view(bits)[at]:#x}, expected {expected.view(bits)[at]:#x}"
+        pytest.fail(f"{what}: {wrong.sum()} of {actual.size} differ; at {at} {values}")
+
+
+def assert_within(what: str, got: torch.Tensor, expected: np.ndarray, bound: np.ndarray) -> None:
+    """Fails with the coordinate that exceeds its bound most; NaN and Inf must be where they are expected."""
+    actual, expected = array(got).astype(np.float64), expected.astype(np.float64)
+    finite = np.isfinite(expected)
+    same = np.where(finite, np.isfinite(actual), (actual == expected) | (np.isnan(actual) & np.isnan(expected)))
+    with np.errstate(invalid="ignore"):
+        excess = np.where(finite, np.abs(actual - expected) - bound, -1)
+    excess = np.where(same, excess, np.inf)
+    if excess.size and excess.max() > 0:
+        at = np.unravel_index(excess.argmax(), excess.shape)
+        pytest.fail(f"{what}: at {at} got {actual[at]}, expected {expected[at]} +- {bound[at]:.3g}")
+
+
+def heavy(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device="cuda")
+    return (x * torch.exp(1.5 * torch.randn(shape, generator=generator, device="cuda"))).to(dtype)
+
+
+def random_bits(count: int, seed: int) -> torch.Tensor:
+    """Returns float32 values with random bits: every exponent, subnormals, NaN and Inf in one block of eight."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=generator, device="cuda", dtype=torch.int64)
+    special = (bits >> 23 & 255 == 255) & (torch.arange(count, device="cuda") // 32 % 8 != 0)
+    narrow = (bits & ~0x7F000000) | 0x3E000000  # neighbouring exponents, so that few elements vanish
+    bits = torch.where(special | (torch.arange(count, device="cuda") // 32 % 3 == 0), narrow, bits)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+# --- quantize and dequantize -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "fmt", "rounding"), [*itertools.product(DTYPES, FORMATS, ROUNDINGS)])
+def test_every_16_bit_pattern(dtype, fmt, rounding):
+    patterns = torch.arange(65536, device="cuda", dtype=torch.int64)
+    if dtype == torch.float32:
+        x = (patterns << 16).to(torch.int32).view(torch.float32)
+    else:
+        x = patterns.to(torch.int16).view(dtype)
+    for source in (x.view(-1, 32), x[torch.randperm(65536, device="cuda")].view(-1, 64)):
+        for axis in (-1, 0):
+            got = ops.quantize(source, axis, fmt, rounding)
+            expected = numerics.quantize(array(source), axis=axis, element_format=fmt, scale_rounding=rounding)
+            assert_same("scales", got[1], expected[1])
+            assert_same("elements", got[0], expected[0])
+
+
+def test_a_billion_random_values():
+    """CHUNK values at a time, cycling through all dtypes, formats, roundings and axes: 60 * 2^24 = 1.007e9."""
+    cases = [*itertools.product(DTYPES, FORMATS, ROUNDINGS, (-1, 0))]
+    for seed in range(60):
+        dtype, fmt, rounding, axis = cases[seed % len(cases)]
+        x = random_bits(CHUNK, seed).to(dtype).view(-1, 4096)
+        got = ops.quantize(x, axis, fmt, rounding)
+        # numerics takes minutes for this many; the same steps in torch take seconds.
+        elements, scales = reference(x if axis == -1 else x.t(), fmt, rounding)
+        if axis == 0:
+            elements, scales = elements.t(), scales.t()
+        what = f"seed {seed}, {dtype}, {fmt}, {rounding}, axis {axis}"
+        for label, a, b in (("scales", got[1], scales), ("elements", got[0], elements)):
+            if not torch.equal(a, b):
+                at = tuple((a != b).nonzero()[0].tolist())
+                pytest.fail(f"{label}, {what}: at {at} got {a[at].item():#x}, expected {b[at].item():#x}")
+
+
+def reference(x: torch.Tensor, fmt: str, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`numerics.quantize` along the last axis, in torch on the device; checked against it below."""
+    from mxfp8_ops import formats
+
+    row = formats.element_format(fmt)
+    increment = formats.scale_increment(row, rounding)
+    blocks = x.float().reshape(*x.shape[:-1], -1, 32)
+    amax = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1).long()
+    scales = (((amax + increment) >> 23) - row.emax).clamp(0, 254)
+    scaled = _times(blocks, scales)
+    bits = scaled.view(torch.int32)
+    magnitude, sign = (bits & 0x7FFFFFFF).long(), (bits >> 24 & 0x80).long()
+    shift = 23 - row.mantissa_bits
+    rebased = magnitude - ((127 - row.bias) << 23)
+    normal = (rebased + (1 << (shift - 1)) - 1 + (rebased >> shift & 1)) >> shift
+    small = torch.round(scaled.abs().double().clamp(max=1) / row.min_subnormal).nan_to_num().long()
+    codes = torch.where(magnitude < (128 - row.bias) << 23, small, normal).clamp(max=row.max_code) | sign
+    finite = amax < 0x7F800000
+    codes = torch.where(finite[..., None], codes, 0x7F).to(torch.uint8).reshape(x.shape)
+    return codes, torch.where(finite, scales, 255).to(torch.uint8)
+
+
+def _times(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """blocks * 2^(127 - s) in float64, where it is exact, rounded to float32."""
+    return (blocks.double() * torch.pow(2.0, (127 - scales).double())[..., None]).float()
+
+
+def test_the_reference_on_the_device_is_that_of_numerics():
+    for seed, (fmt, rounding) in enumerate(itertools.product(FORMATS, ROUNDINGS)):
+        x = random_bits(1 << 20, seed).view(-1, 4096)
+        expected = numerics.quantize(array(x), element_format=fmt, scale_rounding=rounding)
+        for got, wanted in zip(reference(x, fmt, rounding), expected, strict=True):
+            assert_same(f"{fmt} {rounding}", got, wanted)
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+def test_tails_layouts_and_dequantize(dtype, fmt):
+    for shape in ((1, 1), (37, 50), (130, 160), (3, 7, 96), (0, 64), (5, 0), (65, 544)):
+        x = random_bits(max(1, int(np.prod(shape))), 3)[: int(np.prod(shape))].view(shape).to(dtype)
+        for axis in range(len(shape)):
+            got = ops.quantize(x, axis, fmt)
+            expected = numerics.quantize(array(x), axis=axis, element_format=fmt)
+            assert_same(f"scales {shape} {axis}", got[1], expected[1])
+            assert_same(f"elements {shape} {axis}", got[0], expected[0])
+            y = ops.dequantize(*got, axis, fmt, dtype)
+            options = {"axis": axis, "element_format": fmt, "dtype": name(dtype)}
+            assert_same(f"values {shape} {axis}", y, numerics.dequantize(*expected, **options))
+    x = heavy(48, 96, dtype=dtype)
+    for view in (x.t(), x[:, 1:70], x[::2], x[3].expand(5, -1)):
+        wanted = numerics.quantize(array(view), element_format=fmt)
+        for got, expected in zip(ops.quantize(view, -1, fmt), wanted, strict=True):
+            assert_same("view", got, expected)
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+def test_dequantize_every_element_under_every_scale(dtype, fmt):
+    elements = torch.arange(256, device="cuda").to(torch.uint8).repeat(256, 1)
+    scales = torch.arange(256, device="cuda").to(torch.uint8)[:, None].repeat(1, 8)
+    got = ops.dequantize(elements, scales, -1, fmt, dtype)
+    expected = numerics.dequantize(array(elements), array(scales), element_format=fmt, dtype=name(dtype))
+    assert_same("values", got, expected)
+
+
+def test_cupy_arrays_swizzled_scales_and_both_axes():
+    import cupy
+
+    for dtype, fmt in itertools.product((np.float32, np.float16), FORMATS):
+        x = array(heavy(130, 160)).astype(dtype)
+        rows, columns = numerics.quantize(x, element_format=fmt), numerics.quantize(x, axis=0, element_format=fmt)
+        pairs = cuda.quantize_both(cupy.asarray(x), element_format=fmt)
+        for got, expected in zip((*pairs[0], *pairs[1]), (*rows, *columns), strict=True):
+            np.testing.assert_array_equal(cupy.asnumpy(got), expected)
+        pairs = cuda.quantize_both(cupy.asarray(x), element_format=fmt, swizzled=True)
+        for got, scales in zip(pairs, (rows[1], columns[1].T), strict=True):
+            padded = np.zeros((-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4), np.uint8)
+            padded[: scales.shape[0], : scales.shape[1]] = scales
+            layout = padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
+            np.testing.assert_array_equal(cupy.asnumpy(got[1]), layout)
+
+
+# --- gemm ------------------------------------------------------------------------------------------------------------
+
+X_KINDS = (*DTYPES, *FORMATS)
+
+
+def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None):  # noqa: PLR0917
+    x, w = heavy(m, k, seed=1) / 64, heavy(n, k, seed=2)  # / 64: float16 has to hold the result
+    b = ops.quantize(w, -1, fmt)
+    a = ops.quantize(x, -1, x_kind) if isinstance(x_kind, str) else (x.to(x_kind),)
+    if change is not None:
+        change(a, b)
+    bias = heavy(n, seed=3) if bias else None
+    codes = [array(t) for t in b]
+    if isinstance(x_kind, str):
+        got = ops.gemm(*a, *b, bias, x_kind, fmt, dtype)
+        values = numerics.dequantize(*map(array, a), element_format=x_kind)
+    else:
+        got, values = ops.weight_gemm(*a, *b, bias, fmt, dtype), array(a[0])
+    expected = numerics.weight_gemm(values, *codes, None if bias is None else array(bias), b_format=fmt)
+    weight = numerics.dequantize(*codes, element_format=fmt)
+    bound = numerics.gemm_error_bound(values, weight, name(dtype), None if bias is None else array(bias))
+    assert_within(f"{m}x{n}x{k} {x_kind} {fmt} {dtype}", got, expected, bound)
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)], ids=str)
+def test_gemms_within_the_bound(x_kind, fmt):
+    shapes = ((1, 272, 4096), (7, 33, 2080), (16, 256, 2048), (33, 130, 1056), (64, 64, 4096), (65, 200, 2080))
+    for (m, n, k), dtype in zip((*shapes, (300, 257, 2048), (3, 5, 50), (128, 96, 37)), itertools.cycle(DTYPES)):
+        check_gemm(m, n, k, x_kind, fmt, dtype, bias=m % 2 == 1)
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)], ids=str)
+@pytest.mark.parametrize("m", [5, 100])
+def test_gemms_with_scales_and_elements_at_the_edges(x_kind, fmt, m):
+    def edge(a, b):
+        b[1][3, :8] = torch.tensor([0, 1, 2, 9, 143, 200, 254, 255], device="cuda").to(torch.uint8)
+        b[0][5, 100] = 0x7F
+        if len(a) == 2:
+            a[1][1, 10:13] = torch.tensor([0, 1, 150], device="cuda").to(torch.uint8)
+
+    def tiny(a, b):
+        b[1].clamp_(max=2)
+        if len(a) == 2:
+            a[1].fill_(230)
+        else:
+            a[0].mul_(2.0**100 if a[0].dtype != torch.float16 else 2.0**4)
+
+    for change in (edge, tiny):
+        check_gemm(m, 40, 1056, x_kind, fmt, torch.float32, change=change)
+
+
+def test_every_route_gives_the_same_within_the_bound():
+    for route in ("skinny", "large", "float32"):
+        with cuda_dispatch.forced_route(route):
+            check_gemm(16, 96, 2048, "e4m3", "e4m3", torch.float32)
+            check_gemm(16, 96, 2048, torch.bfloat16, "e4m3", torch.bfloat16)
+
+
+# --- a good citizen of torch -----------------------------------------------------------------------------------------
+
+
+def test_on_a_side_stream_without_waiting():
+    x, b = heavy(16, 4096, dtype=torch.bfloat16), ops.quantize(heavy(4096, 4096, seed=1))
+    expected = ops.weight_gemm(x, *b)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(200_000_000)
+        late.copy_(x)
+        got = ops.weight_gemm(late, *b)
+        assert not stream.query(), "the op waited for the device"
+    stream.synchronize()
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("m", [4, 200])
+def test_cuda_graphs_capture_and_replay(m):
+    x, b = heavy(m, 2048, dtype=torch.bfloat16), ops.quantize(heavy(512, 2048, seed=1))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return ops.gemm(*ops.quantize(x), *b, None, "e4m3", "e4m3", torch.bfloat16)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        model(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph, static = torch.cuda.CUDAGraph(), x.clone()
+    with torch.cuda.graph(graph):
+        y = model(static)
+    for seed in range(3):
+        fresh = heavy(m, 2048, seed=seed, dtype=torch.bfloat16)
+        static.copy_(fresh)
+        graph.replay()
+        assert torch.equal(y, model(fresh))
+
+
+def test_training_and_compile():
+    layer = torch.nn.Linear(96, 64, device="cuda")
+    x = heavy(40, 96).requires_grad_()
+    y = ops.linear_train(x, layer.weight, layer.bias)
+    y.square().sum().backward()
+    exact = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    assert (y - exact).norm() / exact.norm() < 0.05
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    b = ops.quantize(heavy(64, 96))
+    compiled = torch.compile(lambda t: ops.weight_gemm(t, *b), fullgraph=True, backend="aot_eager")
+    z = heavy(4, 96, dtype=torch.bfloat16)
+    assert torch.equal(compiled(z), ops.weight_gemm(z, *b))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_device_while_the_first_is_current():
+    x, w = heavy(16, 2048, dtype=torch.bfloat16), heavy(64, 2048)
+    here = ops.weight_gemm(x, *ops.quantize(w))
+    there = ops.weight_gemm(x.to("cuda:1"), *ops.quantize(w.to("cuda:1")))
+    assert there.device.index == 1
+    assert torch.equal(here.cpu(), there.cpu())
