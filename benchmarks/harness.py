@@ -1,7 +1,8 @@
 """What every benchmark shares: take turns, take medians, tell the spread, keep the losing rows, write the results.
 
 Peers run in the same process and take turns round by round, so that a slow moment of the machine hits all of them. A
-row's spread is its interquartile range over its median; above `NOISY` the report says so.
+row's spread is its interquartile range over its median; above `NOISY` the report says so, as it does when other
+processes wanted the processors too.
 """
 
 from __future__ import annotations
@@ -99,6 +100,12 @@ def publish(
         table.add_column(column, justify="left" if column == columns[0] else "right")
     for row in rows:
         table.add_row(*map(str, row))
+    load = os.getloadavg()[0]
+    if load > 1.5 * THREADS:
+        notes = [
+            *notes,
+            f"Busy machine: {load:.1f} threads wanted to run on {THREADS} processors; run again when idle.",
+        ]
     console = Console(width=160)
     console.print(table)
     for note in notes:
