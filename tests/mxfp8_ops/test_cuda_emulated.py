@@ -292,6 +292,36 @@ def test_skinny_gemm_with_nan_and_inf_elements(x_kind, fmt):
     assert check_gemm(5, 18, 1024, x_kind, fmt, "float32", change=change) == ["gemm_skinny"]
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_skinny_gemm_at_the_ends_of_the_fast_range(fmt):
+    """One nonzero element a row, the smallest or the largest, under the scales where the exact path begins."""
+    first, last = {"e4m3": (3, 134), "e5m2": (10, 142)}[fmt]
+    largest = {"e4m3": 0x7E, "e5m2": 0x7B}[fmt]
+
+    for code in (first - 1, first, last, last + 1):
+
+        def change(x, x_scales, b, b_scales, code=code):
+            b[:], x[:], b_scales[:] = 0, 2.0**30, code
+            b[::2, 7], b[1::2, 7] = 1, largest
+
+        assert check_gemm(2, 8, 32, "bfloat16", fmt, "float32", bias=False, change=change) == ["gemm_skinny"]
+
+
+def test_the_repair_of_a_large_gemm_writes_only_if_it_is_asked_to():
+    b, b_scales = (placed(codes) for codes in numerics.quantize(heavy_tailed((5, 32))))
+    x, flag, y = placed(heavy_tailed((3, 32))), aligned(16), aligned(3 * 5 * 4)
+    product = Product(
+        Operand("float32", x.ctypes.data), Operand("e4m3", b.ctypes.data, b_scales.ctypes.data), 0, y.ctypes.data,
+        "float32", 3, 5, 32,
+    )  # fmt: skip
+    flag[:] = 0
+    cuda_kernels._float32(queue(), product, only_if=flag.ctypes.data)
+    assert (y == 0xAA).all()
+    flag[0] = 1
+    cuda_kernels._float32(queue(), product, only_if=flag.ctypes.data)
+    assert (y != 0xAA).any()
+
+
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product((*DTYPES, *FORMATS), FORMATS)])
 def test_float32_gemm(x_kind, fmt):
     for (m, n, k), dtype in zip(((3, 70, 50), (66, 5, 33), (130, 65, 16)), DTYPES, strict=True):
