@@ -28,6 +28,8 @@ def options() -> onnxruntime.SessionOptions:
     chosen = onnxruntime.SessionOptions()
     chosen.intra_op_num_threads = THREADS
     chosen.log_severity_level = 3
+    # An idle session's threads must not take the cores from the one being measured.
+    chosen.add_session_config_entry("session.force_spinning_stop", "1")
     return chosen
 
 
