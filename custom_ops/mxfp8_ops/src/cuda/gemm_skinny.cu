@@ -63,7 +63,7 @@ DEVICE void add_slab(float (&sums)[TILES][4], bool only_special, const u8* x, co
 }
 
 template <class X, class F, int TILES>
-__global__ void __launch_bounds__(256, TILES == 1   ? (X::is_element ? 3 : 4)
+__global__ void __launch_bounds__(256, TILES == 1   ? (X::is_element || F::has_infinity ? 3 : 4)
                                        : TILES == 2 ? 2
                                                     : 1)
     gemm_skinny(const u8* __restrict__ x, const u8* __restrict__ x_scales, const u8* __restrict__ b,
