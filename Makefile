@@ -22,6 +22,7 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES)
 
 demo: $(VENV)/.installed
 	$(BIN)/python samples/01_minilm_onnx/minilm.py --folder demo
+	$(BIN)/mxfp8-graph verify demo/minilm.onnx demo/minilm.mxfp8.onnx --max-rel-l2 0.15
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile
