@@ -10,7 +10,8 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-constexpr int64_t kFewRows = 16;  // up to here B dominates the traffic: read each of its rows front to back
+// Up to this many bytes in a column of A, B dominates the traffic: each of its rows is read front to back.
+constexpr int64_t kFewRowsBytes = 128;
 
 MXFP8_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 MXFP8_INLINE int64_t blocks_of(int64_t k) { return (k + kBlock - 1) / kBlock; }
@@ -136,7 +137,7 @@ MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows
   for (int64_t column = column_begin; column < column_end; column += kGemmColumns) {
     const int64_t width = min_of(kGemmColumns, column_end - column);
     if (chunks == 0) std::memset(strip, 0, size_t(count * kGemmColumns) * sizeof(float));
-    if (count <= kFewRows) {
+    if (count * int64_t(sizeof(T)) <= kFewRowsBytes) {
       for (int64_t j = 0; j < width; j += kGemmPanel) {
         for (int64_t c = 0; c < chunks; ++c) panel(chunk_at<T>(args.k, c, Step), column + j, strip + j, c > 0);
       }

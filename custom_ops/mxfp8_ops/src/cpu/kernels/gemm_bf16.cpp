@@ -35,7 +35,7 @@ MXFP8_INLINE bool decode_row(const Decoder<F>& decoder, const uint8_t* elements,
     const __m512i exponents = exponents_of(some);
     uint16_t* to = out + k * kGemmPanel;
     for (int64_t i = 0; i * kStep < left; ++i, to += kStep * kGemmPanel) {
-      __builtin_prefetch(codes + i * kStep + ahead);
+      __builtin_prefetch(codes + i * kStep + ahead, 0, 2);
       const Values values = decoder.values(load_codes(codes + i * kStep, left - i * kStep), &highest);
       const __m512i exponent = _mm512_permutexvar_epi32(lanes_of_step(i), exponents);
       _mm512_store_si512(to, add_exponents(values.even, exponent));

@@ -12,7 +12,8 @@ namespace mxfp8::MXFP8_ISA {
 constexpr int64_t kGroupBytes = 32 << 10;      // of a group of packed rows that one pass over B reads: they stay in L1
 constexpr int64_t kPassValues = 512;           // a pass is a multiple of this deep, unless it ends the row
 constexpr int64_t kSumRows = kSkinnyRows + 4;  // sums are added four at a time
-constexpr int64_t kAheadBytes = 2048;          // how far ahead B is fetched while a pass covers whole rows of it
+constexpr int64_t kAheadRows = 4;              // how far ahead B is fetched
+constexpr int64_t kAheadBytes = 2048;          // and, if rows are short, that many times this
 
 // Groups of nearly equal size.
 struct Groups {
@@ -96,7 +97,8 @@ MXFP8_INLINE void for_each_group(const GemmArgs& args, int64_t row, int64_t rows
   const int64_t deepest = kGroupBytes / int64_t(sizeof(T)) / groups.rows(0) / kPassValues * kPassValues;
   const int64_t passes = (args.k + deepest - 1) / deepest;
   const int64_t depth = passes == 0 ? 0 : (args.k + passes * kPassValues - 1) / (passes * kPassValues) * kPassValues;
-  const int64_t ahead = depth >= args.k ? kAheadBytes : 2 * args.k;
+  // Whole rows, so that each byte is fetched once, however rows and passes alternate.
+  const int64_t ahead = args.k * (args.k >= kAheadBytes ? kAheadRows : kAheadRows * kAheadBytes / (args.k + 1));
   for (int64_t column = column_begin; column < column_end; column += kGemmColumns) {
     const int64_t width = min_of(kGemmColumns, column_end - column);
     std::memset(sums, 0, sizeof sums);

@@ -1,7 +1,7 @@
 // The gemms for few rows on the bf16 dot product: B is decoded in registers. When that is exact is told in
 // gemm_bf16.cpp.
 //
-// y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + A + the result.
+// y [M, N] = A [M, K] . B [N, K]^T, M <= 9. Work is split over N. Bytes moved: 1.03 N K + A + the result.
 //
 // Two ways to apply the scales of B:
 //   up to kScaleAfterRows rows, to the sum of each block, as float32: any scale will do, and NaN and Inf codes too.
@@ -47,7 +47,7 @@ MXFP8_INLINE void dot_scaled_after(const Decoder<F>& decoder, const uint16_t* a,
     for (int64_t i = 0; i < left; i += kStep) {
       for (int c = 0; c < C; ++c) {
         const uint8_t* elements = pass.elements + c * pass.next_elements + k + i;
-        __builtin_prefetch(elements + pass.ahead);
+        __builtin_prefetch(elements + pass.ahead, 0, 2);
         const Values b = decoder.values(load_codes(elements, left - i), &unused);
         const __m512 scale = _mm512_permutexvar_ps(lanes, scales[c]);
         for (int r = 0; r < R; ++r) {
@@ -163,7 +163,7 @@ void gemm_skinny_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, 
           [&](auto r, const Work<uint16_t>& work) { multiply_scaled_after<F, decltype(r)::value>(work); });
     } else {
       const int lowest = lowest_scale<F>(exponent);
-      for_each_group<uint16_t, kStep, kScaleAfterRows + 1, kSkinnyRows>(
+      for_each_group<uint16_t, kStep, kScaleAfterRows + 1, kSkinnyRowsBf16>(
           args, row, rows, column_begin, column_end, a,
           [&](auto r, const Work<uint16_t>& work) { multiply_scaled_first<F, decltype(r)::value>(work, lowest); });
     }
