@@ -106,16 +106,12 @@ MXFP8_INLINE bool dot_scaled_first(const Decoder<F>& decoder, const uint16_t* a,
     const uint32_t wrong = outside(codes, lowest, kMaxScale<F>) & ((1u << blocks_of(left)) - 1);
     if (__builtin_expect(wrong != 0, 0) && !are_zero(elements, left, scales, wrong)) return false;
     exponents = exponents_of(codes);
-    if (left == kPassValues) {
-      for (int i = 0; i < kPassValues / kStep; ++i) {
-        __builtin_prefetch(elements + i * kStep + pass.ahead);
-        step(i, _mm512_loadu_si512(elements + i * kStep), rows + i * kStep * R);
-      }
-    } else {
-      for (int64_t i = 0; i * kStep < left; ++i) {
-        step(i, load_codes(elements + i * kStep, left - i * kStep), rows + i * kStep * R);
-      }
+    int64_t i = 0;
+    for (; (i + 1) * kStep <= left; ++i) {
+      __builtin_prefetch(elements + i * kStep + pass.ahead);
+      step(i, _mm512_loadu_si512(elements + i * kStep), rows + i * kStep * R);
     }
+    if (i * kStep < left) step(i, load_codes(elements + i * kStep, left - i * kStep), rows + i * kStep * R);
   }
   if (Decoder<F>::has_special(highest)) return false;
   if (chains == 2) {
