@@ -23,6 +23,11 @@ from mxfp8_ops import ort
 
 Call = Callable[[], Any]
 
+CACHE = (
+    "One weight is multiplied again and again, so what the last-level cache holds is read from there: 8-bit weights may "
+    "fit, float32 ones do not. Rates above the read bandwidth are cache rates; a model's many weights come from memory."
+)
+
 
 def options() -> onnxruntime.SessionOptions:
     chosen = onnxruntime.SessionOptions()
@@ -75,7 +80,7 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     floors = measure()
     packed = n * k * 33 / 32
-    rows, notes = [], [floors.describe()]
+    rows, notes = [], [floors.describe(), CACHE]
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         sessions = models(k, n, Path(folder))
         for m in arguments.m:
