@@ -24,8 +24,9 @@ from mxfp8_ops import ort
 Call = Callable[[], Any]
 
 CACHE = (
-    "One weight is multiplied again and again, so what the last-level cache holds is read from there: 8-bit weights "
-    "may fit, float32 ones do not. Rates above the read bandwidth are cache rates; a model's many weights come from memory."
+    "One weight is multiplied again and again, so what the last-level cache holds is read from there: "
+    "8-bit weights may fit, float32 ones do not. Rates above the read bandwidth are cache rates; "
+    "a model's many weights come from memory."
 )
 
 
