@@ -16,7 +16,7 @@ namespace mxfp8::MXFP8_ISA {
 namespace {
 
 constexpr int kStep = kStepBf16;
-constexpr int kScaleAfterRows = 4;
+constexpr int kScaleAfterRows = 6;
 
 MXFP8_INLINE __m512bh as_bf16(__m512i values) { return reinterpret_cast<__m512bh>(values); }
 
