@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime
 import torch
 from floors import measure
-from harness import THREADS, noise_notes, publish, take_turns
+from harness import THREADS, noise_notes, options, publish, take_turns
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
@@ -28,15 +28,6 @@ CACHE = (
     "8-bit weights may fit, float32 ones do not. Rates above the read bandwidth are cache rates; "
     "a model's many weights come from memory."
 )
-
-
-def options() -> onnxruntime.SessionOptions:
-    chosen = onnxruntime.SessionOptions()
-    chosen.intra_op_num_threads = THREADS
-    chosen.log_severity_level = 3
-    # An idle session's threads must not take the cores from the one being measured.
-    chosen.add_session_config_entry("session.force_spinning_stop", "1")
-    return chosen
 
 
 def models(k: int, n: int, folder: Path) -> dict[str, onnxruntime.InferenceSession]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 from rich.console import Console
 from rich.table import Table
 
@@ -65,6 +66,15 @@ def take_turns(
         low, middle, high = np.percentile(values, [25, 50, 75])
         result[name] = Timing(float(middle), float(high - low))
     return result
+
+
+def options() -> onnxruntime.SessionOptions:
+    """Returns what every session runs with. Idle threads of one session must not spin while another has its turn."""
+    chosen = onnxruntime.SessionOptions()
+    chosen.intra_op_num_threads = THREADS
+    chosen.log_severity_level = 3
+    chosen.add_session_config_entry("session.force_spinning_stop", "1")
+    return chosen
 
 
 def machine() -> dict[str, Any]:

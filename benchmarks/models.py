@@ -14,7 +14,7 @@ import onnx
 import onnxruntime
 import torch
 from floors import measure
-from harness import THREADS, noise_notes, publish, take_turns
+from harness import THREADS, noise_notes, options, publish, take_turns
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
@@ -26,15 +26,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "samples" / "01_minilm_onnx")
 from minilm import export as export_minilm
 
 Feeds = dict[str, np.ndarray]
-
-
-def options() -> onnxruntime.SessionOptions:
-    """Returns what every contender runs with. Idle threads of one session must not spin while another has its turn."""
-    chosen = onnxruntime.SessionOptions()
-    chosen.intra_op_num_threads = THREADS
-    chosen.log_severity_level = 3
-    chosen.add_session_config_entry("session.force_spinning_stop", "1")
-    return chosen
 
 
 class Decoder(torch.nn.Module):
