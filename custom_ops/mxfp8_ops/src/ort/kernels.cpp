@@ -1,10 +1,9 @@
-// Kernel creation (attributes are read and checked once) and compute: checks shapes, then calls ops.h on ONNX Runtime's
-// own intra-op threads. Kernels keep no state but their attributes, so any number of threads may run one at once.
+// Kernel creation (attributes are read and checked once) and compute: checks shapes, then calls a backend. Kernels keep
+// no state but their attributes and that, so any number of threads may run one at once.
 #include <algorithm>
 
-#include "../cpu/isa.h"
 #include "../cpu/ops.h"
-#include "nodes.h"
+#include "backend.h"
 
 namespace mxfp8::ort {
 namespace {
@@ -13,7 +12,7 @@ struct Kernel {
   Op op;
   std::string where;  // "MXFP8Gemm 'node name'"
   Attributes attributes;
-  const Kernels* kernels;
+  std::unique_ptr<const Backend> backend;
 };
 
 // Reads an attribute or leaves `value` alone: every attribute has a default.
@@ -80,19 +79,6 @@ void* output(OrtKernelContext* context, size_t index, const Dims& dims) {
   return data;
 }
 
-// ONNX Runtime's intra-op pool. Its size is not part of the API; a session with fewer threads runs more tasks on each.
-Parallel session_threads(const OrtKernelContext* context) {
-  static const int processors = processor_count();
-  const auto run = [](void* pool, void (*task)(void*, size_t), void* argument, size_t count) {
-    if (OrtStatus* status =
-            KernelContext_ParallelFor(static_cast<const OrtKernelContext*>(pool), task, count, 0, argument)) {
-      ReleaseStatus(status);  // the pool refused and has run nothing: run here
-      for (size_t i = 0; i < count; ++i) task(argument, i);
-    }
-  };
-  return {run, const_cast<OrtKernelContext*>(context), processors};
-}
-
 int64_t product(Dims::const_iterator begin, Dims::const_iterator end) {
   int64_t result = 1;
   for (; begin != end; ++begin) result *= *begin;
@@ -119,20 +105,13 @@ void quantize_node(const Kernel& kernel, OrtKernelContext* context) {
   const Dims scales = scale_dims(x.dims, axis);
   auto* elements_data = static_cast<uint8_t*>(output(context, 0, x.dims));
   auto* scales_data = static_cast<uint8_t*>(output(context, 1, scales));
-  std::vector<uint8_t> unused;
-  if (elements_data == nullptr || scales_data == nullptr) {
-    unused.resize(size_t(product(x.dims.begin(), x.dims.end())));
-    if (elements_data == nullptr) elements_data = unused.data();
-    if (scales_data == nullptr) scales_data = unused.data();
-  }
   const std::string& name = kernel.attributes.scale_rounding;
   const int rounding = name == "ceil" ? MXFP8_CEIL : name == "floor" ? MXFP8_FLOOR : MXFP8_EVEN;
   const int format = int(kernel.attributes.output_dtype);
   const int64_t k = x.dims[size_t(axis)];
-  quantize(*kernel.kernels, session_threads(context),
-           {x.dtype, x.data, product(x.dims.begin(), x.dims.begin() + axis), k,
-            product(x.dims.begin() + axis + 1, x.dims.end()), k, format, scale_increment(format, rounding),
-            elements_data, scales_data});
+  kernel.backend->quantize(context, {x.dtype, x.data, product(x.dims.begin(), x.dims.begin() + axis), k,
+                                     product(x.dims.begin() + axis + 1, x.dims.end()), k, format,
+                                     scale_increment(format, rounding), elements_data, scales_data});
 }
 
 void dequantize_node(const Kernel& kernel, OrtKernelContext* context) {
@@ -142,10 +121,10 @@ void dequantize_node(const Kernel& kernel, OrtKernelContext* context) {
   check_scales(kernel.where, "scales", elements, scales, axis);
   void* y = output(context, 0, elements.dims);
   const Dims& dims = elements.dims;
-  dequantize(*kernel.kernels, session_threads(context),
-             {elements.dtype, static_cast<const uint8_t*>(elements.data), static_cast<const uint8_t*>(scales.data),
-              product(dims.begin(), dims.begin() + axis), dims[size_t(axis)],
-              product(dims.begin() + axis + 1, dims.end()), int(kernel.attributes.output_dtype), y});
+  kernel.backend->dequantize(
+      context, {elements.dtype, static_cast<const uint8_t*>(elements.data), static_cast<const uint8_t*>(scales.data),
+                product(dims.begin(), dims.begin() + axis), dims[size_t(axis)],
+                product(dims.begin() + axis + 1, dims.end()), int(kernel.attributes.output_dtype), y});
 }
 
 // Leading dimensions that broadcast as NumPy's do, and where each batch starts in an operand.
@@ -222,11 +201,12 @@ void gemm_node(const Kernel& kernel, OrtKernelContext* context) {
     const bool flat = b.dims.size() == 2;
     const int64_t a_row = flat ? 0 : batch_index(a.dims, leading, batch) * m;
     const int64_t b_row = flat ? 0 : batch_index(b.dims, leading, batch) * n;
-    gemm(*kernel.kernels, session_threads(context),
-         {a.dtype, static_cast<const char*>(a.data) + a_row * k * a_bytes,
-          quantized ? static_cast<const uint8_t*>(a_scales.data) + a_row * blocks : nullptr, k, b.dtype,
-          static_cast<const uint8_t*>(b.data) + b_row * k, static_cast<const uint8_t*>(b_scales.data) + b_row * blocks,
-          static_cast<const float*>(bias.data), m, n, k, y_dtype, y + batch * m * n * y_bytes, n});
+    kernel.backend->gemm(
+        context,
+        {a.dtype, static_cast<const char*>(a.data) + a_row * k * a_bytes,
+         quantized ? static_cast<const uint8_t*>(a_scales.data) + a_row * blocks : nullptr, k, b.dtype,
+         static_cast<const uint8_t*>(b.data) + b_row * k, static_cast<const uint8_t*>(b_scales.data) + b_row * blocks,
+         static_cast<const float*>(bias.data), m, n, k, y_dtype, y + batch * m * n * y_bytes, n});
   }
 }
 
@@ -248,12 +228,7 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
                       " on an input of unknown rank; expected an input whose rank is known; give the graph's inputs "
                       "shapes and run onnx.shape_inference");
     }
-    const Kernels* found = kernels();
-    if (found == nullptr) {
-      throw NodeError(where + ": MXFP8_ISA names an instruction set this machine lacks; expected one of " +
-                      available_isas() + "; correct the environment variable");
-    }
-    *kernel = new Kernel{overload.op, where, attributes, found};
+    *kernel = new Kernel{overload.op, where, attributes, cpu_backend(where)};
   });
 }
 

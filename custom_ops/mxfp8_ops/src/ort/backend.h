@@ -1,0 +1,25 @@
+// What does the arithmetic of the nodes: this processor, or a GPU. Arguments are checked before they come here.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "../cpu/kernels/kernels.h"
+#include "nodes.h"
+
+namespace mxfp8::ort {
+
+// Any number of threads may call one backend at once. Pointers in the arguments are what ONNX Runtime gave: memory of
+// the device that the overload is registered for.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  // args.elements or args.scales is null if nobody asked for that output.
+  virtual void quantize(OrtKernelContext*, QuantizeArgs args) const = 0;
+  virtual void dequantize(OrtKernelContext*, const DequantizeArgs&) const = 0;
+  virtual void gemm(OrtKernelContext*, const GemmArgs&) const = 0;
+};
+
+// Throws NodeError, which begins with `where`, if MXFP8_ISA names an instruction set this machine lacks.
+std::unique_ptr<const Backend> cpu_backend(const std::string& where);
+
+}  // namespace mxfp8::ort
