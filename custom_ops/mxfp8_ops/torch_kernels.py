@@ -67,9 +67,9 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
     k = shape[axis]
     inner = math.prod(shape[axis + 1 :])
     outer = x.numel() // (k * inner) if k and inner else 0
+    elements = torch.empty(*shape, dtype=torch.uint8)
     shape[axis] = scale_count(k)
-    elements = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format)
-    scales = torch.empty(shape, dtype=torch.uint8)
+    scales = torch.empty(*shape, dtype=torch.uint8)
     status = native.load().mxfp8_quantize(
         DTYPE_CODES[x.dtype], x.data_ptr(), outer, k, inner, *codes, elements.data_ptr(), scales.data_ptr(),
         torch.get_num_threads(),
@@ -102,8 +102,8 @@ def dequantize(
     """
     dtype = dtype or torch.float32
     torch_shapes.check_dequantize(elements, scales, axis, element_format, dtype)
-    y = torch.empty_like(elements, dtype=dtype, memory_format=torch.contiguous_format)
-    shape = [*y.shape]
+    shape = elements.shape
+    y = torch.empty(*shape, dtype=dtype)
     k = shape[axis]
     inner = math.prod(shape[axis + 1 :]) if axis != -1 else 1
     outer = y.numel() // (k * inner) if k and inner else 0
@@ -145,8 +145,9 @@ def gemm(  # noqa: PLR0917 - the op's schema
         BackendError: the native library is missing.
     """
     dtype = dtype or torch.float32
-    y = _empty(torch_shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype), dtype)
-    n, k = y.shape[-1], a.shape[-1]
+    shape = torch_shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
+    y = torch.empty(*shape, dtype=dtype)
+    n, k = shape[-1], a.shape[-1]
     a, a_scales, b, b_scales = a.contiguous(), a_scales.contiguous(), b.contiguous(), b_scales.contiguous()
     products: Iterable[_Product]
     if b.dim() == 2:
@@ -190,8 +191,9 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
         ContractError: unknown format.
         BackendError: the native library is missing.
     """
-    y = _empty(torch_shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype), dtype or x.dtype)
-    n, k = y.shape[-1], x.shape[-1]
+    shape = torch_shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
+    y = torch.empty(*shape, dtype=dtype or x.dtype)
+    n, k = shape[-1], x.shape[-1]
     b, b_scales, stride = b.contiguous(), b_scales.contiguous(), k
     products: Iterable[_Product]
     if b.dim() == 2:
@@ -213,12 +215,6 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
         if status:
             native.check("weight_gemm", status)
     return y
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if len(shape) == 2:
-        return torch.empty_strided(shape, (shape[1] or 1, 1), dtype=dtype)  # 0.3 us less than torch.empty
-    return torch.empty(shape, dtype=dtype)
 
 
 def _strided_matrix(x: Tensor) -> tuple[Tensor, bool] | None:

@@ -13,9 +13,8 @@ Their meaning is that of `numerics.py`; `torch_shapes.py` has the checks and fak
 kernels, `torch_cuda.py` those of CUDA devices (through CuPy), `torch_training.py` the one op that trains. Elements and
 scales are uint8 tensors: `module.to(dtype)` leaves them alone, which it does not do to float8 buffers.
 
-Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model;
-recording them costs 3 us a call outside torch.inference_mode(). quantize passes none back and warns if one is wanted;
-gemm and dequantize take integers, which have none.
+Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model.
+quantize passes none back and warns if one is wanted; gemm and dequantize take integers, which have none.
 
 Autocast casts the x of linear_train, as it does that of F.linear, and never a weight; the other ops compute in the
 dtypes they are given. torch.vmap works on all but linear_train (`torch_vmap.py`). Results are contiguous.
@@ -73,12 +72,7 @@ def _register() -> Any:
     library.impl("linear_train", torch_training.autocast, "AutocastCUDA")
     for name in ("quantize", "dequantize", "gemm", "weight_gemm", "linear_train"):
         torch.library.register_vmap(f"{contract.DOMAIN}::{name}", getattr(torch_vmap, name), lib=library)
-    torch.library.register_autograd(
-        f"{contract.DOMAIN}::weight_gemm",
-        torch_training.weight_gemm_backward,
-        setup_context=torch_training.weight_gemm_setup_context,
-        lib=library,
-    )
+    library.impl("weight_gemm", torch_training.weight_gemm, "Autograd", with_keyset=True)
     torch.library.register_autograd(
         f"{contract.DOMAIN}::linear_train",
         torch_training.backward,

@@ -16,12 +16,12 @@ Source: NVIDIA, "Recipes for Pre-training LLMs with MXFP8"; TransformerEngine's 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mxfp8_ops import torch_shapes
+from mxfp8_ops import torch_kernels, torch_shapes
 from mxfp8_ops.errors import Mxfp8Error
 
 Gradient = Tensor | None
@@ -105,26 +105,65 @@ def autocast(
     return result
 
 
-def weight_gemm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves the packed weight, which lives anyway."""
-    x, b, b_scales, bias, ctx.b_format, _ = inputs
-    ctx.save_for_backward(b, b_scales)
-    ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
+def weight_gemm(  # noqa: PLR0917 - the op's schema
+    keys: torch._C.DispatchKeySet,
+    x: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns what `mxfp8::weight_gemm` does, and records its gradients if any are wanted.
+
+    `torch.library.register_autograd` would do the same, and take 3 us more of a call that wants none.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        result: Tensor = _WeightGemm.apply(x, b, b_scales, bias, b_format, dtype)  # type: ignore[no-untyped-call]
+        return result
+    if keys.raw_repr() == _PLAIN_CPU:  # nobody else wants to see this call: no mode, no subclass, no transform
+        return torch_kernels.weight_gemm(x, b, b_scales, bias, b_format, dtype)
+    return _below_autograd(x, b, b_scales, bias, b_format, dtype)
 
 
-def weight_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Gradient, None, None, Gradient, None, None]:
-    """Returns the gradients of x, through the frozen weight in float32, and of the bias.
+_PLAIN_CPU: Final = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+).raw_repr()
+"""The keys of a call whose tensors all are plain CPU tensors."""
+
+
+def _below_autograd(*arguments: Any) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        result: Tensor = torch.ops.mxfp8.weight_gemm.default(*arguments)
+    return result
+
+
+class _WeightGemm(torch.autograd.Function):
+    """weight_gemm with the gradients of x, through the frozen weight in float32, and of the bias.
 
     For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none.
     """
-    dx = db = None
-    if ctx.needs_input_grad[0]:
-        weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format, torch.float32)
-        rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
-        dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
-    if ctx.has_bias and ctx.needs_input_grad[3]:
-        db = grad.float().sum_to_size(grad.shape[-1])
-    return dx, None, None, db, None, None
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return _below_autograd(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, b, b_scales, bias, ctx.b_format, _ = inputs
+        ctx.save_for_backward(b, b_scales)
+        ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, None, None, Gradient, None, None]:
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format, torch.float32)
+            rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
+            dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
+        if ctx.has_bias and ctx.needs_input_grad[3]:
+            db = grad.float().sum_to_size(grad.shape[-1])
+        return dx, None, None, db, None, None
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from mxfp8_graph.torch_pass import adapter
 from mxfp8_graph.torch_pass.program import Program
 
 _INHERITED: Final = ("nn_module_stack", "stack_trace", "custom")
@@ -71,8 +72,9 @@ class Builder:
         """
         key = ("quantize", node, element_format, scale_rounding, epoch)
         if key not in self._shared:
-            settings = {"axis": -1, "element_format": element_format, "scale_rounding": scale_rounding}
-            both = self.add(f"{node.name}_mxfp8", torch.ops.mxfp8.quantize.default, node, **settings)
+            op = torch.ops.mxfp8.quantize.default
+            settings = adapter.unusual(op, {"element_format": element_format, "scale_rounding": scale_rounding})
+            both = self.add(f"{node.name}_mxfp8", op, node, **settings)
             self._shared[key] = [
                 self.add(f"{node.name}_mxfp8_elements", operator.getitem, both, 0),
                 self.add(f"{node.name}_mxfp8_scales", operator.getitem, both, 1),

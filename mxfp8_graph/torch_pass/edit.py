@@ -94,12 +94,15 @@ class Editor:
     def _put(self, site: TorchSite, decision: Decision, inputs: Sequence[Node], build: Builder) -> None:
         """Makes the site's node the gemm, or the last of the steps that must follow it."""
         result = site.output.meta["val"]
-        settings: dict[str, Any] = {"b_format": decision.weight_format, "dtype": result.dtype}
+        settings: dict[str, Any] = {"b_format": decision.weight_format}
         if decision.weight_only:
-            target = torch.ops.mxfp8.weight_gemm.default
+            target, usual = torch.ops.mxfp8.weight_gemm.default, inputs[0].meta["val"].dtype
         else:
-            target = torch.ops.mxfp8.gemm.default
-            settings = {"a_format": decision.activation_format, **settings}
+            target, usual = torch.ops.mxfp8.gemm.default, torch.float32
+            settings["a_format"] = decision.activation_format
+        if result.dtype != usual:
+            settings["dtype"] = result.dtype
+        settings = adapter.unusual(target, settings)
         steps = self._epilogue(site, build)
         if not steps:
             self._retarget(site.output, target, tuple(inputs), settings, build)
