@@ -9,8 +9,10 @@ Not verified on hardware yet: see custom_ops/README.md.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -76,10 +78,8 @@ class CudaDevice:
         self._functions: dict[str, Any] = {}
 
     def launch(self, launch: Launch, stream: int) -> None:
-        """Queues a kernel, loading it first if this is its first launch."""
-        function = self._functions.get(launch.kernel)
-        if function is None:
-            function = self._functions[launch.kernel] = self._load(launch)
+        """Queues a kernel."""
+        function = self.function(launch.source, launch.kernel)
         function((launch.grid, 1, 1), (cuda_kernels.THREADS, 1, 1), launch.arguments, stream=_Stream(stream))
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:
@@ -103,11 +103,20 @@ class CudaDevice:
             finally:
                 cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
 
-    def _load(self, launch: Launch) -> Any:
-        code = cuda_build.cubin(launch.source, launch.kernel, self._target)
-        module = _cupy().cuda.function.Module()
-        module.load(code)
-        return module.get_function(cuda_build.entry(code))
+    def function(self, source: str, kernel: str) -> Any:
+        """Returns a kernel as a CuPy function, loading it if this is its first use."""
+        function = self._functions.get(kernel)
+        if function is None:
+            code = cuda_build.cubin(source, kernel, self._target)
+            module = _cupy().cuda.function.Module()
+            module.load(code)
+            function = self._functions[kernel] = module.get_function(cuda_build.entry(code))
+        return function
+
+    def context(self) -> int:
+        """Returns the address of the primary context."""
+        address: int = _cupy().cuda.driver.ctxGetCurrent()
+        return address
 
 
 @functools.cache
@@ -118,6 +127,21 @@ def device(index: int) -> CudaDevice:
         BackendError: no CuPy, no GPU, or one that is too old.
     """
     return CudaDevice(index)
+
+
+@contextlib.contextmanager
+def current(index: int) -> Iterator[CudaDevice]:
+    """Makes GPU number `index` the current device and yields it.
+
+    Raises:
+        BackendError: no CuPy, no such GPU, or one that is too old.
+    """
+    cupy = _cupy()
+    try:
+        with cupy.cuda.Device(index):
+            yield device(index)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendError(f"cuda: GPU {index}: {error}; expected a usable device; see nvidia-smi") from error
 
 
 def quantize(
