@@ -174,7 +174,7 @@ def product(rounds: int, m: int, n: int, k: int, targets: dict[str, tuple[float,
         rows.append(
             Row(f"with quantize, kept M={m}", kept["with quantize"], ratio, "x cuBLAS", *targets.get("kept", ()))
         )
-        torch_cuda.forget_wide()
+        torch_cuda.forget_kept()
     return rows
 
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_ops import cuda_build, cuda_kernels, formats, numerics
-from mxfp8_ops.cuda_kernels import Launch, Operand, Product, Queue, WideWeight
+from mxfp8_ops import cuda_build, cuda_dispatch, cuda_kernels, cuda_lt, formats, numerics
+from mxfp8_ops.cuda_kernels import FoldedOperand, Launch, Operand, Product, Queue, WideWeight
 from mxfp8_ops.errors import BackendError, ShapeError
 from mxfp8_ops.numerics import scale_count
 
@@ -169,7 +169,7 @@ def quantize(
     if swizzled and x.ndim != 2:
         raise ShapeError(f"quantize: swizzled scales of shape {x.shape}; expected a matrix; reshape it")
     scales = (
-        cupy.zeros(swizzled_size(inner if axis == 0 else outer, k), np.uint8)
+        cupy.zeros(cuda_kernels.swizzled_size(inner if axis == 0 else outer, k), np.uint8)
         if swizzled
         else cupy.empty((*x.shape[:axis], scale_count(k), *x.shape[axis + 1 :]), np.uint8)
     )
@@ -199,7 +199,9 @@ def quantize_both(
     m, k = x.shape
     pairs = []
     for shape, rows, columns in (((m, scale_count(k)), m, k), ((scale_count(m), k), k, m)):
-        scales = cupy.zeros(swizzled_size(rows, columns), np.uint8) if swizzled else cupy.empty(shape, np.uint8)
+        scales = (
+            cupy.zeros(cuda_kernels.swizzled_size(rows, columns), np.uint8) if swizzled else cupy.empty(shape, np.uint8)
+        )
         pairs.append((cupy.empty(x.shape, np.uint8), scales))
     addresses = [(elements.data.ptr, scales.data.ptr) for elements, scales in pairs]
     cuda_kernels.quantize_both(
@@ -247,23 +249,57 @@ def gemm(
     a_format: str = "e4m3",
     b_format: str = "e4m3",
     dtype: str = "float32",
+    fast_accumulate: bool = False,
+    kept: WideWeight | FoldedOperand | None = None,
 ) -> Any:
     """Returns dequantize(a) @ dequantize(b).T + bias; arguments and errors as those of `numerics.gemm`.
+
+    Args:
+        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
+        a_scales: uint8 [..., M, ceil(K / 32)].
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
+        b_scales: uint8 [..., N, ceil(K / 32)].
+        bias: float32 [N], or None.
+        a_format: element format of `a`.
+        b_format: element format of `b`.
+        dtype: of the result: "float32", "float16" or "bfloat16".
+        fast_accumulate: let the product take the row `fold` of `cuda_dispatch.ROUTES` if it fits: FP8 tensor cores
+            before Blackwell, faster and not exact. Both operands get one scale per row (`folding.fold_error` gives
+            the error of that), and the hardware's short accumulator sums (on Hopper about 2^-13 of the sum of
+            magnitudes: usually the larger error, and not measured).
+        kept: the weight as `wide_weight` or `folded_weight` keeps it, for the rows that can use it.
 
     Raises:
         ShapeError: shapes do not fit.
         ContractError: unknown format.
-        BackendError: no CuPy, or no GPU.
+        BackendError: no CuPy, no GPU, or fast_accumulate without nvmath-python.
     """
     formats.element_format(a_format)
     _check_codes("gemm", a, a_scales, a.ndim - 1)
-    return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype)
+    if not fast_accumulate:
+        return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
+    if not cuda_lt.available():
+        raise BackendError(
+            "gemm: fast_accumulate without nvmath-python; expected it for cuBLASLt; "
+            "pip install 'nvmath-python[cu13]' (or [cu12]), or leave out fast_accumulate"
+        )
+    with cuda_dispatch.allowed("fold"):
+        return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
 
 
 def weight_gemm(
-    x: Any, b: Any, b_scales: Any, bias: Any | None = None, *, b_format: str = "e4m3", dtype: str = "float32"
+    x: Any,
+    b: Any,
+    b_scales: Any,
+    bias: Any | None = None,
+    *,
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    kept: WideWeight | None = None,
 ) -> Any:
     """Returns x @ dequantize(b).T + bias; arguments and errors as those of `numerics.weight_gemm`.
+
+    `kept` is the weight as `wide_weight` keeps it, for the row `large`.
 
     Raises:
         ShapeError: shapes do not fit.
@@ -271,21 +307,48 @@ def weight_gemm(
         BackendError: no CuPy, or no GPU.
     """
     numerics.check_value_dtype("gemm", x.dtype)
-    return _gemm((x,), (b, b_scales), (x.dtype.name, b_format), bias, dtype)
+    return _gemm((x,), (b, b_scales), (x.dtype.name, b_format), bias, dtype, kept)
 
 
 def wide_weight(b: Any, b_scales: Any, *, b_format: str = "e4m3") -> WideWeight:
-    """Returns the weight [N, K] in bfloat16, to be passed to `cuda_kernels.gemm` again and again."""
-    _check_codes("wide_weight", b, b_scales, 1)
+    """Returns the weight [N, K] in bfloat16, for gemms with many rows that read it again and again (`kept`).
+
+    Twice the memory of the elements. C-contiguous arrays only; keep them alive and unchanged as long as the result.
+
+    Raises:
+        ShapeError: not a contiguous matrix, or the scales do not fit.
+        BackendError: no CuPy, or no GPU.
+    """
+    _check_kept("wide_weight", b, b_scales)
     return cuda_kernels.wide_weight(_queue(), Operand(b_format, b.data.ptr, b_scales.data.ptr), *b.shape)
 
 
-def swizzled_size(rows: int, k: int) -> int:
-    """Returns how many scales [rows, ceil(k / 32)] take in the 128x4 layout."""
-    return -(-rows // 128) * 128 * (-(-scale_count(k) // 4) * 4)
+def folded_weight(b: Any, b_scales: Any) -> FoldedOperand:
+    """Returns the E4M3 weight [N, K] with one scale per row, for gemms with `fast_accumulate` (`kept`).
+
+    As much memory again as the elements; otherwise like `wide_weight`.
+
+    Raises:
+        ShapeError: not a contiguous matrix with K % 32 = 0 and aligned to 16 bytes, or the scales do not fit.
+        BackendError: no CuPy, or no GPU.
+    """
+    _check_kept("folded_weight", b, b_scales)
+    if b.shape[1] % 32 or b.data.ptr % 16:
+        raise ShapeError(
+            f"folded_weight: {b.shape} at address {b.data.ptr:#x}; expected K % 32 = 0 and 16-byte alignment; "
+            "other products are never folded"
+        )
+    return cuda_kernels.fold(_queue(), Operand("e4m3", b.data.ptr, b_scales.data.ptr), *b.shape)
 
 
-def _gemm(a: tuple[Any, ...], b: tuple[Any, Any], kinds: tuple[str, str], bias: Any | None, dtype: str) -> Any:
+def _gemm(  # noqa: PLR0917 - one for both gemms
+    a: tuple[Any, ...],
+    b: tuple[Any, Any],
+    kinds: tuple[str, str],
+    bias: Any | None,
+    dtype: str,
+    kept: WideWeight | FoldedOperand | None,
+) -> Any:
     a_kind, b_format = kinds
     formats.element_format(b_format)
     numerics.check_gemm_shapes("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
@@ -305,12 +368,20 @@ def _gemm(a: tuple[Any, ...], b: tuple[Any, Any], kinds: tuple[str, str], bias: 
             f"gemm: operands {a[0].shape} and {b[0].shape}; expected leading dimensions that broadcast; reshape one"
         ) from None
     y = cupy.empty((*leading, m, n), y_dtype)
+    libraries = cuda_lt.ROUTES if len(a) == 2 and cuda_lt.available() else ()
+    kept = kept if b[0].ndim == 2 else None
 
     def one(a: tuple[Any, ...], b: tuple[Any, ...], y: Any, m: int) -> None:
         x = Operand(a_kind, *(t.data.ptr for t in a))
         weight = Operand(b_format, *(t.data.ptr for t in b))
         address = 0 if bias is None else bias.data.ptr
-        cuda_kernels.gemm(queue, Product(x, weight, address, y.data.ptr, dtype, m, n, k))
+        product = Product(x, weight, address, y.data.ptr, dtype, m, n, k)
+        route = cuda_kernels.choose(queue.device.capability, product, libraries)
+        if route in cuda_lt.ROUTES:
+            folded = kept if isinstance(kept, FoldedOperand) else None
+            cuda_lt.gemm(route, queue, cupy.cuda.runtime.getDevice(), product, folded)
+        else:
+            cuda_kernels.gemm(queue, product, kept if isinstance(kept, WideWeight) else None)
 
     if b[0].ndim == 2:
         one(a, b, y, int(np.prod(leading, dtype=np.int64)) * m)
@@ -333,6 +404,12 @@ def _allocate(size: int, zero: bool) -> tuple[Any, int]:
 
 def _split(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
     return int(np.prod(shape[:axis], dtype=np.int64)), shape[axis], int(np.prod(shape[axis + 1 :], dtype=np.int64))
+
+
+def _check_kept(where: str, b: Any, b_scales: Any) -> None:
+    if b.ndim != 2 or not (b.flags.c_contiguous and b_scales.flags.c_contiguous):
+        raise ShapeError(f"{where}: weight {b.shape}; expected a C-contiguous matrix; pass ascontiguousarray of it")
+    _check_codes(where, b, b_scales, 1)
 
 
 def _check_codes(where: str, elements: Any, scales: Any, axis: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,27 +24,67 @@ class Route:
     """Greatest M."""
     kinds: tuple[str, ...] = (*_EXACT, "float16", "float32")
     """What x may be."""
+    b_kinds: tuple[str, ...] = ("e4m3", "e5m2")
+    """What b may be."""
     whole_blocks: bool = False
     """Whether K must be a multiple of 32 and both operands aligned to 16 bytes."""
+    n_multiple: int = 1
+    """What N must be a multiple of."""
+    library: bool = False
+    """Whether it is a product of a library that the caller has to bring."""
+    opt_in: bool = False
+    """Whether it is taken only when asked for, by `allowed` or `forced_route`."""
 
 
 ROUTES: Final = (
     Route("skinny", most_rows=64, kinds=_EXACT, whole_blocks=True),
+    Route(
+        "block_scaled", (10, 0), kinds=("e4m3", "e5m2"), b_kinds=("e4m3",), whole_blocks=True, n_multiple=16,
+        library=True,
+    ),
+    Route(
+        "fold", (8, 9), kinds=("e4m3",), b_kinds=("e4m3",), whole_blocks=True, n_multiple=16, library=True, opt_in=True
+    ),
     Route("large", kinds=_EXACT),
     Route("float32"),
-)
+)  # fmt: skip
 """The dispatch table: the first row that fits wins.
 
-skinny   gemm_skinny.cu: reads the packed weight once, bfloat16 tensor cores; for few rows.
-large    dequantize.cu to bfloat16, then cuBLAS; gemm_float32.cu repairs it if bfloat16 could not hold an operand.
-float32  gemm_float32.cu: for x that bfloat16 cannot hold, and for anything else.
+skinny        gemm_skinny.cu: reads the packed weight once, bfloat16 tensor cores; for few rows.
+block_scaled  the MXFP8 product of Blackwell's tensor cores: torch's scaled_mm, or cuBLASLt through nvmath-python;
+              swizzle_scales.cu lays out the scales.
+fold          fold.cu, then an FP8 product with one scale per row, by the same libraries.
+              Not exact (`folding.fold_error`), so only where `allowed("fold")` says so; gemm's `fast_accumulate` does.
+large         dequantize.cu to bfloat16, then cuBLAS; gemm_float32.cu repairs it if bfloat16 could not hold an operand.
+float32       gemm_float32.cu: for x that bfloat16 cannot hold, and for anything else.
 """
 
 _forced: list[str] = []
+_allowed: list[str] = []
 
 
-def route(capability: tuple[int, int], kind: str, m: int, k: int, addresses: tuple[int, ...] = ()) -> str:
+def route(
+    capability: tuple[int, int],
+    kind: str,
+    m: int,
+    k: int,
+    addresses: tuple[int, ...] = (),
+    *,
+    n: int = 0,
+    b_kind: str = "e4m3",
+    libraries: Collection[str] = (),
+) -> str:
     """Returns the kernel of the row of `ROUTES` that fits a product, or of the one `forced_route` names.
+
+    Args:
+        capability: compute capability of the device.
+        kind: dtype or element format of x.
+        m: rows of x.
+        k: length of the sums.
+        addresses: of x and b, for their alignment.
+        n: rows of b.
+        b_kind: element format of b.
+        libraries: the library rows that the caller can do.
 
     Raises:
         BackendError: the device is too old, or the forced row cannot do it.
@@ -53,14 +93,17 @@ def route(capability: tuple[int, int], kind: str, m: int, k: int, addresses: tup
     for row in ROUTES:
         if _forced and row.kernel != _forced[-1]:
             continue
-        fits_rows = row.most_rows is None or m <= row.most_rows
-        fits = capability >= row.capability and kind in row.kinds and (whole or not row.whole_blocks)
-        if fits and fits_rows:
+        if row.opt_in and not (_forced or row.kernel in _allowed):
+            continue
+        fits_shape = (row.most_rows is None or m <= row.most_rows) and n % row.n_multiple == 0
+        fits_kinds = kind in row.kinds and b_kind in row.b_kinds
+        here = capability >= row.capability and (row.kernel in libraries or not row.library)
+        if here and fits_kinds and fits_shape and (whole or not row.whole_blocks):
             return row.kernel
     wanted = f"the forced route {_forced[-1]!r} to fit" if _forced else "compute capability 8.0 or later"
     raise BackendError(
-        f"cuda: no route for {kind}, M = {m}, K = {k} on compute capability {capability[0]}.{capability[1]}; "
-        f"expected {wanted}; use another device or route"
+        f"cuda: no route for {kind} times {b_kind}, M = {m}, N = {n}, K = {k} on compute capability "
+        f"{capability[0]}.{capability[1]}; expected {wanted}; use another device or route"
     )
 
 
@@ -71,11 +114,32 @@ def forced_route(kernel: str) -> Iterator[None]:
     Raises:
         BackendError: there is no such row.
     """
-    if kernel not in {row.kernel for row in ROUTES}:
-        names = ", ".join(row.kernel for row in ROUTES)
-        raise BackendError(f"cuda: route {kernel!r}; expected one of {names}; correct the name")
+    _check_name(kernel)
     _forced.append(kernel)
     try:
         yield
     finally:
         _forced.pop()
+
+
+@contextlib.contextmanager
+def allowed(kernel: str) -> Iterator[None]:
+    """Lets products take an opt-in row of `ROUTES` where it fits, inside a `with`.
+
+    In the whole process, because torch runs backward passes on threads of its own.
+
+    Raises:
+        BackendError: there is no such row.
+    """
+    _check_name(kernel)
+    _allowed.append(kernel)
+    try:
+        yield
+    finally:
+        _allowed.remove(kernel)
+
+
+def _check_name(kernel: str) -> None:
+    if kernel not in {row.kernel for row in ROUTES}:
+        known = ", ".join(row.kernel for row in ROUTES)
+        raise BackendError(f"cuda: route {kernel!r}; expected one of {known}; correct the name")

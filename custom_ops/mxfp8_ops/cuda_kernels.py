@@ -6,7 +6,7 @@ waits for the device: what depends on data is decided on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -102,6 +102,18 @@ class WideWeight:
     memory: Any
 
 
+@dataclass(frozen=True)
+class FoldedOperand:
+    """An operand with one scale per row, as `folding.fold` defines it: `fold` makes one."""
+
+    data: int
+    """Address of E4M3 elements [rows, K]."""
+    scales: int
+    """Address of float32 [rows]."""
+    memory: tuple[Any, Any]
+    """What `Queue.allocate` gave for both."""
+
+
 def quantize(
     queue: Queue,
     x: Operand,
@@ -188,6 +200,41 @@ def wide_weight(queue: Queue, b: Operand, n: int, k: int) -> WideWeight:
     return WideWeight(address, inexact, (memory, flag))
 
 
+def fold(queue: Queue, x: Operand, rows: int, k: int) -> FoldedOperand:
+    """Returns x [rows, K], E4M3, with one scale per row. K % 32 = 0, and x aligned to 16."""
+    elements, data = queue.allocate(rows * k, False)
+    scales, address = queue.allocate(4 * rows, False)
+    if rows * k:
+        launch = Launch("fold", "fold", rows, (x.data, x.scales, data, address, k))
+        queue.device.launch(launch, queue.stream)
+    return FoldedOperand(data, address, (elements, scales))
+
+
+def swizzle_scales(queue: Queue, x: Operand, rows: int, k: int) -> tuple[Any, int]:
+    """Returns the scales of x [rows, K] in cuBLASLt's 128x4 layout: what keeps the memory alive, and its address."""
+    blocks = scale_count(k)
+    size = swizzled_size(rows, k)
+    memory, address = queue.allocate(size, False)
+    if size:
+        arguments = (x.scales, address, rows, blocks)
+        launch = Launch("swizzle_scales", "swizzle_scales", _ceil(size, 16 * THREADS), arguments)
+        queue.device.launch(launch, queue.stream)
+    return memory, address
+
+
+def swizzled_size(rows: int, k: int) -> int:
+    """Returns how many scales [rows, ceil(k / 32)] take in the 128x4 layout."""
+    return _ceil(rows, 128) * 128 * (_ceil(scale_count(k), 4) * 4)
+
+
+def finish(queue: Queue, p: Product, sums: int, scales: tuple[int, int] = (0, 0)) -> None:
+    """Queues what turns float32 sums [M, N] into the y of a product: scales of rows and columns, if any, and bias."""
+    ragged = bool(p.n % 8) or _unaligned(sums, p.bias, p.y, scales[1])
+    arguments = (sums, *scales, p.bias, p.y, p.m * p.n, p.n, DTYPE_CODES[p.dtype])
+    grid = _ceil(p.m * p.n, 8 * THREADS)
+    queue.device.launch(Launch("finish", f"finish<{_flags(ragged)}>", grid, arguments), queue.stream)
+
+
 def gemm(queue: Queue, product: Product, wide: WideWeight | None = None) -> None:
     """Queues a product; the gemms of `numerics` differ only in what x is. `wide` is b in bfloat16, if it is kept."""
     if not product.m * product.n:
@@ -201,15 +248,18 @@ def gemm(queue: Queue, product: Product, wide: WideWeight | None = None) -> None
         _float32(queue, product)
 
 
-def choose(capability: tuple[int, int], product: Product) -> str:
-    """Returns the kernel that `cuda_dispatch.route` chooses for a product.
+def choose(capability: tuple[int, int], product: Product, libraries: Collection[str] = ()) -> str:
+    """Returns the row of `cuda_dispatch.ROUTES` for a product; `libraries` are the library rows the caller can do.
 
     Raises:
         BackendError: the device is too old, or the forced row cannot do it.
     """
-    if not product.k:
+    p = product
+    if not p.k:
         return "float32"  # nothing but the bias
-    return cuda_dispatch.route(capability, product.x.kind, product.m, product.k, (product.x.data, product.b.data))
+    return cuda_dispatch.route(
+        capability, p.x.kind, p.m, p.k, (p.x.data, p.b.data), n=p.n, b_kind=p.b.kind, libraries=libraries
+    )
 
 
 def _skinny(queue: Queue, p: Product) -> None:
@@ -226,8 +276,7 @@ def _large(queue: Queue, p: Product, wide: WideWeight | None) -> None:
     sizes, dtype = (p.m, p.n, p.k), p.dtype if direct else "float32"
     queue.device.matmul_bf16(wide_x.data, wide.data, y, sizes, dtype=dtype, stream=queue.stream)
     if not direct:
-        arguments = (y, p.bias, p.y, p.m * p.n, p.n, DTYPE_CODES[p.dtype])
-        queue.device.launch(Launch("finish", "finish", _ceil(p.m * p.n, 4 * THREADS), arguments), queue.stream)
+        finish(queue, p, y)
     for inexact in (wide_x.inexact, wide.inexact):
         if inexact:
             _float32(queue, p, only_if=inexact)
@@ -247,7 +296,8 @@ def _arguments(p: Product) -> tuple[int, ...]:
 def instances() -> list[Launch]:
     """Returns every kernel there is, once, without arguments: what the offline tests compile and emulate."""
     values, elements, flags = ("F32", "F16", "BF16"), ("E4M3", "E5M2"), ("false", "true")
-    names = [("finish", "finish")]
+    names = [("fold", "fold"), ("swizzle_scales", "swizzle_scales")]
+    names += [("finish", f"finish<{ragged}>") for ragged in flags]
     for f in elements:
         for v in values:
             for ragged in flags:

@@ -9,24 +9,37 @@ Not verified on hardware yet: see custom_ops/README.md.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mxfp8_ops import cuda, cuda_kernels, torch_kernels, torch_shapes
-from mxfp8_ops.cuda_kernels import Operand, Product, Queue, WideWeight
+from mxfp8_ops import cuda, cuda_dispatch, cuda_kernels, torch_kernels, torch_scaled, torch_shapes
+from mxfp8_ops.cuda_kernels import FoldedOperand, Operand, Product, Queue, WideWeight
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.numerics import scale_count
 from mxfp8_ops.torch_shapes import Pair
 
 NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
-_wide: dict[tuple[int, int, torch.Size], tuple[Tensor, Tensor, tuple[int, int], WideWeight]] = {}
-"""Weights kept in bfloat16, by address and shape; holding the tensors keeps their addresses from being used again."""
+
+@dataclass
+class _Kept:
+    """What `keep_wide` and `keep_folded` made of a weight. The tensors keep their addresses from being used again."""
+
+    b: Pair
+    versions: tuple[int, int]
+    wide: WideWeight | None = None
+    folded: FoldedOperand | None = None
+
+
+_kept: dict[tuple[int, int, torch.Size], _Kept] = {}
+"""Weights kept in another form too, by address and shape."""
 
 
 def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
@@ -102,9 +115,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
     """
     dtype = dtype or torch.float32
     shape = torch_shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
-    y = torch.empty(shape, dtype=dtype, device=a.device)
-    _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, y)
-    return y
+    return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, shape, dtype)
 
 
 def weight_gemm(  # noqa: PLR0917 - the op's schema
@@ -123,63 +134,112 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
         BackendError: no CuPy, or a GPU that is too old.
     """
     shape = torch_shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
-    y = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
-    _gemm((x,), (b, b_scales), (NAMES[x.dtype], b_format), bias, y)
-    return y
+    return _gemm((x,), (b, b_scales), (NAMES[x.dtype], b_format), bias, shape, dtype or x.dtype)
+
+
+def fast_accumulate() -> contextlib.AbstractContextManager[None]:
+    """Lets gemms of E4M3 operands use FP8 tensor cores before Blackwell, inside a `with`: faster, and not exact.
+
+    Inside it, in every thread, products of quantized x that the row `fold` of `cuda_dispatch.ROUTES` fits take it: both
+    operands get one scale per row, and the hardware's short accumulator sums. `folding.fold_error` gives the error of
+    the first step; the second is usually larger, on Hopper about 2^-13 of the sum of magnitudes, and was not measured.
+    What a CUDA graph captured inside keeps to it. `keep_folded` saves folding a weight again and again.
+    """
+    return cuda_dispatch.allowed("fold")
 
 
 def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
     """Keeps the weight [N, K] in bfloat16 too, so that products with many rows need not dequantize it each time.
 
-    Twice the memory of float8, until `forget_wide`. A weight that is changed in place is dequantized anew each time;
+    Twice the memory of float8, until `forget_kept`. A weight that is changed in place is dequantized anew each time;
     torch does not track that for tensors made in inference mode, so those must not change.
+
+    Raises:
+        ShapeError: not a contiguous matrix, or the scales do not fit.
     """
-    torch_shapes.check_codes("keep_wide", b, b_scales, -1)
-    if b.dim() != 2 or not (b.is_contiguous() and b_scales.is_contiguous()):
-        raise ShapeError(f"keep_wide: weight {tuple(b.shape)}; expected a contiguous matrix; pass .contiguous()")
     with _queue(b) as queue:
-        operand = Operand(b_format, b.data_ptr(), b_scales.data_ptr())
-        kept = cuda_kernels.wide_weight(queue, operand, *b.shape)
-    _wide[b.data_ptr(), b_scales.data_ptr(), b.shape] = (b, b_scales, _versions((b, b_scales)), kept)
+        _entry(b, b_scales).wide = cuda_kernels.wide_weight(
+            queue, Operand(b_format, b.data_ptr(), b_scales.data_ptr()), *b.shape
+        )
 
 
-def forget_wide() -> None:
-    """Frees what `keep_wide` keeps."""
-    _wide.clear()
+def keep_folded(b: Tensor, b_scales: Tensor) -> None:
+    """Keeps the E4M3 weight [N, K] folded too, for products inside `fast_accumulate`; otherwise like `keep_wide`.
+
+    Raises:
+        ShapeError: not a contiguous matrix with K % 32 = 0, or the scales do not fit.
+    """
+    if b.shape[-1] % 32:
+        raise ShapeError(f"keep_folded: weight {tuple(b.shape)}; expected K % 32 = 0; other products are never folded")
+    with _queue(b) as queue:
+        _entry(b, b_scales).folded = cuda_kernels.fold(
+            queue, Operand("e4m3", b.data_ptr(), b_scales.data_ptr()), *b.shape
+        )
 
 
-def _gemm(a: tuple[Tensor, ...], b: Pair, kinds: tuple[str, str], bias: Tensor | None, y: Tensor) -> None:
-    """Fills `y` [..., M, N] (or [N])."""
+def forget_kept() -> None:
+    """Frees what `keep_wide` and `keep_folded` keep."""
+    _kept.clear()
+
+
+def _entry(b: Tensor, b_scales: Tensor) -> _Kept:
+    """Returns the weight's entry in `_kept`, a new one if there is none for its present contents."""
+    torch_shapes.check_codes("keep", b, b_scales, -1)
+    if b.dim() != 2 or not (b.is_contiguous() and b_scales.is_contiguous()):
+        raise ShapeError(f"keep: weight {tuple(b.shape)}; expected a contiguous matrix; pass .contiguous()")
+    entry = _find((b, b_scales))
+    if entry is None:
+        entry = _kept[b.data_ptr(), b_scales.data_ptr(), b.shape] = _Kept((b, b_scales), _versions((b, b_scales)))
+    return entry
+
+
+def _find(b: Pair) -> _Kept | None:
+    entry = _kept.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape)) if _kept else None
+    return entry if entry is not None and entry.versions == _versions(b) else None
+
+
+def _gemm(  # noqa: PLR0917 - one for both ops
+    a: tuple[Tensor, ...],
+    b: Pair,
+    kinds: tuple[str, str],
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns y of `shape`, [..., M, N] (or [N])."""
     kind, b_format = kinds
     _check_devices("gemm", *a, *b, *(() if bias is None else (bias,)))
-    n, k = y.shape[-1], a[0].shape[-1]
+    n, k = shape[-1], a[0].shape[-1]
     a, b = tuple(t.contiguous() for t in a), (b[0].contiguous(), b[1].contiguous())
     bias = None if bias is None else bias.contiguous()
-    address, name = 0 if bias is None else bias.data_ptr(), NAMES[y.dtype]
-    with _queue(y) as queue:
-        if b[0].dim() == 2:
-            x, weight = Operand(kind, *(t.data_ptr() for t in a)), Operand(b_format, b[0].data_ptr(), b[1].data_ptr())
-            product = Product(x, weight, address, y.data_ptr(), name, y.numel() // n if n else 0, n, k)
-            cuda_kernels.gemm(queue, product, _kept(b))
-            return
-        pairs = (a[0], a[-1])  # without scales, any address stands in for theirs
-        for m, x_data, x_scales, b_data, b_scales, y_data in torch_kernels._products(y, pairs, b):
-            x = Operand(kind, x_data, x_scales if len(a) == 2 else 0)
-            product = Product(x, Operand(b_format, b_data, b_scales), address, y_data, name, m, n, k)
-            cuda_kernels.gemm(queue, product)
+    address, name = 0 if bias is None else bias.data_ptr(), NAMES[dtype]
+    with _queue(b[0]) as queue:
+        if b[0].dim() != 2:
+            y = torch.empty(shape, dtype=dtype, device=b[0].device)
+            pairs = (a[0], a[-1])  # without scales, any address stands in for theirs
+            for m, x_data, x_scales, b_data, b_scales, y_data in torch_kernels._products(y, pairs, b):
+                x = Operand(kind, x_data, x_scales if len(a) == 2 else 0)
+                product = Product(x, Operand(b_format, b_data, b_scales), address, y_data, name, m, n, k)
+                cuda_kernels.gemm(queue, product)
+            return y
+        x, weight = Operand(kind, *(t.data_ptr() for t in a)), Operand(b_format, b[0].data_ptr(), b[1].data_ptr())
+        m = math.prod(shape[:-1]) if n else 0
+        product, kept = Product(x, weight, address, 0, name, m, n, k), _find(b)
+        if len(a) == 2 and m:
+            route = cuda_kernels.choose(queue.device.capability, product, torch_scaled.ROUTES)
+            if route in torch_scaled.ROUTES:
+                folded = kept.folded if kept else None
+                operands = (a[0].view(m, k), b[0])
+                return torch_scaled.gemm(route, queue, product, operands, dtype, folded).view(shape)
+        y = torch.empty(shape, dtype=dtype, device=b[0].device)
+        cuda_kernels.gemm(queue, dataclasses.replace(product, y=y.data_ptr()), kept.wide if kept else None)
+        return y
 
 
 def _versions(b: Pair) -> tuple[int, int]:
     """Returns numbers that change with the tensors' contents."""
     first, second = (-1 if t.is_inference() else t._version for t in b)
     return first, second
-
-
-def _kept(b: Pair) -> WideWeight | None:
-    kept = _wide.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape)) if _wide else None
-    if kept is None or kept[2] != _versions(b):
-        return None
-    return kept[3]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_emulation import EmulatedDevice, aligned, device, queue
 
-from mxfp8_ops import cuda_dispatch, cuda_kernels, numerics
+from mxfp8_ops import cuda_dispatch, cuda_kernels, folding, numerics
 from mxfp8_ops.cuda_kernels import Operand, Product
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.numerics import scale_count
@@ -210,6 +210,52 @@ def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
         assert np.flatnonzero(~same.all(1)).tolist() == [*range(first_exact)]
 
 
+# --- one scale per row, scales for Blackwell, the end of a product ---------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [32, 96, 1024, 8224])
+def test_fold(k):
+    elements, scales = numerics.quantize(edges((5, k), "float32", seed=k))
+    spread = np.random.default_rng(k).integers(0, 12, scales.shape, dtype=np.uint8)
+    scales = np.where(scales == 255, 255, 100 + spread).astype(np.uint8)
+    scales[3] = 255  # a row with nothing but NaN
+    scales[4, : scales.shape[1] // 2] = 0  # what is far below the rest vanishes, its signs aside
+    expected, codes = folding.fold(elements, scales)
+    held = [placed(elements), placed(scales)]
+    operand = Operand("e4m3", *(array.ctypes.data for array in held))
+    folded = cuda_kernels.fold(queue(), operand, 5, k)
+    assert_same(f"elements, K = {k}", folded.memory[0].reshape(5, k), expected)
+    assert_same("row scales", folded.memory[1].view(np.float32), numerics.decode_scale(codes))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (130, 5), (257, 12), (70, 256), (128, 4)])
+def test_swizzle_scales(shape):
+    scales = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    held = placed(scales)
+    memory, address = cuda_kernels.swizzle_scales(
+        queue(), Operand("e4m3", 0, held.ctypes.data), shape[0], 32 * shape[1]
+    )
+    assert address == memory.ctypes.data
+    assert_same("layout", memory, swizzle(scales))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [40, 37])
+def test_finish(n, dtype):
+    sums, bias = heavy_tailed((5, n)), heavy_tailed((n,), 1)
+    scales = [np.exp2(np.arange(count) % 7 - 3).astype(np.float32) for count in (5, n)]
+    held = [placed(array) for array in (sums, bias, *scales)]
+    for with_bias, scaled in itertools.product((False, True), (False, True)):
+        y = aligned(5 * n * numerics.value_dtype(dtype).itemsize)
+        nothing = Operand("e4m3", 0)
+        product = Product(nothing, nothing, held[1].ctypes.data * with_bias, y.ctypes.data, dtype, 5, n, 1)
+        factors = (held[2].ctypes.data, held[3].ctypes.data) if scaled else (0, 0)
+        cuda_kernels.finish(queue(), product, held[0].ctypes.data, factors)
+        expected = sums * (scales[0][:, None] * scales[1] if scaled else 1) + (bias if with_bias else np.float32(-0.0))
+        expected = expected.astype(numerics.value_dtype(dtype))
+        assert_same(f"{with_bias} {scaled}", y.view(expected.dtype).reshape(5, n), expected)
+
+
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 
@@ -372,10 +418,11 @@ def test_every_kernel_ran():
 # --- dispatch --------------------------------------------------------------------------------------------------------
 
 
-def test_routes():
-    def chosen(capability=(9, 0), kind="bfloat16", m=1, k=64, address=0):
-        return cuda_dispatch.route(capability, kind, m, k, (address,))
+def chosen(capability=(9, 0), kind="bfloat16", m=1, k=64, address=0, **options):
+    return cuda_dispatch.route(capability, kind, m, k, (address,), **options)
 
+
+def test_routes():
     assert chosen() == chosen(m=64) == chosen(kind="e4m3") == "skinny"
     assert chosen(m=65) == chosen(k=40) == chosen(address=8) == "large"
     assert chosen(kind="float16") == chosen(kind="float32", m=1000) == "float32"
@@ -383,13 +430,40 @@ def test_routes():
         chosen((7, 5))
 
 
+def test_library_routes_are_taken_only_by_those_who_bring_the_library():
+    both = {"kind": "e4m3", "m": 100, "n": 64, "libraries": ("block_scaled", "fold")}
+    assert chosen((10, 0), **both) == chosen((12, 0), **both | {"kind": "e5m2"}) == "block_scaled"
+    assert chosen((9, 0), **both) == "large"
+    for other in ({"libraries": ()}, {"n": 40}, {"b_kind": "e5m2"}, {"kind": "bfloat16"}, {"k": 40}, {"address": 8}):
+        assert chosen((10, 0), **both | other) == "large"
+    assert chosen((10, 0), **both | {"m": 64}) == "skinny"
+
+
+def test_folding_is_never_chosen_unasked():
+    both = {"kind": "e4m3", "m": 100, "n": 64, "libraries": ("block_scaled", "fold")}
+    with cuda_dispatch.allowed("fold"):
+        assert chosen((8, 9), **both) == chosen((9, 0), **both) == "fold"
+        assert chosen((10, 0), **both) == "block_scaled"  # which is exact
+        assert chosen((8, 0), **both) == "large"
+        assert chosen(**both | {"m": 64}) == "skinny"  # as fast, and exact
+        for other in ({"libraries": ()}, {"n": 40}, {"b_kind": "e5m2"}, {"kind": "e5m2"}, {"k": 40}, {"address": 8}):
+            assert chosen(**both | other) == "large"
+    assert chosen(**both) == "large"
+    with pytest.raises(BackendError, match="expected one of skinny, "), cuda_dispatch.allowed("fast"):
+        pass
+
+
 def test_a_forced_route_is_used_or_refused():
     with cuda_dispatch.forced_route("large"):
         assert cuda_dispatch.route((9, 0), "bfloat16", 1, 64) == "large"
         with pytest.raises(BackendError, match="forced route 'large'"):
             cuda_dispatch.route((9, 0), "float32", 1, 64)
+    with cuda_dispatch.forced_route("fold"):
+        assert chosen(kind="e4m3", n=16, libraries=("fold",)) == "fold"
+        with pytest.raises(BackendError, match="forced route 'fold'"):
+            chosen(kind="e4m3", n=16)
     with (
-        pytest.raises(BackendError, match="expected one of skinny, large, float32"),
+        pytest.raises(BackendError, match="expected one of skinny, block_scaled, fold, large, float32"),
         cuda_dispatch.forced_route("fast"),
     ):
         pass

@@ -206,9 +206,9 @@ def test_without_cupy_the_message_says_what_to_install(monkeypatch):
 @pytest.fixture
 def emulated(monkeypatch) -> EmulatedDevice:
     monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue()))
-    torch_cuda.forget_wide()
+    torch_cuda.forget_kept()
     yield device()
-    torch_cuda.forget_wide()
+    torch_cuda.forget_kept()
 
 
 def back(t: Any) -> np.ndarray:
@@ -264,7 +264,7 @@ def test_torch_uses_a_kept_weight_until_it_changes(emulated):
     b[0].add_(1)
     assert kernels()[0] == "dequantize"
     torch_cuda.keep_wide(*b)
-    torch_cuda.forget_wide()
+    torch_cuda.forget_kept()
     assert kernels()[0] == "dequantize"
     with torch.inference_mode():
         b = torch_cuda.quantize(values(6, 64, seed=1))

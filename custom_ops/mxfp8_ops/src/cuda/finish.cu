@@ -1,13 +1,60 @@
-// What a float32 matrix product still needs: the bias, and the dtype of the result.
+// What a float32 matrix product still needs: scales of rows and columns, the bias, and the dtype of the result.
 //
-//   sums  [m, n] float32, total = m n      bias [n] float32, or null      y [m, n] of dtype `y_dtype`
-//   grid  one thread per 4 values: ceil(total / 4 / 256) thread blocks of 256
+//   sums  [m, n] float32, total = m n         y [m, n] of dtype `y_dtype`, may not overlap sums
+//   row_scales [m], column_scales [n] float32, both or none (null)           bias [n] float32, or null
+//   grid  one thread per 8 values: ceil(total / 8 / 256) thread blocks of 256
 //   bytes 4 + 2 (or 4) a value
+//
+// RAGGED is for n % 8 != 0 and for addresses that are not aligned to 16.
 #include "codec.cuh"
 
-__global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, const float* __restrict__ bias,
+DEVICE void load8(const float* p, float (&v)[8]) {
+  const uint4 a = load16(p), b = load16(p + 4);
+  const u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = float_of(w[i]);
+}
+
+template <bool RAGGED>
+__global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, const float* __restrict__ row_scales,
+                                              const float* __restrict__ column_scales, const float* __restrict__ bias,
                                               u8* __restrict__ y, i64 total, i64 n, i64 y_dtype) {
-  const i64 first = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 4;
-  for (i64 i = first; i < first + 4 && i < total; ++i)
-    write_value(y, i, bias == nullptr ? sums[i] : sums[i] + bias[i % n], y_dtype);
+  const i64 first = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 8;
+  if (first >= total) return;
+  if (RAGGED) {
+    for (i64 i = first; i < first + 8 && i < total; ++i) {
+      float v = sums[i];
+      if (row_scales != nullptr) v *= row_scales[i / n] * column_scales[i % n];
+      if (bias != nullptr) v += bias[i % n];
+      write_value(y, i, v, y_dtype);
+    }
+    return;
+  }
+  const i64 row = first / n, column = first - row * n;
+  float v[8], factor[8] = {}, add[8] = {};
+  load8(sums + first, v);
+  if (bias != nullptr) load8(bias + column, add);
+  if (row_scales != nullptr) {
+    load8(column_scales + column, factor);
+    const float scale = row_scales[row];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] *= scale * factor[i];
+  }
+  if (bias != nullptr) {  // -0 + 0 is +0: nothing is added where there is nothing to add
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] += add[i];
+  }
+  if (y_dtype == FLOAT32) {
+    store16(y + 4 * first, make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3])));
+    store16(y + 4 * first + 16, make_uint4(bits_of(v[4]), bits_of(v[5]), bits_of(v[6]), bits_of(v[7])));
+  } else {
+    u32 w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 low = y_dtype == FLOAT16 ? to_float16(v[2 * i]) : to_bfloat16(v[2 * i]);
+      const u32 high = y_dtype == FLOAT16 ? to_float16(v[2 * i + 1]) : to_bfloat16(v[2 * i + 1]);
+      w[i] = low | (high << 16);
+    }
+    store16(y + 2 * first, make_uint4(w[0], w[1], w[2], w[3]));
+  }
 }

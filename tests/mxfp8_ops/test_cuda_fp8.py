@@ -1,0 +1,403 @@
+"""Products on FP8 tensor cores without a GPU: what torch's scaled_mm and cuBLASLt are asked for, and the way there.
+
+Both libraries are stand-ins that check their arguments and compute in float64. torch's own checks run too, on fake
+tensors that claim to be on a CUDA device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import types
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_emulation import EmulatedDevice, device, queue
+from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
+from test_cuda_frontends import array, back, stand_in, value
+
+from mxfp8_ops import cuda, cuda_dispatch, cuda_lt, folding, formats, numerics
+from mxfp8_ops.errors import BackendError, ShapeError
+
+torch = pytest.importorskip("torch")
+torch_cuda = pytest.importorskip("mxfp8_ops.torch_cuda")
+torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
+torch_scaled = pytest.importorskip("mxfp8_ops.torch_scaled")
+
+DTYPES = tuple(numerics.VALUE_DTYPES)
+M, N, K = 70, 48, 160
+
+
+def on_a(monkeypatch, capability: tuple[int, int]) -> EmulatedDevice:
+    on = device()
+    monkeypatch.setattr(on, "capability", capability)
+    on.launched.clear()
+    return on
+
+
+def names(on: EmulatedDevice) -> list[str]:
+    return [name.partition("<")[0] for name in on.launched]
+
+
+def operands(x_format: str = "e4m3") -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Codes of x [M, K] and w [N, K], their exact values, bias [N]; some blocks NaN, zero or much smaller."""
+    x, w = heavy_tailed((M, K)), heavy_tailed((N, K), 1)
+    x[3, 32:64], w[5, :32], x[4] = x[3, 32:64] * 2.0**-12, 0, 0
+    codes = [*numerics.quantize(x, element_format=x_format), *numerics.quantize(w)]
+    codes[1][7, 2] = 255
+    return codes, heavy_tailed((N,), 2)
+
+
+def expected(codes: list[np.ndarray], bias: np.ndarray | None, x_format: str = "e4m3") -> np.ndarray:
+    return numerics.gemm(*codes, bias, a_format=x_format)
+
+
+def folded_values(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    folded, row_scales = folding.fold(elements, scales)
+    return numerics.decode(folded, formats.E4M3) * numerics.decode_scale(row_scales)[:, None]
+
+
+def check(got: np.ndarray, codes: list[np.ndarray], bias: np.ndarray | None, dtype: str, x_format: str | None) -> None:
+    """`x_format` None: against the folded operands."""
+    if x_format is None:
+        x, w = folded_values(*codes[:2]), folded_values(*codes[2:])
+    else:
+        x, w = numerics.dequantize(*codes[:2], element_format=x_format), numerics.dequantize(*codes[2:])
+    y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else bias)
+    assert_within("product", got, y, numerics.gemm_error_bound(x, w, dtype, bias))
+
+
+def unswizzled(layout: np.ndarray, rows: int, k: int) -> np.ndarray:
+    blocks = numerics.scale_count(k)
+    every = layout.reshape(-(-rows // 128), -(-blocks // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    scales = every.reshape(-(-rows // 128) * 128, -1)[:rows, :blocks]
+    assert_same("layout", layout, swizzle(np.ascontiguousarray(scales)))
+    return np.ascontiguousarray(scales)
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def scaled_mm(  # noqa: PLR0917 - as torch has it
+    mat_a: Any,
+    mat_b: Any,
+    scale_a: Any,
+    recipe_a: Any,
+    scale_b: Any,
+    recipe_b: Any,
+    *swizzles: Any,
+    output_dtype: Any,
+    use_fast_accum: bool = False,
+) -> Any:
+    """torch.nn.functional.scaled_mm in float64, after torch's own checks of a CUDA call with these arguments."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = torch.nn.functional.scaled_mm
+    with FakeTensorMode():
+        fake = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda:0")
+            for t in (mat_a, mat_b, scale_a, scale_b)
+        ]
+        y = real(fake[0], fake[1], fake[2], recipe_a, fake[3], recipe_b, *swizzles, output_dtype=output_dtype,
+                 use_fast_accum=use_fast_accum)  # fmt: skip
+        assert y.shape == (mat_a.shape[0], mat_b.shape[1])
+    x, w = mat_a.double(), mat_b.t().double()
+    if swizzles:
+        assert not use_fast_accum
+        for t, scale in ((x, scale_a), (w, scale_b)):
+            codes = unswizzled(scale.view(torch.uint8).numpy(), *t.shape)
+            t.mul_(torch.from_numpy(np.repeat(numerics.decode_scale(codes), 32, 1)[:, : t.shape[1]]))
+    else:
+        x, w = x * scale_a.double(), w * scale_b.double().reshape(-1, 1)
+    return (x @ w.t()).float().to(output_dtype)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    functional = types.SimpleNamespace(
+        scaled_mm=scaled_mm,
+        ScalingType=torch.nn.functional.ScalingType,
+        SwizzleType=torch.nn.functional.SwizzleType,
+    )
+    monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue_of_tensors()))
+    monkeypatch.setattr(torch_scaled, "_names", lambda: functional)
+    torch_cuda.forget_kept()
+    yield
+    torch_cuda.forget_kept()
+
+
+def queue_of_tensors() -> Any:
+    """A queue whose memory is torch's, as that of torch_cuda is."""
+
+    def allocate(size: int, zero: bool) -> tuple[Any, int]:
+        memory = (torch.zeros if zero else torch.empty)(size, dtype=torch.uint8)
+        return memory, memory.data_ptr()
+
+    return type(queue())(device(), 0, allocate)
+
+
+def tensors(codes: list[np.ndarray]) -> list[Any]:
+    return [torch.from_numpy(c.copy()) for c in codes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("x_format", ["e4m3", "e5m2"])
+def test_torch_block_scaled_products_on_blackwell(monkeypatch, emulated, dtype, with_bias, x_format):
+    on = on_a(monkeypatch, (10, 0))
+    codes, bias = operands(x_format)
+    bias = bias if with_bias else None
+    y = torch_cuda.gemm(*tensors(codes), None if bias is None else torch.from_numpy(bias), x_format, "e4m3", dtype)
+    direct = bias is None and dtype != torch.float16
+    assert names(on) == ["swizzle_scales", "swizzle_scales", *([] if direct else ["finish"])]
+    assert y.dtype == dtype
+    check(back(y), codes, bias, torch_cuda.NAMES[dtype], x_format)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_torch_folded_products(monkeypatch, emulated, dtype, with_bias):
+    on = on_a(monkeypatch, (9, 0))
+    codes, bias = operands()
+    bias = bias if with_bias else None
+    with torch_cuda.fast_accumulate():
+        y = torch_cuda.gemm(*tensors(codes), None if bias is None else torch.from_numpy(bias), dtype=dtype)
+    direct = bias is None and dtype == torch.bfloat16
+    assert names(on) == ["fold", "fold", *([] if direct else ["finish"])]
+    check(back(y), codes, bias, torch_cuda.NAMES[dtype], None)
+
+
+def test_torch_products_keep_their_leading_dimensions(monkeypatch, emulated):
+    on_a(monkeypatch, (10, 0))
+    codes, _ = operands()
+    a = [t.view(2, 35, -1) for t in tensors(codes)[:2]]
+    y = torch_cuda.gemm(*a, *tensors(codes)[2:])
+    assert y.shape == (2, 35, N)
+    check(back(y).reshape(M, N), codes, None, "float32", "e4m3")
+
+
+def test_torch_folds_a_kept_weight_once(monkeypatch, emulated):
+    on = on_a(monkeypatch, (9, 0))
+    codes, _ = operands()
+    a, b = tensors(codes)[:2], tensors(codes)[2:]
+    torch_cuda.keep_folded(*b)
+    torch_cuda.keep_wide(*b)
+    on.launched.clear()
+    with torch_cuda.fast_accumulate():
+        torch_cuda.gemm(*a, *b, dtype=torch.bfloat16)
+        assert names(on) == ["fold"]
+        b[0].add_(1)
+        on.launched.clear()
+        torch_cuda.gemm(*a, *b, dtype=torch.bfloat16)
+        assert names(on) == ["fold", "fold"]
+    with pytest.raises(ShapeError, match="expected K % 32 = 0"):
+        torch_cuda.keep_folded(*torch_cuda.quantize(torch.ones(16, 40)))
+
+
+def test_torch_without_being_asked_folds_nothing(monkeypatch, emulated):
+    on = on_a(monkeypatch, (9, 0))
+    torch_cuda.gemm(*tensors(operands()[0]), dtype=torch.bfloat16)
+    assert "fold" not in names(on)
+    assert names(on)[0] == "dequantize"
+
+
+def test_torch_batched_and_weight_only_products_are_exact_everywhere(monkeypatch, emulated):
+    on = on_a(monkeypatch, (10, 0))
+    codes, _ = operands()
+    a, b = tensors(codes)[:2], tensors(codes)[2:]
+    with torch_cuda.fast_accumulate():
+        torch_cuda.weight_gemm(torch.ones(M, K, dtype=torch.bfloat16), *b)
+        torch_cuda.gemm(*a, *(t[None] for t in b))
+    assert not {"fold", "swizzle_scales"} & {*names(on)}
+
+
+def test_an_old_torch_says_what_to_do(monkeypatch):
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    with pytest.raises(BackendError, match=r"has no torch\.nn\.functional\.scaled_mm; expected torch 2\.10 or later"):
+        torch_scaled._names.__wrapped__()
+
+
+# --- CuPy ------------------------------------------------------------------------------------------------------------
+
+
+class CublasLt(types.ModuleType):
+    """nvmath.bindings.cublasLt on host memory: descriptors as dictionaries, matmul in float64, column-major."""
+
+    cuBLASLtError = RuntimeError  # noqa: N815 - nvmath's name
+    MatmulDescAttribute = types.SimpleNamespace(
+        TRANSA=3, FAST_ACCUM=25, A_SCALE_POINTER=17, B_SCALE_POINTER=18, A_SCALE_MODE=31, B_SCALE_MODE=32
+    )
+    MatmulMatrixScale = types.SimpleNamespace(SCALAR_32F=0, VEC32_UE8M0=2, OUTER_VEC_32F=3)
+    MatmulPreferenceAttribute = types.MappingProxyType(
+        {"MAX_WORKSPACE_BYTES": 1, **{f"MIN_ALIGNMENT_{c}_BYTES": 5 + i for i, c in enumerate("ABCD")}}
+    )
+    BYTES = types.MappingProxyType({3: 4, 25: 1, 17: 8, 18: 8, 31: 4, 32: 4})
+    found = 1
+
+    def __init__(self) -> None:
+        super().__init__("nvmath.bindings.cublasLt")
+        self.objects: list[Any] = [None]
+        self.preferences: dict[int, int] = {}
+        self.calls: list[dict[str, Any]] = []
+
+        class Names(dict):
+            MAX_WORKSPACE_BYTES = 1
+
+        self.MatmulPreferenceAttribute = Names(self.MatmulPreferenceAttribute)
+
+    def make(self, thing: Any) -> int:
+        self.objects.append(thing)
+        return len(self.objects) - 1
+
+    def get_version(self) -> int:
+        return 130100
+
+    def create(self) -> int:
+        return self.make("handle")
+
+    def matmul_desc_create(self, compute: int, scale: int) -> int:
+        assert (compute, scale) == (68, 0)
+        return self.make({})
+
+    def matmul_desc_set_attribute(self, of: int, name: int, buffer: int, size: int) -> None:
+        assert size == self.BYTES[name]
+        self.objects[of][name] = int.from_bytes((ctypes.c_char * size).from_address(buffer).raw, "little")
+
+    def matrix_layout_create(self, kind: int, rows: int, columns: int, ld: int) -> int:
+        assert ld == rows
+        return self.make((kind, rows, columns))
+
+    def matmul_preference_create(self) -> int:
+        return self.make("preference")
+
+    def matmul_preference_destroy(self, preference: int) -> None:
+        assert self.objects[preference] == "preference"
+        self.objects[preference] = None
+
+    def matmul_preference_set_attribute(self, of: int, name: int, buffer: int, size: int) -> None:
+        assert size == (8 if name == 1 else 4)
+        self.preferences[name] = int.from_bytes((ctypes.c_char * size).from_address(buffer).raw, "little")
+
+    class MatmulHeuristicResult:
+        def __init__(self, count: int) -> None:
+            self.algo, self.workspace_size, self.ptr = np.zeros(64, np.uint8), np.array([1024]), 99
+
+    def matmul_algo_get_heuristic(self, handle, of, a, b, c, d, preference, count, results, returned):  # noqa: PLR0917
+        assert (self.objects[handle], self.objects[preference], c, results) == ("handle", "preference", d, 99)
+        value(returned, np.int32, 1)[0] = 0  # the buffer can be written
+        ctypes.c_int32.from_address(returned).value = self.found
+
+    def matmul(self, handle, of, alpha, a, al, b, bl, beta, c, cl, d, dl, algo, workspace, size, stream):  # noqa: PLR0917
+        assert (self.objects[handle], c, cl, size) == ("handle", d, dl, 1024)
+        assert workspace
+        assert (value(alpha, np.float32, 1)[0], value(beta, np.float32, 1)[0]) == (1, 0)
+        said = self.objects[of]
+        self.calls.append(said)
+        assert said[3] == 1  # a is transposed, b is not
+        (a_type, k, n), (b_type, bk, m), (d_type, dn, dm) = (self.objects[layout] for layout in (al, bl, dl))
+        assert (k, n, m) == (bk, dn, dm)
+        factors = []
+        for address, kind, columns, mode, at in ((a, a_type, n, 31, 17), (b, b_type, m, 32, 18)):
+            dtype = {28: ml_dtypes.float8_e4m3fn, 29: ml_dtypes.float8_e5m2}[kind]
+            matrix = value(address, dtype, k * columns).reshape(columns, k).astype(np.float64)
+            if said.get(mode) == 3:
+                matrix = matrix * value(said[at], np.float32, columns)[:, None]
+            elif said.get(mode) == 2:
+                size = -(-columns // 128) * 128 * (-(-k // 128) * 4)
+                codes = unswizzled(value(said[at], np.uint8, size), columns, k)
+                matrix = matrix * np.repeat(numerics.decode_scale(codes), 32, 1)[:, :k]
+            factors.append(matrix)
+        y = (factors[1] @ factors[0].T).astype(np.float32)
+        y = y.astype({0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}[d_type])
+        ctypes.memmove(d, y.ctypes.data, y.nbytes)
+
+
+@pytest.fixture
+def cublaslt(monkeypatch) -> CublasLt:
+    lt = CublasLt()
+    monkeypatch.setattr(cuda_lt, "_cublaslt", lambda: lt)
+    monkeypatch.setattr(cuda_lt, "available", lambda: True)
+    monkeypatch.setattr(cuda, "_cupy", stand_in)
+    monkeypatch.setattr(cuda, "device", lambda index: device())
+    cuda_lt._plan.cache_clear()
+    cuda_lt._handle.cache_clear()
+    yield lt
+    cuda_lt._plan.cache_clear()
+    cuda_lt._handle.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("x_format", ["e4m3", "e5m2"])
+def test_cupy_block_scaled_products_on_blackwell(monkeypatch, cublaslt, dtype, with_bias, x_format):
+    on = on_a(monkeypatch, (12, 0))
+    codes, bias = operands(x_format)
+    bias = bias if with_bias else None
+    for _ in range(2):
+        on.launched.clear()
+        y = cuda.gemm(*map(array, codes), None if bias is None else array(bias), a_format=x_format, dtype=dtype)
+        assert names(on) == ["swizzle_scales", "swizzle_scales", *([] if bias is None else ["finish"])]
+        check(np.asarray(y), codes, bias, dtype, x_format)
+    assert len(cublaslt.calls) == 2
+    assert sum(isinstance(thing, dict) for thing in cublaslt.objects) == 1  # planned once
+    assert cublaslt.preferences == {1: 32 << 20, 5: 16, 6: 16, 7: 16, 8: 16}
+    assert 25 not in cublaslt.calls[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_cupy_folded_products(monkeypatch, cublaslt, dtype, with_bias, capability):
+    on = on_a(monkeypatch, capability)
+    codes, bias = operands()
+    bias = bias if with_bias else None
+    held = [*map(array, codes)]
+    for kept in (None, cuda.folded_weight(*held[2:])):
+        on.launched.clear()
+        y = cuda.gemm(*held, None if bias is None else array(bias), dtype=dtype, fast_accumulate=True, kept=kept)
+        direct = bias is None and capability == (9, 0)
+        assert names(on) == [*(["fold"] * (1 if kept else 2)), *([] if direct else ["finish"])]
+        check(np.asarray(y), codes, bias, dtype, None)
+    assert all(call[25] == 1 for call in cublaslt.calls)
+
+
+def test_cupy_folds_only_when_asked(monkeypatch, cublaslt):
+    on = on_a(monkeypatch, (9, 0))
+    codes, _ = operands()
+    cuda.gemm(*map(array, codes))
+    assert names(on)[0] == "dequantize"
+    with cuda_dispatch.forced_route("fold"):
+        y = cuda.gemm(*(array(c[:3]) for c in codes[:2]), *map(array, codes[2:]))
+    check(np.asarray(y), [codes[0][:3], codes[1][:3], *codes[2:]], None, "float32", None)
+
+
+def test_cupy_without_nvmath_says_what_to_install(monkeypatch, cublaslt):
+    monkeypatch.setattr(cuda_lt, "available", lambda: False)
+    with pytest.raises(
+        BackendError, match=r"fast_accumulate without nvmath-python.*pip install 'nvmath-python\[cu13\]'"
+    ):
+        cuda.gemm(*map(array, operands()[0]), fast_accumulate=True)
+
+
+def test_nvmath_that_cannot_be_imported_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvmath.bindings", None)
+    with pytest.raises(BackendError, match="nvmath-python cannot be imported"):
+        cuda_lt._cublaslt.__wrapped__()
+
+
+def test_cupy_what_cublaslt_refuses_says_what_was_asked(monkeypatch, cublaslt):
+    on_a(monkeypatch, (12, 0))
+    cublaslt.found = 0
+    with pytest.raises(BackendError, match=r"cuBLASLt 130100 refuses e4m3 times e4m3 -> float32, M = 70, N = 48"):
+        cuda.gemm(*map(array, operands()[0]))
+
+
+def test_cupy_a_kept_weight_must_be_whole(cublaslt):
+    b = [*map(array, numerics.quantize(heavy_tailed((16, 40))))]
+    with pytest.raises(ShapeError, match="expected K % 32 = 0"):
+        cuda.folded_weight(*b)
+    with pytest.raises(ShapeError, match="expected a C-contiguous matrix"):
+        cuda.wide_weight(b[0].T, b[1])
