@@ -5,13 +5,18 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 namespace mxfp8 {
 namespace {
 
 constexpr int64_t kTaskValues = 1 << 18;    // values that one quantize, dequantize or pack task handles: 30 us
-constexpr int64_t kTaskProducts = 1 << 21;  // multiply-adds that one gemm task handles at least
+constexpr int64_t kLeastValues = 1 << 16;   // values worth a second thread
+constexpr int64_t kTaskProducts = 1 << 22;  // multiply-adds that one gemm task handles: 20 us
+constexpr int64_t kDecodeRows = 12;         // rows whose multiply-adds take as long as reading and decoding B
+constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a gemm packs
+constexpr int64_t kPackedBytes = 8 << 20;   // of A packed at a time
 constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
 constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result
 
@@ -23,6 +28,15 @@ void for_ranges(const Parallel& parallel, int64_t count, int64_t per_task, const
   per_task = std::max<int64_t>(1, per_task);
   parallel_for(parallel, ceil_div(count, per_task),
                [&](int64_t task) { body(task, task * per_task, std::min(count, (task + 1) * per_task)); });
+}
+
+// The same in ranges of equal size, as many for each thread.
+template <class Body>
+void for_equal_ranges(const Parallel& parallel, int64_t count, int64_t values_each, const Body& body) {
+  const int64_t values = count * values_each;
+  const int64_t tasks =
+      values < kLeastValues ? 1 : ceil_div(ceil_div(values, kTaskValues), parallel.threads) * parallel.threads;
+  for_ranges(parallel, count, ceil_div(count, tasks), body);
 }
 
 struct Free {
@@ -45,26 +59,26 @@ uint32_t scale_increment(int format, int scale_rounding) {
 void quantize(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& args) {
   if (args.outer == 0 || args.k == 0 || args.inner == 0) return;
   if (args.inner == 1) {
-    for_ranges(parallel, args.outer, kTaskValues / args.k,
-               [&](int64_t, int64_t begin, int64_t end) { kernels.quantize_rows(args, begin, end, nullptr); });
+    for_equal_ranges(parallel, args.outer, args.k,
+                     [&](int64_t, int64_t begin, int64_t end) { kernels.quantize_rows(args, begin, end, nullptr); });
   } else {
     const int64_t tiles = args.outer * ceil_div(args.k, kBlock) * ceil_div(args.inner, kColumnTile);
     const int64_t tile_values = std::min(args.k, kBlock) * std::min(args.inner, kColumnTile);
-    for_ranges(parallel, tiles, kTaskValues / tile_values,
-               [&](int64_t, int64_t begin, int64_t end) { kernels.quantize_columns(args, begin, end); });
+    for_equal_ranges(parallel, tiles, tile_values,
+                     [&](int64_t, int64_t begin, int64_t end) { kernels.quantize_columns(args, begin, end); });
   }
 }
 
 void dequantize(const Kernels& kernels, const Parallel& parallel, const DequantizeArgs& args) {
   if (args.outer == 0 || args.k == 0 || args.inner == 0) return;
   if (args.inner == 1) {
-    for_ranges(parallel, args.outer, kTaskValues / args.k,
-               [&](int64_t, int64_t begin, int64_t end) { kernels.dequantize_rows(args, begin, end); });
+    for_equal_ranges(parallel, args.outer, args.k,
+                     [&](int64_t, int64_t begin, int64_t end) { kernels.dequantize_rows(args, begin, end); });
   } else {
     const int64_t tiles = args.outer * ceil_div(args.k, kBlock) * ceil_div(args.inner, kColumnTile);
     const int64_t tile_values = std::min(args.k, kBlock) * std::min(args.inner, kColumnTile);
-    for_ranges(parallel, tiles, kTaskValues / tile_values,
-               [&](int64_t, int64_t begin, int64_t end) { kernels.dequantize_columns(args, begin, end); });
+    for_equal_ranges(parallel, tiles, tile_values,
+                     [&](int64_t, int64_t begin, int64_t end) { kernels.dequantize_columns(args, begin, end); });
   }
 }
 
@@ -100,57 +114,103 @@ void pack(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& 
   *result = {total.signal, total.noise, total.first_nonfinite};
 }
 
+namespace {
+
+// Up to kGemmRows rows of A, packed for the kernel that multiplies them.
+struct Strip {
+  int64_t row, rows;
+  const GemmKernel* kernel;
+  void* packed;
+  int exponent;  // of the lowest bit in it
+};
+
+// The kernel after `last` that is there and may hold these rows; the fastest first, and the last of them holds any.
+const GemmKernel* next_kernel(const Kernels& kernels, bool fits_bf16, int64_t rows, const GemmKernel* last) {
+  const GemmKernel& few_bf16 = kernels.gemm_skinny_bf16;
+  const GemmKernel& few_f32 = kernels.gemm_skinny_f32;
+  const bool bf16 = fits_bf16 && kernels.gemm_bf16.pack != nullptr;
+  const std::pair<const GemmKernel*, bool> all[] = {
+      {&few_bf16, bf16 && rows <= few_bf16.tile_rows},
+      {&few_f32, !bf16 && rows <= few_f32.tile_rows},
+      {&kernels.gemm_bf16, bf16},
+      {&kernels.gemm_f32, true},
+  };
+  bool after = last == nullptr;
+  for (const auto& [kernel, wanted] : all) {
+    if (after && wanted) return kernel;
+    after = after || kernel == last;
+  }
+  return &kernels.gemm_f32;
+}
+
+// Packs the strips, all in one turn of the threads; those whose values a kernel cannot hold once more, for the next.
+void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, std::vector<Strip>* strips,
+                 std::vector<Scratch>* scratch) {
+  const bool fits_bf16 = args.a_scales != nullptr || args.a_format == MXFP8_BFLOAT16;
+  const int64_t k_padded = ceil_div(args.k, 2 * kBlock) * 2 * kBlock;
+  std::vector<Strip*> open;
+  for (Strip& strip : *strips) open.push_back(&strip);
+  while (!open.empty()) {
+    size_t bytes = 0;
+    for (Strip* strip : open) {
+      strip->kernel = next_kernel(kernels, fits_bf16, strip->rows, strip->kernel);
+      bytes += size_t(strip->rows * k_padded * strip->kernel->value_bytes);
+    }
+    scratch->emplace_back(::operator new(bytes, std::align_val_t{64}));
+    auto* room = static_cast<char*>(scratch->back().get());
+    for (Strip* strip : open) {
+      strip->packed = room;
+      room += strip->rows * k_padded * strip->kernel->value_bytes;
+    }
+    const int64_t parts = std::max<int64_t>(1, ceil_div(open[0]->rows * args.k, kPackValues));  // of a strip
+    std::vector<int> lowest(open.size() * size_t(parts), kAllZero);
+    parallel_for(parallel, int64_t(open.size()) * parts, [&](int64_t task) {
+      const Strip& strip = *open[size_t(task / parts)];
+      const int64_t tiles = ceil_div(strip.rows, strip.kernel->tile_rows);
+      const int64_t begin = tiles * (task % parts) / parts, end = tiles * (task % parts + 1) / parts;
+      if (begin == end) return;
+      lowest[size_t(task)] = strip.kernel->pack(args, strip.row, strip.rows, begin, end, strip.packed);
+    });
+    std::vector<Strip*> misfits;
+    for (size_t i = 0; i < open.size(); ++i) {
+      const auto first = lowest.begin() + int64_t(i) * parts;
+      open[i]->exponent = *std::min_element(first, first + parts);
+      if (open[i]->exponent == kNotExact) misfits.push_back(open[i]);
+    }
+    open = misfits;
+  }
+}
+
+}  // namespace
+
 void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
   if (args.m == 0 || args.n == 0) return;
-  const int64_t k_padded = ceil_div(args.k, 2 * kBlock) * 2 * kBlock;
-  const int64_t most_rows = std::min(args.m, kGemmRows);
-  Scratch packed;
-  int scratch_value_bytes = 0;
-  for (int64_t row = 0; row < args.m; row += kGemmRows) {
-    const int64_t rows = std::min(kGemmRows, args.m - row);
+  const int64_t strip_bytes = 2 * kGemmRows * std::max<int64_t>(args.k, 1);
+  const int64_t most_strips = std::max<int64_t>(1, kPackedBytes / strip_bytes);
+  for (int64_t begin = 0; begin < args.m; begin += most_strips * kGemmRows) {
+    const int64_t end = std::min(args.m, begin + most_strips * kGemmRows);
+    std::vector<Strip> strips;
+    for (int64_t row = begin; row < end; row += kGemmRows) {
+      strips.push_back({row, std::min(kGemmRows, end - row), nullptr, nullptr, kNotExact});
+    }
+    std::vector<Scratch> scratch;
+    pack_strips(kernels, parallel, args, &strips, &scratch);
 
-    // Packs these rows for `kernel` and returns the lowest exponent in them.
-    const auto pack_rows = [&](const GemmKernel& kernel) {
-      if (kernel.value_bytes > scratch_value_bytes) {
-        packed.reset(::operator new(size_t(most_rows * k_padded * kernel.value_bytes), std::align_val_t{64}));
-        scratch_value_bytes = kernel.value_bytes;
-      }
-      int lowest[kGemmRows];
-      const int64_t tiles = ceil_div(rows, kernel.tile_rows);
-      const int64_t per_task = kTaskValues / std::max<int64_t>(1, kernel.tile_rows * args.k) + 1;
-      for_ranges(parallel, tiles, per_task, [&](int64_t task, int64_t begin, int64_t end) {
-        lowest[task] = kernel.pack(args, row, rows, begin, end, packed.get());
-      });
-      return *std::min_element(lowest, lowest + ceil_div(tiles, per_task));
-    };
-
-    // The first kernel that is there and can hold these rows; the last one can hold any.
-    const bool fits_bf16 = args.a_scales != nullptr || args.a_format == MXFP8_BFLOAT16;
-    const GemmKernel* kernel = nullptr;
-    int exponent = kNotExact;
-    const auto attempt = [&](const GemmKernel& candidate, bool wanted) {
-      if (exponent != kNotExact || candidate.pack == nullptr || !wanted) return;
-      kernel = &candidate;
-      exponent = pack_rows(candidate);
-    };
-    attempt(kernels.gemm_skinny_bf16, fits_bf16 && rows <= kernels.gemm_skinny_bf16.tile_rows);
-    attempt(kernels.gemm_skinny_f32,
-            rows <= kernels.gemm_skinny_f32.tile_rows && !(fits_bf16 && kernels.gemm_bf16.pack != nullptr));
-    attempt(kernels.gemm_bf16, fits_bf16);
-    attempt(kernels.gemm_f32, true);
-
-    const int64_t tiles = ceil_div(rows, kernel->tile_rows);
-    const int64_t wanted = std::clamp<int64_t>(rows * args.n * args.k / kTaskProducts, 1,
-                                               parallel.threads == 1 ? 1 : parallel.threads * kTasksPerThread);
-    const int64_t columns =
-        ceil_div(ceil_div(args.n, std::min(wanted, args.n)), kColumnGranularity) * kColumnGranularity;
-    const int64_t across = ceil_div(args.n, columns);
-    const int64_t tiles_per_task = ceil_div(tiles, std::min(tiles, ceil_div(wanted, across)));
-    parallel_for(parallel, across * ceil_div(tiles, tiles_per_task), [&](int64_t task) {
-      const int64_t tile = task / across * tiles_per_task;
-      const int64_t column = task % across * columns;
-      kernel->multiply(args, row, rows, tile, std::min(tiles, tile + tiles_per_task), column,
-                       std::min(args.n, column + columns), packed.get(), exponent);
+    // Each task multiplies one strip with a range of columns.
+    const int64_t work = (end - begin + int64_t(strips.size()) * kDecodeRows) * args.n * args.k / kTaskProducts;
+    int64_t wanted = 1;
+    if (parallel.threads > 1 && work > 1) {
+      wanted =
+          ceil_div(std::min<int64_t>(work, parallel.threads * kTasksPerThread), parallel.threads) * parallel.threads;
+    }
+    const int64_t across = std::min(ceil_div(wanted, int64_t(strips.size())), args.n);
+    const int64_t columns = ceil_div(ceil_div(args.n, across), kColumnGranularity) * kColumnGranularity;
+    const int64_t ranges = ceil_div(args.n, columns);
+    parallel_for(parallel, ranges * int64_t(strips.size()), [&](int64_t task) {
+      const Strip& strip = strips[size_t(task / ranges)];
+      const int64_t column = task % ranges * columns;
+      strip.kernel->multiply(args, strip.row, strip.rows, 0, ceil_div(strip.rows, strip.kernel->tile_rows), column,
+                             std::min(args.n, column + columns), strip.packed, strip.exponent);
     });
   }
 }

@@ -11,7 +11,7 @@ Parallel session_threads(const OrtKernelContext* context) {
   static const int processors = processor_count();
   const auto run = [](void* pool, void (*task)(void*, size_t), void* argument, size_t count) {
     if (OrtStatus* status =
-            KernelContext_ParallelFor(static_cast<const OrtKernelContext*>(pool), task, count, 0, argument)) {
+            KernelContext_ParallelFor(static_cast<const OrtKernelContext*>(pool), task, count, count, argument)) {
       ReleaseStatus(status);  // the pool refused and has run nothing: run here
       for (size_t i = 0; i < count; ++i) task(argument, i);
     }

@@ -47,24 +47,27 @@ int64_t first_nonfinite(const typename D::Storage* x, int64_t count) {
 
 template <class D, class F>
 void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* stats) {
-  const int64_t blocks = (args.k + kBlock - 1) / kBlock;
+  // Rows of whole blocks that touch are one row: groups of blocks need not end where a row of x does.
+  const int64_t together = args.stride == args.k && args.k % kBlock == 0 ? row_end - row_begin : 1;
+  const int64_t length = together * args.k, row_blocks = (args.k + kBlock - 1) / kBlock;
+  const int64_t blocks = together * row_blocks;
   alignas(64) float values[kBlock];
   alignas(64) uint8_t codes[kBlock];
   Sums sums;
-  for (int64_t row = row_begin; row < row_end; ++row) {
+  for (int64_t row = row_begin; row < row_end; row += together) {
     const auto* x = static_cast<const typename D::Storage*>(args.x) + row * args.stride;
     uint8_t* elements = args.elements + row * args.k;
-    uint8_t* scales = args.scales + row * blocks;
+    uint8_t* scales = args.scales + row * row_blocks;
     int64_t block = 0;
     while (block < blocks) {
       const int64_t start = block * kBlock;
-      if (start + kGroup * kBlock <= args.k &&
+      if (start + kGroup * kBlock <= length &&
           quantize_group<D, F>(x + start, args.increment, elements + start, scales + block,
                                stats == nullptr ? nullptr : &sums)) {
         block += kGroup;
         continue;
       }
-      const int64_t count = args.k - start < kBlock ? args.k - start : kBlock;
+      const int64_t count = length - start < kBlock ? length - start : kBlock;
       if (count == kBlock) {
         for (int i = 0; i < kBlock; ++i) values[i] = D::load(x[start + i]);
       } else {
