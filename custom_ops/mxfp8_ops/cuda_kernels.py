@@ -123,11 +123,13 @@ def quantize(
     element_format: str,
     scale_rounding: str,
     swizzled: bool = False,
+    transposed: bool = False,
 ) -> None:
     """Queues `numerics.quantize` of x [outer, K, inner] into out = (elements, scales).
 
     `swizzled` puts the scales into cuBLASLt's 128x4 layout, over memory that is zero; for inner = 1 they are those of
-    the matrix [outer, K], for outer = 1 those of its transpose [inner, K].
+    the matrix [outer, K], for outer = 1 those of its transpose [inner, K]. `transposed` (outer = 1) stores elements as
+    [inner, K] and scales as [inner, ceil(K / 32)].
     """
     outer, k, inner = shape
     if not outer * k * inner:
@@ -142,8 +144,8 @@ def quantize(
         arguments = (x.data, *out, outer, k, increment)
         queue.device.launch(Launch("quantize_rows", kernel, _ceil(halves, THREADS), arguments), queue.stream)
         return
-    ragged = bool(inner % 16) or _unaligned(x.data, *out)
-    kernel = f"quantize_columns<{types}, {_flags(False, swizzled, ragged)}>"
+    ragged = bool(inner % 16) or (transposed and bool(k % 32)) or _unaligned(x.data, *out)
+    kernel = f"quantize_columns<{types}, false, {_layout(swizzled, transposed)}, {_flags(ragged)}>"
     grid = outer * scale_count(k) * _ceil(inner, 512)
     launch = Launch("quantize_columns", kernel, grid, (x.data, *out, 0, 0, k, inner, increment))
     queue.device.launch(launch, queue.stream)
@@ -159,16 +161,18 @@ def quantize_both(
     element_format: str,
     scale_rounding: str,
     swizzled: bool = False,
+    transposed: bool = False,
 ) -> None:
     """Queues `numerics.quantize` of a matrix along axis 1 into `rows` and along axis 0 into `columns`, reading it once.
 
-    Both are (elements, scales), the elements in the layout of x.
+    Both are (elements, scales), the elements in the layout of x; or `columns` `transposed`, as for `quantize`.
     """
     if not shape[0] * shape[1]:
         return
     increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
-    ragged = bool(shape[1] % 32) or _unaligned(x.data, rows[0], *columns)
-    kernel = f"quantize_columns<{KINDS[x.kind]}, {KINDS[element_format]}, {_flags(True, swizzled, ragged)}>"
+    ragged = bool(shape[1] % 32) or (transposed and bool(shape[0] % 32)) or _unaligned(x.data, rows[0], *columns)
+    types = f"{KINDS[x.kind]}, {KINDS[element_format]}"
+    kernel = f"quantize_columns<{types}, true, {_layout(swizzled, transposed)}, {_flags(ragged)}>"
     grid = scale_count(shape[0]) * _ceil(shape[1], 512)
     arguments = (x.data, *columns, *rows, *shape, increment)
     queue.device.launch(Launch("quantize_columns", kernel, grid, arguments), queue.stream)
@@ -304,13 +308,18 @@ def instances() -> list[Launch]:
                 for other in flags:
                     names.append(("quantize_rows", f"quantize_rows<{v}, {f}, {other}, {ragged}>"))
                     names.append(("dequantize", f"dequantize<{v}, {f}, {other}, {ragged}>"))
-                    for rows in flags:
-                        names.append(("quantize_columns", f"quantize_columns<{v}, {f}, {rows}, {other}, {ragged}>"))
+                for rows in flags:
+                    for layout in ("PLAIN", "SWIZZLED", "TRANSPOSED"):
+                        names.append(("quantize_columns", f"quantize_columns<{v}, {f}, {rows}, {layout}, {ragged}>"))
         for x in (*values, *elements):
             names.append(("gemm_float32", f"gemm_float32<{x}, {f}>"))
         for x in ("BF16", *elements):
             names += [("gemm_skinny", f"gemm_skinny<{x}, {f}, {tiles}>") for tiles in (1, 2, 4, 8)]
     return [Launch(source, kernel, 1, ()) for source, kernel in names]
+
+
+def _layout(swizzled: bool, transposed: bool) -> str:
+    return "SWIZZLED" if swizzled else "TRANSPOSED" if transposed else "PLAIN"
 
 
 def _flags(*flags: bool) -> str:

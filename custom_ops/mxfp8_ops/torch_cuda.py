@@ -53,21 +53,45 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
     axis = torch_shapes.check_quantize(x, axis, element_format, scale_rounding)
     if x.requires_grad and torch.is_grad_enabled():
         warnings.warn(torch_kernels._NO_GRADIENT, stacklevel=2)
-    if x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous():
+    transposed = x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
+    if transposed and axis == 0:
         # Quantized as it lies, then bytes are transposed instead of values.
-        elements, scales = quantize(x.t(), 1 - axis, element_format, scale_rounding)
+        elements, scales = quantize(x.t(), 1, element_format, scale_rounding)
         return elements.t().contiguous(), scales.t().contiguous()
-    x = x.contiguous()
     shape = [*x.shape]
     shape[axis] = scale_count(shape[axis])
     elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    x = x.t() if transposed else x.contiguous()
     with _queue(x) as queue:
         cuda_kernels.quantize(
-            queue, Operand(NAMES[x.dtype], x.data_ptr()), _split(x.shape, axis),
+            queue, Operand(NAMES[x.dtype], x.data_ptr()), _split(x.shape, 0 if transposed else axis),
             (elements.data_ptr(), scales.data_ptr()), element_format=element_format, scale_rounding=scale_rounding,
+            transposed=transposed,
         )  # fmt: skip
     return elements, scales
+
+
+def quantize_both(
+    x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once; see `torch_kernels.quantize_both`.
+
+    Raises:
+        ShapeError: wrong dtype, or not a matrix.
+        ContractError: unknown format or rounding.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    torch_shapes.check_quantize_both(x, element_format, scale_rounding)
+    x = x.contiguous()
+    results = *torch_shapes.quantize(x), *torch_shapes.quantize(x.t())
+    with _queue(x) as queue:
+        cuda_kernels.quantize_both(
+            queue, Operand(NAMES[x.dtype], x.data_ptr()), (x.shape[0], x.shape[1]),
+            (results[0].data_ptr(), results[1].data_ptr()), (results[2].data_ptr(), results[3].data_ptr()),
+            element_format=element_format, scale_rounding=scale_rounding, transposed=True,
+        )  # fmt: skip
+    return results
 
 
 def dequantize(

@@ -79,6 +79,20 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
     return elements, scales
 
 
+def quantize_both(
+    x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns quantize(x) and quantize(x.t()) of a matrix: (elements, scales) of either.
+
+    Raises:
+        ShapeError: wrong dtype, or not a matrix.
+        ContractError: unknown format or rounding.
+        BackendError: the native library is missing.
+    """
+    torch_shapes.check_quantize_both(x, element_format, scale_rounding)
+    return *quantize(x, -1, element_format, scale_rounding), *quantize(x.t(), -1, element_format, scale_rounding)
+
+
 def dequantize(
     elements: Tensor,
     scales: Tensor,

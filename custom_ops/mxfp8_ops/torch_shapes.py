@@ -37,6 +37,19 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
     return x.new_empty(shape, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8)
 
 
+def quantize_both(
+    x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns empty results of `mxfp8::quantize_both`.
+
+    Raises:
+        ShapeError: wrong dtype, or not a matrix.
+        ContractError: unknown format or rounding.
+    """
+    check_quantize_both(x, element_format, scale_rounding)
+    return *quantize(x, -1, element_format, scale_rounding), *quantize(x.t(), -1, element_format, scale_rounding)
+
+
 def dequantize(
     elements: Tensor,
     scales: Tensor,
@@ -110,6 +123,13 @@ def check_quantize(x: Tensor, axis: int, element_format: str, scale_rounding: st
     formats.scale_increment(formats.element_format(element_format), scale_rounding)
     check_dtype("quantize", x.dtype)
     return numerics.normalize_axis("quantize", x.dim(), axis)
+
+
+def check_quantize_both(x: Tensor, element_format: str, scale_rounding: str) -> None:
+    """Raises as `quantize_both` does."""
+    check_quantize(x, -1, element_format, scale_rounding)
+    if x.dim() != 2:
+        raise ShapeError(f"quantize_both: x has shape {tuple(x.shape)}; expected a matrix; reshape it")
 
 
 def check_dequantize(elements: Tensor, scales: Tensor, axis: int, element_format: str, dtype: torch.dtype) -> None:

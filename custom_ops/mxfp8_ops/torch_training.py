@@ -77,12 +77,19 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
     dx = dw = db = None
     with torch.no_grad():
         dy = _matrix(grad)
-        if needs_x:
+        rows: tuple[Tensor, ...] = ()
+        columns: tuple[Tensor, ...] = ()
+        if needs_x and needs_weight:
+            both = ops.quantize_both.default(dy, fmt, ctx.scale_rounding)
+            rows, columns = both[:2], both[2:]
+        elif needs_x:
             rows = ops.quantize.default(dy, -1, fmt, ctx.scale_rounding)
-            columns = _columnwise(weight, "e4m3", ctx.scale_rounding)
-            dx = ops.gemm.default(*rows, *columns, None, fmt, "e4m3", ctx.x_dtype).reshape(ctx.x_shape)
-        if needs_weight:
+        elif needs_weight:
             columns = _columnwise(dy, fmt, ctx.scale_rounding)
+        if needs_x:
+            w = _columnwise(weight, "e4m3", ctx.scale_rounding)
+            dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype).reshape(ctx.x_shape)
+        if needs_weight:
             dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
         if needs_bias:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)

@@ -39,7 +39,8 @@ SPILLED = {("sm_100a", "8>"): 80, ("sm_120a", "8>"): 80}
 
 SAMPLE = (
     "quantize_rows<BF16, E4M3, false, false>",
-    "quantize_columns<BF16, E4M3, true, true, false>",
+    "quantize_columns<BF16, E4M3, true, SWIZZLED, false>",
+    "quantize_columns<BF16, E4M3, true, TRANSPOSED, false>",
     "dequantize<BF16, E4M3, true, false>",
     "gemm_skinny<BF16, E4M3, 1>",
     "gemm_skinny<E4M3, E4M3, 8>",

@@ -7,7 +7,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_emulation import EmulatedDevice, aligned, device, queue
+from cuda_emulation import aligned, device, queue
 
 from mxfp8_ops import cuda_dispatch, cuda_kernels, folding, numerics
 from mxfp8_ops.cuda_kernels import Operand, Product
@@ -82,24 +82,27 @@ def swizzle(scales: np.ndarray) -> np.ndarray:
 # --- quantize --------------------------------------------------------------------------------------------------------
 
 
-def check_quantize(x, fmt, rounding, *, axis=-1, swizzled=False, offset=0, on: EmulatedDevice | None = None):
+def check_quantize(x, fmt, rounding, *, axis=-1, swizzled=False, transposed=False, offset=0):
     axis %= x.ndim
     outer, k, inner = int(np.prod(x.shape[:axis])), x.shape[axis], int(np.prod(x.shape[axis + 1 :]))
     expected, expected_scales = numerics.quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
     if swizzled:
         matrix = expected_scales.reshape(outer, -1) if inner == 1 else expected_scales.reshape(-1, inner).T
         expected_scales = swizzle(matrix)
+    if transposed:
+        expected, expected_scales = expected.T, expected_scales.T
     source, elements, scales = placed(x, offset), aligned(x.size), aligned(expected_scales.size)
     if swizzled:
         scales[:] = 0
     operand = Operand(x.dtype.name, source.ctypes.data)
     out = (elements.ctypes.data, scales.ctypes.data)
     cuda_kernels.quantize(
-        queue(on), operand, (outer, k, inner), out, element_format=fmt, scale_rounding=rounding, swizzled=swizzled
-    )
-    what = f"{x.shape} {x.dtype} axis {axis}, {fmt}, {rounding}, swizzled {swizzled}, offset {offset}"
+        queue(), operand, (outer, k, inner), out, element_format=fmt, scale_rounding=rounding, swizzled=swizzled,
+        transposed=transposed,
+    )  # fmt: skip
+    what = f"{x.shape} {x.dtype} axis {axis}, {fmt}, {rounding}, {swizzled=}, {transposed=}, {offset=}"
     assert_same(f"scales, {what}", scales.reshape(expected_scales.shape), expected_scales)
-    assert_same(f"elements, {what}", elements.reshape(x.shape), expected)
+    assert_same(f"elements, {what}", elements.reshape(expected.shape), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,6 +136,12 @@ def test_quantize_swizzled_scales(dtype, fmt):
                 )
 
 
+@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+def test_quantize_columns_transposed(dtype, fmt):
+    for shape in ((32, 16), (96, 528), (64, 1040), (37, 50), (33, 544), (160, 5), (1, 2)):
+        check_quantize(edges(shape, dtype, seed=sum(shape)), fmt, "ceil", axis=0, transposed=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantize_from_unaligned_memory(dtype):
     x = edges((9, 64), dtype)
@@ -140,14 +149,18 @@ def test_quantize_from_unaligned_memory(dtype):
         check_quantize(x, "e4m3", "ceil", axis=axis, offset=x.itemsize)
 
 
-@pytest.mark.parametrize(("dtype", "fmt", "swizzled"), [*itertools.product(DTYPES, FORMATS, (False, True))])
-def test_quantize_both_axes_in_one_pass(dtype, fmt, swizzled):
-    for shape in ((40, 96), (37, 50), (33, 544), (1, 1), (130, 48)):
+@pytest.mark.parametrize("layout", ["plain", "swizzled", "transposed"])
+@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+def test_quantize_both_axes_in_one_pass(dtype, fmt, layout):
+    swizzled, transposed = layout == "swizzled", layout == "transposed"
+    for shape in ((40, 96), (37, 50), (33, 544), (1, 1), (130, 48), (64, 96), (96, 544)):
         x = edges(shape, dtype, seed=sum(shape))
         source = placed(x)
         expected = [*numerics.quantize(x, element_format=fmt), *numerics.quantize(x, axis=0, element_format=fmt)]
         if swizzled:
             expected[1], expected[3] = swizzle(expected[1]), swizzle(expected[3].T)
+        if transposed:
+            expected[2:] = expected[2].T, expected[3].T
         got = [aligned(array.size) for array in expected]
         if swizzled:
             got[1][:] = got[3][:] = 0
@@ -162,6 +175,7 @@ def test_quantize_both_axes_in_one_pass(dtype, fmt, swizzled):
             element_format=fmt,
             scale_rounding="ceil",
             swizzled=swizzled,
+            transposed=transposed,
         )
         for name, actual, wanted in zip(("rows", "row scales", "columns", "column scales"), got, expected, strict=True):
             assert_same(f"{name}, {shape} {dtype}", actual.reshape(wanted.shape), wanted)

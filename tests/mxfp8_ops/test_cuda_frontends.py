@@ -19,6 +19,8 @@ from mxfp8_ops import cuda, cuda_build, cuda_kernels, numerics
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
+torch_kernels = pytest.importorskip("mxfp8_ops.torch_kernels")
+torch_training = pytest.importorskip("mxfp8_ops.torch_training")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
 
@@ -232,6 +234,54 @@ def test_torch_quantize_and_dequantize_on_every_layout(emulated, dtype):
             y = torch_cuda.dequantize(*got, axis, fmt, dtype)
             name = torch_cuda.NAMES[dtype]
             assert_same("y", back(y), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=name))
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (37, 50), (0, 64), (5, 0)])
+def test_torch_quantizes_both_ways_for_training(emulated, shape):
+    x = values(*shape, dtype=torch.bfloat16)
+    got = torch_cuda.quantize_both(x, "e5m2")
+    expected = *torch_cuda.quantize(x, -1, "e5m2"), *torch_cuda.quantize(x.t(), -1, "e5m2")
+    for name, a, b in zip(("rows", "scales", "columns", "scales"), got, expected, strict=True):
+        assert_same(name, a.numpy(), b.numpy())
+        assert a.is_contiguous()
+
+
+def test_torch_quantizes_a_transposed_matrix_without_a_transposition(emulated, monkeypatch):
+    x = values(64, 96, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "contiguous", None)
+    emulated.launched.clear()
+    elements, scales = torch_cuda.quantize(x.t(), -1)
+    assert emulated.launched == ["quantize_columns<BF16, E4M3, false, TRANSPOSED, false>"]
+    assert elements.shape == (96, 64)
+    assert scales.shape == (96, 2)
+
+
+def test_a_training_step_reads_each_gradient_once(emulated, monkeypatch):
+    """linear_train on the kernels that CUDA tensors have: which run, and that they give what the CPU's do."""
+    x, w, dy = (values(*shape, seed=seed) for seed, shape in enumerate(((64, 96), (32, 96), (64, 32))))
+
+    def step(ops: Any) -> list[Any]:
+        monkeypatch.setattr(torch.ops, "mxfp8", ops)
+        context = types.SimpleNamespace(needs_input_grad=(True, True, False))
+        context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
+        y = torch_training.linear_train(x, w)
+        torch_training.setup_context(context, (x, w, None, "HYBRID", "ceil"), y)
+        return [y, *torch_training.backward(context, dy)[:2]]
+
+    def namespace(module: Any) -> Any:
+        names = ("quantize", "quantize_both", "gemm")
+        return types.SimpleNamespace(**{n: types.SimpleNamespace(default=getattr(module, n)) for n in names})
+
+    with torch.no_grad():
+        emulated.launched.clear()
+        got = step(namespace(torch_cuda))
+        launched = [name for name in emulated.launched if name.startswith("quantize")]
+        wanted = step(namespace(torch_kernels))
+    rows = "quantize_rows<F32, E4M3, false, false>"
+    columns = "quantize_columns<F32, E4M3, false, TRANSPOSED, false>"
+    assert launched == [rows, rows, columns, "quantize_columns<F32, E5M2, true, TRANSPOSED, false>", columns]
+    for name, a, b in zip(("y", "dx", "dw"), got, wanted, strict=True):
+        np.testing.assert_allclose(back(a), back(b), rtol=1e-4, atol=1e-3, err_msg=name)
 
 
 @pytest.mark.parametrize(("x_shape", "w_shape"), SHAPES)

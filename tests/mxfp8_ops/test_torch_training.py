@@ -70,6 +70,16 @@ def assert_is_mxfp8_product(
 # --- The three products -------------------------------------------------------------------------------------------
 
 
+def test_quantize_both_is_two_quantizations() -> None:
+    ops, x = torch.ops.mxfp8, values(37, 50)
+    got = ops.quantize_both(x, "e5m2", "floor")
+    wanted = *ops.quantize(x, -1, "e5m2", "floor"), *ops.quantize(x.t(), -1, "e5m2", "floor")
+    assert all(map(torch.equal, got, wanted))
+    torch.library.opcheck(ops.quantize_both.default, (x, "e4m3", "ceil"))
+    with pytest.raises(ShapeError, match=r"quantize_both: x has shape \(2, 3, 32\); expected a matrix"):
+        ops.quantize_both(values(2, 3, 32))
+
+
 @FP8_FORMAT
 @pytest.mark.parametrize("scale_rounding", ["ceil", "floor", "even"])
 @pytest.mark.parametrize("m", [1, 32, 77, 2080])

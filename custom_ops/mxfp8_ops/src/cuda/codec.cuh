@@ -65,25 +65,32 @@ DEVICE void write_value(void* p, i64 i, float v, i64 dtype) {
     static_cast<u16*>(p)[i] = dtype == FLOAT16 ? to_float16(v) : to_bfloat16(v);
 }
 
+// 16 consecutive values as they are stored, from an address aligned to 16 bytes.
+template <class V>
+DEVICE void read16_raw(const void* p, u32 (&raw)[4 * V::bytes]) {
+#pragma unroll
+  for (int i = 0; i < V::bytes; ++i) {
+    const uint4 q = load16(static_cast<const u8*>(p) + 16 * i);
+    raw[4 * i] = q.x, raw[4 * i + 1] = q.y, raw[4 * i + 2] = q.z, raw[4 * i + 3] = q.w;
+  }
+}
+
+// Value `i` of 16 as they are stored.
+template <class V>
+DEVICE float value_of(const u32 (&raw)[4 * V::bytes], int i) {
+  if (V::bytes == 4) return float_of(raw[i & (4 * V::bytes - 1)]);
+  const u32 w = raw[i >> 1];
+  if (V::dtype == FLOAT16) return from_float16(static_cast<u16>(i & 1 ? w >> 16 : w));
+  return float_of(i & 1 ? w & 0xffff0000u : w << 16);
+}
+
 // 16 consecutive values from an address aligned to 16 bytes.
 template <class V>
 DEVICE void read16(const void* p, float (&v)[16]) {
-  const u8* bytes = static_cast<const u8*>(p);
+  u32 raw[4 * V::bytes];
+  read16_raw<V>(p, raw);
 #pragma unroll
-  for (int i = 0; i < V::bytes; ++i) {
-    const uint4 q = load16(bytes + 16 * i);
-    const u32 w[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (V::bytes == 4) {
-        v[(4 * i + j) & 15] = float_of(w[j]);
-      } else {
-        const int at = (8 * i + 2 * j) & 15;
-        v[at] = V::dtype == FLOAT16 ? from_float16(static_cast<u16>(w[j])) : float_of(w[j] << 16);
-        v[at + 1] = V::dtype == FLOAT16 ? from_float16(static_cast<u16>(w[j] >> 16)) : float_of(w[j] & 0xffff0000u);
-      }
-    }
-  }
+  for (int i = 0; i < 16; ++i) v[i] = value_of<V>(raw, i);
 }
 
 // 16 consecutive values to an address aligned to 16 bytes.
