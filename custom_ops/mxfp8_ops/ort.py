@@ -1,22 +1,37 @@
 """Runs the nodes inside ONNX Runtime: registers the native library with a session.
 
 A file of ours also runs without this, on the standard-op bodies it carries; slowly. With the library registered, its
-kernels win wherever a node of the domain appears.
+kernels win wherever a node of the domain appears: on the processor, or on a GPU (`DEVICES`).
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from mxfp8_ops import contract, cpu
+from mxfp8_ops import contract, cpu, ort_cuda
 from mxfp8_ops.errors import BackendError, ContractError
 
 MIN_ORT: Final = (1, 20)
 """Oldest ONNX Runtime the binding is tested with."""
+
+DEVICES: Final = ("cpu", "cuda", "cuda-copies")
+"""Where the nodes run.
+
+cpu          on the processor.
+cuda         on the CUDA execution provider, on its stream: needs onnxruntime-gpu, CuPy and a GPU. Nodes that ONNX
+             Runtime leaves to the CPU provider run there.
+cuda-copies  on GPU 0, with operands copied there and results back at each node; weights are copied once. For a GPU
+             beside an ONNX Runtime that has no CUDA provider; needs CuPy.
+"""
+
+_CUDA_PROVIDER: Final = "CUDAExecutionProvider"
+_DEVICE: Final = "mxfp8.device"
+"""Configuration entry that tells the library where nodes run (src/ort/mxfp8_cuda.h)."""
 
 _REGISTERED: Final = "mxfp8.registered"
 """Configuration entry that marks session options which have the library."""
@@ -51,13 +66,15 @@ def describe() -> Description:
     )
 
 
-def register(session_options: Any) -> None:
-    """Registers the nodes with an `onnxruntime.SessionOptions`, once per object.
+def register(session_options: Any, *, device: str = "cpu") -> None:
+    """Registers the nodes with an `onnxruntime.SessionOptions`, once per object, to run on one of `DEVICES`.
 
     Raises:
-        BackendError: the library is missing, ONNX Runtime is too old, or the options already have it.
+        BackendError: the library is missing, ONNX Runtime is too old, the options already have it, or the device
+            cannot be used.
     """
     ort = _onnxruntime()
+    _check_device(ort, device)
     cpu.isa()  # surfaces a wrong MXFP8_ISA here rather than at the first node
     try:
         session_options.get_session_config_entry(_REGISTERED)
@@ -68,6 +85,8 @@ def register(session_options: Any) -> None:
             "session options: the library is registered with them already; expected fresh ones (ONNX Runtime refuses "
             "a domain that is registered twice); make one SessionOptions per session"
         )
+    if device != "cpu":
+        session_options.add_session_config_entry(_DEVICE, device)
     try:
         session_options.register_custom_ops_library(str(cpu.library_path()))
     except Exception as error:
@@ -83,32 +102,69 @@ def session(
     *,
     providers: Sequence[Any] | None = None,
     session_options: Any = None,
+    device: str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Returns an `onnxruntime.InferenceSession` of a model, with the nodes registered.
 
+    Without `device`, the nodes run on "cuda" if `providers` has CUDAExecutionProvider, and on the processor otherwise.
+    If they cannot run there, a warning says why, and they run on the processor.
+
     Args:
         model: path of an ONNX file, or its bytes. From a file a session holds the weights once - those in an external
             data file only as pages of it -, from bytes twice: ONNX Runtime keeps the bytes.
-        providers: execution providers, first choice first; the CPU by default.
+        providers: execution providers, first choice first; by default the CPU, after CUDA if `device` is "cuda".
         session_options: an `onnxruntime.SessionOptions` to start from. The library is registered with it, so use it
             for one session.
+        device: one of `DEVICES`: the nodes run there, or an error says why not.
         **kwargs: passed on to InferenceSession.
 
     Raises:
         ContractError: there is no such file.
-        BackendError: the library is missing, or ONNX Runtime is too old.
+        BackendError: the library is missing, ONNX Runtime is too old, or `device` cannot be used.
     """
     ort = _onnxruntime()
     if not isinstance(model, bytes):
         if not Path(model).is_file():
             raise ContractError(f"{os.fspath(model)}: no such file; expected an ONNX model; correct the path")
         model = os.fspath(model)
+    if providers is None:
+        providers = [*([_CUDA_PROVIDER] if device == "cuda" else []), "CPUExecutionProvider"]
+    names = [provider if isinstance(provider, str) else provider[0] for provider in providers]
     options = ort.SessionOptions() if session_options is None else session_options
-    register(options)
-    return ort.InferenceSession(
-        model, sess_options=options, providers=list(providers or ["CPUExecutionProvider"]), **kwargs
-    )
+    register(options, device=_device(ort, names) if device is None else device)
+    made = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
+    if device == "cuda" and _CUDA_PROVIDER not in made.get_providers():
+        raise BackendError(
+            f"device 'cuda': the session has the providers {', '.join(made.get_providers())}; expected "
+            f"{_CUDA_PROVIDER}; name it in `providers`, and see what ONNX Runtime printed about it"
+        )
+    return made
+
+
+def _device(ort: Any, providers: Sequence[str]) -> str:
+    """Returns where the nodes run if nobody said so; warns if that is not where the providers are."""
+    if _CUDA_PROVIDER not in providers:
+        return "cpu"
+    try:
+        _check_device(ort, "cuda")
+    except BackendError as error:
+        warnings.warn(f"the MXFP8 nodes run on the CPU: {error}", stacklevel=3)
+        return "cpu"
+    return "cuda"
+
+
+def _check_device(ort: Any, device: str) -> None:
+    """Makes the device ready; raises BackendError if it cannot be used."""
+    if device not in DEVICES:
+        raise BackendError(f"device {device!r}; expected one of {', '.join(DEVICES)}; correct the name")
+    if device == "cuda" and _CUDA_PROVIDER not in ort.get_available_providers():
+        raise BackendError(
+            f"device 'cuda': onnxruntime {ort.__version__} has no {_CUDA_PROVIDER}; expected a build with CUDA; "
+            "pip uninstall onnxruntime && pip install onnxruntime-gpu, or use device='cuda-copies'"
+        )
+    if device != "cpu":
+        ort_cuda.connect()
 
 
 def _onnxruntime() -> Any:

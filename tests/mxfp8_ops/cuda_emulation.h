@@ -119,6 +119,11 @@ void call(void (*kernel)(P...), const uint64_t* arguments) {
   call(kernel, arguments, std::index_sequence_for<P...>{});
 }
 
+template <class... P>
+constexpr int parameters(void (*)(P...)) {
+  return sizeof...(P);
+}
+
 // Every lane gives a value and sees those of its warp.
 template <class T, class F>
 auto exchange(T value, F&& read) {

@@ -45,7 +45,9 @@ def build(*extra: str) -> Path:
     for index, (_, kernel) in enumerate(names):
         call = f"emulation::launch(grid, threads, [=] {{ emulation::call(&{kernel}, arguments); }});"
         lines.append(f"case {index}: {call} return 0;")
-    lines += ["}", "return 1;", "}"]
+    lines += ["}", "return 1;", "}", 'extern "C" int parameters(int index) {', "switch (index) {"]
+    lines += [f"case {i}: return emulation::parameters(&{kernel});" for i, (_, kernel) in enumerate(names)]
+    lines += ["}", "return 0;", "}"]
     text = "\n".join(lines)
     digest = hashlib.sha256(repr((text, OPTIONS, extra)).encode())
     for path in (HERE / "cuda_emulation.h", *sorted(cuda_build.SOURCES.glob("*.cu*"))):

@@ -21,11 +21,24 @@ PROGRAM = """
 import sys
 import numpy, onnxruntime
 library, model, data = sys.argv[1:]
-options = onnxruntime.SessionOptions()
-options.register_custom_ops_library(library)
 x = numpy.load(data)["x"]
 names = ["scales", "values", "narrow", "y"]
-results = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run(names, {"x": x})
+
+def run(device):
+    options = onnxruntime.SessionOptions()
+    if device:
+        options.add_session_config_entry("mxfp8.device", device)
+    options.register_custom_ops_library(library)
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run(names, {"x": x})
+
+results = run(None)
+for a, b in zip(results, run("cuda")):  # also registers kernels for a provider that is not there
+    numpy.testing.assert_array_equal(a, b)
+try:
+    run("cuda-copies")
+    raise SystemExit("nodes ran on a GPU without a driver")
+except Exception as error:
+    assert "the CUDA driver is not open" in str(error), error
 numpy.savez(data, x=x, version=onnxruntime.__version__, **dict(zip(names, results)))
 """
 

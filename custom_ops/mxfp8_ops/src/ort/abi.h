@@ -18,6 +18,8 @@ struct OrtTensorTypeAndShapeInfo;
 struct OrtCustomOpDomain;
 struct OrtShapeInferContext;
 struct OrtOpAttr;
+struct OrtAllocator;
+struct OrtMemoryInfo;
 
 struct OrtApi {
   void* functions[300];
@@ -96,6 +98,10 @@ constexpr Function<61, OrtStatus*(const Shape*, size_t*)> GetDimensionsCount;
 constexpr Function<62, OrtStatus*(const Shape*, int64_t*, size_t)> GetDimensions;
 constexpr Function<63, OrtStatus*(const Shape*, const char**, size_t)> GetSymbolicDimensions;
 constexpr Function<65, OrtStatus*(const OrtValue*, Shape**)> GetTensorTypeAndShape;
+constexpr Function<72, OrtStatus*(const OrtMemoryInfo*, int*)> MemoryInfoGetId;
+constexpr Function<75, OrtStatus*(OrtAllocator*, size_t, void**)> AllocatorAlloc;
+constexpr Function<76, OrtStatus*(OrtAllocator*, void*)> AllocatorFree;
+constexpr Function<77, OrtStatus*(const OrtAllocator*, const OrtMemoryInfo**)> AllocatorGetInfo;
 constexpr Function<86, OrtStatus*(const OrtKernelInfo*, const char*, int64_t*)> KernelInfoGetAttribute_int64;
 constexpr Function<87, OrtStatus*(const OrtKernelInfo*, const char*, char*, size_t*)> KernelInfoGetAttribute_string;
 constexpr Function<88, OrtStatus*(const OrtKernelContext*, size_t*)> KernelContext_GetInputCount;
@@ -104,7 +110,15 @@ constexpr Function<91, OrtStatus*(OrtKernelContext*, size_t, const int64_t*, siz
     KernelContext_GetOutput;
 constexpr Function<93, void(OrtStatus*)> ReleaseStatus;
 constexpr Function<99, void(Shape*)> ReleaseTensorTypeAndShapeInfo;
+constexpr Function<132, void(OrtAllocator*)> ReleaseAllocator;
+constexpr Function<193, OrtStatus*(const OrtKernelContext*, void**)> KernelContext_GetGPUComputeStream;
+constexpr Function<230, OrtStatus*(const OrtKernelInfo*, size_t*)> KernelInfo_GetInputCount;
+constexpr Function<237, OrtStatus*(const OrtSessionOptions*, const char*, int*)> HasSessionConfigEntry;
+constexpr Function<238, OrtStatus*(const OrtSessionOptions*, const char*, char*, size_t*)> GetSessionConfigEntry;
 constexpr Function<244, OrtStatus*(const OrtKernelInfo*, char*, size_t*)> KernelInfo_GetNodeName;
+constexpr Function<249, OrtStatus*(const OrtKernelInfo*, size_t, int*, const OrtValue**)>
+    KernelInfoGetConstantInput_tensor;
+constexpr Function<265, OrtStatus*(const OrtKernelContext*, int, int, void**)> KernelContext_GetResource;
 constexpr Function<268, OrtStatus*(const OrtShapeInferContext*, size_t, Shape**)> ShapeInferContext_GetInputTypeShape;
 constexpr Function<269, OrtStatus*(const OrtShapeInferContext*, const char*, const OrtOpAttr**)>
     ShapeInferContext_GetAttribute;
@@ -113,5 +127,8 @@ constexpr Function<270, OrtStatus*(const OrtShapeInferContext*, size_t, const Sh
 constexpr Function<271, OrtStatus*(Shape*, const char**, size_t)> SetSymbolicDimensions;
 constexpr Function<272, OrtStatus*(const OrtOpAttr*, int, void*, size_t, size_t*)> ReadOpAttr;
 constexpr Function<274, OrtStatus*(const OrtKernelContext*, Task*, size_t, size_t, void*)> KernelContext_ParallelFor;
+constexpr Function<277, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, size_t, void**)>
+    KernelContext_GetScratchBuffer;
+constexpr Function<278, OrtStatus*(const OrtKernelInfo*, int, OrtAllocator**)> KernelInfoGetAllocator;
 
 }  // namespace mxfp8::ort

@@ -22,4 +22,8 @@ class Backend {
 // Throws NodeError, which begins with `where`, if MXFP8_ISA names an instruction set this machine lacks.
 std::unique_ptr<const Backend> cpu_backend(const std::string& where);
 
+// On the GPU that ONNX Runtime made the node for, or, for an overload with copies, GPU 0. Throws CudaError, which
+// begins with `where`, if there is no such GPU or no kernels for it.
+std::unique_ptr<const Backend> cuda_backend(const std::string& where, const Overload&, const OrtKernelInfo*);
+
 }  // namespace mxfp8::ort

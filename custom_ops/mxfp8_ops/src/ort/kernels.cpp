@@ -39,35 +39,13 @@ std::string node_name(const OrtKernelInfo* info) {
   return text.data();
 }
 
-struct Tensor {
-  const void* data = nullptr;
-  int dtype = 0;
-  Dims dims;
-};
-
+// An input that is absent has no data.
 Tensor input(const OrtKernelContext* context, size_t index) {
-  Tensor tensor;
   size_t count = 0;
-  check(KernelContext_GetInputCount(context, &count));
-  if (index >= count) return tensor;
   const OrtValue* value = nullptr;
-  check(KernelContext_GetInput(context, index, &value));
-  if (value == nullptr) return tensor;
-  Shape* shape = nullptr;
-  check(GetTensorTypeAndShape(value, &shape));
-  struct Release {
-    Shape* shape;
-    ~Release() { ReleaseTensorTypeAndShapeInfo(shape); }
-  } release{shape};
-  size_t rank = 0;
-  check(GetDimensionsCount(shape, &rank));
-  tensor.dims.resize(rank);
-  check(GetDimensions(shape, tensor.dims.data(), rank));
-  check(GetTensorElementType(shape, &tensor.dtype));
-  void* data = nullptr;
-  check(GetTensorMutableData(const_cast<OrtValue*>(value), &data));
-  tensor.data = data;
-  return tensor;
+  check(KernelContext_GetInputCount(context, &count));
+  if (index < count) check(KernelContext_GetInput(context, index, &value));
+  return value == nullptr ? Tensor{} : describe(value);
 }
 
 void* output(OrtKernelContext* context, size_t index, const Dims& dims) {
@@ -228,7 +206,8 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
                       " on an input of unknown rank; expected an input whose rank is known; give the graph's inputs "
                       "shapes and run onnx.shape_inference");
     }
-    *kernel = new Kernel{overload.op, where, attributes, cpu_backend(where)};
+    auto backend = overload.device == Device::kCpu ? cpu_backend(where) : cuda_backend(where, overload, info);
+    *kernel = new Kernel{overload.op, where, attributes, std::move(backend)};
   });
 }
 

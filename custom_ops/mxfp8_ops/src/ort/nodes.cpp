@@ -1,4 +1,4 @@
-// Attribute rules of the nodes, shared by shape inference and kernel creation.
+// Attribute rules of the nodes, shared by shape inference and kernel creation, and what a tensor is.
 #include "nodes.h"
 
 #include "../cpu/mxfp8_ops.h"
@@ -24,6 +24,25 @@ std::string to_string(const Dims& dims) {
   std::string text = "(";
   for (size_t i = 0; i < dims.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(dims[i]);
   return text + (dims.size() == 1 ? ",)" : ")");
+}
+
+Tensor describe(const OrtValue* value) {
+  Tensor tensor;
+  Shape* shape = nullptr;
+  check(GetTensorTypeAndShape(value, &shape));
+  struct Release {
+    Shape* shape;
+    ~Release() { ReleaseTensorTypeAndShapeInfo(shape); }
+  } release{shape};
+  size_t rank = 0;
+  check(GetDimensionsCount(shape, &rank));
+  tensor.dims.resize(rank);
+  check(GetDimensions(shape, tensor.dims.data(), rank));
+  check(GetTensorElementType(shape, &tensor.dtype));
+  void* data = nullptr;
+  check(GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+  tensor.data = data;
+  return tensor;
 }
 
 void check_attributes(const std::string& where, Op op, Attributes* attributes) {

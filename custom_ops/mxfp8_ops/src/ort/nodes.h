@@ -12,10 +12,14 @@ namespace mxfp8::ort {
 enum class Op { kQuantize, kDequantize, kGemm, kWeightGemm };
 const char* name_of(Op op);
 
+// Where nodes run: the values of the session option mxfp8.device; see mxfp8_cuda.h.
+enum class Device { kCpu, kCuda, kCudaCopies };
+
 // Overloads share a name; ONNX Runtime picks the one whose dtypes fit. OrtCustomOp is the base, so that the pointer
 // ONNX Runtime hands back is the overload.
 struct Overload : OrtCustomOp {
   Op op;
+  Device device;
   std::vector<int> inputs;
   std::vector<int> outputs;
 };
@@ -35,6 +39,14 @@ struct NodeError : std::runtime_error {
 
 using Dims = std::vector<int64_t>;
 std::string to_string(const Dims& dims);
+
+struct Tensor {
+  const void* data = nullptr;
+  int dtype = 0;
+  Dims dims;
+};
+// Throws StatusError.
+Tensor describe(const OrtValue* value);
 
 // Fills in the default output_dtype and checks every attribute the op has. Throws NodeError.
 void check_attributes(const std::string& where, Op op, Attributes* attributes);

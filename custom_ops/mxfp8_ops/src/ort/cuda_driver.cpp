@@ -1,0 +1,100 @@
+#include "cuda_driver.h"
+
+#if __has_include(<dlfcn.h>)
+#include <dlfcn.h>
+#endif
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+namespace mxfp8::ort {
+namespace {
+
+// Replaced as a whole by mxfp8_cuda_open, and never released: nodes point to the driver they were made with.
+struct Connection {
+  Driver driver;
+  mxfp8_cuda_loader loader;
+};
+std::mutex mutex;
+const Connection* connection = nullptr;
+
+constexpr size_t kMessage = 1024;
+
+#if __has_include(<dlfcn.h>)
+// Returns what is wrong, or "".
+std::string open_driver(const char* file, Driver* driver) {
+  void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return dlerror();
+  const std::pair<const char*, void*> functions[] = {{"cuCtxPushCurrent_v2", &driver->push_context},
+                                                     {"cuCtxPopCurrent_v2", &driver->pop_context},
+                                                     {"cuLaunchKernel", &driver->launch},
+                                                     {"cuMemAlloc_v2", &driver->allocate},
+                                                     {"cuMemFree_v2", &driver->free},
+                                                     {"cuMemcpyHtoDAsync_v2", &driver->copy_in},
+                                                     {"cuMemcpyDtoHAsync_v2", &driver->copy_out},
+                                                     {"cuMemsetD32Async", &driver->fill},
+                                                     {"cuStreamSynchronize", &driver->wait},
+                                                     {"cuGetErrorName", &driver->error_name}};
+  for (const auto& [name, slot] : functions) {
+    void* symbol = dlsym(library, name);
+    if (symbol == nullptr) return std::string(file) + " has no " + name;
+    std::memcpy(slot, &symbol, sizeof symbol);
+  }
+  return "";
+}
+#else
+std::string open_driver(const char* file, Driver*) { return std::string(file) + ": no dlopen on this system"; }
+#endif
+
+}  // namespace
+
+Gpu::Gpu(const std::string& where, int index) : where_(where), index_(index), properties_{} {
+  const Connection* found;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    found = connection;
+  }
+  if (found == nullptr) {
+    throw CudaError(where + ": the CUDA driver is not open; expected mxfp8_cuda_open before the session is made; " +
+                    "use ort.session, or leave the session option mxfp8.device out");
+  }
+  driver_ = &found->driver;
+  loader_ = found->loader;
+  char message[kMessage] = "";
+  if (loader_.gpu(index, &properties_, message, sizeof message) != 0) throw CudaError(where + ": " + message);
+}
+
+CudaFunction Gpu::kernel(const std::string& name) const {
+  char message[kMessage] = "";
+  CudaFunction function = nullptr;
+  if (loader_.kernel(index_, name.c_str(), &function, message, sizeof message) != 0) {
+    throw CudaError(where_ + ": " + message);
+  }
+  return function;
+}
+
+void Gpu::fail(const char* doing, int status, const char* library) const {
+  const char* name = nullptr;
+  if (std::strcmp(library, "CUDA") == 0) driver_->error_name(status, &name);
+  throw CudaError(where_ + ": GPU " + std::to_string(index_) + ": cannot " + doing + ": " + library + " error " +
+                  (name == nullptr ? std::to_string(status) : name) +
+                  "; expected success; run with CUDA_LAUNCH_BLOCKING=1 to see which kernel fails");
+}
+
+}  // namespace mxfp8::ort
+
+extern "C" MXFP8_API int mxfp8_cuda_open(const char* driver, const mxfp8_cuda_loader* loader, char* message,
+                                         size_t size) {
+  using namespace mxfp8::ort;
+  auto fresh = std::make_unique<Connection>();
+  fresh->loader = *loader;
+  const std::string wrong = open_driver(driver, &fresh->driver);
+  if (!wrong.empty()) {
+    if (size > 0) message[wrong.copy(message, size - 1)] = 0;
+    return MXFP8_BAD_ARGUMENT;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  connection = fresh.release();
+  return MXFP8_OK;
+}

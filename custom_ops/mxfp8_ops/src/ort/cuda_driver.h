@@ -1,0 +1,84 @@
+// The CUDA driver, opened at run time, and the GPUs that the loader describes. See mxfp8_cuda.h.
+#pragma once
+#include <stdexcept>
+#include <string>
+
+#include "mxfp8_cuda.h"
+
+namespace mxfp8::ort {
+
+using CudaFunction = void*;  // CUfunction
+using Stream = void*;        // CUstream, which is cudaStream_t too
+constexpr int kThreads = 256;
+
+// What is used of the driver. Every function returns a CUresult, 0 for success; addresses on the GPU have 64 bits.
+struct Driver {
+  int (*push_context)(void* context);
+  int (*pop_context)(void** context);
+  int (*launch)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
+                void**);
+  int (*allocate)(uint64_t* address, size_t bytes);
+  int (*free)(uint64_t address);
+  int (*copy_in)(uint64_t to, const void* from, size_t bytes, Stream);
+  int (*copy_out)(void* to, uint64_t from, size_t bytes, Stream);
+  int (*fill)(uint64_t address, unsigned value, size_t words, Stream);
+  int (*wait)(Stream);
+  int (*error_name)(int status, const char** name);
+};
+
+struct CudaError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A GPU, on behalf of one node.
+class Gpu {
+ public:
+  // Throws CudaError, which begins with `where`, if the driver is not open or the loader has no such GPU.
+  Gpu(const std::string& where, int index);
+
+  int index() const { return index_; }
+  const mxfp8_cuda_gpu& properties() const { return properties_; }
+  const Driver& driver() const { return *driver_; }
+
+  // Loads a kernel. Throws CudaError if the loader cannot.
+  CudaFunction kernel(const std::string& name) const;
+
+  // Queues a kernel whose parameters all have 8 bytes.
+  template <class... Parameters>
+  void launch(CudaFunction function, int64_t blocks, Stream stream, Parameters... parameters) const {
+    static_assert(((sizeof(Parameters) == 8) && ...), "the kernels take addresses and 64-bit integers");
+    void* pointers[] = {&parameters...};
+    check(driver_->launch(function, unsigned(blocks), 1, 1, kThreads, 1, 1, 0, stream, pointers, nullptr), "launch");
+  }
+
+  // Throws CudaError unless the status is 0.
+  void check(int status, const char* doing) const {
+    if (status != 0) fail(doing, status);
+  }
+  [[noreturn]] void fail(const char* doing, int status, const char* library = "CUDA") const;
+
+ private:
+  std::string where_;
+  int index_;
+  const Driver* driver_;
+  mxfp8_cuda_loader loader_;
+  mxfp8_cuda_gpu properties_;
+};
+
+// Makes a GPU the thread's current one, as ONNX Runtime and the caller's own thread may not have.
+class Current {
+ public:
+  explicit Current(const Gpu& gpu) : gpu_(gpu) {
+    gpu.check(gpu.driver().push_context(gpu.properties().context), "make the GPU current");
+  }
+  ~Current() {
+    void* context;
+    gpu_.driver().pop_context(&context);
+  }
+  Current(const Current&) = delete;
+
+ private:
+  const Gpu& gpu_;
+};
+
+}  // namespace mxfp8::ort

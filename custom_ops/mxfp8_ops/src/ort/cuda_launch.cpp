@@ -1,0 +1,212 @@
+#include "cuda_launch.h"
+
+#include "../cpu/ops.h"
+
+namespace mxfp8::ort {
+namespace {
+
+constexpr int kCublasTranspose = 1, kCublasNoTranspose = 0, kCublasCompute32F = 68, kCublasDefaultAlgorithm = -1;
+constexpr int kCudaR16BF = 14, kCudaR32F = 0;
+constexpr int kDisallowReducedPrecisionReduction = 16;  // sums of split-K stay in float32
+constexpr int64_t kSkinnyMost = 64;                     // rows gemm_skinny takes
+
+std::string kind(int dtype) {
+  switch (dtype) {
+    case MXFP8_FLOAT32:
+      return "F32";
+    case MXFP8_FLOAT16:
+      return "F16";
+    case MXFP8_BFLOAT16:
+      return "BF16";
+    case MXFP8_E4M3:
+      return "E4M3";
+    default:
+      return "E5M2";
+  }
+}
+
+const char* flag(bool value) { return value ? "true" : "false"; }
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class... Pointers>
+bool unaligned(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 != 0) || ...);
+}
+
+int64_t aligned(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
+
+// Where the large route keeps what in its scratch memory.
+struct LargeLayout {
+  explicit LargeLayout(const GemmArgs& g)
+      : direct(g.bias == nullptr && g.y_dtype != MXFP8_FLOAT16),
+        a(b + aligned(2 * g.n * g.k)),
+        sums(a + (is_element_format(g.a_format) ? aligned(2 * g.m * g.k) : 0)),
+        bytes(sums + (direct ? 0 : 4 * g.m * g.n)) {}
+  bool direct;                       // cuBLAS writes y itself
+  static constexpr int64_t b = 256;  // before it, one word each for A and B: whether bfloat16 does not hold it
+  int64_t a, sums, bytes;
+};
+
+}  // namespace
+
+CudaQuantize::CudaQuantize(const Gpu& gpu, int dtype, int format) : gpu_(gpu) {
+  const std::string types = kind(dtype) + ", " + kind(format) + ", ";
+  for (const bool ragged : {false, true}) {
+    rows_[ragged] = gpu.kernel("quantize_rows<" + types + "false, " + flag(ragged) + ">");
+    columns_[ragged] = gpu.kernel("quantize_columns<" + types + "false, false, " + flag(ragged) + ">");
+  }
+}
+
+void CudaQuantize::operator()(const QuantizeArgs& q, Stream stream) const {
+  if (q.outer * q.k * q.inner == 0) return;
+  const int64_t blocks = ceil_div(q.k, kBlock), increment = q.increment;
+  if (q.inner == 1) {
+    const bool ragged = q.k % kBlock != 0 || unaligned(q.x, q.elements);
+    const int64_t grid = ceil_div(q.outer * blocks * 2, kThreads);
+    gpu_.launch(rows_[ragged], grid, stream, q.x, q.elements, q.scales, q.outer, q.k, increment);
+  } else {
+    const bool ragged = q.inner % 16 != 0 || unaligned(q.x, q.elements, q.scales);
+    const int64_t grid = q.outer * blocks * ceil_div(q.inner, 512), none = 0;
+    gpu_.launch(columns_[ragged], grid, stream, q.x, q.elements, q.scales, none, none, q.k, q.inner, increment);
+  }
+}
+
+CudaDequantize::CudaDequantize(const Gpu& gpu, int format, int dtype, bool last_axis_only) : gpu_(gpu) {
+  for (const bool last : {false, true}) {
+    for (const bool ragged : {false, true}) {
+      if (!last && last_axis_only) continue;
+      functions_[last][ragged] =
+          gpu.kernel("dequantize<" + kind(dtype) + ", " + kind(format) + ", " + flag(last) + ", " + flag(ragged) + ">");
+    }
+  }
+}
+
+void CudaDequantize::operator()(const DequantizeArgs& d, Stream stream, uint32_t* inexact) const {
+  const int64_t total = d.outer * d.k * d.inner;
+  if (total == 0) return;
+  const bool last = d.inner == 1;
+  const bool ragged = last ? d.k % kBlock != 0 || unaligned(d.elements, d.y)
+                           : d.inner % 16 != 0 || unaligned(d.elements, d.y, d.scales);
+  gpu_.launch(functions_[last][ragged], ceil_div(total, 16 * kThreads), stream, d.elements, d.scales, d.y, d.k, d.inner,
+              total, inexact);
+}
+
+CudaGemm::CudaGemm(const Gpu& gpu, int a_format, int b_format)
+    : gpu_(gpu), exact_(a_format == MXFP8_BFLOAT16 || is_element_format(a_format)), skinny_{}, finish_{} {
+  const std::string types = kind(a_format) + ", " + kind(b_format);
+  float32_ = gpu.kernel("gemm_float32<" + types + ">");
+  if (!exact_) return;
+  for (int i = 0; i < 4; ++i) skinny_[i] = gpu.kernel("gemm_skinny<" + types + ", " + std::to_string(1 << i) + ">");
+  if (gpu.properties().cublas_gemm_ex == nullptr) return;
+  for (const bool ragged : {false, true}) finish_[ragged] = gpu.kernel(std::string("finish<") + flag(ragged) + ">");
+  widen_b_ = std::make_unique<CudaDequantize>(gpu, b_format, MXFP8_BFLOAT16, true);
+  if (is_element_format(a_format)) {
+    widen_a_ = std::make_unique<CudaDequantize>(gpu, a_format, MXFP8_BFLOAT16, true);
+  }
+}
+
+CudaGemm::Route CudaGemm::route(const GemmArgs& g, bool cublas) const {
+  if (g.k == 0 || !exact_) return Route::kFloat32;  // k = 0: nothing but the bias
+  const bool whole = g.k % kBlock == 0 && g.k < (1 << 25) && !unaligned(g.a, g.b);
+  if (whole && g.m <= kSkinnyMost) return Route::kSkinny;
+  const bool fits_int = g.m <= INT32_MAX && g.n <= INT32_MAX && g.k <= INT32_MAX;
+  if (cublas && widen_b_ != nullptr && fits_int) return Route::kLarge;
+  return whole ? Route::kSlices : Route::kFloat32;
+}
+
+size_t CudaGemm::scratch_bytes(const GemmArgs& g, bool cublas) const {
+  if (g.m * g.n == 0 || route(g, cublas) != Route::kLarge) return 0;
+  return size_t(LargeLayout(g).bytes);
+}
+
+void CudaGemm::operator()(const GemmArgs& g, const GemmResources& resources) const {
+  if (g.m * g.n == 0) return;
+  switch (route(g, resources.cublas != nullptr)) {
+    case Route::kSkinny:
+      return skinny(g, resources.stream);
+    case Route::kLarge:
+      return large(g, resources);
+    case Route::kSlices:
+      return slices(g, resources.stream);
+    case Route::kFloat32:
+      return float32(g, resources.stream);
+  }
+}
+
+void CudaGemm::skinny(const GemmArgs& g, Stream stream) const {
+  int i = 0;
+  while (g.m > (8 << i)) ++i;
+  gpu_.launch(skinny_[i], ceil_div(g.n, 16), stream, g.a, g.a_scales, g.b, g.b_scales, g.bias, g.y, g.m, g.n, g.k,
+              int64_t(g.y_dtype));
+}
+
+void CudaGemm::slices(const GemmArgs& g, Stream stream) const {
+  const bool quantized = g.a_scales != nullptr;
+  for (int64_t row = 0; row < g.m; row += kSkinnyMost) {
+    GemmArgs slice = g;
+    slice.m = g.m - row < kSkinnyMost ? g.m - row : kSkinnyMost;
+    slice.a = static_cast<const char*>(g.a) + row * g.k * (quantized ? 1 : 2);
+    if (quantized) slice.a_scales = g.a_scales + row * (g.k / kBlock);
+    slice.y = static_cast<char*>(g.y) + row * g.n * int64_t(value_bytes(g.y_dtype));
+    skinny(slice, stream);
+  }
+}
+
+void CudaGemm::large(const GemmArgs& g, const GemmResources& resources) const {
+  const LargeLayout at(g);
+  auto* inexact = reinterpret_cast<uint32_t*>(resources.scratch);
+  gpu_.check(gpu_.driver().fill(reinterpret_cast<uint64_t>(inexact), 0, 2, resources.stream), "clear memory");
+  void* b = resources.scratch + at.b;
+  const void* a = g.a;
+  (*widen_b_)({g.b_format, g.b, g.b_scales, g.n, g.k, 1, MXFP8_BFLOAT16, b}, resources.stream, inexact);
+  if (widen_a_ != nullptr) {
+    void* wide = resources.scratch + at.a;
+    (*widen_a_)({g.a_format, static_cast<const uint8_t*>(g.a), g.a_scales, g.m, g.k, 1, MXFP8_BFLOAT16, wide},
+                resources.stream, inexact + 1);
+    a = wide;
+  }
+  void* sums = at.direct ? g.y : resources.scratch + at.sums;
+  matmul_bf16(g, a, b, sums, at.direct && g.y_dtype == MXFP8_BFLOAT16 ? kCudaR16BF : kCudaR32F, resources.cublas);
+  if (!at.direct) finish(g, sums, resources.stream);
+  if (widen_a_ != nullptr) float32(g, resources.stream, inexact + 1);
+  float32(g, resources.stream, inexact);
+}
+
+void CudaGemm::finish(const GemmArgs& g, const void* sums, Stream stream) const {
+  const float* no_scales = nullptr;
+  const bool ragged = g.n % 8 != 0 || unaligned(sums, g.bias, g.y);
+  const int64_t total = g.m * g.n;
+  gpu_.launch(finish_[ragged], ceil_div(total, 8 * kThreads), stream, sums, no_scales, no_scales, g.bias, g.y, total,
+              g.n, int64_t(g.y_dtype));
+}
+
+// cuBLAS is column-major: y^T [N, M] = b [N, K] a^T, where our row-major b is its transposed operand.
+void CudaGemm::matmul_bf16(const GemmArgs& g, const void* a, const void* b, void* y, int y_type, void* cublas) const {
+  using GemmEx = int(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int,
+                     const void*, void*, int, int, int, int);
+  const auto& properties = gpu_.properties();
+  const auto get_mode = reinterpret_cast<int (*)(void*, int*)>(properties.cublas_get_math_mode);
+  const auto set_mode = reinterpret_cast<int (*)(void*, int)>(properties.cublas_set_math_mode);
+  const int m = int(g.m), n = int(g.n), k = int(g.k);
+  const float one = 1, zero = 0;
+  int mode = 0;
+  int status = get_mode(cublas, &mode);
+  if (status == 0) status = set_mode(cublas, kDisallowReducedPrecisionReduction);
+  if (status == 0) {
+    status = reinterpret_cast<GemmEx*>(properties.cublas_gemm_ex)(
+        cublas, kCublasTranspose, kCublasNoTranspose, n, m, k, &one, b, kCudaR16BF, k, a, kCudaR16BF, k, &zero, y,
+        y_type, n, kCublasCompute32F, kCublasDefaultAlgorithm);
+    const int restored = set_mode(cublas, mode);
+    if (status == 0) status = restored;
+  }
+  if (status != 0) gpu_.fail("multiply", status, "cuBLAS");
+}
+
+void CudaGemm::float32(const GemmArgs& g, Stream stream, const uint32_t* only_if) const {
+  const int64_t tiles = ceil_div(g.m, 64) * ceil_div(g.n, 64), most = 4 * int64_t(gpu_.properties().processors);
+  gpu_.launch(float32_, tiles < most ? tiles : most, stream, g.a, g.a_scales, g.b, g.b_scales, g.bias, g.y, g.m, g.n,
+              g.k, int64_t(g.y_dtype), only_if);
+}
+
+}  // namespace mxfp8::ort

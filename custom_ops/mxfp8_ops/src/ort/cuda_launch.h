@@ -1,0 +1,72 @@
+// The launches of the nodes: which kernel, on how many thread blocks, with which arguments. What cuda_kernels.py does
+// for PyTorch and CuPy, again in C++ because nothing here may wait for Python; the tests compare the two.
+//
+// Each class loads every kernel its node may need when it is made, and only launches them afterwards. Pointers in the
+// arguments are addresses on the GPU. Routes of a product, the first that fits:
+//
+//   skinny   A bfloat16 or quantized, M <= 64, K % 32 = 0: gemm_skinny
+//   large    A bfloat16 or quantized, a cuBLAS handle at hand: dequantize to bfloat16, cuBLAS, finish; gemm_float32
+//            repairs what bfloat16 could not hold
+//   slices   A bfloat16 or quantized, K % 32 = 0: gemm_skinny on 64 rows at a time
+//   float32  anything: gemm_float32
+#pragma once
+#include <memory>
+
+#include "../cpu/kernels/kernels.h"
+#include "cuda_driver.h"
+
+namespace mxfp8::ort {
+
+class CudaQuantize {
+ public:
+  CudaQuantize(const Gpu&, int dtype, int format);
+  void operator()(const QuantizeArgs&, Stream) const;
+
+ private:
+  Gpu gpu_;
+  CudaFunction rows_[2], columns_[2];  // [ragged]
+};
+
+class CudaDequantize {
+ public:
+  // `last_axis_only`: the caller has no other blocked axis.
+  CudaDequantize(const Gpu&, int format, int dtype, bool last_axis_only = false);
+  // `inexact`, unless null, becomes 1 if bfloat16 cannot hold every value.
+  void operator()(const DequantizeArgs&, Stream, uint32_t* inexact = nullptr) const;
+
+ private:
+  Gpu gpu_;
+  CudaFunction functions_[2][2] = {};  // [last axis][ragged]
+};
+
+// ONNX Runtime's cuBLAS handle, or null; and memory of scratch_bytes, aligned to 256.
+struct GemmResources {
+  Stream stream;
+  void* cublas;
+  char* scratch;
+};
+
+class CudaGemm {
+ public:
+  CudaGemm(const Gpu&, int a_format, int b_format);
+  size_t scratch_bytes(const GemmArgs&, bool cublas) const;
+  void operator()(const GemmArgs&, const GemmResources&) const;
+
+ private:
+  enum class Route { kSkinny, kLarge, kSlices, kFloat32 };
+  Route route(const GemmArgs&, bool cublas) const;
+  void skinny(const GemmArgs&, Stream) const;
+  void slices(const GemmArgs&, Stream) const;
+  void large(const GemmArgs&, const GemmResources&) const;
+  void matmul_bf16(const GemmArgs&, const void* a, const void* b, void* y, int y_type, void* cublas) const;
+  void finish(const GemmArgs&, const void* sums, Stream) const;
+  void float32(const GemmArgs&, Stream, const uint32_t* only_if = nullptr) const;
+
+  Gpu gpu_;
+  bool exact_;                        // bfloat16 holds A, apart from scales that the kernels look out for
+  CudaFunction skinny_[4];            // for 8, 16, 32 and 64 rows
+  CudaFunction float32_, finish_[2];  // [ragged]
+  std::unique_ptr<const CudaDequantize> widen_a_, widen_b_;
+};
+
+}  // namespace mxfp8::ort

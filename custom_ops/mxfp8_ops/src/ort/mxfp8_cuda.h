@@ -1,0 +1,50 @@
+// How CUDA kernels get into libmxfp8_ops. Plain C: ort.py does it for Python, any other language can do the same.
+//
+// The library holds no CUDA code and is linked against no CUDA library. mxfp8_cuda_open tells it where the CUDA driver
+// is, and gives it a loader: callbacks that describe a GPU and find the kernels of src/cuda, compiled for it. They are
+// called while a session is made, on the thread that makes it, and never while one runs.
+//
+// Session options say where their nodes run by the configuration entry "mxfp8.device", read when the library is
+// registered with them:
+//
+//   none           on the processor
+//   "cuda"         on the CUDA execution provider and its stream, if that provider has the node, else on the processor
+//   "cuda-copies"  on GPU 0, for the CPU execution provider: operands are copied there, results back. Constant operands
+//                  - weights - are copied once, when the session is made. One node runs at a time.
+//
+// "cuda" multiplies on cuBLAS for many rows, if the loader knows it; see src/ort/cuda_launch.h for the routes.
+#pragma once
+#include <stddef.h>
+
+#include "../cpu/mxfp8_ops.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+  void* context;   // CUcontext: the primary context of the GPU, which stays alive
+  int processors;  // its multiprocessors
+  // cublasGemmEx, cublasGetMathMode and cublasSetMathMode of the cuBLAS that ONNX Runtime's CUDA provider uses (handles
+  // of one cuBLAS crash another), or NULL.
+  void* cublas_gemm_ex;
+  void* cublas_get_math_mode;
+  void* cublas_set_math_mode;
+} mxfp8_cuda_gpu;
+
+// Both return 0; or another number, and a message of at most `size` bytes, its final zero included.
+typedef struct {
+  int (*gpu)(int index, mxfp8_cuda_gpu* gpu, char* message, size_t size);
+  // `kernel` is an instance as C++ writes it, "quantize_rows<F32, E4M3, false, false>"; the file has the name before
+  // the "<". `function` is a CUfunction of the GPU's primary context, and stays loaded.
+  int (*kernel)(int index, const char* kernel, void** function, char* message, size_t size);
+} mxfp8_cuda_loader;
+
+// `driver` is what dlopen takes: "libcuda.so.1". The loader's functions are kept, the struct is not. May be called
+// again; sessions that exist keep what they have. Returns 0, or MXFP8_BAD_ARGUMENT and a message: no such file, or not
+// a driver.
+MXFP8_API int mxfp8_cuda_open(const char* driver, const mxfp8_cuda_loader* loader, char* message, size_t size);
+
+#ifdef __cplusplus
+}
+#endif

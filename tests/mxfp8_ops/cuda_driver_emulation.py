@@ -1,0 +1,158 @@
+"""A machine with a GPU, for `ort_cuda`: a driver and a CuPy device over the emulated kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cuda_emulation
+import pytest
+
+from mxfp8_ops import cuda, cuda_kernels, ort_cuda
+from mxfp8_ops.errors import BackendError
+
+CONTEXT = 0x1234
+THREAD_STREAM = 2
+"""CU_STREAM_PER_THREAD, the stream of device "cuda-copies"."""
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("kernel", ctypes.c_int64),
+        ("grid", ctypes.c_int64),
+        ("stream", ctypes.c_int64),
+        ("parameters", ctypes.c_uint64 * 16),
+    )
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch as the driver saw it."""
+
+    kernel: str
+    grid: int
+    parameters: tuple[int, ...]
+
+
+@functools.cache
+def build() -> Path:
+    """Returns the driver's library, built now unless one of the same source is in the temporary folder."""
+    compiler = shutil.which("g++")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("the emulation of a CUDA driver needs g++ on Linux")
+    source = Path(__file__).with_suffix(".cpp")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"mxfp8-cuda-driver-{digest}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            built = Path(folder) / "driver.so"
+            options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra"]
+            subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)
+            shutil.copy(built, staged := library.with_name(f"{library.name}.{id(folder)}"))
+            Path(staged).replace(library)
+    return library
+
+
+class Driver:
+    """The emulated driver, and the GPU on it."""
+
+    index = 0
+    capability = (9, 0)
+    processors = 3
+    name = "emulated"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.library = ctypes.CDLL(str(path))
+        self.library.start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
+        self.library.launch.restype = ctypes.POINTER(_Launch)
+        self.library.cuMemAlloc_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
+        self.library.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
+        self.emulation = cuda_emulation.device().library
+        self.kernels = [launch.kernel for launch in cuda_kernels.instances()]
+        self.loaded: list[str] = []
+
+    def start(self, stream: int, *, run: bool = True) -> None:
+        """Forgets the launches so far. From now on work must be queued on `stream`; kernels run only if `run`."""
+        emulate, parameters = (
+            ctypes.cast(f, ctypes.c_void_p) for f in (self.emulation.emulate, self.emulation.parameters)
+        )
+        self.library.start(emulate if run else None, parameters, stream)
+        self.loaded.clear()
+
+    @property
+    def launches(self) -> list[Launched]:
+        found = []
+        for i in range(self.library.launch_count()):
+            launch = self.library.launch(i)[0]
+            count = self.emulation.parameters(int(launch.kernel))
+            found.append(Launched(self.kernels[launch.kernel], launch.grid, tuple(launch.parameters[:count])))
+        return found
+
+    @property
+    def allocations(self) -> int:
+        """Returns how many pieces of memory are allocated."""
+        return int(self.library.memory_count())
+
+    def allocate(self, size: int) -> int:
+        """Returns the address of poisoned memory."""
+        address, unused = ctypes.c_uint64(), ctypes.c_void_p()
+        assert self.library.cuCtxPushCurrent_v2(None) == 0
+        assert self.library.cuMemAlloc_v2(ctypes.byref(address), size) == 0
+        assert self.library.cuCtxPopCurrent_v2(ctypes.byref(unused)) == 0
+        return address.value
+
+    def free(self, address: int) -> None:
+        unused = ctypes.c_void_p()
+        assert self.library.cuCtxPushCurrent_v2(None) == 0
+        assert self.library.cuMemFree_v2(address) == 0
+        assert self.library.cuCtxPopCurrent_v2(ctypes.byref(unused)) == 0
+
+    # What ort_cuda asks a `cuda.CudaDevice`.
+
+    def context(self) -> int:
+        return CONTEXT
+
+    def function(self, source: str, kernel: str) -> Any:
+        assert kernel.startswith(source)
+        if kernel not in self.kernels:
+            raise BackendError(f"cuda: {source}.cu, {kernel}, does not compile")
+        self.loaded.append(kernel)
+        return types.SimpleNamespace(ptr=self.kernels.index(kernel) + 1)
+
+
+@functools.cache
+def driver() -> Driver:
+    return Driver(build())
+
+
+@contextlib.contextmanager
+def machine(monkeypatch: pytest.MonkeyPatch, stream: int = THREAD_STREAM) -> Iterator[Driver]:
+    """Puts a GPU into this machine."""
+    gpu = driver()
+
+    @contextlib.contextmanager
+    def current(index: int) -> Iterator[Driver]:
+        if index != 0:
+            raise BackendError(f"cuda: GPU {index}: no such device; expected a usable device; see nvidia-smi")
+        yield gpu
+
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    monkeypatch.setattr(cuda, "current", current)
+    monkeypatch.setattr(ort_cuda, "DRIVER", str(gpu.path))
+    ort_cuda.connect.cache_clear()
+    gpu.start(stream)
+    yield gpu
+    ort_cuda.connect.cache_clear()
+    assert gpu.library.context_depth() == 0

@@ -1,0 +1,371 @@
+"""An ONNX Runtime with a CUDA provider, as far as the nodes see it: the C API in Python, memory of the emulated driver.
+
+The library is loaded once more from a copy, because it keeps one table of the C API per process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cuda_driver_emulation import Driver
+
+from mxfp8_ops import contract, numerics
+
+STREAM, CUBLAS, DEFAULT_MEMORY, MEMORY_INFO, ALLOCATOR = 0x57, 0xCB, 0, 0x3E, 0xA1
+HANDLE, SIZE, OUT = c_void_p, POINTER(c_size_t), POINTER(c_void_p)
+
+# OrtCustomOp: where its functions stand, counting `version` as the first.
+GET_NAME, GET_PROVIDER, INPUT_TYPE, INPUT_COUNT, OUTPUT_TYPE, OUTPUT_COUNT, DESTROY = 2, 3, 4, 5, 6, 7, 9
+CREATE_V2, COMPUTE_V2 = 17, 18
+
+
+_OPS: dict[Path, list[Any]] = {}
+"""The overloads of each library, which makes them once."""
+
+
+@dataclass
+class Tensor:
+    """A tensor on the GPU."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    address: int
+
+
+@dataclass
+class Node:
+    """What kernel creation and compute ask about: attributes and inputs go in, outputs come out."""
+
+    attributes: Mapping[str, int | str]
+    inputs: Sequence[Tensor | None]
+    output_dtypes: tuple[int, ...]
+    wanted: tuple[bool, ...]
+    outputs: list[Tensor | None] = field(default_factory=list)
+
+
+class NodeError(Exception):
+    """A status other than null."""
+
+
+class CudaProvider:
+    """Registers the library for device "cuda" and runs single nodes on a GPU of its own making."""
+
+    def __init__(self, library: Path, driver: Driver, *, gpu: int = 0, cublas: bool = True) -> None:
+        self.driver, self.gpu, self.cublas = driver, gpu, cublas
+        self.library = ctypes.CDLL(str(library))
+        self.ops = _OPS.setdefault(library, [])
+        self.things: list[Any] = [None]  # what handles stand for; 0 is null
+        self.scratch = 0
+        self.freed = 0
+        self.asked_allocators = self.released_allocators = 0
+        self.keep: list[Any] = []
+        self.api = (c_void_p * 300)()
+        self._fill()
+        get_api = CFUNCTYPE(c_void_p, c_uint32)(lambda version: ctypes.addressof(self.api))
+        version = CFUNCTYPE(c_void_p)(lambda: 0)
+        self.base = (c_void_p * 2)(cast(get_api, c_void_p), cast(version, c_void_p))
+        self.keep += [get_api, version]
+        self.library.RegisterCustomOps.restype = c_void_p
+        self.check(self.library.RegisterCustomOps(c_void_p(1), self.base))
+
+    def run(
+        self,
+        op: contract.Op,
+        inputs: Sequence[np.ndarray],
+        dtypes: Sequence[int],
+        *,
+        wanted: tuple[bool, ...] = (True, True),
+        **given: int | str,
+    ) -> list[np.ndarray | None]:
+        """Makes a node on the CUDA provider, runs it and returns its outputs; `given` are attributes."""
+        attributes = {**op.attributes, **given}
+        first = int(attributes["output_dtype"])
+        outputs = (first, contract.UINT8) if op is contract.QUANTIZE else (first,)
+        found, kernel = self.find(op.name, [*dtypes], outputs), c_void_p()
+        tensors = [self.put(x, dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+        node = Node(attributes, tensors, outputs, wanted)
+        handle = self.handle(node)
+        try:
+            self.check(self.call(found, CREATE_V2, c_void_p)(found, self.api, handle, ctypes.byref(kernel)))
+            loaded = len(self.driver.loaded)
+            try:
+                self.check(self.call(found, COMPUTE_V2, c_void_p)(kernel, handle))
+            finally:
+                self.call(found, DESTROY, None)(kernel)
+            assert len(self.driver.loaded) == loaded, "a kernel was loaded while the node ran"
+            return [None if tensor is None else self.get(tensor) for tensor in node.outputs]
+        finally:
+            for tensor in (*tensors, *node.outputs):
+                if tensor is not None and tensor.address:
+                    self.driver.free(tensor.address)
+
+    # --- memory ---
+
+    def put(self, x: np.ndarray, dtype: int) -> Tensor:
+        x = np.ascontiguousarray(x)
+        tensor = Tensor(dtype, x.shape, self.driver.allocate(x.nbytes) if x.nbytes else 0)
+        ctypes.memmove(tensor.address, x.ctypes.data, x.nbytes)
+        return tensor
+
+    def get(self, tensor: Tensor) -> np.ndarray:
+        y = np.empty(tensor.shape, dtype_of(tensor.dtype))
+        ctypes.memmove(y.ctypes.data, tensor.address, y.nbytes)
+        return y
+
+    # --- handles and statuses ---
+
+    def handle(self, thing: Any) -> c_void_p:
+        self.things.append(thing)
+        return c_void_p(len(self.things) - 1)
+
+    def check(self, status: int | None) -> None:
+        if status:
+            raise NodeError(self.things[status])
+
+    @staticmethod
+    def call(op: int, index: int, result: Any) -> Callable[..., Any]:
+        table = cast(op, POINTER(c_void_p))
+        function = CFUNCTYPE(result, c_void_p, c_void_p, c_void_p, c_void_p)(table[index])
+        return lambda *arguments: function(*arguments, *[None] * (4 - len(arguments)))
+
+    def find(self, name: str, inputs: list[int], outputs: tuple[int, ...]) -> int:
+        """Returns the CUDA provider's overload; an absent bias is the last input of every gemm."""
+
+        def types(op: int, count: int, kind: int) -> list[int]:
+            return [self.call(op, kind, c_int)(op, i) for i in range(self.call(op, count, c_size_t)(op))]
+
+        for op in self.ops:
+            provider = self.call(op, GET_PROVIDER, c_char_p)(op)
+            fits = self.call(op, GET_NAME, c_char_p)(op) == name.encode() and provider == b"CUDAExecutionProvider"
+            fits = fits and types(op, INPUT_COUNT, INPUT_TYPE)[: len(inputs)] == inputs
+            if fits and types(op, OUTPUT_COUNT, OUTPUT_TYPE) == [*outputs]:
+                return op
+        raise AssertionError(f"no overload of {name} for {inputs} -> {outputs}")
+
+    # --- the C API, by index ---
+
+    def _fill(self) -> None:
+        def entry(index: int, *types: Any, result: Any = c_void_p) -> Callable[[Any], Any]:
+            def add(function: Any) -> Any:
+                callback = CFUNCTYPE(result, *types)(function)
+                self.keep.append(callback)
+                self.api[index] = cast(callback, c_void_p)
+                return function
+
+            return add
+
+        @entry(0, c_int, c_char_p)
+        def create_status(code: int, message: bytes) -> int:
+            return self.handle(message.decode()).value or 0
+
+        fail = create_status
+
+        @entry(26, c_char_p, OUT)
+        def create_domain(name: bytes, out: Any) -> int:
+            out[0] = 1
+            return 0
+
+        @entry(27, HANDLE, HANDLE)
+        def add_op(domain: int, op: int) -> int:
+            self.ops.append(op)
+            return 0
+
+        @entry(28, HANDLE, HANDLE)
+        def add_domain(options: int, domain: int) -> int:
+            return 0
+
+        @entry(237, HANDLE, c_char_p, POINTER(c_int))
+        def has_entry(options: int, key: bytes, out: Any) -> int:
+            out[0] = key == b"mxfp8.device"
+            return 0
+
+        @entry(238, HANDLE, c_char_p, HANDLE, SIZE)
+        def get_entry(options: int, key: bytes, value: int, size: Any) -> int:
+            return text("cuda", value, size)
+
+        def text(string: str, to: int, size: Any) -> int:
+            size[0] = len(string) + 1
+            if to:
+                ctypes.memmove(to, string.encode() + b"\0", len(string) + 1)
+            return 0
+
+        @entry(244, HANDLE, HANDLE, SIZE)
+        def node_name(info: int, out: int, size: Any) -> int:
+            return text("the node", out, size)
+
+        @entry(86, HANDLE, c_char_p, POINTER(c_int64))
+        def int_attribute(info: int, name: bytes, out: Any) -> int:
+            value = self.things[info].attributes.get(name.decode())
+            if not isinstance(value, int):
+                return fail(2, b"no such attribute")
+            out[0] = value
+            return 0
+
+        @entry(87, HANDLE, c_char_p, HANDLE, SIZE)
+        def string_attribute(info: int, name: bytes, out: int, size: Any) -> int:
+            value = self.things[info].attributes.get(name.decode())
+            return text(value, out, size) if isinstance(value, str) else fail(2, b"no such attribute")
+
+        @entry(88, HANDLE, SIZE)
+        def input_count(context: int, out: Any) -> int:
+            out[0] = len(self.things[context].inputs)
+            return 0
+
+        @entry(90, HANDLE, c_size_t, OUT)
+        def get_input(context: int, index: int, out: Any) -> int:
+            tensor = self.things[context].inputs[index]
+            out[0] = None if tensor is None else self.handle(tensor)
+            return 0
+
+        @entry(91, HANDLE, c_size_t, POINTER(c_int64), c_size_t, OUT)
+        def get_output(context: int, index: int, dims: Any, rank: int, out: Any) -> int:
+            node = self.things[context]
+            node.outputs += [None] * (index + 1 - len(node.outputs))
+            if not node.wanted[index]:
+                out[0] = None
+                return 0
+            shape, dtype = tuple(dims[:rank]), node.output_dtypes[index]
+            size = int(np.prod(shape)) * dtype_of(dtype).itemsize
+            node.outputs[index] = Tensor(dtype, shape, self.driver.allocate(size) if size else 0)
+            out[0] = self.handle(node.outputs[index])
+            return 0
+
+        @entry(51, HANDLE, OUT)
+        def data(value: int, out: Any) -> int:
+            out[0] = self.things[value].address
+            return 0
+
+        @entry(65, HANDLE, OUT)
+        def type_and_shape(value: int, out: Any) -> int:
+            out[0] = value
+            return 0
+
+        @entry(60, HANDLE, POINTER(c_int))
+        def dtype(shape: int, out: Any) -> int:
+            out[0] = self.things[shape].dtype
+            return 0
+
+        @entry(61, HANDLE, SIZE)
+        def rank(shape: int, out: Any) -> int:
+            out[0] = len(self.things[shape].shape)
+            return 0
+
+        @entry(62, HANDLE, POINTER(c_int64), c_size_t)
+        def dims(shape: int, out: Any, rank: int) -> int:
+            for i, dim in enumerate(self.things[shape].shape):
+                out[i] = dim
+            return 0
+
+        @entry(93, HANDLE, result=None)
+        def release_status(status: int) -> None:
+            pass
+
+        @entry(99, HANDLE, result=None)
+        def release_shape(shape: int) -> None:
+            pass
+
+        @entry(278, HANDLE, c_int, OUT)
+        def get_allocator(info: int, kind: int, out: Any) -> int:
+            assert kind == DEFAULT_MEMORY
+            self.asked_allocators += 1
+            out[0] = ALLOCATOR
+            return 0
+
+        @entry(132, HANDLE, result=None)
+        def release_allocator(allocator: int) -> None:
+            assert allocator == ALLOCATOR
+            self.released_allocators += 1
+
+        @entry(77, HANDLE, OUT)
+        def memory_info(allocator: int, out: Any) -> int:
+            assert allocator == ALLOCATOR
+            out[0] = MEMORY_INFO
+            return 0
+
+        @entry(72, HANDLE, POINTER(c_int))
+        def memory_id(info: int, out: Any) -> int:
+            assert info == MEMORY_INFO
+            out[0] = self.gpu
+            return 0
+
+        @entry(277, HANDLE, HANDLE, c_size_t, OUT)
+        def scratch(context: int, info: int, size: int, out: Any) -> int:
+            assert info == MEMORY_INFO
+            self.scratch += size
+            out[0] = self.driver.allocate(size)
+            return 0
+
+        @entry(76, HANDLE, HANDLE)
+        def free(allocator: int, address: int) -> int:
+            assert allocator == ALLOCATOR
+            self.freed += 1
+            self.driver.free(address)
+            return 0
+
+        @entry(193, HANDLE, OUT)
+        def stream(context: int, out: Any) -> int:
+            out[0] = STREAM
+            return 0
+
+        @entry(265, HANDLE, c_int, c_int, OUT)
+        def resource(context: int, version: int, which: int, out: Any) -> int:
+            assert (version, which) == (3, 10002)
+            out[0] = CUBLAS if self.cublas else None
+            return 0 if self.cublas else fail(2, b"no such resource")
+
+
+def dtype_of(code: int) -> np.dtype:
+    name = contract.VALUE_NAMES.get(code)
+    return np.dtype(np.uint8) if name is None else np.dtype(numerics.value_dtype(name))
+
+
+class Cublas:
+    """cublasGemmEx, cublasGetMathMode and cublasSetMathMode on host memory: bfloat16 operands, column-major."""
+
+    def __init__(self) -> None:
+        self.mode = 3
+        self.modes: list[int] = []
+        self.status = 0
+        i, p = c_int, c_void_p
+        scalar = POINTER(c_float)
+        gemm = CFUNCTYPE(i, p, i, i, i, i, i, scalar, p, i, i, p, i, i, scalar, p, i, i, i, i)
+        self.functions = {
+            "cublasGemmEx": gemm(self._gemm),
+            "cublasGetMathMode": CFUNCTYPE(i, p, POINTER(i))(self._get),
+            "cublasSetMathMode": CFUNCTYPE(i, p, i)(self._set),
+        }
+
+    def addresses(self) -> dict[str, int]:
+        return {name: cast(function, c_void_p).value or 0 for name, function in self.functions.items()}
+
+    def _get(self, handle: int, out: Any) -> int:
+        assert handle == CUBLAS
+        out[0] = self.mode
+        return 0
+
+    def _set(self, handle: int, mode: int) -> int:
+        self.mode = mode
+        self.modes.append(mode)
+        return 0
+
+    def _gemm(self, *arguments: Any) -> int:
+        handle, ta, tb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, _ = arguments
+        assert (handle, self.mode, ta, tb, a_type, b_type, compute) == (CUBLAS, 16, 1, 0, 14, 14, 68)
+        assert (alpha[0], beta[0], lda, ldb, ldc) == (1, 0, k, k, m)
+        bfloat16 = numerics.value_dtype("bfloat16")
+
+        def matrix(address: int, dtype: Any, rows: int, columns: int) -> np.ndarray:
+            size = rows * columns * np.dtype(dtype).itemsize
+            return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(rows, columns)
+
+        with np.errstate(over="ignore", invalid="ignore"):
+            left, right = (matrix(at, bfloat16, rows, k).astype(np.float64) for at, rows in ((a, m), (b, n)))
+            y = matrix(c, np.float32 if c_type == 0 else bfloat16, n, m)
+            y[:] = (right @ left.T).astype(np.float32).astype(y.dtype)
+        return self.status

@@ -1,0 +1,246 @@
+"""Device "cuda" without a GPU: the native code for it, over an emulated CUDA provider and an emulated CUDA driver."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_driver_emulation import Driver, Launched, machine
+from ort_emulation import STREAM, Cublas, CudaProvider, NodeError
+from test_cuda_emulated import assert_same, assert_within, heavy_tailed
+
+from mxfp8_ops import contract, cpu, cuda_kernels, numerics, ort_cuda
+from mxfp8_ops.cuda_kernels import Launch, Operand, Product, Queue
+
+E4M3, E5M2, UINT8 = contract.FLOAT8E4M3FN, contract.FLOAT8E5M2, contract.UINT8
+CODES = {"e4m3": E4M3, "e5m2": E5M2, **{name: code for code, name in contract.VALUE_NAMES.items()}}
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Iterator[Driver]:
+    with machine(monkeypatch) as gpu:
+        yield gpu
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    return Path(shutil.copy(cpu.library_path(), tmp_path_factory.mktemp("library") / "mxfp8_ops.so"))
+
+
+@pytest.fixture
+def cublas(monkeypatch) -> Cublas:
+    cublas = Cublas()
+    monkeypatch.setattr(ort_cuda, "_cublas", cublas.addresses)
+    return cublas
+
+
+@pytest.fixture
+def provider(library, gpu, cublas) -> Iterator[CudaProvider]:
+    gpu.start(STREAM)
+    provider = CudaProvider(library, gpu)
+    ort_cuda.give(provider.library)
+    before = gpu.allocations
+    yield provider
+    assert gpu.allocations == before
+    assert provider.released_allocators == provider.asked_allocators
+
+
+@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(numerics.VALUE_DTYPES, ("e4m3", "e5m2"))])
+def test_quantize_and_dequantize(provider, dtype, fmt):
+    for shape, axis, rounding in (((40, 96), -1, "ceil"), ((3, 40, 48), 1, "floor"), ((5, 37), 1, "even")):
+        x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
+        attributes = {"axis": axis, "output_dtype": CODES[fmt], "scale_rounding": rounding}
+        got = provider.run(contract.QUANTIZE, [x], [CODES[dtype]], **attributes)
+        expected = numerics.quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
+        for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
+            assert_same(f"{name} of {shape} along {axis}", a, b)
+        (y,) = provider.run(contract.DEQUANTIZE, got, [CODES[fmt], UINT8], axis=axis, output_dtype=CODES[dtype])
+        assert_same("values", y, numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype))
+    assert provider.run(contract.QUANTIZE, [np.zeros((0, 64), np.float32)], [contract.FLOAT])[1].shape == (0, 2)
+
+
+def test_outputs_that_nobody_asked_for(provider):
+    x = heavy_tailed((5, 96))
+    for wanted in ((True, False), (False, True)):
+        got = provider.run(contract.QUANTIZE, [x], [contract.FLOAT], wanted=wanted)
+        for a, b, asked in zip(got, numerics.quantize(x), wanted, strict=True):
+            assert a is None if not asked else (a == b).all()
+    assert provider.freed == 2
+
+
+def gemm(provider: CudaProvider, operands: Any, bias: Any, kinds: tuple[str, str], dtype: str) -> Any:
+    a, b = operands
+    op = contract.GEMM if len(a) == 2 else contract.WEIGHT_GEMM
+    dtypes = [CODES[kinds[0]], *[UINT8] * (len(a) - 1), CODES[kinds[1]], UINT8]
+    if bias is not None:
+        dtypes.append(contract.FLOAT)
+    inputs = [*a, *b, *([] if bias is None else [bias])]
+    return provider.run(op, inputs, dtypes, output_dtype=CODES[dtype])[0]
+
+
+def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None):
+    kind, fmt = kinds
+    x, bias = heavy_tailed(shapes[0], 1), heavy_tailed(shapes[1][-2:-1], 3) if bias else None
+    b = numerics.quantize(heavy_tailed(shapes[1], 2), element_format=fmt)
+    quantized = kind in ("e4m3", "e5m2")
+    a = numerics.quantize(x, element_format=kind) if quantized else (x.astype(numerics.value_dtype(kind)),)
+    if change is not None:
+        change(a, b)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = numerics.dequantize(*a, element_format=kind) if quantized else a[0]
+        weight = numerics.dequantize(*b, element_format=fmt)
+        expected = numerics.weight_gemm(values, *b, bias, b_format=fmt)
+        bound = numerics.gemm_error_bound(values, weight, dtype, bias)
+    assert_within(f"{shapes} {kinds} {dtype}", gemm(provider, (a, b), bias, kinds, dtype), expected, bound)
+
+
+X_KINDS = ("float32", "float16", "bfloat16", "e4m3", "e5m2")
+
+
+@pytest.mark.parametrize("kinds", [*itertools.product(X_KINDS, ("e4m3", "e5m2"))], ids="-".join)
+def test_gemms(provider, kinds):
+    check_gemm(provider, ((2, 3, 96), (5, 96)), kinds, "float32")
+    check_gemm(provider, ((2, 1, 3, 96), (4, 5, 96)), kinds, "float16", bias=False)
+    check_gemm(provider, ((2, 3, 48), (2, 3, 48)), kinds, "bfloat16")  # the second of the batch is not aligned
+    check_gemm(provider, ((70, 64), (40, 64)), kinds, "float32")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [*contract.VALUE_NAMES.values()])
+def test_many_rows_go_through_cublas_and_are_repaired(provider, gpu, cublas, dtype, bias):
+    def edge(a, b):
+        b[1][3] = [0, 1]
+        if len(a) == 2:
+            a[1][1] = [0, 1]
+
+    for kind in ("bfloat16", "e4m3"):
+        gpu.start(STREAM)
+        check_gemm(provider, ((70, 64), (40, 64)), (kind, "e4m3"), dtype, bias=bias, change=edge)
+        names = [launch.kernel.partition("<")[0] for launch in gpu.launches]
+        operands = 1 + (kind == "e4m3")
+        finish = ["finish"] if bias or dtype == "float16" else []
+        assert names == ["dequantize"] * operands + finish + ["gemm_float32"] * operands
+        assert cublas.modes[-2:] == [16, 3], "the math mode was not restored"
+    assert provider.freed == 2
+
+
+def test_many_rows_without_cublas_go_in_slices(library, gpu, monkeypatch):
+    monkeypatch.setattr(ort_cuda, "_cublas", dict)
+    gpu.start(STREAM)
+    provider = CudaProvider(library, gpu, cublas=False)
+    ort_cuda.give(provider.library)
+    for kind, dtype in (("bfloat16", "float32"), ("e4m3", "float16")):
+        gpu.start(STREAM)
+        check_gemm(provider, ((150, 64), (40, 64)), (kind, "e5m2"), dtype)
+        assert [(launch.kernel[-2], launch.parameters[6]) for launch in gpu.launches] == [
+            ("8", 64),
+            ("8", 64),
+            ("4", 22),
+        ]
+    assert provider.scratch == 0
+
+
+class Recorder:
+    """A device that only notes what is launched."""
+
+    capability, processors = (9, 0), 3
+
+    def __init__(self) -> None:
+        self.launches: list[Launched] = []
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        self.launches.append(Launched(launch.kernel, launch.grid, launch.arguments))
+
+    def matmul_bf16(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+
+ADDRESS = 1 << 40
+
+
+def compare(gpu: Driver, what: str, queue_work: Any, run_node: Any) -> None:
+    """Fails unless the node launches what the other function queues; addresses count as equal."""
+    recorder = Recorder()
+    queue_work(Queue(recorder, STREAM, lambda size, zero: (None, ADDRESS)))
+    gpu.start(STREAM, run=False)
+    run_node()
+    launches = [replace(e, parameters=tuple(ADDRESS if v >> 32 else v for v in e.parameters)) for e in gpu.launches]
+    assert launches == recorder.launches, what
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(700, 96, 1), (33, 50, 1), (3, 70, 528), (1, 64, 33), (4, 0, 1)])
+def test_quantize_and_dequantize_launch_what_cuda_kernels_does(provider, gpu, shape, fmt):
+    dims, scale_dims = (s[: 3 if shape[2] > 1 else 2] for s in (shape, (shape[0], -(-shape[1] // 32), shape[2])))
+    pair, attributes = (ADDRESS, ADDRESS), {"axis": 1, "output_dtype": CODES[fmt], "scale_rounding": "floor"}
+    options = {"element_format": fmt, "scale_rounding": "floor"}
+    compare(
+        gpu,
+        "quantize",
+        lambda queue: cuda_kernels.quantize(queue, Operand("float16", ADDRESS), shape, pair, **options),
+        lambda: provider.run(contract.QUANTIZE, [np.zeros(dims, np.float16)], [contract.FLOAT16], **attributes),
+    )
+    codes = [np.zeros(dims, np.uint8), np.zeros(scale_dims, np.uint8)]
+    compare(
+        gpu,
+        "dequantize",
+        lambda queue: cuda_kernels.dequantize(queue, Operand(fmt, *pair), shape, ADDRESS, dtype="bfloat16"),
+        lambda: provider.run(contract.DEQUANTIZE, codes, [CODES[fmt], UINT8], axis=1, output_dtype=contract.BFLOAT16),
+    )
+
+
+SIZES = ((1, 33, 96), (9, 40, 64), (64, 17, 2048), (65, 272, 96), (300, 64, 37), (5, 7, 40), (3, 5, 0), (0, 5, 32))
+
+
+@pytest.mark.parametrize("result", [("float32", False), ("float16", True), ("bfloat16", False)], ids=str)
+@pytest.mark.parametrize("kind", X_KINDS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_gemms_launch_what_cuda_kernels_does(provider, gpu, size, kind, result):
+    (m, n, k), (dtype, bias) = size, result
+    quantized, address = kind in ("e4m3", "e5m2"), ADDRESS if k else 0
+    x = Operand(kind, address, address if quantized else 0)
+    y = Product(x, Operand("e5m2", address, address), ADDRESS if bias else 0, ADDRESS, dtype, m, n, k)
+    blocks = numerics.scale_count(k)
+    scales = [np.zeros((m, blocks), np.uint8)] if quantized else []
+    a = [np.zeros((m, k), np.uint8 if quantized else numerics.value_dtype(kind)), *scales]
+    b = [np.zeros((n, k), np.uint8), np.zeros((n, blocks), np.uint8)]
+    compare(
+        gpu,
+        "gemm",
+        lambda queue: cuda_kernels.gemm(queue, y),
+        lambda: gemm(provider, (a, b), np.zeros(n, np.float32) if bias else None, (kind, "e5m2"), dtype),
+    )
+
+
+def test_what_cannot_run_is_an_error_of_the_node(provider, gpu, cublas, monkeypatch):
+    x = heavy_tailed((3, 64))
+    provider.gpu = 1
+    with pytest.raises(NodeError, match=r"MXFP8Quantize 'the node': cuda: GPU 1: no such device; expected"):
+        provider.run(contract.QUANTIZE, [x], [contract.FLOAT])
+    provider.gpu = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "kernels", gpu.kernels[:3])
+        with pytest.raises(NodeError, match=r"'the node': cuda: quantize_rows\.cu, .*, does not compile"):
+            provider.run(contract.QUANTIZE, [x], [contract.FLOAT])
+    gpu.start(STREAM + 1)
+    with pytest.raises(NodeError, match=r"'the node': GPU 0: cannot launch: CUDA error CUDA_ERROR_INVALID_CONTEXT; "):
+        provider.run(contract.QUANTIZE, [x], [contract.FLOAT])
+
+
+def test_a_cublas_that_fails_is_an_error_of_the_node(provider, cublas):
+    cublas.status = 13
+    with pytest.raises(NodeError, match=r"'the node': GPU 0: cannot multiply: cuBLAS error 13; expected"):
+        check_gemm(provider, ((70, 64), (40, 64)), ("bfloat16", "e4m3"), "float32")
+    assert cublas.modes == [16, 3]
+
+
+def test_a_driver_that_was_not_opened_is_an_error(gpu, tmp_path):
+    fresh = shutil.copy(cpu.library_path(), tmp_path / "mxfp8_ops.so")
+    with pytest.raises(NodeError, match="the CUDA driver is not open; expected mxfp8_cuda_open before"):
+        CudaProvider(Path(fresh), gpu).run(contract.QUANTIZE, [heavy_tailed((3, 64))], [contract.FLOAT])
