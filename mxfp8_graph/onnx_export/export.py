@@ -115,6 +115,12 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
                     f"to_onnx: node {node.name!r} is mxfp8.linear_train, which quantizes its weight at every step and "
                     "has no ONNX form; expected packed weights; rewrite the program again, without training"
                 )
+            if node.target is ops.grouped_gemm.default:
+                raise ContractError(
+                    f"to_onnx: node {node.name!r} is mxfp8.grouped_gemm, whose groups have sizes that are known at run "
+                    "time only, and has no ONNX form; expected experts in high precision; exclude them in the recipe, "
+                    "and export the model with a form of experts that ONNX has"
+                )
             if node.target in {ops.gemm.default, ops.weight_gemm.default, ops.quantize.default, ops.dequantize.default}:
                 packed = True
                 recipe = recipe or (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)

@@ -64,6 +64,11 @@ def _demand(demands: dict[ir.Value, dict[str, list[_Use]]], use: _Use, name: str
     elif producer.op_type in _VIEWS and producer.domain == "":
         _demand(demands, (producer, 0), name)
         return
+    if producer.op_type.startswith("Gather"):
+        raise ContractError(
+            f"to_onnx: node {node.name!r} reads experts that {producer.name!r} ({producer.op_type}) picks while the "
+            "model runs, and ONNX cannot gather float8; expected experts in high precision; exclude them in the recipe"
+        )
     raise ContractError(
         f"to_onnx: node {node.name!r} reads {name} elements {value.name!r}, which come from {producer.name!r} "
         f"({producer.op_type}); expected elements of that format from mxfp8.quantize or a buffer, through nothing but "

@@ -15,11 +15,13 @@ from torch.fx import Node
 from mxfp8_graph.packed.weight import Array, Contents, PackedWeight, Tensor, original_name, plain_name
 from mxfp8_graph.plan import unique_name
 from mxfp8_graph.torch_pass import adapter, record
+from mxfp8_graph.torch_pass.constants import GATHERS
 from mxfp8_graph.torch_pass.program import Program
 
 _NAMES: Final[Mapping[str, tuple[str, str, str]]] = {
     "mxfp8::gemm": ("b", "b_scales", "b_format"),
     "mxfp8::weight_gemm": ("b", "b_scales", "b_format"),
+    "mxfp8::grouped_gemm": ("b", "b_scales", "b_format"),
     "mxfp8::dequantize": ("elements", "scales", "element_format"),
 }
 """What each op calls a weight's elements, its scales and its format."""
@@ -51,7 +53,7 @@ def contents(program: ExportedProgram, where: str) -> Contents:
             if elements not in weights:
                 name = unique_name(original_name(elements), taken, "_")
                 weights[elements] = _weight(view, node, name, (elements, scales))
-            elif weights[elements].weight_only and op == "mxfp8::gemm":
+            elif weights[elements].weight_only and _weight_only(node) is False:
                 weights[elements] = replace(weights[elements], weight_only=False)
     users = {view.stored_name(node): next(iter(node.users), None) for node in view.scopes[0].placeholders}
     others = [
@@ -65,7 +67,9 @@ def contents(program: ExportedProgram, where: str) -> Contents:
 
 
 def _stored(view: Program, node: Any) -> str | None:
-    """Returns the name of the buffer that an operand is, or None if it is computed."""
+    """Returns the name of the buffer that an operand is or picks experts from, or None if it is computed."""
+    if isinstance(node, Node) and adapter.op_name(node) in GATHERS:
+        node = node.args[0]
     origin = view.origin(node) if isinstance(node, Node) and node.op == "placeholder" else None
     return view.stored_name(origin) if origin is not None else None
 
@@ -78,10 +82,18 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
         module=_module(node),
         shape=tuple(elements.shape),
         element_format=adapter.argument(node, _NAMES[op][2]),
-        weight_only=op == "mxfp8::weight_gemm" if op != "mxfp8::dequantize" else None,
+        weight_only=_weight_only(node),
         read_elements=lambda: _array(elements),
         read_scales=lambda: _array(scales),
     )
+
+
+def _weight_only(node: Node) -> bool | None:
+    """Whether an op multiplies activations as they are; None if it does not multiply."""
+    op = adapter.op_name(node)
+    if op == "mxfp8::dequantize":
+        return None
+    return op == "mxfp8::weight_gemm" or (op == "mxfp8::grouped_gemm" and adapter.argument(node, "a_scales") is None)
 
 
 def _module(node: Node | None) -> str | None:

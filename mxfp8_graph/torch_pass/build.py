@@ -61,6 +61,15 @@ class Builder:
             self._shared[key] = [self.add(f"{node.name}_k_last", torch.ops.aten.permute.default, node, list(perm))]
         return self._shared[key][0]
 
+    def pick(self, node: Node, gather: Node) -> Node:
+        """Returns what `gather` would if `node` were its first argument."""
+        key = ("pick", node, gather)
+        if key not in self._shared:
+            self._shared[key] = [
+                self.add(f"{node.name}_chosen", gather.target, node, *gather.args[1:], **gather.kwargs)
+            ]
+        return self._shared[key][0]
+
     def quantize(self, node: Node, element_format: str, scale_rounding: str, epoch: int) -> list[Node]:
         """Returns the activation's elements and scales.
 

@@ -1,6 +1,10 @@
 """Which operands are known before the program runs: a parameter, buffer or constant, behind view-like ops.
 
 placeholder -> (t | transpose | permute | view | slice | chunk | to | expand | ...)* -> operand
+
+A stack of experts may also have some of them picked while the program runs, by a vector of indices:
+
+placeholder [E, N, K] -> ... -> index(.., [ids [S]]) -> (transpose | to | ...)* -> operand [S, N, K]
 """
 
 from __future__ import annotations
@@ -21,6 +25,11 @@ VIEW_OPS: Final = adapter.op_names(
     "unbind getitem expand"
 )
 """The ops a weight may stand behind."""
+
+GATHERS: Final = adapter.op_names("index index_select")
+"""The ops that may pick experts of a stack."""
+
+_COPIES: Final = adapter.op_names("alias detach clone contiguous lift_fresh_copy to _to_copy")
 
 _RANDOM: Final = adapter.op_names(
     "rand randn randint randperm normal bernoulli multinomial dropout native_dropout rand_like randn_like"
@@ -43,6 +52,8 @@ class Static:
     """(target, arguments, keyword arguments) of calls on the tensor, first to last."""
     broadcast: bool = False
     """The consumer sees more leading dimensions, along which the value repeats."""
+    gather: Node | None = None
+    """What picks entries of the first axis while the program runs, if something does; `shape` has all of them."""
     node: Node = field(compare=False)
     """What the consumer sees."""
 
@@ -89,13 +100,18 @@ class Constants:
             return None
         if node.op == "placeholder":
             return self._stored(node)
-        if adapter.op_name(node) not in VIEW_OPS or not node.args or not isinstance(node.args[0], Node):
+        op = adapter.op_name(node)
+        if op not in VIEW_OPS | GATHERS or not node.args or not isinstance(node.args[0], Node):
             return None
         before = self.resolve(node.args[0])
         if before is None:
             return None
         value = node.meta.get("val")
-        if adapter.op_name(node) == "expand":
+        if op in GATHERS:
+            return _gathered(node, before)
+        if before.gather is not None:
+            return _after_gather(node, before)
+        if op == "expand":
             return _expanded(node, before)
         if before.broadcast:
             same = isinstance(value, torch.Tensor) and _text(value) == _text(node.args[0].meta["val"])
@@ -155,6 +171,49 @@ class Constants:
             node = node.args[0]
         origin = self._program.origin(node) if node.op == "placeholder" else None
         return self._program.stored_name(origin) if origin is not None else None
+
+
+def _gathered(node: Node, before: Static) -> Static | None:
+    """Returns `before` [E, N, K] with the entries that `node` picks by a vector of indices, or None."""
+    if adapter.op_name(node) == "index":
+        indices = list(node.args[1]) if len(node.args) > 1 else []  # type: ignore[arg-type]
+        picks = [index for index in indices if index is not None]
+        chosen = picks[0] if len(picks) == 1 and indices[0] is picks[0] else None
+    else:
+        chosen = node.args[2] if adapter.argument(node, "dim") == 0 else None
+    value = chosen.meta.get("val") if isinstance(chosen, Node) else None
+    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in {torch.int32, torch.int64}:
+        return None
+    if before.gather is not None or before.broadcast or len(before.shape) != 3:
+        return None
+    return replace(before, node=node, gather=node)
+
+
+def _after_gather(node: Node, before: Static) -> Static | None:
+    """Returns `before` with what `node` does to each expert done to the whole stack, or None if it does more."""
+    value, axes = node.meta["val"], permutation(node, 3)
+    if len(node.all_input_nodes) > 1 or (axes is None and adapter.op_name(node) not in _COPIES):
+        return None
+    if axes is not None and axes[0] != 0:
+        return None
+    step = (node.target, tuple(node.args[1:]), tuple(sorted(node.kwargs.items())))
+    shape = before.shape if axes is None else tuple(before.shape[axis] for axis in axes)
+    return replace(before, node=node, steps=(*before.steps, step), shape=shape, dtype=value.dtype)
+
+
+def permutation(node: Node, rank: int) -> tuple[int, ...] | None:
+    """Returns how `node` permutes the axes of its argument, which has `rank`, or None if it does something else."""
+    op = adapter.op_name(node)
+    axes = list(range(rank))
+    if op == "mT" or (op in {"t", "numpy_T"} and rank == 2):
+        return (*axes[:-2], axes[-1], axes[-2])
+    if op in {"transpose", "swapaxes"}:
+        one, two = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        axes[one], axes[two] = axes[two], axes[one]
+        return tuple(axes)
+    if op == "permute":
+        return tuple(int(d) % rank for d in node.args[1])  # type: ignore[union-attr, arg-type]
+    return None
 
 
 def _expanded(node: Node, before: Static) -> Static | None:

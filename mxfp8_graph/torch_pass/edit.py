@@ -4,6 +4,8 @@
     linear(x, w, b)     -> weight_gemm(x, packed w, b)            weight_only
     matmul(q, k^T)      -> gemm(quantize(q), quantize(k))
     matmul(w, x)        -> clone(transpose(gemm(quantize(transpose(x)), packed w)))
+    bmm(x, w[ids])      -> gemm(quantize(x), packed w[ids])       a quarter of the bytes to move
+    grouped_mm(x, w, e) -> grouped_gemm(quantize(x), packed w, e)
 
 A matmul's node is retargeted in place: its name, its users, its metadata and whatever the program's signature says
 about it stay true.
@@ -72,7 +74,7 @@ class Editor:
         packed = None
         if w.static is not None:
             packed = self._pack(site, decision, w.static, w.transposed)
-            inputs += [self._program.weight(site.scope, name) for name in packed[:2]]
+            inputs += [self._weight(site, name, w.static.gather) for name in packed[:2]]
         else:
             other = build.permute(w.node, w.perm)
             inputs += build.quantize(other, decision.weight_format, decision.scale_rounding, epoch)
@@ -95,19 +97,24 @@ class Editor:
         """Makes the site's node the gemm, or the last of the steps that must follow it."""
         result = site.output.meta["val"]
         settings: dict[str, Any] = {"b_format": decision.weight_format}
+        arguments: list[Any] = list(inputs)
+        usual = torch.float32
         if decision.weight_only:
             target, usual = torch.ops.mxfp8.weight_gemm.default, inputs[0].meta["val"].dtype
         else:
-            target, usual = torch.ops.mxfp8.gemm.default, torch.float32
+            target = torch.ops.mxfp8.gemm.default
             settings["a_format"] = decision.activation_format
+        if site.offs is not None:
+            target = torch.ops.mxfp8.grouped_gemm.default
+            arguments = [inputs[0], None if decision.weight_only else inputs[1], *inputs[-2:], site.offs]
         if result.dtype != usual:
             settings["dtype"] = result.dtype
         settings = adapter.unusual(target, settings)
         steps = self._epilogue(site, build)
         if not steps:
-            self._retarget(site.output, target, tuple(inputs), settings, build)
+            self._retarget(site.output, target, tuple(arguments), settings, build)
         else:
-            node = build.add(f"{site.node.name}_gemm", target, *inputs, **settings)
+            node = build.add(f"{site.node.name}_gemm", target, *arguments, **settings)
             record.mark(node, self._made)
             for name, op, arguments, keywords in steps[:-1]:
                 node = build.add(f"{site.node.name}_{name}", op, node, *arguments, **keywords)
@@ -180,6 +187,14 @@ class Editor:
         for new, data in zip(names, (elements, scales), strict=True):
             self._program.add_buffer(new, data)
         return names
+
+    def _weight(self, site: TorchSite, name: str, gather: Node | None) -> Node:
+        """Returns the node of a packed buffer, or of the entries of it that `gather` picks."""
+        node = self._program.weight(site.scope, name)
+        if gather is None:
+            return node
+        # Where the original is: what it picks by may be written to later on.
+        return Builder(self._program, gather, self._shared[site.scope]).pick(node, gather)
 
     def _bias(self, site: TorchSite, build: Builder) -> list[Node]:
         """Returns the node of the float32 [N] bias times beta, if there is one."""

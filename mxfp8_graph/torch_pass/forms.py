@@ -3,6 +3,7 @@
 linear(x, w [N, K], b)                mxfp8::linear_train(x, w [N, K], b)
 matmul(a, b [K, N]), mm, bmm, mv
 addmm(c, a, b, beta, alpha), baddbmm
+grouped_mm(a, b [E, K, N], offs), and transformers' fallback for it
 scaled_dot_product_attention(q, k, v): scores = q @ k^T, values = softmax(scores) @ v
 """
 
@@ -39,6 +40,8 @@ class Form:
     """What is added."""
     alpha: float = 1.0
     beta: float = 1.0
+    offs: Node | None = None
+    """Where the rows of `a` end that are multiplied by each matrix of `b`; None if all are."""
 
 
 def form_of(node: Node) -> Form | None:
@@ -56,15 +59,11 @@ def form_of(node: Node) -> Form | None:
             return None
         alpha, beta = (float(adapter.argument(node, name, 1)) for name in ("alpha", "beta"))
         return Form(a=a, b=b, b_transposed=True, c=c if beta else None, alpha=alpha, beta=beta)
-    if is_grouped(node):
+    if op.endswith(GROUPED):
         a, b = node.args[:2]
-        return Form(a=a, b=b, b_transposed=True) if isinstance(a, Node) and isinstance(b, Node) else None
+        offs = _node(node, "offs")
+        return Form(a=a, b=b, b_transposed=True, offs=offs) if isinstance(a, Node) and isinstance(b, Node) else None
     return None
-
-
-def is_grouped(node: Node) -> bool:
-    """Whether `node` multiplies groups of rows by a weight each, as mixtures of experts do."""
-    return adapter.op_name(node).endswith(GROUPED)
 
 
 def is_attention(node: Node) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from torch.fx import Node
 
 from mxfp8_graph.torch_pass import adapter, hops
-from mxfp8_graph.torch_pass.constants import VIEW_OPS
+from mxfp8_graph.torch_pass.constants import GATHERS, VIEW_OPS
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.tensors import storage_of
 
@@ -26,7 +26,7 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
             continue
         if node.op == "placeholder":
             removed, feeding = _placeholder(program, node)
-        elif adapter.op_name(node) in VIEW_OPS:
+        elif adapter.op_name(node) in VIEW_OPS | GATHERS:
             removed, feeding = [node], node.all_input_nodes
             node.graph.erase_node(node)
         else:

@@ -20,7 +20,7 @@ RECIPE_KEY: Final = "mxfp8_graph.recipe"
 VERSION_KEY: Final = "mxfp8_graph.version"
 CONTRACT_KEY: Final = "mxfp8_graph.contract_version"
 
-PACKED_OPS: Final = frozenset({"mxfp8::gemm", "mxfp8::weight_gemm"})
+PACKED_OPS: Final = frozenset({"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm"})
 TRAINING_OPS: Final = frozenset({"mxfp8::linear_train"})
 
 

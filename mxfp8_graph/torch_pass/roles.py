@@ -21,7 +21,7 @@ _COMPUTE: Final = adapter.op_names(
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention flex_attention "
     "convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu "
-    "mxfp8::gemm mxfp8::weight_gemm mxfp8::linear_train"
+    "mxfp8::gemm mxfp8::weight_gemm mxfp8::grouped_gemm mxfp8::linear_train"
 )
 """Ops that consume activations: a matmul that feeds one of these is inside the model, not at its end."""
 

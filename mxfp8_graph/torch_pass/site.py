@@ -41,6 +41,8 @@ class TorchSite:
     """The gemm computes the transpose of the result."""
     alpha: float = 1.0
     beta: float = 1.0
+    offs: Node | None = None
+    """Of a grouped matmul: where the rows of each expert end."""
     bias: Node | None = None
     """Absorbed into the gemm: one value per column, times beta."""
     bias_static: Static | None = None

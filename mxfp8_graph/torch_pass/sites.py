@@ -7,6 +7,8 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     matmul(w [N, K], x)                 Y^T = X^T @ w^T: operands and result swapped
     addmm(c, x, w, beta, alpha)         c is absorbed if it is one value per column; likewise baddbmm
     add(matmul(x, w), b [N])            the bias is absorbed
+    bmm(x, w [E, K, N][ids])            experts picked at run time: W's packed form is picked from instead
+    grouped_mm(x, w [E, K, N], offs)    rows sorted by expert; offs says where each expert's rows end
     matmul(q, k^T), matmul(softmax, v)  both operands computed at run time
     scaled_dot_product_attention        two sites, and one node until a recipe wants either quantized
 """
@@ -23,7 +25,7 @@ from torch.fx import Node
 
 from mxfp8_graph.plan import Dim, MatMulSite, Role, unique_name
 from mxfp8_graph.torch_pass import adapter, attention, forms, torchao
-from mxfp8_graph.torch_pass.constants import Constants, Static
+from mxfp8_graph.torch_pass.constants import Constants, Static, permutation
 from mxfp8_graph.torch_pass.forms import Form
 from mxfp8_graph.torch_pass.program import Program, Scope
 from mxfp8_graph.torch_pass.roles import Roles
@@ -67,7 +69,7 @@ def _describe(node: Node, program: Program, scope: Scope, constants: Constants, 
     site = _with_bias(_read(node, form, program, scope, constants), form, constants)
     w = site.w
     if w is not None and w.static and torchao.is_mx(stored := program.tensor(w.static.name)):
-        straight = not w.static.steps and not w.transposed and not site.swapped
+        straight = not w.static.steps and not w.transposed and not site.swapped and w.static.gather is None
         unfit = torchao.obstacle(stored) if straight else "torchao packed this weight, and a view of it is multiplied"
         site = replace(site, unfit=unfit, packed=torchao.element_format(stored))
     role: Role = "linear" if site.site.weight else roles.of_product(node)
@@ -109,6 +111,7 @@ def _read(node: Node, form: Form, program: Program, scope: Scope, constants: Con
         swapped=swapped and x.rank != 1,  # matrix times vector gives a vector: nothing to swap back
         alpha=form.alpha,
         beta=form.beta,
+        offs=form.offs,
     )
 
 
@@ -138,7 +141,7 @@ def _attention(node: Node, scope: Scope) -> Iterator[TorchSite]:
 def _operand(node: Node, static: Static | None, transposed: bool) -> Operand:
     """Returns a static operand; leading dimensions of 1, or along which it repeats, fall away."""
     assert static is not None
-    while len(static.shape) > 2 and static.shape[0] == 1:
+    while len(static.shape) > 2 and static.shape[0] == 1 and static.gather is None:
         static = static.then(torch.ops.aten.squeeze.dim, 0, shape=static.shape[1:])
     return Operand(node=node, rank=len(static.shape), transposed=transposed, static=static)
 
@@ -149,28 +152,13 @@ def _run_time(node: Node, transposed: bool) -> Operand:
     if not transposed or rank < 2:
         return Operand(node=node, rank=rank)
     swap = (*range(rank - 2), rank - 1, rank - 2)
-    before = _permutation(node, rank)
+    before = permutation(node, rank)
     if before is None:
         return Operand(node=node, rank=rank, transposed=True, perm=swap)
     perm = tuple(before[axis] for axis in swap)
     source = node.args[0]
     assert isinstance(source, Node)
     return Operand(node=source, rank=rank, transposed=True, perm=None if perm == tuple(range(rank)) else perm)
-
-
-def _permutation(node: Node, rank: int) -> tuple[int, ...] | None:
-    """Returns how `node` permutes the axes of its argument, or None if it does something else."""
-    op = adapter.op_name(node)
-    axes = list(range(rank))
-    if op in {"t", "mT", "numpy_T"} and rank == 2:
-        return (1, 0)
-    if op == "transpose":
-        one, two = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
-        axes[one], axes[two] = axes[two], axes[one]
-        return tuple(axes)
-    if op == "permute":
-        return tuple(int(d) % rank for d in node.args[1])  # type: ignore[union-attr, arg-type]
-    return None
 
 
 def _with_bias(site: TorchSite, form: Form, constants: Constants) -> TorchSite:
@@ -186,7 +174,9 @@ def _with_bias(site: TorchSite, form: Form, constants: Constants) -> TorchSite:
             return replace(site, bias=form.c)
         return replace(site, addend=form.c)
     add = next(iter(node.users), None)
-    if site.swapped or len(node.users) != 1 or add is None or adapter.op_name(add) not in {"add", "add_"}:
+    if site.offs is not None or site.swapped or len(node.users) != 1:
+        return site
+    if add is None or adapter.op_name(add) not in {"add", "add_"}:
         return site
     if module_of(add) != module_of(node) or adapter.argument(add, "alpha", 1) != 1 or len(add.args) < 2:
         return site
@@ -212,10 +202,10 @@ def _blocker(site: TorchSite, form: Form, constants: Constants) -> str | None:
     assert w is not None
     if w.static is not None and constants.resolve(form.a) is not None and constants.resolve(form.b) is not None:
         return "both operands are constant; fold the constants of the model first"
-    if forms.is_grouped(site.node):
-        return "a grouped matmul (one weight per expert), for which there is no MXFP8 op; it stays as it is"
     if site.site.dtype not in DTYPE_NAMES.values():
         return f"dtype {site.site.dtype}; expected float32, float16 or bfloat16; cast the model first"
+    if site.offs is not None and (reason := _ungroupable(site)):
+        return reason
     if w.static is not None:
         if len(w.static.shape) < 2:
             return "the static operand is a vector; expected a matrix"
@@ -239,6 +229,17 @@ def _blocker(site: TorchSite, form: Form, constants: Constants) -> str | None:
             return f"weight {node.name!r} is computed by {via}; expected a stored tensor behind views; fold it first"
     if min(x.rank, w.rank) < 2:
         return "an operand is a vector; expected matrices"
+    return None
+
+
+def _ungroupable(site: TorchSite) -> str | None:
+    """Returns why a matmul of groups of rows cannot be rewritten, or None."""
+    if site.w is None or site.w.static is None:
+        return "a grouped matmul whose weights are computed at run time; expected one stored stack [E, N, K]"
+    if site.swapped or site.x is None or site.x.rank != 2 or site.w.rank != 3 or site.w.static.gather is not None:
+        return "a grouped matmul of another form; expected rows [S, K] times one stored stack of weights [E, N, K]"
+    if adapter.argument(site.node, "bias") is not None:
+        return "a grouped matmul with a bias; expected the bias added after it"
     return None
 
 

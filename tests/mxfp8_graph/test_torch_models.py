@@ -111,7 +111,7 @@ def test_every_linear_is_found_and_decided(name: str) -> None:
     for d in weighted:
         kept = d.site.module.rpartition(".")[2] in KEPT or d.site.blocker is not None
         assert d.quantize is not kept, d
-    assert count(rewritten, "mxfp8.gemm") == len(report.rewritten)
+    assert count(rewritten, "mxfp8.gemm") + count(rewritten, "mxfp8.grouped_gemm") == len(report.rewritten)
     with torch.no_grad():
         expected, got = model(**inputs), rewritten.module()(**inputs)
     assert 1e-3 < relative_l2(got, expected) < OUTPUT_ERROR
@@ -197,9 +197,14 @@ def test_dynamic_shapes() -> None:
         assert relative_l2(got, expected) < OUTPUT_ERROR
 
 
-def test_grouped_experts_are_kept_with_a_reason() -> None:
+@pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])
+def test_the_experts_of_a_mixture_are_rewritten(form: str) -> None:
     model, inputs, _ = build("mixtral")
-    _, report = mxfp8_graph.rewrite(export(model, **inputs))
-    grouped = [s.decision for s in report.sites if "experts" in s.decision.site.module]
-    assert len(grouped) == 2
-    assert all("grouped matmul" in d.reason and d.site.weight and not d.quantize for d in grouped)
+    model.set_experts_implementation(form)
+    rewritten, report = mxfp8_graph.rewrite(export(model, **inputs))
+    experts = [s.decision for s in report.sites if "experts" in s.decision.site.module]
+    assert [d.quantize for d in experts] == [True, True]
+    assert count(rewritten, "mxfp8.grouped_gemm") == (2 if form == "grouped_mm" else 0)
+    assert not any("experts" in name and "mxfp8" not in name for name in rewritten.state_dict)
+    with torch.no_grad():
+        assert relative_l2(rewritten.module()(**inputs), model(**inputs)) < OUTPUT_ERROR

@@ -1,0 +1,147 @@
+"""Mixtures of experts in exported programs: stacks of weights [E, N, K], of which each row of X meets one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+from torch_programs import DYNAMIC, Apply, Prediction, as_numpy, count, export, predict, values  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph.recipe import Recipe  # noqa: E402
+from mxfp8_ops import numerics  # noqa: E402
+from mxfp8_ops.errors import ContractError  # noqa: E402
+
+OUTPUTS_TOO = Recipe(name="outputs too", output_projections=True)
+STACK = values(4, 48, 70, seed=1)
+"""[E, N, K], as transformers stores experts."""
+X = values(6, 70, seed=2)
+IDS = torch.tensor([3, 0, 0, 2, 1, 3])
+ENDS = torch.tensor([1, 1, 4, 6], dtype=torch.int32)
+
+
+def one_gemm_per_row(x: Tensor, ids: Tensor, *, weight_only: bool = False) -> Prediction:
+    """Returns what y[i] = x[i] @ STACK[ids[i]] transposed is in MXFP8."""
+    rows = [predict(x[i : i + 1], STACK[e], weight_only=weight_only) for i, e in enumerate(ids.tolist())]
+    return Prediction(np.concatenate([r.exact for r in rows]), np.concatenate([r.bound for r in rows]))
+
+
+PICKED: dict[str, Callable[..., Tensor]] = {
+    "weight on the left": lambda m, x, i: torch.bmm(m.stack[i], x.unsqueeze(-1)).squeeze(-1),
+    "weight on the right": lambda m, x, i: torch.bmm(x.unsqueeze(1), m.stack[i].transpose(-2, -1)).squeeze(1),
+    "transposed first": lambda m, x, i: torch.bmm(x.unsqueeze(1), m.stack.mT[i]).squeeze(1),
+    "index_select": lambda m, x, i: (x.unsqueeze(1) @ m.stack.index_select(0, i).permute(0, 2, 1)).squeeze(1),
+    "a copy": lambda m, x, i: (x.unsqueeze(1) @ m.stack[i].contiguous().mT).squeeze(1),
+}
+
+
+@pytest.mark.parametrize("weight_only", [False, True])
+@pytest.mark.parametrize("name", PICKED)
+def test_experts_picked_at_run_time_are_picked_packed(name: str, *, weight_only: bool) -> None:
+    module = Apply(PICKED[name], {"stack": STACK})
+    program = export(module, X, IDS, dynamic=(({0: DYNAMIC}, {0: DYNAMIC}),))
+    recipe = OUTPUTS_TOO.model_copy(update={"weight_only": weight_only})
+    rewritten, report = mxfp8_graph.rewrite(program, recipe)
+    (site,) = report.rewritten
+    assert (site.decision.site.weight, site.decision.site.n, site.decision.site.k) == ("stack", 48, 70)
+    assert count(rewritten, "mxfp8.weight_gemm" if weight_only else "mxfp8.gemm") == 1
+    assert count(rewritten, "aten.bmm") == count(rewritten, "aten.matmul") == 0
+    assert set(rewritten.state_dict) == {"stack_mxfp8", "stack_mxfp8_scales"}
+    for ids in (IDS, IDS[:2]):
+        x = X[: len(ids)]
+        one_gemm_per_row(x, ids, weight_only=weight_only).check(rewritten.module()(x, ids))
+
+
+def test_two_products_that_pick_alike_share_the_packed_weight() -> None:
+    def function(m: Any, x: Tensor, i: Tensor) -> Tensor:
+        first, second = (torch.bmm(y.unsqueeze(1), m.stack[i].mT).squeeze(1) for y in (x, x * 2.0))
+        return first + second
+
+    rewritten, report = mxfp8_graph.rewrite(export(Apply(function, {"stack": STACK}), X, IDS), OUTPUTS_TOO)
+    assert len(report.rewritten) == 2
+    assert len(rewritten.state_dict) == 2
+
+
+def test_what_is_picked_is_decided_where_the_program_decides_it() -> None:
+    def function(m: Any, x: Tensor, i: Tensor) -> Tensor:
+        ids = i + 0
+        weight = m.stack[ids]
+        ids.zero_()
+        return torch.bmm(x.unsqueeze(1), weight.mT).squeeze(1) + ids.sum()
+
+    rewritten, _ = mxfp8_graph.rewrite(export(Apply(function, {"stack": STACK}), X, IDS), OUTPUTS_TOO)
+    one_gemm_per_row(X, IDS).check(rewritten.module()(X, IDS))
+
+
+def test_the_axis_of_the_experts_must_stay_first() -> None:
+    square = values(6, 6, 70, seed=3)  # so that no size tells the axes apart
+    module = Apply(lambda m, x, i: x @ m.stack[i].transpose(0, 1).mT, {"stack": square})
+    x = values(6, 5, 70, seed=4)
+    program = export(module, x, IDS)
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(program, OUTPUTS_TOO)
+    assert "both operands are computed at run time" in caught.value.decisions[0].reason
+
+
+def grouped(m: Any, x: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(x, m.stack.transpose(-2, -1), ends)
+
+
+@pytest.mark.parametrize("weight_only", [False, True])
+def test_grouped_experts_become_one_grouped_gemm(*, weight_only: bool) -> None:
+    stack = STACK[:, :, :64].bfloat16()  # what torch's own kernel takes
+    x = X[:, :64].bfloat16()
+    program = export(Apply(grouped, {"stack": stack}), x, ENDS, dynamic=(({0: DYNAMIC}, None),))
+    recipe = OUTPUTS_TOO.model_copy(update={"weight_only": weight_only})
+    rewritten, report = mxfp8_graph.rewrite(program, recipe)
+    assert len(report.rewritten) == count(rewritten, "mxfp8.grouped_gemm") == 1
+    assert count(rewritten, "mxfp8.quantize") == (not weight_only)
+    assert set(rewritten.state_dict) == {"stack_mxfp8", "stack_mxfp8_scales"}
+    result = rewritten.module()(x, ENDS)
+    assert result.dtype == torch.bfloat16
+    start = 0
+    for expert, stop in enumerate(ENDS.tolist()):
+        part = predict(x[start:stop], stack[expert], weight_only=weight_only, dtype="bfloat16")
+        if stop > start:
+            part.check(result[start:stop])
+        start = stop
+
+
+def test_grouped_weights_that_are_computed_are_kept_with_a_reason() -> None:
+    w = values(4, 64, 48, seed=5).bfloat16()
+    program = export(Apply(lambda m, x, w, e: torch._grouped_mm(x, w, e), {}), X[:, :64].bfloat16(), w, ENDS)
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(program, OUTPUTS_TOO)
+    assert "weights are computed at run time; expected one stored stack" in caught.value.decisions[0].reason
+
+
+@pytest.fixture(scope="module")
+def picked() -> Any:
+    program = export(Apply(PICKED["weight on the right"], {"stack": STACK}), X, IDS)
+    return mxfp8_graph.rewrite(program, OUTPUTS_TOO)[0]
+
+
+def test_packed_experts_are_saved_and_unpacked(picked: Any, tmp_path: Path) -> None:
+    loaded = mxfp8_graph.load(mxfp8_graph.save(picked, tmp_path / "experts.pt2"))
+    assert torch.equal(loaded.module()(X, IDS), picked.module()(X, IDS))
+    weight = mxfp8_graph.unpack(loaded)["stack"]
+    elements, scales = numerics.quantize(as_numpy(STACK))
+    assert weight.shape == (4, 48, 70)
+    assert np.array_equal(weight.elements.view(np.uint8), elements.view(np.uint8))
+    assert np.array_equal(weight.scales, scales)
+
+
+def test_packed_experts_have_no_onnx_form_and_it_says_so(picked: Any, tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=r"picks while the model runs, and ONNX cannot gather float8; .*exclude"):
+        mxfp8_graph.to_onnx(picked, tmp_path / "experts.onnx")
+    stack, x = STACK[:, :, :64].bfloat16(), X[:, :64].bfloat16()
+    rewritten, _ = mxfp8_graph.rewrite(export(Apply(grouped, {"stack": stack}), x, ENDS), OUTPUTS_TOO)
+    with pytest.raises(ContractError, match=r"is mxfp8.grouped_gemm, .*has no ONNX form; .*exclude them"):
+        mxfp8_graph.to_onnx(rewritten, tmp_path / "experts.onnx")
