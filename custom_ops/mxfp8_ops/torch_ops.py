@@ -14,8 +14,8 @@ AOTInductor (torch 2.13 writes the default out as an int and refuses to read it)
 Their meaning is that of `numerics.py`; `torch_shapes.py` has the checks and fake kernels, `torch_kernels.py` the CPU
 kernels, `torch_cuda.py` those of CUDA devices (through CuPy), `torch_training.py` the one op that trains,
 `torch_grouped.py` the one for mixtures of experts, which has no ONNX node. Elements and scales are uint8 tensors:
-`module.to(dtype)` leaves them alone, which it does not do to float8 buffers. quantize_both is what linear_train needs of
-a gradient [M, N]: quantize(x) and quantize(x.t()), reading it once on a GPU.
+`module.to(dtype)` leaves them alone, which it does not do to float8 buffers. quantize_both is what linear_train
+needs of a gradient [M, N]: quantize(x) and quantize(x.t()), reading it once on a GPU.
 
 Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model.
 quantize passes none back and warns if one is wanted, as torch does for grouped_gemm; gemm and dequantize take integers,
