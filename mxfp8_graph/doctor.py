@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any, Final, Literal
 
@@ -17,7 +18,7 @@ import mxfp8_graph
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.errors import BackendError, Mxfp8Error
 
-State = Literal["ok", "missing", "failed"]
+State = Literal["ok", "missing", "broken", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Check:
 
     name: str
     state: State
-    """missing: optional and not here. failed: the CPU path does not work without it."""
+    """missing: optional and not here. broken: optional, here, and does not work. failed: the CPU path does not work."""
     detail: str
     advice: str = ""
     """What to do about it; empty if it is ok."""
@@ -39,12 +40,13 @@ _REQUIRED: Final = (
     ("onnx-graphsurgeon", ("onnx-graphsurgeon",)),
     ("onnxruntime", ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino")),
 )
+_CUDA_ONLY: Final = "needed for CUDA kernels only"
 _OPTIONAL: Final = (
     ("torch", ("torch",), "needed for PyTorch models only", "pip install 'mxfp8-graph[torch]'"),
     (
         "cupy",
         ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
-        "needed for CUDA kernels only",
+        _CUDA_ONLY,
         "pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12)",
     ),
 )
@@ -70,6 +72,34 @@ def diagnose() -> list[Check]:
         _attempt("kernels", _kernels),
         _attempt("session", _session),
     ]
+    return checks + cuda_checks()
+
+
+def cuda_checks() -> list[Check]:
+    """Returns the checks of what only CUDA kernels need."""
+    from mxfp8_ops import cuda_build, cuda_system
+
+    try:
+        major, minor = cuda_system.driver_version()
+        gpus = cuda_system.gpus()
+        checks = [Check(name="cuda driver", state="ok", detail=f"supports CUDA {major}.{minor}")]
+        if not gpus:
+            checks.append(Check(name="gpu", state="missing", detail=f"none; {_CUDA_ONLY}", advice="see nvidia-smi -L"))
+    except BackendError as error:
+        what, _, advice = _parts(error)
+        gpus, checks = [], [Check(name="cuda driver", state="missing", detail=f"{what}; {_CUDA_ONLY}", advice=advice)]
+    for index, gpu in enumerate(gpus):
+        text = f"{gpu.name}, {gpu.processors} multiprocessors, {gpu.memory / 1e9:.0f} GB, compute capability"
+        checks.append(_attempt(f"gpu {index}", partial(_gpu, text, gpu.capability), otherwise="broken"))
+    version = partial(lambda: "{}.{}".format(*cuda_build.nvrtc_version()))
+    checks.append(_attempt("nvrtc", version, otherwise="missing"))
+    count, size = cuda_system.cache_contents()
+    detail = f"{cuda_build.cache_folder()}: {count} kernels, {size} bytes"
+    checks += [Check(name="cubin cache", state="ok", detail=detail), _cuda_provider()]
+    for capability in dict.fromkeys(gpu.capability for gpu in gpus if gpu.capability >= (8, 0)):
+        checks.append(Check(name="gemm routes", state="ok", detail=_routes(capability)))
+    if gpus:
+        checks.append(_attempt("gpu session", _gpu_session, otherwise="broken"))
     return checks
 
 
@@ -102,15 +132,22 @@ def _optional(name: str, distributions: Sequence[str], purpose: str, command: st
     return Check(name=name, state="ok", detail=version)
 
 
-def _attempt(name: str, step: Callable[[], str]) -> Check:
+def _attempt(name: str, step: Callable[[], str], otherwise: State = "failed") -> Check:
     try:
         return Check(name=name, state="ok", detail=step())
     except Mxfp8Error as error:
-        # Our messages end in what to do.
-        *what, advice = str(error).split("; ")
-        return Check(name=name, state="failed", detail="; ".join(what) or advice, advice=advice)
-    except (ImportError, OSError) as error:
-        return Check(name=name, state="failed", detail=str(error), advice="reinstall mxfp8-graph with pip")
+        what, expected, advice = _parts(error)
+        detail = "; ".join(filter(None, (what, expected)))
+        return Check(name=name, state=otherwise, detail=detail or advice, advice=advice)
+    except Exception as error:  # ONNX Runtime's and the loader's have no common base
+        advice = "reinstall mxfp8-graph with pip" if otherwise == "failed" else "report this, with the output of doctor"
+        return Check(name=name, state=otherwise, detail=str(error), advice=advice)
+
+
+def _parts(error: Mxfp8Error) -> tuple[str, str, str]:
+    """Returns what is, what was expected, and what to do: our messages have these parts."""
+    *what, advice = str(error).split("; ")
+    return "; ".join(what[:-1]), what[-1] if what else "", advice
 
 
 def _library() -> str:
@@ -135,20 +172,75 @@ def _session() -> str:
     """
     from mxfp8_graph.checking.sessions import Session
 
+    def run(model: onnx.ModelProto, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        result: np.ndarray[Any, Any] = Session(model, kernels=True, where="session").run({"x": x})["y"]
+        return result
+
+    _compare("session", run)
+    import onnxruntime
+
+    return f"ONNX Runtime {onnxruntime.__version__} runs the kernels, and they give what the reference gives"
+
+
+def _compare(where: str, run: Callable[[onnx.ModelProto, np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> None:
+    """Raises BackendError unless `run` gives what the reference gives."""
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((2, 40), np.float32), rng.standard_normal((3, 40), np.float32)
     elements, scales = numerics.quantize(weight)
-    got = Session(_model(elements, scales), kernels=True, where="session").run({"x": x})["y"]
+    got = run(_model(elements, scales), x)
     expected = numerics.gemm(*numerics.quantize(x), elements, scales)
     bound = numerics.gemm_error_bound(numerics.dequantize(*numerics.quantize(x)), numerics.dequantize(elements, scales))
     if not (np.abs(got - expected) <= bound).all():
         raise BackendError(
-            f"session: a 2 x 3 x 40 gemm gives {got.ravel().tolist()}; expected {expected.ravel().tolist()}; "
+            f"{where}: a 2 x 3 x 40 gemm gives {got.ravel().tolist()}; expected {expected.ravel().tolist()}; "
             "report this, with the output of doctor"
         )
-    import onnxruntime
 
-    return f"ONNX Runtime {onnxruntime.__version__} runs the kernels, and they give what the reference gives"
+
+def _gpu(text: str, capability: tuple[int, int]) -> str:
+    from mxfp8_ops import cuda_build
+
+    return f"{text} {capability[0]}.{capability[1]} ({cuda_build.target(capability)})"
+
+
+def _cuda_provider() -> Check:
+    try:
+        import onnxruntime
+
+        found = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+    except ImportError:
+        found = False
+    detail = "ONNX Runtime has it" if found else "not in this build of ONNX Runtime; needed for device 'cuda' only"
+    advice = "" if found else "pip uninstall onnxruntime && pip install onnxruntime-gpu"
+    return Check(name="cuda provider", state="ok" if found else "missing", detail=detail, advice=advice)
+
+
+def _routes(capability: tuple[int, int]) -> str:
+    from mxfp8_ops import cuda_build, cuda_dispatch
+
+    rows = []
+    for row in cuda_dispatch.ROUTES:
+        if capability < row.capability:
+            continue
+        conditions = [f"M <= {row.most_rows}"] if row.most_rows else []
+        conditions += ["K % 32 = 0"] * row.whole_blocks + ["with torch or nvmath-python"] * row.library
+        conditions += ["on request"] * row.opt_in
+        rows.append(f"{row.kernel} ({', '.join(conditions)})" if conditions else row.kernel)
+    return f"{cuda_build.target(capability)}: the first that fits of {'; '.join(rows)}"
+
+
+def _gpu_session() -> str:
+    """Does on the GPU what `_session` does on the processor."""
+    from mxfp8_ops import ort
+
+    device = "cuda" if _cuda_provider().state == "ok" else "cuda-copies"
+
+    def run(model: onnx.ModelProto, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        result: np.ndarray[Any, Any] = ort.session(model.SerializeToString(), device=device).run(None, {"x": x})[0]
+        return result
+
+    _compare("gpu session", run)
+    return f"device {device!r} runs the kernels, and they give what the reference gives"
 
 
 def _model(elements: numerics.Codes, scales: numerics.Codes) -> onnx.ModelProto:

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from mxfp8_graph.checking.verify import VerifyReport
     from mxfp8_graph.doctor import Check
 
-STYLES: Final = {"rewritten": "green", "kept": "yellow", "ok": "green", "failed": "bold red", "missing": "yellow"}
+STYLES: Final = {
+    "rewritten": "green",
+    "kept": "yellow",
+    "ok": "green",
+    "failed": "bold red",
+    "missing": "yellow",
+    "broken": "red",
+}
 """Style of a cell that says exactly this."""
 
 

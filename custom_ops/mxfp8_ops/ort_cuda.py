@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_ops import cuda, native
+from mxfp8_ops.cuda_system import DRIVER
 from mxfp8_ops.errors import BackendError
-
-DRIVER: Final = "libcuda.so.1"
 
 _CUBLAS: Final = ("cublasGemmEx", "cublasGetMathMode", "cublasSetMathMode")
 

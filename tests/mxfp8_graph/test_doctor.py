@@ -2,6 +2,8 @@
 
 import platform
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -9,7 +11,7 @@ import pytest
 import mxfp8_graph
 from mxfp8_graph import doctor
 from mxfp8_graph.doctor import Check, diagnose, healthy
-from mxfp8_ops import cpu, numerics
+from mxfp8_ops import cpu, cuda_build, cuda_system, numerics, ort
 from mxfp8_ops.errors import BackendError
 
 
@@ -23,6 +25,24 @@ def test_this_machine_is_healthy() -> None:
     assert healthy(checks)
 
 
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_system, "DRIVER", "libnothing.so.1")
+
+
+H200 = cuda_system.Gpu("NVIDIA H200", (9, 0), 132, 150_754_820_096)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[cuda_system.Gpu]:
+    """The GPUs of this machine: a list to fill."""
+    found: list[cuda_system.Gpu] = []
+    monkeypatch.setattr(cuda_system, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(cuda_system, "gpus", lambda: found)
+    return found
+
+
+@pytest.mark.usefixtures("no_driver")
 def test_the_checks_and_their_order() -> None:
     assert [check.name for check in diagnose()] == [
         "python",
@@ -39,6 +59,10 @@ def test_the_checks_and_their_order() -> None:
         "native library",
         "kernels",
         "session",
+        "cuda driver",
+        "nvrtc",
+        "cubin cache",
+        "cuda provider",
     ]
 
 
@@ -106,3 +130,114 @@ def test_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.state == "failed"
     assert check.detail.startswith("session: a 2 x 3 x 40 gemm gives [")
     assert check.advice == "report this, with the output of doctor"
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_without_a_driver() -> None:
+    check = find("cuda driver")
+    assert check.state == "missing"
+    assert check.detail.startswith("no CUDA driver (libnothing.so.1: cannot open")
+    assert check.detail.endswith("; needed for CUDA kernels only")
+    assert check.advice == "install NVIDIA's driver, if this machine has a GPU"
+    assert healthy(diagnose())
+
+
+def test_a_driver_without_a_gpu(gpus: list[cuda_system.Gpu]) -> None:
+    assert find("cuda driver").detail == "supports CUDA 13.0"
+    assert (find("gpu").state, find("gpu").detail) == ("missing", "none; needed for CUDA kernels only")
+
+
+def test_a_gpu(gpus: list[cuda_system.Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus += [H200, cuda_system.Gpu("NVIDIA T4", (7, 5), 40, 16_000_000_000)]
+    monkeypatch.setattr(doctor, "_gpu_session", lambda: "runs")
+    assert find("gpu 0") == Check(
+        name="gpu 0",
+        state="ok",
+        detail="NVIDIA H200, 132 multiprocessors, 151 GB, compute capability 9.0 (sm_90a)",
+    )
+    assert (find("gpu 1").state, find("gpu 1").advice) == ("broken", "use the CPU kernels")
+    assert "compute capability 7.5; expected 8.0 (Ampere) or later" in find("gpu 1").detail
+    routes = find("gemm routes").detail
+    assert routes.startswith("sm_90a: the first that fits of skinny (M <= 64, K % 32 = 0); fold (")
+    assert routes.endswith("; large; float32")
+    assert "block_scaled" not in routes
+    assert healthy(diagnose())
+
+
+def test_a_session_on_the_gpu(gpus: list[cuda_system.Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.append(H200)
+    devices = []
+
+    def on_the_processor(model: bytes, *, device: str) -> Any:
+        devices.append(device)
+        return session(model)
+
+    session = ort.session
+    monkeypatch.setattr(ort, "session", on_the_processor)
+    check = find("gpu session")
+    assert (check.state, check.detail[:20]) == ("ok", "device 'cuda-copies'")
+    assert devices == ["cuda-copies"]
+
+
+def test_a_session_on_the_gpu_that_does_not_run(gpus: list[cuda_system.Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.append(H200)
+
+    def fails(model: bytes, *, device: str) -> Any:
+        raise BackendError("cuda: CuPy cannot be imported; expected CuPy 14 or later; pip install cupy-cuda13x")
+
+    monkeypatch.setattr(ort, "session", fails)
+    assert find("gpu session") == Check(
+        name="gpu session",
+        state="broken",
+        detail="cuda: CuPy cannot be imported; expected CuPy 14 or later",
+        advice="pip install cupy-cuda13x",
+    )
+    assert healthy(diagnose())
+
+
+def test_nvrtc_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> tuple[int, int]:
+        raise BackendError("cuda: no NVRTC; expected NVIDIA's run-time compiler; pip install nvidia-cuda-nvrtc")
+
+    monkeypatch.setattr(cuda_build, "nvrtc_version", missing)
+    assert (find("nvrtc").state, find("nvrtc").advice) == ("missing", "pip install nvidia-cuda-nvrtc")
+
+
+def test_the_cache_of_cubins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda_build, "cache_folder", lambda: tmp_path)
+    for name, size in (("a.cubin", 100), ("b.cubin", 23), ("c.tmp", 7)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert find("cubin cache").detail == f"{tmp_path}: 2 kernels, 123 bytes"
+
+
+def test_the_driver_is_asked_for_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver in Python: what ctypes would call, on ctypes' own arguments."""
+
+    def store(value: Any) -> Any:
+        def function(out: Any, *arguments: Any) -> int:
+            out._obj.value = value(*arguments) if callable(value) else value
+            return 0
+
+        return function
+
+    def name(buffer: Any, size: int, device: Any) -> int:
+        buffer.value = b"NVIDIA H200"
+        return 0
+
+    driver = SimpleNamespace(
+        cuDriverGetVersion=store(13020),
+        cuInit=lambda flags: 0,
+        cuDeviceGetCount=store(1),
+        cuDeviceGet=store(0),
+        cuDeviceGetName=name,
+        cuDeviceTotalMem_v2=store(150_754_820_096),
+        cuDeviceGetAttribute=store(lambda which, device: {75: 9, 76: 0, 16: 132}[which]),
+    )
+    monkeypatch.setattr(cuda_system, "_driver", lambda: driver)
+    assert cuda_system.driver_version() == (13, 2)
+    assert cuda_system.gpus() == [H200]
+    driver.cuInit = lambda flags: 100
+    assert cuda_system.gpus() == []
+    driver.cuInit = lambda flags: 999
+    with pytest.raises(BackendError, match="gives CUDA error 999; expected success; see what nvidia-smi says"):
+        cuda_system.gpus()

@@ -54,7 +54,7 @@ CudaQuantize::CudaQuantize(const Gpu& gpu, int dtype, int format) : gpu_(gpu) {
   const std::string types = kind(dtype) + ", " + kind(format) + ", ";
   for (const bool ragged : {false, true}) {
     rows_[ragged] = gpu.kernel("quantize_rows<" + types + "false, " + flag(ragged) + ">");
-    columns_[ragged] = gpu.kernel("quantize_columns<" + types + "false, false, " + flag(ragged) + ">");
+    columns_[ragged] = gpu.kernel("quantize_columns<" + types + "false, PLAIN, " + flag(ragged) + ">");
   }
 }
 
