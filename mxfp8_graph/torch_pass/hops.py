@@ -8,7 +8,8 @@
     wrap_with_autocast(device, dtype, enabled, cache, body, *operands)
 
 A graph's placeholders are the operands in that order. Only those that are the same in every iteration can be weights,
-and only to those can one be added: at the end, in the call and in every graph it holds.
+and only to those can one be added: at the end, in the call and in every graph it holds. A graph that several calls run
+would get the operands of all of them, so each call gets a copy of its own first.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from mxfp8_graph.plan import unique_name
 from mxfp8_graph.torch_pass import adapter
 
 
@@ -90,6 +92,38 @@ def remove(call: Node, index: int) -> None:
         kept = list(_list(call, layout.invariant))
         del kept[index]
         _set(call, layout.invariant, kept)
+
+
+def unshare(module: GraphModule) -> None:
+    """Gives every higher-order call in `module`, at any depth, graphs that no other call runs; they hold no weights."""
+    taken: set[int] = set()
+    for inner in [module, *module.modules()]:
+        if isinstance(inner, GraphModule):
+            calls = [node for node in inner.graph.nodes if adapter.is_higher_order(node) and layout_of(node) is None]
+            taken.update(id(m) for call in calls for _, held in _graphs(inner, call) for m in held.modules())
+    _unshare(module, taken)
+
+
+def _unshare(module: GraphModule, taken: set[int]) -> None:
+    for call in [node for node in module.graph.nodes if layout_of(node) is not None]:
+        for position, held in _graphs(module, call):
+            graph = held
+            if id(held) in taken:
+                graph = adapter.clone(held)
+                name = unique_name(str(call.args[position].target), {name for name, _ in module.named_children()}, "_")
+                module.add_module(name, graph)
+                with module.graph.inserting_before(call):
+                    body = module.graph.get_attr(name)
+                call.args = (*call.args[:position], body, *call.args[position + 1 :])
+            taken.add(id(graph))
+            _unshare(graph, taken)
+
+
+def _graphs(module: GraphModule, call: Node) -> list[tuple[int, GraphModule]]:
+    """Returns (position, graph) of each argument of a call that is a graph."""
+    named = [(i, a.target) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr"]
+    found = [(position, getattr(module, str(name), None)) for position, name in named]
+    return [(position, held) for position, held in found if isinstance(held, GraphModule)]
 
 
 def _known(call: Node) -> Layout:

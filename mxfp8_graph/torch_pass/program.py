@@ -53,6 +53,7 @@ class Program:
     def __init__(self, source: ExportedProgram) -> None:
         self.source = source
         self.module = adapter.clone(source.graph_module)
+        hops.unshare(self.module)
         self.state: dict[str, torch.Tensor] = dict(source.state_dict)
         self.constants: dict[str, Any] = dict(source.constants)
         self.fake_mode = adapter.fake_mode(self.module)
@@ -186,15 +187,8 @@ def _inner(scope: Scope) -> Iterator[Scope]:
             blocker = scope.blocker
             if layout is None:
                 blocker = f"inside {adapter.op_name(call)}, a higher-order op the pass cannot edit; export without it"
-            elif _uses(scope, str(body.target)) > 1:
-                blocker = f"subgraph {body.target!r} is run by several calls; expected one; export them apart"
             found.append(Scope(path, module, scope, call, blocker=blocker))
         for inner in found:
             inner.siblings = found
             yield inner
             yield from _inner(inner)
-
-
-def _uses(scope: Scope, target: str) -> int:
-    nodes = [n for n in scope.module.graph.nodes if n.op == "get_attr" and n.target == target]
-    return sum(len(n.users) for n in nodes)

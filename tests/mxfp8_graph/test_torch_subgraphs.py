@@ -179,3 +179,47 @@ def test_vmap_must_be_decomposed_first() -> None:
     assert "call run_decompositions({}) first" in caught.value.decisions[0].reason
     rewritten, _ = mxfp8_graph.rewrite(program.run_decompositions({}))
     assert relative_l2(rewritten.module()(X), program.module()(X)) < 0.12
+
+
+def share_graphs(program: Any) -> None:
+    """Makes the program's second cond run the graphs of its first."""
+    module = program.graph_module
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and str(node.target).endswith("graph_1"):
+            node.target = str(node.target).replace("_1", "_0")
+    del module.true_graph_1, module.false_graph_1
+    module.recompile()
+
+
+def test_graphs_that_several_calls_share(tmp_path: Path) -> None:
+    def twice(m: Any, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.cond(x.sum() > 0, lambda x: linear(x, m.w), lambda x: x @ m.v, (x,))
+        return x
+
+    module = Apply(twice, {"w": W, "v": V})
+    program = export(module, X)
+    apart, _ = mxfp8_graph.rewrite(program, RECIPE)
+    share_graphs(program)
+    before = str(program)
+    rewritten, report = mxfp8_graph.rewrite(program, RECIPE)
+    assert str(program) == before
+    assert len(report.rewritten) == len(report.sites) == count(rewritten, "mxfp8.gemm") == 4
+    assert len({s.packed for s in report.sites}) == 2
+    loaded = mxfp8_graph.load(mxfp8_graph.save(rewritten, tmp_path / "program.pt2"))
+    for sign in (1.0, -1.0):
+        assert torch.equal(rewritten.module()(X * sign), apart.module()(X * sign))
+        assert torch.equal(loaded.module()(X * sign), apart.module()(X * sign))
+
+
+def test_branches_that_are_one_graph() -> None:
+    module = Apply(lambda m, x: torch.cond(x.sum() > 0, lambda x: x @ m.w, lambda x: x @ m.v, (x,)), {"w": W, "v": V})
+    program = export(module, X)
+    (call,) = (node for node in program.graph.nodes if node.target is torch.ops.higher_order.cond)
+    call.args = (call.args[0], call.args[1], call.args[1], call.args[3])
+    program.graph_module.recompile()
+    rewritten, report = mxfp8_graph.rewrite(program, RECIPE)
+    assert len(report.rewritten) == 2
+    assert sum("mxfp8" in key for key in rewritten.state_dict) == 2
+    for sign in (1.0, -1.0):
+        predict(X * sign, W.t()).check(rewritten.module()(X * sign))
