@@ -115,7 +115,7 @@ def linear_train(
         ContractError: unknown format or rounding.
     """
     check_linear_train(x, weight, bias, fp8_format, scale_rounding)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], weight.shape[-2]))
 
 
 def check_quantize(x: Tensor, axis: int, element_format: str, scale_rounding: str) -> int:
@@ -176,9 +176,10 @@ def check_linear_train(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_forma
     formats.scale_increment(formats.E4M3, scale_rounding)
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         check_dtype("linear_train", tensor.dtype)
-    if weight.dim() != 2:
+    if weight.dim() != 2 and not (weight.dim() == x.dim() == 3 and weight.shape[0] == x.shape[0]):
         raise ShapeError(
-            f"linear_train: weight has shape {tuple(weight.shape)}; expected [N, K]; store it as nn.Linear does"
+            f"linear_train: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; expected a weight [N, K], "
+            "or [B, N, K] for x [B, M, K]; store it as nn.Linear does, or expand x"
         )
     numerics.check_gemm_shapes(
         "linear_train", tuple(x.shape), tuple(weight.shape), None if bias is None else tuple(bias.shape)

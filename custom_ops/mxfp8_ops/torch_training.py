@@ -4,6 +4,8 @@
     dgrad  dx = dy w      dy [M, N] blocked along N, w   [N, K] along N ("columnwise")
     wgrad  dw = dy^T x    dy [M, N] blocked along M, x   [M, K] along M ("columnwise")
 
+A stack of weights [B, N, K] meets x [B, M, K] matrix by matrix.
+
 A block must lie along the axis a product sums over, so x, w and dy are each quantized twice, always from the
 high-precision tensor and never from the other quantized copy. Elements are E4M3; fp8_format="HYBRID" makes those of dy
 E5M2. The weight stays a master parameter in its own dtype, and the gradient of the bias is summed in float32.
@@ -34,7 +36,7 @@ def linear_train(
 
     Args:
         x: [..., M, K] (or [K]) float32, float16 or bfloat16. Any M and K, also 0.
-        weight: [N, K] float32, float16 or bfloat16, not necessarily that of `x`.
+        weight: [N, K] float32, float16 or bfloat16, not necessarily that of `x`; or [B, N, K] for an x [B, M, K].
         bias: [N] float32, float16 or bfloat16, or None.
         fp8_format: "E4M3", or "HYBRID" for gradients in E5M2.
         scale_rounding: "ceil", "floor" or "even".
@@ -59,11 +61,11 @@ def linear_train(
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves what `backward` needs: a columnwise copy of x for the weight's gradient, the weight for that of x."""
     x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
-    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
+    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() == 3
     ctx.bias_dtype = None if bias is None else bias.dtype
     elements = scales = None
     if ctx.needs_input_grad[1]:
-        elements, scales = _columnwise(_matrix(x), "e4m3", ctx.scale_rounding)
+        elements, scales = _columnwise(x if ctx.stack else _matrix(x), "e4m3", ctx.scale_rounding)
     ctx.save_for_backward(elements, scales, weight if ctx.needs_input_grad[0] else None)
 
 
@@ -76,15 +78,15 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
     fmt = torch_shapes.GRADIENT_FORMATS[ctx.fp8_format]
     dx = dw = db = None
     with torch.no_grad():
-        dy = _matrix(grad)
+        dy = grad if ctx.stack else _matrix(grad)
         rows: tuple[Tensor, ...] = ()
         columns: tuple[Tensor, ...] = ()
-        if needs_x and needs_weight:
+        if needs_x and needs_weight and not ctx.stack:
             both = ops.quantize_both.default(dy, fmt, ctx.scale_rounding)
             rows, columns = both[:2], both[2:]
-        elif needs_x:
+        if needs_x and not rows:
             rows = ops.quantize.default(dy, -1, fmt, ctx.scale_rounding)
-        elif needs_weight:
+        if needs_weight and not columns:
             columns = _columnwise(dy, fmt, ctx.scale_rounding)
         if needs_x:
             w = _columnwise(weight, "e4m3", ctx.scale_rounding)
@@ -92,7 +94,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
         if needs_weight:
             dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
         if needs_bias:
-            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            db = _matrix(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     if torch.is_grad_enabled():  # only with create_graph=True
         dx, dw, db = _refuse_second_derivative(dx, dw, db)
     return dx, dw, db, None, None
@@ -181,8 +183,8 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _columnwise(x: Tensor, element_format: str, scale_rounding: str) -> tuple[Tensor, Tensor]:
-    """Returns `x` [M, K] blocked along M and stored [K, M]: the blocked axis last, as gemm wants it."""
-    pair: tuple[Tensor, Tensor] = torch.ops.mxfp8.quantize.default(x.t(), -1, element_format, scale_rounding)
+    """Returns `x` [..., M, K] blocked along M and stored [..., K, M]: the blocked axis last, as gemm wants it."""
+    pair: tuple[Tensor, Tensor] = torch.ops.mxfp8.quantize.default(x.mT, -1, element_format, scale_rounding)
     return pair
 
 

@@ -5,6 +5,7 @@ What is used beyond the documented API, and why:
     ExportedProgram._update            the only way to give a program other parameters; it verifies the result
     GraphModule.__deepcopy__           renames placeholders that shadow builtins; `clone` puts the names back
     OpOverload._schema                 says which arguments an op writes to
+    Node.meta["from_node"]             what a node was before decomposition
     torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
 """
 
@@ -159,6 +160,11 @@ def expose_einsum(program: ExportedProgram) -> ExportedProgram:
     with _quiet():
         exposed: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
     return exposed
+
+
+def is_from_einsum(node: Node) -> bool:
+    """Whether `node` is part of what an einsum became, as far as torch's own record of decompositions goes."""
+    return any(source.target == str(torch.ops.aten.einsum.default) for source in node.meta.get("from_node") or ())
 
 
 def op_names(names: str) -> frozenset[str]:

@@ -165,7 +165,7 @@ def _apply(
     reports: list[SiteReport] = []
     for site, decision in zip(sites, decisions, strict=True):
         if not decision.quantize:
-            training.undo(site)
+            training.undo(program, site)
             reports.append(SiteReport(decision=decision, bytes_before=site.site.weight_bytes))
             continue
         if options.training:

@@ -89,7 +89,7 @@ def _read(node: Node, form: Form, program: Program, scope: Scope, constants: Con
         x = _run_time(form.a, False)
         w = _operand(form.b, right, form.b_transposed) if right else _run_time(form.b, form.b_transposed)
     m, n, k = _sizes(x, w)
-    op = program.labels.get(node, adapter.op_name(node))
+    op = "einsum" if adapter.is_from_einsum(node) else program.labels.get(node, adapter.op_name(node))
     return TorchSite(
         site=MatMulSite(
             name=node.name,

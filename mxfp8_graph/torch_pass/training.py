@@ -2,6 +2,7 @@
 
 linear(x, w [N, K], b)      -> linear_train(x, w, b)
 addmm(b, x, w [K, N])       -> linear_train(x, transpose(w), b)
+bmm(x, w [B, K, N])         -> linear_train(x, transpose(w))
 """
 
 from __future__ import annotations
@@ -32,13 +33,31 @@ def obstacle(site: TorchSite) -> str | None:
         return "training rewrites linears only; expected one static operand"
     if site.packed:
         return "torchao packed this weight; expected one in high precision, to train it"
-    if site.swapped or site.w.rank != 2 or site.alpha != 1.0 or site.addend is not None or site.beta != 1.0:
-        return f"training rewrites y = x @ w + b with a 2-D weight only; this {site.site.op} is another form"
+    if site.offs is not None or site.w.static.gather is not None:
+        return "training has no form for experts that are chosen at run time; they stay in high precision"
+    if site.swapped or site.alpha != 1.0 or site.addend is not None or site.beta != 1.0 or not _fits(site):
+        return (
+            "training rewrites y = x @ w + b with a weight [N, K], or y = x @ w with a stack [B, N, K] for x [B, M, K]"
+            f"; this {site.site.op} is another form"
+        )
     if site.bias is not None and site.bias.meta["val"].dim() != 1:
         return "training rewrites biases of one dimension only; expected [N]"
     if site.output.meta["val"].dtype != (site.x or site.w).node.meta["val"].dtype:
         return "the result has another dtype than the activation (autocast); export without autocast to train"
     return None
+
+
+def _fits(site: TorchSite) -> bool:
+    """Whether the weight is one that `linear_train` takes: a matrix, or a stack with one matrix for each of x."""
+    x, w = site.x, site.w
+    assert x is not None
+    assert w is not None
+    assert w.static is not None
+    seen = w.static.node.meta["val"].shape
+    if len(seen) != w.rank or w.rank == 2:
+        return w.rank == len(seen) == 2
+    first = x.perm[0] if x.perm else 0
+    return w.rank == x.rank == 3 and site.bias is None and str(x.node.meta["val"].shape[first]) == str(seen[0])
 
 
 def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
@@ -76,12 +95,16 @@ def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe,
     )
 
 
-def undo(site: TorchSite) -> None:
-    """Makes a `linear_train` the linear it stands for."""
+def undo(program: Program, site: TorchSite) -> None:
+    """Makes a `linear_train` the linear it stands for, or the bmm."""
     node = site.node
     if adapter.op_name(node) == LINEAR_TRAIN:
-        arguments = tuple(adapter.argument(node, name) for name in ("x", "weight", "bias"))
-        node.target, node.args, node.kwargs = _ATEN.linear.default, arguments, {}
+        x, weight, bias = (adapter.argument(node, name) for name in ("x", "weight", "bias"))
+        if weight.meta["val"].dim() == 2:
+            node.target, node.args, node.kwargs = _ATEN.linear.default, (x, weight, bias), {}
+        else:
+            turned = Builder(program, node, {}).permute(weight, (0, 2, 1))
+            node.target, node.args, node.kwargs = _ATEN.bmm.default, (x, turned), {}
         record.unmark(node)
 
 
@@ -98,4 +121,5 @@ def _weight(node: Node, transposed: bool, build: Builder) -> Node:
         source = node.args[0]
         assert isinstance(source, Node)
         return source
-    return build.permute(node, (1, 0))
+    rank = node.meta["val"].dim()
+    return build.permute(node, (*range(rank - 2), rank - 1, rank - 2))

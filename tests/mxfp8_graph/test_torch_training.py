@@ -148,7 +148,38 @@ def test_what_training_cannot_do() -> None:
         mxfp8_graph.rewrite(ep, "mxfp8-weight-only", training=True)
     with pytest.raises(RecipeError, match="set that instead"):
         mxfp8_graph.rewrite(ep, Recipe(weight_format="e5m2"), training=True)
-    stack = export(Apply(lambda m, x: torch.relu(x @ m.w), {"w": values(3, 64, 96)}), X)
-    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-        mxfp8_graph.rewrite(stack, training=True)
-    assert "training rewrites y = x @ w + b with a 2-D weight only" in caught.value.decisions[0].reason
+    weights = {"w": values(3, 64, 96)}
+    spread = export(Apply(lambda m, x: torch.relu(x @ m.w), weights), X)
+    picked = export(Apply(lambda m, x, i: torch.relu(x @ m.w[i]), weights), X, torch.tensor([2, 0]))
+    for unfit, reason in ((spread, "or y = x @ w with a stack [B, N, K] for x [B, M, K]"), (picked, "chosen at run")):
+        with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+            mxfp8_graph.rewrite(unfit, training=True)
+        assert reason in caught.value.decisions[0].reason
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_stack_of_weights_trains_and_is_packed_or_put_back(*, transposed: bool) -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        return torch.tanh(torch.bmm(x, m.w.mT if transposed else m.w))
+
+    w, x = values(3, 64, 96, seed=4) / 8, values(3, 5, 64, seed=5)
+    module = Apply(function, {"w": w.mT.contiguous() if transposed else w, "v": values(1)})
+    program = export(module, x)
+    rewritten, report = mxfp8_graph.rewrite(program, training=True)
+    assert count(rewritten, "mxfp8.linear_train") == len(report.rewritten) == 1
+    trainable = rewritten.module()
+    trainable(x).square().sum().backward()
+    assert all(p.grad is not None for p in trainable.parameters())
+    packed, _ = mxfp8_graph.rewrite(rewritten)
+    assert count(packed, "mxfp8.gemm") == 1
+    assert torch.allclose(packed.module()(x), rewritten.module()(x), rtol=1e-4, atol=1e-5)
+    both = export(Apply(lambda m, x: torch.relu(function(m, x)) @ m.u, {"w": module.w, "u": values(96, 32)}), x)
+    first, _ = mxfp8_graph.rewrite(both, Recipe(output_projections=True), training=True)
+    with pytest.warns(UserWarning, match="Recipe type changed"):
+        kept, _ = mxfp8_graph.rewrite(first, Recipe(name="one", include=("^matmul$",), output_projections=True))
+    assert (count(kept, "mxfp8.gemm"), count(kept, "aten.bmm"), count(kept, "mxfp8.linear_train")) == (1, 1, 0)
+    predict(torch.relu(function(module, x)), module_weight(first)).check(kept.module()(x))
+
+
+def module_weight(program: ExportedProgram) -> Tensor:
+    return program.state_dict["u"].t()
