@@ -269,8 +269,31 @@ def choose(capability: tuple[int, int], product: Product, libraries: Collection[
 
 def _skinny(queue: Queue, p: Product) -> None:
     tiles = next(t for t in (1, 2, 4, 8) if p.m <= 8 * t)
-    name = f"gemm_skinny<{KINDS[p.x.kind]}, {KINDS[p.b.kind]}, {tiles}>"
-    queue.device.launch(Launch("gemm_skinny", name, _ceil(p.n, 16), _arguments(p)), queue.stream)
+    warps = _warps(tiles, p, queue.device.processors)
+    name = _skinny_name(KINDS[p.x.kind], KINDS[p.b.kind], tiles, warps)
+    queue.device.launch(Launch("gemm_skinny", name, _ceil(p.n, 16 * warps), _arguments(p)), queue.stream)
+
+
+def _warps(tiles: int, p: Product, processors: int) -> int:
+    """Returns how many warps of a block of gemm_skinny share x: as many as leave work for every multiprocessor.
+
+    Two blocks fit one when x is small; then both are wanted, for what they read ahead.
+    """
+    wanted = processors * (2 if tiles * (1 if p.x.quantized else 2) <= 2 else 1)
+    return next((w for w in _SKINNY_WARPS[tiles] if _ceil(p.n, 16 * w) >= 0.9 * wanted), _SKINNY_WARPS[tiles][-1])
+
+
+_SKINNY_WARPS: Final = {1: (4, 2, 1), 2: (4, 2), 4: (4, 2), 8: (4, 2)}
+"""What gemm_skinny is made for, by tiles of eight rows."""
+
+
+def _skinny_name(x: str, f: str, tiles: int, warps: int) -> str:
+    """Returns the name of an instance; without `warps` if it is the default, which suits any n."""
+    return (
+        f"gemm_skinny<{x}, {f}, {tiles}>"
+        if warps == (1 if tiles == 1 else 4)
+        else (f"gemm_skinny<{x}, {f}, {tiles}, {warps}>")
+    )
 
 
 def _large(queue: Queue, p: Product, wide: WideWeight | None) -> None:
@@ -315,7 +338,8 @@ def instances() -> list[Launch]:
         for x in (*values, *elements):
             names.append(("gemm_float32", f"gemm_float32<{x}, {f}>"))
         for x in ("BF16", *elements):
-            names += [("gemm_skinny", f"gemm_skinny<{x}, {f}, {tiles}>") for tiles in (1, 2, 4, 8)]
+            for tiles, choices in _SKINNY_WARPS.items():
+                names += [("gemm_skinny", _skinny_name(x, f, tiles, warps)) for warps in choices]
     return [Launch(source, kernel, 1, ()) for source, kernel in names]
 
 

@@ -170,6 +170,8 @@ typedef long long i64;
 
 static inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 
+static inline i64 opaque(i64 v) { return v; }
+
 static inline u32 bits_of(float x) {
   u32 bits;
   std::memcpy(&bits, &x, 4);
@@ -192,6 +194,8 @@ static inline uint4 load16(const void* p) {
   require_aligned(p);
   return *static_cast<const uint4*>(p);
 }
+
+static inline uint4 load_once16(const void* p) { return load16(p); }
 
 static inline uint4 load_shared16(const void* p) { return load16(p); }
 
@@ -240,10 +244,13 @@ static inline u32 multiply_bf16x2(u32 a, u32 b) {
   return to_bfloat16(low_half(a) * low_half(b)) | (static_cast<u32>(to_bfloat16(high_half(a) * high_half(b))) << 16);
 }
 
+inline uint64_t mma_calls;  // by single threads, since the last launch
+
 static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   struct Fragment {
     u32 a[4], b[2];
   };
+  ++mma_calls;
   const int lane = emulation::current % 32, g = lane / 4, t = lane % 4;
   const Fragment mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
   struct Result {

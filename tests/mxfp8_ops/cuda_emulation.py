@@ -40,6 +40,7 @@ def build(*extra: str) -> Path:
     lines += [f'#include "{source}.cu"' for source in dict.fromkeys(source for source, _ in names)]
     lines += [
         'extern "C" int emulate(int index, unsigned grid, int threads, const uint64_t* arguments) {',
+        "mma_calls = 0;",
         "switch (index) {",
     ]
     for index, (_, kernel) in enumerate(names):
@@ -48,6 +49,7 @@ def build(*extra: str) -> Path:
     lines += ["}", "return 1;", "}", 'extern "C" int parameters(int index) {', "switch (index) {"]
     lines += [f"case {i}: return emulation::parameters(&{kernel});" for i, (_, kernel) in enumerate(names)]
     lines += ["}", "return 0;", "}"]
+    lines.append('extern "C" uint64_t emulated_mmas() { return mma_calls; }')
     text = "\n".join(lines)
     digest = hashlib.sha256(repr((text, OPTIONS, extra)).encode())
     for path in (HERE / "cuda_emulation.h", *sorted(cuda_build.SOURCES.glob("*.cu*"))):
@@ -74,9 +76,15 @@ class EmulatedDevice:
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
         self.library.emulate.argtypes = (ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.c_void_p)
+        self.library.emulated_mmas.restype = ctypes.c_uint64
         self.indices = {launch.kernel: i for i, launch in enumerate(cuda_kernels.instances())}
         self.launched: list[str] = []
         self.ever_launched: set[str] = set()
+
+    def mmas(self) -> int:
+        """Returns how many tensor core instructions the warps of the last launch ran."""
+        count: int = self.library.emulated_mmas()
+        return count // 32
 
     def launch(self, launch: Launch, stream: int) -> None:
         assert launch.kernel.startswith(launch.source)

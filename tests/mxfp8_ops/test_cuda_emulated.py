@@ -320,6 +320,47 @@ def test_skinny_gemm(x_kind, fmt):
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_skinny_gemm_with_every_split_of_its_warps(monkeypatch, x_kind, fmt):
+    """More multiprocessors than the device has: fewer warps of a block share x."""
+    for (m, k), dtype in zip(((3, 1056), (16, 544), (25, 288), (64, 352)), itertools.cycle(DTYPES)):
+        used = set()
+        for processors in (1, 2, 5):
+            monkeypatch.setattr(device(), "processors", processors)
+            assert check_gemm(m, 150, k, x_kind, fmt, dtype) == ["gemm_skinny"]
+            used.update(device().launched)
+        assert len(used) == (3 if m == 3 else 2)
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
+    """n = 16 and k = 2048: two steps of eight warps, each with 8 mma; one scale or element takes one warp off them."""
+
+    def one_scale(x, x_scales, b, b_scales):
+        b_scales[3, 20] = 0
+
+    def one_element(x, x_scales, b, b_scales):
+        if x_scales is None:
+            b[9, 1000] = 0x7F
+        else:
+            x[2, 1000] = 0x7F
+
+    for change, expected in ((None, 128), (one_scale, 120), (one_element, 120)):
+        check_gemm(8, 16, 2048, x_kind, fmt, "float32", change=change)
+        assert device().mmas() == expected
+
+
+def test_skinny_gemm_with_more_blocks_than_it_needs():
+    """Those past the end of n do nothing: who does not know the tiles may launch ceil(n / 16)."""
+    x, w = heavy_tailed((10, 64)), heavy_tailed((40, 64), 1)
+    codes = [*numerics.quantize(x), *numerics.quantize(w)]
+    held, y = [placed(array) for array in codes], aligned(10 * 40 * 4)
+    arguments = (*(array.ctypes.data for array in held), 0, y.ctypes.data, 10, 40, 64, 1)
+    device().launch(cuda_kernels.Launch("gemm_skinny", "gemm_skinny<E4M3, E4M3, 2>", 3, arguments), 0)
+    bound = numerics.gemm_error_bound(numerics.dequantize(*codes[:2]), numerics.dequantize(*codes[2:]))
+    assert_within("y", y.view(np.float32).reshape(10, 40), numerics.gemm(*codes), bound)
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
 def test_skinny_gemm_with_scales_outside_the_fast_range(x_kind, fmt):
     def change(x, x_scales, b, b_scales):
         b_scales[3, :5] = [0, 1, 2, 9, 255]

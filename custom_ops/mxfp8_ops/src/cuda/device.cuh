@@ -13,12 +13,25 @@ typedef long long i64;
 
 #define DEVICE static __device__ __forceinline__
 
+// The same number, of which the compiler knows nothing: what is computed from it is not moved out of a loop.
+DEVICE i64 opaque(i64 v) {
+  asm volatile("" : "+l"(v));
+  return v;
+}
+
 DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 
 // 16 bytes through the read-only path; `p` is aligned to 16.
 DEVICE uint4 load16(const void* p) { return __ldg(static_cast<const uint4*>(p)); }
+
+// The same for what no other thread reads: it does not push anything out of the L1 cache.
+DEVICE uint4 load_once16(const void* p) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
 
 // The same from shared memory.
 DEVICE uint4 load_shared16(const void* p) { return *static_cast<const uint4*>(p); }

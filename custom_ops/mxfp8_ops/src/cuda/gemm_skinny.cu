@@ -2,18 +2,19 @@
 //
 //   x [m, k] X: BF16, or elements with x_scales        b [n, k] F with b_scales      bias [n] float32, or null
 //   y [m, n] of dtype `y_dtype`                        k % 32 = 0, k < 2^25; x and b aligned to 16
-//   grid      ceil(n / 16) thread blocks of 8 warps; a warp takes every eighth slab of 128 along k
-//   bytes     33/32 n k for the weight, once; x once per thread block, from the L2 cache
+//   grid      at least ceil(n / (16 * WARPS)) thread blocks of 8 warps: WARPS across n, the others across k
+//   bytes     33/32 n k for the weight, once; x once per thread block, from the L2 cache: WARPS is a trade between that
+//             and how many multiprocessors have work
 //
-// The weight is the A operand of the mma (16 rows), x the B operand (8 rows a tile). Lane t of a group of four owns one
-// whole block (32 values) of its rows, so it needs one scale and only 16-byte loads: the sum does not care in which
-// order k is taken, as long as both operands take it alike. Elements become bfloat16 by moving their bits (E4M3::
-// wide_shift), and one multiplication by 2^(s - bias) applies the scale; both are exact for codes
-// first_exact..last_fast.
+// The weight is the A operand of the mma (16 rows a warp), x the B operand (8 rows a tile). A step of the loop is STEP
+// values of k for each warp. The weight goes from memory to registers, two steps ahead: no byte of it is used twice. x
+// goes through shared memory, one step ahead, and is decoded there once for all warps.
 //
-// Two things that hardly ever occur are decided per slab for the whole warp: a scale outside that range (the slab is
-// summed in float32 instead), and NaN or Inf elements (their products are added afterwards; the finite numbers they
-// were taken for do no harm, because NaN and Inf absorb them).
+// Lane t of a group of four takes 16 consecutive k of every 64 of its rows, which is half a block: the sum does not
+// care in which order k is taken, as long as both operands take it alike. Elements become bfloat16 by moving their bits
+// (E4M3::wide_shift), and one multiplication by 2^(s - bias) applies the scale; both are exact for codes
+// first_exact..last_fast. A scale outside that range, or a NaN or Inf element, hardly ever occurs: the warp then sums
+// that step in float32 instead.
 #include "operand.cuh"
 
 template <class F>
@@ -33,129 +34,180 @@ DEVICE u32 decode_bf16x2(u32 w, u32 scale) {
   return multiply_bf16x2((spread & 0x80008000u) | ((spread >> F::wide_shift) & F::wide_mask), scale);
 }
 
-// Bit 7 of every byte that holds a NaN or Inf element.
+// Whether one of 16 elements is NaN or Inf.
 template <class F>
-DEVICE u32 specials(uint4 q) {
-  return ((q.x & 0x7f7f7f7fu) + F::special_carry) | ((q.y & 0x7f7f7f7fu) + F::special_carry) |
-         ((q.z & 0x7f7f7f7fu) + F::special_carry) | ((q.w & 0x7f7f7f7fu) + F::special_carry);
+DEVICE bool any_special(uint4 q) {
+  const u32 carries = ((q.x & 0x7f7f7f7fu) + F::special_carry) | ((q.y & 0x7f7f7f7fu) + F::special_carry) |
+                      ((q.z & 0x7f7f7f7fu) + F::special_carry) | ((q.w & 0x7f7f7f7fu) + F::special_carry);
+  return (carries & 0x80808080u) != 0;
 }
 
-// Adds a slab in float32 to the lane's sums: all products, or only those with a NaN or Inf in them.
+// Adds the products of `first` <= k < `end` to the lane's sums, in float32.
 template <class X, class F, int TILES>
-DEVICE void add_slab(float (&sums)[TILES][4], bool only_special, const u8* x, const u8* x_scales, const u8* b,
-                     const u8* b_scales, i64 row, i64 m, i64 n, i64 first, i64 k, int lane) {
+DEVICE void add_exactly(float (&sums)[TILES][4], const u8* x, const u8* x_scales, const u8* b, const u8* b_scales,
+                        i64 row, i64 m, i64 n, i64 first, i64 end, i64 k, int lane) {
+  // One sum after the other, and nothing prepared ahead: this must not take registers from the loop that calls it.
+  m = opaque(m), k = opaque(k), row = opaque(row);
   const i64 rows[2] = {row < n ? row : n - 1, row + 8 < n ? row + 8 : n - 1};  // past the end: summed, never stored
-  const i64 end = first + 128 < k ? first + 128 : k;
-  // One sum after the other: this must not take registers from the loop that calls it.
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const i64 token = i * 8 + (lane & 3) * 2 + (j & 1);
 #pragma unroll 1
-      for (i64 at = first; at < end; ++at) {
-        const float w = operand<F>(b, b_scales, rows[j >> 1], at, k);
-        const float value = operand<X>(x, x_scales, token < m ? token : m - 1, at, k);
-        const bool special = magnitude(w) >= INFINITY_BITS || magnitude(value) >= INFINITY_BITS;
-        if (!only_special || special) sums[i][j] = fmaf(w, value, sums[i][j]);
-      }
+      for (i64 at = first; at < end; ++at)
+        sums[i][j] = fmaf(operand<F>(b, b_scales, rows[j >> 1], at, k),
+                          operand<X>(x, x_scales, token < m ? token : m - 1, at, k), sums[i][j]);
     }
 }
 
-template <class X, class F, int TILES>
-__global__ void __launch_bounds__(256, TILES == 1   ? (X::is_element || F::has_infinity ? 3 : 4)
-                                       : TILES == 2 ? 2
-                                                    : 1)
+// What a lane holds of the weight for one step: [row, row + 8][64 values of k], 16 of them each.
+template <int CHUNKS>
+struct Weights {
+  uint4 elements[2][CHUNKS];
+  u32 scales[2][CHUNKS];
+};
+
+template <class X, class F, int TILES, int WARPS = TILES == 1 ? 1 : 4>
+__global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
     gemm_skinny(const u8* __restrict__ x, const u8* __restrict__ x_scales, const u8* __restrict__ b,
                 const u8* __restrict__ b_scales, const float* __restrict__ bias, u8* __restrict__ y, i64 m, i64 n,
                 i64 k, i64 y_dtype) {
-  __shared__ float parts[8][16][8 * TILES + 1];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2;
-  const i64 blocks = k >> 5, first_row = static_cast<i64>(blockIdx.x) * 16, row = first_row + group;
+  constexpr int DEEP = 8 / WARPS, ROWS = 16 * WARPS, TOKENS = 8 * TILES;
+  constexpr int STEP = DEEP * TILES <= 16 ? 128 : 64, CHUNKS = STEP / 64, WIDE = DEEP * STEP;
+  static_assert(TILES == 1 || WARPS >= 2, "x of one step would take too much shared memory");
+  constexpr int VALUES = X::is_element ? 16 : 8;  // of x in 16 bytes
+  constexpr int UNITS = TOKENS * WIDE / VALUES, MINE = (UNITS + 255) / 256;
+  constexpr int TILE_BYTES = TOKENS * WIDE * 2, SUM_BYTES = DEEP * ROWS * (TOKENS + 1) * 4;
+  // x of a step as bfloat16 [DEEP][TOKENS][STEP], at the end the warps' sums [DEEP][ROWS][TOKENS + 1].
+  __shared__ __align__(16) u8 shared[TILE_BYTES > SUM_BYTES ? TILE_BYTES : SUM_BYTES];
+  __shared__ u32 inexact[DEEP];  // 1 + the last step in which x is not what bfloat16 holds
+
+  const int thread = static_cast<int>(threadIdx.x), warp = thread >> 5, lane = thread & 31;
+  const int group = lane >> 2, part = lane & 3, deep = warp / WARPS;
+  const i64 blocks = k >> 5, first_row = static_cast<i64>(blockIdx.x) * ROWS;
+  const i64 row = first_row + (warp % WARPS) * 16 + group;
+  if (first_row >= n) return;
+  if (thread < DEEP) inexact[thread] = 0;
   float sums[TILES][4] = {};
 
-#pragma unroll 1
-  for (i64 slab = warp * 128; slab < k; slab += 8 * 128) {
-    const i64 at = slab + (lane & 3) * 32;
-    uint4 weight[2][2] = {};  // [row, row + 8][half of the block]
-    u32 scale[2], special = 0;
-    bool fast = true;
+  auto load_weights = [&](Weights<CHUNKS>& w, i64 step) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      u32 s = 127;
-      if (at < k && row + 8 * r < n) {
-        const u8* p = b + (row + 8 * r) * k + at;
-        weight[r][0] = load16(p);
-        weight[r][1] = load16(p + 16);
-        s = b_scales[(row + 8 * r) * blocks + (at >> 5)];
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        const i64 at = step * WIDE + deep * STEP + 64 * c + 16 * part;
+        const bool live = at < k && row + 8 * r < n;
+        w.elements[r][c] = live ? load_once16(b + (row + 8 * r) * k + at) : make_uint4(0, 0, 0, 0);
+        w.scales[r][c] = live ? b_scales[(row + 8 * r) * blocks + (at >> 5)] : 127u;
       }
-      fast = fast && fast_code<F>(s);
-      scale[r] = scale_bf16x2<F>(s);
-      special |= specials<F>(weight[r][0]) | specials<F>(weight[r][1]);
+  };
+
+  // Unit u of a step is 16 bytes of x: token u / (WIDE / VALUES), and as many values of k.
+  uint4 next[MINE];
+  u32 next_scale[MINE];
+  auto load_x = [&](i64 step) {
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+      const int unit = thread + 256 * i, token = unit / (WIDE / VALUES);
+      const i64 at = step * WIDE + unit % (WIDE / VALUES) * VALUES;
+      const bool live = token < m && at < k && unit < UNITS;
+      next[i] = live ? load16(x + (token * k + at) * (16 / VALUES)) : make_uint4(0, 0, 0, 0);
+      next_scale[i] = X::is_element && live ? x_scales[token * blocks + (at >> 5)] : 127u;
     }
-    u32 x_scale[TILES] = {};
-    if constexpr (X::is_element) {
+  };
+  // Neighbouring tokens swap neighbouring 16 bytes, so that eight lanes that read together meet in no bank.
+  auto place = [&](int token, int at) {
+    return shared + ((at / STEP) * TOKENS + token) * STEP * 2 + (((at % STEP) >> 3) ^ (token & 1)) * 16;
+  };
+  auto store_x = [&](i64 step) {
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) {
-        const i64 token = i * 8 + group;
-        const u32 s = at < k && token < m ? x_scales[token * blocks + (at >> 5)] : 127;
-        fast = fast && fast_code<X>(s);
-        x_scale[i] = scale_bf16x2<X>(s);
+    for (int i = 0; i < MINE; ++i) {
+      const int unit = thread + 256 * i, token = unit / (WIDE / VALUES), at = unit % (WIDE / VALUES) * VALUES;
+      if (unit >= UNITS) continue;
+      const uint4 q = next[i];
+      if constexpr (X::is_element) {
+        if (!fast_code<X>(next_scale[i]) || any_special<X>(q)) inexact[at / STEP] = static_cast<u32>(step) + 1;
+        const u32 scale = scale_bf16x2<X>(next_scale[i]);
+        store16(place(token, at), make_uint4(decode_bf16x2<X, 0>(q.x, scale), decode_bf16x2<X, 1>(q.x, scale),
+                                             decode_bf16x2<X, 0>(q.y, scale), decode_bf16x2<X, 1>(q.y, scale)));
+        store16(place(token, at + 8), make_uint4(decode_bf16x2<X, 0>(q.z, scale), decode_bf16x2<X, 1>(q.z, scale),
+                                                 decode_bf16x2<X, 0>(q.w, scale), decode_bf16x2<X, 1>(q.w, scale)));
+      } else {
+        store16(place(token, at), q);
       }
     }
-    const bool all_fast = __all_sync(0xffffffffu, fast);
+  };
+
+  auto run = [&](Weights<CHUNKS>& w, i64 step) {
+    __syncthreads();  // everyone is done with the step before
+    store_x(step);
+    load_x(step + 1);
+    __syncthreads();
+    bool fast = inexact[deep] != static_cast<u32>(step) + 1;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!all_fast) break;
-      const u32 w[2][4] = {{weight[0][half].x, weight[0][half].y, weight[0][half].z, weight[0][half].w},
-                           {weight[1][half].x, weight[1][half].y, weight[1][half].z, weight[1][half].w}};
-      u32 a[4][4];
+    for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        a[j][0] = decode_bf16x2<F, 0>(w[0][j], scale[0]);
-        a[j][1] = decode_bf16x2<F, 0>(w[1][j], scale[1]);
-        a[j][2] = decode_bf16x2<F, 1>(w[0][j], scale[0]);
-        a[j][3] = decode_bf16x2<F, 1>(w[1][j], scale[1]);
-      }
+      for (int c = 0; c < CHUNKS; ++c) fast = fast && fast_code<F>(w.scales[r][c]) && !any_special<F>(w.elements[r][c]);
+    if (__all_sync(0xffffffffu, fast)) {
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) {
-        const u32 token = i * 8 + group, from = token * static_cast<u32>(k) + static_cast<u32>(at) + 16 * half;
-        const bool live = at < k && token < m;
-        u32 v[8];
-        if constexpr (X::is_element) {
-          const uint4 q = live ? load16(x + from) : make_uint4(0, 0, 0, 0);
-          const u32 packed[4] = {q.x, q.y, q.z, q.w};
-          special |= specials<X>(q);
+      for (int c = 0; c < CHUNKS; ++c) {
+        const uint4 q[2] = {w.elements[0][c], w.elements[1][c]};
+        const u32 words[2][4] = {{q[0].x, q[0].y, q[0].z, q[0].w}, {q[1].x, q[1].y, q[1].z, q[1].w}};
+        const u32 scale[2] = {scale_bf16x2<F>(w.scales[0][c]), scale_bf16x2<F>(w.scales[1][c])};
+        u32 a[4][4];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            v[2 * j] = decode_bf16x2<X, 0>(packed[j], x_scale[i]);
-            v[2 * j + 1] = decode_bf16x2<X, 1>(packed[j], x_scale[i]);
-          }
-        } else {
-          const uint4 p = live ? load16(x + 2 * static_cast<u64>(from)) : make_uint4(0, 0, 0, 0);
-          const uint4 q = live ? load16(x + 2 * static_cast<u64>(from) + 16) : make_uint4(0, 0, 0, 0);
-          v[0] = p.x, v[1] = p.y, v[2] = p.z, v[3] = p.w;
-          v[4] = q.x, v[5] = q.y, v[6] = q.z, v[7] = q.w;
+        for (int j = 0; j < 4; ++j) {
+          a[j][0] = decode_bf16x2<F, 0>(words[0][j], scale[0]);
+          a[j][1] = decode_bf16x2<F, 0>(words[1][j], scale[1]);
+          a[j][2] = decode_bf16x2<F, 1>(words[0][j], scale[0]);
+          a[j][3] = decode_bf16x2<F, 1>(words[1][j], scale[1]);
         }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) mma_m16n8k16(sums[i], a[j], v[2 * j], v[2 * j + 1]);
+        for (int i = 0; i < TILES; ++i) {
+          const int at = deep * STEP + 64 * c + 16 * part;
+          const uint4 p = load_shared16(place(i * 8 + group, at)), s = load_shared16(place(i * 8 + group, at + 8));
+          mma_m16n8k16(sums[i], a[0], p.x, p.y);
+          mma_m16n8k16(sums[i], a[1], p.z, p.w);
+          mma_m16n8k16(sums[i], a[2], s.x, s.y);
+          mma_m16n8k16(sums[i], a[3], s.z, s.w);
+        }
       }
+    } else {
+      const i64 first = step * WIDE + deep * STEP, end = first + STEP < k ? first + STEP : k;
+      add_exactly<X, F, TILES>(sums, x, x_scales, b, b_scales, row, m, n, first, end, k, lane);
     }
-    if (__any_sync(0xffffffffu, !all_fast || (special & 0x80808080u) != 0))
-      add_slab<X, F, TILES>(sums, all_fast, x, x_scales, b, b_scales, row, m, n, slab, k, lane);
+  };
+
+  Weights<CHUNKS> even, odd;
+  load_weights(even, 0);
+  load_x(0);
+  load_weights(odd, 1);
+  const i64 steps = (k + WIDE - 1) / WIDE;
+#pragma unroll 1
+  for (i64 step = 0; step < steps; step += 2) {
+    run(even, step);
+    load_weights(even, step + 2);
+    if (step + 1 == steps) break;
+    run(odd, step + 1);
+    load_weights(odd, step + 3);
   }
 
+  __syncthreads();
+  float* parts = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) parts[warp][group + (j >> 1) * 8][i * 8 + (lane & 3) * 2 + (j & 1)] = sums[i][j];
+    for (int j = 0; j < 4; ++j)
+      parts[(deep * ROWS + (warp % WARPS) * 16 + group + (j >> 1) * 8) * (TOKENS + 1) + i * 8 + part * 2 + (j & 1)] =
+          sums[i][j];
   __syncthreads();
-  for (int e = threadIdx.x; e < 16 * 8 * TILES; e += 256) {
-    const int r = e & 15, token = e >> 4;
+  for (int e = thread; e < ROWS * TOKENS; e += 256) {
+    const int r = e % ROWS, token = e / ROWS;
     if (token >= m || first_row + r >= n) continue;
     float sum = bias == nullptr ? 0.0f : bias[first_row + r];
 #pragma unroll
-    for (int w = 0; w < 8; ++w) sum += parts[w][r][token];
+    for (int d = 0; d < DEEP; ++d) sum += parts[(d * ROWS + r) * (TOKENS + 1) + token];
     write_value(y, token * n + first_row + r, sum, y_dtype);
   }
 }
