@@ -275,15 +275,16 @@ def _skinny(queue: Queue, p: Product) -> None:
 
 
 def _warps(tiles: int, p: Product, processors: int) -> int:
-    """Returns how many warps of a block of gemm_skinny share x: as many as leave work for every multiprocessor.
+    """Returns how many warps of a block of gemm_skinny share x: the more if that leaves work for every multiprocessor.
 
     Two blocks fit one when x is small; then both are wanted, for what they read ahead.
     """
+    many, few = _SKINNY_WARPS[tiles]
     wanted = processors * (2 if tiles * (1 if p.x.quantized else 2) <= 2 else 1)
-    return next((w for w in _SKINNY_WARPS[tiles] if _ceil(p.n, 16 * w) >= 0.9 * wanted), _SKINNY_WARPS[tiles][-1])
+    return many if 10 * _ceil(p.n, 16 * many) >= 9 * wanted else few
 
 
-_SKINNY_WARPS: Final = {1: (4, 2, 1), 2: (4, 2), 4: (4, 2), 8: (4, 2)}
+_SKINNY_WARPS: Final = {1: (2, 1), 2: (4, 2), 4: (4, 2), 8: (4, 2)}
 """What gemm_skinny is made for, by tiles of eight rows."""
 
 

@@ -10,6 +10,9 @@ constexpr int kCudaR16BF = 14, kCudaR32F = 0;
 constexpr int kDisallowReducedPrecisionReduction = 16;  // sums of split-K stay in float32
 constexpr int64_t kSkinnyMost = 64;                     // rows gemm_skinny takes
 
+// How many warps of gemm_skinny share A, for 8 << i rows: `few` where n is too small to give every multiprocessor work.
+constexpr int skinny_warps(int i, bool few) { return few ? (i == 0 ? 1 : 2) : (i == 0 ? 2 : 4); }
+
 std::string kind(int dtype) {
   switch (dtype) {
     case MXFP8_FLOAT32:
@@ -97,7 +100,13 @@ CudaGemm::CudaGemm(const Gpu& gpu, int a_format, int b_format)
   const std::string types = kind(a_format) + ", " + kind(b_format);
   float32_ = gpu.kernel("gemm_float32<" + types + ">");
   if (!exact_) return;
-  for (int i = 0; i < 4; ++i) skinny_[i] = gpu.kernel("gemm_skinny<" + types + ", " + std::to_string(1 << i) + ">");
+  for (int i = 0; i < 4; ++i) {
+    for (const bool few : {false, true}) {
+      const bool implied = few == (i == 0);  // the template's default
+      const std::string warps = implied ? "" : ", " + std::to_string(skinny_warps(i, few));
+      skinny_[i][few] = gpu.kernel("gemm_skinny<" + types + ", " + std::to_string(1 << i) + warps + ">");
+    }
+  }
   if (gpu.properties().cublas_gemm_ex == nullptr) return;
   for (const bool ragged : {false, true}) finish_[ragged] = gpu.kernel(std::string("finish<") + flag(ragged) + ">");
   widen_b_ = std::make_unique<CudaDequantize>(gpu, b_format, MXFP8_BFLOAT16, true);
@@ -137,8 +146,11 @@ void CudaGemm::operator()(const GemmArgs& g, const GemmResources& resources) con
 void CudaGemm::skinny(const GemmArgs& g, Stream stream) const {
   int i = 0;
   while (g.m > (8 << i)) ++i;
-  gpu_.launch(skinny_[i], ceil_div(g.n, 16), stream, g.a, g.a_scales, g.b, g.b_scales, g.bias, g.y, g.m, g.n, g.k,
-              int64_t(g.y_dtype));
+  const bool two_blocks = (is_element_format(g.a_format) ? 1 : 2) << i <= 2;  // fit a multiprocessor, and are wanted
+  const int64_t wanted = int64_t(gpu_.properties().processors) * (two_blocks ? 2 : 1);
+  const bool few = 10 * ceil_div(g.n, 16 * skinny_warps(i, false)) < 9 * wanted;
+  gpu_.launch(skinny_[i][few], ceil_div(g.n, 16 * skinny_warps(i, few)), stream, g.a, g.a_scales, g.b, g.b_scales,
+              g.bias, g.y, g.m, g.n, g.k, int64_t(g.y_dtype));
 }
 
 void CudaGemm::slices(const GemmArgs& g, Stream stream) const {

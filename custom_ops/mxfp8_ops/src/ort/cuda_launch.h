@@ -64,7 +64,7 @@ class CudaGemm {
 
   Gpu gpu_;
   bool exact_;                        // bfloat16 holds A, apart from scales that the kernels look out for
-  CudaFunction skinny_[4];            // for 8, 16, 32 and 64 rows
+  CudaFunction skinny_[4][2];         // for 8, 16, 32 and 64 rows; [few warps share A]
   CudaFunction float32_, finish_[2];  // [ragged]
   std::unique_ptr<const CudaDequantize> widen_a_, widen_b_;
 };
