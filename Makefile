@@ -42,9 +42,12 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
 
-# On a machine with a GPU, PyTorch and CuPy: no virtual environment, no network, no CPU library.
+# On a machine with a GPU, PyTorch and CuPy: no virtual environment, no network. With cmake and onnxruntime, that too.
 gpu-test:
-	PYTHONPATH=.:custom_ops $(PYTHON) -m pytest -m gpu tests/mxfp8_ops/test_cuda_device.py
+	-cmake -S custom_ops -B build/gpu -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/gpu/mxfp8_ops >/dev/null && \
+	  cmake --build build/gpu --parallel >/dev/null
+	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) -m pytest -rs -m gpu \
+	  tests/mxfp8_ops/test_cuda_device.py tests/mxfp8_ops/test_ort_device.py
 
 gpu-bench:
 	PYTHONPATH=.:custom_ops $(PYTHON) benchmarks/gpu_bench.py

@@ -119,6 +119,12 @@ class Driver:
         assert self.library.cuMemFree_v2(address) == 0
         assert self.library.cuCtxPopCurrent_v2(ctypes.byref(unused)) == 0
 
+    def write(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
+
+    def read(self, address: int, size: int) -> bytes:
+        return ctypes.string_at(address, size) if size else b""
+
     # What ort_cuda asks a `cuda.CudaDevice`.
 
     def context(self) -> int:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from cuda_driver_emulation import Driver
 
 from mxfp8_ops import contract, numerics
 
@@ -49,6 +48,17 @@ class Node:
     outputs: list[Tensor | None] = field(default_factory=list)
 
 
+class Memory(Protocol):
+    """A GPU's memory, and which kernels were loaded for it."""
+
+    loaded: list[str]
+
+    def allocate(self, size: int) -> int: ...
+    def free(self, address: int) -> None: ...
+    def write(self, address: int, data: bytes) -> None: ...
+    def read(self, address: int, size: int) -> bytes: ...
+
+
 class NodeError(Exception):
     """A status other than null."""
 
@@ -56,8 +66,8 @@ class NodeError(Exception):
 class CudaProvider:
     """Registers the library for device "cuda" and runs single nodes on a GPU of its own making."""
 
-    def __init__(self, library: Path, driver: Driver, *, gpu: int = 0, cublas: bool = True) -> None:
-        self.driver, self.gpu, self.cublas = driver, gpu, cublas
+    def __init__(self, library: Path, driver: Memory, *, stream: int = STREAM, cublas: int = CUBLAS) -> None:
+        self.driver, self.stream, self.cublas, self.gpu = driver, stream, cublas, 0
         self.library = ctypes.CDLL(str(library))
         self.ops = _OPS.setdefault(library, [])
         self.things: list[Any] = [None]  # what handles stand for; 0 is null
@@ -110,13 +120,12 @@ class CudaProvider:
     def put(self, x: np.ndarray, dtype: int) -> Tensor:
         x = np.ascontiguousarray(x)
         tensor = Tensor(dtype, x.shape, self.driver.allocate(x.nbytes) if x.nbytes else 0)
-        ctypes.memmove(tensor.address, x.ctypes.data, x.nbytes)
+        self.driver.write(tensor.address, x.tobytes())
         return tensor
 
     def get(self, tensor: Tensor) -> np.ndarray:
-        y = np.empty(tensor.shape, dtype_of(tensor.dtype))
-        ctypes.memmove(y.ctypes.data, tensor.address, y.nbytes)
-        return y
+        size = int(np.prod(tensor.shape)) * dtype_of(tensor.dtype).itemsize
+        return np.frombuffer(self.driver.read(tensor.address, size), dtype_of(tensor.dtype)).reshape(tensor.shape)
 
     # --- handles and statuses ---
 
@@ -310,13 +319,13 @@ class CudaProvider:
 
         @entry(193, HANDLE, OUT)
         def stream(context: int, out: Any) -> int:
-            out[0] = STREAM
+            out[0] = self.stream
             return 0
 
         @entry(265, HANDLE, c_int, c_int, OUT)
         def resource(context: int, version: int, which: int, out: Any) -> int:
             assert (version, which) == (3, 10002)
-            out[0] = CUBLAS if self.cublas else None
+            out[0] = self.cublas or None
             return 0 if self.cublas else fail(2, b"no such resource")
 
 

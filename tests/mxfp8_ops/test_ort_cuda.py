@@ -86,7 +86,8 @@ def gemm(provider: CudaProvider, operands: Any, bias: Any, kinds: tuple[str, str
 
 def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None):
     kind, fmt = kinds
-    x, bias = heavy_tailed(shapes[0], 1), heavy_tailed(shapes[1][-2:-1], 3) if bias else None
+    x = heavy_tailed(shapes[0], 1) / 64  # float16 has to hold the result
+    bias = heavy_tailed(shapes[1][-2:-1], 3) if bias else None
     b = numerics.quantize(heavy_tailed(shapes[1], 2), element_format=fmt)
     quantized = kind in ("e4m3", "e5m2")
     a = numerics.quantize(x, element_format=kind) if quantized else (x.astype(numerics.value_dtype(kind)),)
@@ -133,7 +134,7 @@ def test_many_rows_go_through_cublas_and_are_repaired(provider, gpu, cublas, dty
 def test_many_rows_without_cublas_go_in_slices(library, gpu, monkeypatch):
     monkeypatch.setattr(ort_cuda, "_cublas", dict)
     gpu.start(STREAM)
-    provider = CudaProvider(library, gpu, cublas=False)
+    provider = CudaProvider(library, gpu, cublas=0)
     ort_cuda.give(provider.library)
     for kind, dtype in (("bfloat16", "float32"), ("e4m3", "float16")):
         gpu.start(STREAM)
