@@ -36,7 +36,7 @@ def rewrite(
         external_data: whether tensors go to OUTPUT.data: "always", "never", or "auto" (as the source has them, and
             near protobuf's 2 GB).
         overwrite: whether an existing output may be replaced. The input never is.
-        dry_run: plan and report, write nothing; the first result is then None.
+        dry_run: plan and report, check that the output could be written, write nothing; the first result is then None.
         allow_nonfinite: pack weights that hold NaN or Inf (their blocks become NaN) instead of refusing them.
         training: keep the weights as parameters and train them in MXFP8; exported programs only. Rewrite the trained
             program again, without it, to pack them.

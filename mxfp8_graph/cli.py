@@ -32,8 +32,6 @@ DEFECT: Final = 70
 INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
 
-ISSUES: Final = "the project's issue tracker"
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -113,7 +111,7 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
                 console(stderr=True).print(Text(traceback.format_exc()), soft_wrap=True)
             say(
                 f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
-                f"Please report it to {ISSUES}, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
+                "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
             )
             raise typer.Exit(DEFECT) from None
 

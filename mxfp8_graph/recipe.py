@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import pydantic
 import yaml
@@ -45,7 +45,19 @@ ElementFormatName = Literal["e4m3", "e5m2"]
 ScaleRounding = Literal["ceil", "floor", "even"]
 
 
-class Rule(BaseModel):
+class _Construction(type(BaseModel)):  # type: ignore[misc]
+    """Makes what is built wrongly in Python the same RecipeError as what is written wrongly in a file."""
+
+    if not TYPE_CHECKING:  # type checkers are to see the fields
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            try:
+                return super().__call__(*args, **fields)
+            except pydantic.ValidationError as error:
+                raise RecipeError("\n".join(_explain(cls.__name__, e, {}, cls) for e in error.errors())) from None
+
+
+class Rule(BaseModel, metaclass=_Construction):
     """One row of a recipe: keys that match a site, then what to do with it.
 
     A key that is not given matches every site; the given ones must all match. The first matching rule decides. A rule
@@ -108,8 +120,8 @@ _RULE_ORDER: Final = ("name", "op", "subgraph", "min_n", "max_n", "min_k", "max_
 _RULE_KEYS: Final = set(_RULE_ORDER)
 
 
-class Recipe(BaseModel):
-    """Which matmuls become MXFP8, and how.
+class Recipe(BaseModel, metaclass=_Construction):
+    """Which matmuls become MXFP8, and how. Built wrongly, it raises RecipeError with field, value and what is expected.
 
     Invariants, checked at construction: no pattern is both included and excluded; no two rules have the same keys;
     `fp8_dpa` does not contradict `attention_scores` or `attention_values`.
@@ -200,6 +212,10 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, (str, Path)):
+        raise RecipeError(
+            f"recipe: a {type(recipe).__name__}; expected a preset's name, a file, or a Recipe; pass Recipe(**fields)"
+        )
     if str(recipe) in PRESETS:
         return PRESETS[str(recipe)]
     path = Path(recipe)
@@ -216,7 +232,7 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     try:
         return Recipe.model_validate({"name": path.stem, **data})
     except pydantic.ValidationError as error:
-        raise RecipeError("\n".join(_explain(path, e, lines) for e in error.errors())) from None
+        raise RecipeError("\n".join(_explain(str(path), e, lines, Recipe) for e in error.errors())) from None
 
 
 Location = tuple[int | str, ...]
@@ -271,15 +287,22 @@ _EXPECTED: Final = {
 """Pydantic's error type -> what the field takes, in the words of the file."""
 
 
-def _explain(path: Path, error: Any, lines: dict[Location, int]) -> str:
-    """Returns one pydantic error as "<file>:<line>: <key>: <what is>; expected <what>; <what to do>"."""
+def _explain(where: str, error: Any, lines: dict[Location, int], model: type[BaseModel]) -> str:
+    """Returns one pydantic error as "<file>:<line>: <key>: <what is>; expected <what>; <what to do>".
+
+    Args:
+        where: the file, or the class that was called.
+        error: one of a ValidationError's `errors()`.
+        lines: the line of every key in the file.
+        model: what was to be made.
+    """
     at: Location = tuple(error["loc"])
     message = error["msg"].removeprefix("Value error, ")
     if not at:  # an invariant of the whole recipe: its message starts with the key that breaks it
         key = message.split()[0]
         at, text = tuple(int(part) if part.isdecimal() else part for part in key.split(".")), message
     elif error["type"] == "extra_forbidden":
-        fields = Rule.model_fields if at[0] == "rules" else Recipe.model_fields
+        fields = Rule.model_fields if at[0] == "rules" else model.model_fields
         close = difflib.get_close_matches(str(at[-1]), fields, n=1)
         advice = f"did you mean {close[0]}?" if close else "correct or remove it"
         text = f"{_dotted(at)}: unknown key; expected one of {', '.join(fields)}; {advice}"
@@ -289,7 +312,7 @@ def _explain(path: Path, error: Any, lines: dict[Location, int]) -> str:
     else:
         text = f"{_dotted(at)}: {message}"
     line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
-    return f"{path}:{line}: {text}" if line else f"{path}: {text}"
+    return f"{where}:{line}: {text}" if line else f"{where}: {text}"
 
 
 def _dotted(at: Location) -> str:

@@ -75,6 +75,11 @@ class Target:
                 if own and entry.key == "location":
                     entry.value = own.name
 
+    def probe(self) -> None:
+        """Opens what `finish` would write to, for a dry run: what cannot be written is to be known then."""
+        if self.path is not None:
+            self._open(self.path).close()
+
     def discard(self) -> None:
         """Removes the temporary files that are left."""
         if self._data is not None:

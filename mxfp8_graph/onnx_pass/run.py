@@ -75,10 +75,11 @@ def rewrite_onnx(
     decisions = plan([site.site for site in sites], recipe)
     if not any(decision.quantize for decision in decisions):
         raise NothingEligibleError(_nothing(source, decisions), decisions)
-    if options.dry_run:
-        return None, report([SiteReport(decision=d, bytes_before=d.site.weight_bytes) for d in decisions])
     external = wants_external(source, decisions, options.output, options.external_data)
     with open_target(source, options.output, external=external, overwrite=options.overwrite) as target:
+        if options.dry_run:
+            target.probe()
+            return None, report([SiteReport(decision=d, bytes_before=d.site.weight_bytes) for d in decisions])
         reports = _apply(source, target, sites, decisions, options)
         _record(source.proto, recipe)
         target.finish()

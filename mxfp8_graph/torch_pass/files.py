@@ -129,8 +129,7 @@ def rewrite_torch_file(
         output = Path(str(model)).with_suffix(".mxfp8.pt2")
     if not in_memory and output.resolve() == Path(str(model)).resolve():
         raise ContractError(f"{output}: is the input; expected another file; pass another output")
-    if not options.dry_run:
-        check_target(output, overwrite=overwrite)
+    check_target(output, overwrite=overwrite)
     program = model if isinstance(model, ExportedProgram) else load(model)
     if not in_memory:
         options = replace(options, name=str(model))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from pydantic import ValidationError
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -38,7 +39,10 @@ class Made:
     @property
     def recipe_name(self) -> str:
         """The recipe's name, for messages."""
-        return Recipe.model_validate_json(self.recipe).name if self.recipe else "an unrecorded recipe"
+        try:
+            return Recipe.model_validate_json(self.recipe).name if self.recipe else "an unrecorded recipe"
+        except ValidationError:
+            return "a recipe this version cannot read"
 
 
 def entries(recipe: str | None) -> dict[str, str]:

@@ -503,8 +503,8 @@ def test_a_defect_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "rewrite", lambda *args, **kwargs: {}["[oops]"])
     assert refused("rewrite", "m.onnx", code=70).splitlines()[:2] == [
         "internal error: KeyError: '[oops]'",
-        "This is a defect of mxfp8-graph, not of your model. Please report it to the project's issue tracker, with the "
-        "output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`.",
+        "This is a defect of mxfp8-graph, not of your model. Please report it, with the output of "
+        "`mxfp8-graph --debug ...` and `mxfp8-graph doctor`.",
     ]
 
 

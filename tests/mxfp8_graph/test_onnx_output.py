@@ -290,6 +290,16 @@ class TestRefusals:
         assert report.dry_run
         assert files(tmp_path) == ["m.onnx"]
 
+    def test_a_dry_run_fails_where_the_run_would(self, tmp_path):
+        path = save(matmul_model(), tmp_path / "m.onnx")
+        out = tmp_path / "out.onnx"
+        out.touch()
+        for output in (out, path, tmp_path, tmp_path / "none" / "o.onnx", "/proc/self/o.onnx"):
+            assert message(path, output=output, dry_run=True) == message(path, output=output)
+        assert mxfp8_graph.rewrite(path, output=out, dry_run=True, overwrite=True)[0] is None
+        assert out.read_bytes() == b""
+        assert files(tmp_path) == ["m.onnx", "out.onnx"]
+
 
 def child(code: str, *arguments: Any) -> subprocess.Popen[str]:
     """Starts Python with this test's import path."""

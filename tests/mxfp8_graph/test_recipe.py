@@ -240,6 +240,41 @@ def test_mistakes_in_toml(complaint, text: str, expected: str) -> None:
     assert complaint(text, "toml") == expected
 
 
+# --- Built in Python ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda: Recipe(min_dim="3"), "Recipe: min_dim: '3'; expected a whole number; correct it"),
+        (
+            lambda: Recipe(scale_rounding="up"),
+            "Recipe: scale_rounding: 'up'; expected 'ceil', 'floor' or 'even'; correct it",
+        ),
+        (lambda: Recipe(include=("a",), exclude=("a",)), "Recipe: include and exclude both have 'a'; remove one"),
+        (lambda: Recipe(rules=({"min_n": -1},)), "Recipe: rules.0.min_n: -1; expected 0 or more; correct it"),
+        (
+            lambda: Rule(name="a", quantise=False),
+            f"Rule: quantise: unknown key; expected one of {RULE_FIELDS}; did you mean quantize?",
+        ),
+        (
+            lambda: Rule(name="("),
+            "Rule: name: '(' is not a regular expression (missing ), unterminated subpattern at position 0); "
+            "expected one; correct it",
+        ),
+        (
+            lambda: load_recipe({"min_dim": 3}),
+            "recipe: a dict; expected a preset's name, a file, or a Recipe; pass Recipe(**fields)",
+        ),
+    ],
+)
+def test_what_is_built_wrongly_says_field_value_and_what_is_expected(build, expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        build()
+    assert str(caught.value) == expected
+    assert caught.value.__cause__ is None
+
+
 # --- Rules as text -----------------------------------------------------------------------------------------------
 
 

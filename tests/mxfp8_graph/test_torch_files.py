@@ -117,6 +117,9 @@ def test_rewriting_files(tmp_path: Path) -> None:
         mxfp8_graph.rewrite(source, output=source, overwrite=True)
     assert mxfp8_graph.rewrite(source, output=tmp_path / "dry.pt2", dry_run=True)[0] is None
     assert not (tmp_path / "dry.pt2").exists()
+    for wrong, reason in ((output, "exists already"), (tmp_path / "none" / "dry.pt2", "no folder"), (source, "is the")):
+        with pytest.raises(ContractError, match=reason):
+            mxfp8_graph.rewrite(source, output=wrong, dry_run=True)
     program = mxfp8_graph.load(source)
     assert mxfp8_graph.rewrite(program, output=tmp_path / "other.pt2")[0] == tmp_path / "other.pt2"
 
