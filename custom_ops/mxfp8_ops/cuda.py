@@ -115,6 +115,7 @@ class CudaDevice:
 
     def context(self) -> int:
         """Returns the address of the primary context."""
+        _cupy().cuda.runtime.free(0)  # makes it, if nothing has yet
         address: int = _cupy().cuda.driver.ctxGetCurrent()
         return address
 

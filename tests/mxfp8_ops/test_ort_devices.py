@@ -130,7 +130,9 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
             Device=Device,
             driver=types.SimpleNamespace(ctxGetCurrent=lambda: 0xC0),
             function=types.SimpleNamespace(Module=Module),
-            runtime=types.SimpleNamespace(getDeviceProperties=lambda i: properties, CUDARuntimeError=RuntimeError),
+            runtime=types.SimpleNamespace(
+                getDeviceProperties=lambda i: properties, CUDARuntimeError=RuntimeError, free=lambda address: None
+            ),
         )
     )
     monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
