@@ -44,7 +44,9 @@ def rewrite(
 
     Returns:
         For a path, the path written; otherwise the same kind of model as `model`. A model that the same recipe has
-        already rewritten comes back as it is, with `report.already_rewritten` set and nothing written.
+        already rewritten comes back as it is, with `report.already_rewritten` set and nothing written. A graphsurgeon
+        graph has the record of how it was made in its attribute `metadata_props`, which `gs.export_onnx` does not
+        write: `onnx.helper.set_model_props(proto, graph.metadata_props)` does.
 
     Raises:
         ContractError: the model cannot be read, converted or packed, or the output cannot be written.
@@ -59,6 +61,7 @@ def rewrite(
 
     import onnx
 
+    from mxfp8_graph import surgeon
     from mxfp8_graph.onnx_pass import Options, rewrite_onnx
 
     as_graph = type(model).__module__.startswith("onnx_graphsurgeon.")
@@ -68,9 +71,7 @@ def rewrite(
     elif isinstance(model, onnx.ModelProto):
         source = model
     elif as_graph:
-        import onnx_graphsurgeon as gs
-
-        source = gs.export_onnx(model)
+        source = surgeon.to_proto(model)
     else:
         raise ContractError(
             f"rewrite: model is a {type(model).__name__}; expected a path, an onnx.ModelProto or an "
@@ -86,9 +87,7 @@ def rewrite(
     )
     rewritten, report = rewrite_onnx(source, chosen, options)
     if as_graph and isinstance(rewritten, onnx.ModelProto):
-        import onnx_graphsurgeon as gs
-
-        rewritten = model if report.already_rewritten else gs.import_onnx(rewritten)
+        rewritten = model if report.already_rewritten else surgeon.to_graph(rewritten)
     return rewritten, report
 
 

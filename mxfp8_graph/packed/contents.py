@@ -32,6 +32,7 @@ def contents(model: Any) -> Contents:
     """Returns everything a model stores; see `unpack`."""
     import onnx
 
+    from mxfp8_graph import surgeon
     from mxfp8_graph.onnx_pass.source import open_path, open_proto
     from mxfp8_graph.packed import from_onnx
 
@@ -45,9 +46,7 @@ def contents(model: Any) -> Contents:
     if isinstance(model, onnx.ModelProto):
         return from_onnx.contents(open_proto(model))
     if type(model).__module__.startswith("onnx_graphsurgeon."):
-        import onnx_graphsurgeon as gs
-
-        return from_onnx.contents(open_proto(gs.export_onnx(model)))
+        return from_onnx.contents(open_proto(surgeon.to_proto(model)))
     if any(c.__name__ == "ExportedProgram" and c.__module__.startswith("torch.") for c in type(model).__mro__):
         from mxfp8_graph.packed import from_torch
 

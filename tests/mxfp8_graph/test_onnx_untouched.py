@@ -12,6 +12,7 @@ from oracle import check_well_formed, expect, kinds, normal, relu, run
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
+from mxfp8_ops.errors import RecipeError
 
 F32 = np.float32
 
@@ -129,6 +130,18 @@ def test_the_callers_proto_is_not_modified():
     before = proto.SerializeToString(deterministic=True)
     mxfp8_graph.rewrite(proto, "all")
     assert proto.SerializeToString(deterministic=True) == before
+
+
+def test_a_rewritten_graph_keeps_the_record_of_its_recipe():
+    graph, _ = mxfp8_graph.rewrite(gs.import_onnx(chain_model()))
+    again, report = mxfp8_graph.rewrite(graph)
+    assert again is graph
+    assert report.already_rewritten
+    with pytest.raises(RecipeError, match="packed with 'mxfp8', asked for 'ocp'"):
+        mxfp8_graph.rewrite(graph, "ocp")
+    proto = gs.export_onnx(graph)
+    onnx.helper.set_model_props(proto, graph.metadata_props)
+    assert mxfp8_graph.rewrite(proto)[1].already_rewritten
 
 
 def test_the_callers_graph_is_not_modified_and_a_graph_comes_back():
