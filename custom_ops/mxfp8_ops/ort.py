@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from mxfp8_ops import contract, cpu, ort_cuda
+from mxfp8_ops import contract, cpu
 from mxfp8_ops.errors import BackendError, ContractError
 
 MIN_ORT: Final = (1, 20)
@@ -164,6 +164,8 @@ def _check_device(ort: Any, device: str) -> None:
             "pip uninstall onnxruntime && pip install onnxruntime-gpu, or use device='cuda-copies'"
         )
     if device != "cpu":
+        from mxfp8_ops import ort_cuda
+
         ort_cuda.connect()
 
 
