@@ -4,6 +4,7 @@
 #include "codec.h"
 #include "kernels.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
@@ -50,38 +51,27 @@ void rows(const DequantizeArgs& args, int64_t row_begin, int64_t row_end) {
 
 template <class F, class D>
 void columns(const DequantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
-  const int64_t blocks = (args.k + kBlock - 1) / kBlock;
-  const int64_t across = (args.inner + kColumnTile - 1) / kColumnTile;
   alignas(64) float scale[kRun * kColumnTile];
   alignas(64) float values[kBlock];
-  int64_t tiles = 0;
-  for (int64_t tile = tile_begin; tile < tile_end; tile += tiles) {
-    tiles = tile_end - tile < across - tile % across ? tile_end - tile : across - tile % across;
-    tiles = tiles < kRun ? tiles : kRun;
-    const int64_t column = tile % across * kColumnTile;
-    const int64_t block = tile / across % blocks;
-    const int64_t outer = tile / across / blocks;
-    const int64_t width = args.inner - column < tiles * kColumnTile ? args.inner - column : tiles * kColumnTile;
-    const int64_t depth = args.k - block * kBlock < kBlock ? args.k - block * kBlock : kBlock;
-    const int64_t start = (outer * args.k + block * kBlock) * args.inner + column;
-    const uint8_t* scales = args.scales + (outer * blocks + block) * args.inner + column;
+  for_each_run(args, tile_begin, tile_end, kRun, [&](const TileRun& run) {
+    const uint8_t* scales = args.scales + run.scale;
     int outside = 0;
-    for (int64_t i = 0; i < width; ++i) {
+    for (int64_t i = 0; i < run.width; ++i) {
       scale[i] = scale_value(scales[i]);
       outside += scales[i] < kLowestPlainScale || scales[i] > kHighestPlainScale;
     }
-    const int64_t plain = outside == 0 ? width / kBlock * kBlock : 0;
-    for (int64_t row = 0; row < depth; ++row) {
-      const uint8_t* elements = args.elements + start + row * args.inner;
-      auto* y = static_cast<typename D::Storage*>(args.y) + start + row * args.inner;
+    const int64_t plain = outside == 0 ? run.width / kBlock * kBlock : 0;
+    for (int64_t row = 0; row < run.depth; ++row) {
+      const uint8_t* elements = args.elements + run.start + row * args.inner;
+      auto* y = static_cast<typename D::Storage*>(args.y) + run.start + row * args.inner;
       for (int64_t i = 0; i < plain; i += kBlock) {
         decode_block<F>(elements + i, 1.0f, values);
         for (int64_t j = 0; j < kBlock; ++j) values[j] *= scale[i + j];
         D::store_short_block(values, y + i);
       }
-      for (int64_t i = plain; i < width; ++i) y[i] = D::store(decode<F>(elements[i]) * scale[i]);
+      for (int64_t i = plain; i < run.width; ++i) y[i] = D::store(decode<F>(elements[i]) * scale[i]);
     }
-  }
+  });
 }
 
 }  // namespace

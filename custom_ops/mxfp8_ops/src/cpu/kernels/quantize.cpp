@@ -7,6 +7,7 @@
 #include "codec.h"
 #include "group.h"
 #include "kernels.h"
+#include "tiles.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
@@ -59,14 +60,12 @@ void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* s
     uint8_t* elements = args.elements + row * args.k;
     uint8_t* scales = args.scales + row * row_blocks;
     int64_t block = 0;
-    while (block < blocks) {
+    while (true) {
+      const int64_t groups = (length - block * kBlock) / (kGroup * kBlock);
+      block += kGroup * quantize_groups<D, F>(x + block * kBlock, groups, args.increment, elements + block * kBlock,
+                                              scales + block, stats == nullptr ? nullptr : &sums);
+      if (block >= blocks) break;
       const int64_t start = block * kBlock;
-      if (start + kGroup * kBlock <= length &&
-          quantize_group<D, F>(x + start, args.increment, elements + start, scales + block,
-                               stats == nullptr ? nullptr : &sums)) {
-        block += kGroup;
-        continue;
-      }
       const int64_t count = length - start < kBlock ? length - start : kBlock;
       if (count == kBlock) {
         for (int i = 0; i < kBlock; ++i) values[i] = D::load(x[start + i]);
@@ -91,34 +90,21 @@ void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* s
   if (stats != nullptr) sums.add_to(stats);
 }
 
-// Up to kRun tiles side by side are done together, row after row, so that whole pages are read and written in turn; the
-// second reading comes from L2.
+// The second reading of x comes from L2.
 template <class D, class F>
 void columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
-  const int64_t blocks = (args.k + kBlock - 1) / kBlock;
-  const int64_t across = (args.inner + kColumnTile - 1) / kColumnTile;
   alignas(64) typename D::Bits amax[kRun * kColumnTile];
   alignas(64) float inverse[kRun * kColumnTile];
-  int64_t tiles = 0;
-  for (int64_t tile = tile_begin; tile < tile_end; tile += tiles) {
-    tiles = tile_end - tile < across - tile % across ? tile_end - tile : across - tile % across;
-    tiles = tiles < kRun ? tiles : kRun;
-    const int64_t column = tile % across * kColumnTile;
-    const int64_t block = tile / across % blocks;
-    const int64_t outer = tile / across / blocks;
-    const int64_t width = args.inner - column < tiles * kColumnTile ? args.inner - column : tiles * kColumnTile;
-    const int64_t depth = args.k - block * kBlock < kBlock ? args.k - block * kBlock : kBlock;
-    const int64_t start = (outer * args.k + block * kBlock) * args.inner + column;
-    const auto* x = static_cast<const typename D::Storage*>(args.x) + start;
-    uint8_t* elements = args.elements + start;
-    uint8_t* scales = args.scales + (outer * blocks + block) * args.inner + column;
-
+  for_each_run(args, tile_begin, tile_end, kRun, [&](const TileRun& run) {
+    const auto* x = static_cast<const typename D::Storage*>(args.x) + run.start;
+    uint8_t* elements = args.elements + run.start;
+    uint8_t* scales = args.scales + run.scale;
     std::memset(amax, 0, sizeof amax);
     int64_t row = 0;
-    for (; row + 4 <= depth; row += 4) raise_magnitudes<D, 4>(x + row * args.inner, args.inner, width, amax);
-    for (; row < depth; ++row) raise_magnitudes<D, 1>(x + row * args.inner, args.inner, width, amax);
+    for (; row + 4 <= run.depth; row += 4) raise_magnitudes<D, 4>(x + row * args.inner, args.inner, run.width, amax);
+    for (; row < run.depth; ++row) raise_magnitudes<D, 1>(x + row * args.inner, args.inner, run.width, amax);
     int bad = 0;
-    for (int64_t i = 0; i < width; ++i) {
+    for (int64_t i = 0; i < run.width; ++i) {
       typename D::Storage largest;
       std::memcpy(&largest, amax + i, sizeof largest);
       const uint32_t code = scale_code<F>(bits_of(D::load(largest)), args.increment);
@@ -126,14 +112,14 @@ void columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
       inverse[i] = code == kScaleNan ? 0.0f : inverse_scale_value(code);
       bad += code == kScaleNan;
     }
-    for (row = 0; row < depth; ++row) {
-      encode_columns<D, F>(x + row * args.inner, inverse, width, elements + row * args.inner);
+    for (row = 0; row < run.depth; ++row) {
+      encode_columns<D, F>(x + row * args.inner, inverse, run.width, elements + row * args.inner);
     }
-    for (int64_t i = 0; bad > 0 && i < width; ++i) {
+    for (int64_t i = 0; bad > 0 && i < run.width; ++i) {
       if (scales[i] != kScaleNan) continue;
-      for (row = 0; row < depth; ++row) elements[row * args.inner + i] = kElementNan;
+      for (row = 0; row < run.depth; ++row) elements[row * args.inner + i] = kElementNan;
     }
-  }
+  });
 }
 
 // Quantizes `depth` <= 32 rows of `width` <= 64 columns, each column one block. codes: [32, 64], of which only [depth,
