@@ -14,7 +14,7 @@ from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_v
 from pathlib import Path
 from typing import Any, Final
 
-from mxfp8_ops import cuda, native
+from mxfp8_ops import cuda, cuda_build, native
 from mxfp8_ops.cuda_system import DRIVER
 from mxfp8_ops.errors import BackendError
 
@@ -46,6 +46,7 @@ def connect() -> None:
     """
     if not cuda.available():
         cuda.device(0)  # says why
+    cuda_build.nvrtc_version()  # missing, it should be said before a node is made
     give(native.load())
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import cuda_emulation
 import pytest
 
-from mxfp8_ops import cuda, cuda_kernels, ort_cuda
+from mxfp8_ops import cuda, cuda_build, cuda_kernels, ort_cuda
 from mxfp8_ops.errors import BackendError
 
 CONTEXT = 0x1234
@@ -156,6 +156,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, stream: int = THREAD_STREAM) -> Ite
 
     monkeypatch.setattr(cuda, "available", lambda: True)
     monkeypatch.setattr(cuda, "current", current)
+    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(ort_cuda, "DRIVER", str(gpu.path))
     ort_cuda.connect.cache_clear()
     gpu.start(stream)

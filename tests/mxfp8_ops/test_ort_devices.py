@@ -71,6 +71,12 @@ def test_without_a_driver_the_device_says_why(gpu, monkeypatch):
         ort.session(model(), device="cuda-copies")
 
 
+def test_without_nvrtc_the_device_says_what_to_install(gpu, monkeypatch):
+    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: fail("cuda: no NVRTC; pip install it"))
+    with pytest.raises(BackendError, match="cuda: no NVRTC; pip install it"):
+        ort.session(model(), device="cuda-copies")
+
+
 @pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider' is not in available:UserWarning")
 def test_a_cuda_provider_without_a_gpu_warns_and_runs_on_the_processor(with_provider, monkeypatch):
     ort_cuda.connect.cache_clear()
