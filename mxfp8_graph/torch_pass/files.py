@@ -149,7 +149,7 @@ def check_target(path: str | Path, *, overwrite: bool) -> Path:
     """
     path = Path(path)
     if path.suffix != ".pt2":
-        raise ContractError(f"{path}: suffix {path.suffix!r}; expected .pt2; rename it (mxfp8_graph.to_onnx writes ONNX)")
+        raise ContractError(f"{path}: suffix {path.suffix!r}; expected .pt2; rename it (to_onnx writes ONNX)")
     if path.is_dir() or not path.parent.is_dir():
         what = "a directory" if path.is_dir() else f"no folder {path.parent}"
         raise ContractError(f"{path}: {what}; expected a file in an existing folder; correct the path")
