@@ -7,6 +7,7 @@ import functools
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,12 @@ def measure(size: int = 512 << 20, threads: int = THREADS) -> Floors:
         fp32=max(library.fma_rate(0, threads) for _ in range(3)),
         bf16=max(library.fma_rate(1, threads) for _ in range(3)),
     )
+
+
+def reader(size: int, threads: int = THREADS) -> Callable[[], float]:
+    """Returns a call that reads `size` bytes once."""
+    library, data = _library(), np.ones(size, np.uint8)
+    return lambda: library.read_seconds(data.ctypes.data, size, threads)
 
 
 def copy_bandwidth(data: np.ndarray, threads: int) -> float:

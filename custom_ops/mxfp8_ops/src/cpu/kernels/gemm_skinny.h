@@ -10,10 +10,9 @@
 namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kGroupBytes = 32 << 10;      // of a group of packed rows that one pass over B reads: they stay in L1
-constexpr int64_t kPassValues = 512;           // a pass is a multiple of this deep, unless it ends the row
+constexpr int64_t kPassStep = 128;             // a pass is a multiple of this deep, unless it ends the row
 constexpr int64_t kSumRows = kSkinnyRows + 4;  // sums are added four at a time
-constexpr int64_t kAheadRows = 4;              // how far ahead B is fetched
-constexpr int64_t kAheadBytes = 2048;          // and, if rows are short, that many times this
+constexpr int64_t kAheadBytes = 4096;          // how far ahead B is fetched, rounded up to rows
 
 // Groups of nearly equal size.
 struct Groups {
@@ -45,7 +44,7 @@ struct Work {
   int64_t row;              // the first of the group
   int64_t k, count;         // part of K
   int64_t column, columns;  // columns of the result
-  int64_t ahead;            // how many bytes of B to fetch ahead
+  int64_t ahead;            // how many rows of B to fetch ahead
   float* sums;              // [columns, kSumRows]: sums are added here
 };
 
@@ -54,11 +53,13 @@ struct Pass {
   const uint8_t* elements;
   const uint8_t* scales;
   int64_t next_elements, next_scales;  // distance from a row to the next
-  int64_t count, ahead;
+  int64_t count;
+  int64_t ahead, ahead_scales;  // distance to what to fetch
 };
 
-// For every column of `work`, C at a time, then one by one: dot(Columns<C>, Pass, sums) adds R sums for each to `sums`,
-// kSumRows apart, or returns false if it cannot do so exactly.
+// For every column of `work`, C at a time: dot(Columns<C>, Pass, sums) adds R sums for each to `sums`, kSumRows apart,
+// or adds nothing and returns false if it cannot do so exactly. Then each column is tried alone, so that one of them
+// does not change the other's sum.
 template <int C>
 using Columns = Rows<C>;
 template <class F, int R, int C, class T, class Dot>
@@ -67,38 +68,37 @@ MXFP8_INLINE void for_each_column(const Work<T>& work, const Dot& dot) {
   const int64_t blocks = blocks_of(args.k);
   const auto call = [&](auto columns, int64_t j) MXFP8_INLINE_LAMBDA {
     const int64_t column = work.column + j;
-    float* sums = work.sums + j * kSumRows;
-    const Pass pass = {args.b + column * args.k + work.k,
-                       args.b_scales + column * blocks + work.k / kBlock,
-                       args.k,
-                       blocks,
-                       work.count,
-                       work.ahead};
-    if (__builtin_expect(!dot(columns, pass, sums), 0)) {
-      for (int i = 0; i < R * columns.value; ++i) {
-        sums[i / R * kSumRows + i % R] += exact_dot<F>(args, work.row + i % R, column + i / R, work.k, work.count);
+    return dot(columns,
+               Pass{args.b + column * args.k + work.k, args.b_scales + column * blocks + work.k / kBlock, args.k,
+                    blocks, work.count, (work.ahead + C - 1) * args.k, (work.ahead + C - 1) * blocks},
+               work.sums + j * kSumRows);
+  };
+  for (int64_t j = 0; j < work.columns;) {
+    if (C > 1 && j + C <= work.columns && __builtin_expect(call(Columns<C>{}, j), 1)) {
+      j += C;
+      continue;
+    }
+    for (const int64_t end = min_of(j + C, work.columns); j < end; ++j) {
+      if (__builtin_expect(call(Columns<1>{}, j), 1)) continue;
+      for (int r = 0; r < R; ++r) {
+        work.sums[j * kSumRows + r] += exact_dot<F>(args, work.row + r, work.column + j, work.k, work.count);
       }
     }
-  };
-  int64_t j = 0;
-  for (; j + C <= work.columns; j += C) call(Columns<C>{}, j);
-  if constexpr (C > 1) {
-    for (; j < work.columns; ++j) call(Columns<1>{}, j);
   }
 }
 
-// Multiplies columns column_begin..column_end-1 of the result: calls multiply(Rows<R>, Work<T>).
-template <class T, int Step, int Least, int Most, class Multiply>
+// Multiplies columns column_begin..column_end-1 of the result: calls multiply(Rows<R>, Work<T>). The part of a group
+// that one pass reads has at most `Bytes`.
+template <class T, int Step, int Least, int Most, int64_t Bytes = kGroupBytes, class Multiply>
 MXFP8_INLINE void for_each_group(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
                                  int64_t column_end, const T* packed, const Multiply& multiply) {
   alignas(64) float strip[kSkinnyRows * kGemmColumns], sums[kGemmColumns * kSumRows];
   const Groups groups(rows, Most);
   const int64_t padded = (args.k + Step - 1) / Step * Step;
-  const int64_t deepest = kGroupBytes / int64_t(sizeof(T)) / groups.rows(0) / kPassValues * kPassValues;
+  const int64_t deepest = Bytes / int64_t(sizeof(T)) / groups.rows(0) / kPassStep * kPassStep;
   const int64_t passes = (args.k + deepest - 1) / deepest;
-  const int64_t depth = passes == 0 ? 0 : (args.k + passes * kPassValues - 1) / (passes * kPassValues) * kPassValues;
-  // Whole rows, so that each byte is fetched once, however rows and passes alternate.
-  const int64_t ahead = args.k * (args.k >= kAheadBytes ? kAheadRows : kAheadRows * kAheadBytes / (args.k + 1));
+  const int64_t depth = passes == 0 ? 0 : (args.k + passes * kPassStep - 1) / (passes * kPassStep) * kPassStep;
+  const int64_t ahead = depth == 0 ? 0 : (kAheadBytes + depth - 1) / depth;
   for (int64_t column = column_begin; column < column_end; column += kGemmColumns) {
     const int64_t width = min_of(kGemmColumns, column_end - column);
     std::memset(sums, 0, sizeof sums);

@@ -1,7 +1,7 @@
 // The gemms for few rows on the bf16 dot product: B is decoded in registers. When that is exact is told in
 // gemm_bf16.cpp.
 //
-// y [M, N] = A [M, K] . B [N, K]^T, M <= 9. Work is split over N. Bytes moved: 1.03 N K + A + the result.
+// y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + A + the result.
 //
 // Two ways to apply the scales of B:
 //   up to kScaleAfterRows rows, to the sum of each block, as float32: any scale will do, and NaN and Inf codes too.
@@ -16,7 +16,11 @@ namespace mxfp8::MXFP8_ISA {
 namespace {
 
 constexpr int kStep = kStepBf16;
-constexpr int kScaleAfterRows = 6;
+constexpr int kScaleAfterRows = 2;
+// The part of A that a pass over many rows reads. It leaves room in L1, for rows of B tend to lie a multiple of 4 KiB
+// apart: what is fetched ahead falls into a few of its sets.
+constexpr int64_t kManyRowsBytes = 16 << 10;
+constexpr int kTwoColumnRows = 8;  // the most rows for which the sums of two columns fit the registers
 
 MXFP8_INLINE __m512bh as_bf16(__m512i values) { return reinterpret_cast<__m512bh>(values); }
 
@@ -30,44 +34,37 @@ MXFP8_INLINE __m512 scale_values(__m128i scales) {
   return _mm512_castsi512_ps(bits);
 }
 
-template <class F, int R, int C>
+template <class F, int R>
 MXFP8_INLINE void dot_scaled_after(const Decoder<F>& decoder, const uint16_t* a, const Pass& pass, float* out) {
-  __m512 sums[C][R];
-  for (auto& column : sums) {
-    for (__m512& sum : column) sum = zero();
-  }
+  __m512 sums[R];
+  for (__m512& sum : sums) sum = zero();
   __m512i unused = _mm512_setzero_si512();
-  for (int64_t k = 0; k < pass.count; k += kPassValues) {
-    const int64_t left = min_of(kPassValues, pass.count - k);
-    __m512 scales[C];
-    for (int c = 0; c < C; ++c) {
-      scales[c] = scale_values(load_scales(pass.scales + c * pass.next_scales + k / kBlock, blocks_of(left)));
-    }
+  for (int64_t k = 0; k < pass.count; k += kScaleValues) {
+    const int64_t left = min_of(kScaleValues, pass.count - k);
+    const __m512 scales = scale_values(load_scales(pass.scales + k / kBlock, blocks_of(left)));
     __m512i lanes = lanes_of_step(0);
     for (int64_t i = 0; i < left; i += kStep) {
-      for (int c = 0; c < C; ++c) {
-        const uint8_t* elements = pass.elements + c * pass.next_elements + k + i;
-        __builtin_prefetch(elements + pass.ahead, 0, 2);
-        const Values b = decoder.values(load_codes(elements, left - i), &unused);
-        const __m512 scale = _mm512_permutexvar_ps(lanes, scales[c]);
-        for (int r = 0; r < R; ++r) {
-          const uint16_t* row = a + (k + i) * R + r * kStep;
-          const __m512 sum = _mm512_dpbf16_ps(zero(), as_bf16(b.even), as_bf16(_mm512_load_si512(row)));
-          const __m512 both = _mm512_dpbf16_ps(sum, as_bf16(b.odd), as_bf16(_mm512_load_si512(row + kBlock)));
-          sums[c][r] = _mm512_fmadd_ps(both, scale, sums[c][r]);
-        }
+      const uint8_t* elements = pass.elements + k + i;
+      __builtin_prefetch(elements + pass.ahead);
+      const Values b = decoder.values(load_codes(elements, left - i), &unused);
+      const __m512 scale = _mm512_permutexvar_ps(lanes, scales);
+      for (int r = 0; r < R; ++r) {
+        const uint16_t* row = a + (k + i) * R + r * kStep;
+        const __m512 sum = _mm512_dpbf16_ps(zero(), as_bf16(b.even), as_bf16(_mm512_load_si512(row)));
+        const __m512 both = _mm512_dpbf16_ps(sum, as_bf16(b.odd), as_bf16(_mm512_load_si512(row + kBlock)));
+        sums[r] = _mm512_fmadd_ps(both, scale, sums[r]);
       }
       lanes = _mm512_add_epi32(lanes, _mm512_set1_epi32(2));
     }
   }
-  for (int c = 0; c < C; ++c) add_lanes<R>(sums[c], out + c * kSumRows);
+  add_lanes<R>(sums, out);
 }
 
 template <class F, int R>
 MXFP8_NOINLINE void multiply_scaled_after(const Work<uint16_t>& work) {
   const Decoder<F> decoder;
-  for_each_column<F, R, 2>(work, [&](auto columns, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
-    dot_scaled_after<F, R, decltype(columns)::value>(decoder, work.a, pass, sums);
+  for_each_column<F, R, 1>(work, [&](auto, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
+    dot_scaled_after<F, R>(decoder, work.a, pass, sums);
     return true;
   });
 }
@@ -78,55 +75,77 @@ MXFP8_INLINE __m512 dot_product(__m512 sum, const uint16_t* a, __m512i b) {
   return sum;
 }
 
+// Adds the products of R rows of A, a step of each, with C rows of B.
+template <int R, int C>
+MXFP8_INLINE void add_products(const uint16_t* a, const __m512i* b, __m512 (*sums)[R]) {
+  if constexpr (C == 1) {
+    for (int r = 0; r < R; ++r) sums[0][r] = dot_product(sums[0][r], a + r * kStep, b[0]);
+  } else {
+    for (int r = 0; r < R; ++r) {
+      const __m512i row = _mm512_load_si512(a + r * kStep);
+      for (int c = 0; c < C; ++c) sums[c][r] = _mm512_dpbf16_ps(sums[c][r], as_bf16(row), as_bf16(b[c]));
+    }
+  }
+}
+
 // `lowest` is the smallest scale code that makes neither a weight nor a product subnormal.
-template <class F, int R>
+template <class F, int R, int C>
 MXFP8_INLINE bool dot_scaled_first(const Decoder<F>& decoder, const uint16_t* a, const Pass& pass, int lowest,
                                    float* out) {
-  constexpr int chains = R <= 8 ? 2 : 1;  // sums per row: enough to have a dot product to start in every cycle
-  __m512 sums[R * chains];
-  for (__m512& sum : sums) sum = zero();
+  __m512 sums[C][R];
+  for (auto& column : sums) {
+    for (__m512& sum : column) sum = zero();
+  }
   __m512i highest = _mm512_setzero_si512();
-  __m512i exponents;
-  const auto step = [&](int64_t i, __m512i codes, const uint16_t* rows) MXFP8_INLINE_LAMBDA {
-    const Values b = decoder.values(codes, &highest);
-    const __m512i exponent = _mm512_permutexvar_epi32(lanes_of_step(i), exponents);
-    const __m512i even = add_exponents(b.even, exponent), odd = add_exponents(b.odd, exponent);
-    for (int r = 0; r < R; ++r) sums[r] = dot_product(sums[r], rows + r * kStep, even);
-    for (int r = 0; r < R; ++r) {
-      __m512& sum = sums[r + (chains - 1) * R];
-      sum = dot_product(sum, rows + r * kStep + kBlock, odd);
+  for (int64_t k = 0; k < pass.count; k += kScaleValues) {
+    const int64_t left = min_of(kScaleValues, pass.count - k);
+    __m512i exponents[C];
+    for (int c = 0; c < C; ++c) {
+      const uint8_t* scales = pass.scales + c * pass.next_scales + k / kBlock;
+      __builtin_prefetch(scales + pass.ahead_scales);
+      const __m128i codes = load_scales(scales, blocks_of(left));
+      const uint32_t wrong = outside(codes, lowest, kMaxScale<F>) & ((1u << blocks_of(left)) - 1);
+      if (__builtin_expect(wrong != 0, 0)) {
+        if (!are_zero(pass.elements + c * pass.next_elements + k, left, scales, wrong)) return false;
+      }
+      exponents[c] = exponents_of(codes);
     }
-  };
-  for (int64_t k = 0; k < pass.count; k += kPassValues) {
-    const int64_t left = min_of(kPassValues, pass.count - k);
-    const uint8_t* elements = pass.elements + k;
-    const uint8_t* scales = pass.scales + k / kBlock;
-    const uint16_t* rows = a + k * R;
-    const __m128i codes = load_scales(scales, blocks_of(left));
-    const uint32_t wrong = outside(codes, lowest, kMaxScale<F>) & ((1u << blocks_of(left)) - 1);
-    if (__builtin_expect(wrong != 0, 0) && !are_zero(elements, left, scales, wrong)) return false;
-    exponents = exponents_of(codes);
+    __m512i lanes = lanes_of_step(0);
+    const auto step = [&](int64_t i, const auto& codes_of) MXFP8_INLINE_LAMBDA {
+      __m512i even[C], odd[C];
+      for (int c = 0; c < C; ++c) {
+        const uint8_t* elements = pass.elements + c * pass.next_elements + k + i;
+        __builtin_prefetch(elements + pass.ahead);
+        const Values b = decoder.values(codes_of(elements), &highest);
+        const __m512i exponent = _mm512_permutexvar_epi32(lanes, exponents[c]);
+        even[c] = add_exponents(b.even, exponent);
+        odd[c] = add_exponents(b.odd, exponent);
+      }
+      lanes = _mm512_add_epi32(lanes, _mm512_set1_epi32(2));
+      const uint16_t* rows = a + (k + i) * R;
+      add_products<R, C>(rows, even, sums);
+      add_products<R, C>(rows + kBlock, odd, sums);
+    };
     int64_t i = 0;
-    for (; (i + 1) * kStep <= left; ++i) {
-      __builtin_prefetch(elements + i * kStep + pass.ahead);
-      step(i, _mm512_loadu_si512(elements + i * kStep), rows + i * kStep * R);
+    for (; i + kStep <= left; i += kStep) {
+      step(i, [](const uint8_t* elements) MXFP8_INLINE_LAMBDA { return _mm512_loadu_si512(elements); });
     }
-    if (i * kStep < left) step(i, load_codes(elements + i * kStep, left - i * kStep), rows + i * kStep * R);
+    if (i < left) {
+      step(i, [=](const uint8_t* elements) MXFP8_INLINE_LAMBDA { return load_codes(elements, left - i); });
+    }
   }
   if (Decoder<F>::has_special(highest)) return false;
-  if (chains == 2) {
-    for (int r = 0; r < R; ++r) sums[r] = _mm512_add_ps(sums[r], sums[r + (chains - 1) * R]);
-  }
-  add_lanes<R>(sums, out);
+  for (int c = 0; c < C; ++c) add_lanes<R>(sums[c], out + c * kSumRows);
   return true;
 }
 
 template <class F, int R>
 MXFP8_NOINLINE void multiply_scaled_first(const Work<uint16_t>& work, int lowest) {
   const Decoder<F> decoder;
-  for_each_column<F, R, 1>(work, [&](auto, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
-    return dot_scaled_first<F, R>(decoder, work.a, pass, lowest, sums);
-  });
+  for_each_column<F, R, R <= kTwoColumnRows ? 2 : 1>(
+      work, [&](auto columns, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
+        return dot_scaled_first<F, R, decltype(columns)::value>(decoder, work.a, pass, lowest, sums);
+      });
 }
 
 }  // namespace
@@ -159,9 +178,16 @@ void gemm_skinny_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, 
           [&](auto r, const Work<uint16_t>& work) { multiply_scaled_after<F, decltype(r)::value>(work); });
     } else {
       const int lowest = lowest_scale<F>(exponent);
-      for_each_group<uint16_t, kStep, kScaleAfterRows + 1, kSkinnyRowsBf16>(
-          args, row, rows, column_begin, column_end, a,
-          [&](auto r, const Work<uint16_t>& work) { multiply_scaled_first<F, decltype(r)::value>(work, lowest); });
+      const auto multiply = [&](auto r, const Work<uint16_t>& work) {
+        multiply_scaled_first<F, decltype(r)::value>(work, lowest);
+      };
+      if (rows <= kTwoColumnRows) {
+        for_each_group<uint16_t, kStep, kScaleAfterRows + 1, kTwoColumnRows>(args, row, rows, column_begin, column_end,
+                                                                             a, multiply);
+      } else {
+        for_each_group<uint16_t, kStep, kTwoColumnRows + 1, int(kSkinnyRows), kManyRowsBytes>(
+            args, row, rows, column_begin, column_end, a, multiply);
+      }
     }
   });
 }

@@ -89,7 +89,7 @@ MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) 
   };
   int64_t k = 0;
   for (; k + kStep <= pass.count; k += kStep) {
-    __builtin_prefetch(pass.elements + k + pass.ahead, 0, 2);
+    __builtin_prefetch(pass.elements + k + pass.ahead);
     step(pass.elements + k, spread_scales(scales, k), a + k * R);
   }
   if (k < pass.count) {

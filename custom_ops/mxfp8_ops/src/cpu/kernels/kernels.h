@@ -15,7 +15,6 @@ constexpr int64_t kColumnTile = 64;        // columns a strided kernel handles a
 constexpr int64_t kPackDepth = 8;          // blocks along K in one tile of the transposing pack
 constexpr int64_t kGemmRows = 256;         // rows of A packed at a time: they stay in L2
 constexpr int64_t kSkinnyRows = 16;        // the most rows of A that B is decoded in registers for
-constexpr int64_t kSkinnyRowsBf16 = 9;     // the same on the bf16 dot product
 constexpr int64_t kGemmColumns = 64;       // columns of one accumulator strip
 constexpr int64_t kGemmDepthBytes = 2048;  // of one packed row that is multiplied before partial sums are stored
 constexpr int64_t kGemmPanel = 4;          // rows of B decoded at a time: they stay in L1

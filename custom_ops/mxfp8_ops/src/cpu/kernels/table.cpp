@@ -33,7 +33,7 @@ const Kernels kernels = {
     dequantize_columns,
     {kSkinnyRows, sizeof(float), gemm_skinny_f32_pack, gemm_skinny_f32_multiply},
 #if defined(__AVX512BF16__)
-    {kSkinnyRowsBf16, sizeof(uint16_t), gemm_skinny_bf16_pack, gemm_skinny_bf16_multiply},
+    {kSkinnyRows, sizeof(uint16_t), gemm_skinny_bf16_pack, gemm_skinny_bf16_multiply},
 #else
     {0, 0, nullptr, nullptr},
 #endif
