@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,16 +62,16 @@ def measure(size: int = 512 << 20, threads: int = THREADS) -> Floors:
     )
 
 
-def reader(size: int, threads: int = THREADS) -> Callable[[], float]:
-    """Returns a call that reads `size` bytes once."""
+def reader(size: int, threads: int = THREADS) -> Callable[[], object]:
+    """Returns a call that reads `size` bytes once, one piece per thread; the threads wait from call to call."""
     library, data = _library(), np.ones(size, np.uint8)
-    return lambda: library.read_seconds(data.ctypes.data, size, threads)
+    pieces = np.array_split(data, threads)
+    pool = ThreadPoolExecutor(threads)
+    return lambda: list(pool.map(lambda piece: library.read_seconds(piece.ctypes.data, piece.nbytes, 1), pieces))
 
 
 def copy_bandwidth(data: np.ndarray, threads: int) -> float:
     """Returns bytes read plus written per second by memcpy, the array cut into one piece per thread."""
-    from concurrent.futures import ThreadPoolExecutor
-
     target = np.zeros_like(data)
     pieces = list(zip(np.array_split(target, threads), np.array_split(data, threads), strict=True))
     best = float("inf")

@@ -37,14 +37,14 @@ COLUMNS = ["contender", "M", "ms", "spread", "GFLOP/s", "mxfp8 is faster by", "o
 
 def linears(k: int, n: int, layers: int) -> onnx.ModelProto:
     """Returns a model of that many products y0 = x0 @ w0, y1 = x1 @ w1, ..."""
-    weight = (np.random.default_rng(0).standard_normal((k, n), np.float32) / np.float32(k**0.5)).astype(np.float32)
+    rng = np.random.default_rng(0)
     each = range(layers)
     graph = helper.make_graph(
         [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"y{i}"], name=f"linear{i}") for i in each],
         "linears",
         [helper.make_tensor_value_info(f"x{i}", 1, ["m", k]) for i in each],
         [helper.make_tensor_value_info(f"y{i}", 1, ["m", n]) for i in each],
-        [numpy_helper.from_array(weight, f"w{i}") for i in each],
+        [numpy_helper.from_array(rng.standard_normal((k, n), np.float32), f"w{i}") for i in each],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
@@ -72,8 +72,7 @@ class TorchLinears:
     """A loop over linears in one dtype."""
 
     def __init__(self, k: int, n: int, layers: int, dtype: torch.dtype) -> None:
-        weight = (torch.randn(n, k) / k**0.5).to(dtype)
-        self.weights = [weight.clone() for _ in range(layers)]
+        self.weights = [torch.randn(n, k).to(dtype) for _ in range(layers)]
 
     def on(self, x: np.ndarray) -> Callable[[], None]:
         """Returns the call that multiplies `x` by every weight in turn."""
