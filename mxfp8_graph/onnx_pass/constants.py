@@ -136,6 +136,12 @@ class Constants:
         stack = self.resolve(tensor.inputs[0].inputs[0])
         return stack.name if stack is not None and len(stack.shape) > 2 else None
 
+    def source_of(self, tensor: gs.Tensor) -> str:
+        """Returns the op behind the views that a constant comes from."""
+        while tensor.inputs[0].op in VIEW_OPS and tensor.inputs[0].inputs[0].inputs:
+            tensor = tensor.inputs[0].inputs[0]
+        return str(tensor.inputs[0].op)
+
     def is_constant(self, tensor: gs.Tensor) -> bool:
         """Whether `tensor` depends on no graph input, whatever the ops on the way."""
         return id(tensor) in self._constant
@@ -198,3 +204,6 @@ _STEPS: Final[dict[str, Callable[[Constants, gs.Node, Static], Static | None]]] 
 }
 VIEW_OPS: Final = tuple(_STEPS)
 """The ops a weight may stand behind."""
+
+QUANTIZED: Final = frozenset({"DequantizeLinear", "TRT_MXFP8DequantizeLinear"})
+"""The ops that give back values which something else has quantized: ONNX's, with any scale, and TensorRT's."""

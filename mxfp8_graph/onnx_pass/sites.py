@@ -22,7 +22,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from mxfp8_graph.onnx_pass.constants import VIEW_OPS, Constants, Static, overridable, stored_in
+from mxfp8_graph.onnx_pass.constants import QUANTIZED, VIEW_OPS, Constants, Static, overridable, stored_in
 from mxfp8_graph.onnx_pass.roles import Roles
 from mxfp8_graph.onnx_pass.site import OnnxSite, Operand, Scope
 from mxfp8_graph.onnx_pass.source import STANDARD, Source, subgraphs
@@ -202,7 +202,12 @@ def _blocker(site: OnnxSite, node: gs.Node, constants: Constants) -> str | None:
             return f"weight {tensor.name!r} is also a graph input that a caller may replace; remove it from the inputs"
         if constants.is_constant(tensor):
             allowed = ", ".join(VIEW_OPS)
-            via = tensor.inputs[0].op
+            via = constants.source_of(tensor)
+            if via in QUANTIZED:
+                return (
+                    f"weight {tensor.name!r} is quantized already, by {via}, and would be rounded twice; rewrite the "
+                    "model it was quantized from"
+                )
             return f"weight {tensor.name!r} comes through {via}; expected only {allowed}; fold the constants first"
         if experts := constants.gathered(tensor):
             return (

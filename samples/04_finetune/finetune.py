@@ -60,6 +60,25 @@ def train(module: Any, data: Data, epochs: int, rate: float) -> tuple[list[float
     return losses, accuracies
 
 
+def gradients(module: Any, data: Data) -> dict[str, Tensor]:
+    """Returns the gradient of every weight matrix on the first batch."""
+    nn.functional.cross_entropy(module(data[0][:BATCH]), data[1][:BATCH]).backward()
+    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None and p.dim() == 2}
+    module.zero_grad()
+    return found
+
+
+def compare_gradients(model: nn.Module, data: Data) -> None:
+    """Prints how far MXFP8's gradients are from float32's, layer by layer: E4M3 everywhere, and E5M2 for gradients."""
+    exact = gradients(export(model, data).module(), data)
+    print("gradients of the first batch, relative L2 distance from float32's:  E4M3  HYBRID")
+    recipes = [mxfp8_graph.Recipe(fp8_format=name) for name in ("E4M3", "HYBRID")]
+    found = [gradients(mxfp8_graph.rewrite(export(model, data), r, training=True)[0].module(), data) for r in recipes]
+    for name, wanted in exact.items():
+        distances = [((each[name] - wanted).norm() / wanted.norm()).item() for each in found]
+        print(f"         {name:55} {distances[0]:9.3f} {distances[1]:7.3f}")
+
+
 def export(model: nn.Module, data: Data) -> torch.export.ExportedProgram:
     """Returns the model, copied first: a program shares its parameters with the module it comes from."""
     dynamic = ({0: torch.export.Dim("batch", min=2)},)
@@ -87,6 +106,8 @@ def finetune(start: int, upright: Data, turned: Data) -> tuple[Curves, torch.exp
     before = accuracy(model, upright), accuracy(model, turned)
     print(f"start {start}: pre-trained    {before[0]:5.1f} % of upright digits, {before[1]:.1f} % of turned ones")
 
+    if start == 0:
+        compare_gradients(model, turned)
     plain = export(model, turned)
     program, _ = mxfp8_graph.rewrite(export(model, turned), training=True)
     curves = {

@@ -121,10 +121,19 @@ class TestViews:
         assert "other" in initializers(rewritten)
 
     def test_a_weight_behind_another_op_is_kept_and_the_reason_names_it(self):
-        views = [node("DequantizeLinear", "w s", "wt")]
-        weights = {"w": weight(64, 96).astype(np.int8), "s": np.array(0.5, F32)}
+        views = [node("Neg", "w", "negated"), node("Transpose", "negated", "wt")]
+        weights = {"w": weight(96, 64)}
         reason = refusal(neg_model("MatMul", ("m", 64), ("m", 96), weights, "x wt", before=views))
         assert reason == (
-            "weight 'wt' comes through DequantizeLinear; expected only Identity, Transpose, Cast, Reshape, Squeeze, "
-            "Unsqueeze; fold the constants first"
+            "weight 'wt' comes through Neg; expected only Identity, Transpose, Cast, Reshape, Squeeze, Unsqueeze; fold "
+            "the constants first"
+        )
+
+    def test_a_weight_that_is_quantized_already_is_kept_as_it_is(self):
+        views = [node("DequantizeLinear", "w s", "values"), node("Transpose", "values", "wt")]
+        weights = {"w": weight(96, 64).astype(np.int8), "s": np.array(0.5, F32)}
+        reason = refusal(neg_model("MatMul", ("m", 64), ("m", 96), weights, "x wt", before=views))
+        assert reason == (
+            "weight 'wt' is quantized already, by DequantizeLinear, and would be rounded twice; rewrite the model it "
+            "was quantized from"
         )
