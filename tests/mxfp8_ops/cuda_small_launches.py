@@ -1,0 +1,47 @@
+"""Launches kernels of every source on small CuPy arrays: what compute-sanitizer watches. No torch, no other library."""
+
+from __future__ import annotations
+
+import itertools
+
+import cupy
+import numpy as np
+
+from mxfp8_ops import cuda, cuda_dispatch, cuda_kernels
+from mxfp8_ops.cuda_kernels import Operand
+
+
+def values(*shape: int) -> cupy.ndarray:
+    return cupy.asarray(np.random.default_rng(sum(shape)).standard_t(2, shape).astype(np.float32))
+
+
+def main() -> None:
+    for shape in ((65, 544), (37, 50)):
+        x = values(*shape)
+        for dtype, swizzled in itertools.product((np.float32, np.float16), (False, True)):
+            pairs = [cuda.quantize(x.astype(dtype), axis=axis, swizzled=swizzled) for axis in (0, 1)]
+            cuda.quantize_both(x.astype(dtype), swizzled=swizzled)
+            if not swizzled:
+                for axis, pair in enumerate(pairs):
+                    cuda.dequantize(*pair, axis=axis)
+        to = [cupy.empty(size, np.uint8) for size in (x.size, x.size, x.size, x.size)]
+        addresses = [t.data.ptr for t in to]
+        cuda_kernels.quantize_both(
+            cuda._queue(), Operand("float32", x.data.ptr), shape, (addresses[0], addresses[1]),
+            (addresses[2], addresses[3]), element_format="e4m3", scale_rounding="ceil", transposed=True,
+        )  # fmt: skip
+    for n, k in ((150, 544), (40, 2080)):
+        b = cuda.quantize(values(n, k))
+        cuda_kernels.fold(cuda._queue(), Operand("e4m3", b[0].data.ptr, b[1].data.ptr), n, k)
+        cuda_kernels.swizzle_scales(cuda._queue(), Operand("e4m3", 0, b[1].data.ptr), n, k)
+        for m in (3, 16, 25, 64):
+            cuda.gemm(*cuda.quantize(values(m, k)), *b)
+        with cuda_dispatch.forced_route("large"):
+            cuda.gemm(*cuda.quantize(values(70, k)), *b, values(n), dtype="float16")
+        cuda.weight_gemm(values(5, k), *b)
+    cupy.cuda.runtime.deviceSynchronize()
+    print("launched every kernel")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""On a GPU: FP8 tensor cores, training, gemm_skinny at real sizes, compute-sanitizer. make gpu-test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mxfp8_ops import cuda, cuda_dispatch, cuda_kernels, cuda_lt, folding, formats, numerics
+from mxfp8_ops.cuda_kernels import Operand
+
+torch = pytest.importorskip("torch")
+torch_cuda = pytest.importorskip("mxfp8_ops.torch_cuda")
+pytest.importorskip("mxfp8_ops.torch_ops")
+from test_cuda_device import array, assert_same, assert_within, heavy, name, random_bits  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (cuda.available() and torch.cuda.is_available()), reason="needs a CUDA device and CuPy"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning"),
+]
+
+HERE = Path(__file__).parent
+ops = torch.ops.mxfp8
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+needs_fp8 = pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs FP8 tensor cores")
+needs_blackwell = pytest.mark.skipif(CAPABILITY < (10, 0), reason="needs Blackwell's block-scaled tensor cores")
+needs_nvmath = pytest.mark.skipif(not cuda_lt.available(), reason="needs nvmath-python")
+
+
+def queue():
+    with torch_cuda._queue(torch.empty(0, device="cuda")) as found:
+        return found
+
+
+def swizzle(scales: np.ndarray) -> np.ndarray:
+    m, blocks = scales.shape
+    padded = np.zeros((-(-m // 128) * 128, -(-blocks // 4) * 4), np.uint8)
+    padded[:m, :blocks] = scales
+    return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
+
+
+# --- fold and swizzle ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [32, 2080, 4096, 16384])
+def test_fold_is_that_of_the_reference(k):
+    elements, scales = ops.quantize(random_bits(64 * k, k).view(64, k))
+    spread = torch.randint(0, 14, scales.shape, device="cuda", dtype=torch.uint8)
+    for codes in (scales, torch.where(scales == 255, scales, 90 + spread)):
+        operand = Operand("e4m3", elements.data_ptr(), codes.data_ptr())
+        folded = cuda_kernels.fold(queue(), operand, 64, k)
+        expected, row_scales = folding.fold(array(elements), array(codes))
+        assert_same("elements", folded.memory[0].view(64, k), expected)
+        assert_same("scales", folded.memory[1].view(torch.float32), numerics.decode_scale(row_scales))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (130, 5), (4096, 256)])
+def test_swizzled_scales(shape):
+    scales = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+    operand = Operand("e4m3", 0, scales.data_ptr())
+    memory, _ = cuda_kernels.swizzle_scales(queue(), operand, shape[0], 32 * shape[1])
+    assert_same("layout", memory, swizzle(array(scales)))
+
+
+# --- products on FP8 tensor cores ------------------------------------------------------------------------------------
+
+
+def folded_bound(x: np.ndarray, w: np.ndarray, dtype: str, bias: np.ndarray | None) -> np.ndarray:
+    """How far FP8 tensor cores may be from the product of folded operands.
+
+    Hopper aligns the 32 products of an instruction and the running sum to the largest of them and keeps 13 bits behind
+    its leading one (DeepSeek-V3, section 3.5.2): 2^-13 of the sum of magnitudes an instruction, K / 32 instructions.
+    """
+    exact = numerics.gemm_error_bound(x, w, dtype, bias)
+    steps = x.shape[1] // 32 + 1
+    return exact + steps * 2.0**-13 * (np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T)
+
+
+def folded_values(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    folded, row_scales = folding.fold(elements, scales)
+    return numerics.decode(folded, formats.E4M3) * numerics.decode_scale(row_scales)[:, None]
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(65, 48, 96), (300, 256, 4096), (1024, 512, 8192)])
+def test_folded_products(m, n, k, with_bias, dtype, capsys):  # noqa: PLR0917
+    a, b = ops.quantize(heavy(m, k, seed=1) / 64), ops.quantize(heavy(n, k, seed=2))
+    bias = heavy(n, seed=3) if with_bias else None
+    exact = ops.gemm(*a, *b, bias, "e4m3", "e4m3", torch.float32).double()
+    with cuda_dispatch.forced_route("fold"):  # on Blackwell, fast_accumulate takes the exact row
+        got = ops.gemm(*a, *b, bias, "e4m3", "e4m3", dtype)
+    x, w = folded_values(*map(array, a)), folded_values(*map(array, b))
+    y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else array(bias))
+    assert_within("folded", got, y, folded_bound(x, w, name(dtype), None if bias is None else array(bias)))
+    error = ((got.double() - exact).norm() / exact.norm()).item()
+    with capsys.disabled():
+        print(
+            f"\nfold {m}x{n}x{k} {name(dtype)}: {error:.2e} of the exact product; {folding.fold_error(*map(array, a))}"
+        )
+    assert error < 2**-7
+
+
+@needs_fp8
+def test_folding_in_a_cuda_graph_with_a_kept_weight():
+    x, b = heavy(512, 2048, dtype=torch.bfloat16), ops.quantize(heavy(256, 2048, seed=1))
+    torch_cuda.keep_folded(*b)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch_cuda.fast_accumulate():
+            return ops.gemm(*ops.quantize(x), *b, None, "e4m3", "e4m3", torch.bfloat16)
+
+    static = x.clone()
+    graph, y = captured(lambda: model(static))
+    for seed in range(3):
+        static.copy_(heavy(512, 2048, seed=seed, dtype=torch.bfloat16))
+        graph.replay()
+        assert torch.equal(y, model(static))
+    torch_cuda.forget_kept()
+
+
+@needs_blackwell
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("x_format", "with_bias"), [("e4m3", False), ("e5m2", True)])
+@pytest.mark.parametrize(("m", "n", "k"), [(65, 48, 96), (300, 256, 4096), (1024, 512, 8192)])
+def test_block_scaled_products_are_exact(m, n, k, x_format, with_bias, dtype):  # noqa: PLR0917
+    a, b = ops.quantize(heavy(m, k, seed=1) / 64, -1, x_format), ops.quantize(heavy(n, k, seed=2))
+    bias = heavy(n, seed=3) if with_bias else None
+    a[1][3, 1], b[1][5, 2] = 255, 0
+    got = ops.gemm(*a, *b, bias, x_format, "e4m3", dtype)
+    x, w = numerics.dequantize(*map(array, a), element_format=x_format), numerics.dequantize(*map(array, b))
+    bias = None if bias is None else array(bias)
+    y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else bias)
+    assert_within("block scaled", got, y, numerics.gemm_error_bound(x, w, name(dtype), bias))
+
+
+@needs_nvmath
+@needs_fp8
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_through_cupy(dtype):
+    import cupy
+
+    a, b = ops.quantize(heavy(300, 4096, seed=1)), ops.quantize(heavy(256, 4096, seed=2))
+    codes = [cupy.asarray(array(t)) for t in (*a, *b)]
+    got = cuda.gemm(*codes, dtype=dtype, fast_accumulate=True, kept=cuda.folded_weight(*codes[2:]))
+    values = [folded_values(*map(array, pair)) for pair in (a, b)]
+    y = values[0].astype(np.float64) @ values[1].astype(np.float64).T
+    actual = torch.as_tensor(cupy.asnumpy(got).astype(np.float32))
+    assert_within("folded", actual, y, folded_bound(*values, dtype, None))
+
+
+# --- gemm_skinny at real sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("x_kind", ["bfloat16", "e4m3"])
+def test_skinny_products_of_real_size_are_right_and_always_the_same(m, x_kind):
+    """A result that changes from run to run would be a race."""
+    for n, k in ((8192, 4096), (1024, 8192), (4000, 2080), (57344, 512)):
+        b, x = ops.quantize(heavy(n, k, seed=2)), heavy(m, k, seed=1, dtype=torch.bfloat16)
+        a = ops.quantize(x)
+        values = (x if x_kind == "bfloat16" else ops.dequantize(*a)).double()
+        w = ops.dequantize(*b).double()
+
+        def call(x=x, a=a, b=b):
+            return ops.weight_gemm(x, *b, None, "e4m3", torch.float32) if x_kind == "bfloat16" else ops.gemm(*a, *b)
+
+        first = call()
+        bound = (k + 2) * 2.0**-24 * (values.abs() @ w.abs().T) + k * 2.0**-149
+        excess = ((first.double() - values @ w.T).abs() - bound).max().item()
+        assert excess <= 0, f"{m}x{n}x{k}: {excess:.3g} past the bound"
+        assert all(torch.equal(call(), first) for _ in range(20)), f"{m}x{n}x{k}: results differ from run to run"
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4])
+@pytest.mark.parametrize("m", [8, 16, 32, 64])
+def test_skinny_products_with_every_split_of_the_warps(m, warps, monkeypatch):
+    tiles = next(t for t in (1, 2, 4, 8) if m <= 8 * t)
+    if warps not in cuda_kernels._SKINNY_WARPS[tiles]:
+        pytest.skip("not made for so many rows")
+    monkeypatch.setattr(cuda_kernels, "_warps", lambda *_: warps)
+    x, b = heavy(m, 2080, dtype=torch.bfloat16), ops.quantize(heavy(333, 2080, seed=1))
+    with cuda_dispatch.forced_route("skinny"):
+        got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
+    w = numerics.dequantize(*map(array, b))
+    bound = numerics.gemm_error_bound(array(x), w)
+    assert_within("skinny", got, array(x).astype(np.float64) @ w.astype(np.float64).T, bound)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_both_is_two_quantizations(dtype):
+    for shape in ((4096, 1024), (37, 50), (96, 544), (64, 2080), (33, 64)):
+        x = random_bits(shape[0] * shape[1], 5).view(shape).to(dtype)
+        for fmt in ("e4m3", "e5m2"):
+            got = ops.quantize_both(x, fmt)
+            rows = numerics.quantize(array(x), element_format=fmt)
+            columns = numerics.quantize(np.ascontiguousarray(array(x).T), element_format=fmt)
+            for label, a, expected in zip(("rows", "scales", "columns", "scales"), got, (*rows, *columns), strict=True):
+                assert_same(f"{label} {shape} {fmt}", a, expected)
+
+
+def captured(call):
+    """Returns a graph of `call` and what it returned, after a run of it on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+@pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
+def test_training_in_a_cuda_graph(fp8_format):
+    """Forward, backward and update as one graph, against the same steps outside of it."""
+    weights = [heavy(128, 256, seed=s).mul_(0.05).requires_grad_() for s in range(2)]
+    for w in weights[1:]:
+        w.data.copy_(weights[0].data)
+    static = heavy(96, 256, seed=9, dtype=torch.bfloat16)
+
+    def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        loss = ops.linear_train(x, w, None, fp8_format).float().square().mean()
+        (grad,) = torch.autograd.grad(loss, w)
+        w.data.sub_(grad, alpha=0.1)
+        return loss
+
+    start = weights[0].detach().clone()
+    graph, loss = captured(lambda: step(weights[0], static))
+    weights[0].data.copy_(start)
+    for seed in range(4):
+        static.copy_(heavy(96, 256, seed=seed, dtype=torch.bfloat16))
+        graph.replay()
+        expected = step(weights[1], static)
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_are_the_products_of_the_reference():
+    x, w, dy = (heavy(*shape, seed=s) for s, shape in enumerate(((160, 96), (64, 96), (160, 64))))
+    x.requires_grad_(), w.requires_grad_()
+    ops.linear_train(x, w, None, "HYBRID").backward(dy)
+
+    def codes(t: torch.Tensor, fmt: str = "e4m3") -> tuple[np.ndarray, np.ndarray]:
+        return numerics.quantize(np.ascontiguousarray(array(t)), element_format=fmt)
+
+    for label, got, left, right in (
+        ("dx", x.grad, codes(dy, "e5m2"), codes(w.detach().t())),
+        ("dw", w.grad, codes(dy.t(), "e5m2"), codes(x.detach().t())),
+    ):
+        values = numerics.dequantize(*left, element_format="e5m2"), numerics.dequantize(*right)
+        exact = values[0].astype(np.float64) @ values[1].astype(np.float64).T
+        assert_within(label, got, exact, numerics.gemm_error_bound(*values))
+
+
+# --- compute-sanitizer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_compute_sanitizer_finds_nothing(tool):
+    binary = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if binary is None:
+        pytest.skip("needs compute-sanitizer")
+    command = [binary, "--tool", tool, "--error-exitcode", "99", sys.executable, str(HERE / "cuda_small_launches.py")]
+    path = os.pathsep.join([str(HERE.parents[1] / "custom_ops"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=240
+    )
+    output = done.stdout + done.stderr
+    if "Device not supported" in output:
+        pytest.skip("compute-sanitizer does not support this device here")
+    assert done.returncode == 0, output[-4000:]
+    assert "launched every kernel" in output
+
+
+def test_shapes_above_are_what_the_table_sends_there():
+    product = {"kind": "e4m3", "m": 300, "k": 4096, "n": 256, "libraries": ("block_scaled", "fold")}
+    with cuda_dispatch.allowed("fold"):
+        chosen = cuda_dispatch.route(CAPABILITY, **product)
+    assert chosen == ("block_scaled" if CAPABILITY >= (10, 0) else "fold" if CAPABILITY >= (8, 9) else "large")
+    assert {*itertools.chain(*cuda_kernels._SKINNY_WARPS.values())} == {1, 2, 4}
