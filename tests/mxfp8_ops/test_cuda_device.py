@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_ops import cuda, cuda_dispatch, numerics
+from mxfp8_ops import cuda, cuda_build, cuda_dispatch, cuda_kernels, numerics
 
 torch = pytest.importorskip("torch")
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
@@ -25,6 +25,13 @@ ROUNDINGS = ("ceil", "floor", "even")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHUNK = 1 << 24
 """Values compared at a time."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cubins():
+    """Compiles everything at once, instead of each kernel where it is first used."""
+    kernels = [(launch.source, launch.kernel) for launch in cuda_kernels.instances()]
+    cuda_build.prepare(kernels, cuda_build.target(torch.cuda.get_device_capability()))
 
 
 def array(t: torch.Tensor) -> np.ndarray:
