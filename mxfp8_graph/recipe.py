@@ -48,16 +48,22 @@ ScaleRounding = Literal["ceil", "floor", "even"]
 class _Construction(type(BaseModel)):  # type: ignore[misc]
     """Makes what is built wrongly in Python the same RecipeError as what is written wrongly in a file."""
 
-    if not TYPE_CHECKING:  # type checkers are to see the fields
-
-        def __call__(cls, *args: Any, **fields: Any) -> Any:
-            try:
-                return super().__call__(*args, **fields)
-            except pydantic.ValidationError as error:
-                raise RecipeError("\n".join(_explain(cls.__name__, e, {}, cls) for e in error.errors())) from None
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except pydantic.ValidationError as error:
+            raise RecipeError("\n".join(_explain(cls.__name__, e, {}, cls) for e in error.errors())) from None
 
 
-class Rule(BaseModel, metaclass=_Construction):
+if TYPE_CHECKING:  # type checkers know the fields of pydantic's models only
+    _Model = BaseModel
+else:
+
+    class _Model(BaseModel, metaclass=_Construction):
+        """Base of recipes and rules."""
+
+
+class Rule(_Model):
     """One row of a recipe: keys that match a site, then what to do with it.
 
     A key that is not given matches every site; the given ones must all match. The first matching rule decides. A rule
@@ -120,7 +126,7 @@ _RULE_ORDER: Final = ("name", "op", "subgraph", "min_n", "max_n", "min_k", "max_
 _RULE_KEYS: Final = set(_RULE_ORDER)
 
 
-class Recipe(BaseModel, metaclass=_Construction):
+class Recipe(_Model):
     """Which matmuls become MXFP8, and how. Built wrongly, it raises RecipeError with field, value and what is expected.
 
     Invariants, checked at construction: no pattern is both included and excluded; no two rules have the same keys;
