@@ -28,6 +28,12 @@ size_t most;                                       // bytes one allocation may h
 size_t copied_in;                                  // bytes
 constexpr uint64_t kSmallest = uint64_t(1) << 32;  // parameters above it are addresses, in these tests
 
+constexpr uint64_t kAnyStream = ~uint64_t(0);
+
+bool usable(const void* stream) {
+  return !contexts.empty() && (expected_stream == kAnyStream || reinterpret_cast<uint64_t>(stream) == expected_stream);
+}
+
 bool inside(uint64_t address, size_t bytes) {
   auto after = memory.upper_bound(address);
   if (after == memory.begin()) return false;
@@ -49,6 +55,15 @@ void start(void* emulate_function, void* parameter_function, uint64_t stream) {
 }
 size_t launch_count() { return launches.size(); }
 const Launch* launch(size_t i) { return &launches[i]; }
+// Memory that somebody else allocates and frees.
+void adopt(uint64_t address, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  memory[address] = bytes;
+}
+void disown(uint64_t address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  memory.erase(address);
+}
 size_t memory_count() { return memory.size(); }
 size_t bytes_copied_in() { return copied_in; }
 void set_most(size_t bytes) { most = bytes; }
@@ -88,7 +103,7 @@ int cuMemFree_v2(uint64_t address) {
 
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (contexts.empty() || reinterpret_cast<uint64_t>(stream) != expected_stream) return kInvalidContext;
+  if (!usable(stream)) return kInvalidContext;
   if (!inside(to, bytes) || inside(reinterpret_cast<uint64_t>(from), 1)) return kInvalidValue;
   std::memcpy(reinterpret_cast<void*>(to), from, bytes);
   copied_in += bytes;
@@ -97,7 +112,7 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stre
 
 int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (contexts.empty() || reinterpret_cast<uint64_t>(stream) != expected_stream) return kInvalidContext;
+  if (!usable(stream)) return kInvalidContext;
   if (!inside(from, bytes) || inside(reinterpret_cast<uint64_t>(to), 1)) return kInvalidValue;
   std::memcpy(to, reinterpret_cast<void*>(from), bytes);
   return 0;
@@ -105,21 +120,19 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
 
 int cuMemsetD32Async(uint64_t address, unsigned value, size_t words, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (contexts.empty() || reinterpret_cast<uint64_t>(stream) != expected_stream) return kInvalidContext;
+  if (!usable(stream)) return kInvalidContext;
   if (!inside(address, 4 * words)) return kInvalidValue;
   for (size_t i = 0; i < words; ++i) reinterpret_cast<unsigned*>(address)[i] = value;
   return 0;
 }
 
-int cuStreamSynchronize(void* stream) {
-  return contexts.empty() || reinterpret_cast<uint64_t>(stream) != expected_stream ? kInvalidContext : 0;
-}
+int cuStreamSynchronize(void* stream) { return usable(stream) ? 0 : kInvalidContext; }
 
 // A function is its number among cuda_kernels.instances(), plus one.
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
                    unsigned threads_z, unsigned shared, void* stream, void** parameters, void** extra) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (contexts.empty() || reinterpret_cast<uint64_t>(stream) != expected_stream) return kInvalidContext;
+  if (!usable(stream)) return kInvalidContext;
   if (x == 0 || y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || shared != 0 || extra != nullptr)
     return kInvalidValue;
   const int kernel = int(reinterpret_cast<intptr_t>(function)) - 1;

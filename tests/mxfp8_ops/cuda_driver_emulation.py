@@ -12,7 +12,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mxfp8_ops import cuda, cuda_build, cuda_kernels, ort_cuda
 from mxfp8_ops.errors import BackendError
 
 CONTEXT = 0x1234
+ANY_STREAM = 2**64 - 1
 THREAD_STREAM = 2
 """CU_STREAM_PER_THREAD, the stream of device "cuda-copies"."""
 
@@ -43,6 +44,7 @@ class Launched:
     kernel: str
     grid: int
     parameters: tuple[int, ...]
+    stream: int = field(default=0, compare=False)
 
 
 @functools.cache
@@ -97,7 +99,8 @@ class Driver:
         for i in range(self.library.launch_count()):
             launch = self.library.launch(i)[0]
             count = self.emulation.parameters(int(launch.kernel))
-            found.append(Launched(self.kernels[launch.kernel], launch.grid, tuple(launch.parameters[:count])))
+            parameters = tuple(launch.parameters[:count])
+            found.append(Launched(self.kernels[launch.kernel], launch.grid, parameters, launch.stream))
         return found
 
     @property

@@ -1,0 +1,169 @@
+// The CUDA runtime and cuBLAS on the CPU, as far as ONNX Runtime's CUDA provider needs them to start and to run the
+// nodes.
+//
+// Memory and copies work, kernels of ONNX Runtime itself do nothing. test_ort_provider.py adds stubs that return 0 for
+// every other function the provider asks for, and builds this once per library: -DCUDART, -DCUBLAS.
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef CUDART
+
+// Where cudaDeviceProp of CUDA 13 has what ONNX Runtime reads of it, and its size; from driver_types.h.
+enum { TOTAL_MEMORY = 288, WARP = 308, MOST_THREADS = 320, MAJOR = 360, PROCESSORS = 384, SIZE = 1008 };
+
+int allocations, copies, launches_of_others, forbidden, capturing, graphs;
+void (*adopt)(uint64_t address, size_t bytes);  // tells the emulated driver what memory there is
+void (*disown)(uint64_t address);
+
+int cudaGetDeviceCount(int* count) { return *count = 1, 0; }
+int cudaGetDevice(int* device) { return *device = 0, 0; }
+int cudaSetDevice(int device) { return device == 0 ? 0 : 101; }
+int cudaDriverGetVersion(int* version) { return *version = 13000, 0; }
+int cudaRuntimeGetVersion(int* version) { return *version = 13000, 0; }
+int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+  (void)device;
+  return *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 3 : 1024, 0;
+}
+
+int cudaGetDeviceProperties(char* properties, int device) {
+  (void)device;
+  memset(properties, 0, SIZE);
+  strcpy(properties, "emulated");
+  *(size_t*)(properties + TOTAL_MEMORY) = (size_t)8 << 30;
+  *(int*)(properties + WARP) = 32;
+  *(int*)(properties + MOST_THREADS) = 1024;
+  *(int*)(properties + MAJOR) = 9;
+  *(int*)(properties + PROCESSORS) = 3;
+  return 0;
+}
+
+int cudaMalloc(void** address, size_t bytes) {
+  *address = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  memset(*address, 0xAA, bytes);
+  ++allocations;
+  forbidden += capturing;
+  adopt((uint64_t)*address, bytes);
+  return 0;
+}
+int cudaFree(void* address) {
+  disown((uint64_t)address);
+  free(address);
+  return 0;
+}
+int cudaHostAlloc(void** address, size_t bytes, unsigned flags) {
+  (void)flags;
+  return *address = malloc(bytes), 0;
+}
+int cudaFreeHost(void* address) {
+  free(address);
+  return 0;
+}
+int cudaMemcpy(void* to, const void* from, size_t bytes, int kind) {
+  (void)kind;
+  ++copies;
+  forbidden += capturing;
+  memcpy(to, from, bytes);
+  return 0;
+}
+int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
+  (void)kind, (void)stream;
+  ++copies;
+  memcpy(to, from, bytes);
+  return 0;
+}
+int cudaMemset(void* to, int value, size_t bytes) { return memset(to, value, bytes), 0; }
+int cudaMemGetInfo(size_t* available, size_t* total) { return *available = *total = (size_t)8 << 30, 0; }
+int cudaStreamCreateWithFlags(void** stream, unsigned flags) {
+  (void)flags;
+  return *stream = malloc(64), 0;
+}
+int cudaStreamCreate(void** stream) { return cudaStreamCreateWithFlags(stream, 0); }
+int cudaEventCreateWithFlags(void** event, unsigned flags) {
+  (void)flags;
+  return *event = malloc(64), 0;
+}
+int cudaEventCreate(void** event) { return cudaEventCreateWithFlags(event, 0); }
+int cudaStreamSynchronize(void* stream) {
+  (void)stream;
+  forbidden += capturing;
+  return 0;
+}
+int cudaStreamIsCapturing(void* stream, int* status) {
+  (void)stream;
+  return *status = capturing, 0;
+}
+int cudaStreamBeginCapture(void* stream, int mode) {
+  (void)stream, (void)mode;
+  return capturing = 1, 0;
+}
+int cudaStreamEndCapture(void* stream, void** graph) {
+  (void)stream;
+  return capturing = 0, *graph = malloc(8), 0;
+}
+int cudaGraphInstantiate(void** executable, void* graph, unsigned long long flags) {
+  (void)graph, (void)flags;
+  ++graphs;
+  return *executable = malloc(8), 0;
+}
+void** __cudaRegisterFatBinary(void* binary) {
+  static void* handle;
+  (void)binary;
+  return &handle;
+}
+int cudaLaunchKernel(void) { return ++launches_of_others, 0; }
+int __cudaLaunchKernel(void) { return ++launches_of_others, 0; }
+const char* cudaGetErrorString(int status) {
+  (void)status;
+  return "an error";
+}
+const char* cudaGetErrorName(int status) { return cudaGetErrorString(status); }
+
+#endif
+
+#ifdef CUBLAS
+
+int products, mode = 3, mode_of_product;
+void* stream_of_handle;
+
+int cublasCreate_v2(void** handle) { return *handle = malloc(64), 0; }
+int cublasSetStream_v2(void* handle, void* stream) {
+  (void)handle;
+  return stream_of_handle = stream, 0;
+}
+int cublasGetMathMode(void* handle, int* out) {
+  (void)handle;
+  return *out = mode, 0;
+}
+int cublasSetMathMode(void* handle, int in) {
+  (void)handle;
+  return mode = in, 0;
+}
+
+static float value(uint16_t bits) {
+  const uint32_t wide = (uint32_t)bits << 16;
+  float result;
+  memcpy(&result, &wide, 4);
+  return result;
+}
+
+// bfloat16 operands, the first transposed; a float32 result.
+int cublasGemmEx(void* handle, int ta, int tb, int m, int n, int k, const float* alpha, const uint16_t* a, int a_type,
+                 int lda, const uint16_t* b, int b_type, int ldb, const float* beta, float* c, int c_type, int ldc,
+                 int compute, int algorithm) {
+  (void)handle, (void)algorithm;
+  if (ta != 1 || tb != 0 || a_type != 14 || b_type != 14 || c_type != 0 || compute != 68) return 15;
+  if (*alpha != 1 || *beta != 0) return 7;
+  for (int j = 0; j < n; ++j) {
+    for (int i = 0; i < m; ++i) {
+      double sum = 0;
+      for (int t = 0; t < k; ++t) sum += (double)value(a[(long)i * lda + t]) * value(b[(long)j * ldb + t]);
+      c[(long)j * ldc + i] = (float)sum;
+    }
+  }
+  ++products;
+  mode_of_product = mode;
+  return 0;
+}
+
+#endif

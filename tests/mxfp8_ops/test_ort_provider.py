@@ -1,0 +1,197 @@
+"""Device "cuda" in onnxruntime-gpu, without a GPU: its real provider on an emulated CUDA runtime, cuBLAS and driver.
+
+One slow test installs onnxruntime-gpu, builds the emulation, and runs the other tests of this file with both. Only our
+nodes compute there: kernels of ONNX Runtime do nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnxruntime
+import pytest
+from cuda_driver_emulation import ANY_STREAM, Driver, machine
+from test_ort import assert_same, assert_within, heavy_tailed, model, node
+
+from mxfp8_ops import contract, numerics, ort
+
+RELEASE = "1.31.1"
+EMULATED = "MXFP8_TEST_EMULATED_CUDA"
+"""Environment variable that is set where the tests below run."""
+
+HERE = Path(__file__).parent
+LIBRARIES = {
+    "libcudart.so.13": "-DCUDART",
+    "libcublas.so.13": "-DCUBLAS",
+    "libcublasLt.so.13": "-DNOTHING",
+    "libcurand.so.10": "-DNOTHING",
+    "libcuda.so.1": "-DNOTHING",
+}
+
+
+def build(provider: Path, folder: Path) -> None:
+    """Builds what the provider is linked with: what cuda_runtime_emulation.c has, and stubs for all the rest."""
+    listed = subprocess.run(["nm", "-D", "--undefined-only", provider], check=True, capture_output=True, text=True)
+    wanted = [line.split()[-1].partition("@") for line in listed.stdout.splitlines()]
+    source = (HERE / "cuda_runtime_emulation.c").read_text()
+    for library, define in LIBRARIES.items():
+        names = {name for name, _, of in wanted if of == library}
+        if library == "libcuda.so.1":
+            names = {"cuInit", *(name for name, _, of in wanted if not of and name.startswith("cu"))}
+        stubs = [f"int {name}(void) {{ return 0; }}" for name in sorted(names) if f"{name}(" not in source]
+        (folder / "library.c").write_text("\n".join([source, *stubs]))
+        (folder / "versions").write_text(f"{library} {{ global: *; }};")
+        options = [define, "-shared", "-fPIC", "-O2", f"-Wl,-soname,{library}"]
+        if library.endswith(".13"):
+            options.append(f"-Wl,--version-script={folder / 'versions'}")
+        subprocess.run(["gcc", *options, "-o", folder / library, folder / "library.c"], check=True)
+
+
+@pytest.mark.slow
+def test_the_provider_on_an_emulated_gpu(tmp_path: Path) -> None:
+    packages, libraries = tmp_path / "packages", tmp_path / "libraries"
+    libraries.mkdir()
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", packages]
+    subprocess.run([*install, f"onnxruntime-gpu=={RELEASE}"], check=True)
+    build(packages / "onnxruntime/capi/libonnxruntime_providers_cuda.so", libraries)
+    path = os.pathsep.join([str(packages), *filter(None, sys.path)])
+    environment = {**os.environ, EMULATED: "1", "PYTHONPATH": path, "LD_LIBRARY_PATH": str(libraries)}
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+# --- what runs there -------------------------------------------------------------------------------------------------
+
+emulated = pytest.mark.skipif(EMULATED not in os.environ, reason="runs inside test_the_provider_on_an_emulated_gpu")
+WEIGHT = numerics.quantize(heavy_tailed((64, 64), 2))
+
+
+class Runtime:
+    """The counters of the emulation."""
+
+    def __init__(self) -> None:
+        self.cudart, self.cublas = ctypes.CDLL("libcudart.so.13"), ctypes.CDLL("libcublas.so.13")
+
+    def __getattr__(self, name: str) -> int:
+        library = self.cublas if name in ("products", "mode", "mode_of_product") else self.cudart
+        return ctypes.c_int.in_dll(library, name).value
+
+    @property
+    def stream_of_handle(self) -> int:
+        return ctypes.c_void_p.in_dll(self.cublas, "stream_of_handle").value or 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    with machine(monkeypatch, ANY_STREAM) as gpu:
+        runtime = Runtime()
+        for name in ("adopt", "disown"):
+            function = ctypes.cast(getattr(gpu.library, name), ctypes.c_void_p)
+            ctypes.c_void_p.in_dll(runtime.cudart, name).value = function.value
+        yield gpu
+
+
+@pytest.fixture
+def runtime(gpu: Driver) -> Runtime:
+    return Runtime()
+
+
+def square() -> bytes:
+    """Returns a model y = x w^T whose y can be its next x."""
+    nodes = [node("MXFP8Quantize", "x", "xe xs"), node("MXFP8Gemm", "xe xs be bs", "y")]
+    weights: dict[str, Any] = {"be": WEIGHT[0].view(ml_dtypes.float8_e4m3fn), "bs": WEIGHT[1]}
+    return model(nodes, {"x": (contract.FLOAT, [None, 64])}, {"y": (contract.FLOAT, None)}, **weights)
+
+
+def check(x: np.ndarray, y: np.ndarray) -> None:
+    a = numerics.quantize(x)
+    bound = numerics.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*WEIGHT))
+    assert_within(y, numerics.gemm(*a, *WEIGHT), bound)
+
+
+@emulated
+def test_nodes_run_on_the_provider_with_its_stream_and_its_cublas(gpu: Driver, runtime: Runtime) -> None:
+    session = ort.session(square(), device="cuda")
+    assert session.get_providers()[0] == "CUDAExecutionProvider"
+    x, loaded = heavy_tailed((3, 64)), len(gpu.loaded)
+    check(x, session.run(None, {"x": x})[0])
+    assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["quantize_rows", "gemm_skinny"]
+    x, products = heavy_tailed((70, 64)), runtime.products
+    check(x, session.run(None, {"x": x})[0])
+    assert runtime.products == products + 1
+    assert (runtime.mode_of_product, runtime.mode) == (16, 3)
+    assert {launch.stream for launch in gpu.launches} == {runtime.stream_of_handle}
+    assert runtime.stream_of_handle != 0
+    assert (runtime.launches_of_others, len(gpu.loaded)) == (0, loaded)
+
+
+@emulated
+def test_nothing_is_allocated_or_copied_once_a_shape_has_run(gpu: Driver, runtime: Runtime) -> None:
+    session, value = ort.session(square(), device="cuda"), onnxruntime.OrtValue
+    start = heavy_tailed((70, 64))
+    x = value.ortvalue_from_numpy(start, "cuda", 0)
+    y = value.ortvalue_from_shape_and_type(start.shape, np.float32, "cuda", 0)
+
+    def run() -> None:
+        binding = session.io_binding()
+        binding.bind_ortvalue_input("x", x)
+        binding.bind_ortvalue_output("y", y)
+        session.run_with_iobinding(binding)
+
+    run()
+    before = runtime.allocations, runtime.copies
+    for _ in range(3):
+        run()
+    assert (runtime.allocations, runtime.copies) == before
+    check(start, y.numpy())
+
+
+@emulated
+def test_nodes_are_captured_into_a_cuda_graph(gpu: Driver, runtime: Runtime) -> None:
+    session = ort.session(
+        square(),
+        device="cuda",
+        providers=[("CUDAExecutionProvider", {"enable_cuda_graph": "1"}), "CPUExecutionProvider"],
+    )
+    start, value = heavy_tailed((70, 64)), onnxruntime.OrtValue
+    binding, y = session.io_binding(), value.ortvalue_from_shape_and_type((70, 64), np.float32, "cuda", 0)
+    binding.bind_ortvalue_input("x", value.ortvalue_from_numpy(start, "cuda", 0))
+    binding.bind_ortvalue_output("y", y)
+    for _ in range(4):
+        session.run_with_iobinding(binding)
+    assert runtime.graphs == 1
+    assert runtime.forbidden == 0, "something was allocated or waited for during the capture"
+    check(start, y.numpy())
+
+
+@emulated
+def test_concurrent_runs(gpu: Driver) -> None:
+    session = ort.session(square(), device="cuda")
+    inputs = [heavy_tailed((m, 64), m) for m in (1, 7, 70, 100, 3, 64, 65, 128)]
+    with ThreadPoolExecutor(4) as pool:
+        for x, y in zip(inputs, pool.map(lambda x: session.run(None, {"x": x})[0], inputs), strict=True):
+            check(x, y)
+
+
+@emulated
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_bytes_of_the_reference(gpu: Driver, axis: int) -> None:
+    x = heavy_tailed((40, 70))
+    nodes = [node("MXFP8Quantize", "x", "e s", axis=axis), node("MXFP8Dequantize", "e s", "y", axis=axis)]
+    graph = model(nodes, {"x": (contract.FLOAT, [40, 70])}, {"s": (contract.UINT8, None), "y": (contract.FLOAT, None)})
+    scales, y = ort.session(graph, device="cuda").run(None, {"x": x})
+    elements, expected = numerics.quantize(x, axis=axis)
+    assert_same(scales, expected)
+    assert_same(y, numerics.dequantize(elements, expected, axis=axis))
