@@ -99,7 +99,7 @@ def prepare(kernels: Iterable[tuple[str, str]], arch: str) -> int:
         BackendError: NVRTC is missing, or refuses a source.
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return len([*pool.map(lambda kernel: len(cubin(*kernel, arch)), kernels)])
+        return len([*pool.map(lambda kernel: len(cubin(kernel[0], kernel[1], arch)), kernels)])
 
 
 def compile_kernel(source: str, kernel: str, arch: str, extra: tuple[str, ...] = ()) -> Cubin:

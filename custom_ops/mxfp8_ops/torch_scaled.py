@@ -1,9 +1,10 @@
 """Products on FP8 tensor cores, by torch's own scaled_mm: the rows `block_scaled` and `fold` of the dispatch table.
 
 block_scaled  Blackwell. The packed operands go in as they are; only their scales are laid out anew (swizzle_scales.cu).
-fold          Ada and later. Both operands are folded to one scale per row (fold.cu). A bfloat16 result without bias
-              comes straight from the scaled product; else that is summed in float32 with no scales, and finish.cu does
-              the rest.
+fold          Ada and later. Both operands are folded to one scale per row (fold.cu). On Hopper, a bfloat16 result
+              without bias comes straight from the scaled product. Else that is summed in float32 with no scales, and
+              finish.cu does the rest: cuBLASLt has scales per row on Hopper only, from CUDA 12.9 on, and what torch has
+              in its place reads past the scales (pytorch/pytorch#133334) or refuses (pytorch/pytorch#192707).
 
 Not verified on hardware yet: see custom_ops/README.md.
 """
@@ -73,7 +74,7 @@ def _folded(queue: Queue, p: Product, dtype: torch.dtype, folded: FoldedOperand 
     x = cuda_kernels.fold(queue, p.x, p.m, p.k)
     b = folded or cuda_kernels.fold(queue, p.b, p.n, p.k)
     x_elements, b_elements = (operand.memory[0].view(torch.float8_e4m3fn).view(-1, p.k) for operand in (x, b))
-    direct = not p.bias and dtype is torch.bfloat16
+    direct = not p.bias and dtype is torch.bfloat16 and queue.device.capability[0] == 9 and _cuda() >= (12, 9)
     scales: tuple[Tensor, ...]
     if direct:
         recipe = names.ScalingType.RowWise
@@ -92,6 +93,11 @@ def _finish(queue: Queue, p: Product, sums: Tensor, dtype: torch.dtype, scales: 
     y = torch.empty_like(sums, dtype=dtype)
     cuda_kernels.finish(queue, dataclasses.replace(p, y=y.data_ptr()), sums.data_ptr(), scales)
     return y
+
+
+def _cuda() -> tuple[int, ...]:
+    """Returns the version of CUDA that torch was built with."""
+    return tuple(map(int, (torch.version.cuda or "0").split(".")))
 
 
 @functools.cache

@@ -124,6 +124,7 @@ def emulated(monkeypatch):
     )
     monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue_of_tensors()))
     monkeypatch.setattr(torch_scaled, "_names", lambda: functional)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     torch_cuda.forget_kept()
     yield
     torch_cuda.forget_kept()
@@ -159,13 +160,15 @@ def test_torch_block_scaled_products_on_blackwell(monkeypatch, emulated, dtype, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_torch_folded_products(monkeypatch, emulated, dtype, with_bias):
-    on = on_a(monkeypatch, (9, 0))
+@pytest.mark.parametrize(("capability", "version"), [((9, 0), "13.0"), ((9, 0), "12.8"), ((8, 9), "13.0")])
+def test_torch_folded_products(monkeypatch, emulated, dtype, with_bias, capability, version):  # noqa: PLR0917
+    on = on_a(monkeypatch, capability)
+    monkeypatch.setattr(torch.version, "cuda", version)
     codes, bias = operands()
     bias = bias if with_bias else None
     with torch_cuda.fast_accumulate():
         y = torch_cuda.gemm(*tensors(codes), None if bias is None else torch.from_numpy(bias), dtype=dtype)
-    direct = bias is None and dtype == torch.bfloat16
+    direct = bias is None and dtype == torch.bfloat16 and (capability, version) == ((9, 0), "13.0")
     assert names(on) == ["fold", "fold", *([] if direct else ["finish"])]
     check(back(y), codes, bias, torch_cuda.NAMES[dtype], None)
 
