@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kTaskValues = 1 << 18;    // values that one quantize, dequantize or pack task handles: 30 us
 constexpr int64_t kLeastValues = 1 << 16;   // values worth a second thread
-constexpr int64_t kTaskProducts = 1 << 22;  // multiply-adds that one gemm task handles: 20 us
+constexpr int64_t kTaskProducts = 1 << 21;  // multiply-adds that one gemm task handles: 10 us
 constexpr int64_t kDecodeRows = 12;         // rows whose multiply-adds take as long as reading and decoding B
 constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a gemm packs
 constexpr int64_t kPackedBytes = 8 << 20;   // of A packed at a time
