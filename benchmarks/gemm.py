@@ -10,6 +10,7 @@ minute to minute. From M = 64 on there is one linear: its weight is read once in
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +96,7 @@ def compare(k: int, n: int, layers: int, sizes: list[int]) -> dict[int, dict[str
             x = np.random.default_rng(m).standard_normal((m, k), np.float32)
             feeds = {f"x{i}": x.copy() for i in range(layers)}
             calls: dict[str, Callable[[], Any]] = {
-                name: lambda s=s, feeds=feeds: s.run(None, feeds) for name, s in sessions.items()
+                name: functools.partial(session.run, None, feeds) for name, session in sessions.items()
             }
             calls |= {name: peer.on(x) for name, peer in peers.items()}
             if m <= FEW_ROWS:

@@ -1,4 +1,4 @@
-"""Claim: the cost of a linear grows smoothly with M, N and K, and a K that is not whole blocks costs little more."""
+"""Claim: the cost of a linear grows smoothly with M, N and K, and sizes that are not whole cost what the next whole do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,41 @@ from mxfp8_ops import cpu
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-M_SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 48, 64, 65, 96, 128, 192, 256, 384, 512, 768, 1024, 2048]
+M_SIZES = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    12,
+    14,
+    16,
+    17,
+    20,
+    24,
+    32,
+    48,
+    64,
+    65,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    2048,
+]
 SIZES = [256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
-RAGGED = [(4096, 4097), (4096, 4112), (1024, 1009), (96, 70)]
+RAGGED_K = [(4097, 4128), (4112, 4128), (1009, 1024), (70, 96)]
+RAGGED_N = [(2047, 2048), (2049, 2064)]
+"""Sizes, and the next that is a multiple of the block (K), of what a task handles (N)."""
 
 
 def product(m: int, n: int, k: int) -> object:
@@ -50,17 +82,20 @@ def main() -> None:
             cliff = (t_large / t_small) / max(1.0, large / small)
             rows.append([label, f"{small} -> {large}", f"{t_large * 1e3:.3f}", f"{cliff:.2f}"])
         notes += [f"{label}: {note}" for note in noise_notes(timings)]
-    for whole, ragged in RAGGED:
-        timings = take_turns({str(k): product(16, 2048, k) for k in (whole, ragged)}, rounds=11)
-        per_value = timings[str(ragged)].median / ragged / (timings[str(whole)].median / whole)
-        row = ["ragged K (M = 16, N = 2048)", f"{whole} -> {ragged}", f"{timings[str(ragged)].median * 1e3:.3f}"]
-        rows.append([*row, f"{per_value:.2f}"])
-        notes += [f"ragged K: {note}" for note in noise_notes(timings)]
+    for label, shapes in (("ragged K (M = 16, N = 2048)", RAGGED_K), ("ragged N (M = 16, K = 2048)", RAGGED_N)):
+        for ragged, whole in shapes:
+            sizes = {str(s): (16, 2048, s) if "K (" in label else (16, s, 2048) for s in (ragged, whole)}
+            timings = take_turns({name: product(*shape) for name, shape in sizes.items()}, rounds=11)
+            ratio = timings[str(ragged)].median / timings[str(whole)].median
+            rows.append(
+                [label, f"{whole} -> {ragged}", f"{timings[str(ragged)].median * 1e3:.3f}", f"{ratio:.2f} (time)"]
+            )
+            notes += [f"{label}: {note}" for note in noise_notes(timings)]
     RESULTS.mkdir(exist_ok=True)
     figure.suptitle(f"Quantize and multiply, {THREADS} threads, {cpu.isa()}")
     figure.tight_layout()
     figure.savefig(RESULTS / "scaling.png", dpi=90)
-    columns = ["series", "sizes", "ms at the larger", "growth of time over growth of work"]
+    columns = ["series", "sizes", "ms at the second", "growth of time over growth of work"]
     publish("scaling", f"How the cost grows, {THREADS} threads", columns, rows, notes=notes)
 
 

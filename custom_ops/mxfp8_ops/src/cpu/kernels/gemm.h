@@ -12,6 +12,7 @@ namespace mxfp8::MXFP8_ISA {
 
 // Up to this many bytes in a column of A, B dominates the traffic: each of its rows is read front to back.
 constexpr int64_t kFewRowsBytes = 128;
+constexpr int kTileColumns = 4;  // rows of B that are multiplied with a tile at once: their sums stay in registers
 
 MXFP8_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 MXFP8_INLINE int64_t blocks_of(int64_t k) { return (k + kBlock - 1) / kBlock; }
@@ -102,12 +103,6 @@ MXFP8_NOINLINE float exact_dot(const GemmArgs& args, int64_t row, int64_t column
   return sum;
 }
 
-// Each row of B is a new stream to the hardware prefetcher: fetches this chunk of the next panel's row meanwhile.
-MXFP8_INLINE void prefetch_next_panel(const GemmArgs& args, int64_t row, Chunk chunk) {
-  const uint8_t* next = args.b + (row + kGemmPanel) * args.k + chunk.k;
-  for (int64_t i = 0; i < chunk.count; i += 64) __builtin_prefetch(next + i);
-}
-
 // Adds the bias to a strip [rows, kGemmColumns] and stores it in the result's dtype.
 MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t width,
                               const float* strip) {
@@ -125,9 +120,9 @@ MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, i
   });
 }
 
-// Walks the result in strips of kGemmColumns columns, T the type of packed values. panel(chunk, column, strip,
-// accumulate) multiplies all tiles with one panel of B.
-template <class T, int Step, class Panel>
+// Walks the result in strips of kGemmColumns columns. T is the type of packed values; PanelRows rows of B are decoded
+// at a time. panel(chunk, column, strip, accumulate) multiplies all tiles with one panel of B.
+template <class T, int Step, int64_t PanelRows, class Panel>
 MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                                  int64_t column_begin, int64_t column_end, const Panel& panel) {
   alignas(64) float strip[kGemmRows * kGemmColumns];
@@ -138,12 +133,12 @@ MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows
     const int64_t width = min_of(kGemmColumns, column_end - column);
     if (chunks == 0) std::memset(strip, 0, size_t(count * kGemmColumns) * sizeof(float));
     if (count * int64_t(sizeof(T)) <= kFewRowsBytes) {
-      for (int64_t j = 0; j < width; j += kGemmPanel) {
+      for (int64_t j = 0; j < width; j += PanelRows) {
         for (int64_t c = 0; c < chunks; ++c) panel(chunk_at<T>(args.k, c, Step), column + j, strip + j, c > 0);
       }
     } else {
       for (int64_t c = 0; c < chunks; ++c) {
-        for (int64_t j = 0; j < width; j += kGemmPanel)
+        for (int64_t j = 0; j < width; j += PanelRows)
           panel(chunk_at<T>(args.k, c, Step), column + j, strip + j, c > 0);
       }
     }

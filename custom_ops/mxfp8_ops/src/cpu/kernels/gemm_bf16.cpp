@@ -18,8 +18,8 @@ namespace {
 
 constexpr int kStep = kStepBf16;
 
-// Decodes a chunk of a row of B, scaled, into steps kGemmPanel rows apart, and fetches what lies `ahead` bytes further.
-// False if that is not exact.
+// Decodes a chunk of a row of B, scaled, into steps kTileColumns rows apart, and fetches what lies `ahead` bytes
+// further. False if that is not exact.
 template <class F>
 MXFP8_INLINE bool decode_row(const Decoder<F>& decoder, const uint8_t* elements, const uint8_t* scales, int64_t count,
                              int64_t ahead, int lowest, uint16_t* out) {
@@ -33,8 +33,8 @@ MXFP8_INLINE bool decode_row(const Decoder<F>& decoder, const uint8_t* elements,
     const uint32_t wrong = outside(some, lowest, kMaxScale<F>) & ((1u << blocks_of(left)) - 1);
     if (__builtin_expect(wrong != 0, 0)) fits = fits && are_zero(codes, left, block_scales, wrong);
     const __m512i exponents = exponents_of(some);
-    uint16_t* to = out + k * kGemmPanel;
-    for (int64_t i = 0; i * kStep < left; ++i, to += kStep * kGemmPanel) {
+    uint16_t* to = out + k * kTileColumns;
+    for (int64_t i = 0; i * kStep < left; ++i, to += kStep * kTileColumns) {
       __builtin_prefetch(codes + i * kStep + ahead, 0, 2);
       const Values values = decoder.values(load_codes(codes + i * kStep, left - i * kStep), &highest);
       const __m512i exponent = _mm512_permutexvar_epi32(lanes_of_step(i), exponents);
@@ -45,21 +45,21 @@ MXFP8_INLINE bool decode_row(const Decoder<F>& decoder, const uint8_t* elements,
   return fits && !Decoder<F>::has_special(highest);
 }
 
-// Decodes a panel: kGemmPanel rows of B from `column` on, one chunk deep. Rows past `column_end` are zero. Returns a
+// Decodes a panel: kTileColumns rows of B from `column` on, one chunk deep. Rows past `column_end` are zero. Returns a
 // bit for every row that does not fit; what is decoded there is of no use.
 template <class F>
 MXFP8_INLINE uint32_t decode_panel(const Decoder<F>& decoder, const GemmArgs& args, int64_t column, int64_t column_end,
                                    Chunk chunk, int lowest, uint16_t* out) {
   uint32_t misfits = 0;
-  for (int64_t row = 0; row < kGemmPanel; ++row) {
+  for (int64_t row = 0; row < kTileColumns; ++row) {
     uint16_t* to = out + row * kStep;
     if (column + row >= column_end) {
-      for (int64_t k = 0; k < chunk.padded; k += kStep) std::memset(to + k * kGemmPanel, 0, kStep * sizeof(uint16_t));
+      for (int64_t k = 0; k < chunk.padded; k += kStep) std::memset(to + k * kTileColumns, 0, kStep * sizeof(uint16_t));
       continue;
     }
     const uint8_t* elements = args.b + (column + row) * args.k + chunk.k;
     const uint8_t* scales = args.b_scales + (column + row) * blocks_of(args.k) + chunk.k / kBlock;
-    if (!decode_row(decoder, elements, scales, chunk.count, kGemmPanel * args.k, lowest, to)) misfits |= 1u << row;
+    if (!decode_row(decoder, elements, scales, chunk.count, kTileColumns * args.k, lowest, to)) misfits |= 1u << row;
   }
   return misfits;
 }
@@ -68,21 +68,21 @@ MXFP8_INLINE __m512bh load_bf16(const uint16_t* p) { return reinterpret_cast<__m
 
 template <int R>
 MXFP8_INLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t depth, float* strip, bool accumulate) {
-  __m512 sums[R][kGemmPanel];
+  __m512 sums[R][kTileColumns];
   for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < kGemmPanel; ++j) sums[i][j] = zero();
+    for (int j = 0; j < kTileColumns; ++j) sums[i][j] = zero();
   }
   for (int64_t k = 0; k < depth; k += kStep) {
     for (int half = 0; half < kStep; half += kBlock) {
-      __m512bh column[kGemmPanel];
-      for (int j = 0; j < kGemmPanel; ++j) column[j] = load_bf16(b + j * kStep + half);
+      __m512bh column[kTileColumns];
+      for (int j = 0; j < kTileColumns; ++j) column[j] = load_bf16(b + j * kStep + half);
       for (int i = 0; i < R; ++i) {
         const __m512bh row = load_bf16(a + i * kStep + half);
-        for (int j = 0; j < kGemmPanel; ++j) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], row, column[j]);
+        for (int j = 0; j < kTileColumns; ++j) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], row, column[j]);
       }
     }
     a += R * kStep;
-    b += kGemmPanel * kStep;
+    b += kTileColumns * kStep;
   }
   for (int i = 0; i < R; ++i) store_sums(sums[i], strip + i * kGemmColumns, accumulate);
 }
@@ -92,7 +92,7 @@ template <class F>
 MXFP8_NOINLINE void correct_column(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
                                    const float* before, float* strip) {
   for (int64_t i = 0; i < rows; ++i) {
-    strip[i * kGemmColumns] = before[i * kGemmPanel] + exact_dot<F>(args, row + i, column, chunk.k, chunk.count);
+    strip[i * kGemmColumns] = before[i * kTileColumns] + exact_dot<F>(args, row + i, column, chunk.k, chunk.count);
   }
 }
 
@@ -124,15 +124,15 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
     const Decoder<F> decoder;
     const int lowest = lowest_scale<F>(exponent);
     const int64_t first = tile_begin * kTileRows, count = min_of(tile_end * kTileRows, rows) - first;
-    alignas(64) uint16_t b[kGemmPanel * kDepth<uint16_t>];
-    for_each_strip<uint16_t, kStep>(
+    alignas(64) uint16_t b[kTileColumns * kDepth<uint16_t>];
+    for_each_strip<uint16_t, kStep, kTileColumns>(
         args, row, rows, tile_begin, tile_end, column_begin, column_end,
         [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
           const uint32_t misfits = decode_panel(decoder, args, column, column_end, chunk, lowest, b);
-          float before[kGemmRows * kGemmPanel];
+          float before[kGemmRows * kTileColumns];
           if (__builtin_expect(misfits != 0, 0)) {
-            for (int64_t i = 0; i < count * kGemmPanel; ++i) {
-              before[i] = accumulate ? strip[i / kGemmPanel * kGemmColumns + i % kGemmPanel] : 0;
+            for (int64_t i = 0; i < count * kTileColumns; ++i) {
+              before[i] = accumulate ? strip[i / kTileColumns * kGemmColumns + i % kTileColumns] : 0;
             }
           }
           for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
@@ -141,7 +141,7 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
             with_rows(rows - tile * kTileRows,
                       [&](auto r) { multiply_tile<decltype(r)::value>(from, b, chunk.padded, to, accumulate); });
           }
-          for (int64_t j = 0; j < kGemmPanel; ++j) {
+          for (int64_t j = 0; j < kTileColumns; ++j) {
             if (misfits >> j & 1) {
               correct_column<F>(args, row + first, count, column + j, chunk, before + j, strip + j);
             }

@@ -9,38 +9,46 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
+constexpr int64_t kPanel = 8;  // rows of B decoded at a time: they stay in L1, with a tile of A
+
+// Each row of B is a new stream to the hardware prefetcher: fetches this chunk of the next panel's row meanwhile.
+MXFP8_INLINE void prefetch_next_panel(const GemmArgs& args, int64_t row, Chunk chunk) {
+  const uint8_t* next = args.b + (row + kPanel) * args.k + chunk.k;
+  for (int64_t i = 0; i < chunk.count; i += 64) __builtin_prefetch(next + i);
+}
+
 template <int R>
 MXFP8_INLINE void multiply_tile(const float* a, const float* b, int64_t blocks, float* strip, bool accumulate) {
-  Vec sums[R][kGemmPanel];
+  Vec sums[R][kTileColumns];
   for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < kGemmPanel; ++j) sums[i][j] = zero();
+    for (int j = 0; j < kTileColumns; ++j) sums[i][j] = zero();
   }
   for (int64_t block = 0; block < blocks; ++block) {
     for (int lane = 0; lane < kBlock; lane += kLanes) {
-      Vec column[kGemmPanel];
-      for (int j = 0; j < kGemmPanel; ++j) column[j] = load(b + j * kBlock + lane);
+      Vec column[kTileColumns];
+      for (int j = 0; j < kTileColumns; ++j) column[j] = load(b + j * kBlock + lane);
       for (int i = 0; i < R; ++i) {
         const Vec row = load(a + i * kBlock + lane);
-        for (int j = 0; j < kGemmPanel; ++j) sums[i][j] = multiply_add(row, column[j], sums[i][j]);
+        for (int j = 0; j < kTileColumns; ++j) sums[i][j] = multiply_add(row, column[j], sums[i][j]);
       }
     }
     a += R * kBlock;
-    b += kGemmPanel * kBlock;
+    b += kPanel * kBlock;
   }
   for (int i = 0; i < R; ++i) store_sums(sums[i], strip + i * kGemmColumns, accumulate);
 }
 
-// Decodes a panel - kGemmPanel rows of B from `column` on, one chunk deep - as float32: [block, row, 32]. Rows past
+// Decodes a panel - kPanel rows of B from `column` on, one chunk deep - as float32: [block, row, 32]. Rows past
 // `column_end` are zero.
 template <class F>
 MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t column_end, Chunk chunk, float* out) {
-  for (int64_t row = 0; row < kGemmPanel; ++row) {
+  for (int64_t row = 0; row < kPanel; ++row) {
     const bool inside = column + row < column_end;
     const uint8_t* elements = args.b + (column + row) * args.k;
     const uint8_t* scales = args.b_scales + (column + row) * blocks_of(args.k);
     prefetch_next_panel(args, column + row, chunk);
     for (int64_t i = 0; i < chunk.padded; i += kBlock) {
-      float* to = out + i * kGemmPanel + row * kBlock;
+      float* to = out + i * kPanel + row * kBlock;
       const int64_t k = chunk.k + i;
       if (inside) {
         decode_block<F>(elements + k, args.k - k, scales[k / kBlock], to);
@@ -73,19 +81,21 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
                        int64_t column_begin, int64_t column_end, const void* packed, int) {
   const auto* a = static_cast<const float*>(packed);
   with_format(args.b_format, [&](auto format) {
-    alignas(64) float b[kGemmPanel * kDepth<float>];
-    for_each_strip<float, kBlock>(args, row, rows, tile_begin, tile_end, column_begin, column_end,
-                                  [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
-                                    decode_panel<decltype(format)>(args, column, column_end, chunk, b);
-                                    for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-                                      const float* from = a + tile_offset(rows, chunk, tile);
-                                      float* to = strip + (tile - tile_begin) * kTileRows * kGemmColumns;
-                                      with_rows(rows - tile * kTileRows, [&](auto r) {
-                                        multiply_tile<decltype(r)::value>(from, b, chunk.padded / kBlock, to,
-                                                                          accumulate);
-                                      });
-                                    }
-                                  });
+    alignas(64) float b[kPanel * kDepth<float>];
+    for_each_strip<float, kBlock, kPanel>(args, row, rows, tile_begin, tile_end, column_begin, column_end,
+                                          [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
+                                            decode_panel<decltype(format)>(args, column, column_end, chunk, b);
+                                            for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+                                              const float* from = a + tile_offset(rows, chunk, tile);
+                                              float* to = strip + (tile - tile_begin) * kTileRows * kGemmColumns;
+                                              with_rows(rows - tile * kTileRows, [&](auto r) {
+                                                for (int64_t j = 0; j < kPanel; j += kTileColumns) {
+                                                  multiply_tile<decltype(r)::value>(
+                                                      from, b + j * kBlock, chunk.padded / kBlock, to + j, accumulate);
+                                                }
+                                              });
+                                            }
+                                          });
   });
 }
 

@@ -17,7 +17,6 @@ constexpr int64_t kGemmRows = 256;         // rows of A packed at a time: they s
 constexpr int64_t kSkinnyRows = 16;        // the most rows of A that B is decoded in registers for
 constexpr int64_t kGemmColumns = 64;       // columns of one accumulator strip
 constexpr int64_t kGemmDepthBytes = 2048;  // of one packed row that is multiplied before partial sums are stored
-constexpr int64_t kGemmPanel = 4;          // rows of B decoded at a time: they stay in L1
 
 // x is [outer, K, inner] for quantize; for pack it is [N, K] or, transposed, [K, N], with `stride` values per row.
 struct QuantizeArgs {
@@ -63,8 +62,8 @@ struct GemmArgs {
 };
 
 // Both gemm kernels work alike. Up to kGemmRows rows of A are packed, in tiles of `rows` rows, into scratch memory that
-// all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes four at a
-// time. `row` is the first packed row, `rows` their number.
+// all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes a few at
+// a time. `row` is the first packed row, `rows` their number.
 //
 // `exponent` is that of the lowest bit set in any packed value: a bf16 dot product flushes subnormal numbers to zero,
 // so it is used only where exponents show that no product reaches down there. See gemm_bf16.cpp.
