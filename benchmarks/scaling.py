@@ -1,4 +1,4 @@
-"""Claim: the cost of a linear grows smoothly with M, N and K, and sizes that are not whole cost what the next whole do."""
+"""Claim: the cost of a linear grows smoothly with M, N and K; sizes that are not whole cost what the next whole do."""
 
 from __future__ import annotations
 
