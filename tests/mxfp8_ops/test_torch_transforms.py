@@ -1,0 +1,202 @@
+"""The inference ops under what torch does: opcheck, export, compile, AOTInductor, vmap, autocast, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mxfp8_ops.errors import ShapeError
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("mxfp8_ops.torch_ops")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+
+ops = torch.ops.mxfp8
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Returns heavy-tailed values, so that the order of a sum matters."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.exp(1.5 * torch.randn(shape, generator=generator))
+
+
+# --- What torch asks of an op -------------------------------------------------------------------------------------
+
+
+def samples() -> dict[str, list[tuple[Any, ...]]]:
+    """Returns arguments for each op."""
+    x, b = values(6, 45), ops.quantize(values(8, 45, seed=1))
+    a, batched = ops.quantize(x), ops.quantize(values(3, 8, 45, seed=1))
+    return {
+        "quantize": [(x,), (x.t(),), (x.half(), 0, "e5m2", "floor"), (x[:0],)],
+        "dequantize": [a, (*a, -1, "e4m3", torch.bfloat16)],
+        "gemm": [(*a, *b), (*a, *batched, values(8), "e4m3", "e4m3", torch.float16)],
+        "weight_gemm": [(x, *b), (x.bfloat16(), *batched, values(8)), (x.clone().requires_grad_(), *b)],
+    }
+
+
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
+def test_opcheck(name: str) -> None:
+    for args in samples()[name]:
+        torch.library.opcheck(getattr(ops, name).default, args)
+
+
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm", "linear_train"])
+def test_ops_are_tagged_pt2_compliant(name: str) -> None:
+    assert torch.Tag.pt2_compliant_tag in getattr(ops, name).default.tags
+
+
+class Packed(torch.nn.Module):
+    """All four inference ops in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        elements, scales = ops.quantize(values(24, 45))
+        self.register_buffer("elements", elements)
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = ops.gemm(*ops.quantize(x), self.elements, self.scales) + ops.weight_gemm(x, self.elements, self.scales)
+        return y @ ops.dequantize(self.elements, self.scales)
+
+
+def test_export_keeps_dynamic_dimensions_dynamic() -> None:
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    program = torch.export.export(Packed(), (values(3, 7, 45),), dynamic_shapes=(dims,))
+    program = program.run_decompositions({})
+    for shape in ((3, 7, 45), (5, 2, 45), (0, 4, 45)):
+        x = values(*shape)
+        assert torch.equal(program.module()(x), Packed()(x))
+
+
+def test_export_sees_the_same_error_as_eager() -> None:
+    with pytest.raises(Exception, match=r"expected \[\.\.\., M, K\] and \[\.\.\., N, K\] with the same K"):
+        torch.export.export(Packed(), (values(3, 44),))
+
+
+def test_compile_fullgraph_gives_the_same_bits() -> None:
+    compiled = torch.compile(lambda x, m: ops.gemm(*ops.quantize(x.t()), m.elements, m.scales), fullgraph=True)
+    x, module = values(45, 7), Packed()
+    expected = ops.gemm(*ops.quantize(x.t()), module.elements, module.scales)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, module), expected)
+
+
+def test_ahead_of_time_inductor_gives_the_same_bits(tmp_path: Path) -> None:
+    program = torch.export.export(Packed(), (values(7, 45),), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "packed.pt2"))
+    run = torch._inductor.aoti_load_package(package)
+    for rows in (7, 3):
+        x = values(rows, 45)
+        # The last matmul is torch's own and may be fused another way; ours feed it the same bits.
+        torch.testing.assert_close(run(x), Packed()(x), rtol=1e-6, atol=1e-6 * float(Packed()(x).abs().max()))
+
+
+def assert_same_sums(
+    mapped: Callable[..., Any], one_by_one: Callable[..., Any], x: Any, codes: Any, scales: Any
+) -> None:
+    """Asserts that two ways to one product differ by no more than the order of float32 sums can make them.
+
+    Kernels differ by number of rows, and with them the order. Each way is within K + 2 roundings of the exact sum.
+    """
+    magnitude = one_by_one(x.abs(), codes & 0x7F, scales)
+    bound = 2 * 1.01 * (codes.shape[-1] + 2) * 2.0**-24 * magnitude
+    difference = (mapped(x, codes, scales) - one_by_one(x, codes, scales)).abs()
+    assert (difference <= bound).all(), f"{(difference / bound).max():.2f} of the bound"
+
+
+def test_vmap_is_one_call_over_a_leading_dimension() -> None:
+    x, b = values(3, 6, 45), ops.quantize(values(3, 8, 45, seed=1))
+    gemm = ops.weight_gemm
+    assert_same_sums(torch.vmap(gemm), lambda x, q, s: torch.stack([gemm(x[i], q[i], s[i]) for i in range(3)]), x, *b)
+    assert_same_sums(
+        torch.vmap(gemm, in_dims=(1, None, None)),
+        lambda x, q, s: torch.stack([gemm(x[:, i], q, s) for i in range(6)]),
+        x,
+        b[0][0],
+        b[1][0],
+    )
+    assert_same_sums(
+        torch.vmap(gemm, in_dims=(None, 0, 0)),
+        lambda x, q, s: torch.stack([gemm(x, q[i], s[i]) for i in range(3)]),
+        x[0, 0],
+        *b,
+    )
+    assert_same_sums(
+        torch.vmap(lambda t, *c: ops.gemm(*ops.quantize(t, 0), *c), in_dims=(1, None, None)),
+        lambda x, q, s: torch.stack([ops.gemm(*ops.quantize(x[:, i]), q, s) for i in range(5)]),
+        values(45, 5),
+        *ops.quantize(values(8, 45)),
+    )
+    got = torch.vmap(ops.dequantize, in_dims=(0, 0))(*b)
+    assert torch.equal(got, torch.stack([ops.dequantize(b[0][i], b[1][i]) for i in range(3)]))
+
+
+def test_vmap_over_ranks_that_differ_and_over_a_bias() -> None:
+    x, b = values(2, 4, 6, 45), ops.quantize(values(2, 8, 45, seed=1))
+    assert_same_sums(
+        torch.vmap(ops.weight_gemm),
+        lambda x, q, s: torch.stack([ops.weight_gemm(x[i], q[i], s[i]) for i in range(2)]),
+        x,
+        *b,
+    )
+    with pytest.raises(ShapeError, match=r"weight_gemm: torch\.vmap maps over the bias"):
+        torch.vmap(ops.weight_gemm, in_dims=(0, None, None, 0))(x[0], b[0][0], b[1][0], values(4, 8))
+
+
+def test_autocast_leaves_the_inference_ops_alone() -> None:
+    x, b = values(6, 45), ops.quantize(values(8, 45))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ops.weight_gemm(x, *b)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, ops.weight_gemm(x, *b))
+
+
+def test_inference_mode_gives_the_same_bits() -> None:
+    x = values(5, 45)
+    expected = Packed()(x)
+    with torch.inference_mode():
+        assert torch.equal(Packed()(x), expected)
+
+
+# --- Gradients of the inference ops --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6, 45), (45,), (2, 3, 45)], ids=str)
+@pytest.mark.parametrize("batched", [False, True])
+def test_weight_gemm_passes_gradients_through_its_frozen_weight(shape: tuple[int, ...], *, batched: bool) -> None:
+    x, bias = values(*shape).requires_grad_(), values(8, seed=2).requires_grad_()
+    b = ops.quantize(values(*((2,) if batched else ()), 8, 45, seed=1))
+    dense = ops.dequantize(*b).transpose(-1, -2)
+    expected = x @ dense + bias
+    upstream = values(*expected.shape, seed=3)
+    wanted = torch.autograd.grad(expected, (x, bias), upstream)
+    got = torch.autograd.grad(ops.weight_gemm(x, *b, bias), (x, bias), upstream)
+    for gradient, reference in zip(got, wanted, strict=True):
+        scale = float(reference.abs().max())
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=scale * 64 * 2.0**-24)  # sums of at most 48
+
+
+def test_an_adapter_on_a_packed_weight_trains_the_same_compiled() -> None:
+    elements, scales = ops.quantize(values(8, 45))
+    down, up = values(2, 45, seed=1).requires_grad_(), values(8, 2, seed=2).requires_grad_()
+
+    def adapted(x: torch.Tensor) -> torch.Tensor:
+        return ops.weight_gemm(torch.tanh(x @ down.t() @ up.t()) @ up @ down, elements, scales)
+
+    x = values(6, 45) / 64
+    wanted, got = (
+        torch.autograd.grad(f(x).sum(), (down, up)) for f in (adapted, torch.compile(adapted, backend="aot_eager"))
+    )
+    assert all(map(torch.equal, got, wanted)), [float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True)]
+
+
+def test_quantize_warns_that_it_cuts_the_gradient() -> None:
+    x = values(6, 45).requires_grad_()
+    with pytest.warns(UserWarning, match=r"quantize: x requires a gradient.*train with mxfp8::linear_train"):
+        elements, _ = ops.quantize(x)
+    assert not elements.requires_grad
