@@ -180,7 +180,7 @@ def _gathered(node: Node, before: Static) -> Static | None:
         picks = [index for index in indices if index is not None]
         chosen = picks[0] if len(picks) == 1 and indices[0] is picks[0] else None
     else:
-        chosen = node.args[2] if adapter.argument(node, "dim") == 0 else None
+        chosen = adapter.argument(node, "index") if adapter.argument(node, "dim") == 0 else None
     value = chosen.meta.get("val") if isinstance(chosen, Node) else None
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in {torch.int32, torch.int64}:
         return None

@@ -54,9 +54,11 @@ def test_experts_picked_at_run_time_are_picked_packed(name: str, *, weight_only:
     assert count(rewritten, "mxfp8.weight_gemm" if weight_only else "mxfp8.gemm") == 1
     assert count(rewritten, "aten.bmm") == count(rewritten, "aten.matmul") == 0
     assert set(rewritten.state_dict) == {"stack_mxfp8", "stack_mxfp8_scales"}
-    for ids in (IDS, IDS[:2]):
+    for ids in (IDS, IDS[:2], *([torch.tensor([-1, 1, -4])] if name != "index_select" else [])):
         x = X[: len(ids)]
         one_gemm_per_row(x, ids, weight_only=weight_only).check(rewritten.module()(x, ids))
+    with pytest.raises(IndexError, match="out of range"):
+        rewritten.module()(X[:2], torch.tensor([0, 4]))
 
 
 def test_two_products_that_pick_alike_share_the_packed_weight() -> None:
