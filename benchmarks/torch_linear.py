@@ -77,6 +77,10 @@ def main() -> None:
     notes.append(
         f"{arguments.weights} weights in turn: {arguments.weights * packed / 1e6:.0f} MB of MXFP8, twice that of bf16."
     )
+    notes.append(
+        "A rate above 100% says that the floor was measured in a slower moment, or that a cache beyond this machine's "
+        "serves."
+    )
     with torch.inference_mode():
         for m in arguments.m:
             timings = take_turns(contenders(modules, torch.randn(m, k).bfloat16()), rounds=15, least_seconds=0.05)
