@@ -7,8 +7,8 @@
 //             and how many multiprocessors have work
 //
 // The weight is the A operand of the mma (16 rows a warp), x the B operand (8 rows a tile). A step of the loop is STEP
-// values of k for each warp. The weight goes from memory to registers, two steps ahead: no byte of it is used twice. x
-// goes through shared memory, one step ahead, and is decoded there once for all warps.
+// values of k for each warp. The weight goes from memory to registers, AHEAD steps ahead: no byte of it is used twice.
+// x goes through shared memory, one step ahead, and is decoded there once for all warps.
 //
 // Lane t of a group of four takes 16 consecutive k of every 64 of its rows, which is half a block: the sum does not
 // care in which order k is taken, as long as both operands take it alike. Elements become bfloat16 by moving their bits
@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
   constexpr int DEEP = 8 / WARPS, ROWS = 16 * WARPS, TOKENS = 8 * TILES;
   constexpr int STEP = DEEP * TILES <= 16 ? 128 : 64, CHUNKS = STEP / 64, WIDE = DEEP * STEP;
   static_assert(TILES == 1 || WARPS >= 2, "x of one step would take too much shared memory");
+  constexpr int AHEAD = TILES >= 4 ? 3 : 2;  // one block per multiprocessor reads further ahead than two
   constexpr int VALUES = X::is_element ? 16 : 8;  // of x in 16 bytes
   constexpr int UNITS = TOKENS * WIDE / VALUES, MINE = (UNITS + 255) / 256;
   constexpr int TILE_BYTES = TOKENS * WIDE * 2, SUM_BYTES = DEEP * ROWS * (TOKENS + 1) * 4;
@@ -179,19 +180,19 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
     }
   };
 
-  Weights<CHUNKS> even, odd;
-  load_weights(even, 0);
+  Weights<CHUNKS> ahead[AHEAD];
   load_x(0);
-  load_weights(odd, 1);
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) load_weights(ahead[i], i);
   const i64 steps = (k + WIDE - 1) / WIDE;
 #pragma unroll 1
-  for (i64 step = 0; step < steps; step += 2) {
-    run(even, step);
-    load_weights(even, step + 2);
-    if (step + 1 == steps) break;
-    run(odd, step + 1);
-    load_weights(odd, step + 3);
-  }
+  for (i64 step = 0; step < steps; step += AHEAD)
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (step + i < steps) {
+        run(ahead[i], step + i);
+        load_weights(ahead[i], step + i + AHEAD);
+      }
 
   __syncthreads();
   float* parts = reinterpret_cast<float*>(shared);
