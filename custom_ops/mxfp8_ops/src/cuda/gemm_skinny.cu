@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
   constexpr int DEEP = 8 / WARPS, ROWS = 16 * WARPS, TOKENS = 8 * TILES;
   constexpr int STEP = DEEP * TILES <= 16 ? 128 : 64, CHUNKS = STEP / 64, WIDE = DEEP * STEP;
   static_assert(TILES == 1 || WARPS >= 2, "x of one step would take too much shared memory");
-  constexpr int AHEAD = TILES >= 4 ? 3 : 2;  // one block per multiprocessor reads further ahead than two
+  constexpr int AHEAD = TILES >= 4 ? 3 : 2;       // one block per multiprocessor reads further ahead than two
   constexpr int VALUES = X::is_element ? 16 : 8;  // of x in 16 bytes
   constexpr int UNITS = TOKENS * WIDE / VALUES, MINE = (UNITS + 255) / 256;
   constexpr int TILE_BYTES = TOKENS * WIDE * 2, SUM_BYTES = DEEP * ROWS * (TOKENS + 1) * 4;
