@@ -47,6 +47,7 @@ def test_the_shell_blocks_of_a_sample_run(sample: Path, tmp_path: Path) -> None:
 
 
 def test_the_python_blocks_of_the_readme_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     run([sys.executable, str(ROOT / "samples/02_recipe/make_model.py"), "model.onnx"], tmp_path)
     code = "\n".join(blocks(ROOT / "README.md", "python"))
     assert code, "README.md has no Python block"
