@@ -2,14 +2,15 @@
 // nodes.
 //
 // Memory and copies work, kernels of ONNX Runtime itself do nothing. test_ort_provider.py adds stubs that return 0 for
-// every other function the provider asks for, and builds this once per library: -DCUDART, -DCUBLAS.
+// every other function the provider asks for, and builds this once per library: -DLIBCUDART, -DLIBCUBLAS.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef CUDART
+#ifdef LIBCUDART
 
-// Where cudaDeviceProp of CUDA 13 has what ONNX Runtime reads of it, and its size; from driver_types.h.
+// Where cudaDeviceProp has what ONNX Runtime reads of it, from driver_types.h of CUDA 12 and 13, which differ in the
+// number of multiprocessors; and its size, the smaller.
 enum { TOTAL_MEMORY = 288, WARP = 308, MOST_THREADS = 320, MAJOR = 360, PROCESSORS = 384, SIZE = 1008 };
 
 int allocations, copies, launches_of_others, forbidden, capturing, graphs;
@@ -34,9 +35,10 @@ int cudaGetDeviceProperties(char* properties, int device) {
   *(int*)(properties + WARP) = 32;
   *(int*)(properties + MOST_THREADS) = 1024;
   *(int*)(properties + MAJOR) = 9;
-  *(int*)(properties + PROCESSORS) = 3;
+  *(int*)(properties + PROCESSORS) = *(int*)(properties + PROCESSORS + 4) = 3;
   return 0;
 }
+int cudaGetDeviceProperties_v2(char* properties, int device) { return cudaGetDeviceProperties(properties, device); }
 
 int cudaMalloc(void** address, size_t bytes) {
   *address = aligned_alloc(256, (bytes + 255) / 256 * 256);
@@ -121,7 +123,7 @@ const char* cudaGetErrorName(int status) { return cudaGetErrorString(status); }
 
 #endif
 
-#ifdef CUBLAS
+#ifdef LIBCUBLAS
 
 int products, mode = 3, mode_of_product;
 void* stream_of_handle;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,44 +25,40 @@ from test_ort import assert_same, assert_within, heavy_tailed, model, node
 
 from mxfp8_ops import contract, numerics, ort
 
-RELEASE = "1.31.1"
+RELEASES = ("1.23.2", "1.31.1")
+"""One for CUDA 12, one for CUDA 13."""
 EMULATED = "MXFP8_TEST_EMULATED_CUDA"
 """Environment variable that is set where the tests below run."""
 
 HERE = Path(__file__).parent
-LIBRARIES = {
-    "libcudart.so.13": "-DCUDART",
-    "libcublas.so.13": "-DCUBLAS",
-    "libcublasLt.so.13": "-DNOTHING",
-    "libcurand.so.10": "-DNOTHING",
-    "libcuda.so.1": "-DNOTHING",
-}
 
 
 def build(provider: Path, folder: Path) -> None:
     """Builds what the provider is linked with: what cuda_runtime_emulation.c has, and stubs for all the rest."""
-    listed = subprocess.run(["nm", "-D", "--undefined-only", provider], check=True, capture_output=True, text=True)
-    wanted = [line.split()[-1].partition("@") for line in listed.stdout.splitlines()]
+    symbols = subprocess.run(["nm", "-D", "--undefined-only", provider], check=True, capture_output=True, text=True)
+    wanted = [line.split()[-1].partition("@") for line in symbols.stdout.splitlines()]
+    linked = subprocess.run(["readelf", "-d", provider], check=True, capture_output=True, text=True).stdout
     source = (HERE / "cuda_runtime_emulation.c").read_text()
-    for library, define in LIBRARIES.items():
-        names = {name for name, _, of in wanted if of == library}
-        if library == "libcuda.so.1":
+    for library in re.findall(r"\(NEEDED\).*\[(lib(?:cu|nv).*)\]", linked):
+        names = {name for name, _, of in wanted if of.strip("@") == library}
+        if library == "libcuda.so.1":  # whose symbols have no versions
             names = {"cuInit", *(name for name, _, of in wanted if not of and name.startswith("cu"))}
-        stubs = [f"int {name}(void) {{ return 0; }}" for name in sorted(names) if f"{name}(" not in source]
+        stubs = [f"int {name}(void) {{ return 0; }}" for name in sorted(names) if f" {name}(" not in source]
         (folder / "library.c").write_text("\n".join([source, *stubs]))
         (folder / "versions").write_text(f"{library} {{ global: *; }};")
-        options = [define, "-shared", "-fPIC", "-O2", f"-Wl,-soname,{library}"]
-        if library.endswith(".13"):
+        options = ["-shared", "-fPIC", "-O2", f"-D{library.partition('.')[0].upper()}", f"-Wl,-soname,{library}"]
+        if library != "libcuda.so.1":
             options.append(f"-Wl,--version-script={folder / 'versions'}")
         subprocess.run(["gcc", *options, "-o", folder / library, folder / "library.c"], check=True)
 
 
 @pytest.mark.slow
-def test_the_provider_on_an_emulated_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_provider_on_an_emulated_gpu(release: str, tmp_path: Path) -> None:
     packages, libraries = tmp_path / "packages", tmp_path / "libraries"
     libraries.mkdir()
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", packages]
-    subprocess.run([*install, f"onnxruntime-gpu=={RELEASE}"], check=True)
+    subprocess.run([*install, f"onnxruntime-gpu=={release}"], check=True)
     build(packages / "onnxruntime/capi/libonnxruntime_providers_cuda.so", libraries)
     path = os.pathsep.join([str(packages), *filter(None, sys.path)])
     environment = {**os.environ, EMULATED: "1", "PYTHONPATH": path, "LD_LIBRARY_PATH": str(libraries)}
@@ -82,7 +79,10 @@ class Runtime:
     """The counters of the emulation."""
 
     def __init__(self) -> None:
-        self.cudart, self.cublas = ctypes.CDLL("libcudart.so.13"), ctypes.CDLL("libcublas.so.13")
+        folder = Path(os.environ["LD_LIBRARY_PATH"])
+        self.cudart, self.cublas = (
+            ctypes.CDLL(next(path.name for path in folder.glob(f"{name}.so.*"))) for name in ("libcudart", "libcublas")
+        )
 
     def __getattr__(self, name: str) -> int:
         library = self.cublas if name in ("products", "mode", "mode_of_product") else self.cudart
