@@ -17,9 +17,9 @@ kernels, `torch_cuda.py` those of CUDA devices (through CuPy), `torch_training.p
 `module.to(dtype)` leaves them alone, which it does not do to float8 buffers. quantize_both is what linear_train
 needs of a gradient [M, N]: quantize(x) and quantize(x.t()), reading it once on a GPU.
 
-Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model.
-quantize passes none back and warns if one is wanted, as torch does for grouped_gemm; gemm and dequantize take integers,
-which have none.
+Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model,
+in reverse mode (forward mode raises; torch.func.grad does not reach it). quantize passes none back and warns if one is
+wanted, as torch does for grouped_gemm; gemm and dequantize take integers, which have none.
 
 Autocast casts the x of linear_train, as it does that of F.linear, and never a weight; the other ops compute in the
 dtypes they are given. torch.vmap works on the first four (`torch_vmap.py`). Results are contiguous.

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mxfp8_ops import torch_kernels, torch_shapes
 from mxfp8_ops.errors import Mxfp8Error
@@ -126,7 +127,12 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     """Returns what `mxfp8::weight_gemm` does, and records its gradients if any are wanted.
 
     `torch.library.register_autograd` would do the same, and take 3 us more of a call that wants none.
+
+    Raises:
+        Mxfp8Error: x or bias carries a tangent (forward-mode differentiation).
     """
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(x, bias)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         result: Tensor = _WeightGemm.apply(x, b, b_scales, bias, b_format, dtype)  # type: ignore[no-untyped-call]
         return result
@@ -139,6 +145,14 @@ _PLAIN_CPU: Final = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
 ).raw_repr()
 """The keys of a call whose tensors all are plain CPU tensors."""
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise Mxfp8Error(
+            "weight_gemm: x or bias carries a tangent; expected none (it has gradients in reverse mode only); "
+            "differentiate with backward(), or through torch.ops.mxfp8.dequantize and a matmul"
+        )
 
 
 def _below_autograd(*arguments: Any) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.errors import Mxfp8Error, ShapeError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("mxfp8_ops.torch_ops")
@@ -193,6 +193,16 @@ def test_an_adapter_on_a_packed_weight_trains_the_same_compiled() -> None:
         torch.autograd.grad(f(x).sum(), (down, up)) for f in (adapted, torch.compile(adapted, backend="aot_eager"))
     )
     assert all(map(torch.equal, got, wanted)), [float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True)]
+
+
+def test_weight_gemm_refuses_tangents_rather_than_losing_them() -> None:
+    forward_ad = torch.autograd.forward_ad
+    b, b_scales = torch.ops.mxfp8.quantize(torch.randn(8, 32))
+    with forward_ad.dual_level():
+        x = torch.randn(4, 32)
+        assert torch.ops.mxfp8.weight_gemm(x, b, b_scales).shape == (4, 8)
+        with pytest.raises(Mxfp8Error, match="weight_gemm: x or bias carries a tangent"):
+            torch.ops.mxfp8.weight_gemm(forward_ad.make_dual(x, x), b, b_scales)
 
 
 def test_quantize_warns_that_it_cuts_the_gradient() -> None:
