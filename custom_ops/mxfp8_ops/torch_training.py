@@ -148,7 +148,8 @@ _PLAIN_CPU: Final = (
 
 
 def _refuse_tangents(*tensors: Tensor | None) -> None:
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    unpack: Any = forward_ad.unpack_dual
+    if any(t is not None and unpack(t).tangent is not None for t in tensors):
         raise Mxfp8Error(
             "weight_gemm: x or bias carries a tangent; expected none (it has gradients in reverse mode only); "
             "differentiate with backward(), or through torch.ops.mxfp8.dequantize and a matmul"
