@@ -62,12 +62,10 @@ def measure(size: int = 512 << 20, threads: int = THREADS) -> Floors:
     )
 
 
-def reader(size: int, threads: int = THREADS) -> Callable[[], object]:
-    """Returns a call that reads `size` bytes once, one piece per thread; the threads wait from call to call."""
+def reader(size: int, threads: int = THREADS) -> Callable[[], float]:
+    """Returns a call that reads `size` bytes once."""
     library, data = _library(), np.ones(size, np.uint8)
-    pieces = np.array_split(data, threads)
-    pool = ThreadPoolExecutor(threads)
-    return lambda: list(pool.map(lambda piece: library.read_seconds(piece.ctypes.data, piece.nbytes, 1), pieces))
+    return lambda: float(library.read_seconds(data.ctypes.data, size, threads))
 
 
 def copy_bandwidth(data: np.ndarray, threads: int) -> float:
