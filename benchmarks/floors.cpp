@@ -1,6 +1,7 @@
 // What the machine can do at best, measured: read bandwidth and the rate of bf16 and fp32 multiply-adds.
 // Compiled by floors.py for the machine it runs on.
 #include <immintrin.h>
+#include <pthread.h>
 #include <sched.h>
 
 #include <chrono>
@@ -12,18 +13,20 @@ namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// The caller and its helpers on processors of their own: a fresh thread starts on that of its creator, and may stay.
-template <class Body>
-void parallel(int threads, Body body) {
-  std::vector<std::thread> others;
+// Moves a fresh thread off its creator's processor, where it starts and may stay for longer than a reading lasts.
+void move_away(std::thread& thread) {
   cpu_set_t allowed;
   sched_getaffinity(0, sizeof allowed, &allowed);
   if (CPU_COUNT(&allowed) > 1) CPU_CLR(sched_getcpu(), &allowed);
+  pthread_setaffinity_np(thread.native_handle(), sizeof allowed, &allowed);
+}
+
+template <bool Apart = false, class Body>
+void parallel(int threads, Body body) {
+  std::vector<std::thread> others;
   for (int t = 1; t < threads; t++) {
-    others.emplace_back([=] {
-      sched_setaffinity(0, sizeof allowed, &allowed);
-      body(t);
-    });
+    others.emplace_back(body, t);
+    if (Apart) move_away(others.back());
   }
   body(0);
   for (auto& other : others) other.join();
@@ -36,7 +39,7 @@ volatile float sink;
 // Seconds to read `size` bytes once with `threads` threads.
 extern "C" double read_seconds(const uint8_t* data, int64_t size, int threads) {
   const double start = now();
-  parallel(threads, [=](int t) {
+  parallel<true>(threads, [=](int t) {
     const int64_t begin = size / threads / 256 * t * 256, end = size / threads / 256 * (t + 1) * 256;
 #if defined(__AVX512F__)
     __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
