@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mxfp8_ops import cuda, cuda_build, cuda_dispatch, cuda_kernels, torch_cuda, torch_ops  # noqa: F401 - registers
+from mxfp8_ops import cuda_build, cuda_device, cuda_dispatch, cuda_kernels, torch_cuda, torch_ops  # noqa: F401 - registers
 from mxfp8_ops.cuda_kernels import Operand
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.numerics import scale_count
@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that everything runs")
     arguments = parser.parse_args()
     try:
-        gpu = cuda.device(0)
+        gpu = cuda_device.device(0)
     except BackendError as error:
         sys.exit(str(error))
     rounds, size, start = 5 if arguments.quick else arguments.rounds, arguments.size, time.perf_counter()

@@ -9,140 +9,15 @@ Not verified on hardware yet: see custom_ops/README.md.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from mxfp8_ops import cuda_build, cuda_dispatch, cuda_kernels, cuda_lt, formats, numerics
-from mxfp8_ops.cuda_kernels import FoldedOperand, Launch, Operand, Product, Queue, WideWeight
+from mxfp8_ops import cuda_device, cuda_dispatch, cuda_kernels, cuda_lt, formats, numerics
+from mxfp8_ops.cuda_kernels import FoldedOperand, Operand, Product, Queue, WideWeight
 from mxfp8_ops.errors import BackendError, ShapeError
 from mxfp8_ops.numerics import scale_count
-
-_DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
-"""cublasMath_t: sums of split-K stay in float32."""
-
-
-def available() -> bool:
-    """Returns whether CuPy and a CUDA device are here."""
-    try:
-        return bool(_cupy().cuda.runtime.getDeviceCount())
-    except BackendError:
-        return False
-
-
-@functools.cache
-def _cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        raise BackendError(
-            f"cuda: CuPy cannot be imported ({error}); expected CuPy 14 or later; "
-            "pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12), or use the CPU kernels"
-        ) from error
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise BackendError(
-            f"cuda: no usable GPU ({error}); expected a CUDA device and its driver; use the CPU kernels"
-        ) from error
-    if not count:
-        raise BackendError("cuda: no GPU; expected a CUDA device; use the CPU kernels")
-    return cupy
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """A stream of someone else's, as CuPy wants to be handed one."""
-
-    ptr: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.ptr
-
-
-class CudaDevice:
-    """A GPU, through CuPy. The caller makes it the current device."""
-
-    def __init__(self, index: int) -> None:
-        properties = _cupy().cuda.runtime.getDeviceProperties(index)
-        self.index = index
-        self.capability = (int(properties["major"]), int(properties["minor"]))
-        self.processors = int(properties["multiProcessorCount"])
-        self.name: str = properties["name"].decode()
-        self._target = cuda_build.target(self.capability)
-        self._functions: dict[str, Any] = {}
-
-    def launch(self, launch: Launch, stream: int) -> None:
-        """Queues a kernel."""
-        function = self.function(launch.source, launch.kernel)
-        function((launch.grid, 1, 1), (cuda_kernels.THREADS, 1, 1), launch.arguments, stream=_Stream(stream))
-
-    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:
-        """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
-        cupy = _cupy()
-        from cupy_backends.cuda.libs import cublas
-
-        m, n, k = sizes
-        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-        kind = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
-        with cupy.cuda.Stream.from_external(_Stream(stream)):  # gemmEx uses CuPy's current stream
-            handle = cupy.cuda.device.get_cublas_handle()
-            cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
-            try:
-                # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
-                cublas.gemmEx(
-                    handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, kind["bfloat16"], k,
-                    x, kind["bfloat16"], k, zero.ctypes.data, y, kind[dtype], n, cublas.CUBLAS_COMPUTE_32F,
-                    cublas.CUBLAS_GEMM_DEFAULT,
-                )  # fmt: skip
-            finally:
-                cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
-
-    def function(self, source: str, kernel: str) -> Any:
-        """Returns a kernel as a CuPy function, loading it if this is its first use."""
-        function = self._functions.get(kernel)
-        if function is None:
-            code = cuda_build.cubin(source, kernel, self._target)
-            module = _cupy().cuda.function.Module()
-            module.load(code)
-            function = self._functions[kernel] = module.get_function(cuda_build.entry(code))
-        return function
-
-    def context(self) -> int:
-        """Returns the address of the primary context."""
-        _cupy().cuda.runtime.free(0)  # makes it, if nothing has yet
-        address: int = _cupy().cuda.driver.ctxGetCurrent()
-        return address
-
-
-@functools.cache
-def device(index: int) -> CudaDevice:
-    """Returns GPU number `index`.
-
-    Raises:
-        BackendError: no CuPy, no GPU, or one that is too old.
-    """
-    return CudaDevice(index)
-
-
-@contextlib.contextmanager
-def current(index: int) -> Iterator[CudaDevice]:
-    """Makes GPU number `index` the current device and yields it.
-
-    Raises:
-        BackendError: no CuPy, no such GPU, or one that is too old.
-    """
-    cupy = _cupy()
-    try:
-        with cupy.cuda.Device(index):
-            yield device(index)
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise BackendError(f"cuda: GPU {index}: {error}; expected a usable device; see nvidia-smi") from error
 
 
 def quantize(
@@ -165,7 +40,7 @@ def quantize(
     formats.scale_increment(formats.element_format(element_format), scale_rounding)
     numerics.check_value_dtype("quantize", x.dtype)
     axis = numerics.normalize_axis("quantize", x.ndim, axis)
-    cupy, x = _cupy(), _cupy().ascontiguousarray(x)
+    cupy, x = cuda_device.cupy_module(), cuda_device.cupy_module().ascontiguousarray(x)
     outer, k, inner = _split(x.shape, axis)
     if swizzled and x.ndim != 2:
         raise ShapeError(f"quantize: swizzled scales of shape {x.shape}; expected a matrix; reshape it")
@@ -196,7 +71,7 @@ def quantize_both(
     numerics.check_value_dtype("quantize_both", x.dtype)
     if x.ndim != 2:
         raise ShapeError(f"quantize_both: x has shape {x.shape}; expected a matrix; reshape it")
-    cupy, x = _cupy(), _cupy().ascontiguousarray(x)
+    cupy, x = cuda_device.cupy_module(), cuda_device.cupy_module().ascontiguousarray(x)
     m, k = x.shape
     pairs = []
     for shape, rows, columns in (((m, scale_count(k)), m, k), ((scale_count(m), k), k, m)):
@@ -232,7 +107,7 @@ def dequantize(
     formats.element_format(element_format)
     axis = numerics.normalize_axis("dequantize", elements.ndim, axis)
     _check_codes("dequantize", elements, scales, axis)
-    cupy = _cupy()
+    cupy = cuda_device.cupy_module()
     elements, scales = cupy.ascontiguousarray(elements), cupy.ascontiguousarray(scales)
     y = cupy.empty(elements.shape, numerics.value_dtype(dtype))
     operand = Operand(element_format, elements.data.ptr, scales.data.ptr)
@@ -355,7 +230,7 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
     numerics.check_gemm_shapes("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
     _check_codes("gemm", b[0], b[1], b[0].ndim - 1)
     y_dtype = numerics.value_dtype(dtype)
-    cupy, queue = _cupy(), _queue()
+    cupy, queue = cuda_device.cupy_module(), _queue()
     vector = a[0].ndim == 1
     a = tuple(cupy.ascontiguousarray(t[None] if vector else t) for t in a)
     b = cupy.ascontiguousarray(b[0]), cupy.ascontiguousarray(b[1])
@@ -394,12 +269,12 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
 
 
 def _queue() -> Queue:
-    cupy = _cupy()
-    return Queue(device(cupy.cuda.runtime.getDevice()), cupy.cuda.get_current_stream().ptr, _allocate)
+    cupy = cuda_device.cupy_module()
+    return Queue(cuda_device.device(cupy.cuda.runtime.getDevice()), cupy.cuda.get_current_stream().ptr, _allocate)
 
 
 def _allocate(size: int, zero: bool) -> tuple[Any, int]:
-    memory = (_cupy().zeros if zero else _cupy().empty)(size, np.uint8)
+    memory = (cuda_device.cupy_module().zeros if zero else cuda_device.cupy_module().empty)(size, np.uint8)
     return memory, memory.data.ptr
 
 

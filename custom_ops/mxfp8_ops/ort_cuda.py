@@ -14,7 +14,7 @@ from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_v
 from pathlib import Path
 from typing import Any, Final
 
-from mxfp8_ops import cuda, cuda_build, native
+from mxfp8_ops import cuda_build, cuda_device, native
 from mxfp8_ops.cuda_system import DRIVER
 from mxfp8_ops.errors import BackendError
 
@@ -44,8 +44,8 @@ def connect() -> None:
     Raises:
         BackendError: no CuPy, no GPU or one that is too old, no driver, no NVRTC, or the native library is missing.
     """
-    if not cuda.available():
-        cuda.device(0)  # says why
+    if not cuda_device.available():
+        cuda_device.device(0)  # says why
     cuda_build.nvrtc_version()  # missing, it should be said before a node is made
     give(native.load())
 
@@ -78,7 +78,7 @@ def _answer(fill: Callable[[], None], message: int, size: int) -> int:
 
 def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
     def fill() -> None:
-        with cuda.current(index) as device:
+        with cuda_device.current(index) as device:
             gpu[0].context, gpu[0].processors = device.context(), device.processors
         for name, function in _cublas().items():
             setattr(gpu[0], name, function)
@@ -89,7 +89,7 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
 def _kernel(index: int, kernel: bytes, function: Any, message: int, size: int) -> int:
     def fill() -> None:
         name = kernel.decode()
-        with cuda.current(index) as device:
+        with cuda_device.current(index) as device:
             function[0] = device.function(name.partition("<")[0], name).ptr
 
     return _answer(fill, message, size)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mxfp8_ops import cuda, cuda_dispatch, cuda_kernels, torch_kernels, torch_scaled, torch_shapes
+from mxfp8_ops import cuda_device, cuda_dispatch, cuda_kernels, torch_kernels, torch_scaled, torch_shapes
 from mxfp8_ops.cuda_kernels import FoldedOperand, Operand, Product, Queue, WideWeight
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.numerics import scale_count
@@ -277,7 +277,7 @@ def _queue(x: Tensor) -> Iterator[Queue]:
 
     with torch.cuda.device(x.device):
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        yield Queue(cuda.device(torch.cuda.current_device()), stream, allocate)
+        yield Queue(cuda_device.device(torch.cuda.current_device()), stream, allocate)
 
 
 def _split(shape: torch.Size, axis: int) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from typing import Any
 import cuda_emulation
 import pytest
 
-from mxfp8_ops import cuda, cuda_build, cuda_kernels, ort_cuda
+from mxfp8_ops import cuda_build, cuda_device, cuda_kernels, ort_cuda
 from mxfp8_ops.errors import BackendError
 
 CONTEXT = 0x1234
@@ -128,7 +128,7 @@ class Driver:
     def read(self, address: int, size: int) -> bytes:
         return ctypes.string_at(address, size) if size else b""
 
-    # What ort_cuda asks a `cuda.CudaDevice`.
+    # What ort_cuda asks a `cuda_device.CudaDevice`.
 
     def context(self) -> int:
         return CONTEXT
@@ -157,8 +157,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, stream: int = THREAD_STREAM) -> Ite
             raise BackendError(f"cuda: GPU {index}: no such device; expected a usable device; see nvidia-smi")
         yield gpu
 
-    monkeypatch.setattr(cuda, "available", lambda: True)
-    monkeypatch.setattr(cuda, "current", current)
+    monkeypatch.setattr(cuda_device, "available", lambda: True)
+    monkeypatch.setattr(cuda_device, "current", current)
     monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(ort_cuda, "DRIVER", str(gpu.path))
     ort_cuda.connect.cache_clear()

@@ -8,14 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_ops import cuda, cuda_build, cuda_dispatch, cuda_kernels, numerics
+from mxfp8_ops import cuda, cuda_build, cuda_device, cuda_dispatch, cuda_kernels, numerics
 
 torch = pytest.importorskip("torch")
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not (cuda.available() and torch.cuda.is_available()), reason="needs a CUDA device and CuPy"),
+    pytest.mark.skipif(
+        not (cuda_device.available() and torch.cuda.is_available()), reason="needs a CUDA device and CuPy"
+    ),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning"),
 ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mxfp8_ops import cuda, cuda_dispatch, cuda_kernels, cuda_lt, folding, formats, numerics
+from mxfp8_ops import cuda, cuda_device, cuda_dispatch, cuda_kernels, cuda_lt, folding, formats, numerics
 from mxfp8_ops.cuda_kernels import Operand
 
 torch = pytest.importorskip("torch")
@@ -22,7 +22,9 @@ from test_cuda_device import array, assert_same, assert_within, heavy, name, ran
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not (cuda.available() and torch.cuda.is_available()), reason="needs a CUDA device and CuPy"),
+    pytest.mark.skipif(
+        not (cuda_device.available() and torch.cuda.is_available()), reason="needs a CUDA device and CuPy"
+    ),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning"),
 ]
 

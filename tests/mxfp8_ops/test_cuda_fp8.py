@@ -19,7 +19,7 @@ from cuda_emulation import EmulatedDevice, device, queue
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
 from test_cuda_frontends import array, back, stand_in, value
 
-from mxfp8_ops import cuda, cuda_dispatch, cuda_lt, folding, formats, numerics
+from mxfp8_ops import cuda, cuda_device, cuda_dispatch, cuda_lt, folding, formats, numerics
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -323,8 +323,8 @@ def cublaslt(monkeypatch) -> CublasLt:
     lt = CublasLt()
     monkeypatch.setattr(cuda_lt, "_cublaslt", lambda: lt)
     monkeypatch.setattr(cuda_lt, "available", lambda: True)
-    monkeypatch.setattr(cuda, "_cupy", stand_in)
-    monkeypatch.setattr(cuda, "device", lambda index: device())
+    monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
+    monkeypatch.setattr(cuda_device, "device", lambda index: device())
     cuda_lt._plan.cache_clear()
     cuda_lt._handle.cache_clear()
     yield lt

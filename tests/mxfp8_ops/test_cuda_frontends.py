@@ -15,7 +15,7 @@ import pytest
 from cuda_emulation import EmulatedDevice, allocate, device, queue
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
 
-from mxfp8_ops import cuda, cuda_build, cuda_kernels, numerics
+from mxfp8_ops import cuda, cuda_build, cuda_device, cuda_kernels, numerics
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -66,8 +66,8 @@ def stand_in() -> types.SimpleNamespace:
 
 @pytest.fixture
 def cupy(monkeypatch):
-    monkeypatch.setattr(cuda, "_cupy", stand_in)
-    monkeypatch.setattr(cuda, "device", lambda index: device())
+    monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
+    monkeypatch.setattr(cuda_device, "device", lambda index: device())
 
 
 def test_cupy_quantize_and_dequantize(cupy):
@@ -165,10 +165,12 @@ def test_cublas_is_called_for_x_times_w_transposed(monkeypatch, dtype):
     libraries: Any = types.ModuleType("cupy_backends.cuda.libs")
     libraries.cublas = cublas
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", libraries)
-    monkeypatch.setattr(cuda, "_cupy", stand_in)
+    monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
     x, w = (heavy_tailed(shape).astype(ml_dtypes.bfloat16) for shape in ((3, 40), (7, 40)))
     y = np.zeros((3, 7), numerics.value_dtype(dtype))
-    cuda.CudaDevice(0).matmul_bf16(x.ctypes.data, w.ctypes.data, y.ctypes.data, (3, 7, 40), dtype=dtype, stream=5)
+    cuda_device.CudaDevice(0).matmul_bf16(
+        x.ctypes.data, w.ctypes.data, y.ctypes.data, (3, 7, 40), dtype=dtype, stream=5
+    )
     expected = (x.astype(np.float32) @ w.astype(np.float32).T).astype(y.dtype)
     np.testing.assert_allclose(y.astype(np.float32), expected.astype(np.float32), rtol=2**-7, atol=1e-4)
     assert cublas.modes == [16, 0]
@@ -186,10 +188,10 @@ def test_a_kernel_is_loaded_once_and_launched_on_the_stream(monkeypatch):
 
     cupy = stand_in()
     cupy.cuda.function = types.SimpleNamespace(Module=Module)
-    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
     monkeypatch.setattr(cuda_build, "cubin", lambda source, kernel, arch: f"{source}|{kernel}|{arch}".encode())
     monkeypatch.setattr(cuda_build, "entry", lambda code: "entry")
-    gpu = cuda.CudaDevice(0)
+    gpu = cuda_device.CudaDevice(0)
     for _ in range(2):
         gpu.launch(cuda_kernels.Launch("finish", "finish", 4, (1, 2)), stream=9)
     launched = ("entry", (4, 1, 1), (256, 1, 1), (1, 2), 9)
@@ -199,7 +201,7 @@ def test_a_kernel_is_loaded_once_and_launched_on_the_stream(monkeypatch):
 def test_without_cupy_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(BackendError, match=r"CuPy cannot be imported.*pip install cupy-cuda13x.*CPU kernels"):
-        cuda._cupy.__wrapped__()
+        cuda_device.cupy_module.__wrapped__()
 
 
 # --- torch -----------------------------------------------------------------------------------------------------------

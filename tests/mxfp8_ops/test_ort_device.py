@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mxfp8_ops import contract, cuda, native, numerics, ort, ort_cuda
+from mxfp8_ops import contract, cuda_device, native, numerics, ort, ort_cuda
 from mxfp8_ops.errors import BackendError
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -38,7 +38,7 @@ def library_is_here() -> bool:
 CUDA_PROVIDER = "CUDAExecutionProvider"
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not cuda.available(), reason="needs a CUDA device and CuPy"),
+    pytest.mark.skipif(not cuda_device.available(), reason="needs a CUDA device and CuPy"),
     pytest.mark.skipif(not library_is_here(), reason="needs the native library"),
 ]
 needs_provider = pytest.mark.skipif(

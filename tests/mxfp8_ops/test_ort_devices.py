@@ -13,7 +13,7 @@ import pytest
 from cuda_driver_emulation import Driver, machine
 from test_ort import heavy_tailed, weight_only
 
-from mxfp8_ops import cpu, cuda, cuda_build, ort, ort_cuda
+from mxfp8_ops import cpu, cuda_build, cuda_device, ort, ort_cuda
 from mxfp8_ops.errors import BackendError
 
 
@@ -55,7 +55,7 @@ def test_cuda_in_an_onnxruntime_without_it(gpu):
 @pytest.mark.parametrize("device", ["cuda", "cuda-copies"])
 def test_without_a_gpu_the_device_says_why(with_provider, monkeypatch, device):
     ort_cuda.connect.cache_clear()
-    monkeypatch.setattr(cuda, "_cupy", no_gpu)
+    monkeypatch.setattr(cuda_device, "cupy_module", no_gpu)
     with pytest.raises(BackendError, match="cuda: no GPU; expected a CUDA device; use the CPU kernels"):
         ort.session(model(), device=device)
 
@@ -80,7 +80,7 @@ def test_without_nvrtc_the_device_says_what_to_install(gpu, monkeypatch):
 @pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider' is not in available:UserWarning")
 def test_a_cuda_provider_without_a_gpu_warns_and_runs_on_the_processor(with_provider, monkeypatch):
     ort_cuda.connect.cache_clear()
-    monkeypatch.setattr(cuda, "_cupy", no_gpu)
+    monkeypatch.setattr(cuda_device, "cupy_module", no_gpu)
     with pytest.warns(UserWarning, match="the MXFP8 nodes run on the CPU: cuda: no GPU; expected a CUDA device"):
         session = ort.session(model(), providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
     assert session.run(None, {"x": heavy_tailed((3, 64))})[0].shape == (3, 7)
@@ -141,8 +141,8 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
             ),
         )
     )
-    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
-    monkeypatch.setattr(cuda, "device", cuda.CudaDevice)
+    monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
+    monkeypatch.setattr(cuda_device, "device", cuda_device.CudaDevice)
     monkeypatch.setattr(cuda_build, "cubin", lambda source, kernel, arch: f"{source} {kernel} {arch}".encode())
     monkeypatch.setattr(cuda_build, "entry", lambda code: "entry")
     monkeypatch.setattr(ort_cuda, "_cublas", lambda: {"cublasGemmEx": 0xCB})

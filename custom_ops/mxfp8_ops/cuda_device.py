@@ -1,0 +1,141 @@
+"""GPUs through CuPy, which is imported on first use: what `cuda_kernels.Device` asks of one, and which is current."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from mxfp8_ops import cuda_build, cuda_kernels
+from mxfp8_ops.cuda_kernels import Launch
+from mxfp8_ops.errors import BackendError
+
+_DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
+"""cublasMath_t: sums of split-K stay in float32."""
+
+
+def available() -> bool:
+    """Returns whether CuPy and a CUDA device are here."""
+    try:
+        return bool(cupy_module().cuda.runtime.getDeviceCount())
+    except BackendError:
+        return False
+
+
+@functools.cache
+def cupy_module() -> Any:
+    """Returns CuPy.
+
+    Raises:
+        BackendError: it cannot be imported, or there is no usable GPU.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise BackendError(
+            f"cuda: CuPy cannot be imported ({error}); expected CuPy 14 or later; "
+            "pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12), or use the CPU kernels"
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendError(
+            f"cuda: no usable GPU ({error}); expected a CUDA device and its driver; use the CPU kernels"
+        ) from error
+    if not count:
+        raise BackendError("cuda: no GPU; expected a CUDA device; use the CPU kernels")
+    return cupy
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream of someone else's, as CuPy wants to be handed one."""
+
+    ptr: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+
+class CudaDevice:
+    """A GPU, through CuPy. The caller makes it the current device."""
+
+    def __init__(self, index: int) -> None:
+        properties = cupy_module().cuda.runtime.getDeviceProperties(index)
+        self.index = index
+        self.capability = (int(properties["major"]), int(properties["minor"]))
+        self.processors = int(properties["multiProcessorCount"])
+        self.name: str = properties["name"].decode()
+        self._target = cuda_build.target(self.capability)
+        self._functions: dict[str, Any] = {}
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        """Queues a kernel."""
+        function = self.function(launch.source, launch.kernel)
+        function((launch.grid, 1, 1), (cuda_kernels.THREADS, 1, 1), launch.arguments, stream=_Stream(stream))
+
+    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:
+        """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
+        cupy = cupy_module()
+        from cupy_backends.cuda.libs import cublas
+
+        m, n, k = sizes
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+        kind = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
+        with cupy.cuda.Stream.from_external(_Stream(stream)):  # gemmEx uses CuPy's current stream
+            handle = cupy.cuda.device.get_cublas_handle()
+            cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
+            try:
+                # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
+                cublas.gemmEx(
+                    handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, kind["bfloat16"], k,
+                    x, kind["bfloat16"], k, zero.ctypes.data, y, kind[dtype], n, cublas.CUBLAS_COMPUTE_32F,
+                    cublas.CUBLAS_GEMM_DEFAULT,
+                )  # fmt: skip
+            finally:
+                cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
+
+    def function(self, source: str, kernel: str) -> Any:
+        """Returns a kernel as a CuPy function, loading it if this is its first use."""
+        function = self._functions.get(kernel)
+        if function is None:
+            code = cuda_build.cubin(source, kernel, self._target)
+            module = cupy_module().cuda.function.Module()
+            module.load(code)
+            function = self._functions[kernel] = module.get_function(cuda_build.entry(code))
+        return function
+
+    def context(self) -> int:
+        """Returns the address of the primary context."""
+        cupy_module().cuda.runtime.free(0)  # makes it, if nothing has yet
+        address: int = cupy_module().cuda.driver.ctxGetCurrent()
+        return address
+
+
+@functools.cache
+def device(index: int) -> CudaDevice:
+    """Returns GPU number `index`.
+
+    Raises:
+        BackendError: no CuPy, no GPU, or one that is too old.
+    """
+    return CudaDevice(index)
+
+
+@contextlib.contextmanager
+def current(index: int) -> Iterator[CudaDevice]:
+    """Makes GPU number `index` the current device and yields it.
+
+    Raises:
+        BackendError: no CuPy, no such GPU, or one that is too old.
+    """
+    cupy = cupy_module()
+    try:
+        with cupy.cuda.Device(index):
+            yield device(index)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendError(f"cuda: GPU {index}: {error}; expected a usable device; see nvidia-smi") from error
