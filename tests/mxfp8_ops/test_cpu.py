@@ -361,6 +361,16 @@ def test_gemm_is_exact_at_the_ends_of_the_scale_range(isa, a_format, b_format, r
         check_gemm((a, a_scales), (b, b_scales), None, (a_format, b_format))
 
 
+def test_gemms_of_many_rows_a_few_of_which_need_the_exact_kernel(isa):
+    # Rows are packed 256 at a time: of three such strips one cannot be held in bfloat16, and two can.
+    a, b = quantized((600, 96), "e4m3", 1), quantized((70, 96), "e4m3", 2)
+    a[1][300:303] = 1
+    check_gemm(a, b, None, ("e4m3", "e4m3"))
+    x = heavy_tailed((600, 96)).astype(ml_dtypes.bfloat16)
+    x[300:303] = 2.0**-130
+    check_weight_gemm(x, b)
+
+
 @pytest.mark.parametrize("which", ["a", "b"])
 def test_gemm_shows_a_nan_scale_in_its_row_or_column_only(isa, which):
     a, b = quantized((20, 96), "e4m3", 1), quantized((30, 96), "e4m3", 2)
