@@ -20,7 +20,10 @@ constexpr int kScaleAfterRows = 2;
 // The part of A that a pass over many rows reads. It leaves room in L1, for rows of B tend to lie a multiple of 4 KiB
 // apart: what is fetched ahead falls into a few of its sets.
 constexpr int64_t kManyRowsBytes = 16 << 10;
-constexpr int kTwoColumnRows = 8;  // the most rows for which the sums of two columns fit the registers
+// The most rows for which the sums of two columns fit the registers. Of more rows, the first so many are multiplied
+// while two rows of B are decoded; the others with what was decoded, which waits in L1. One column for all of them at
+// once would load A twice as often, and loads, not products, would be what the time goes to.
+constexpr int kTwoColumnRows = 8;
 
 MXFP8_INLINE __m512bh as_bf16(__m512i values) { return reinterpret_cast<__m512bh>(values); }
 
@@ -88,14 +91,36 @@ MXFP8_INLINE void add_products(const uint16_t* a, const __m512i* b, __m512 (*sum
   }
 }
 
+// Adds the lanes of the sums of C columns to `out`.
+template <int R, int C>
+MXFP8_INLINE void add_columns(const __m512 (*sums)[R], float* out) {
+  for (int c = 0; c < C; ++c) add_lanes<R>(sums[c], out + c * kSumRows);
+}
+
+// The products of all but the first `First` of R rows of A with what dot_scaled_first decoded.
+template <int R, int C, int First>
+MXFP8_INLINE void dot_decoded(const uint16_t* a, const uint16_t* decoded, int64_t count, float* out) {
+  __m512 sums[C][R - First] = {};
+  for (int64_t k = 0; k < count; k += kStep, decoded += C * kStep) {
+    const uint16_t* rows = a + k * R + First * kStep;
+    for (int half = 0; half < kStep; half += kBlock) {
+      __m512i b[C];
+      for (int c = 0; c < C; ++c) b[c] = _mm512_load_si512(decoded + c * kStep + half);
+      add_products<R - First, C>(rows + half, b, sums);
+    }
+  }
+  add_columns<R - First, C>(sums, out + First);
+}
+
 // `lowest` is the smallest scale code that makes neither a weight nor a product subnormal.
 template <class F, int R, int C>
 MXFP8_INLINE bool dot_scaled_first(const Decoder<F>& decoder, const uint16_t* a, const Pass& pass, int lowest,
                                    float* out) {
-  __m512 sums[C][R];
-  for (auto& column : sums) {
-    for (__m512& sum : column) sum = zero();
-  }
+  constexpr int First = C == 1 || R <= kTwoColumnRows ? R : kTwoColumnRows;
+  constexpr int64_t most = First == R ? 1 : C * kManyRowsBytes / int64_t(sizeof(uint16_t)) / R + C * kStep;
+  alignas(64) uint16_t decoded[most];
+  uint16_t* to = decoded;
+  __m512 sums[C][First] = {};
   __m512i highest = _mm512_setzero_si512();
   for (int64_t k = 0; k < pass.count; k += kScaleValues) {
     const int64_t left = min_of(kScaleValues, pass.count - k);
@@ -120,11 +145,16 @@ MXFP8_INLINE bool dot_scaled_first(const Decoder<F>& decoder, const uint16_t* a,
         const __m512i exponent = _mm512_permutexvar_epi32(lanes, exponents[c]);
         even[c] = add_exponents(b.even, exponent);
         odd[c] = add_exponents(b.odd, exponent);
+        if constexpr (First < R) {
+          _mm512_store_si512(to, even[c]);
+          _mm512_store_si512(to + kBlock, odd[c]);
+          to += kStep;
+        }
       }
       lanes = _mm512_add_epi32(lanes, _mm512_set1_epi32(2));
       const uint16_t* rows = a + (k + i) * R;
-      add_products<R, C>(rows, even, sums);
-      add_products<R, C>(rows + kBlock, odd, sums);
+      add_products<First, C>(rows, even, sums);
+      add_products<First, C>(rows + kBlock, odd, sums);
     };
     int64_t i = 0;
     for (; i + kStep <= left; i += kStep) {
@@ -135,17 +165,17 @@ MXFP8_INLINE bool dot_scaled_first(const Decoder<F>& decoder, const uint16_t* a,
     }
   }
   if (Decoder<F>::has_special(highest)) return false;
-  for (int c = 0; c < C; ++c) add_lanes<R>(sums[c], out + c * kSumRows);
+  add_columns<First, C>(sums, out);
+  if constexpr (First < R) dot_decoded<R, C, First>(a, decoded, pass.count, out);
   return true;
 }
 
 template <class F, int R>
 MXFP8_NOINLINE void multiply_scaled_first(const Work<uint16_t>& work, int lowest) {
   const Decoder<F> decoder;
-  for_each_column<F, R, R <= kTwoColumnRows ? 2 : 1>(
-      work, [&](auto columns, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
-        return dot_scaled_first<F, R, decltype(columns)::value>(decoder, work.a, pass, lowest, sums);
-      });
+  for_each_column<F, R, 2>(work, [&](auto columns, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
+    return dot_scaled_first<F, R, decltype(columns)::value>(decoder, work.a, pass, lowest, sums);
+  });
 }
 
 }  // namespace
