@@ -91,8 +91,7 @@ def cuda_checks() -> list[Check]:
     for index, gpu in enumerate(gpus):
         text = f"{gpu.name}, {gpu.processors} multiprocessors, {gpu.memory / 1e9:.0f} GB, compute capability"
         checks.append(_attempt(f"gpu {index}", partial(_gpu, text, gpu.capability), otherwise="broken"))
-    version = partial(lambda: "{}.{}".format(*cuda_build.nvrtc_version()))
-    checks.append(_attempt("nvrtc", version, otherwise="missing"))
+    checks.append(_attempt("nvrtc", lambda: "{}.{}".format(*cuda_build.nvrtc_version()), otherwise="missing"))
     count, size = cuda_system.cache_contents()
     detail = f"{cuda_build.cache_folder()}: {count} kernels, {size} bytes"
     checks += [Check(name="cubin cache", state="ok", detail=detail), _cuda_provider()]

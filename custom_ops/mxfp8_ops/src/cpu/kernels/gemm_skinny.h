@@ -1,6 +1,6 @@
 // What the two kernels for few rows share: the walk over the result. A few rows of A are packed as one
 // tile, in groups of at most Most rows; the row kernel multiplies one group with one row of B, which it decodes in
-// registers, so B is read from memory once and never written.
+// registers, so B is read from memory once; at most a part of a row of it is written, which stays in L1.
 //
 // Packed A: groups; in a group, steps of Step values along K; in a step, each of its rows. The order of the values in a
 // step is the one in which the row kernel decodes B.
