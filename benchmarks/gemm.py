@@ -61,11 +61,12 @@ def sessions_of(model: onnx.ModelProto, folder: Path) -> dict[str, onnxruntime.I
         if name == "mxfp8" and "avx2" in cpu.available_isas():
             with cpu.forced_isa("avx2"):
                 sessions["mxfp8 at AVX2"] = ort.session(packed, session_options=options())
+    quantize_dynamic(model, folder / "int8.onnx", weight_type=QuantType.QInt8)
+    sessions["ORT int8 dynamic"] = onnxruntime.InferenceSession(folder / "int8.onnx", options())
+    # Last, because it writes its nodes into the model that it is given.
     bits8 = MatMulNBitsQuantizer(model, bits=8, block_size=32, is_symmetric=True, accuracy_level=4)
     bits8.process()
     sessions["ORT MatMulNBits 8"] = onnxruntime.InferenceSession(bits8.model.model.SerializeToString(), options())
-    quantize_dynamic(model, folder / "int8.onnx", weight_type=QuantType.QInt8)
-    sessions["ORT int8 dynamic"] = onnxruntime.InferenceSession(folder / "int8.onnx", options())
     return sessions
 
 
