@@ -2,7 +2,7 @@
 
 cuBLASLt is called through nvmath-python's bindings, on addresses (CuPy has no float8 dtype, which nvmath's own matmul
 would want). What the rows do is said in `torch_scaled.py`; scales per row exist in cuBLASLt on Hopper only, so
-elsewhere a folded product is summed in float32 and finish.cu applies them.
+elsewhere a folded product is summed in float32 and finish.cu applies them, which is right at any exponent.
 
 Not verified on hardware yet: see custom_ops/README.md.
 """

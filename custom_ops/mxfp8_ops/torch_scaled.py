@@ -5,6 +5,8 @@ fold          Ada and later. Both operands are folded to one scale per row (fold
               without bias comes straight from the scaled product. Else that is summed in float32 with no scales, and
               finish.cu does the rest: cuBLASLt has scales per row on Hopper only, from CUDA 12.9 on, and what torch has
               in its place reads past the scales (pytorch/pytorch#133334) or refuses (pytorch/pytorch#192707).
+              finish.cu rounds once, whatever the scales; the scaled product of the library may give 0, Inf or NaN
+              where a sum times one of its scales leaves float32 (row scales beyond about 2^+-64), and cannot be mended.
 
 Not verified on hardware yet: see custom_ops/README.md.
 """

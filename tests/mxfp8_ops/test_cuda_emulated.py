@@ -270,6 +270,20 @@ def test_finish(n, dtype):
         assert_same(f"{with_bias} {scaled}", y.view(expected.dtype).reshape(5, n), expected)
 
 
+@pytest.mark.parametrize("n", [40, 37])
+def test_finish_with_scales_whose_product_no_float32_holds(n):
+    codes = np.array([0, 1, 60, 127, 200, 253, 254], np.uint8)
+    scales = [numerics.decode_scale(codes[np.arange(count) % 7]) for count in (7, n)]
+    for exponent in (-130, -20, 0, 20, 126):
+        sums = np.ldexp(np.random.default_rng(0).uniform(-2, 2, (7, n)), exponent).astype(np.float32)
+        held = [placed(array) for array in (sums, *scales)]
+        y, nothing = aligned(sums.nbytes), Operand("e4m3", 0)
+        product = Product(nothing, nothing, 0, y.ctypes.data, "float32", 7, n, 1)
+        cuda_kernels.finish(queue(), product, held[0].ctypes.data, (held[1].ctypes.data, held[2].ctypes.data))
+        expected = sums.astype(np.float64) * scales[0][:, None] * scales[1].astype(np.float64)
+        assert_same(f"sums near 2^{exponent}", y.view(np.float32).reshape(7, n), expected.astype(np.float32))
+
+
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 

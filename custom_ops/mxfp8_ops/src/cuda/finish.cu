@@ -1,12 +1,19 @@
 // What a float32 matrix product still needs: scales of rows and columns, the bias, and the dtype of the result.
 //
 //   sums  [m, n] float32, total = m n         y [m, n] of dtype `y_dtype`, may not overlap sums
-//   row_scales [m], column_scales [n] float32, both or none (null)           bias [n] float32, or null
+//   row_scales [m], column_scales [n] float32, powers of two, both or none (null)     bias [n] float32, or null
 //   grid  one thread per 8 values: ceil(total / 8 / 256) thread blocks of 256
 //   bytes 4 + 2 (or 4) a value
 //
 // RAGGED is for n % 8 != 0 and for addresses that are not aligned to 16.
 #include "codec.cuh"
+
+// v r c, rounded once; r and c are powers of two, whose product float32 nearly always holds.
+DEVICE float scaled(float v, float r, float c) {
+  const float both = r * c;
+  if (both > 0.0f && both < float_of(INFINITY_BITS)) return v * both;
+  return static_cast<float>(static_cast<double>(v) * r * c);
+}
 
 DEVICE void load8(const float* p, float (&v)[8]) {
   const uint4 a = load16(p), b = load16(p + 4);
@@ -24,7 +31,7 @@ __global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, co
   if (RAGGED) {
     for (i64 i = first; i < first + 8 && i < total; ++i) {
       float v = sums[i];
-      if (row_scales != nullptr) v *= row_scales[i / n] * column_scales[i % n];
+      if (row_scales != nullptr) v = scaled(v, row_scales[i / n], column_scales[i % n]);
       if (bias != nullptr) v += bias[i % n];
       write_value(y, i, v, y_dtype);
     }
@@ -38,7 +45,7 @@ __global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, co
     load8(column_scales + column, factor);
     const float scale = row_scales[row];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] *= scale * factor[i];
+    for (int i = 0; i < 8; ++i) v[i] = scaled(v[i], scale, factor[i]);
   }
   if (bias != nullptr) {  // -0 + 0 is +0: nothing is added where there is nothing to add
 #pragma unroll
