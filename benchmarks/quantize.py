@@ -7,6 +7,7 @@ own shows. The peers allocate their results; all but ml_dtypes' cast give elemen
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,7 +77,14 @@ def copy_piece(pair: tuple[np.ndarray, np.ndarray]) -> None:
     ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
 
 
+def peer_quantize(x: torch.Tensor) -> object:
+    """Returns what torchao makes of `x`, with the scales that are our default."""
+    return to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+
+
 def main() -> None:
+    warnings.simplefilter("ignore")  # what torch.compile says about torchao's enums
+    compiled = torch.compile(peer_quantize)
     x = np.random.default_rng(0).standard_normal((ROWS, K), np.float32)
     brain, half, tensor = x.astype(ml_dtypes.bfloat16), x.astype(np.float16), torch.from_numpy(x)
     brain_tensor = tensor.bfloat16()
@@ -101,11 +109,10 @@ def main() -> None:
             "mxfp8 pack [N, K], with its error": library.pack(x, threads, transposed=False),
             "mxfp8 pack [K, N], with its error": library.pack(x, threads, transposed=True),
             "mxfp8 quantize f32, result allocated": (lambda t=threads: cpu.quantize(x, threads=t), whole),
-            "torchao to_mx f32": (lambda: to_mx(tensor, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL), whole),
-            "torchao to_mx bf16": (
-                lambda: to_mx(brain_tensor, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL),
-                brain.nbytes + library.packed,
-            ),
+            "torchao to_mx f32": (lambda: peer_quantize(tensor), whole),
+            "torchao to_mx f32, torch.compile": (lambda: compiled(tensor), whole),
+            "torchao to_mx bf16": (lambda: peer_quantize(brain_tensor), brain.nbytes + library.packed),
+            "torchao to_mx bf16, torch.compile": (lambda: compiled(brain_tensor), brain.nbytes + library.packed),
             "ml_dtypes cast f32 (no scales)": (lambda: x.astype(ml_dtypes.float8_e4m3fn), whole),
         }
         timings = take_turns({name: call for name, (call, _) in cases.items()}, rounds=9)
