@@ -155,7 +155,7 @@ def rewrite(
     model: ModelPath,
     *,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Default: MODEL.mxfp8.onnx.", show_default=False)
+        Path | None, typer.Option("-o", "--output", help="Default: MODEL.mxfp8.onnx, or .pt2.", show_default=False)
     ] = None,
     recipe: Annotated[
         str, typer.Option("--recipe", help="mxfp8, mxfp8-weight-only, ocp, all, or a .yaml or .toml file.")

@@ -37,18 +37,7 @@ td {{ overflow-wrap: anywhere; }}
 </html>
 """
 
-_SITE: Final = (
-    "Site",
-    "Op",
-    "M x N x K",
-    "Decision",
-    "Rule",
-    "Reason",
-    "Before",
-    "After",
-    "Rel. L2",
-    "SQNR dB",
-)
+_SITE: Final = (*tables.SITE_HEADER, "before", "after", "rel. L2", "SQNR dB")
 
 
 def page(report: RewriteReport) -> str:
@@ -62,8 +51,8 @@ def page(report: RewriteReport) -> str:
     return _PAGE.format(
         title=escape(title),
         summary=_table((), tables.facts(report)),
-        reasons=_table(("Decision", "Sites", "Reason"), reasons),
-        sites=_table(_SITE, map(_site, report.sites)),
+        reasons=_table(("decision", "sites", "reason"), reasons),
+        sites=_table(*tables.filled(_SITE, [_site(site) for site in report.sites])),
     )
 
 

@@ -30,6 +30,8 @@ STYLES: Final = {
 }
 """Style of a cell that says exactly this."""
 
+SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")
+
 
 def headline(report: RewriteReport) -> str:
     """Returns the outcome in one line."""
@@ -75,26 +77,34 @@ def closing(report: RewriteReport) -> RenderableType:
 
 
 def plan(report: RewriteReport, *, weights: bool = False) -> Text:
-    """Returns one line per site: name, op, sizes, decision, rule, reason; with `weights` also bytes and errors."""
-    if not weights:
-        return columns(("site", "op", "M x N x K", "decision", "rule", "reason"), map(site_row, report.sites))
-    header = ("site", "op", "M x N x K", "decision", "before", "after", "rel. L2", "SQNR dB", "rule", "reason")
-    rows = [(*row[:4], *weight_row(site), *row[4:]) for site in report.sites for row in [site_row(site)]]
-    return columns(header, rows)
+    """Returns one line per site: what `site_row` says; with `weights` also bytes and errors."""
+    header, rows = SITE_HEADER, [site_row(site) for site in report.sites]
+    if weights:
+        header = (*header[:5], "before", "after", "rel. L2", "SQNR dB", *header[5:])
+        rows = [(*row[:5], *weight_row(site), *row[5:]) for site, row in zip(report.sites, rows, strict=True)]
+    return columns(*filled(header, rows))
 
 
 def reasons(decisions: Iterable[Decision]) -> Text:
     """Returns why nothing is eligible: one line per site."""
-    rows = [(d.site.name, d.site.op, sizes(d.site), d.rule, d.reason) for d in decisions]
-    return columns(("site", "op", "M x N x K", "rule", "reason"), rows)
+    rows = [(d.site.name, d.site.module, d.site.op, sizes(d.site), d.rule, d.reason) for d in decisions]
+    return columns(*filled(("site", "module", "op", "M x N x K", "rule", "reason"), rows))
 
 
 def site_row(site: SiteReport) -> tuple[str, ...]:
-    """Returns name, op, sizes, decision, rule, reason."""
+    """Returns the cells under `SITE_HEADER`."""
     decision = site.decision
     name = f"{decision.site.subgraph}/{decision.site.name}" if decision.site.subgraph else decision.site.name
     verdict = "rewritten" if decision.quantize else "kept"
-    return (name, decision.site.op, sizes(decision.site), verdict, decision.rule, decision.reason)
+    return (
+        name,
+        decision.site.module,
+        decision.site.op,
+        sizes(decision.site),
+        verdict,
+        decision.rule,
+        decision.reason,
+    )
 
 
 def weight_row(site: SiteReport) -> tuple[str, ...]:
@@ -118,6 +128,12 @@ def size(count: int) -> str:
 def decibels(relative_l2: float) -> str:
     """Returns the SQNR of a relative L2 error in words."""
     return f"{sqnr_db(relative_l2):.1f} dB"
+
+
+def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Returns a table without its columns that have only empty cells."""
+    used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
+    return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
 
 
 def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -151,7 +167,7 @@ def verification(report: VerifyReport) -> RenderableType:
     lines += [("note", note) for note in report.notes]
     lines += [("failed", failure) for failure in report.failures]
     lines.append(("verdict", "passed" if report.passed else "FAILED"))
-    return Group(grid(header, rows), _lines(lines)) if rows else _lines(lines)
+    return Group(grid(*filled(header, rows)), _lines(lines)) if rows else _lines(lines)
 
 
 def node_line(op: str, nodes: Sequence[NodeCheck]) -> str:

@@ -12,17 +12,14 @@ import numpy as np
 
 from mxfp8_graph.checking.inputs import BFLOAT16, Array, Inputs, InputSpec
 from mxfp8_graph.checking.sessions import Timing
+from mxfp8_graph.torch_pass import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops.errors import BackendError
 
-try:
-    import torch
-    from torch.export import ExportedProgram
-    from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
-    from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
-except ImportError as error:
-    raise BackendError(
-        "torch: not installed; expected it for .pt2 programs; install the extra: pip install mxfp8-graph[torch]"
-    ) from error
+# isort: split
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
 
 _MOVES: Final = frozenset(
     {"to", "_to_copy", "view", "reshape", "unsqueeze", "squeeze", "expand", "slice", "clone", "contiguous", "flatten"}
@@ -42,8 +39,6 @@ class TorchProgram:
         if isinstance(model, ExportedProgram):
             self.name, program = "program", model
         else:
-            from mxfp8_graph.torch_pass import load
-
             self.name, program = str(model), load(model)
         self._program = program
         self._module = program.module()

@@ -39,8 +39,10 @@ def contents(model: Any) -> Contents:
     if isinstance(model, (str, Path)):
         if Path(model).suffix != ".pt2":
             return from_onnx.contents(open_path(Path(model)))
+        from mxfp8_graph.torch_pass import load  # says what to install where torch is missing
+
+        # isort: split
         from mxfp8_graph.packed import from_torch
-        from mxfp8_graph.torch_pass import load
 
         return from_torch.contents(load(model), str(model))
     if isinstance(model, onnx.ModelProto):

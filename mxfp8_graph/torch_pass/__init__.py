@@ -18,6 +18,15 @@ files.py       .pt2 files
 torchao.py     weights that torchao packed
 """
 
+from mxfp8_ops.errors import BackendError
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise BackendError(
+        "torch: not installed; expected it for exported programs and .pt2 files; pip install 'mxfp8-graph[torch]'"
+    ) from error
+
 from mxfp8_graph.torch_pass.files import load, rewrite_torch_file, save
 from mxfp8_graph.torch_pass.run import Options, rewrite_torch
 

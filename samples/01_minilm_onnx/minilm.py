@@ -35,13 +35,15 @@ def model_folder() -> Path:
 
 def export(path: Path, opset: int | None = None) -> None:
     """Writes the encoder as ONNX with dynamic batch and sequence length, at the exporter's default opset or another."""
+    logging.disable(logging.WARNING)  # torch, torchao and transformers tell of optional parts that are not installed
     import torch
     from transformers import BertModel
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     model = BertModel.from_pretrained(model_folder(), attn_implementation="sdpa").eval()
     inputs = {name: torch.ones(2, 8, dtype=torch.int64) for name in ("input_ids", "attention_mask", "token_type_ids")}
     dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of optional packages that are not installed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(

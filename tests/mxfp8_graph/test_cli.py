@@ -110,6 +110,18 @@ def test_dry_run_prints_a_line_per_site_and_writes_nothing() -> None:
     assert [p.name for p in Path.cwd().iterdir()] == ["lm.onnx"]
 
 
+def test_the_plan_shows_the_module_paths_that_rules_match() -> None:
+    model = b.chain_model()
+    for i, node in enumerate(n for n in model.graph.node if n.op_type == "MatMul"):
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=f"['', 'encoder.{i}.up', 'linear_{i}']")
+    lines = run("rewrite", save(model), "--dry-run").stdout.splitlines()
+    assert [line.split()[:3] for line in lines[:3]] == [
+        ["site", "module", "op"],
+        ["layers.0.linear", "encoder.0.up", "MatMul"],
+        ["layers.1.linear", "encoder.1.up", "MatMul"],
+    ]
+
+
 def test_verbose_prints_bytes_and_errors_per_site() -> None:
     result = run("rewrite", save(b.chain_model()), "-v")
     assert result.stdout.splitlines()[1] == (

@@ -111,4 +111,6 @@ def test_the_command_line_rewrites_verifies_and_runs_a_pt2_file(tmp_path: Path) 
     for command in (["rewrite", original], ["verify", original, rewritten], ["run", rewritten, "--repeat", "1"]):
         result = runner.invoke(app, command)
         assert result.exit_code == 0, (command, result.output)
-    assert runner.invoke(app, ["verify", original, rewritten, "--max-rel-l2", "1e-9"]).exit_code == 1
+    failed = runner.invoke(app, ["verify", original, rewritten, "--max-rel-l2", "1e-9"])
+    assert failed.exit_code == 1
+    assert "kernel vs body" not in failed.stdout  # a program has no function bodies, so the table no such column
