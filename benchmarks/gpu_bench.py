@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import itertools
 import json
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mxfp8_ops import cuda_build, cuda_device, cuda_dispatch, cuda_kernels, torch_cuda, torch_ops  # noqa: F401 - registers
+from mxfp8_ops import cuda_build, cuda_device, cuda_dispatch, cuda_kernels, cuda_skinny, torch_cuda, torch_ops  # noqa: F401 - registers
 from mxfp8_ops.cuda_kernels import Operand
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.numerics import scale_count
@@ -197,35 +198,37 @@ def few_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[f
 
 
 @contextlib.contextmanager
-def shared_by(count: int) -> Iterator[None]:
-    """Fixes how many warps of gemm_skinny share x."""
-    rule, cuda_kernels._warps = cuda_kernels._warps, lambda *_: count
+def cut_as(change: dict[str, int]) -> Iterator[None]:
+    """Fixes a part of how gemm_skinny is cut up."""
+    rule = cuda_skinny.cut
+    cuda_skinny.cut = lambda *given: dataclasses.replace(rule(*given), **change)
     try:
         yield
     finally:
-        cuda_kernels._warps = rule
+        cuda_skinny.cut = rule
 
 
-def warps(rounds: int, n: int, k: int) -> list[Row]:
-    """Returns gemm_skinny with each number of warps that share x, against the number that is chosen."""
+def cuts(rounds: int, size: tuple[int, int, int], changes: Sequence[dict[str, int]]) -> list[Row]:
+    """Returns gemm_skinny cut up in other ways, against the way that is chosen."""
+    m, n, k = size
 
-    def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor], count: int) -> Any:
-        with shared_by(count):
+    def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor], change: dict[str, int]) -> Any:
+        with cut_as(change):
             return ops.weight_gemm(x, *p)
 
-    rows = []
-    for m, tiles in ((8, 1), (16, 2), (32, 4), (64, 8)):
-        layers = Layers(m, n, k)
-        pairs = list(zip(layers.xs, layers.packed, strict=True))
-        cases = {
-            f"{count} warps": [lambda x=x, p=p, count=count: call(x, p, count) for x, p in pairs]
-            for count in cuda_kernels._SKINNY_WARPS[tiles]
-        }
-        times = take_turns({"chosen": layers.weight_only(), **cases}, rounds)
-        for name in cases:
-            label = f"gemm_skinny, x shared by {name}, M={m} N={n} K={k}"
-            rows.append(Row(label, times[name], times["chosen"] / times[name], "x chosen"))
-    return rows
+    layers = Layers(m, n, k)
+    pairs = list(zip(layers.xs, layers.packed, strict=True))
+    cases = {
+        ", ".join(f"{name} {count}" for name, count in change.items()): [
+            lambda x=x, p=p, change=change: call(x, p, change) for x, p in pairs
+        ]
+        for change in changes
+    }
+    times = take_turns({"chosen": layers.weight_only(), **cases}, rounds)
+    return [
+        Row(f"gemm_skinny, {name}, M={m} N={n} K={k}", times[name], times["chosen"] / times[name], "x chosen")
+        for name in cases
+    ]
 
 
 def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[float, float]]) -> list[Row]:
@@ -323,7 +326,10 @@ def main() -> None:
             rows += few_rows(rounds, (m, size, size), targets)
         for n, m in itertools.product((size // 8, size // 2), (1, 16, 64)):
             rows += few_rows(rounds, (m, n, size), {})
-        rows += warps(rounds, size, size)
+        for m, tiles in ((8, 1), (16, 2), (32, 4), (64, 8)):
+            rows += cuts(rounds, (m, size, size), [{"warps": count} for count in cuda_skinny.WARPS[tiles]])
+        for n, m in itertools.product((size // 8, size // 4, size // 2), (1, 16, 64)):
+            rows += cuts(rounds, (m, n, size), [{"splits": count} for count in (1, 2, 4, 8)])
         for m, targets in (
             (128, {"weight-only": (1.1, 1.1)}), (256, {"with quantize": (0.75, 0.9)}),
             (1024, {"with quantize": (0.75, 0.9)}), (2048, {"with quantize": (0.80, 0.80)}),

@@ -8,10 +8,10 @@ ONNX Runtime; test_ort_cuda.py compares the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from mxfp8_ops import cuda_dispatch, formats
+from mxfp8_ops import cuda_dispatch, cuda_skinny, formats
 from mxfp8_ops.numerics import scale_count
 
 THREADS: Final = 256
@@ -232,10 +232,10 @@ def swizzled_size(rows: int, k: int) -> int:
     return _ceil(rows, 128) * 128 * (_ceil(scale_count(k), 4) * 4)
 
 
-def finish(queue: Queue, p: Product, sums: int, scales: tuple[int, int] = (0, 0)) -> None:
-    """Queues what turns float32 sums [M, N] into the y of a product: scales of rows and columns, if any, and bias."""
+def finish(queue: Queue, p: Product, sums: int, scales: tuple[int, int] = (0, 0), parts: int = 1) -> None:
+    """Queues what makes y of float32 sums [parts, M, N]: adds them up, scales rows and columns, adds the bias."""
     ragged = bool(p.n % 8) or _unaligned(sums, p.bias, p.y, scales[1])
-    arguments = (sums, *scales, p.bias, p.y, p.m * p.n, p.n, DTYPE_CODES[p.dtype])
+    arguments = (sums, parts, *scales, p.bias, p.y, p.m * p.n, p.n, DTYPE_CODES[p.dtype])
     grid = _ceil(p.m * p.n, 8 * THREADS)
     queue.device.launch(Launch("finish", f"finish<{_flags(ragged)}>", grid, arguments), queue.stream)
 
@@ -268,33 +268,16 @@ def choose(capability: tuple[int, int], product: Product, libraries: Collection[
 
 
 def _skinny(queue: Queue, p: Product) -> None:
-    tiles = next(t for t in (1, 2, 4, 8) if p.m <= 8 * t)
-    warps = _warps(tiles, p, queue.device.processors)
-    name = _skinny_name(KINDS[p.x.kind], KINDS[p.b.kind], tiles, warps)
-    queue.device.launch(Launch("gemm_skinny", name, _ceil(p.n, 16 * warps), _arguments(p)), queue.stream)
-
-
-def _warps(tiles: int, p: Product, processors: int) -> int:
-    """Returns how many warps of a block of gemm_skinny share x: the more if that leaves work for every multiprocessor.
-
-    Two blocks fit one when x is small; then both are wanted, for what they read ahead.
-    """
-    many, few = _SKINNY_WARPS[tiles]
-    wanted = processors * (2 if tiles * (1 if p.x.quantized else 2) <= 2 else 1)
-    return many if 10 * _ceil(p.n, 16 * many) >= 9 * wanted else few
-
-
-_SKINNY_WARPS: Final = {1: (2, 1), 2: (4, 2), 4: (4, 2), 8: (4, 2)}
-"""What gemm_skinny is made for, by tiles of eight rows."""
-
-
-def _skinny_name(x: str, f: str, tiles: int, warps: int) -> str:
-    """Returns the name of an instance; without `warps` if it is the default, which suits any n."""
-    return (
-        f"gemm_skinny<{x}, {f}, {tiles}>"
-        if warps == (1 if tiles == 1 else 4)
-        else (f"gemm_skinny<{x}, {f}, {tiles}, {warps}>")
-    )
+    cut = cuda_skinny.cut((p.m, p.n, p.k), p.x.quantized, queue.device.processors)
+    memory, to = None, p
+    if cut.splits > 1:
+        memory, sums = queue.allocate(4 * cut.splits * p.m * p.n, False)
+        to = replace(p, y=sums, bias=0, dtype="float32")
+    name = cut.kernel(KINDS[p.x.kind], KINDS[p.b.kind])
+    queue.device.launch(Launch("gemm_skinny", name, cut.grid(p.n), (*_arguments(to), cut.splits)), queue.stream)
+    if cut.splits > 1:
+        finish(queue, p, to.y, parts=cut.splits)
+    del memory  # alive until everything that reads it is queued
 
 
 def _large(queue: Queue, p: Product, wide: WideWeight | None) -> None:
@@ -339,8 +322,8 @@ def instances() -> list[Launch]:
         for x in (*values, *elements):
             names.append(("gemm_float32", f"gemm_float32<{x}, {f}>"))
         for x in ("BF16", *elements):
-            for tiles, choices in _SKINNY_WARPS.items():
-                names += [("gemm_skinny", _skinny_name(x, f, tiles, warps)) for warps in choices]
+            for tiles, choices in cuda_skinny.WARPS.items():
+                names += [("gemm_skinny", cuda_skinny.Cut(tiles, warps, 1).kernel(x, f)) for warps in choices]
     return [Launch(source, kernel, 1, ()) for source, kernel in names]
 
 

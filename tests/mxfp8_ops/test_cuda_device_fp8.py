@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mxfp8_ops import cuda, cuda_device, cuda_dispatch, cuda_kernels, cuda_lt, folding, formats, numerics
+from mxfp8_ops import cuda, cuda_device, cuda_dispatch, cuda_kernels, cuda_lt, cuda_skinny, folding, formats, numerics
 from mxfp8_ops.cuda_kernels import Operand
 
 torch = pytest.importorskip("torch")
@@ -183,14 +182,15 @@ def test_skinny_products_of_real_size_are_right_and_always_the_same(m, x_kind):
         assert all(torch.equal(call(), first) for _ in range(20)), f"{m}x{n}x{k}: results differ from run to run"
 
 
+@pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("warps", [1, 2, 4])
 @pytest.mark.parametrize("m", [8, 16, 32, 64])
-def test_skinny_products_with_every_split_of_the_warps(m, warps, monkeypatch):
+def test_skinny_products_with_every_cut(m, warps, splits, monkeypatch):
     tiles = next(t for t in (1, 2, 4, 8) if m <= 8 * t)
-    if warps not in cuda_kernels._SKINNY_WARPS[tiles]:
+    if warps not in cuda_skinny.WARPS[tiles]:
         pytest.skip("not made for so many rows")
-    monkeypatch.setattr(cuda_kernels, "_warps", lambda *_: warps)
-    x, b = heavy(m, 2080, dtype=torch.bfloat16), ops.quantize(heavy(333, 2080, seed=1))
+    monkeypatch.setattr(cuda_skinny, "cut", lambda *_: cuda_skinny.Cut(tiles, warps, splits))
+    x, b = heavy(m, 4128, dtype=torch.bfloat16), ops.quantize(heavy(333, 4128, seed=1))
     with cuda_dispatch.forced_route("skinny"):
         got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
     w = numerics.dequantize(*map(array, b))
@@ -293,4 +293,3 @@ def test_shapes_above_are_what_the_table_sends_there():
     with cuda_dispatch.allowed("fold"):
         chosen = cuda_dispatch.route(CAPABILITY, **product)
     assert chosen == ("block_scaled" if CAPABILITY >= (10, 0) else "fold" if CAPABILITY >= (8, 9) else "large")
-    assert {*itertools.chain(*cuda_kernels._SKINNY_WARPS.values())} == {1, 2, 4}

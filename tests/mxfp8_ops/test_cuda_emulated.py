@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from cuda_emulation import aligned, device, queue
 
-from mxfp8_ops import cuda_dispatch, cuda_kernels, folding, numerics
+from mxfp8_ops import cuda_dispatch, cuda_kernels, cuda_skinny, folding, numerics
 from mxfp8_ops.cuda_kernels import Operand, Product
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.numerics import scale_count
@@ -346,6 +347,43 @@ def test_skinny_gemm_with_every_split_of_its_warps(monkeypatch, x_kind, fmt):
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_skinny_gemm_with_k_in_splits(monkeypatch, x_kind, fmt):
+    """Splits of several steps, of one, of a part of one, and one that has nothing to do; edge codes in the last."""
+
+    def edge(x, x_scales, b, b_scales):
+        b_scales[3, -1], b_scales[5, 0], b[2, -3] = 0, 200, 0x7F
+        if x_scales is not None:
+            x_scales[1, -2] = 1
+
+    rule = cuda_skinny.cut
+    for splits in (2, 3, 7):
+        monkeypatch.setattr(cuda_skinny, "cut", lambda *given, splits=splits: replace(rule(*given), splits=splits))
+        for (m, n, k), dtype in zip(
+            ((1, 33, 3104), (8, 16, 2048), (9, 20, 160), (30, 1, 32), (64, 40, 1056)), itertools.cycle(DTYPES)
+        ):
+            change = edge if n > 5 and m > 1 else None  # values that no float16 holds
+            names = check_gemm(m, n, k, x_kind, fmt, "float32" if change else dtype, bias=n != 16, change=change)
+            assert names == ["gemm_skinny", "finish"]
+
+
+def test_k_is_split_only_where_n_leaves_multiprocessors_idle_and_k_is_long():
+    def splits(m, n, k, quantized=True):
+        return cuda_skinny.cut((m, n, k), quantized, 132).splits
+
+    assert splits(1, 1024, 8192) == splits(64, 1024, 8192) == splits(64, 1024, 4096) == 4
+    assert splits(1, 1024, 4096) == splits(16, 1024, 2048) == 1  # a second launch takes longer than it saves
+    assert splits(1, 4096, 8192) == splits(64, 4096, 28672) == splits(1, 8192, 8192) == 1
+    assert splits(1, 2048, 16384) == 2
+    assert splits(1, 16, 16384) == 8  # a block reads 32 KiB ahead
+    assert splits(1, 16, 32) == 1
+
+
+@pytest.mark.parametrize("x_kind", X_KINDS)
+def test_skinny_gemm_splits_k_by_that_rule(x_kind):
+    assert check_gemm(2, 16, 8192, x_kind, "e4m3", "bfloat16") == ["gemm_skinny", "finish"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
 def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
     """n = 16 and k = 2048: two steps of eight warps, each with 8 mma; one scale or element takes one warp off them."""
 
@@ -368,7 +406,7 @@ def test_skinny_gemm_with_more_blocks_than_it_needs():
     x, w = heavy_tailed((10, 64)), heavy_tailed((40, 64), 1)
     codes = [*numerics.quantize(x), *numerics.quantize(w)]
     held, y = [placed(array) for array in codes], aligned(10 * 40 * 4)
-    arguments = (*(array.ctypes.data for array in held), 0, y.ctypes.data, 10, 40, 64, 1)
+    arguments = (*(array.ctypes.data for array in held), 0, y.ctypes.data, 10, 40, 64, 1, 1)
     device().launch(cuda_kernels.Launch("gemm_skinny", "gemm_skinny<E4M3, E4M3, 2>", 3, arguments), 0)
     bound = numerics.gemm_error_bound(numerics.dequantize(*codes[:2]), numerics.dequantize(*codes[2:]))
     assert_within("y", y.view(np.float32).reshape(10, 40), numerics.gemm(*codes), bound)

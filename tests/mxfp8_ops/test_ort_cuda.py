@@ -196,7 +196,26 @@ def test_quantize_and_dequantize_launch_what_cuda_kernels_does(provider, gpu, sh
     )
 
 
-SIZES = ((1, 33, 96), (9, 40, 64), (64, 17, 2048), (65, 272, 96), (300, 64, 37), (5, 7, 40), (3, 5, 0), (0, 5, 32))
+def test_few_columns_and_a_long_k_are_split(provider, gpu):
+    for kind, dtype in (("bfloat16", "float32"), ("e4m3", "float16")):
+        gpu.start(STREAM)
+        check_gemm(provider, ((2, 8192), (13, 8192)), (kind, "e4m3"), dtype)
+        assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["gemm_skinny", "finish"]
+    assert provider.freed == 2
+
+
+SIZES = (
+    (1, 16, 8192),
+    (64, 40, 16384),
+    (1, 33, 96),
+    (9, 40, 64),
+    (64, 17, 2048),
+    (65, 272, 96),
+    (300, 64, 37),
+    (5, 7, 40),
+    (3, 5, 0),
+    (0, 5, 32),
+)
 
 
 @pytest.mark.parametrize("result", [("float32", False), ("float16", True), ("bfloat16", False)], ids=str)

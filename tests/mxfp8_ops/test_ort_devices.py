@@ -7,13 +7,15 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
 from cuda_driver_emulation import Driver, machine
-from test_ort import heavy_tailed, weight_only
+from test_ort import assert_within, heavy_tailed, node, weight_only
+from test_ort import model as onnx_model
 
-from mxfp8_ops import cpu, cuda_build, cuda_device, ort, ort_cuda
+from mxfp8_ops import contract, cpu, cuda_build, cuda_device, numerics, ort, ort_cuda
 from mxfp8_ops.errors import BackendError
 
 
@@ -93,6 +95,19 @@ def test_nodes_that_the_cuda_provider_does_not_take_run_on_the_processor(with_pr
     (y,) = onnxruntime.InferenceSession(model(), options, providers=["CPUExecutionProvider"]).run(None, {"x": x})
     np.testing.assert_array_equal(y, ort.session(model()).run(None, {"x": x})[0])
     assert gpu.launches == []
+
+
+def test_copies_of_a_product_whose_k_is_split(gpu):
+    codes = numerics.quantize(heavy_tailed((13, 8192)))
+    nodes = [node("MXFP8Quantize", "x", "a as"), node("MXFP8Gemm", "a as b bs", "y")]
+    weights = {"b": codes[0].view(ml_dtypes.float8_e4m3fn), "bs": codes[1]}
+    packed = onnx_model(nodes, {"x": (contract.FLOAT, [None, 8192])}, {"y": (contract.FLOAT, None)}, **weights)
+    x = heavy_tailed((2, 8192))
+    (y,) = ort.session(packed, device="cuda-copies").run(None, {"x": x})
+    assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["quantize_rows", "gemm_skinny", "finish"]
+    a = numerics.quantize(x)
+    bound = numerics.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*codes))
+    assert_within(y, numerics.gemm(*a, *codes), bound)
 
 
 def test_a_session_without_the_provider_that_was_asked_for(with_provider, gpu):

@@ -1,9 +1,9 @@
 // What a float32 matrix product still needs: scales of rows and columns, the bias, and the dtype of the result.
 //
-//   sums  [m, n] float32, total = m n         y [m, n] of dtype `y_dtype`, may not overlap sums
+//   sums  [parts, m, n] float32, total = m n; added up in order        y [m, n] of dtype `y_dtype`, not over sums
 //   row_scales [m], column_scales [n] float32, powers of two, both or none (null)     bias [n] float32, or null
 //   grid  one thread per 8 values: ceil(total / 8 / 256) thread blocks of 256
-//   bytes 4 + 2 (or 4) a value
+//   bytes 4 parts + 2 (or 4) a value
 //
 // RAGGED is for n % 8 != 0 and for addresses that are not aligned to 16.
 #include "codec.cuh"
@@ -23,7 +23,8 @@ DEVICE void load8(const float* p, float (&v)[8]) {
 }
 
 template <bool RAGGED>
-__global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, const float* __restrict__ row_scales,
+__global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, i64 parts,
+                                              const float* __restrict__ row_scales,
                                               const float* __restrict__ column_scales, const float* __restrict__ bias,
                                               u8* __restrict__ y, i64 total, i64 n, i64 y_dtype) {
   const i64 first = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 8;
@@ -31,6 +32,7 @@ __global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, co
   if (RAGGED) {
     for (i64 i = first; i < first + 8 && i < total; ++i) {
       float v = sums[i];
+      for (i64 part = 1; part < parts; ++part) v += sums[part * total + i];
       if (row_scales != nullptr) v = scaled(v, row_scales[i / n], column_scales[i % n]);
       if (bias != nullptr) v += bias[i % n];
       write_value(y, i, v, y_dtype);
@@ -40,6 +42,13 @@ __global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, co
   const i64 row = first / n, column = first - row * n;
   float v[8], factor[8] = {}, add[8] = {};
   load8(sums + first, v);
+#pragma unroll 2
+  for (i64 part = 1; part < parts; ++part) {
+    float more[8];
+    load8(sums + part * total + first, more);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] += more[i];
+  }
   if (bias != nullptr) load8(bias + column, add);
   if (row_scales != nullptr) {
     load8(column_scales + column, factor);

@@ -1,10 +1,17 @@
 // Both gemms for few rows (m <= 8 * TILES, TILES <= 8) on bfloat16 tensor cores, exact: limited by reading the weight.
 //
 //   x [m, k] X: BF16, or elements with x_scales        b [n, k] F with b_scales      bias [n] float32, or null
-//   y [m, n] of dtype `y_dtype`                        k % 32 = 0, k < 2^25; x and b aligned to 16
-//   grid      at least ceil(n / (16 * WARPS)) thread blocks of 8 warps: WARPS across n, the others across k
+//   y [m, n] of dtype `y_dtype`, or, for splits > 1, float32 [splits, m, n] that finish.cu adds up
+//   k % 32 = 0, k < 2^25; x and b aligned to 16
+//   grid      at least splits * ceil(n / (16 * WARPS)) thread blocks of 8 warps: WARPS across n, the others across k
 //   bytes     33/32 n k for the weight, once; x once per thread block, from the L2 cache: WARPS is a trade between that
-//             and how many multiprocessors have work
+//             and how many multiprocessors have work; 8 m n for each split, if there are several, in the L2 cache
+//
+// Splits (cuda_kernels.py, `_splits`): as many as the multiprocessors have room for when n alone gives them too little
+// to do, but never so many that a block's part of k is less than it reads ahead anyway (32 KiB), and several only if
+// each block then reads 96 KiB less. That is what the launch of finish.cu costs: a block streams about 32 KiB in one
+// latency of memory, 0.8 us. So the floor of n = 1024, k = 8192 on 132 multiprocessors is 64 blocks * 128 KiB at
+// 2.6 TB/s = 3.2 us in one split, and 0.8 us + 2 us for the second launch in four.
 //
 // The weight is the A operand of the mma (16 rows a warp), x the B operand (8 rows a tile). A step of the loop is STEP
 // values of k for each warp. The weight goes from memory to registers, AHEAD steps ahead: no byte of it is used twice.
@@ -72,7 +79,7 @@ template <class X, class F, int TILES, int WARPS = TILES == 1 ? 1 : 4>
 __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
     gemm_skinny(const u8* __restrict__ x, const u8* __restrict__ x_scales, const u8* __restrict__ b,
                 const u8* __restrict__ b_scales, const float* __restrict__ bias, u8* __restrict__ y, i64 m, i64 n,
-                i64 k, i64 y_dtype) {
+                i64 k, i64 y_dtype, i64 splits) {
   constexpr int DEEP = 8 / WARPS, ROWS = 16 * WARPS, TOKENS = 8 * TILES;
   constexpr int STEP = DEEP * TILES <= 16 ? 128 : 64, CHUNKS = STEP / 64, WIDE = DEEP * STEP;
   static_assert(TILES == 1 || WARPS >= 2, "x of one step would take too much shared memory");
@@ -86,9 +93,14 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
 
   const int thread = static_cast<int>(threadIdx.x), warp = thread >> 5, lane = thread & 31;
   const int group = lane >> 2, part = lane & 3, deep = warp / WARPS;
-  const i64 blocks = k >> 5, first_row = static_cast<i64>(blockIdx.x) * ROWS;
+  const int across = static_cast<int>((n + ROWS - 1) / ROWS), split = static_cast<int>(blockIdx.x) / across;
+  const i64 blocks = k >> 5, first_row = static_cast<i64>(static_cast<int>(blockIdx.x) % across) * ROWS;
   const i64 row = first_row + (warp % WARPS) * 16 + group;
-  if (first_row >= n) return;
+  if (split >= splits) return;
+  // Steps first_step <= step < steps, and what of k they end with.
+  const int all_steps = static_cast<int>((k + WIDE - 1) / WIDE), each = (all_steps + splits - 1) / splits;
+  const int first_step = split * each, steps = first_step + each < all_steps ? first_step + each : all_steps;
+  const i64 k_end = steps < all_steps ? static_cast<i64>(steps) * WIDE : k;
   if (thread < DEEP) inexact[thread] = 0;
   float sums[TILES][4] = {};
 
@@ -98,7 +110,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
 #pragma unroll
       for (int c = 0; c < CHUNKS; ++c) {
         const i64 at = step * WIDE + deep * STEP + 64 * c + 16 * part;
-        const bool live = at < k && row + 8 * r < n;
+        const bool live = at < k_end && row + 8 * r < n;
         w.elements[r][c] = live ? load_once16(b + (row + 8 * r) * k + at) : make_uint4(0, 0, 0, 0);
         w.scales[r][c] = live ? b_scales[(row + 8 * r) * blocks + (at >> 5)] : 127u;
       }
@@ -112,7 +124,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
     for (int i = 0; i < MINE; ++i) {
       const int unit = thread + 256 * i, token = unit / (WIDE / VALUES);
       const i64 at = step * WIDE + unit % (WIDE / VALUES) * VALUES;
-      const bool live = token < m && at < k && unit < UNITS;
+      const bool live = token < m && at < k_end && unit < UNITS;
       next[i] = live ? load16(x + (token * k + at) * (16 / VALUES)) : make_uint4(0, 0, 0, 0);
       next_scale[i] = X::is_element && live ? x_scales[token * blocks + (at >> 5)] : 127u;
     }
@@ -181,12 +193,11 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
   };
 
   Weights<CHUNKS> ahead[AHEAD];
-  load_x(0);
+  load_x(first_step);
 #pragma unroll
-  for (int i = 0; i < AHEAD; ++i) load_weights(ahead[i], i);
-  const i64 steps = (k + WIDE - 1) / WIDE;
+  for (int i = 0; i < AHEAD; ++i) load_weights(ahead[i], first_step + i);
 #pragma unroll 1
-  for (i64 step = 0; step < steps; step += AHEAD)
+  for (i64 step = first_step; step < steps; step += AHEAD)
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (step + i < steps) {
@@ -209,6 +220,6 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
     float sum = bias == nullptr ? 0.0f : bias[first_row + r];
 #pragma unroll
     for (int d = 0; d < DEEP; ++d) sum += parts[(d * ROWS + r) * (TOKENS + 1) + token];
-    write_value(y, token * n + first_row + r, sum, y_dtype);
+    write_value(y, (split * m + token) * n + first_row + r, sum, y_dtype);
   }
 }

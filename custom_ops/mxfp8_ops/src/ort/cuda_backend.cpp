@@ -275,15 +275,18 @@ class CopiesBackend : public Backend {
     const int64_t a = args.m * args.k * (quantized ? 1 : int64_t(value_bytes(args.a_format)));
     const int64_t b = args.n * args.k, y = args.m * args.n * int64_t(value_bytes(args.y_dtype));
     const int64_t a_scales = quantized ? args.m * blocks : 0, b_scales = args.n * blocks, bias = 4 * args.n;
+    const int64_t scratch = int64_t(launches_.gemm->scratch_bytes(args, false));
     Turn turn(gpu_, residents_,
-              rounded(a) + rounded(a_scales) + rounded(b) + rounded(b_scales) + rounded(bias) + rounded(y));
+              rounded(a) + rounded(a_scales) + rounded(b) + rounded(b_scales) + rounded(bias) + rounded(y) +
+                  rounded(scratch));
     args.a = turn.in(args.a, a);
     args.a_scales = turn.in(args.a_scales, a_scales);
     args.b = turn.in(args.b, b);
     args.b_scales = turn.in(args.b_scales, b_scales);
     args.bias = turn.in(args.bias, bias);
     args.y = turn.out(args.y, y);
-    (*launches_.gemm)(args, {kThreadStream, nullptr, nullptr});
+    char* const unused = nullptr;
+    (*launches_.gemm)(args, {kThreadStream, nullptr, scratch == 0 ? nullptr : turn.out(unused, scratch)});
     turn.finish();
   }
 

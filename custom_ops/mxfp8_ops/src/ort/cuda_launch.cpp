@@ -1,5 +1,7 @@
 #include "cuda_launch.h"
 
+#include <algorithm>
+
 #include "../cpu/ops.h"
 
 namespace mxfp8::ort {
@@ -12,6 +14,9 @@ constexpr int64_t kSkinnyMost = 64;                     // rows gemm_skinny take
 
 // How many warps of gemm_skinny share A, for 8 << i rows: `few` where n is too small to give every multiprocessor work.
 constexpr int skinny_warps(int i, bool few) { return few ? (i == 0 ? 1 : 2) : (i == 0 ? 2 : 4); }
+
+// Bytes a block reads ahead, and those it streams while a second kernel is launched: cuda_skinny.py.
+constexpr int64_t kAhead = 32 << 10, kSecondLaunch = 96 << 10;
 
 std::string kind(int dtype) {
   switch (dtype) {
@@ -107,8 +112,8 @@ CudaGemm::CudaGemm(const Gpu& gpu, int a_format, int b_format)
       skinny_[i][few] = gpu.kernel("gemm_skinny<" + types + ", " + std::to_string(1 << i) + warps + ">");
     }
   }
-  if (gpu.properties().cublas_gemm_ex == nullptr) return;
   for (const bool ragged : {false, true}) finish_[ragged] = gpu.kernel(std::string("finish<") + flag(ragged) + ">");
+  if (gpu.properties().cublas_gemm_ex == nullptr) return;
   widen_b_ = std::make_unique<CudaDequantize>(gpu, b_format, MXFP8_BFLOAT16, true);
   if (is_element_format(a_format)) {
     widen_a_ = std::make_unique<CudaDequantize>(gpu, a_format, MXFP8_BFLOAT16, true);
@@ -125,15 +130,20 @@ CudaGemm::Route CudaGemm::route(const GemmArgs& g, bool cublas) const {
 }
 
 size_t CudaGemm::scratch_bytes(const GemmArgs& g, bool cublas) const {
-  if (g.m * g.n == 0 || route(g, cublas) != Route::kLarge) return 0;
-  return size_t(LargeLayout(g).bytes);
+  if (g.m * g.n == 0) return 0;
+  const Route route = this->route(g, cublas);
+  if (route == Route::kSkinny) {
+    const int64_t splits = cut(g).splits;
+    return splits == 1 ? 0 : size_t(4 * splits * g.m * g.n);
+  }
+  return route == Route::kLarge ? size_t(LargeLayout(g).bytes) : 0;
 }
 
 void CudaGemm::operator()(const GemmArgs& g, const GemmResources& resources) const {
   if (g.m * g.n == 0) return;
   switch (route(g, resources.cublas != nullptr)) {
     case Route::kSkinny:
-      return skinny(g, resources.stream);
+      return skinny(g, resources);
     case Route::kLarge:
       return large(g, resources);
     case Route::kSlices:
@@ -143,14 +153,26 @@ void CudaGemm::operator()(const GemmArgs& g, const GemmResources& resources) con
   }
 }
 
-void CudaGemm::skinny(const GemmArgs& g, Stream stream) const {
+CudaGemm::Cut CudaGemm::cut(const GemmArgs& g) const {
   int i = 0;
   while (g.m > (8 << i)) ++i;
   const bool two_blocks = (is_element_format(g.a_format) ? 1 : 2) << i <= 2;  // fit a multiprocessor, and are wanted
   const int64_t wanted = int64_t(gpu_.properties().processors) * (two_blocks ? 2 : 1);
   const bool few = 10 * ceil_div(g.n, 16 * skinny_warps(i, false)) < 9 * wanted;
-  gpu_.launch(skinny_[i][few], ceil_div(g.n, 16 * skinny_warps(i, few)), stream, g.a, g.a_scales, g.b, g.b_scales,
-              g.bias, g.y, g.m, g.n, g.k, int64_t(g.y_dtype));
+  const int64_t rows = 16 * skinny_warps(i, few), blocks = ceil_div(g.n, rows), streamed = rows * g.k;
+  const int64_t splits = std::min(wanted / blocks, streamed / kAhead);
+  const bool worth = splits > 1 && streamed * (splits - 1) >= kSecondLaunch * splits;
+  return {i, few, blocks, worth ? splits : 1};
+}
+
+void CudaGemm::skinny(const GemmArgs& g, const GemmResources& resources) const {
+  Cut cut = this->cut(g);
+  if (resources.scratch == nullptr) cut.splits = 1;
+  const bool whole = cut.splits == 1;
+  gpu_.launch(skinny_[cut.tiles][cut.few], cut.splits * cut.blocks, resources.stream, g.a, g.a_scales, g.b, g.b_scales,
+              whole ? g.bias : nullptr, whole ? g.y : resources.scratch, g.m, g.n, g.k,
+              int64_t(whole ? g.y_dtype : MXFP8_FLOAT32), cut.splits);
+  if (!whole) finish(g, resources.scratch, resources.stream, cut.splits);
 }
 
 void CudaGemm::slices(const GemmArgs& g, Stream stream) const {
@@ -161,7 +183,7 @@ void CudaGemm::slices(const GemmArgs& g, Stream stream) const {
     slice.a = static_cast<const char*>(g.a) + row * g.k * (quantized ? 1 : 2);
     if (quantized) slice.a_scales = g.a_scales + row * (g.k / kBlock);
     slice.y = static_cast<char*>(g.y) + row * g.n * int64_t(value_bytes(g.y_dtype));
-    skinny(slice, stream);
+    skinny(slice, {stream, nullptr, nullptr});
   }
 }
 
@@ -185,12 +207,12 @@ void CudaGemm::large(const GemmArgs& g, const GemmResources& resources) const {
   float32(g, resources.stream, inexact);
 }
 
-void CudaGemm::finish(const GemmArgs& g, const void* sums, Stream stream) const {
+void CudaGemm::finish(const GemmArgs& g, const void* sums, Stream stream, int64_t parts) const {
   const float* no_scales = nullptr;
   const bool ragged = g.n % 8 != 0 || unaligned(sums, g.bias, g.y);
   const int64_t total = g.m * g.n;
-  gpu_.launch(finish_[ragged], ceil_div(total, 8 * kThreads), stream, sums, no_scales, no_scales, g.bias, g.y, total,
-              g.n, int64_t(g.y_dtype));
+  gpu_.launch(finish_[ragged], ceil_div(total, 8 * kThreads), stream, sums, parts, no_scales, no_scales, g.bias, g.y,
+              total, g.n, int64_t(g.y_dtype));
 }
 
 // cuBLAS is column-major: y^T [N, M] = b [N, K] a^T, where our row-major b is its transposed operand.

@@ -4,7 +4,7 @@
 // Each class loads every kernel its node may need when it is made, and only launches them afterwards. Pointers in the
 // arguments are addresses on the GPU. Routes of a product, the first that fits:
 //
-//   skinny   A bfloat16 or quantized, M <= 64, K % 32 = 0: gemm_skinny
+//   skinny   A bfloat16 or quantized, M <= 64, K % 32 = 0: gemm_skinny; finish, if K is split (cuda_skinny.py)
 //   large    A bfloat16 or quantized, a cuBLAS handle at hand: dequantize to bfloat16, cuBLAS, finish; gemm_float32
 //            repairs what bfloat16 could not hold
 //   slices   A bfloat16 or quantized, K % 32 = 0: gemm_skinny on 64 rows at a time
@@ -39,7 +39,7 @@ class CudaDequantize {
   CudaFunction functions_[2][2] = {};  // [last axis][ragged]
 };
 
-// ONNX Runtime's cuBLAS handle, or null; and memory of scratch_bytes, aligned to 256.
+// ONNX Runtime's cuBLAS handle, or null; and memory of scratch_bytes, aligned to 256, or null if that is 0.
 struct GemmResources {
   Stream stream;
   void* cublas;
@@ -55,11 +55,18 @@ class CudaGemm {
  private:
   enum class Route { kSkinny, kLarge, kSlices, kFloat32 };
   Route route(const GemmArgs&, bool cublas) const;
-  void skinny(const GemmArgs&, Stream) const;
+  // Of gemm_skinny: 8 << tiles rows of A, `few` warps share them, `blocks` across N times `splits` across K.
+  struct Cut {
+    int tiles;
+    bool few;
+    int64_t blocks, splits;
+  };
+  Cut cut(const GemmArgs&) const;
+  void skinny(const GemmArgs&, const GemmResources&) const;
   void slices(const GemmArgs&, Stream) const;
   void large(const GemmArgs&, const GemmResources&) const;
   void matmul_bf16(const GemmArgs&, const void* a, const void* b, void* y, int y_type, void* cublas) const;
-  void finish(const GemmArgs&, const void* sums, Stream) const;
+  void finish(const GemmArgs&, const void* sums, Stream, int64_t parts = 1) const;
   void float32(const GemmArgs&, Stream, const uint32_t* only_if = nullptr) const;
 
   Gpu gpu_;
