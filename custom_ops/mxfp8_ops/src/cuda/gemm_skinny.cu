@@ -23,31 +23,7 @@
 // first_exact..last_fast. A scale outside that range, or a NaN or Inf element, hardly ever occurs: the warp then sums
 // that step in float32 instead.
 #include "operand.cuh"
-
-template <class F>
-DEVICE bool fast_code(u32 s) {
-  return s >= F::first_exact && s <= F::last_fast;
-}
-
-template <class F>
-DEVICE u32 scale_bf16x2(u32 s) {
-  return (s + 127 - F::bias) * 0x00800080u;  // the exponent fields of both halves
-}
-
-// Elements 2 * PAIR and 2 * PAIR + 1 of four, times the scale.
-template <class F, int PAIR>
-DEVICE u32 decode_bf16x2(u32 w, u32 scale) {
-  const u32 spread = pick_bytes(w, PAIR == 0 ? 0x1404u : 0x3424u);  // each byte to the top of its half
-  return multiply_bf16x2((spread & 0x80008000u) | ((spread >> F::wide_shift) & F::wide_mask), scale);
-}
-
-// Whether one of 16 elements is NaN or Inf.
-template <class F>
-DEVICE bool any_special(uint4 q) {
-  const u32 carries = ((q.x & 0x7f7f7f7fu) + F::special_carry) | ((q.y & 0x7f7f7f7fu) + F::special_carry) |
-                      ((q.z & 0x7f7f7f7fu) + F::special_carry) | ((q.w & 0x7f7f7f7fu) + F::special_carry);
-  return (carries & 0x80808080u) != 0;
-}
+#include "wide.cuh"
 
 // Adds the products of `first` <= k < `end` to the lane's sums, in float32.
 template <class X, class F, int TILES>
