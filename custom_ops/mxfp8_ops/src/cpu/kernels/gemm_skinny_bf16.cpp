@@ -44,6 +44,7 @@ MXFP8_INLINE void dot_scaled_after(const Decoder<F>& decoder, const uint16_t* a,
   __m512i unused = _mm512_setzero_si512();
   for (int64_t k = 0; k < pass.count; k += kScaleValues) {
     const int64_t left = min_of(kScaleValues, pass.count - k);
+    __builtin_prefetch(pass.scales + k / kBlock + pass.ahead_scales);
     const __m512 scales = scale_values(load_scales(pass.scales + k / kBlock, blocks_of(left)));
     __m512i lanes = lanes_of_step(0);
     for (int64_t i = 0; i < left; i += kStep) {

@@ -75,6 +75,7 @@ template <class F, int R>
 MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) {
   alignas(64) float scales[kGroupBytes / int64_t(sizeof(float)) / kBlock + kCodes];
   if (!convert_scales(pass.scales, blocks_of(pass.count), offset, scales)) return false;
+  for (int64_t i = 0; i < blocks_of(pass.count); i += 64) __builtin_prefetch(pass.scales + pass.ahead_scales + i);
   Vec sums[R];
   for (int r = 0; r < R; ++r) sums[r] = zero();
   Bytes specials = {};
