@@ -262,6 +262,24 @@ def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[
     return rows
 
 
+def wide_activations(rounds: int, size: tuple[int, int, int]) -> list[Row]:
+    """Returns weight_gemm of float32 and float16 activations against cuBLAS in the same dtype (no TF32)."""
+    m, n, k = size
+    rows = []
+    for dtype, label in ((torch.float32, "float32"), (torch.float16, "float16")):
+        w = torch.randn(n, k, device="cuda", dtype=dtype) / k**0.5
+        x, packed = torch.randn(m, k, device="cuda", dtype=dtype), ops.quantize(w)
+        check(x, packed)
+        cases = {
+            "cublas": [lambda x=x, w=w: torch.nn.functional.linear(x, w)],
+            "parts": [lambda x=x, p=packed: ops.weight_gemm(x, *p)],
+        }
+        times = take_turns(cases, rounds)
+        ratio = times["cublas"] / times["parts"]
+        rows.append(Row(f"weight-only, {label} M={m} N={n} K={k}", times["parts"], ratio, f"x cuBLAS {label}"))
+    return rows
+
+
 def training(rounds: int, m: int, n: int, k: int) -> list[Row]:
     """Returns forward and backward of a linear layer against torch's in bfloat16."""
     with torch.inference_mode(False):
@@ -337,6 +355,8 @@ def main() -> None:
                     "fold, with quantize, weight kept": (1.45, 1.65)}),
         ):  # fmt: skip
             rows += many_rows(rounds, (m, size, size), targets)
+        for m in (1, 16, 256, 2048):
+            rows += wide_activations(rounds, (m, size, size))
         rows += training(rounds, size, size // 2, size // 2)
     print(f"measured in {time.perf_counter() - start:.0f} s", flush=True)
     publish(gpu.name, rows)

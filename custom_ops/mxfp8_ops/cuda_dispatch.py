@@ -46,6 +46,7 @@ ROUTES: Final = (
         "fold", (8, 9), kinds=("e4m3",), b_kinds=("e4m3",), whole_blocks=True, n_multiple=16, library=True, opt_in=True
     ),
     Route("large", kinds=_EXACT),
+    Route("parts", kinds=("float16", "float32")),
     Route("float32"),
 )  # fmt: skip
 """The dispatch table: the first row that fits wins.
@@ -56,7 +57,9 @@ block_scaled  the MXFP8 product of Blackwell's tensor cores: torch's scaled_mm, 
 fold          fold.cu, then an FP8 product with one scale per row, by the same libraries.
               Not exact (`folding.fold_error`), so only where `allowed("fold")` says so; gemm's `fast_accumulate` does.
 large         dequantize.cu to bfloat16, then cuBLAS; gemm_float32.cu repairs it if bfloat16 could not hold an operand.
-float32       gemm_float32.cu: for x that bfloat16 cannot hold, and for anything else.
+parts         bfloat16_parts.cu: a float32 is the sum of three bfloat16 values, a float16 of two; a row above multiplies
+              them, as so many times M rows, and finish.cu adds up. gemm_float32.cu repairs what is not finite.
+float32       gemm_float32.cu: ordinary cores, anything else.
 """
 
 _forced: list[str] = []
@@ -73,6 +76,7 @@ def route(
     n: int = 0,
     b_kind: str = "e4m3",
     libraries: Collection[str] = (),
+    forced: bool = True,
 ) -> str:
     """Returns the kernel of the row of `ROUTES` that fits a product, or of the one `forced_route` names.
 
@@ -85,22 +89,24 @@ def route(
         n: rows of b.
         b_kind: element format of b.
         libraries: the library rows that the caller can do.
+        forced: whether `forced_route` decides.
 
     Raises:
         BackendError: the device is too old, or the forced row cannot do it.
     """
     whole = k % 32 == 0 and k < 2**25 and not any(address % 16 for address in addresses)
+    wanted_row = _forced[-1] if _forced and forced else None
     for row in ROUTES:
-        if _forced and row.kernel != _forced[-1]:
+        if wanted_row not in (None, row.kernel):
             continue
-        if row.opt_in and not (_forced or row.kernel in _allowed):
+        if row.opt_in and not (wanted_row or row.kernel in _allowed):
             continue
         fits_shape = (row.most_rows is None or m <= row.most_rows) and n % row.n_multiple == 0
         fits_kinds = kind in row.kinds and b_kind in row.b_kinds
         here = capability >= row.capability and (row.kernel in libraries or not row.library)
         if here and fits_kinds and fits_shape and (whole or not row.whole_blocks):
             return row.kernel
-    wanted = f"the forced route {_forced[-1]!r} to fit" if _forced else "compute capability 8.0 or later"
+    wanted = f"the forced route {wanted_row!r} to fit" if wanted_row else "compute capability 8.0 or later"
     raise BackendError(
         f"cuda: no route for {kind} times {b_kind}, M = {m}, N = {n}, K = {k} on compute capability "
         f"{capability[0]}.{capability[1]}; expected {wanted}; use another device or route"

@@ -23,6 +23,8 @@ KINDS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "e4m3": 
 DTYPE_CODES: Final = {"float32": 1, "float16": 10, "bfloat16": 16}
 """onnx.TensorProto.DataType of each value dtype."""
 
+DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -232,29 +234,48 @@ def swizzled_size(rows: int, k: int) -> int:
     return _ceil(rows, 128) * 128 * (_ceil(scale_count(k), 4) * 4)
 
 
-def finish(queue: Queue, p: Product, sums: int, scales: tuple[int, int] = (0, 0), parts: int = 1) -> None:
-    """Queues what makes y of float32 sums [parts, M, N]: adds them up, scales rows and columns, adds the bias."""
+def finish(  # noqa: PLR0917
+    queue: Queue,
+    p: Product,
+    sums: int,
+    scales: tuple[int, int] = (0, 0),
+    parts: tuple[int, int] = (1, 0),
+    inexact: int = 0,
+) -> None:
+    """Queues what makes y of float32 sums [parts, M, N]: adds them up, scales rows and columns, adds the bias.
+
+    `parts` is their number and the shift: part i counts 2^(-i shift). `inexact`, if an address, becomes 1 when a sum is
+    NaN or Inf.
+    """
     ragged = bool(p.n % 8) or _unaligned(sums, p.bias, p.y, scales[1])
-    arguments = (sums, parts, *scales, p.bias, p.y, p.m * p.n, p.n, DTYPE_CODES[p.dtype])
+    arguments = (sums, *parts, *scales, p.bias, p.y, p.m * p.n, p.n, DTYPE_CODES[p.dtype], inexact)
     grid = _ceil(p.m * p.n, 8 * THREADS)
     queue.device.launch(Launch("finish", f"finish<{_flags(ragged)}>", grid, arguments), queue.stream)
 
 
 def gemm(queue: Queue, product: Product, wide: WideWeight | None = None) -> None:
     """Queues a product; the gemms of `numerics` differ only in what x is. `wide` is b in bfloat16, if it is kept."""
-    if not product.m * product.n:
-        return
-    kernel = choose(queue.device.capability, product)
+    if product.m * product.n:
+        _by(choose(queue.device.capability, product), queue, product, wide)
+
+
+def _by(kernel: str, queue: Queue, product: Product, wide: WideWeight | None) -> None:
     if kernel == "skinny":
         _skinny(queue, product)
     elif kernel == "large":
         _large(queue, product, wide)
+    elif kernel == "parts":
+        _parts(queue, product, wide)
     else:
         _float32(queue, product)
 
 
-def choose(capability: tuple[int, int], product: Product, libraries: Collection[str] = ()) -> str:
+def choose(
+    capability: tuple[int, int], product: Product, libraries: Collection[str] = (), *, forced: bool = True
+) -> str:
     """Returns the row of `cuda_dispatch.ROUTES` for a product; `libraries` are the library rows the caller can do.
+
+    `forced` lets `cuda_dispatch.forced_route` decide.
 
     Raises:
         BackendError: the device is too old, or the forced row cannot do it.
@@ -263,7 +284,15 @@ def choose(capability: tuple[int, int], product: Product, libraries: Collection[
     if not p.k:
         return "float32"  # nothing but the bias
     return cuda_dispatch.route(
-        capability, p.x.kind, p.m, p.k, (p.x.data, p.b.data), n=p.n, b_kind=p.b.kind, libraries=libraries
+        capability,
+        p.x.kind,
+        p.m,
+        p.k,
+        (p.x.data, p.b.data),
+        n=p.n,
+        b_kind=p.b.kind,
+        libraries=libraries,
+        forced=forced,
     )
 
 
@@ -276,7 +305,7 @@ def _skinny(queue: Queue, p: Product) -> None:
     name = cut.kernel(KINDS[p.x.kind], KINDS[p.b.kind])
     queue.device.launch(Launch("gemm_skinny", name, cut.grid(p.n), (*_arguments(to), cut.splits)), queue.stream)
     if cut.splits > 1:
-        finish(queue, p, to.y, parts=cut.splits)
+        finish(queue, p, to.y, parts=(cut.splits, 0))
     del memory  # alive until everything that reads it is queued
 
 
@@ -295,6 +324,32 @@ def _large(queue: Queue, p: Product, wide: WideWeight | None) -> None:
     del memory, wide_x  # alive until everything that reads them is queued
 
 
+def _parts(queue: Queue, p: Product, wide: WideWeight | None) -> None:
+    """Queues a product of float32 or float16 x: its bfloat16 parts are so many times M rows, and finish.cu adds up."""
+    parts = 3 if p.x.kind == "float32" else 2
+    size = DTYPE_BYTES[p.x.kind]
+    rows = min(p.m, max(_PARTS_BYTES // (4 * parts * p.n), 64))
+    memory, data = queue.allocate(2 * parts * rows * p.k, False)
+    more, sums = queue.allocate(4 * parts * rows * p.n, False)
+    flag, inexact = queue.allocate(16, True)
+    for first in range(0, p.m, rows):
+        m = min(rows, p.m - first)
+        x, y = p.x.data + first * p.k * size, p.y + first * p.n * DTYPE_BYTES[p.dtype]
+        total, ragged = m * p.k, bool(m * p.k % 16) or _unaligned(x)
+        kernel = f"bfloat16_parts<{KINDS[p.x.kind]}, {_flags(ragged)}>"
+        grid = _ceil(total, 16 * THREADS)
+        queue.device.launch(Launch("bfloat16_parts", kernel, grid, (x, data, total)), queue.stream)
+        inner = replace(p, x=Operand("bfloat16", data), bias=0, y=sums, dtype="float32", m=parts * m)
+        _by(choose(queue.device.capability, inner, forced=False), queue, inner, wide)
+        finish(queue, replace(p, y=y, m=m), sums, parts=(parts, 8), inexact=inexact)
+    _float32(queue, p, only_if=inexact)
+    del memory, more, flag  # alive until everything that reads them is queued
+
+
+_PARTS_BYTES: Final = 256 << 20
+"""Of the sums of parts, at most: x goes in slices of so many rows."""
+
+
 def _float32(queue: Queue, p: Product, only_if: int = 0) -> None:
     grid = min(_ceil(p.m, 64) * _ceil(p.n, 64), 4 * queue.device.processors)
     name = f"gemm_float32<{KINDS[p.x.kind]}, {KINDS[p.b.kind]}>"
@@ -310,6 +365,7 @@ def instances() -> list[Launch]:
     values, elements, flags = ("F32", "F16", "BF16"), ("E4M3", "E5M2"), ("false", "true")
     names = [("fold", "fold"), ("swizzle_scales", "swizzle_scales")]
     names += [("finish", f"finish<{ragged}>") for ragged in flags]
+    names += [("bfloat16_parts", f"bfloat16_parts<{v}, {ragged}>") for v in ("F32", "F16") for ragged in flags]
     for f in elements:
         for v in values:
             for ragged in flags:

@@ -43,6 +43,7 @@ SAMPLE = (
     "gemm_skinny<E4M3, E4M3, 8>",
     "gemm_float32<F32, E4M3>",
     "finish<false>",
+    "bfloat16_parts<F32, false>",
     "fold",
     "swizzle_scales",
 )

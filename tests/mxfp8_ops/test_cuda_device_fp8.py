@@ -163,17 +163,17 @@ def test_the_same_through_cupy(dtype):
 
 
 @pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 17, 32, 33, 64])
-@pytest.mark.parametrize("x_kind", ["bfloat16", "e4m3"])
+@pytest.mark.parametrize("x_kind", ["float32", "bfloat16", "e4m3"])
 def test_skinny_products_of_real_size_are_right_and_always_the_same(m, x_kind):
     """A result that changes from run to run would be a race."""
     for n, k in ((8192, 4096), (1024, 8192), (4000, 2080), (57344, 512)):
-        b, x = ops.quantize(heavy(n, k, seed=2)), heavy(m, k, seed=1, dtype=torch.bfloat16)
-        a = ops.quantize(x)
-        values = (x if x_kind == "bfloat16" else ops.dequantize(*a)).double()
+        x = heavy(m, k, seed=1, dtype=torch.float32 if x_kind == "float32" else torch.bfloat16)
+        a, b = ops.quantize(x), ops.quantize(heavy(n, k, seed=2))
+        values = (ops.dequantize(*a) if x_kind == "e4m3" else x).double()
         w = ops.dequantize(*b).double()
 
         def call(x=x, a=a, b=b):
-            return ops.weight_gemm(x, *b, None, "e4m3", torch.float32) if x_kind == "bfloat16" else ops.gemm(*a, *b)
+            return ops.gemm(*a, *b) if x_kind == "e4m3" else ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
 
         first = call()
         bound = (k + 2) * 2.0**-24 * (values.abs() @ w.abs().T) + k * 2.0**-149
@@ -196,6 +196,22 @@ def test_skinny_products_with_every_cut(m, warps, splits, monkeypatch):
     w = numerics.dequantize(*map(array, b))
     bound = numerics.gemm_error_bound(array(x), w)
     assert_within("skinny", got, array(x).astype(np.float64) @ w.astype(np.float64).T, bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_large_products_of_parts_are_as_good_as_float32(dtype, capsys):
+    x, b = heavy(4096, 4096, seed=1).to(dtype), ops.quantize(heavy(4096, 4096, seed=2))
+    w = ops.dequantize(*b)
+    got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
+    exact = x.double() @ w.double().T
+    bound = (4096 + 2) * 2.0**-24 * (x.double().abs() @ w.double().abs().T)
+    assert ((got.double() - exact).abs() <= bound).all()
+    errors = [((y.double() - exact).norm() / exact.norm()).item() for y in (got, x.float() @ w.T)]
+    with capsys.disabled():
+        print(f"\nparts, {name(dtype)}: relative error {errors[0]:.2e}; cuBLAS in float32: {errors[1]:.2e}")
+    with cuda_dispatch.forced_route("float32"):
+        again = ops.weight_gemm(x[:128], *b, None, "e4m3", torch.float32)
+    assert ((again.double() - exact[:128]).abs() <= bound[:128]).all()
 
 
 # --- training --------------------------------------------------------------------------------------------------------

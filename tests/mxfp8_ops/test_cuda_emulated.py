@@ -285,6 +285,46 @@ def test_finish_with_scales_whose_product_no_float32_holds(n):
         assert_same(f"sums near 2^{exponent}", y.view(np.float32).reshape(7, n), expected.astype(np.float32))
 
 
+# --- float32 and float16 in bfloat16 parts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("total", "offset"), [(4096, 0), (1000, 0), (64, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_parts_add_up_to_every_finite_value(dtype, total, offset):
+    count = 3 if dtype == "float32" else 2
+    for seed in range(20):
+        x = edges((total,), dtype, seed)
+        x[:8] = [0, -0.0, np.finfo(dtype).max, -np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal, 1, np.inf, 3]
+        source, parts = placed(x, offset), aligned(2 * count * total)
+        kernel = f"bfloat16_parts<{cuda_kernels.KINDS[dtype]}, {'true' if offset or total % 16 else 'false'}>"
+        arguments = (source.ctypes.data, parts.ctypes.data, total)
+        device().launch(cuda_kernels.Launch("bfloat16_parts", kernel, 1, arguments), 0)
+        got = parts.view(ml_dtypes.bfloat16).reshape(count, total).astype(np.float64)
+        total_of_parts = sum(got[i] * 2.0 ** (-8 * i) for i in range(count))
+        finite = np.isfinite(x)
+        np.testing.assert_array_equal(total_of_parts[finite], x[finite].astype(np.float64))
+        assert np.isnan(total_of_parts[~finite]).all()
+        assert (got[:, finite] * np.sign(x[finite].astype(np.float64)) >= 0).all()  # so their magnitudes add up
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("n", [40, 37])
+def test_finish_says_whether_a_sum_is_not_finite(n, parts):
+    for value in (1.0, np.inf, np.nan):
+        sums = heavy_tailed((parts, 5, n))
+        sums[-1, 3, 20] = value
+        held, y, flag = placed(sums), aligned(5 * n * 4), aligned(16)
+        flag[:] = 0
+        nothing = Operand("e4m3", 0)
+        product = Product(nothing, nothing, 0, y.ctypes.data, "float32", 5, n, 1)
+        cuda_kernels.finish(queue(), product, held.ctypes.data, parts=(parts, 8), inexact=flag.ctypes.data)
+        assert flag.view(np.uint32)[0] == (not np.isfinite(value))
+        expected = sums[parts - 1]
+        for i in range(parts - 2, -1, -1):
+            expected = expected * np.float32(2.0**-8) + sums[i]
+        assert_same("sums", y.view(np.float32).reshape(5, n), expected)
+
+
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 
@@ -510,6 +550,49 @@ def test_large_gemm_repairs_what_bfloat16_cannot_hold(x_kind, fmt):
     check_gemm(70, 20, 64, x_kind, fmt, "float32", change=tiny_x)
 
 
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(("float32", "float16"), FORMATS)])
+def test_gemm_by_parts(x_kind, fmt):
+    """By gemm_skinny, whole and with K split, by cuBLAS, and where K is no multiple of 32."""
+    sizes = ((1, 33, 2080), (21, 20, 160), (2, 16, 8192), (22, 40, 96), (70, 40, 96), (3, 7, 37))
+    for (m, n, k), dtype in zip(sizes, itertools.cycle(DTYPES)):
+        names = check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 40)
+        count = 3 if x_kind == "float32" else 2
+        if k % 32 == 0 and count * m <= 64:
+            inner = ["gemm_skinny", *(["finish"] if k == 8192 else [])]
+        else:
+            inner = ["dequantize", "matmul_bf16 float32", "gemm_float32"]
+        assert names == ["bfloat16_parts", *inner, "finish", "gemm_float32"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(("float32", "float16"), FORMATS)])
+def test_gemm_by_parts_with_every_value(x_kind, fmt):
+    """Huge, subnormal, Inf and NaN values of x; weights that are Inf, NaN, or too small for bfloat16."""
+
+    def values(x, x_scales, b, b_scales):
+        x[:], b_scales[:] = edges(x.shape, x_kind, 7), b_scales - 30  # sums must not overflow on the way
+
+    def finite(x, x_scales, b, b_scales):
+        values(x, x_scales, b, b_scales)
+        x[~np.isfinite(x)] = np.finfo(x.dtype).max
+
+    def infinite_weights(x, x_scales, b, b_scales):
+        b[2, 40], b_scales[4, 1] = 0x7C if fmt == "e5m2" else 0x7E, 254
+        x[:, 34:] = 1  # one part, the others are zero: zero times Inf is NaN
+
+    def tiny_weights(x, x_scales, b, b_scales):
+        b_scales[:], x[:] = np.minimum(b_scales, 2), x.astype(np.float64) * (2.0**100 if x_kind == "float32" else 1)
+
+    for change, m in itertools.product((values, finite, infinite_weights, tiny_weights), (5, 70)):
+        check_gemm(m, 18, 96, x_kind, fmt, "float32", change=change)
+
+
+def test_gemm_by_parts_in_slices(monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "_PARTS_BYTES", 1)
+    names = check_gemm(150, 40, 96, "float32", "e4m3", "bfloat16")
+    assert names.count("bfloat16_parts") == names.count("finish") == 3
+    assert names[-1] == "gemm_float32"
+
+
 def test_gemm_without_k_gives_the_bias():
     assert check_gemm(3, 5, 0, "bfloat16", "e4m3", "float32") == ["gemm_float32"]
 
@@ -532,7 +615,10 @@ def chosen(capability=(9, 0), kind="bfloat16", m=1, k=64, address=0, **options):
 def test_routes():
     assert chosen() == chosen(m=64) == chosen(kind="e4m3") == "skinny"
     assert chosen(m=65) == chosen(k=40) == chosen(address=8) == "large"
-    assert chosen(kind="float16") == chosen(kind="float32", m=1000) == "float32"
+    assert chosen(kind="float16") == chosen(kind="float32", m=1000) == "parts"
+    with cuda_dispatch.forced_route("float32"):
+        assert chosen() == "float32"
+        assert chosen(forced=False) == "skinny"
     with pytest.raises(BackendError, match=r"compute capability 7\.5; expected compute capability 8\.0"):
         chosen((7, 5))
 
@@ -570,7 +656,7 @@ def test_a_forced_route_is_used_or_refused():
         with pytest.raises(BackendError, match="forced route 'fold'"):
             chosen(kind="e4m3", n=16)
     with (
-        pytest.raises(BackendError, match="expected one of skinny, block_scaled, fold, large, float32"),
+        pytest.raises(BackendError, match="expected one of skinny, block_scaled, fold, large, parts, float32"),
         cuda_dispatch.forced_route("fast"),
     ):
         pass

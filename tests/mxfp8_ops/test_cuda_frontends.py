@@ -313,6 +313,9 @@ def test_torch_uses_a_kept_weight_until_it_changes(emulated):
     assert kernels()[0] == "dequantize"
     torch_cuda.keep_wide(*b)
     assert kernels() == ["matmul_bf16 bfloat16", "gemm_float32"]
+    emulated.launched.clear()
+    torch_cuda.weight_gemm(x.float(), *b)
+    assert "dequantize" not in [name.partition("<")[0] for name in emulated.launched]
     b[0].add_(1)
     assert kernels()[0] == "dequantize"
     torch_cuda.keep_wide(*b)

@@ -171,8 +171,11 @@ def compare(gpu: Driver, what: str, queue_work: Any, run_node: Any) -> None:
     queue_work(Queue(recorder, STREAM, lambda size, zero: (None, ADDRESS)))
     gpu.start(STREAM, run=False)
     run_node()
-    launches = [replace(e, parameters=tuple(ADDRESS if v >> 32 else v for v in e.parameters)) for e in gpu.launches]
-    assert launches == recorder.launches, what
+    launches, expected = (
+        [replace(e, parameters=tuple(ADDRESS if v >> 32 else v for v in e.parameters)) for e in found]
+        for found in (gpu.launches, recorder.launches)
+    )
+    assert launches == expected, what
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -222,7 +225,16 @@ SIZES = (
 @pytest.mark.parametrize("kind", X_KINDS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_gemms_launch_what_cuda_kernels_does(provider, gpu, size, kind, result):
-    (m, n, k), (dtype, bias) = size, result
+    compare_gemm(provider, gpu, size, kind, *result)
+
+
+def test_parts_of_many_values_go_in_slices(provider, gpu):
+    compare_gemm(provider, gpu, (65, 360_000, 32), "float32", "bfloat16", False)
+    assert [launch.kernel.partition("<")[0] for launch in gpu.launches].count("bfloat16_parts") == 2
+
+
+def compare_gemm(provider, gpu, size, kind, dtype, bias):  # noqa: PLR0917
+    m, n, k = size
     quantized, address = kind in ("e4m3", "e5m2"), ADDRESS if k else 0
     x = Operand(kind, address, address if quantized else 0)
     y = Product(x, Operand("e5m2", address, address), ADDRESS if bias else 0, ADDRESS, dtype, m, n, k)

@@ -275,7 +275,9 @@ class CopiesBackend : public Backend {
     const int64_t a = args.m * args.k * (quantized ? 1 : int64_t(value_bytes(args.a_format)));
     const int64_t b = args.n * args.k, y = args.m * args.n * int64_t(value_bytes(args.y_dtype));
     const int64_t a_scales = quantized ? args.m * blocks : 0, b_scales = args.n * blocks, bias = 4 * args.n;
-    const int64_t scratch = int64_t(launches_.gemm->scratch_bytes(args, false));
+    GemmArgs there = args;  // addresses on the GPU are aligned, or need no scratch memory
+    there.a = there.y = nullptr, there.b = nullptr;
+    const int64_t scratch = int64_t(launches_.gemm->scratch_bytes(there, false));
     Turn turn(gpu_, residents_,
               rounded(a) + rounded(a_scales) + rounded(b) + rounded(b_scales) + rounded(bias) + rounded(y) +
                   rounded(scratch));

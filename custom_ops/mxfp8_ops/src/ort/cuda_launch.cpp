@@ -56,6 +56,29 @@ struct LargeLayout {
   int64_t a, sums, bytes;
 };
 
+constexpr int64_t kPartsBytes = 256 << 20;  // of the sums of parts at most: cuda_kernels.py
+
+// Where the route parts keeps what: before the parts of A, a word that says whether a sum is not finite.
+struct PartsLayout {
+  explicit PartsLayout(const GemmArgs& g)
+      : count(g.a_format == MXFP8_FLOAT32 ? 3 : 2),
+        rows(std::min(g.m, std::max(kPartsBytes / (4 * count * g.n), kSkinnyMost))),
+        sums(parts + aligned(2 * count * rows * g.k)),
+        inner(sums + aligned(4 * count * rows * g.n)) {}
+  int64_t count, rows;  // parts of A, and rows of A at a time
+  static constexpr int64_t parts = 256;
+  int64_t sums, inner;
+};
+
+// The product of the parts of `m` rows of A; without memory, only its shape.
+GemmArgs inner_product(const GemmArgs& g, const PartsLayout& at, int64_t m, char* scratch = nullptr) {
+  GemmArgs inner = g;
+  inner.a_format = MXFP8_BFLOAT16, inner.m = at.count * m, inner.bias = nullptr, inner.y_dtype = MXFP8_FLOAT32;
+  inner.a = scratch == nullptr ? nullptr : scratch + at.parts;
+  inner.y = scratch == nullptr ? nullptr : scratch + at.sums;
+  return inner;
+}
+
 }  // namespace
 
 CudaQuantize::CudaQuantize(const Gpu& gpu, int dtype, int format) : gpu_(gpu) {
@@ -101,10 +124,16 @@ void CudaDequantize::operator()(const DequantizeArgs& d, Stream stream, uint32_t
 }
 
 CudaGemm::CudaGemm(const Gpu& gpu, int a_format, int b_format)
-    : gpu_(gpu), exact_(a_format == MXFP8_BFLOAT16 || is_element_format(a_format)), skinny_{}, finish_{} {
+    : gpu_(gpu), exact_(a_format == MXFP8_BFLOAT16 || is_element_format(a_format)), skinny_{}, finish_{}, parts_{} {
   const std::string types = kind(a_format) + ", " + kind(b_format);
   float32_ = gpu.kernel("gemm_float32<" + types + ">");
-  if (!exact_) return;
+  for (const bool ragged : {false, true}) finish_[ragged] = gpu.kernel(std::string("finish<") + flag(ragged) + ">");
+  if (!exact_) {
+    const std::string name = "bfloat16_parts<" + kind(a_format) + ", ";
+    for (const bool ragged : {false, true}) parts_[ragged] = gpu.kernel(name + flag(ragged) + ">");
+    inner_ = std::make_unique<CudaGemm>(gpu, MXFP8_BFLOAT16, b_format);
+    return;
+  }
   for (int i = 0; i < 4; ++i) {
     for (const bool few : {false, true}) {
       const bool implied = few == (i == 0);  // the template's default
@@ -112,7 +141,6 @@ CudaGemm::CudaGemm(const Gpu& gpu, int a_format, int b_format)
       skinny_[i][few] = gpu.kernel("gemm_skinny<" + types + ", " + std::to_string(1 << i) + warps + ">");
     }
   }
-  for (const bool ragged : {false, true}) finish_[ragged] = gpu.kernel(std::string("finish<") + flag(ragged) + ">");
   if (gpu.properties().cublas_gemm_ex == nullptr) return;
   widen_b_ = std::make_unique<CudaDequantize>(gpu, b_format, MXFP8_BFLOAT16, true);
   if (is_element_format(a_format)) {
@@ -121,7 +149,11 @@ CudaGemm::CudaGemm(const Gpu& gpu, int a_format, int b_format)
 }
 
 CudaGemm::Route CudaGemm::route(const GemmArgs& g, bool cublas) const {
-  if (g.k == 0 || !exact_) return Route::kFloat32;  // k = 0: nothing but the bias
+  if (g.k == 0) return Route::kFloat32;  // nothing but the bias
+  if (!exact_) {
+    const auto inner = inner_->route(inner_product(g, PartsLayout(g), g.m), cublas);
+    return inner == Route::kFloat32 ? inner : Route::kParts;
+  }
   const bool whole = g.k % kBlock == 0 && g.k < (1 << 25) && !unaligned(g.a, g.b);
   if (whole && g.m <= kSkinnyMost) return Route::kSkinny;
   const bool fits_int = g.m <= INT32_MAX && g.n <= INT32_MAX && g.k <= INT32_MAX;
@@ -136,6 +168,13 @@ size_t CudaGemm::scratch_bytes(const GemmArgs& g, bool cublas) const {
     const int64_t splits = cut(g).splits;
     return splits == 1 ? 0 : size_t(4 * splits * g.m * g.n);
   }
+  if (route == Route::kParts) {
+    const PartsLayout at(g);
+    const int64_t last = (g.m - 1) % at.rows + 1;
+    const size_t most = std::max(inner_->scratch_bytes(inner_product(g, at, at.rows), cublas),
+                                 inner_->scratch_bytes(inner_product(g, at, last), cublas));
+    return size_t(at.inner) + most;
+  }
   return route == Route::kLarge ? size_t(LargeLayout(g).bytes) : 0;
 }
 
@@ -148,6 +187,8 @@ void CudaGemm::operator()(const GemmArgs& g, const GemmResources& resources) con
       return large(g, resources);
     case Route::kSlices:
       return slices(g, resources.stream);
+    case Route::kParts:
+      return parts(g, resources);
     case Route::kFloat32:
       return float32(g, resources.stream);
   }
@@ -172,7 +213,7 @@ void CudaGemm::skinny(const GemmArgs& g, const GemmResources& resources) const {
   gpu_.launch(skinny_[cut.tiles][cut.few], cut.splits * cut.blocks, resources.stream, g.a, g.a_scales, g.b, g.b_scales,
               whole ? g.bias : nullptr, whole ? g.y : resources.scratch, g.m, g.n, g.k,
               int64_t(whole ? g.y_dtype : MXFP8_FLOAT32), cut.splits);
-  if (!whole) finish(g, resources.scratch, resources.stream, cut.splits);
+  if (!whole) finish(g, resources.scratch, resources.stream, {cut.splits});
 }
 
 void CudaGemm::slices(const GemmArgs& g, Stream stream) const {
@@ -202,17 +243,37 @@ void CudaGemm::large(const GemmArgs& g, const GemmResources& resources) const {
   }
   void* sums = at.direct ? g.y : resources.scratch + at.sums;
   matmul_bf16(g, a, b, sums, at.direct && g.y_dtype == MXFP8_BFLOAT16 ? kCudaR16BF : kCudaR32F, resources.cublas);
-  if (!at.direct) finish(g, sums, resources.stream);
+  if (!at.direct) finish(g, sums, resources.stream, {});
   if (widen_a_ != nullptr) float32(g, resources.stream, inexact + 1);
   float32(g, resources.stream, inexact);
 }
 
-void CudaGemm::finish(const GemmArgs& g, const void* sums, Stream stream, int64_t parts) const {
+void CudaGemm::parts(const GemmArgs& g, const GemmResources& resources) const {
+  const PartsLayout at(g);
+  auto* inexact = reinterpret_cast<uint32_t*>(resources.scratch);
+  gpu_.check(gpu_.driver().fill(reinterpret_cast<uint64_t>(inexact), 0, 1, resources.stream), "clear memory");
+  void* const to = resources.scratch + at.parts;
+  for (int64_t first = 0; first < g.m; first += at.rows) {
+    GemmArgs slice = g;
+    slice.m = std::min(at.rows, g.m - first);
+    slice.a = static_cast<const char*>(g.a) + first * g.k * int64_t(value_bytes(g.a_format));
+    slice.y = static_cast<char*>(g.y) + first * g.n * int64_t(value_bytes(g.y_dtype));
+    const int64_t total = slice.m * g.k;
+    const bool ragged = total % 16 != 0 || unaligned(slice.a);
+    gpu_.launch(parts_[ragged], ceil_div(total, 16 * kThreads), resources.stream, slice.a, to, total);
+    const GemmArgs inner = inner_product(slice, at, slice.m, resources.scratch);
+    (*inner_)(inner, {resources.stream, resources.cublas, resources.scratch + at.inner});
+    finish(slice, inner.y, resources.stream, {at.count, 8, inexact});
+  }
+  float32(g, resources.stream, inexact);
+}
+
+void CudaGemm::finish(const GemmArgs& g, const void* sums, Stream stream, const Parts& parts) const {
   const float* no_scales = nullptr;
   const bool ragged = g.n % 8 != 0 || unaligned(sums, g.bias, g.y);
   const int64_t total = g.m * g.n;
-  gpu_.launch(finish_[ragged], ceil_div(total, 8 * kThreads), stream, sums, parts, no_scales, no_scales, g.bias, g.y,
-              total, g.n, int64_t(g.y_dtype));
+  gpu_.launch(finish_[ragged], ceil_div(total, 8 * kThreads), stream, sums, parts.count, parts.shift, no_scales,
+              no_scales, g.bias, g.y, total, g.n, int64_t(g.y_dtype), parts.inexact);
 }
 
 // cuBLAS is column-major: y^T [N, M] = b [N, K] a^T, where our row-major b is its transposed operand.

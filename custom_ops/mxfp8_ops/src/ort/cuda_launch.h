@@ -8,6 +8,7 @@
 //   large    A bfloat16 or quantized, a cuBLAS handle at hand: dequantize to bfloat16, cuBLAS, finish; gemm_float32
 //            repairs what bfloat16 could not hold
 //   slices   A bfloat16 or quantized, K % 32 = 0: gemm_skinny on 64 rows at a time
+//   parts    A float16 or float32, and one of the above for bfloat16: bfloat16_parts, that one, finish
 //   float32  anything: gemm_float32
 #pragma once
 #include <memory>
@@ -53,7 +54,7 @@ class CudaGemm {
   void operator()(const GemmArgs&, const GemmResources&) const;
 
  private:
-  enum class Route { kSkinny, kLarge, kSlices, kFloat32 };
+  enum class Route { kSkinny, kLarge, kSlices, kParts, kFloat32 };
   Route route(const GemmArgs&, bool cublas) const;
   // Of gemm_skinny: 8 << tiles rows of A, `few` warps share them, `blocks` across N times `splits` across K.
   struct Cut {
@@ -66,14 +67,22 @@ class CudaGemm {
   void slices(const GemmArgs&, Stream) const;
   void large(const GemmArgs&, const GemmResources&) const;
   void matmul_bf16(const GemmArgs&, const void* a, const void* b, void* y, int y_type, void* cublas) const;
-  void finish(const GemmArgs&, const void* sums, Stream, int64_t parts = 1) const;
+  void parts(const GemmArgs&, const GemmResources&) const;
+  // Sums are [count, M, N], part i counts 2^(-i shift), and `inexact`, unless null, becomes 1 if one is not finite.
+  struct Parts {
+    int64_t count = 1, shift = 0;
+    uint32_t* inexact = nullptr;
+  };
+  void finish(const GemmArgs&, const void* sums, Stream, const Parts&) const;
   void float32(const GemmArgs&, Stream, const uint32_t* only_if = nullptr) const;
 
   Gpu gpu_;
   bool exact_;                        // bfloat16 holds A, apart from scales that the kernels look out for
   CudaFunction skinny_[4][2];         // for 8, 16, 32 and 64 rows; [few warps share A]
   CudaFunction float32_, finish_[2];  // [ragged]
+  CudaFunction parts_[2];             // [ragged]
   std::unique_ptr<const CudaDequantize> widen_a_, widen_b_;
+  std::unique_ptr<const CudaGemm> inner_;  // of the parts
 };
 
 }  // namespace mxfp8::ort
