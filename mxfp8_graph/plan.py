@@ -13,7 +13,7 @@ from typing import Literal
 from mxfp8_graph.recipe import Recipe, Rule
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
 
-Role = Literal["linear", "output_projection", "attention_scores", "attention_values", "product"]
+Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product"]
 Dim = int | str | None
 
 
@@ -30,7 +30,8 @@ class MatMulSite:
     subgraph: str = ""
     """Path of the subgraph the node is in; "" is the main graph."""
     role: Role = "linear"
-    """linear has a static weight; attention_* and product have none; output_projection ends in a graph output."""
+    """The first three have a static weight, the others none. An output_projection ends in a graph output; a TopK or
+    ArgMax chooses by a router's result."""
     m: Dim = None
     n: Dim = None
     k: Dim = None
@@ -119,6 +120,8 @@ def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
     """Returns why the default policy keeps `site` in high precision, or None if it does not."""
     if site.role == "output_projection" and not recipe.output_projections:
         return "output projection: its result is a graph output; set output_projections: true to quantize it"
+    if site.role == "router" and not recipe.routers:
+        return "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it"
     if site.role == "attention_scores" and not recipe.attention_scores:
         return "attention scores (Q @ K^T), no static operand; set attention_scores: true to quantize it"
     if site.role == "attention_values" and not recipe.attention_values:

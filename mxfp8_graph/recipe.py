@@ -2,7 +2,7 @@
 
 Field names follow TransformerEngine's `MXFP8BlockScaling` where they mean the same. The default policy is that of
 NVIDIA's "Recipes for Pre-training LLMs with MXFP8": the linears inside every block, not the output projection and
-not the attention products.
+not the attention products; nor routers, which ModelOpt keeps too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Rule(_Model):
     """One row of a recipe: keys that match a site, then what to do with it.
 
     A key that is not given matches every site; the given ones must all match. The first matching rule decides. A rule
-    that says `quantize: true` overrides the default policy (output projections, attention products, `min_dim`).
+    that says `quantize: true` overrides the default policy: output projections, routers, attention products, `min_dim`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -153,6 +153,8 @@ class Recipe(_Model):
     """Quantize weights and leave activations as they are."""
     output_projections: Flag = False
     """Also matmuls whose result is the model's output (an LM head, a classifier)."""
+    routers: Flag = False
+    """Also matmuls by whose result a TopK or ArgMax chooses: the gate of a mixture of experts."""
     attention_scores: Flag = False
     """Also Q @ transpose(K)."""
     attention_values: Flag = False
@@ -202,12 +204,12 @@ PRESETS: Final[Mapping[str, Recipe]] = MappingProxyType(
             Recipe(name="mxfp8"),
             Recipe(name="mxfp8-weight-only", weight_only=True),
             Recipe(name="ocp", scale_rounding="floor"),
-            Recipe(name="all", output_projections=True, fp8_dpa=True),
+            Recipe(name="all", output_projections=True, routers=True, fp8_dpa=True),
         )
     }
 )
 """mxfp8: the default policy. mxfp8-weight-only: activations untouched. ocp: OCP MX v1.0 floor scales. all: also output
-projections and attention products."""
+projections, routers and attention products."""
 
 
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:

@@ -18,7 +18,7 @@ from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
 Steps = Sequence[tuple[str, tuple[int, ...]]]
-"""("Transpose", perm), ("Cast", (dtype,)) or ("Reshape", shape), first to last."""
+"""("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
 
 SLICE_BYTES: Final = 32 << 20
 """How much of a weight is read at once."""
@@ -151,6 +151,9 @@ def apply(steps: Steps, data: Array) -> Array:
             data = data.transpose(argument)
         elif step == "Cast":
             data = _cast(data, argument)
+        elif step == "Slice":
+            axis, start, stop = argument
+            data = data[(slice(None),) * axis + (slice(start, stop),)]
         else:
             data = data.reshape(argument)
     return data
@@ -173,6 +176,8 @@ def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], b
     for step, argument in steps:
         if step == "Cast":
             casts.append(argument[0])
+        elif step == "Slice":
+            return None
         elif step == "Reshape":
             if flipped:
                 return None

@@ -1,6 +1,6 @@
 """Which tensors are known before the model runs: an initializer or Constant, behind view-like nodes.
 
-initializer | Constant -> (Identity | Transpose | Cast | Reshape | Squeeze | Unsqueeze)* -> operand
+initializer | Constant -> (Identity | Transpose | Cast | Reshape | Squeeze | Unsqueeze | Split | Slice)* -> operand
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Static:
     dtype: int
     """onnx.TensorProto.DataType after the steps."""
     steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """("Transpose", perm), ("Cast", (dtype,)) or ("Reshape", shape), first to last."""
+    """See `weights.Steps`."""
     through: tuple[str, ...] = field(default=(), compare=False)
     """Outputs of the nodes on the way, which die with their last consumer."""
 
@@ -117,7 +117,7 @@ class Constants:
         before = self.resolve(node.inputs[0]) if step else None
         if step is None or before is None:
             return None
-        after = step(self, node, before)
+        after = step(self, node, before, tensor)
         return None if after is None else replace(after, through=(*before.through, tensor.name))
 
     def value(self, tensor: gs.Tensor) -> Array | None:
@@ -146,20 +146,47 @@ class Constants:
         """Whether `tensor` depends on no graph input, whatever the ops on the way."""
         return id(tensor) in self._constant
 
-    def _transpose(self, node: gs.Node, before: Static) -> Static:
+    def _split(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
+        which = next(i for i, tensor in enumerate(node.outputs) if tensor is output)
+        axis = int(node.attrs.get("axis", 0)) % len(before.shape)
+        length, count = before.shape[axis], len(node.outputs)
+        sizes: Any = [-(-length // count)] * count  # the last one takes what is left
+        if "split" in node.attrs:  # before opset 13
+            sizes = node.attrs["split"]
+        elif len(node.inputs) > 1 and not node.inputs[1].is_empty():
+            sizes = self.value(node.inputs[1])
+        if sizes is None:
+            return None
+        start = int(sum(sizes[:which]))
+        return _cut(before, axis, start, min(start + int(sizes[which]), length))
+
+    def _slice(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
+        values = [self.value(tensor) for tensor in node.inputs[1:]]
+        if len(values) < 2 or any(value is None for value in values):
+            return None
+        starts, ends, *rest = ([int(v) for v in value] for value in values if value is not None)
+        axes = rest[0] if rest else range(len(starts))
+        if len(rest) > 1 and any(step != 1 for step in rest[1]):
+            return None
+        for axis, first, last in zip(axes, starts, ends, strict=True):
+            start, stop, _ = slice(first, last).indices(before.shape[axis])
+            before = _cut(before, axis % len(before.shape), start, max(start, stop))
+        return before
+
+    def _transpose(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static:
         perm = tuple(node.attrs.get("perm") or reversed(range(len(before.shape))))
         shape = tuple(before.shape[axis] for axis in perm)
         return replace(before, shape=shape, steps=(*before.steps, ("Transpose", perm)))
 
-    def _cast(self, node: gs.Node, before: Static) -> Static:
+    def _cast(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static:
         dtype = node.attrs["to"]
         code = dtype if isinstance(dtype, int) else onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
         return replace(before, dtype=code, steps=(*before.steps, ("Cast", (code,))))
 
-    def _identity(self, node: gs.Node, before: Static) -> Static:
+    def _identity(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static:
         return before
 
-    def _reshape(self, node: gs.Node, before: Static) -> Static | None:
+    def _reshape(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
         wanted = self.value(node.inputs[1])
         if wanted is None:
             return None
@@ -171,7 +198,7 @@ class Constants:
             dims[dims.index(-1)] = math.prod(before.shape) // rest if rest else 0
         return _reshaped(before, tuple(dims))
 
-    def _squeeze(self, node: gs.Node, before: Static) -> Static | None:
+    def _squeeze(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
         axes: Any = [i for i, d in enumerate(before.shape) if d == 1]
         if len(node.inputs) > 1 and not node.inputs[1].is_empty():
             axes = self.value(node.inputs[1])
@@ -180,7 +207,7 @@ class Constants:
         gone = {int(a) % len(before.shape) for a in axes}
         return _reshaped(before, tuple(d for i, d in enumerate(before.shape) if i not in gone))
 
-    def _unsqueeze(self, node: gs.Node, before: Static) -> Static | None:
+    def _unsqueeze(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
         axes = self.value(node.inputs[1])
         if axes is None:
             return None
@@ -194,13 +221,20 @@ def _reshaped(before: Static, shape: tuple[int, ...]) -> Static:
     return replace(before, shape=shape, steps=(*before.steps, ("Reshape", shape)))
 
 
-_STEPS: Final[dict[str, Callable[[Constants, gs.Node, Static], Static | None]]] = {
+def _cut(before: Static, axis: int, start: int, stop: int) -> Static:
+    shape = (*before.shape[:axis], stop - start, *before.shape[axis + 1 :])
+    return replace(before, shape=shape, steps=(*before.steps, ("Slice", (axis, start, stop))))
+
+
+_STEPS: Final[dict[str, Callable[[Constants, gs.Node, Static, gs.Tensor], Static | None]]] = {
     "Identity": Constants._identity,
     "Transpose": Constants._transpose,
     "Cast": Constants._cast,
     "Reshape": Constants._reshape,
     "Squeeze": Constants._squeeze,
     "Unsqueeze": Constants._unsqueeze,
+    "Split": Constants._split,
+    "Slice": Constants._slice,
 }
 VIEW_OPS: Final = tuple(_STEPS)
 """The ops a weight may stand behind."""

@@ -33,6 +33,7 @@ def prune(source: Source, suspects: Iterable[str]) -> None:
                 continue
             uses.subtract(node.input)
             stack.extend(node.input)
+            dead.update(node.output)
         dead.add(name)
     for graph in graphs:
         _remove(graph, dead, drop_inputs=source.weights_are_inputs)

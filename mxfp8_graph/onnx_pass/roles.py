@@ -1,4 +1,4 @@
-"""What a matmul is for, read off the graph around it: output projection, attention scores, attention values."""
+"""What a matmul is for, read off the graph around it: output projection, router, attention scores or values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from mxfp8_graph.plan import Role
 _COMPUTE: Final = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "LSTM", "GRU", "RNN"})
 """Ops that consume activations: a matmul that feeds one of these is inside the model, not at its end."""
 
+_CHOICES: Final = frozenset({"TopK", "ArgMax"})
+"""Ops whose result jumps when their input changes a little."""
+
 _TO_OUTPUT: Final = frozenset(
     {"Cast", "Reshape", "Transpose", "Slice", "Softmax", "LogSoftmax", "Sigmoid", "Identity"}
     | {"Squeeze", "Unsqueeze", "Flatten", "Split", "Gather"}
+    | _CHOICES
 )
-"""What may stand between an output projection and the graph output, besides a bias add or a constant factor."""
+"""What may stand between an output projection and the output, besides a bias add, a constant factor or a soft cap."""
 
 _TO_SOFTMAX: Final = frozenset(
     {"Add", "Sub", "Mul", "Div", "Where", "Cast", "Reshape", "Transpose", "Clip", "Max", "Min", "Tanh", "Identity"}
@@ -46,12 +50,19 @@ class Roles:
                         self._across.setdefault(id(start), []).append(end)
         self._feeds_compute: dict[int, bool] = {}
 
-    def is_output_projection(self, node: gs.Node) -> bool:
-        """Whether the result reaches a graph output passively and feeds no later matmul.
+    def of_linear(self, node: gs.Node) -> Role:
+        """Returns the role of a matmul with a static operand.
 
-        The second condition tells an LM head from the key and value projections of a decoder that returns its cache.
+        An output projection's result reaches a graph output passively and feeds no later matmul: the second condition
+        tells an LM head from the key and value projections of a decoder that returns its cache. Of a router's result,
+        the model chooses.
         """
-        return self._reaches_output(node.outputs[0]) and not self._compute_below(node.outputs[0])
+        start = node.outputs[0]
+        reached = list(self._passively_from(start))
+        outputs = any(id(tensor) in self._main_outputs for _, tensor in reached)
+        if outputs and not self._compute_below(start):
+            return "output_projection"
+        return "router" if any(op in _CHOICES for op, _ in reached) else "linear"
 
     def of_product(self, node: gs.Node) -> Role:
         """Returns the role of a matmul both of whose operands are computed at run time."""
@@ -69,19 +80,22 @@ class Roles:
         for other in self._across.get(id(tensor), ()):
             yield None, other
 
-    def _reaches_output(self, start: gs.Tensor) -> bool:
-        """Whether `start` comes to a graph output through passive ops only. Iterative, as all that walks down."""
-        stack, seen = [start], {id(start)}
+    def _passively_from(self, start: gs.Tensor) -> Iterator[tuple[str, gs.Tensor]]:
+        """Yields `start` and what it becomes through passive ops only, each with the op that made it. Iterative."""
+        stack, seen = [("", start)], {id(start)}
         while stack:
-            tensor = stack.pop()
-            if id(tensor) in self._main_outputs:
-                return True
+            made_by, tensor = stack.pop()
+            yield made_by, tensor
             for consumer, output in self._next(tensor):
-                passive = consumer is None or consumer.op in _TO_OUTPUT or self._is_affine(consumer, tensor)
-                if passive and id(output) not in seen:
+                if id(output) not in seen and (consumer is None or self._is_passive(consumer, tensor)):
                     seen.add(id(output))
-                    stack.append(output)
-        return False
+                    stack.append((consumer.op if consumer else "", output))
+
+    def _is_passive(self, consumer: gs.Node, tensor: gs.Tensor) -> bool:
+        if consumer.op == "Tanh":  # a soft cap, if it is scaled up again; an activation otherwise
+            users = consumer.outputs[0].outputs
+            return bool(users) and all(u.op == "Mul" and self._is_affine(u, consumer.outputs[0]) for u in users)
+        return consumer.op in _TO_OUTPUT or self._is_affine(consumer, tensor)
 
     def _is_affine(self, consumer: gs.Node, tensor: gs.Tensor) -> bool:
         """Whether `consumer` adds a constant to `tensor` or scales it by one."""

@@ -125,11 +125,9 @@ def _describe(node: gs.Node, scope: Scope, constants: Constants, roles: Roles, i
         beta=float(node.attrs.get("beta", 1.0)) if is_gemm else 1.0,
     )
     site = _with_bias(site, node, constants, indices)
-    role: Role = "linear" if w.static else roles.of_product(node)
-    if w.static and roles.is_output_projection(node):
-        role = "output_projection"
+    role: Role = roles.of_linear(node) if w.static else roles.of_product(node)
     blocker = _blocker(site, node, constants)
-    if left is not None and right is not None:
+    if w.static and constants.is_constant(a) and constants.is_constant(b):
         blocker = "both operands are constant; fold the constants of the model first"
     return replace(site, site=replace(site.site, role=role, blocker=blocker, has_bias=site.bias is not None))
 

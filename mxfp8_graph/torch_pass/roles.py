@@ -1,4 +1,4 @@
-"""What a matmul is for, read off the graphs around it: output projection, attention scores, attention values.
+"""What a matmul is for, read off the graphs around it: output projection, router, attention scores or values.
 
 The rules are those of the ONNX front end, in aten's words: the same model gets the same roles.
 """
@@ -29,11 +29,18 @@ _VIEWS: Final = adapter.op_names(
     "to _to_copy type_as view _unsafe_view reshape transpose swapaxes permute t numpy_T mT alias detach clone "
     "contiguous squeeze unsqueeze flatten unflatten getitem dropout"
 )
-_TO_OUTPUT: Final = _VIEWS | adapter.op_names(
-    "slice select narrow split split_with_sizes chunk unbind index_select gather "
-    "softmax _softmax log_softmax _log_softmax sigmoid"
+_CHOICES: Final = adapter.op_names("topk argmax sort argsort")
+"""Ops whose result jumps when their input changes a little."""
+
+_TO_OUTPUT: Final = (
+    _VIEWS
+    | _CHOICES
+    | adapter.op_names(
+        "slice select narrow split split_with_sizes chunk unbind index_select gather "
+        "softmax _softmax log_softmax _log_softmax sigmoid"
+    )
 )
-"""What may stand between an output projection and the program's output, besides a bias add or a constant factor."""
+"""What may stand between an output projection and the output, besides a bias add, a constant factor or a soft cap."""
 
 _TO_SOFTMAX: Final = _VIEWS | adapter.op_names(
     "add sub rsub mul div where masked_fill clamp clamp_min clamp_max maximum minimum tanh expand cat"
@@ -56,12 +63,17 @@ class Roles:
         self._constants = constants
         self._feeds_compute: dict[Node, bool] = {}
 
-    def is_output_projection(self, node: Node) -> bool:
-        """Whether the result reaches a user output passively and feeds no later matmul.
+    def of_linear(self, node: Node) -> Role:
+        """Returns the role of a matmul with a static operand.
 
-        The second condition tells an LM head from the key and value projections of a decoder that returns its cache.
+        An output projection's result reaches a user output passively and feeds no later matmul: the second condition
+        tells an LM head from the key and value projections of a decoder that returns its cache. Of a router's result,
+        the model chooses.
         """
-        return self._reaches_output(node) and not self._compute_below(node)
+        reached = list(self._passively_from(node))
+        if any(result in self._program.outputs for result in reached) and not self._compute_below(node):
+            return "output_projection"
+        return "router" if any(_name(result) in _CHOICES for result in reached[1:]) else "linear"
 
     def of_product(self, node: Node) -> Role:
         """Returns the role of a matmul both of whose operands are computed at run time."""
@@ -97,18 +109,23 @@ class Roles:
                 if index < hops.carried_count(scope.call):
                     yield from (sibling.placeholders[index] for sibling in scope.siblings)
 
-    def _reaches_output(self, start: Node) -> bool:
+    def _passively_from(self, start: Node) -> Iterator[Node]:
+        """Yields `start` and what it becomes through passive ops only."""
         stack, seen = [start], {start}
         while stack:
             node = stack.pop()
-            if node in self._program.outputs:
-                return True
+            yield node
             for consumer, result in self._next(node):
-                passes = consumer is None or _name(consumer) in _TO_OUTPUT or self._is_affine(consumer, node)
-                if passes and result not in seen:
+                if result not in seen and (consumer is None or self._is_passive(consumer, node)):
                     seen.add(result)
                     stack.append(result)
-        return False
+
+    def _is_passive(self, consumer: Node, node: Node) -> bool:
+        if _name(consumer) == "tanh":  # a soft cap, if it is scaled up again; an activation otherwise
+            return bool(consumer.users) and all(
+                _name(user) == "mul" and self._is_affine(user, consumer) for user in consumer.users
+            )
+        return _name(consumer) in _TO_OUTPUT or self._is_affine(consumer, node)
 
     def _is_affine(self, consumer: Node, node: Node) -> bool:
         """Whether `consumer` adds a constant to `node` or scales it by one."""

@@ -72,9 +72,7 @@ def _describe(node: Node, program: Program, scope: Scope, constants: Constants, 
         straight = not w.static.steps and not w.transposed and not site.swapped and w.static.gather is None
         unfit = torchao.obstacle(stored) if straight else "torchao packed this weight, and a view of it is multiplied"
         site = replace(site, unfit=unfit, packed=torchao.element_format(stored))
-    role: Role = "linear" if site.site.weight else roles.of_product(node)
-    if site.site.weight and roles.is_output_projection(node):
-        role = "output_projection"
+    role: Role = roles.of_linear(node) if site.site.weight else roles.of_product(node)
     blocker = scope.blocker or _blocker(site, form, constants)
     yield replace(site, site=replace(site.site, role=role, blocker=blocker, has_bias=site.bias is not None))
 

@@ -1,4 +1,4 @@
-"""What a matmul is for, read off the graph: output projection, attention scores, attention values, or none of these."""
+"""What a matmul is for, read off the graph: output projection, router, attention scores or values, or none of these."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class TestOutputProjections:
         "sigmoid": [node("Sigmoid", "h", "y")],
         "scale": [node("Mul", "h b", "y")],
         "two scales and an offset": [node("Div", "h b", "s"), node("Mul", "s b", "t"), node("Sub", "t b", "y")],
+        "soft cap": [node("Div", "h b", "s"), node("Tanh", "s", "t"), node("Mul", "t b", "y")],
         "identity": [node("Identity", "h", "y")],
         "transpose twice": [node("Transpose", "h", "t"), node("Transpose", "t", "y")],
     }
@@ -59,6 +60,13 @@ class TestOutputProjections:
     @pytest.mark.parametrize("op", ["Relu", "Tanh", "Gelu", "Neg", "Abs"])
     def test_an_activation_makes_it_a_linear(self, op):
         assert behind(node(op, "h", "y")) == "linear"
+
+    def test_a_label_chosen_from_it_leaves_it_an_output_projection(self):
+        assert behind(node("ArgMax", "h", "y", axis=-1, keepdims=0), y=("m",), dtype=np.int64) == "output_projection"
+
+    def test_the_best_of_it_leave_it_an_output_projection(self):
+        ops = [node("Softmax", "h", "p"), node("TopK", "p five", "y i", axis=-1)]
+        assert behind(*ops, y=("m", 5), five=np.array([5])) == "output_projection"
 
     def test_a_run_time_addend_makes_it_a_linear(self):
         nodes = [node("MatMul", "x w", "h", "linear"), node("Add", "h x", "y")]
@@ -118,6 +126,46 @@ class TestOutputProjections:
         assert kept == {
             "lm_head": "output projection: its result is a graph output; set output_projections: true to quantize it"
         }
+
+
+def mixture(*gate: onnx.NodeProto, chosen: str) -> str:
+    """Returns the role of the matmul in x @ w -> h -> gate -> `chosen`, by which one expert's matrix is gathered."""
+    nodes = [
+        node("MatMul", "x w", "h", "gate"),
+        *gate,
+        node("Gather", f"experts {chosen}", "e"),
+        node("Reshape", "e square", "expert"),
+        node("MatMul", "x expert", "a", "expert"),
+        node("Neg", "a", "y"),
+    ]
+    weights = {"w": weight(64, 96), "experts": weight(96, 64, 64), "square": np.array([64, 64]), "one": np.array([1])}
+    used = {k: v for k, v in weights.items() if any(k in n.input for n in nodes)}
+    return roles(model(nodes, {"x": (F32, [1, 64])}, {"y": (F32, [1, 64])}, used))["gate"]
+
+
+class TestRouters:
+    def test_a_gate_of_the_best_experts(self):
+        assert mixture(node("Softmax", "h", "p"), node("TopK", "p one", "best i", axis=-1), chosen="i") == "router"
+
+    def test_a_gate_of_the_best_expert(self):
+        assert mixture(node("ArgMax", "h", "i", axis=-1, keepdims=0), chosen="i") == "router"
+
+    def test_by_default_it_is_kept_with_the_reason(self):
+        nodes = [
+            node("MatMul", "x w", "h", "gate"),
+            node("TopK", "h one", "best i"),
+            node("Mul", "x best", "s"),
+            node("MatMul", "s v", "z", "linear"),
+            node("Relu", "z", "y"),
+        ]
+        weights = {"w": weight(64, 96), "v": weight(64, 64), "one": np.array([1])}
+        proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, weights)
+        _, report = mxfp8_graph.rewrite(proto)
+        assert [(s.decision.site.name, s.decision.reason) for s in report.kept] == [
+            ("gate", "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it")
+        ]
+        _, report = mxfp8_graph.rewrite(proto, Recipe(name="gates too", routers=True))
+        assert not report.kept
 
 
 def product(between: list[onnx.NodeProto], **weights: np.ndarray) -> dict[str, str]:

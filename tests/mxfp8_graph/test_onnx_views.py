@@ -57,6 +57,12 @@ VIEWS = {
         weight(96, 64),
         np.transpose,
     ),
+    "Slice of rows": (_rows(("Slice", {}, "two end_of_66")), weight(68, 96), lambda w: w[2:66]),
+    "Slice of columns from the end": (
+        _rows(("Slice", {}, "minus_99 minus_3 end"), ("Transpose", {}, ""), ("Transpose", {}, "")),
+        weight(64, 99),
+        lambda w: w[:, :96],
+    ),
     "Transpose of three axes": (
         _rows(("Transpose", {"perm": [2, 1, 0]}, ""), ("Reshape", {}, "shape")),
         weight(96, 4, 16),
@@ -75,6 +81,10 @@ class TestViews:
             "axis": np.array([0]),
             "copy": np.array([0, -1]),
             "end": np.array([-1]),
+            "two": np.array([2]),
+            "end_of_66": np.array([66]),
+            "minus_99": np.array([-99]),
+            "minus_3": np.array([-3]),
         }
         used = {n for view in views for n in view.input}
         proto = neg_model(
@@ -86,6 +96,43 @@ class TestViews:
         assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
         assert reasons(report) == {"linear": LINEAR}
         expect(x, np.ascontiguousarray(see(w).T)).then(np.negative).check(run(rewritten, {"x": x})[0])
+
+    @pytest.mark.parametrize("sizes", [True, False], ids=["sizes", "equal parts"])
+    def test_parts_of_one_weight_are_packed_each_and_the_weight_goes(self, sizes):
+        """As torch's exporter writes the packed projections of cross attention."""
+        nodes = [
+            node("Split", "w sizes", "w0 w1", axis=0) if sizes else node("Split", "w", "w0 w1", axis=0, num_outputs=2),
+            node("Transpose", "w0", "w0t"),
+            node("Transpose", "w1", "w1t"),
+            node("MatMul", "x w0t", "h0", "query"),
+            node("MatMul", "x w1t", "h1", "key"),
+            node("Neg", "h0", "y0"),
+            node("Neg", "h1", "y1"),
+        ]
+        first = 64 if sizes else 80
+        weights = {"w": weight(160, 64), **({"sizes": np.array([64, 96])} if sizes else {})}
+        outputs = {"y0": (F32, ["m", first]), "y1": (F32, ["m", 160 - first])}
+        rewritten, report = rewrite(model(nodes, {"x": (F32, ["m", 64])}, outputs, weights))
+        x = normal(3, 64)
+        assert reasons(report) == {"query": LINEAR, "key": LINEAR}
+        assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 2, "Neg": 2}
+        assert not {"w", "sizes"} & set(initializers(rewritten))
+        results = run(rewritten, {"x": x})
+        for part, result in zip((weight(160, 64)[:first], weight(160, 64)[first:]), results, strict=True):
+            expect(x, part).then(np.negative).check(result)
+
+    def test_a_part_that_nobody_packs_keeps_the_weight(self):
+        nodes = [
+            node("Split", "w", "w0 w1", axis=1, num_outputs=2),
+            node("MatMul", "x w0", "h", "linear"),
+            node("Neg", "h", "y"),
+            node("Abs", "w1", "z"),
+        ]
+        outputs = {"y": (F32, ["m", 48]), "z": (F32, [64, 48])}
+        rewritten, _ = rewrite(model(nodes, {"x": (F32, ["m", 64])}, outputs, {"w": weight(64, 96)}))
+        x = normal(3, 64)
+        assert kinds(rewritten) == {"Split": 1, "MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1, "Abs": 1}
+        expect(x, weight(64, 96)[:, :48].T).then(np.negative).check(run(rewritten, {"x": x})[0])
 
     def test_a_weight_in_a_constant_node(self):
         constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weight(64, 96)))
@@ -125,8 +172,8 @@ class TestViews:
         weights = {"w": weight(96, 64)}
         reason = refusal(neg_model("MatMul", ("m", 64), ("m", 96), weights, "x wt", before=views))
         assert reason == (
-            "weight 'wt' comes through Neg; expected only Identity, Transpose, Cast, Reshape, Squeeze, Unsqueeze; fold "
-            "the constants first"
+            "weight 'wt' comes through Neg; expected only Identity, Transpose, Cast, Reshape, Squeeze, Unsqueeze, "
+            "Split, Slice; fold the constants first"
         )
 
     def test_a_weight_that_is_quantized_already_is_kept_as_it_is(self):

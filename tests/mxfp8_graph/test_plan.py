@@ -40,6 +40,10 @@ def test_a_linear_is_rewritten() -> None:
             "output projection: its result is a graph output; set output_projections: true to quantize it",
         ),
         (
+            site(role="router"),
+            "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it",
+        ),
+        (
             product("qk", "attention_scores"),
             "attention scores (Q @ K^T), no static operand; set attention_scores: true to quantize it",
         ),
@@ -54,7 +58,7 @@ def test_a_linear_is_rewritten() -> None:
         (site(n=31), "tiny: N = 31 is below min_dim = 32; lower min_dim to quantize it"),
         (site(k=3), "tiny: K = 3 is below min_dim = 32; lower min_dim to quantize it"),
     ],
-    ids=["output_projection", "attention_scores", "attention_values", "product", "tiny N", "tiny K"],
+    ids=["output_projection", "router", "attention_scores", "attention_values", "product", "tiny N", "tiny K"],
 )
 def test_the_policy_keeps(kept: MatMulSite, reason: str) -> None:
     decision = decide(kept)
@@ -69,13 +73,14 @@ def test_a_size_nobody_knows_is_not_tiny() -> None:
     ("one", "recipe"),
     [
         (site(role="output_projection"), Recipe(output_projections=True)),
+        (site(role="router"), Recipe(routers=True)),
         (product("qk", "attention_scores"), Recipe(attention_scores=True)),
         (product("pv", "attention_values"), Recipe(attention_values=True)),
         (product("qk", "attention_scores"), Recipe(fp8_dpa=True)),
         (product("pv", "attention_values"), Recipe(fp8_dpa=True)),
         (site(n=31), Recipe(min_dim=31)),
     ],
-    ids=["output_projections", "scores", "values", "fp8_dpa scores", "fp8_dpa values", "min_dim"],
+    ids=["output_projections", "routers", "scores", "values", "fp8_dpa scores", "fp8_dpa values", "min_dim"],
 )
 def test_the_setting_that_the_reason_names_rewrites_it(one: MatMulSite, recipe: Recipe) -> None:
     assert decide(one, recipe).quantize

@@ -143,7 +143,7 @@ CASES = {
     "t5": Case(t5, 32, 21, products(6, output_projection=1)),
     "vit": Case(vit, 12, 8, products(2, output_projection=1)),
     # Experts are gathered per token at run time; the routers have 4 columns.
-    "mixtral": Case(mixtral, 8, 4, products(2, output_projection=1, product=4, linear=2)),
+    "mixtral": Case(mixtral, 8, 4, products(2, output_projection=1, product=4, router=2)),
     "whisper": Case(whisper, 32, 21, products(6, output_projection=1)),
 }
 

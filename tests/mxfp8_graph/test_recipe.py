@@ -49,7 +49,11 @@ def test_the_default_preset_is_the_default_recipe() -> None:
     [
         ("mxfp8-weight-only", {"weight_only": True}),
         ("ocp", {"scale_rounding": "floor"}),
-        ("all", {"output_projections": True, "attention_scores": True, "attention_values": True, "fp8_dpa": True}),
+        (
+            "all",
+            {"output_projections": True, "routers": True}
+            | {"attention_scores": True, "attention_values": True, "fp8_dpa": True},
+        ),
     ],
 )
 def test_a_preset_differs_from_the_default_in(name: str, settings: dict[str, object]) -> None:

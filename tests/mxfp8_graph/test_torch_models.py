@@ -94,7 +94,7 @@ def linear_modules(model: nn.Module) -> set[str]:
 
 NAMES = ("encoder", "bert", "llama tied", "llama", "gpt2", "t5", "vit", "convolutional", "mixtral")
 KEPT = {"classifier", "lm_head", "gate"}
-"""Last names of the linears that the default policy keeps: output projections, and the router of 4 experts."""
+"""Last names of the linears that the default policy keeps: output projections, and the router."""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -190,6 +190,36 @@ def test_a_bias_behind_the_head_does_not_hide_it() -> None:
     assert [s.decision.site.role for s in report.sites] == ["linear", "output_projection"]
 
 
+def role(function: Any) -> str:
+    """Returns the role of the one matmul by m.w in what `function` computes."""
+    program = export(Apply(function, {"w": W, "experts": values(W.shape[0], 64, 64)}), X)
+    _, report = mxfp8_graph.rewrite(program, Recipe(name="all", output_projections=True, routers=True))
+    return next(s.decision.site.role for s in report.sites if s.decision.site.weight == "w")
+
+
+def test_a_soft_cap_behind_the_head_does_not_hide_it() -> None:
+    assert role(lambda m, x: torch.tanh(linear(x, m.w) / 30.0) * 30.0) == "output_projection"
+    assert role(lambda m, x: torch.tanh(linear(x, m.w))) == "linear"
+
+
+def test_a_choice_behind_the_head_does_not_hide_it() -> None:
+    assert role(lambda m, x: linear(x, m.w).argmax(-1)) == "output_projection"
+    assert role(lambda m, x: torch.softmax(linear(x, m.w), -1).topk(5)) == "output_projection"
+
+
+def test_a_router_is_what_a_choice_of_experts_is_made_by() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        best = torch.sigmoid(linear(x, m.w)).topk(1).indices[:, 0]
+        return torch.relu(torch.bmm(x.unsqueeze(1), m.experts[best]))
+
+    assert role(function) == "router"
+    program = export(Apply(function, {"w": W, "experts": values(W.shape[0], 64, 64)}), X)
+    _, report = mxfp8_graph.rewrite(program)
+    assert [s.decision.reason for s in report.kept] == [
+        "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it"
+    ]
+
+
 def test_key_projection_that_is_also_an_output_is_no_head() -> None:
     def function(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         keys = linear(x, m.w)
