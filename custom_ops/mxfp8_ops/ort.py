@@ -33,6 +33,9 @@ _CUDA_PROVIDER: Final = "CUDAExecutionProvider"
 _DEVICE: Final = "mxfp8.device"
 """Configuration entry that tells the library where nodes run (src/ort/mxfp8_cuda.h)."""
 
+_KEEP_WIDE: Final = "mxfp8.keep_wide"
+"""Configuration entry that has it keep weights in bfloat16 too."""
+
 _REGISTERED: Final = "mxfp8.registered"
 """Configuration entry that marks session options which have the library."""
 
@@ -66,15 +69,22 @@ def describe() -> Description:
     )
 
 
-def register(session_options: Any, *, device: str = "cpu") -> None:
+def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = False) -> None:
     """Registers the nodes with an `onnxruntime.SessionOptions`, once per object, to run on one of `DEVICES`.
 
+    `keep_wide` is that of `session`.
+
     Raises:
-        BackendError: the library is missing, ONNX Runtime is too old, the options already have it, or the device
-            cannot be used.
+        BackendError: the library is missing, ONNX Runtime is too old, the options already have it, the device cannot
+            be used, or weights are to be kept on another device than "cuda".
     """
     ort = _onnxruntime()
     _check_device(ort, device)
+    if keep_wide and device != "cuda":
+        raise BackendError(
+            f"keep_wide on device {device!r}; expected device 'cuda', whose products of many rows read such weights; "
+            "leave keep_wide out"
+        )
     cpu.isa()  # surfaces a wrong MXFP8_ISA here rather than at the first node
     try:
         session_options.get_session_config_entry(_REGISTERED)
@@ -87,6 +97,8 @@ def register(session_options: Any, *, device: str = "cpu") -> None:
         )
     if device != "cpu":
         session_options.add_session_config_entry(_DEVICE, device)
+    if keep_wide:
+        session_options.add_session_config_entry(_KEEP_WIDE, "1")
     try:
         session_options.register_custom_ops_library(str(cpu.library_path()))
     except Exception as error:
@@ -103,6 +115,7 @@ def session(
     providers: Sequence[Any] | None = None,
     session_options: Any = None,
     device: str | None = None,
+    keep_wide: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Returns an `onnxruntime.InferenceSession` of a model, with the nodes registered.
@@ -117,11 +130,13 @@ def session(
         session_options: an `onnxruntime.SessionOptions` to start from. The library is registered with it, so use it
             for one session.
         device: one of `DEVICES`: the nodes run there, or an error says why not.
+        keep_wide: on "cuda", keep constant weights in bfloat16 too: two more bytes a value, and products of many rows
+            need not dequantize them at each run.
         **kwargs: passed on to InferenceSession.
 
     Raises:
         ContractError: there is no such file.
-        BackendError: the library is missing, ONNX Runtime is too old, or `device` cannot be used.
+        BackendError: the library is missing, ONNX Runtime is too old, or `device` or `keep_wide` cannot be used.
     """
     ort = _onnxruntime()
     if not isinstance(model, bytes):
@@ -132,7 +147,7 @@ def session(
         providers = [*([_CUDA_PROVIDER] if device == "cuda" else []), "CPUExecutionProvider"]
     names = [provider if isinstance(provider, str) else provider[0] for provider in providers]
     options = ort.SessionOptions() if session_options is None else session_options
-    register(options, device=_device(ort, names) if device is None else device)
+    register(options, device=_device(ort, names) if device is None else device, keep_wide=keep_wide)
     made = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
     if device == "cuda" and _CUDA_PROVIDER not in made.get_providers():
         raise BackendError(

@@ -16,6 +16,7 @@ import numpy as np
 
 from mxfp8_ops import contract, numerics
 
+LEGACY_STREAM = 0
 STREAM, CUBLAS, DEFAULT_MEMORY, MEMORY_INFO, ALLOCATOR = 0x57, 0xCB, 0, 0x3E, 0xA1
 HANDLE, SIZE, OUT = c_void_p, POINTER(c_size_t), POINTER(c_void_p)
 
@@ -24,8 +25,8 @@ GET_NAME, GET_PROVIDER, INPUT_TYPE, INPUT_COUNT, OUTPUT_TYPE, OUTPUT_COUNT, DEST
 CREATE_V2, COMPUTE_V2 = 17, 18
 
 
-_OPS: dict[Path, list[Any]] = {}
-"""The overloads of each library, which makes them once."""
+_DOMAINS: dict[Path, list[list[Any]]] = {}
+"""The domains of each library, which makes them once: their overloads."""
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Node:
     inputs: Sequence[Tensor | None]
     output_dtypes: tuple[int, ...]
     wanted: tuple[bool, ...]
+    constants: frozenset[int]
     outputs: list[Tensor | None] = field(default_factory=list)
 
 
@@ -66,15 +68,20 @@ class NodeError(Exception):
 class CudaProvider:
     """Registers the library for device "cuda" and runs single nodes on a GPU of its own making."""
 
-    def __init__(self, library: Path, driver: Memory, *, stream: int = STREAM, cublas: int = CUBLAS) -> None:
+    def __init__(
+        self, library: Path, driver: Memory, *, stream: int = STREAM, cublas: int = CUBLAS, keep_wide: bool = False
+    ) -> None:
+        self.options = {b"mxfp8.device": "cuda", **({b"mxfp8.keep_wide": "1"} if keep_wide else {})}
         self.driver, self.stream, self.cublas, self.gpu = driver, stream, cublas, 0
         self.library = ctypes.CDLL(str(library))
-        self.ops = _OPS.setdefault(library, [])
+        self.domains = _DOMAINS.setdefault(library, [])
+        self.ops: list[Any] = []  # those of the domain it registers
         self.things: list[Any] = [None]  # what handles stand for; 0 is null
         self.scratch = 0
         self.freed = 0
         self.asked_allocators = self.released_allocators = 0
         self.keep: list[Any] = []
+        self.created: Callable[[], None] = lambda: None  # called between making a node and running it
         self.api = (c_void_p * 300)()
         self._fill()
         get_api = CFUNCTYPE(c_void_p, c_uint32)(lambda version: ctypes.addressof(self.api))
@@ -91,18 +98,23 @@ class CudaProvider:
         dtypes: Sequence[int],
         *,
         wanted: tuple[bool, ...] = (True, True),
+        constants: frozenset[int] = frozenset(),
         **given: int | str,
     ) -> list[np.ndarray | None]:
-        """Makes a node on the CUDA provider, runs it and returns its outputs; `given` are attributes."""
+        """Makes a node on the CUDA provider, runs it and returns its outputs.
+
+        `given` are attributes, `constants` the inputs that are known when the node is made.
+        """
         attributes = {**op.attributes, **given}
         first = int(attributes["output_dtype"])
         outputs = (first, contract.UINT8) if op is contract.QUANTIZE else (first,)
         found, kernel = self.find(op.name, [*dtypes], outputs), c_void_p()
         tensors = [self.put(x, dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
-        node = Node(attributes, tensors, outputs, wanted)
+        node = Node(attributes, tensors, outputs, wanted, constants)
         handle = self.handle(node)
         try:
             self.check(self.call(found, CREATE_V2, c_void_p)(found, self.api, handle, ctypes.byref(kernel)))
+            self.created()
             loaded = len(self.driver.loaded)
             try:
                 self.check(self.call(found, COMPUTE_V2, c_void_p)(kernel, handle))
@@ -177,26 +189,28 @@ class CudaProvider:
 
         @entry(26, c_char_p, OUT)
         def create_domain(name: bytes, out: Any) -> int:
-            out[0] = 1
+            self.domains.append([])
+            out[0] = len(self.domains)
             return 0
 
         @entry(27, HANDLE, HANDLE)
         def add_op(domain: int, op: int) -> int:
-            self.ops.append(op)
+            self.domains[domain - 1].append(op)
             return 0
 
         @entry(28, HANDLE, HANDLE)
         def add_domain(options: int, domain: int) -> int:
+            self.ops = self.domains[domain - 1]
             return 0
 
         @entry(237, HANDLE, c_char_p, POINTER(c_int))
         def has_entry(options: int, key: bytes, out: Any) -> int:
-            out[0] = key == b"mxfp8.device"
+            out[0] = key in self.options
             return 0
 
         @entry(238, HANDLE, c_char_p, HANDLE, SIZE)
         def get_entry(options: int, key: bytes, value: int, size: Any) -> int:
-            return text("cuda", value, size)
+            return text(self.options[key], value, size)
 
         def text(string: str, to: int, size: Any) -> int:
             size[0] = len(string) + 1
@@ -230,6 +244,12 @@ class CudaProvider:
         def get_input(context: int, index: int, out: Any) -> int:
             tensor = self.things[context].inputs[index]
             out[0] = None if tensor is None else self.handle(tensor)
+            return 0
+
+        @entry(249, HANDLE, c_size_t, POINTER(c_int), OUT)
+        def constant_input(info: int, index: int, constant: Any, out: Any) -> int:
+            constant[0] = index in self.things[info].constants
+            out[0] = self.handle(self.things[info].inputs[index]) if constant[0] else None
             return 0
 
         @entry(91, HANDLE, c_size_t, POINTER(c_int64), c_size_t, OUT)

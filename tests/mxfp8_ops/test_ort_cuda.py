@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_driver_emulation import Driver, Launched, machine
-from ort_emulation import STREAM, Cublas, CudaProvider, NodeError
+from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed
 
 from mxfp8_ops import contract, cpu, cuda_kernels, numerics, ort_cuda
@@ -74,17 +74,17 @@ def test_outputs_that_nobody_asked_for(provider):
     assert provider.freed == 2
 
 
-def gemm(provider: CudaProvider, operands: Any, bias: Any, kinds: tuple[str, str], dtype: str) -> Any:
+def gemm(provider: CudaProvider, operands: Any, bias: Any, kinds: tuple[str, str], dtype: str, **options: Any) -> Any:
     a, b = operands
     op = contract.GEMM if len(a) == 2 else contract.WEIGHT_GEMM
     dtypes = [CODES[kinds[0]], *[UINT8] * (len(a) - 1), CODES[kinds[1]], UINT8]
     if bias is not None:
         dtypes.append(contract.FLOAT)
     inputs = [*a, *b, *([] if bias is None else [bias])]
-    return provider.run(op, inputs, dtypes, output_dtype=CODES[dtype])[0]
+    return provider.run(op, inputs, dtypes, output_dtype=CODES[dtype], **options)[0]
 
 
-def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None):
+def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None, **options):
     kind, fmt = kinds
     x = heavy_tailed(shapes[0], 1) / 64  # float16 has to hold the result
     bias = heavy_tailed(shapes[1][-2:-1], 3) if bias else None
@@ -98,7 +98,8 @@ def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None):
         weight = numerics.dequantize(*b, element_format=fmt)
         expected = numerics.weight_gemm(values, *b, bias, b_format=fmt)
         bound = numerics.gemm_error_bound(values, weight, dtype, bias)
-    assert_within(f"{shapes} {kinds} {dtype}", gemm(provider, (a, b), bias, kinds, dtype), expected, bound)
+    got = gemm(provider, (a, b), bias, kinds, dtype, **options)
+    assert_within(f"{shapes} {kinds} {dtype}", got, expected, bound)
 
 
 X_KINDS = ("float32", "float16", "bfloat16", "e4m3", "e5m2")
@@ -129,6 +130,52 @@ def test_many_rows_go_through_cublas_and_are_repaired(provider, gpu, cublas, dty
         assert names == ["dequantize"] * operands + finish + ["gemm_float32"] * operands
         assert cublas.modes[-2:] == [16, 3], "the math mode was not restored"
     assert provider.freed == 2
+
+
+@pytest.fixture
+def keeping(gpu, cublas, tmp_path) -> Iterator[CudaProvider]:
+    """A provider whose nodes keep constant weights; a library has one table of overloads, so this has its own."""
+    before = gpu.allocations
+    provider = CudaProvider(Path(shutil.copy(cpu.library_path(), tmp_path / "library.so")), gpu, keep_wide=True)
+    ort_cuda.give(provider.library)
+    yield provider
+    assert gpu.allocations == before
+
+
+@pytest.mark.parametrize("kind", X_KINDS)
+def test_constant_weights_are_kept_in_bfloat16(keeping, gpu, kind):
+    def edge(a, b):
+        b[1][3] = [0, 1]
+
+    quantized = kind in ("e4m3", "e5m2")
+    constants = frozenset({2, 3} if quantized else {1, 2})
+    made: list[str] = []
+
+    def created() -> None:
+        made[:] = [launch.kernel.partition("<")[0] for launch in gpu.launches]
+        gpu.start(STREAM)
+
+    for change, m in itertools.product((None, edge), (3, 70)):
+        gpu.start(LEGACY_STREAM)
+        keeping.created = created
+        check_gemm(keeping, ((m, 64), (40, 64)), (kind, "e4m3"), "bfloat16", change=change, constants=constants)
+        assert made == ["dequantize"]
+        names = [launch.kernel.partition("<")[0] for launch in gpu.launches]
+        assert names.count("dequantize") == (quantized and m == 70)
+
+
+def test_weights_that_are_no_constant_matrix_are_not_kept(keeping, gpu):
+    for shape, constants in (((40, 64), frozenset()), ((40, 64), frozenset({1})), ((2, 40, 64), frozenset({1, 2}))):
+        gpu.start(STREAM)
+        check_gemm(keeping, ((*shape[:-2], 70, 64), shape), ("bfloat16", "e4m3"), "float32", constants=constants)
+        assert gpu.launches[0].kernel.startswith("dequantize")
+
+
+def test_a_weight_cannot_be_kept_without_cublas(keeping, gpu, monkeypatch):
+    gpu.start(LEGACY_STREAM)
+    monkeypatch.setattr(ort_cuda, "_cublas", dict)
+    with pytest.raises(NodeError, match=r"'the node': a weight is to be kept in bfloat16, but there is no cuBLAS"):
+        check_gemm(keeping, ((3, 64), (40, 64)), ("bfloat16", "e4m3"), "float32", constants=frozenset({1, 2}))
 
 
 def test_many_rows_without_cublas_go_in_slices(library, gpu, monkeypatch):

@@ -97,6 +97,16 @@ def test_nodes_that_the_cuda_provider_does_not_take_run_on_the_processor(with_pr
     assert gpu.launches == []
 
 
+def test_weights_are_kept_only_on_the_cuda_provider(gpu):
+    for device in ("cpu", "cuda-copies"):
+        with pytest.raises(BackendError, match=f"keep_wide on device '{device}'; expected device 'cuda'"):
+            ort.session(model(), device=device, keep_wide=True)
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("mxfp8.keep_wide", "1")
+    with pytest.raises(BackendError, match=r"mxfp8\.keep_wide: '1' with mxfp8\.device ''; expected 1 with cuda"):
+        ort.register(options)
+
+
 def test_copies_of_a_product_whose_k_is_split(gpu):
     codes = numerics.quantize(heavy_tailed((13, 8192)))
     nodes = [node("MXFP8Quantize", "x", "a as"), node("MXFP8Gemm", "a as b bs", "y")]

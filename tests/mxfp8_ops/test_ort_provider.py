@@ -177,6 +177,19 @@ def test_nodes_are_captured_into_a_cuda_graph(gpu: Driver, runtime: Runtime) -> 
 
 
 @emulated
+def test_weights_that_are_kept(gpu: Driver, runtime: Runtime) -> None:
+    before, session = runtime.products, ort.session(square(), device="cuda", keep_wide=True)
+    assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["dequantize"]
+    for m in (3, 70):
+        gpu.start(ANY_STREAM)
+        x = heavy_tailed((m, 64))
+        check(x, session.run(None, {"x": x})[0])
+        weights = [launch for launch in gpu.launches if launch.parameters[3:6] == (64, 1, 64 * 64)]
+        assert not weights
+    assert runtime.products == before + 1
+
+
+@emulated
 def test_concurrent_runs(gpu: Driver) -> None:
     session = ort.session(square(), device="cuda")
     inputs = [heavy_tailed((m, 64), m) for m in (1, 7, 70, 100, 3, 64, 65, 128)]

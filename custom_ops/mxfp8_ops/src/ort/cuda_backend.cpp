@@ -34,6 +34,22 @@ struct NodeLaunches {
 
 int64_t scale_count(int64_t k) { return (k + kBlock - 1) / kBlock; }
 
+// An input that never changes, or nothing.
+std::optional<Tensor> constant(const OrtKernelInfo* info, size_t index) {
+  int found = 0;
+  const OrtValue* value = nullptr;
+  check(KernelInfoGetConstantInput_tensor(info, index, &found, &value));
+  if (found == 0 || value == nullptr) return {};
+  return describe(value);
+}
+
+void release(const Gpu& gpu, const std::vector<uint64_t>& memory) {
+  void* previous = nullptr;
+  if (gpu.driver().push_context(gpu.properties().context) != 0) return;  // the process is ending
+  for (const uint64_t each : memory) gpu.driver().free(each);
+  gpu.driver().pop_context(&previous);
+}
+
 // --- on the CUDA execution provider ---------------------------------------------------------------------------------
 
 // That provider's memory on the node's GPU.
@@ -103,7 +119,12 @@ void* cublas_of(const OrtKernelContext* context) {
 class CudaBackend : public Backend {
  public:
   CudaBackend(const std::string& where, const Overload& node, const OrtKernelInfo* info)
-      : memory_(info), gpu_(where, memory_.gpu()), launches_(gpu_, node) {}
+      : memory_(info), gpu_(where, memory_.gpu()), launches_(gpu_, node) {
+    if (node.keep_wide && launches_.gemm) keep_wide(info, node.op == Op::kGemm ? 2 : 1);
+  }
+  ~CudaBackend() override {
+    if (kept_ != 0) release(gpu_, {kept_});
+  }
 
   void quantize(OrtKernelContext* context, QuantizeArgs args) const override {
     const Stream stream = stream_of(context);
@@ -123,16 +144,40 @@ class CudaBackend : public Backend {
   void gemm(OrtKernelContext* context, const GemmArgs& args) const override {
     const Stream stream = stream_of(context);
     void* cublas = cublas_of(context);
-    const size_t bytes = launches_.gemm->scratch_bytes(args, cublas != nullptr);
+    const WideWeight* wide = kept_ == 0 ? nullptr : &wide_;
+    const size_t bytes = launches_.gemm->scratch_bytes(args, cublas != nullptr, wide != nullptr);
     const Scratch scratch(memory_, context, stream, bytes);
     const Current current(gpu_);
-    (*launches_.gemm)(args, {stream, cublas, reinterpret_cast<char*>(scratch.data())});
+    (*launches_.gemm)(args, {stream, cublas, reinterpret_cast<char*>(scratch.data()), wide});
   }
 
  private:
+  // Where B is a constant matrix - which lies on the GPU already -, makes it wide now.
+  void keep_wide(const OrtKernelInfo* info, size_t index) {
+    const std::optional<Tensor> b = constant(info, index), scales = constant(info, index + 1);
+    if (!b || !scales || b->dims.size() != 2) return;
+    const int64_t n = b->dims[0], k = b->dims[1];
+    if (n * k == 0 || scales->dims != Dims{n, scale_count(k)}) return;  // the second is an error when the node runs
+    const Current current(gpu_);
+    gpu_.check(gpu_.driver().allocate(&kept_, size_t(256 + 2 * n * k)), "allocate memory for a weight");
+    wide_ = {reinterpret_cast<void*>(kept_ + 256), reinterpret_cast<uint32_t*>(kept_)};
+    const Stream stream = nullptr;  // the legacy default one, which waits for all others
+    try {
+      gpu_.check(gpu_.driver().fill(kept_, 0, 1, stream), "clear memory");
+      launches_.gemm->widen(static_cast<const uint8_t*>(b->data), static_cast<const uint8_t*>(scales->data), n, k,
+                            wide_, stream);
+      gpu_.check(gpu_.driver().wait(stream), "dequantize a weight");
+    } catch (...) {
+      gpu_.driver().free(kept_);
+      throw;
+    }
+  }
+
   Memory memory_;
   Gpu gpu_;
   NodeLaunches launches_;
+  uint64_t kept_ = 0;  // memory of the word and the weight of wide_
+  WideWeight wide_ = {};
 };
 
 // --- with copies, on the CPU provider --------------------------------------------------------------------------------
@@ -237,12 +282,9 @@ class CopiesBackend : public Backend {
     for (size_t i = 0; i < inputs; ++i) keep_if_constant(info, i);
   }
   ~CopiesBackend() override {
-    if (residents_.empty()) return;
-    void* previous = nullptr;
-    const Driver& driver = gpu_.driver();
-    if (driver.push_context(gpu_.properties().context) != 0) return;  // the process is ending
-    for (const Resident& resident : residents_) driver.free(resident.data);
-    driver.pop_context(&previous);
+    std::vector<uint64_t> memory;
+    for (const Resident& resident : residents_) memory.push_back(resident.data);
+    if (!memory.empty()) release(gpu_, memory);
   }
 
   void quantize(OrtKernelContext*, QuantizeArgs args) const override {
@@ -294,16 +336,13 @@ class CopiesBackend : public Backend {
 
  private:
   void keep_if_constant(const OrtKernelInfo* info, size_t index) {
-    int constant = 0;
-    const OrtValue* value = nullptr;
-    check(KernelInfoGetConstantInput_tensor(info, index, &constant, &value));
-    if (constant == 0 || value == nullptr) return;
-    const Tensor tensor = describe(value);
-    int64_t bytes = is_value_dtype(tensor.dtype) ? int64_t(value_bytes(tensor.dtype)) : 1;
-    for (const int64_t dim : tensor.dims) bytes *= dim;
+    const std::optional<Tensor> tensor = constant(info, index);
+    if (!tensor) return;
+    int64_t bytes = is_value_dtype(tensor->dtype) ? int64_t(value_bytes(tensor->dtype)) : 1;
+    for (const int64_t dim : tensor->dims) bytes *= dim;
     if (bytes == 0) return;
     const Current current(gpu_);
-    Resident resident{static_cast<const char*>(tensor.data), bytes, 0};
+    Resident resident{static_cast<const char*>(tensor->data), bytes, 0};
     gpu_.check(gpu_.driver().allocate(&resident.data, size_t(bytes)), "allocate memory for a weight");
     residents_.push_back(resident);
     gpu_.check(gpu_.driver().copy_in(resident.data, resident.host, size_t(bytes), kThreadStream), "copy a weight");

@@ -36,6 +36,7 @@ class Gpu {
   // Throws CudaError, which begins with `where`, if the driver is not open or the loader has no such GPU.
   Gpu(const std::string& where, int index);
 
+  const std::string& where() const { return where_; }
   int index() const { return index_; }
   const mxfp8_cuda_gpu& properties() const { return properties_; }
   const Driver& driver() const { return *driver_; }

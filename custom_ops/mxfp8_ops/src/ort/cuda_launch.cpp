@@ -46,9 +46,9 @@ int64_t aligned(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
 
 // Where the large route keeps what in its scratch memory.
 struct LargeLayout {
-  explicit LargeLayout(const GemmArgs& g)
+  LargeLayout(const GemmArgs& g, bool wide)  // B is kept
       : direct(g.bias == nullptr && g.y_dtype != MXFP8_FLOAT16),
-        a(b + aligned(2 * g.n * g.k)),
+        a(b + (wide ? 0 : aligned(2 * g.n * g.k))),
         sums(a + (is_element_format(g.a_format) ? aligned(2 * g.m * g.k) : 0)),
         bytes(sums + (direct ? 0 : 4 * g.m * g.n)) {}
   bool direct;                       // cuBLAS writes y itself
@@ -124,7 +124,12 @@ void CudaDequantize::operator()(const DequantizeArgs& d, Stream stream, uint32_t
 }
 
 CudaGemm::CudaGemm(const Gpu& gpu, int a_format, int b_format)
-    : gpu_(gpu), exact_(a_format == MXFP8_BFLOAT16 || is_element_format(a_format)), skinny_{}, finish_{}, parts_{} {
+    : gpu_(gpu),
+      b_format_(b_format),
+      exact_(a_format == MXFP8_BFLOAT16 || is_element_format(a_format)),
+      skinny_{},
+      finish_{},
+      parts_{} {
   const std::string types = kind(a_format) + ", " + kind(b_format);
   float32_ = gpu.kernel("gemm_float32<" + types + ">");
   for (const bool ragged : {false, true}) finish_[ragged] = gpu.kernel(std::string("finish<") + flag(ragged) + ">");
@@ -161,7 +166,7 @@ CudaGemm::Route CudaGemm::route(const GemmArgs& g, bool cublas) const {
   return whole ? Route::kSlices : Route::kFloat32;
 }
 
-size_t CudaGemm::scratch_bytes(const GemmArgs& g, bool cublas) const {
+size_t CudaGemm::scratch_bytes(const GemmArgs& g, bool cublas, bool wide) const {
   if (g.m * g.n == 0) return 0;
   const Route route = this->route(g, cublas);
   if (route == Route::kSkinny) {
@@ -171,11 +176,11 @@ size_t CudaGemm::scratch_bytes(const GemmArgs& g, bool cublas) const {
   if (route == Route::kParts) {
     const PartsLayout at(g);
     const int64_t last = (g.m - 1) % at.rows + 1;
-    const size_t most = std::max(inner_->scratch_bytes(inner_product(g, at, at.rows), cublas),
-                                 inner_->scratch_bytes(inner_product(g, at, last), cublas));
+    const size_t most = std::max(inner_->scratch_bytes(inner_product(g, at, at.rows), cublas, wide),
+                                 inner_->scratch_bytes(inner_product(g, at, last), cublas, wide));
     return size_t(at.inner) + most;
   }
-  return route == Route::kLarge ? size_t(LargeLayout(g).bytes) : 0;
+  return route == Route::kLarge ? size_t(LargeLayout(g, wide).bytes) : 0;
 }
 
 void CudaGemm::operator()(const GemmArgs& g, const GemmResources& resources) const {
@@ -229,12 +234,12 @@ void CudaGemm::slices(const GemmArgs& g, Stream stream) const {
 }
 
 void CudaGemm::large(const GemmArgs& g, const GemmResources& resources) const {
-  const LargeLayout at(g);
+  const LargeLayout at(g, resources.wide != nullptr);
   auto* inexact = reinterpret_cast<uint32_t*>(resources.scratch);
   gpu_.check(gpu_.driver().fill(reinterpret_cast<uint64_t>(inexact), 0, 2, resources.stream), "clear memory");
-  void* b = resources.scratch + at.b;
+  const WideWeight b = resources.wide == nullptr ? WideWeight{resources.scratch + at.b, inexact} : *resources.wide;
+  if (resources.wide == nullptr) widen(g.b, g.b_scales, g.n, g.k, b, resources.stream);
   const void* a = g.a;
-  (*widen_b_)({g.b_format, g.b, g.b_scales, g.n, g.k, 1, MXFP8_BFLOAT16, b}, resources.stream, inexact);
   if (widen_a_ != nullptr) {
     void* wide = resources.scratch + at.a;
     (*widen_a_)({g.a_format, static_cast<const uint8_t*>(g.a), g.a_scales, g.m, g.k, 1, MXFP8_BFLOAT16, wide},
@@ -242,10 +247,20 @@ void CudaGemm::large(const GemmArgs& g, const GemmResources& resources) const {
     a = wide;
   }
   void* sums = at.direct ? g.y : resources.scratch + at.sums;
-  matmul_bf16(g, a, b, sums, at.direct && g.y_dtype == MXFP8_BFLOAT16 ? kCudaR16BF : kCudaR32F, resources.cublas);
+  matmul_bf16(g, a, b.data, sums, at.direct && g.y_dtype == MXFP8_BFLOAT16 ? kCudaR16BF : kCudaR32F, resources.cublas);
   if (!at.direct) finish(g, sums, resources.stream, {});
   if (widen_a_ != nullptr) float32(g, resources.stream, inexact + 1);
-  float32(g, resources.stream, inexact);
+  float32(g, resources.stream, b.inexact);
+}
+
+void CudaGemm::widen(const uint8_t* b, const uint8_t* b_scales, int64_t n, int64_t k, const WideWeight& to,
+                     Stream stream) const {
+  if (inner_ != nullptr) return inner_->widen(b, b_scales, n, k, to, stream);
+  if (widen_b_ == nullptr) {
+    throw CudaError(gpu_.where() + ": a weight is to be kept in bfloat16, but there is no cuBLAS that reads it; " +
+                    "expected that of ONNX Runtime's CUDA provider; leave keep_wide out");
+  }
+  (*widen_b_)({b_format_, b, b_scales, n, k, 1, MXFP8_BFLOAT16, to.data}, stream, to.inexact);
 }
 
 void CudaGemm::parts(const GemmArgs& g, const GemmResources& resources) const {
@@ -262,7 +277,7 @@ void CudaGemm::parts(const GemmArgs& g, const GemmResources& resources) const {
     const bool ragged = total % 16 != 0 || unaligned(slice.a);
     gpu_.launch(parts_[ragged], ceil_div(total, 16 * kThreads), resources.stream, slice.a, to, total);
     const GemmArgs inner = inner_product(slice, at, slice.m, resources.scratch);
-    (*inner_)(inner, {resources.stream, resources.cublas, resources.scratch + at.inner});
+    (*inner_)(inner, {resources.stream, resources.cublas, resources.scratch + at.inner, resources.wide});
     finish(slice, inner.y, resources.stream, {at.count, 8, inexact});
   }
   float32(g, resources.stream, inexact);

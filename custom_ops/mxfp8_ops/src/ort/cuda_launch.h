@@ -40,18 +40,27 @@ class CudaDequantize {
   CudaFunction functions_[2][2] = {};  // [last axis][ragged]
 };
 
+// B [N, K] in bfloat16.
+struct WideWeight {
+  void* data;
+  uint32_t* inexact;  // not 0 if bfloat16 cannot hold it
+};
+
 // ONNX Runtime's cuBLAS handle, or null; and memory of scratch_bytes, aligned to 256, or null if that is 0.
 struct GemmResources {
   Stream stream;
   void* cublas;
   char* scratch;
+  const WideWeight* wide = nullptr;  // B, if it is kept
 };
 
 class CudaGemm {
  public:
   CudaGemm(const Gpu&, int a_format, int b_format);
-  size_t scratch_bytes(const GemmArgs&, bool cublas) const;
+  size_t scratch_bytes(const GemmArgs&, bool cublas, bool wide = false) const;
   void operator()(const GemmArgs&, const GemmResources&) const;
+  // Makes B [n, k] wide, over an `inexact` that is 0. Throws CudaError if no product would read it.
+  void widen(const uint8_t* b, const uint8_t* b_scales, int64_t n, int64_t k, const WideWeight& to, Stream) const;
 
  private:
   enum class Route { kSkinny, kLarge, kSlices, kParts, kFloat32 };
@@ -77,6 +86,7 @@ class CudaGemm {
   void float32(const GemmArgs&, Stream, const uint32_t* only_if = nullptr) const;
 
   Gpu gpu_;
+  int b_format_;
   bool exact_;                        // bfloat16 holds A, apart from scales that the kernels look out for
   CudaFunction skinny_[4][2];         // for 8, 16, 32 and 64 rows; [few warps share A]
   CudaFunction float32_, finish_[2];  // [ragged]

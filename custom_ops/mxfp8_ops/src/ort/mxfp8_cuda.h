@@ -12,6 +12,9 @@
 //   "cuda-copies"  on GPU 0, for the CPU execution provider: operands are copied there, results back. Constant operands
 //                  - weights - are copied once, when the session is made. One node runs at a time.
 //
+// "mxfp8.keep_wide" is "1", with "cuda", for sessions that keep constant weights [N, K] in bfloat16 too, made when the
+// session is: two more bytes a value, and products of many rows need not dequantize them.
+//
 // "cuda" multiplies on cuBLAS for many rows, if the loader knows it; see src/ort/cuda_launch.h for the routes.
 #pragma once
 #include <stddef.h>

@@ -20,6 +20,7 @@ enum class Device { kCpu, kCuda, kCudaCopies };
 struct Overload : OrtCustomOp {
   Op op;
   Device device;
+  bool keep_wide;  // on Device::kCuda: constant weights in bfloat16 too
   std::vector<int> inputs;
   std::vector<int> outputs;
 };

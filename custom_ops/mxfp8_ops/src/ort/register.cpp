@@ -13,11 +13,18 @@ namespace {
 
 const Overload& overload(const OrtCustomOp* op) { return *static_cast<const Overload*>(op); }
 
-std::unique_ptr<Overload> make_overload(Op op, Device device, std::vector<int> inputs, std::vector<int> outputs) {
+// The session options that matter here; see mxfp8_cuda.h.
+struct Place {
+  Device device;
+  bool keep_wide;
+};
+
+std::unique_ptr<Overload> make_overload(Op op, Place place, std::vector<int> inputs, std::vector<int> outputs) {
   auto made = std::make_unique<Overload>();
   static_cast<OrtCustomOp&>(*made) = OrtCustomOp{};
   made->op = op;
-  made->device = device;
+  made->device = place.device;
+  made->keep_wide = place.keep_wide;
   made->inputs = std::move(inputs);
   made->outputs = std::move(outputs);
   made->version = kApiVersion;
@@ -49,65 +56,72 @@ std::unique_ptr<Overload> make_overload(Op op, Device device, std::vector<int> i
   return made;
 }
 
-std::vector<std::unique_ptr<Overload>> make_overloads(Device device) {
+std::vector<std::unique_ptr<Overload>> make_overloads(Place place) {
   const int values[] = {MXFP8_FLOAT32, MXFP8_FLOAT16, MXFP8_BFLOAT16};
   const int elements[] = {MXFP8_E4M3, MXFP8_E5M2};
   std::vector<std::unique_ptr<Overload>> made;
   for (int value : values) {
     for (int element : elements) {
-      made.push_back(make_overload(Op::kQuantize, device, {value}, {element, kUint8}));
+      made.push_back(make_overload(Op::kQuantize, place, {value}, {element, kUint8}));
     }
   }
   for (int y : values) {
     for (int b : elements) {
-      made.push_back(make_overload(Op::kDequantize, device, {b, kUint8}, {y}));
+      made.push_back(make_overload(Op::kDequantize, place, {b, kUint8}, {y}));
       for (int a : elements)
-        made.push_back(make_overload(Op::kGemm, device, {a, kUint8, b, kUint8, MXFP8_FLOAT32}, {y}));
-      for (int x : values) made.push_back(make_overload(Op::kWeightGemm, device, {x, b, kUint8, MXFP8_FLOAT32}, {y}));
+        made.push_back(make_overload(Op::kGemm, place, {a, kUint8, b, kUint8, MXFP8_FLOAT32}, {y}));
+      for (int x : values) made.push_back(make_overload(Op::kWeightGemm, place, {x, b, kUint8, MXFP8_FLOAT32}, {y}));
     }
   }
   return made;
 }
 
-// The nodes on the processor, and on a GPU beside them; or, with copies, in their place.
-std::vector<const Overload*> overloads(Device device) {
-  static const auto cpu = make_overloads(Device::kCpu), cuda = make_overloads(Device::kCuda),
-                    copies = make_overloads(Device::kCudaCopies);
-  std::vector<const Overload*> all;
-  for (const auto* list : {&cpu, &cuda, &copies}) {
-    const Device of = list->front()->device;
-    if (of != device && !(of == Device::kCpu && device == Device::kCuda)) continue;
-    for (const auto& each : *list) all.push_back(each.get());
+// Made once and never released: sessions refer to it for as long as they live. On a GPU the nodes are those of the
+// processor too, for what ONNX Runtime leaves there; with copies they take their place.
+OrtCustomOpDomain* make_domain(Place place) {
+  OrtCustomOpDomain* domain = nullptr;
+  check(CreateCustomOpDomain("mxfp8", &domain));
+  std::vector<Place> places = {place};
+  if (place.device == Device::kCuda) places.insert(places.begin(), {Device::kCpu, false});
+  for (const Place& each : places) {
+    for (auto& overload : make_overloads(each)) check(CustomOpDomain_Add(domain, overload.release()));
   }
-  return all;
+  return domain;
 }
 
-// Made once each and never released: sessions refer to them for as long as they live.
-OrtCustomOpDomain* domain(Device device) {
-  const auto make = [](Device of) {
-    OrtCustomOpDomain* fresh = nullptr;
-    check(CreateCustomOpDomain("mxfp8", &fresh));
-    for (const Overload* each : overloads(of)) check(CustomOpDomain_Add(fresh, each));
-    return fresh;
-  };
-  static OrtCustomOpDomain *const cpu = make(Device::kCpu), *const cuda = make(Device::kCuda),
-                                  *const copies = make(Device::kCudaCopies);
-  return device == Device::kCpu ? cpu : device == Device::kCuda ? cuda : copies;
+OrtCustomOpDomain* domain(Place place) {
+  static OrtCustomOpDomain *const cpu = make_domain({Device::kCpu, false}),
+                                  *const cuda = make_domain({Device::kCuda, false}),
+                                  *const wide = make_domain({Device::kCuda, true}),
+                                  *const copies = make_domain({Device::kCudaCopies, false});
+  return place.device == Device::kCpu          ? cpu
+         : place.device == Device::kCudaCopies ? copies
+         : place.keep_wide                     ? wide
+                                               : cuda;
 }
 
-Device device_of(const OrtSessionOptions* options) {
-  constexpr const char* key = "mxfp8.device";
+// The session option, or "".
+std::string option(const OrtSessionOptions* options, const char* key) {
   int given = 0;
   check(HasSessionConfigEntry(options, key, &given));
-  if (given == 0) return Device::kCpu;
+  if (given == 0) return "";
   size_t size = 0;
   check(GetSessionConfigEntry(options, key, nullptr, &size));
   std::vector<char> value(size);
   check(GetSessionConfigEntry(options, key, value.data(), &size));
-  const std::string name = value.data();
-  if (name == "cuda") return Device::kCuda;
-  if (name == "cuda-copies") return Device::kCudaCopies;
-  throw NodeError("session option " + std::string(key) + ": '" + name + "'; expected cuda or cuda-copies; correct it");
+  return value.data();
+}
+
+Place place_of(const OrtSessionOptions* options) {
+  const std::string device = option(options, "mxfp8.device"), keep = option(options, "mxfp8.keep_wide");
+  if (device != "" && device != "cuda" && device != "cuda-copies") {
+    throw NodeError("session option mxfp8.device: '" + device + "'; expected cuda or cuda-copies; correct it");
+  }
+  if (keep != "" && (keep != "1" || device != "cuda")) {
+    throw NodeError("session option mxfp8.keep_wide: '" + keep + "' with mxfp8.device '" + device +
+                    "'; expected 1 with cuda; correct it or leave it out");
+  }
+  return {device == "" ? Device::kCpu : device == "cuda" ? Device::kCuda : Device::kCudaCopies, keep == "1"};
 }
 
 }  // namespace
@@ -123,5 +137,5 @@ extern "C" MXFP8_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options, co
                                 " is too old; expected 1.20 or later; upgrade onnxruntime";
     return CreateStatus(kFail, message.c_str());
   }
-  return guarded([&] { check(AddCustomOpDomain(options, domain(device_of(options)))); });
+  return guarded([&] { check(AddCustomOpDomain(options, domain(place_of(options)))); });
 }
