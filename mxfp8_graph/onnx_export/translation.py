@@ -3,7 +3,7 @@
 torch.ops.mxfp8.quantize     -> MXFP8Quantize
 torch.ops.mxfp8.dequantize   -> MXFP8Dequantize
 torch.ops.mxfp8.gemm         -> MXFP8Gemm
-torch.ops.mxfp8.weight_gemm  -> MXFP8WeightGemm
+torch.ops.mxfp8.weight_gemm  -> MXFP8WeightGemm, or Cast(MXFP8WeightGemm) where it gives float16
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import onnx
 import torch
-from onnxscript import values
+from onnxscript import opset18, values
 
 from mxfp8_ops import contract, formats, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 
@@ -56,8 +56,11 @@ def table() -> dict[Any, Callable[..., Any]]:
     def weight_gemm(  # noqa: PLR0917 - the signature of the op
         x: Any, b: Any, b_scales: Any, bias: Any = None, b_format: str = "e4m3", dtype: int | None = None
     ) -> Any:
-        settings = {"output_dtype": _value_dtype(dtype, x.dtype), FORMATS: b_format}
-        return node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
+        wanted = _value_dtype(dtype, x.dtype)
+        narrow = wanted == contract.FLOAT16  # as in onnx_pass/edit.py: ONNX Runtime may not load it otherwise
+        settings = {"output_dtype": contract.FLOAT if narrow else wanted, FORMATS: b_format}
+        result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
+        return opset18.Cast(result, to=wanted) if narrow else result
 
     functions = (quantize, dequantize, gemm, weight_gemm)
     return {getattr(torch.ops.mxfp8, function.__name__).default: function for function in functions}

@@ -2,6 +2,7 @@
 
     MatMul(X, w)        -> MXFP8Gemm(MXFP8Quantize(X), packed w)      one Quantize per activation, shared
     MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               weight_only
+    MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         weight_only, float16: see `_widened`
     MatMul(Q, K^T)      -> MXFP8Gemm(MXFP8Quantize(Q), MXFP8Quantize(K))
     MatMul(w, X)        -> Transpose(MXFP8Gemm(MXFP8Quantize(Transpose(X)), packed w))
 
@@ -68,9 +69,10 @@ class Editor:
             inputs.append(self._bias(site, site.bias))
 
         op = contract.WEIGHT_GEMM if decision.weight_only else contract.GEMM
-        epilogue = _epilogue(site)
+        dtype = contract.FLOAT if _widened(site, decision) else site.dtype
+        epilogue = _epilogue(site, decision)
         output = self.fresh(f"{site.output}_gemm") if epilogue else site.output
-        gemm = build.add(op.name, inputs, [output], name=node.name, domain=contract.DOMAIN, output_dtype=site.dtype)
+        gemm = build.add(op.name, inputs, [output], name=node.name, domain=contract.DOMAIN, output_dtype=dtype)
         gemm.metadata_props.MergeFrom(node.metadata_props)
         gemm.doc_string = node.doc_string
         self._ops |= {op.name} if decision.weight_only else {op.name, contract.QUANTIZE.name}
@@ -227,7 +229,9 @@ class _Builder:
             last = number == len(steps)
             output = site.output if last else self._editor.fresh(f"{site.output}_{op.lower()}")
             name = self._editor.fresh(f"{site.site.name}_{op.lower()}")
-            if op == "Transpose":
+            if op == "Cast":
+                self.add(op, [tensor], [output], name=name, to=argument)
+            elif op == "Transpose":
                 self.add(op, [tensor], [output], name=name, perm=argument)
             elif op == "Mul":
                 self.add(op, [tensor, self._scalar(argument, site)], [output], name=name)
@@ -247,9 +251,20 @@ class _Builder:
         return name
 
 
-def _epilogue(site: OnnxSite) -> list[tuple[str, Any]]:
-    """Returns the ops that must follow the gemm: swap the result back, Gemm's alpha and C where not absorbed."""
+def _widened(site: OnnxSite, decision: Decision) -> bool:
+    """Whether the gemm gives float32, and a Cast its dtype.
+
+    ONNX Runtime runs a float16 node between nodes that it has in float32 only in float32 too, but leaves its attributes
+    alone: a node with float16 on both sides whose dtype is an attribute then fails to load.
+    """
+    return decision.weight_only and site.dtype == contract.FLOAT16
+
+
+def _epilogue(site: OnnxSite, decision: Decision) -> list[tuple[str, Any]]:
+    """Returns the ops that must follow the gemm: its dtype, the result swapped back, alpha and C where not absorbed."""
     steps: list[tuple[str, Any]] = []
+    if _widened(site, decision):
+        steps.append(("Cast", site.dtype))
     if site.swapped:
         rank = max(site.x.rank or 2, site.w.rank or 2)
         steps.append(("Transpose", (*range(rank - 2), rank - 1, rank - 2)))

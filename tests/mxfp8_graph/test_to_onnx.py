@@ -198,6 +198,24 @@ def test_16_bit_programs(name: str, dtype: Any, tmp_path: Path) -> None:
     expect(x, weight, bias, dtype=name).check(y)
 
 
+def test_float16_between_ops_that_onnx_runtime_has_in_float32_only(tmp_path: Path) -> None:
+    """It runs such a node in float32 too, whatever its output_dtype says."""
+
+    class Between(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 96, bias=False, dtype=torch.float16)
+
+        def forward(self, x: Any) -> Any:
+            return -self.linear(torch.abs(x))
+
+    module, x = Between(), normal(3, 64).astype(np.float16)
+    path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x), recipe="mxfp8-weight-only"), tmp_path / "a.onnx")
+    expect(np.abs(x), -module.linear.weight.detach().numpy(), weight_only=True, dtype="float16").check(
+        run(path, x, kernels=True)
+    )
+
+
 def test_a_dtype_left_open_is_the_ops_default(tmp_path: Path) -> None:
     class Open(Packed):
         def forward(self, x: Any) -> Any:
