@@ -50,7 +50,7 @@ gpu-test:
 	  tests/mxfp8_ops/test_cuda_device.py tests/mxfp8_ops/test_cuda_device_fp8.py tests/mxfp8_ops/test_ort_device.py
 
 gpu-bench:
-	PYTHONPATH=.:custom_ops $(PYTHON) benchmarks/gpu_bench.py
+	PYTHONPATH=.:custom_ops $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}
 
 bench: $(VENV)/.installed
 	@for script in gemm quantize models scaling torch_linear rewrite_speed; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done

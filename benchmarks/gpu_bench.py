@@ -1,365 +1,120 @@
 """Claim: the CUDA kernels against copy bandwidth and cuBLAS bfloat16, on one GPU, with the targets beside the numbers.
 
-Needs torch with CUDA and CuPy; no network, no CPU library: `make gpu-bench`. Every case is captured into a CUDA graph
-that goes through enough sets of operands to leave nothing in the L2 cache; peers take turns, and the median of all
-rounds counts. Data is random and not zero (zeros run faster), and outputs are poisoned before they are checked.
+Needs torch with CUDA and CuPy; no network, no CPU library: `make gpu-bench`. Each section of the table runs in a
+process of its own, so that a crash or a hang costs no other section, and the table is written anew after each.
+gpu_cases.py says how things are measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import datetime
+import importlib.metadata
 import itertools
 import json
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mxfp8_ops import cuda_build, cuda_device, cuda_dispatch, cuda_kernels, cuda_skinny, torch_cuda, torch_ops  # noqa: F401 - registers
-from mxfp8_ops.cuda_kernels import Operand
-from mxfp8_ops.errors import BackendError
-from mxfp8_ops.numerics import scale_count
-
 RESULTS = Path(__file__).parent / "results"
-ops = torch.ops.mxfp8
-Call = Callable[[], Any]
+SECTION_SECONDS = 150
+"""What a section may take at most."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: `value` against what it must and could reach, in units of `peer`."""
-
-    name: str
-    microseconds: float
-    value: float
-    peer: str
-    must: float | None = None
-    stretch: float | None = None
-
-    @property
-    def verdict(self) -> str:
-        """What the value says about the targets; empty without any."""
-        if self.must is None:
-            return ""
-        return (
-            "stretch" if self.stretch and self.value >= self.stretch else "ok" if self.value >= self.must else "MISSED"
-        )
+def memory(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    yield cases.memory_bound(rounds, 2 * size, size)
 
 
-def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Returns a graph that makes all calls; each has run before, so everything is compiled and loaded."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
+def few_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    targets = {"copy": (0.78, 0.87), "weight-only": (1.6, 1.9)}
+    for m in (1, 4, 8, 16):
+        yield cases.few_rows(rounds, (m, size, size), targets)
+    yield cases.few_rows(rounds, (32, size, size), {"weight-only": (1.5,)})
+    yield cases.few_rows(rounds, (64, size, size), {"weight-only": (1.3,)})
 
 
-def take_turns(cases: dict[str, Sequence[Call]], rounds: int) -> dict[str, float]:
-    """Returns the median microseconds of one call of each case; every round replays each case once."""
-    graphs = {name: captured(calls) for name, calls in cases.items()}
-    samples: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(rounds + 3):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 3:  # the first ones warm up
-                samples[name].append(start.elapsed_time(end) * 1e3 / len(cases[name]))
-    return {name: statistics.median(values) for name, values in samples.items()}
-
-
-def sets(nbytes: int) -> int:
-    """Returns how many sets of operands of this size outgrow the L2 cache three times over, at least 4."""
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(4, -(-3 * cache // nbytes))
-
-
-def copy_calls(nbytes: int) -> list[Call]:
-    """Copies that read and write `nbytes` in all."""
-    pairs = [torch.randint(256, (2, nbytes // 2), dtype=torch.uint8, device="cuda") for _ in range(sets(nbytes))]
-    return [lambda p=pair: p[1].copy_(p[0]) for pair in pairs]
-
-
-def queue() -> cuda_kernels.Queue:
-    with torch_cuda._queue(torch.empty(0, device="cuda")) as found:
-        return found
-
-
-def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
-    """Returns quantize, dequantize and fold of bfloat16 [m, k] against a copy of as many bytes."""
-    n = m * k
-    xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets(3 * n))]
-    packed = [ops.quantize(x) for x in xs]
-
-    def both(x: torch.Tensor) -> Any:
-        rows = torch.empty_like(x, dtype=torch.uint8), x.new_empty((m, scale_count(k)), dtype=torch.uint8)
-        columns = torch.empty_like(x, dtype=torch.uint8), x.new_empty((scale_count(m), k), dtype=torch.uint8)
-        cuda_kernels.quantize_both(
-            queue(), Operand("bfloat16", x.data_ptr()), (m, k), (rows[0].data_ptr(), rows[1].data_ptr()),
-            (columns[0].data_ptr(), columns[1].data_ptr()), element_format="e4m3", scale_rounding="ceil",
-        )  # fmt: skip
-        return rows, columns
-
-    def fold(pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        return cuda_kernels.fold(queue(), Operand("e4m3", pair[0].data_ptr(), pair[1].data_ptr()), m, k)
-
-    traffic = {"copy 1": n * 3 + n // 32, "copy 2": n * 4 + n // 16, "copy 3": n * 2 + n // 32}
-    cases: dict[str, Sequence[Call]] = {
-        **{name: copy_calls(size) for name, size in traffic.items()},
-        "quantize, rows": [lambda x=x: ops.quantize(x) for x in xs],
-        "quantize, columns": [lambda x=x: ops.quantize(x, 0) for x in xs],
-        "quantize, columns transposed": [lambda x=x: ops.quantize(x.t()) for x in xs],
-        "quantize, both in one pass": [lambda x=x: both(x) for x in xs],
-        "quantize, both, columns transposed": [lambda x=x: ops.quantize_both(x) for x in xs],
-        "dequantize": [lambda p=p: ops.dequantize(*p, -1, "e4m3", torch.bfloat16) for p in packed],
-        "fold": [lambda p=p: fold(p) for p in packed],
-    }
-    times = take_turns(cases, rounds)
+def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    yield cases.many_rows(rounds, (128, size, size), {"weight-only": (1.1,)})
+    for m in (256, 1024):
+        yield cases.many_rows(rounds, (m, size, size), {"with quantize": (0.75, 0.9)})
+    yield cases.many_rows(rounds, (2048, size, size), {"with quantize": (0.80,)})
     targets = {
-        "quantize, rows": ("copy 1", 0.90, 0.95), "quantize, columns": ("copy 1", 0.85, 0.92),
-        "quantize, columns transposed": ("copy 1", None, None),
-        "quantize, both in one pass": ("copy 2", 0.80, 0.88),
-        "quantize, both, columns transposed": ("copy 2", None, None),
-        "dequantize": ("copy 1", 0.90, 0.95), "fold": ("copy 3", None, None),
-    }  # fmt: skip
-    one = traffic["copy 1"]
-    rows = [Row(f"copy of {one / 1e6:.0f} MB", times["copy 1"], one / times["copy 1"] / 1e6, "TB/s")]
-    for name, (copy, must, stretch) in targets.items():
-        rows.append(Row(f"{name} {m}x{k}", times[name], times[copy] / times[name], "x copy", must, stretch))
-    return rows
-
-
-class Layers:
-    """Linear layers [n, k] in enough sets to outgrow the cache, with activations [m, k]."""
-
-    def __init__(self, m: int, n: int, k: int) -> None:
-        self.m, self.n, self.k = m, n, k
-        count = sets(2 * n * k) if m <= 1024 else 4
-        self.ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for _ in range(count)]
-        self.xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-        self.packed = [ops.quantize(w) for w in self.ws]
-        check(self.xs[0], self.packed[0])
-
-    def cublas(self) -> Sequence[Call]:
-        """Returns calls of the peer, one per set."""
-        return [lambda x=x, w=w: torch.nn.functional.linear(x, w) for x, w in zip(self.xs, self.ws, strict=True)]
-
-    def weight_only(self) -> Sequence[Call]:
-        """Returns calls of weight_gemm."""
-        return [lambda x=x, p=p: ops.weight_gemm(x, *p) for x, p in zip(self.xs, self.packed, strict=True)]
-
-    def quantized(self, route: str | None = None) -> Sequence[Call]:
-        """Returns calls of quantize and gemm, by a row of the dispatch table, if one is named."""
-
-        def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor]) -> Any:
-            with cuda_dispatch.forced_route(route) if route else contextlib.nullcontext():
-                return ops.gemm(*ops.quantize(x), *p, None, "e4m3", "e4m3", torch.bfloat16)
-
-        return [lambda x=x, p=p: call(x, p) for x, p in zip(self.xs, self.packed, strict=True)]
-
-
-def few_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[float, float]]) -> list[Row]:
-    """Returns a linear layer with M <= 64 against cuBLAS on bfloat16 weights, and against copying its weight."""
-    m, n, k = size
-    layers, label = Layers(*size), f"M={m} N={n} K={k}"
-    cases = {
-        "cublas": layers.cublas(),
-        "weight-only": layers.weight_only(),
-        "with quantize": layers.quantized(),
-        "copy": copy_calls(n * k + n * k // 32),
+        "with quantize": (0.88,),
+        "with quantize, weight kept": (0.94, 0.96),
+        "fold, with quantize, weight kept": (1.45, 1.65),
     }
-    times = take_turns(cases, rounds)
-    rows = [Row(f"cuBLAS bf16 {label}", times["cublas"], 2 * m * n * k / times["cublas"] / 1e6, "TFLOP/s")]
-    for name in ("weight-only", "with quantize"):
-        ratio = times["cublas"] / times[name]
-        rows.append(Row(f"{name} {label}", times[name], ratio, "x cuBLAS", *targets.get(name, ())))
-    # A copy moves each byte twice; reading the weight alone is bound by the same bytes a second.
-    ratio = times["copy"] / times["weight-only"]
-    rows.append(Row(f"weight-only {label}", times["weight-only"], ratio, "x copy", *targets.get("copy", ())))
-    return rows
+    yield cases.many_rows(rounds, (8192, size, size), targets)
 
 
-@contextlib.contextmanager
-def cut_as(change: dict[str, int]) -> Iterator[None]:
-    """Fixes a part of how gemm_skinny is cut up."""
-    rule = cuda_skinny.cut
-    cuda_skinny.cut = lambda *given: dataclasses.replace(rule(*given), **change)
+def small_weights(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    for n, m in itertools.product((size // 8, size // 4, size // 2), (1, 16, 64)):
+        yield cases.few_rows(rounds, (m, n, size), {})
+
+
+def wide_activations(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    for m in (1, 16, 256, 2048):
+        yield cases.wide_activations(rounds, (m, size, size))
+
+
+def training(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    yield cases.training(rounds, size, size // 2, size // 2)
+
+
+def cuts(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    for m, tiles in ((8, 1), (16, 2), (32, 4), (64, 8)):
+        yield cases.cuts(rounds, (m, size, size), [{"warps": count} for count in cases.cuda_skinny.WARPS[tiles]])
+    for n, m in itertools.product((size // 8, size // 4, size // 2), (1, 16, 64)):
+        yield cases.cuts(rounds, (m, n, size), [{"splits": count} for count in (1, 2, 4, 8)])
+
+
+SECTIONS: dict[str, Callable[[Any, int, int], Iterator[Any]]] = {
+    section.__name__: section
+    for section in (memory, few_rows, many_rows, small_weights, wide_activations, training, cuts)
+}
+"""In the order in which they run: those with targets first."""
+
+
+def measure(section: str, rounds: int, size: int, rows: Path) -> None:
+    """Appends the rows of one section to a file, a line of JSON each, as they come."""
+    import gpu_cases as cases
+    import torch
+
+    with torch.inference_mode(), rows.open("a", encoding="utf-8") as file:
+        for found in SECTIONS[section](cases, rounds, size):
+            for row in found:
+                file.write(json.dumps(vars(row) | {"verdict": row.verdict}) + "\n")
+                file.flush()
+
+
+def prepare() -> tuple[str, int]:
+    """Compiles every kernel that is measured; returns the GPU's name and how many there are.
+
+    Raises:
+        BackendError: no GPU, no CuPy or no NVRTC.
+    """
+    from mxfp8_ops import cuda_build, cuda_device, cuda_kernels
+
+    gpu = cuda_device.device(0)
+    kernels = [(launch.source, launch.kernel) for launch in cuda_kernels.instances()]
+    return gpu.name, cuda_build.prepare(kernels, cuda_build.target(gpu.capability))
+
+
+def run(command: list[str], seconds: float) -> str:
+    """Runs a section; returns what went wrong, or ""."""
     try:
-        yield
-    finally:
-        cuda_skinny.cut = rule
-
-
-def cuts(rounds: int, size: tuple[int, int, int], changes: Sequence[dict[str, int]]) -> list[Row]:
-    """Returns gemm_skinny cut up in other ways, against the way that is chosen."""
-    m, n, k = size
-
-    def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor], change: dict[str, int]) -> Any:
-        with cut_as(change):
-            return ops.weight_gemm(x, *p)
-
-    layers = Layers(m, n, k)
-    pairs = list(zip(layers.xs, layers.packed, strict=True))
-    cases = {
-        ", ".join(f"{name} {count}" for name, count in change.items()): [
-            lambda x=x, p=p, change=change: call(x, p, change) for x, p in pairs
-        ]
-        for change in changes
-    }
-    times = take_turns({"chosen": layers.weight_only(), **cases}, rounds)
-    return [
-        Row(f"gemm_skinny, {name}, M={m} N={n} K={k}", times[name], times["chosen"] / times[name], "x chosen")
-        for name in cases
-    ]
-
-
-def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[float, float]]) -> list[Row]:
-    """Returns a linear layer with M > 64 in every way there is, against cuBLAS on bfloat16 weights."""
-    m, n, k = size
-    layers, label = Layers(*size), f"M={m} N={n} K={k}"
-    capability = torch.cuda.get_device_capability()
-    cases = {"cublas": layers.cublas(), "weight-only": layers.weight_only(), "with quantize": layers.quantized()}
-    if capability >= (8, 9):
-        cases["fold, with quantize"] = layers.quantized("fold")
-    if capability >= (10, 0):
-        cases["large, with quantize"] = layers.quantized("large")
-    times = take_turns(cases, rounds)
-    for p in layers.packed:
-        torch_cuda.keep_wide(*p)
-        torch_cuda.keep_folded(*p)
-    kept = take_turns({name: cases[name] for name in ("cublas", *cases) if name != "weight-only"}, rounds)
-    torch_cuda.forget_kept()
-    rows = [Row(f"cuBLAS bf16 {label}", times["cublas"], 2 * m * n * k / times["cublas"] / 1e6, "TFLOP/s")]
-    for found, suffix in ((times, ""), (kept, ", weight kept")):
-        for name in [*found][1:]:
-            ratio, key = found["cublas"] / found[name], name + suffix
-            rows.append(Row(f"{key} {label}", found[name], ratio, "x cuBLAS", *targets.get(key, ())))
-    if capability >= (8, 9):
-        x, p = ops.quantize(layers.xs[0]), layers.packed[0]
-        exact = ops.gemm(*x, *p).double()
-        with cuda_dispatch.forced_route("fold"):
-            got = ops.gemm(*x, *p).double()
-        error = ((got - exact).norm() / exact.norm()).item()
-        rows.append(Row(f"fold, float32 result {label}", times["fold, with quantize"], error, "relative error"))
-    return rows
-
-
-def wide_activations(rounds: int, size: tuple[int, int, int]) -> list[Row]:
-    """Returns weight_gemm of float32 and float16 activations against cuBLAS in the same dtype (no TF32)."""
-    m, n, k = size
-    rows = []
-    for dtype, label in ((torch.float32, "float32"), (torch.float16, "float16")):
-        w = torch.randn(n, k, device="cuda", dtype=dtype) / k**0.5
-        x, packed = torch.randn(m, k, device="cuda", dtype=dtype), ops.quantize(w)
-        check(x, packed)
-        cases = {
-            "cublas": [lambda x=x, w=w: torch.nn.functional.linear(x, w)],
-            "parts": [lambda x=x, p=packed: ops.weight_gemm(x, *p)],
-        }
-        times = take_turns(cases, rounds)
-        ratio = times["cublas"] / times["parts"]
-        rows.append(Row(f"weight-only, {label} M={m} N={n} K={k}", times["parts"], ratio, f"x cuBLAS {label}"))
-    return rows
-
-
-def training(rounds: int, m: int, n: int, k: int) -> list[Row]:
-    """Returns forward and backward of a linear layer against torch's in bfloat16."""
-    with torch.inference_mode(False):
-        w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-
-        def step(forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-            return torch.autograd.grad(forward(x, w), (x, w), dy)
-
-        def folded() -> Any:
-            with torch_cuda.fast_accumulate():
-                return step(ops.linear_train)
-
-        cases: dict[str, Sequence[Call]] = {
-            "torch": [lambda: step(torch.nn.functional.linear)],
-            "linear_train": [lambda: step(ops.linear_train)],
-            "linear_train, fast_accumulate": [folded],
-        }
-        times = take_turns(cases, rounds)
-    label = f"M={m} N={n} K={k}"
-    rows = [
-        Row(f"torch bf16 linear, trained, {label}", times["torch"], 6 * m * n * k / times["torch"] / 1e6, "TFLOP/s")
-    ]
-    rows += [Row(f"{name}, {label}", times[name], times["torch"] / times[name], "x torch") for name in [*cases][1:]]
-    return rows
-
-
-def check(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Fails unless the product is right: a fast wrong kernel is no result."""
-    poison = torch.full((x.shape[0], packed[0].shape[0]), float("nan"), device="cuda", dtype=x.dtype)
-    del poison  # its memory is what the allocator hands out next
-    got = ops.weight_gemm(x, *packed).double()
-    exact = x.double() @ ops.dequantize(*packed).double().T
-    error = ((got - exact).norm() / exact.norm()).item()
-    if not error < 2**-8:  # one rounding to bfloat16; NaN fails too
-        raise SystemExit(f"M={x.shape[0]}: relative error {error:.2e}, expected below 2^-8: the kernel is wrong")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--size", type=int, default=8192, help="N and K of the products")
-    parser.add_argument("--quick", action="store_true", help="few rounds, to see that everything runs")
-    arguments = parser.parse_args()
-    try:
-        gpu = cuda_device.device(0)
-    except BackendError as error:
-        sys.exit(str(error))
-    rounds, size, start = 5 if arguments.quick else arguments.rounds, arguments.size, time.perf_counter()
-    instances = [(launch.source, launch.kernel) for launch in cuda_kernels.instances()]
-    wanted = [item for item in instances if "F16" not in item[1].replace("BF16", "")]
-    cuda_build.prepare(wanted, cuda_build.target(gpu.capability))
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    with torch.inference_mode():
-        rows = memory_bound(rounds, 2 * size, size)
-        skinny = {"copy": (0.78, 0.87), "weight-only": (1.6, 1.9)}
-        for m, targets in (
-            *((m, skinny) for m in (1, 4, 8, 16)),
-            (32, {"weight-only": (1.5, 1.5)}), (64, {"weight-only": (1.3, 1.3)}),
-        ):  # fmt: skip
-            rows += few_rows(rounds, (m, size, size), targets)
-        for n, m in itertools.product((size // 8, size // 2), (1, 16, 64)):
-            rows += few_rows(rounds, (m, n, size), {})
-        for m, tiles in ((8, 1), (16, 2), (32, 4), (64, 8)):
-            rows += cuts(rounds, (m, size, size), [{"warps": count} for count in cuda_skinny.WARPS[tiles]])
-        for n, m in itertools.product((size // 8, size // 4, size // 2), (1, 16, 64)):
-            rows += cuts(rounds, (m, n, size), [{"splits": count} for count in (1, 2, 4, 8)])
-        for m, targets in (
-            (128, {"weight-only": (1.1, 1.1)}), (256, {"with quantize": (0.75, 0.9)}),
-            (1024, {"with quantize": (0.75, 0.9)}), (2048, {"with quantize": (0.80, 0.80)}),
-            (8192, {"with quantize": (0.88, 0.88), "with quantize, weight kept": (0.94, 0.96),
-                    "fold, with quantize, weight kept": (1.45, 1.65)}),
-        ):  # fmt: skip
-            rows += many_rows(rounds, (m, size, size), targets)
-        for m in (1, 16, 256, 2048):
-            rows += wide_activations(rounds, (m, size, size))
-        rows += training(rounds, size, size // 2, size // 2)
-    print(f"measured in {time.perf_counter() - start:.0f} s", flush=True)
-    publish(gpu.name, rows)
+        done = subprocess.run(
+            command, stdout=sys.stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"took more than {seconds:.0f} s"
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or ["no message"]
+    print("\n".join(lines[-20:]), file=sys.stderr, flush=True)
+    return f"exit code {done.returncode}: {lines[-1]}"
 
 
 def driver() -> str:
@@ -371,28 +126,78 @@ def driver() -> str:
         return "unknown"
 
 
-def publish(gpu: str, rows: Sequence[Row]) -> None:
-    """Prints the table and writes it to results/gpu.json and results/gpu.md."""
-    import cupy
+def versions() -> str:
+    """Returns the versions of what was measured with."""
+    found = {"driver": driver()}
+    for package in ("torch", "cupy-cuda13x", "cupy-cuda12x"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(f"{name} {version}" for name, version in found.items())
 
-    versions = {"torch": torch.__version__, "cupy": cupy.__version__, "driver": driver()}
-    head = f"{datetime.date.today().isoformat()}, {gpu}, " + ", ".join(f"{k} {v}" for k, v in versions.items())
+
+def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], folder: Path) -> list[str]:
+    """Writes gpu.md and gpu.json of the rows so far; returns the lines of the table."""
     lines = [head, "", "| what | us | value | of | must | stretch | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        bounds = " | ".join("" if bound is None else f"{bound:.2f}" for bound in (row.must, row.stretch))
+        bounds = " | ".join("" if bound is None else f"{bound:.2f}" for bound in (row["must"], row["stretch"]))
         lines.append(
-            f"| {row.name} | {row.microseconds:.1f} | {row.value:.3g} | {row.peer} | {bounds} | {row.verdict} |"
+            f"| {row['name']} | {row['microseconds']:.1f} | {row['value']:.3g} | {row['peer']} | {bounds} | "
+            f"{row['verdict']} |"
         )
+    verdicts = [row["verdict"] for row in rows if row["verdict"]]
     lines += [
         "",
         "x copy: against a copy that moves as many bytes. M <= 64 is gemm_skinny; more rows are dequantize and cuBLAS,",
         "on Blackwell its MXFP8 product. fold: FP8 tensor cores, not exact, only on request.",
+        "",
+        f"{len(verdicts)} targets: " + ", ".join(f"{verdicts.count(v)} {v}" for v in ("stretch", "ok", "MISSED")) + ".",
+        *(f"Section {name} is incomplete: {why}." for name, why in failures.items()),
     ]
+    (folder / "gpu.md").write_text("# CUDA kernels on one GPU\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    content = {"gpu": head, "rows": rows, "failures": failures}
+    (folder / "gpu.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--size", type=int, default=8192, help="N and K of the products")
+    parser.add_argument("--seconds", type=float, default=450, help="what all sections together may take")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.md and gpu.json")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="a section; all by default")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rows:
+        measure(arguments.only[0], arguments.rounds, arguments.size, arguments.rows)
+        return
+    start = time.monotonic()
+    try:
+        gpu, count = prepare()
+    except ValueError as error:  # Mxfp8Error is one
+        sys.exit(str(error))
+    print(f"{count} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path, failures = arguments.out / "gpu.jsonl", {}
+    path.write_text("", encoding="utf-8")
+    head, lines = f"{datetime.date.today().isoformat()}, {gpu}, {versions()}", []
+    for section in arguments.only or SECTIONS:
+        begun = time.monotonic()
+        left = arguments.seconds - (begun - start)
+        command = [sys.executable, __file__, "--only", section, "--rows", str(path)]
+        command += ["--rounds", str(arguments.rounds), "--size", str(arguments.size)]
+        why = run(command, min(left, SECTION_SECONDS)) if left > 0 else "no time was left"
+        if why:
+            failures[section] = why
+        whole = path.read_text(encoding="utf-8").rpartition("\n")[0]  # a section may end amid a line
+        rows = [json.loads(line) for line in whole.splitlines()]
+        lines = publish(head, rows, failures, arguments.out)
+        print(f"{section}: {time.monotonic() - begun:.0f} s{', ' + why if why else ''}", flush=True)
     print("\n".join(lines))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "gpu.md").write_text("# CUDA kernels on one GPU\n\n" + "\n".join(lines) + "\n")
-    content = {"gpu": head, "rows": [vars(row) | {"verdict": row.verdict} for row in rows]}
-    (RESULTS / "gpu.json").write_text(json.dumps(content, indent=1) + "\n")
+    path.unlink()
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

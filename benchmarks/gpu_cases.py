@@ -1,0 +1,309 @@
+"""What gpu_bench.py measures: each function returns rows of its table. Also how: see `take_turns`.
+
+Every case is captured into a CUDA graph that goes through enough sets of operands to leave nothing in the L2 cache;
+peers take turns, and the median of all rounds counts. Data is random and not zero (zeros run faster), and outputs are
+poisoned before they are checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mxfp8_ops import cuda_dispatch, cuda_kernels, cuda_skinny, torch_cuda, torch_ops  # noqa: F401 - registers
+from mxfp8_ops.cuda_kernels import Operand
+from mxfp8_ops.numerics import scale_count
+
+ops = torch.ops.mxfp8
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: `value` against what it must and could reach, in units of `peer`."""
+
+    name: str
+    microseconds: float
+    value: float
+    peer: str
+    must: float | None = None
+    stretch: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """What the value says about the targets; empty without any."""
+        if self.must is None:
+            return ""
+        return (
+            "stretch" if self.stretch and self.value >= self.stretch else "ok" if self.value >= self.must else "MISSED"
+        )
+
+
+def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """Returns a graph that makes all calls; each has run before, so everything is compiled and loaded."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def take_turns(cases: dict[str, Sequence[Call]], rounds: int) -> dict[str, float]:
+    """Returns the median microseconds of one call of each case; every round replays each case once."""
+    graphs = {name: captured(calls) for name, calls in cases.items()}
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds + 3):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 3:  # the first ones warm up
+                samples[name].append(start.elapsed_time(end) * 1e3 / len(cases[name]))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def sets(nbytes: int) -> int:
+    """Returns how many sets of operands of this size outgrow the L2 cache three times over, at least 4."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(4, -(-3 * cache // nbytes))
+
+
+def copy_calls(nbytes: int) -> list[Call]:
+    """Copies that read and write `nbytes` in all."""
+    pairs = [torch.randint(256, (2, nbytes // 2), dtype=torch.uint8, device="cuda") for _ in range(sets(nbytes))]
+    return [lambda p=pair: p[1].copy_(p[0]) for pair in pairs]
+
+
+def queue() -> cuda_kernels.Queue:
+    with torch_cuda._queue(torch.empty(0, device="cuda")) as found:
+        return found
+
+
+def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
+    """Returns quantize, dequantize and fold of bfloat16 [m, k] against a copy of as many bytes."""
+    n = m * k
+    xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets(3 * n))]
+    packed = [ops.quantize(x) for x in xs]
+
+    def both(x: torch.Tensor) -> Any:
+        rows = torch.empty_like(x, dtype=torch.uint8), x.new_empty((m, scale_count(k)), dtype=torch.uint8)
+        columns = torch.empty_like(x, dtype=torch.uint8), x.new_empty((scale_count(m), k), dtype=torch.uint8)
+        cuda_kernels.quantize_both(
+            queue(), Operand("bfloat16", x.data_ptr()), (m, k), (rows[0].data_ptr(), rows[1].data_ptr()),
+            (columns[0].data_ptr(), columns[1].data_ptr()), element_format="e4m3", scale_rounding="ceil",
+        )  # fmt: skip
+        return rows, columns
+
+    def fold(pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        return cuda_kernels.fold(queue(), Operand("e4m3", pair[0].data_ptr(), pair[1].data_ptr()), m, k)
+
+    traffic = {"copy 1": n * 3 + n // 32, "copy 2": n * 4 + n // 16, "copy 3": n * 2 + n // 32}
+    cases: dict[str, Sequence[Call]] = {
+        **{name: copy_calls(size) for name, size in traffic.items()},
+        "quantize, rows": [lambda x=x: ops.quantize(x) for x in xs],
+        "quantize, columns": [lambda x=x: ops.quantize(x, 0) for x in xs],
+        "quantize, columns transposed": [lambda x=x: ops.quantize(x.t()) for x in xs],
+        "quantize, both in one pass": [lambda x=x: both(x) for x in xs],
+        "quantize, both, columns transposed": [lambda x=x: ops.quantize_both(x) for x in xs],
+        "dequantize": [lambda p=p: ops.dequantize(*p, -1, "e4m3", torch.bfloat16) for p in packed],
+        "fold": [lambda p=p: fold(p) for p in packed],
+    }
+    times = take_turns(cases, rounds)
+    targets = {
+        "quantize, rows": ("copy 1", 0.90, 0.95), "quantize, columns": ("copy 1", 0.85, 0.92),
+        "quantize, columns transposed": ("copy 1", None, None),
+        "quantize, both in one pass": ("copy 2", 0.80, 0.88),
+        "quantize, both, columns transposed": ("copy 2", None, None),
+        "dequantize": ("copy 1", 0.90, 0.95), "fold": ("copy 3", None, None),
+    }  # fmt: skip
+    one = traffic["copy 1"]
+    rows = [Row(f"copy of {one / 1e6:.0f} MB", times["copy 1"], one / times["copy 1"] / 1e6, "TB/s")]
+    for name, (copy, must, stretch) in targets.items():
+        rows.append(Row(f"{name} {m}x{k}", times[name], times[copy] / times[name], "x copy", must, stretch))
+    return rows
+
+
+class Layers:
+    """Linear layers [n, k] in enough sets to outgrow the cache, with activations [m, k]."""
+
+    def __init__(self, m: int, n: int, k: int) -> None:
+        self.m, self.n, self.k = m, n, k
+        count = sets(2 * n * k) if m <= 1024 else 4
+        self.ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for _ in range(count)]
+        self.xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        self.packed = [ops.quantize(w) for w in self.ws]
+        check(self.xs[0], self.packed[0])
+
+    def cublas(self) -> Sequence[Call]:
+        """Returns calls of the peer, one per set."""
+        return [lambda x=x, w=w: torch.nn.functional.linear(x, w) for x, w in zip(self.xs, self.ws, strict=True)]
+
+    def weight_only(self) -> Sequence[Call]:
+        """Returns calls of weight_gemm."""
+        return [lambda x=x, p=p: ops.weight_gemm(x, *p) for x, p in zip(self.xs, self.packed, strict=True)]
+
+    def quantized(self, route: str | None = None) -> Sequence[Call]:
+        """Returns calls of quantize and gemm, by a row of the dispatch table, if one is named."""
+
+        def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor]) -> Any:
+            with cuda_dispatch.forced_route(route) if route else contextlib.nullcontext():
+                return ops.gemm(*ops.quantize(x), *p, None, "e4m3", "e4m3", torch.bfloat16)
+
+        return [lambda x=x, p=p: call(x, p) for x, p in zip(self.xs, self.packed, strict=True)]
+
+
+def few_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[float, ...]]) -> list[Row]:
+    """Returns a linear layer with M <= 64 against cuBLAS on bfloat16 weights, and against copying its weight."""
+    m, n, k = size
+    layers, label = Layers(*size), f"M={m} N={n} K={k}"
+    cases = {
+        "cublas": layers.cublas(),
+        "weight-only": layers.weight_only(),
+        "with quantize": layers.quantized(),
+        "copy": copy_calls(n * k + n * k // 32),
+    }
+    times = take_turns(cases, rounds)
+    rows = [Row(f"cuBLAS bf16 {label}", times["cublas"], 2 * m * n * k / times["cublas"] / 1e6, "TFLOP/s")]
+    for name in ("weight-only", "with quantize"):
+        ratio = times["cublas"] / times[name]
+        rows.append(Row(f"{name} {label}", times[name], ratio, "x cuBLAS", *targets.get(name, ())))
+    # A copy moves each byte twice; reading the weight alone is bound by the same bytes a second.
+    ratio = times["copy"] / times["weight-only"]
+    rows.append(Row(f"weight-only {label}", times["weight-only"], ratio, "x copy", *targets.get("copy", ())))
+    return rows
+
+
+@contextlib.contextmanager
+def cut_as(change: dict[str, int]) -> Iterator[None]:
+    """Fixes a part of how gemm_skinny is cut up."""
+    rule = cuda_skinny.cut
+    cuda_skinny.cut = lambda *given: dataclasses.replace(rule(*given), **change)
+    try:
+        yield
+    finally:
+        cuda_skinny.cut = rule
+
+
+def cuts(rounds: int, size: tuple[int, int, int], changes: Sequence[dict[str, int]]) -> list[Row]:
+    """Returns gemm_skinny cut up in other ways, against the way that is chosen."""
+    m, n, k = size
+
+    def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor], change: dict[str, int]) -> Any:
+        with cut_as(change):
+            return ops.weight_gemm(x, *p)
+
+    layers = Layers(m, n, k)
+    pairs = list(zip(layers.xs, layers.packed, strict=True))
+    cases = {
+        ", ".join(f"{name} {count}" for name, count in change.items()): [
+            lambda x=x, p=p, change=change: call(x, p, change) for x, p in pairs
+        ]
+        for change in changes
+    }
+    times = take_turns({"chosen": layers.weight_only(), **cases}, rounds)
+    return [
+        Row(f"gemm_skinny, {name}, M={m} N={n} K={k}", times[name], times["chosen"] / times[name], "x chosen")
+        for name in cases
+    ]
+
+
+def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[float, ...]]) -> list[Row]:
+    """Returns a linear layer with M > 64 in every way there is, against cuBLAS on bfloat16 weights."""
+    m, n, k = size
+    layers, label = Layers(*size), f"M={m} N={n} K={k}"
+    capability = torch.cuda.get_device_capability()
+    cases = {"cublas": layers.cublas(), "weight-only": layers.weight_only(), "with quantize": layers.quantized()}
+    if capability >= (8, 9):
+        cases["fold, with quantize"] = layers.quantized("fold")
+    if capability >= (10, 0):
+        cases["large, with quantize"] = layers.quantized("large")
+    times = take_turns(cases, rounds)
+    for p in layers.packed:
+        torch_cuda.keep_wide(*p)
+        torch_cuda.keep_folded(*p)
+    kept = take_turns({name: cases[name] for name in ("cublas", *cases) if name != "weight-only"}, rounds)
+    torch_cuda.forget_kept()
+    rows = [Row(f"cuBLAS bf16 {label}", times["cublas"], 2 * m * n * k / times["cublas"] / 1e6, "TFLOP/s")]
+    for found, suffix in ((times, ""), (kept, ", weight kept")):
+        for name in [*found][1:]:
+            ratio, key = found["cublas"] / found[name], name + suffix
+            rows.append(Row(f"{key} {label}", found[name], ratio, "x cuBLAS", *targets.get(key, ())))
+    if capability >= (8, 9):
+        x, p = ops.quantize(layers.xs[0]), layers.packed[0]
+        exact = ops.gemm(*x, *p).double()
+        with cuda_dispatch.forced_route("fold"):
+            got = ops.gemm(*x, *p).double()
+        error = ((got - exact).norm() / exact.norm()).item()
+        rows.append(Row(f"fold, float32 result {label}", times["fold, with quantize"], error, "relative error"))
+    return rows
+
+
+def wide_activations(rounds: int, size: tuple[int, int, int]) -> list[Row]:
+    """Returns weight_gemm of float32 and float16 activations against cuBLAS in the same dtype (no TF32)."""
+    m, n, k = size
+    rows = []
+    for dtype, label in ((torch.float32, "float32"), (torch.float16, "float16")):
+        w = torch.randn(n, k, device="cuda", dtype=dtype) / k**0.5
+        x, packed = torch.randn(m, k, device="cuda", dtype=dtype), ops.quantize(w)
+        check(x, packed)
+        cases = {
+            "cublas": [lambda x=x, w=w: torch.nn.functional.linear(x, w)],
+            "parts": [lambda x=x, p=packed: ops.weight_gemm(x, *p)],
+        }
+        times = take_turns(cases, rounds)
+        ratio = times["cublas"] / times["parts"]
+        rows.append(Row(f"weight-only, {label} M={m} N={n} K={k}", times["parts"], ratio, f"x cuBLAS {label}"))
+    return rows
+
+
+def training(rounds: int, m: int, n: int, k: int) -> list[Row]:
+    """Returns forward and backward of a linear layer against torch's in bfloat16."""
+    with torch.inference_mode(False):
+        w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+
+        def step(forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+            return torch.autograd.grad(forward(x, w), (x, w), dy)
+
+        def folded() -> Any:
+            with torch_cuda.fast_accumulate():
+                return step(ops.linear_train)
+
+        cases: dict[str, Sequence[Call]] = {
+            "torch": [lambda: step(torch.nn.functional.linear)],
+            "linear_train": [lambda: step(ops.linear_train)],
+            "linear_train, fast_accumulate": [folded],
+        }
+        times = take_turns(cases, rounds)
+    label = f"M={m} N={n} K={k}"
+    rows = [
+        Row(f"torch bf16 linear, trained, {label}", times["torch"], 6 * m * n * k / times["torch"] / 1e6, "TFLOP/s")
+    ]
+    rows += [Row(f"{name}, {label}", times[name], times["torch"] / times[name], "x torch") for name in [*cases][1:]]
+    return rows
+
+
+def check(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Fails unless the product is right: a fast wrong kernel is no result."""
+    poison = torch.full((x.shape[0], packed[0].shape[0]), float("nan"), device="cuda", dtype=x.dtype)
+    del poison  # its memory is what the allocator hands out next
+    got = ops.weight_gemm(x, *packed).double()
+    exact = x.double() @ ops.dequantize(*packed).double().T
+    error = ((got - exact).norm() / exact.norm()).item()
+    if not error < 2**-8:  # one rounding to bfloat16; NaN fails too
+        raise SystemExit(f"M={x.shape[0]}: relative error {error:.2e}, expected below 2^-8: the kernel is wrong")

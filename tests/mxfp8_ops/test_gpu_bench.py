@@ -1,0 +1,184 @@
+"""The GPU benchmark without a GPU: every case on emulated CUDA threads, and what becomes of a section that fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_emulation import device
+from test_cuda_fp8 import emulated, on_a
+
+torch = pytest.importorskip("torch")
+torch_cuda = pytest.importorskip("mxfp8_ops.torch_cuda")
+pytest.importorskip("mxfp8_ops.torch_ops")
+from torch.overrides import TorchFunctionMode  # noqa: E402
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SIZE = (70, 48, 96)
+__all__ = ["emulated"]
+
+
+class OnTheProcessor(TorchFunctionMode):
+    """Makes the tensors of device "cuda" on the processor, whose memory is that of the emulated device."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {**(kwargs or {})}
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+@pytest.fixture
+def cases(monkeypatch, emulated):
+    on_a(monkeypatch, (9, 0))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_cases
+
+    ops = types.SimpleNamespace(linear_train=torch.ops.mxfp8.linear_train)
+    for name in ("quantize", "quantize_both", "dequantize", "gemm", "weight_gemm"):
+        setattr(ops, name, getattr(torch_cuda, name))
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            self.record = self.synchronize = lambda: None
+
+        def elapsed_time(self, _: Any) -> float:
+            return 1.0
+
+    def captured(calls: Any) -> Any:
+        for call in calls:
+            call()
+        return types.SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr(gpu_cases, "ops", ops)
+    monkeypatch.setattr(gpu_cases, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: device().capability)
+    with OnTheProcessor(), torch.inference_mode():
+        yield gpu_cases
+
+
+def kernels() -> set[str]:
+    return {name.partition("<")[0].partition(" ")[0] for name in device().launched}
+
+
+@pytest.mark.parametrize(
+    ("call", "launched"),
+    [
+        (lambda cases: cases.memory_bound(1, 64, 96), {"quantize_rows", "quantize_columns", "dequantize", "fold"}),
+        (lambda cases: cases.few_rows(1, (3, 48, 96), {"copy": (1.0, 2.0)}), {"quantize_rows", "gemm_skinny"}),
+        (lambda cases: cases.many_rows(1, SIZE, {}), {"matmul_bf16", "dequantize", "gemm_float32", "fold", "finish"}),
+        (lambda cases: cases.cuts(1, (3, 48, 96), [{"splits": 2}, {"warps": 1}]), {"gemm_skinny", "finish"}),
+        (lambda cases: cases.wide_activations(1, SIZE), {"bfloat16_parts", "matmul_bf16", "finish"}),
+        (lambda cases: cases.training(1, 64, 32, 32), set()),  # on the kernels of the processor
+    ],
+    ids=["memory_bound", "few_rows", "many_rows", "cuts", "wide_activations", "training"],
+)
+def test_every_case_runs_and_checks_itself(cases, call, launched):
+    rows = call(cases)
+    assert kernels() >= launched
+    assert all(row.microseconds > 0 and row.value >= 0 for row in rows)
+
+
+def test_a_wrong_product_is_no_result(cases, monkeypatch):
+    monkeypatch.setattr(cases.ops, "weight_gemm", lambda x, *_: torch_cuda.weight_gemm(x, *_) * 1.1)
+    with pytest.raises(SystemExit, match=r"relative error 1\.0\de-01, expected below 2\^-8: the kernel is wrong"):
+        cases.few_rows(1, (3, 48, 96), {})
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """The script, with sections that write one row each and a way to fail."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_bench
+
+    failing: dict[str, str] = {}
+
+    def run(command: list[str], seconds: float) -> str:
+        section, rows = command[command.index("--only") + 1], Path(command[command.index("--rows") + 1])
+        row = {
+            "name": section,
+            "microseconds": 1,
+            "value": 0.9,
+            "peer": "x",
+            "must": 0.8,
+            "stretch": 1,
+            "verdict": "ok",
+        }
+        with rows.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+            if section in failing:
+                file.write('{"name": "half a li')
+        assert seconds <= gpu_bench.SECTION_SECONDS
+        return failing.get(section, "")
+
+    monkeypatch.setattr(gpu_bench, "prepare", lambda: ("a GPU", 200))
+    monkeypatch.setattr(gpu_bench, "run", run)
+    gpu_bench.failing = failing
+    return gpu_bench
+
+
+def main(bench: Any, monkeypatch: Any, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu_bench.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    return int(ended.value.code)
+
+
+def test_the_table_has_every_section(bench, monkeypatch, tmp_path):
+    assert main(bench, monkeypatch, "--out", str(tmp_path)) == 0
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["name"] for row in content["rows"]] == [*bench.SECTIONS]
+    assert (
+        f"{len(bench.SECTIONS)} targets: 0 stretch, {len(bench.SECTIONS)} ok, 0 MISSED"
+        in (tmp_path / "gpu.md").read_text()
+    )
+
+
+def test_a_section_that_fails_costs_no_other(bench, monkeypatch, tmp_path):
+    bench.failing["memory"] = "exit code -11: no message"
+    assert main(bench, monkeypatch, "--out", str(tmp_path), "--only", "memory") == 1
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| memory |" in text
+    assert "Section memory is incomplete: exit code -11: no message." in text
+
+
+def test_without_time_nothing_more_is_started(bench, monkeypatch, tmp_path):
+    assert main(bench, monkeypatch, "--out", str(tmp_path), "--seconds", "0") == 1
+    assert "Section cuts is incomplete: no time was left." in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_a_section_dies_of_is_said(monkeypatch, capfd):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_bench
+
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    assert gpu_bench.run([sys.executable, "-c", "raise SystemExit('no such GPU')"], 60) == "exit code 1: no such GPU"
+    assert gpu_bench.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == "took more than 0 s"
+
+
+def test_sections_ask_for_the_targets_of_an_h200(bench):
+    """Every target of the issue that asked for these kernels, whose sizes must stay what they are."""
+    asked: dict[str, Any] = {}
+
+    class Recorder:
+        cuda_skinny = types.SimpleNamespace(WARPS={1: (2, 1), 2: (4, 2), 4: (4, 2), 8: (4, 2)})
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda rounds, *given: asked.setdefault(f"{name} {given[0]}", given) and []
+
+    for section in bench.SECTIONS.values():
+        assert not [row for rows in section(Recorder(), 50, 8192) for row in rows]
+    for m, targets in ((1, (1.6, 1.9)), (16, (1.6, 1.9)), (32, (1.5,)), (64, (1.3,))):
+        assert asked[f"few_rows ({m}, 8192, 8192)"][1]["weight-only"] == targets
+    assert asked["few_rows (1, 8192, 8192)"][1]["copy"] == (0.78, 0.87)
+    assert asked["many_rows (128, 8192, 8192)"][1] == {"weight-only": (1.1,)}
+    assert asked["many_rows (256, 8192, 8192)"][1] == {"with quantize": (0.75, 0.9)}
+    assert asked["many_rows (2048, 8192, 8192)"][1] == {"with quantize": (0.80,)}
+    assert asked["many_rows (8192, 8192, 8192)"][1]["fold, with quantize, weight kept"] == (1.45, 1.65)
+    assert asked["many_rows (8192, 8192, 8192)"][1]["with quantize, weight kept"] == (0.94, 0.96)
