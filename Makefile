@@ -46,7 +46,7 @@ format: $(VENV)/.installed
 gpu-test:
 	-cmake -S custom_ops -B build/gpu -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/gpu/mxfp8_ops >/dev/null && \
 	  cmake --build build/gpu --parallel >/dev/null
-	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) -m pytest -rs -m gpu \
+	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) tests/run_on_gpu.py --log $${OUT:-build/gpu}/gpu-test.txt \
 	  tests/mxfp8_ops/test_cuda_device.py tests/mxfp8_ops/test_cuda_device_fp8.py tests/mxfp8_ops/test_ort_device.py
 
 gpu-bench:

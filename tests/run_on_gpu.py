@@ -1,0 +1,132 @@
+"""Runs the tests of the marker `gpu` so that one call yields as much as it can: make gpu-test.
+
+An illegal access ends a CUDA context, and with it every later test of the process; a deadlock ends nothing at all. So
+the tests run in a process that is started anew, with what has not run yet, when the device is lost, the process dies or
+a test takes too long. Each result is in the log as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LOG = "MXFP8_GPU_TEST_LOG"
+"""Environment variable: the log, for the process that runs the tests."""
+LOST = 86
+"""Its exit code when it cannot go on."""
+HERE = Path(__file__).parent
+
+
+# --- the plugin: in the process that runs the tests -------------------------------------------------------------------
+
+
+def lost() -> bool:
+    """Returns whether nothing more can run on the device in this process."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def write(*words: Any) -> None:
+    with Path(os.environ[LOG]).open("a", encoding="utf-8") as file:
+        file.write(" ".join(map(str, words)) + "\n")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves out what has been started before."""
+    started = {words[2] for words in results(Path(os.environ[LOG])) if words[0] == "start"}
+    items[:] = [item for item in items if item.nodeid not in started]
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    write("start", "0", nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "call" and report.passed:
+        return
+    write(report.outcome, f"{report.duration:.1f}", report.nodeid)
+    if report.skipped and isinstance(report.longrepr, tuple):
+        write("   ", report.longrepr[2])
+    if report.failed:
+        write("    " + report.longreprtext.replace("\n", "\n    "))
+        if lost():
+            write("    The device is lost: the next tests run in a new process.")
+            pytest.exit("the device is lost", returncode=LOST)
+
+
+# --- the script ------------------------------------------------------------------------------------------------------
+
+
+def results(log: Path) -> list[list[str]]:
+    """Returns [outcome, seconds, test] of each line that has them."""
+    lines = log.read_text(encoding="utf-8").splitlines()
+    found = [line.split(" ", 2) for line in lines if line and not line.startswith(" ")]
+    return [words for words in found if len(words) == 3]
+
+
+def run_once(files: list[str], log: Path, deadline: float, most: float) -> int | None:
+    """Runs what has not run yet; returns the exit code of pytest, or None if it had to be killed."""
+    environment = {**os.environ, LOG: str(log)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-p", "run_on_gpu", "-p", "no:cacheprovider", "-q", "-m", "gpu", *files]
+    size, since = log.stat().st_size, time.monotonic()
+    with subprocess.Popen(command, env=environment) as process:
+        while process.poll() is None:
+            time.sleep(0.1)
+            now = time.monotonic()
+            if log.stat().st_size != size:
+                size, since = log.stat().st_size, now
+            if now > deadline or now - since > most:
+                process.kill()
+                return None
+        return process.returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=470, help="for all tests together")
+    parser.add_argument("--most", type=float, default=150, help="seconds for one test")
+    arguments = parser.parse_args()
+    log, deadline = arguments.log, time.monotonic() + arguments.seconds
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("", encoding="utf-8")
+    finished = False
+    while time.monotonic() < deadline and not finished:
+        before = len(results(log))
+        code = run_once(arguments.files, log, deadline, arguments.most)
+        found = results(log)
+        if found and found[-1][0] == "start":
+            why = "took too long" if code is None else f"ended the process with exit code {code}"
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"failed {arguments.most:.0f} {found[-1][2]}\n    It {why}.\n")
+        # 0, 1: ran to the end; 5: nothing was left. Anything else with nothing new would be so again.
+        finished = code in (0, 1, 5) or len(results(log)) == before
+    outcomes = collections.Counter(words[0] for words in results(log) if words[0] != "start")
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())) or "nothing ran"
+    if not finished:
+        summary += f"; stopped after {arguments.seconds:.0f} s"
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"    {summary}\n")
+    failed = [words[2] for words in results(log) if words[0] == "failed"]
+    print(f"{log}: {summary}", *failed, sep="\n  failed: ")
+    return int(bool(failed) or not finished or not outcomes["passed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
