@@ -160,6 +160,14 @@ def rewrite(
     recipe: Annotated[
         str, typer.Option("--recipe", help="mxfp8, mxfp8-weight-only, ocp, all, or a .yaml or .toml file.")
     ] = "mxfp8",
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exclude",
+            metavar="REGEX",
+            help="Keep matmuls whose name or module path matches; beside the recipe's own. Repeatable.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done to each matmul; stop.")] = False,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json or .html.")
@@ -175,14 +183,16 @@ def rewrite(
 ) -> None:
     """Rewrites the matmuls of MODEL to MXFP8."""
     from mxfp8_graph import api, tables
+    from mxfp8_graph.recipe import load_recipe
     from mxfp8_graph.report import check_report_path
 
     if report is not None:
         check_report_path(report)
+    chosen = load_recipe(recipe).excluding(exclude or ())
     with progress_bar() as progress:
         _, done = api.rewrite(
             model,
-            recipe,
+            chosen,
             output=output,
             external_data=external_data.value,
             overwrite=overwrite,

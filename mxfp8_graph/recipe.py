@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -167,6 +167,18 @@ class Recipe(_Model):
     """Sites whose name or module path matches one of these stay in high precision, whatever else is said."""
     rules: tuple[Rule, ...] = ()
     """First match wins."""
+
+    def excluding(self, patterns: Sequence[str]) -> Recipe:
+        """Returns the recipe with more patterns in `exclude`, and a name that says so.
+
+        Raises:
+            RecipeError: a pattern is not a regular expression, or is in `include` too.
+        """
+        if not patterns:
+            return self
+        name = f"{self.name} excluding {', '.join(patterns)}"
+        fields = self.model_dump(exclude_unset=True)
+        return Recipe(**{**fields, "name": name, "exclude": (*self.exclude, *patterns)})
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:

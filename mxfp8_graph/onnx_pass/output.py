@@ -169,6 +169,8 @@ def data_path_of(path: Path) -> Path:
 
 
 def _check_path(source: Source, path: Path, *, external: bool, overwrite: bool) -> None:
+    if path.is_dir():
+        raise ContractError(f"{path}: a directory; expected a file name; pass --output DIRECTORY/MODEL.onnx")
     inputs = {Path(source.name).resolve()} if source.folder else set()
     if source.folder is not None:
         for tensor in [*source.tensors.values(), *iter_tensors(source.proto)]:
@@ -176,8 +178,6 @@ def _check_path(source: Source, path: Path, *, external: bool, overwrite: bool) 
                 inputs.add((source.folder / location(tensor)).resolve())
     if {path.resolve(), data_path_of(path).resolve()} & inputs:
         raise ContractError(f"{path}: is the input or its external data; expected another file; pass another --output")
-    if path.is_dir():
-        raise ContractError(f"{path}: a directory; expected a file name; pass --output DIRECTORY/MODEL.onnx")
     for file in (path, data_path_of(path))[: 1 + external]:
         if file.exists() and not overwrite:
             raise ContractError(f"{file}: exists already; expected a new file; pass --overwrite or another --output")

@@ -93,6 +93,30 @@ def test_a_recipe_file() -> None:
     assert result.stdout.splitlines()[0] == "1 of 2 matmuls rewritten to MXFP8 with recipe mine"
 
 
+def test_exclude_adds_to_the_recipe() -> None:
+    Path("mine.yaml").write_text("exclude: [layers.0]\n")
+    source = save(b.chain_model((64, 128, 64, 64)))
+    lines = run("rewrite", source, "--recipe", "mine.yaml", "--exclude", "1.linear").stdout.splitlines()
+    assert lines[0] == "1 of 3 matmuls rewritten to MXFP8 with recipe mine excluding 1.linear"
+    assert " kept        1       excluded by '1.linear'" in lines
+
+
+def test_exclude_takes_several_patterns() -> None:
+    result = run("rewrite", save(b.chain_model()), "--exclude", "layers.0", "--exclude", "layers.1", "--dry-run")
+    assert (result.exit_code, "excluded by 'layers.1'" in result.stderr) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("lm_head", "recipe 'mxfp8 excluding lm_head': exclude.0: 'lm_head' matches none of the model's matmuls"),
+        ("[", "Recipe: exclude.0: '[' is not a regular expression (unterminated character set at position 0)"),
+    ],
+)
+def test_exclude_refuses(pattern: str, message: str) -> None:
+    assert refused("rewrite", save(b.chain_model()), "--exclude", pattern).startswith(f"error: {message}; expected")
+
+
 def test_dry_run_prints_a_line_per_site_and_writes_nothing() -> None:
     result = run("rewrite", save(b.language_model(), "lm.onnx"), "--dry-run")
     sizes = "batch_size*sequence_length x"
@@ -314,6 +338,13 @@ def test_a_rule_that_matches_nothing() -> None:
     assert refused("rewrite", save(b.chain_model()), "--recipe", "r.yaml") == (
         "error: recipe 'r': exclude.0: 'lm_head' matches none of the model's matmuls; expected at least one; "
         "correct or remove it. Matmuls: layers.0.linear, layers.1.linear"
+    )
+
+
+@pytest.mark.parametrize("output", [".", "..", "/"])
+def test_an_output_that_is_a_folder(output: str) -> None:
+    assert refused("rewrite", save(b.chain_model()), "-o", output) == (
+        f"error: {output}: a directory; expected a file name; pass --output DIRECTORY/MODEL.onnx"
     )
 
 
