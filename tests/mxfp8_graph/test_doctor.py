@@ -159,7 +159,7 @@ def test_a_gpu(gpus: list[cuda_system.Gpu], monkeypatch: pytest.MonkeyPatch) -> 
     assert "compute capability 7.5; expected 8.0 (Ampere) or later" in find("gpu 1").detail
     routes = find("gemm routes").detail
     assert routes.startswith("sm_90a: the first that fits of skinny (M <= 64, K % 32 = 0); fold (")
-    assert routes.endswith("; large; float32")
+    assert routes.endswith("; large; parts; float32")
     assert "block_scaled" not in routes
     assert healthy(diagnose())
 
