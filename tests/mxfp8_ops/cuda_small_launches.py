@@ -30,7 +30,7 @@ def main() -> None:
             cuda._queue(), Operand("float32", x.data.ptr), shape, (addresses[0], addresses[1]),
             (addresses[2], addresses[3]), element_format="e4m3", scale_rounding="ceil", transposed=True,
         )  # fmt: skip
-    for n, k in ((150, 544), (40, 2080)):
+    for n, k in ((150, 544), (40, 8224)):  # the second: with K split
         b = cuda.quantize(values(n, k))
         cuda_kernels.fold(cuda._queue(), Operand("e4m3", b[0].data.ptr, b[1].data.ptr), n, k)
         cuda_kernels.swizzle_scales(cuda._queue(), Operand("e4m3", 0, b[1].data.ptr), n, k)
@@ -38,7 +38,11 @@ def main() -> None:
             cuda.gemm(*cuda.quantize(values(m, k)), *b)
         with cuda_dispatch.forced_route("large"):
             cuda.gemm(*cuda.quantize(values(70, k)), *b, values(n), dtype="float16")
-        cuda.weight_gemm(values(5, k), *b)
+        for m in (5, 70):
+            cuda.weight_gemm(values(m, k), *b)
+            cuda.weight_gemm(values(m, k).astype(np.float16), *b)
+        with cuda_dispatch.forced_route("float32"):
+            cuda.weight_gemm(values(5, k), *b)
     cupy.cuda.runtime.deviceSynchronize()
     print("launched every kernel")
 
