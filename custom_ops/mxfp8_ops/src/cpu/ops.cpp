@@ -15,6 +15,7 @@ constexpr int64_t kTaskValues = 1 << 18;    // values that one quantize, dequant
 constexpr int64_t kLeastValues = 1 << 16;   // values worth a second thread
 constexpr int64_t kTaskProducts = 1 << 21;  // multiply-adds that one gemm task handles: 10 us
 constexpr int64_t kDecodeRows = 12;         // rows whose multiply-adds take as long as reading and decoding B
+constexpr int64_t kGemmStep = 2 * kBlock;   // values that a gemm kernel multiplies at once, and pads rows of A to
 constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a gemm packs
 constexpr int64_t kPackedBytes = 8 << 20;   // of A packed at a time
 constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
@@ -147,7 +148,7 @@ const GemmKernel* next_kernel(const Kernels& kernels, bool fits_bf16, int64_t ro
 void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, std::vector<Strip>* strips,
                  std::vector<Scratch>* scratch) {
   const bool fits_bf16 = args.a_scales != nullptr || args.a_format == MXFP8_BFLOAT16;
-  const int64_t k_padded = ceil_div(args.k, 2 * kBlock) * 2 * kBlock;
+  const int64_t k_padded = ceil_div(args.k, kGemmStep) * kGemmStep;
   std::vector<Strip*> open;
   for (Strip& strip : *strips) open.push_back(&strip);
   while (!open.empty()) {
@@ -196,8 +197,9 @@ void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args
     std::vector<Scratch> scratch;
     pack_strips(kernels, parallel, args, &strips, &scratch);
 
-    // Each task multiplies one strip with a range of columns.
-    const int64_t work = (end - begin + int64_t(strips.size()) * kDecodeRows) * args.n * args.k / kTaskProducts;
+    // Each task multiplies one strip with a range of columns. The end of a row costs what a whole step does.
+    const int64_t depth = ceil_div(args.k, kGemmStep) * kGemmStep;
+    const int64_t work = (end - begin + int64_t(strips.size()) * kDecodeRows) * args.n * depth / kTaskProducts;
     int64_t wanted = 1;
     if (parallel.threads > 1 && work > 1) {
       wanted =
