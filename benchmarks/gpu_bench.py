@@ -98,7 +98,7 @@ def prepare() -> tuple[str, int]:
     from mxfp8_ops import cuda_build, cuda_device, cuda_kernels
 
     gpu = cuda_device.device(0)
-    kernels = [(launch.source, launch.kernel) for launch in cuda_kernels.instances()]
+    kernels = [(launch.source, launch.kernel) for launch in cuda_kernels.instances(gpu.capability)]
     return gpu.name, cuda_build.prepare(kernels, cuda_build.target(gpu.capability))
 
 

@@ -219,7 +219,7 @@ def _routes(capability: tuple[int, int]) -> str:
 
     rows = []
     for row in cuda_dispatch.ROUTES:
-        if capability < row.capability:
+        if capability < row.capability or (row.alone and capability != row.capability):
             continue
         conditions = [f"M <= {row.most_rows}"] if row.most_rows else []
         conditions += ["K % 32 = 0"] * row.whole_blocks + ["with torch or nvmath-python"] * row.library

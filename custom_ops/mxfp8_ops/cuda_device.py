@@ -17,6 +17,9 @@ from mxfp8_ops.errors import BackendError
 _DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
 """cublasMath_t: sums of split-K stay in float32."""
 
+_SHARED_BYTES: Final = 48 << 10
+"""Shared memory that a launch may ask for unless its kernel has been allowed more."""
+
 
 def available() -> bool:
     """Returns whether CuPy and a CUDA device are here."""
@@ -75,8 +78,9 @@ class CudaDevice:
 
     def launch(self, launch: Launch, stream: int) -> None:
         """Queues a kernel."""
-        function = self.function(launch.source, launch.kernel)
-        function((launch.grid, 1, 1), (cuda_kernels.THREADS, 1, 1), launch.arguments, stream=_Stream(stream))
+        function = self.function(launch.source, launch.kernel, launch.shared)
+        threads = (cuda_kernels.THREADS, 1, 1)
+        function((launch.grid, 1, 1), threads, launch.arguments, shared_mem=launch.shared, stream=_Stream(stream))
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:
         """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
@@ -99,14 +103,18 @@ class CudaDevice:
             finally:
                 cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
 
-    def function(self, source: str, kernel: str) -> Any:
-        """Returns a kernel as a CuPy function, loading it if this is its first use."""
+    def function(self, source: str, kernel: str, shared: int = 0) -> Any:
+        """Returns a kernel as a CuPy function, loading it if this is its first use; its launches ask for `shared`."""
         function = self._functions.get(kernel)
         if function is None:
             code = cuda_build.cubin(source, kernel, self._target)
             module = cupy_module().cuda.function.Module()
             module.load(code)
             function = self._functions[kernel] = module.get_function(cuda_build.entry(code))
+            if shared > _SHARED_BYTES:
+                driver = cupy_module().cuda.driver
+                most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                driver.funcSetAttribute(function.ptr, most, shared)
         return function
 
     def context(self) -> int:

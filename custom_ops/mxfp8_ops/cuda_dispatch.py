@@ -20,6 +20,8 @@ class Route:
     kernel: str
     capability: tuple[int, int] = (8, 0)
     """Least compute capability."""
+    alone: bool = False
+    """Whether no later one will do: the kernel has instructions that only this one knows."""
     most_rows: int | None = None
     """Greatest M."""
     kinds: tuple[str, ...] = (*_EXACT, "float16", "float32")
@@ -34,6 +36,8 @@ class Route:
     """Whether it is a product of a library that the caller has to bring."""
     opt_in: bool = False
     """Whether it is taken only when asked for, by `allowed` or `forced_route`."""
+    packed: bool = False
+    """Whether it is taken for a weight that is kept in bfloat16 too only when `forced_route` says so."""
 
 
 ROUTES: Final = (
@@ -45,6 +49,7 @@ ROUTES: Final = (
     Route(
         "fold", (8, 9), kinds=("e4m3",), b_kinds=("e4m3",), whole_blocks=True, n_multiple=16, library=True, opt_in=True
     ),
+    Route("fused", (9, 0), alone=True, most_rows=2048, kinds=_EXACT, whole_blocks=True, opt_in=True, packed=True),
     Route("large", kinds=_EXACT),
     Route("parts", kinds=("float16", "float32")),
     Route("float32"),
@@ -56,6 +61,9 @@ block_scaled  the MXFP8 product of Blackwell's tensor cores: torch's scaled_mm, 
               swizzle_scales.cu lays out the scales.
 fold          fold.cu, then an FP8 product with one scale per row, by the same libraries.
               Not exact (`folding.fold_error`), so only where `allowed("fold")` says so; gemm's `fast_accumulate` does.
+fused         gemm_fused.cu: decodes the packed weight on its way to Hopper's tensor cores; exact. Where `large` has no
+              bfloat16 weight at hand, and up to where dequantizing it costs less than it does here. Has not run on a
+              GPU yet, so only where `allowed("fused")` says so.
 large         dequantize.cu to bfloat16, then cuBLAS; gemm_float32.cu repairs it if bfloat16 could not hold an operand.
 parts         bfloat16_parts.cu: a float32 is the sum of three bfloat16 values, a float16 of two; a row above multiplies
               them, as so many times M rows, and finish.cu adds up. gemm_float32.cu repairs what is not finite.
@@ -77,6 +85,7 @@ def route(
     b_kind: str = "e4m3",
     libraries: Collection[str] = (),
     forced: bool = True,
+    kept: bool = False,
 ) -> str:
     """Returns the kernel of the row of `ROUTES` that fits a product, or of the one `forced_route` names.
 
@@ -90,6 +99,7 @@ def route(
         b_kind: element format of b.
         libraries: the library rows that the caller can do.
         forced: whether `forced_route` decides.
+        kept: whether b is kept in bfloat16 too.
 
     Raises:
         BackendError: the device is too old, or the forced row cannot do it.
@@ -101,9 +111,12 @@ def route(
             continue
         if row.opt_in and not (wanted_row or row.kernel in _allowed):
             continue
+        if row.packed and kept and not wanted_row:
+            continue
         fits_shape = (row.most_rows is None or m <= row.most_rows) and n % row.n_multiple == 0
         fits_kinds = kind in row.kinds and b_kind in row.b_kinds
-        here = capability >= row.capability and (row.kernel in libraries or not row.library)
+        device = capability == row.capability if row.alone else capability >= row.capability
+        here = device and (row.kernel in libraries or not row.library)
         if here and fits_kinds and fits_shape and (whole or not row.whole_blocks):
             return row.kernel
     wanted = f"the forced route {wanted_row!r} to fit" if wanted_row else "compute capability 8.0 or later"

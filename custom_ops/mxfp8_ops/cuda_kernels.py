@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from mxfp8_ops import cuda_dispatch, cuda_skinny, formats
+from mxfp8_ops import cuda_dispatch, cuda_fused, cuda_skinny, formats
 from mxfp8_ops.numerics import scale_count
 
 THREADS: Final = 256
@@ -34,6 +34,8 @@ class Launch:
     kernel: str
     grid: int
     arguments: tuple[int, ...]
+    shared: int = 0
+    """Bytes of shared memory beyond what the kernel declares."""
 
 
 class Device(Protocol):
@@ -256,12 +258,15 @@ def finish(  # noqa: PLR0917
 def gemm(queue: Queue, product: Product, wide: WideWeight | None = None) -> None:
     """Queues a product; the gemms of `numerics` differ only in what x is. `wide` is b in bfloat16, if it is kept."""
     if product.m * product.n:
-        _by(choose(queue.device.capability, product), queue, product, wide)
+        kernel = choose(queue.device.capability, product, kept=wide is not None)
+        _by(kernel, queue, product, wide)
 
 
 def _by(kernel: str, queue: Queue, product: Product, wide: WideWeight | None) -> None:
     if kernel == "skinny":
         _skinny(queue, product)
+    elif kernel == "fused":
+        _fused(queue, product)
     elif kernel == "large":
         _large(queue, product, wide)
     elif kernel == "parts":
@@ -271,11 +276,16 @@ def _by(kernel: str, queue: Queue, product: Product, wide: WideWeight | None) ->
 
 
 def choose(
-    capability: tuple[int, int], product: Product, libraries: Collection[str] = (), *, forced: bool = True
+    capability: tuple[int, int],
+    product: Product,
+    libraries: Collection[str] = (),
+    *,
+    forced: bool = True,
+    kept: bool = False,
 ) -> str:
-    """Returns the row of `cuda_dispatch.ROUTES` for a product; `libraries` are the library rows the caller can do.
+    """Returns the row of `cuda_dispatch.ROUTES` for a product.
 
-    `forced` lets `cuda_dispatch.forced_route` decide.
+    `libraries`, `forced` and `kept` are as for `cuda_dispatch.route`.
 
     Raises:
         BackendError: the device is too old, or the forced row cannot do it.
@@ -293,6 +303,7 @@ def choose(
         b_kind=p.b.kind,
         libraries=libraries,
         forced=forced,
+        kept=kept,
     )
 
 
@@ -307,6 +318,26 @@ def _skinny(queue: Queue, p: Product) -> None:
     if cut.splits > 1:
         finish(queue, p, to.y, parts=(cut.splits, 0))
     del memory  # alive until everything that reads it is queued
+
+
+def _fused(queue: Queue, p: Product) -> None:
+    cut = cuda_fused.cut((p.m, p.n, p.k), queue.device.processors)
+    flag, inexact = queue.allocate(16, True)
+    tiles, x = queue.allocate(cuda_fused.tiles_size(p.m, p.k), False)
+    arguments = (p.x.data, p.x.scales, x, p.m, p.k, inexact)
+    grid = _ceil(4 * p.m * _ceil(p.k, 64), THREADS)
+    queue.device.launch(Launch("tile", f"tile<{KINDS[p.x.kind]}>", grid, arguments), queue.stream)
+    memory, to = None, p
+    if cut.splits > 1:
+        memory, sums = queue.allocate(4 * cut.splits * p.m * p.n, False)
+        to = replace(p, y=sums, bias=0, dtype="float32")
+    fused = (x, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, DTYPE_CODES[to.dtype], cut.splits, inexact)
+    name, shared = cut.kernel(KINDS[p.b.kind]), cuda_fused.SHARED
+    queue.device.launch(Launch("gemm_fused", name, cut.grid(p.m, p.n), fused, shared), queue.stream)
+    if cut.splits > 1:
+        finish(queue, p, to.y, parts=(cut.splits, 0))
+    _float32(queue, p, only_if=inexact)
+    del memory, tiles, flag  # alive until everything that reads them is queued
 
 
 def _large(queue: Queue, p: Product, wide: WideWeight | None) -> None:
@@ -340,7 +371,7 @@ def _parts(queue: Queue, p: Product, wide: WideWeight | None) -> None:
         grid = _ceil(total, 16 * THREADS)
         queue.device.launch(Launch("bfloat16_parts", kernel, grid, (x, data, total)), queue.stream)
         inner = replace(p, x=Operand("bfloat16", data), bias=0, y=sums, dtype="float32", m=parts * m)
-        _by(choose(queue.device.capability, inner, forced=False), queue, inner, wide)
+        _by(choose(queue.device.capability, inner, forced=False, kept=wide is not None), queue, inner, wide)
         finish(queue, replace(p, y=y, m=m), sums, parts=(parts, 8), inexact=inexact)
     _float32(queue, p, only_if=inexact)
     del memory, more, flag  # alive until everything that reads them is queued
@@ -360,12 +391,13 @@ def _arguments(p: Product) -> tuple[int, ...]:
     return (p.x.data, p.x.scales, p.b.data, p.b.scales, p.bias, p.y, p.m, p.n, p.k, DTYPE_CODES[p.dtype])
 
 
-def instances() -> list[Launch]:
-    """Returns every kernel there is, once, without arguments: what the offline tests compile and emulate."""
+def instances(capability: tuple[int, int] = (9, 0)) -> list[Launch]:
+    """Returns every kernel that a device can run, once, without arguments. One of 9.0 can run all there are."""
     values, elements, flags = ("F32", "F16", "BF16"), ("E4M3", "E5M2"), ("false", "true")
     names = [("fold", "fold"), ("swizzle_scales", "swizzle_scales")]
     names += [("finish", f"finish<{ragged}>") for ragged in flags]
     names += [("bfloat16_parts", f"bfloat16_parts<{v}, {ragged}>") for v in ("F32", "F16") for ragged in flags]
+    names += [("tile", f"tile<{x}>") for x in ("BF16", *elements)]
     for f in elements:
         for v in values:
             for ragged in flags:
@@ -377,6 +409,8 @@ def instances() -> list[Launch]:
                         names.append(("quantize_columns", f"quantize_columns<{v}, {f}, {rows}, {layout}, {ragged}>"))
         for x in (*values, *elements):
             names.append(("gemm_float32", f"gemm_float32<{x}, {f}>"))
+        if capability == (9, 0):
+            names += [("gemm_fused", cuda_fused.Cut(blocks, 1).kernel(f)) for blocks in cuda_fused.BLOCKS]
         for x in ("BF16", *elements):
             for tiles, choices in cuda_skinny.WARPS.items():
                 names += [("gemm_skinny", cuda_skinny.Cut(tiles, warps, 1).kernel(x, f)) for warps in choices]

@@ -40,7 +40,7 @@ def build(*extra: str) -> Path:
     lines += [f'#include "{source}.cu"' for source in dict.fromkeys(source for source, _ in names)]
     lines += [
         'extern "C" int emulate(int index, unsigned grid, int threads, const uint64_t* arguments) {',
-        "mma_calls = 0;",
+        "mma_calls = wgmma_calls = 0;",
         "switch (index) {",
     ]
     for index, (_, kernel) in enumerate(names):
@@ -50,9 +50,11 @@ def build(*extra: str) -> Path:
     lines += [f"case {i}: return emulation::parameters(&{kernel});" for i, (_, kernel) in enumerate(names)]
     lines += ["}", "return 0;", "}"]
     lines.append('extern "C" uint64_t emulated_mmas() { return mma_calls; }')
+    lines.append('extern "C" void share(size_t bytes) { emulation::shared_bytes = bytes; }')
+    lines.append('extern "C" uint64_t emulated_wgmmas() { return wgmma_calls; }')
     text = "\n".join(lines)
     digest = hashlib.sha256(repr((text, OPTIONS, extra)).encode())
-    for path in (HERE / "cuda_emulation.h", *sorted(cuda_build.SOURCES.glob("*.cu*"))):
+    for path in (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.glob("*.cu*"))):
         digest.update(path.read_bytes())
     library = Path(tempfile.gettempdir()) / f"mxfp8-cuda-emulation-{digest.hexdigest()[:16]}.so"
     if not library.exists():
@@ -76,6 +78,7 @@ class EmulatedDevice:
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
         self.library.emulate.argtypes = (ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.c_void_p)
+        self.library.share.argtypes = (ctypes.c_size_t,)
         self.library.emulated_mmas.restype = ctypes.c_uint64
         self.indices = {launch.kernel: i for i, launch in enumerate(cuda_kernels.instances())}
         self.launched: list[str] = []
@@ -92,6 +95,7 @@ class EmulatedDevice:
         self.launched.append(launch.kernel)
         self.ever_launched.add(launch.kernel)
         arguments = (ctypes.c_uint64 * len(launch.arguments))(*launch.arguments)
+        self.library.share(launch.shared)
         assert self.library.emulate(self.indices[launch.kernel], launch.grid, THREADS, arguments) == 0
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:

@@ -14,6 +14,11 @@ from mxfp8_ops.errors import BackendError
 LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387
 """Opcodes of LDG, STG, LDL and STL: the low 12 bits of a machine instruction, the same from sm_80 to sm_120."""
 
+WGMMA = 0xDF0
+"""Opcode of HGMMA, on sm_90a."""
+
+CAPABILITIES = {cuda_build.target(c): c for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))}
+
 SIXTEEN_BYTES = 6
 """Bits 73..75 of a memory instruction: 0, 1 one byte; 2, 3 two; 4 four; 5 eight; 6 sixteen."""
 
@@ -46,6 +51,8 @@ SAMPLE = (
     "bfloat16_parts<F32, false>",
     "fold",
     "swizzle_scales",
+    "tile<BF16>",
+    "tile<E4M3>",
 )
 """One or two instances of every source; the slow test takes all of them."""
 
@@ -59,7 +66,7 @@ def test_kernels_compile_without_spills_and_access_16_bytes(arch, kernel):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", cuda_build.TARGETS)
 def test_every_kernel_compiles_without_spills_and_accesses_16_bytes(arch):
-    for launch in cuda_kernels.instances():
+    for launch in cuda_kernels.instances(CAPABILITIES[arch]):
         check(launch, arch)
 
 
@@ -75,7 +82,7 @@ def check(launch: cuda_kernels.Launch, arch: str) -> None:
     assert any(op == STORE for op, _ in found), launch.kernel
     if launch.source == "gemm_float32" or launch.kernel.endswith("true>"):  # the ragged ones
         return
-    if launch.source == "swizzle_scales":  # it reads 4 bytes of each of 4 rows
+    if launch.source in {"swizzle_scales", "tile"}:  # they read 4 or 8 bytes of each of 4 places
         assert found[STORE, SIXTEEN_BYTES], f"{launch.kernel}, {arch}: {found}"
         return
     assert found[LOAD, SIXTEEN_BYTES], f"{launch.kernel}, {arch}: {found}"
@@ -100,6 +107,28 @@ def test_the_skinny_gemm_is_on_tensor_cores():
     ptx = cuda_build.compile_kernel("gemm_skinny", "gemm_skinny<BF16, E4M3, 1>", "compute_90a").code.decode()
     assert ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") >= 8
     assert ".ftz" not in ptx
+
+
+@pytest.mark.parametrize(
+    "kernel", [launch.kernel for launch in cuda_kernels.instances() if launch.source == "gemm_fused"]
+)
+def test_the_fused_gemm_keeps_its_products_in_flight(kernel):
+    """Two steps (or four) of two halves of four (or two) products, which ptxas does not make wait for each other."""
+    cubin = cuda_build.compile_kernel("gemm_fused", kernel, "sm_90a", ("--ptxas-options=-v",))
+    assert "serialized" not in cubin.log, cubin.log  # C7510: "wgmma.mma_async instructions are serialized due to ..."
+    assert sum(n for (op, _), n in memory_instructions(cubin.code).items() if op == WGMMA) == 16
+    check(cuda_kernels.Launch("gemm_fused", kernel, 1, ()), "sm_90a")
+
+
+def test_ptxas_says_if_it_serializes_products(tmp_path, monkeypatch):
+    """The log that the test above reads: sums that are used between a product and its end."""
+    for path in cuda_build.SOURCES.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    kernel = tmp_path / "gemm_fused.cu"
+    kernel.write_text(kernel.read_text().replace("wgmma_commit();", "sums[0][0] += 1.0f; wgmma_commit();"))
+    monkeypatch.setattr(cuda_build, "SOURCES", tmp_path)
+    cubin = cuda_build.compile_kernel("gemm_fused", "gemm_fused<E4M3, 1>", "sm_90a", ("--ptxas-options=-v",))
+    assert "serialized" in cubin.log
 
 
 def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):

@@ -32,8 +32,9 @@ CHUNK = 1 << 24
 @pytest.fixture(scope="session", autouse=True)
 def cubins():
     """Compiles everything at once, instead of each kernel where it is first used."""
-    kernels = [(launch.source, launch.kernel) for launch in cuda_kernels.instances()]
-    cuda_build.prepare(kernels, cuda_build.target(torch.cuda.get_device_capability()))
+    capability = torch.cuda.get_device_capability()
+    kernels = [(launch.source, launch.kernel) for launch in cuda_kernels.instances(capability)]
+    cuda_build.prepare(kernels, cuda_build.target(capability))
 
 
 def array(t: torch.Tensor) -> np.ndarray:

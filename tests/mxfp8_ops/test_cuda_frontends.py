@@ -176,26 +176,55 @@ def test_cublas_is_called_for_x_times_w_transposed(monkeypatch, dtype):
     assert cublas.modes == [16, 0]
 
 
-def test_a_kernel_is_loaded_once_and_launched_on_the_stream(monkeypatch):
-    calls = []
+class Loaded:
+    """A kernel that notes its launches."""
+
+    ptr = 33
+
+    def __init__(self, name: str, calls: list[Any]) -> None:
+        self.name, self.calls = name, calls
+
+    def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int, stream: Any) -> None:
+        self.calls.append((self.name, grid, block, arguments, shared_mem, stream.ptr))
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[Any]:
+    """What a stand-in for CuPy is asked to load, set and launch."""
+    made: list[Any] = []
 
     class Module:
         def load(self, code: bytes) -> None:
-            calls.append(("load", code))
+            made.append(("load", code))
 
-        def get_function(self, name: str) -> Any:
-            return lambda grid, block, arguments, stream: calls.append((name, grid, block, arguments, stream.ptr))
+        def get_function(self, name: str) -> Loaded:
+            return Loaded(name, made)
 
     cupy = stand_in()
     cupy.cuda.function = types.SimpleNamespace(Module=Module)
+    cupy.cuda.driver = types.SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, funcSetAttribute=lambda *given: made.append(given)
+    )
     monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
     monkeypatch.setattr(cuda_build, "cubin", lambda source, kernel, arch: f"{source}|{kernel}|{arch}".encode())
     monkeypatch.setattr(cuda_build, "entry", lambda code: "entry")
+    return made
+
+
+def test_a_kernel_is_loaded_once_and_launched_on_the_stream(calls):
     gpu = cuda_device.CudaDevice(0)
     for _ in range(2):
         gpu.launch(cuda_kernels.Launch("finish", "finish", 4, (1, 2)), stream=9)
-    launched = ("entry", (4, 1, 1), (256, 1, 1), (1, 2), 9)
+    launched = ("entry", (4, 1, 1), (256, 1, 1), (1, 2), 0, 9)
     assert calls == [("load", b"finish|finish|sm_90a"), launched, launched]
+
+
+def test_a_kernel_that_needs_much_shared_memory_is_allowed_it_once(calls):
+    gpu = cuda_device.CudaDevice(0)
+    for _ in range(2):
+        gpu.launch(cuda_kernels.Launch("gemm_fused", "fused", 4, (1, 2), 99376), stream=9)
+    launched = ("entry", (4, 1, 1), (256, 1, 1), (1, 2), 99376, 9)
+    assert calls == [("load", b"gemm_fused|fused|sm_90a"), (33, 8, 99376), launched, launched]
 
 
 def test_without_cupy_the_message_says_what_to_install(monkeypatch):

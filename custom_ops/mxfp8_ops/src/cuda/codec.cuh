@@ -65,6 +65,24 @@ DEVICE void write_value(void* p, i64 i, float v, i64 dtype) {
     static_cast<u16*>(p)[i] = dtype == FLOAT16 ? to_float16(v) : to_bfloat16(v);
 }
 
+// Values i to i + 7, in accesses of 16 bytes: `p` is aligned to that, and i a multiple of 8.
+DEVICE void write8(void* p, i64 i, const float (&v)[8], i64 dtype) {
+  if (dtype == FLOAT32) {
+    u8* to = static_cast<u8*>(p) + 4 * i;
+    store16(to, make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3])));
+    store16(to + 16, make_uint4(bits_of(v[4]), bits_of(v[5]), bits_of(v[6]), bits_of(v[7])));
+    return;
+  }
+  u32 w[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const u32 low = dtype == FLOAT16 ? to_float16(v[2 * j]) : to_bfloat16(v[2 * j]);
+    const u32 high = dtype == FLOAT16 ? to_float16(v[2 * j + 1]) : to_bfloat16(v[2 * j + 1]);
+    w[j] = low | (high << 16);
+  }
+  store16(static_cast<u8*>(p) + 2 * i, make_uint4(w[0], w[1], w[2], w[3]));
+}
+
 // 16 consecutive values as they are stored, from an address aligned to 16 bytes.
 template <class V>
 DEVICE void read16_raw(const void* p, u32 (&raw)[4 * V::bytes]) {

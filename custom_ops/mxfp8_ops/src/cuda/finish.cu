@@ -25,10 +25,10 @@ DEVICE void load8(const float* p, float (&v)[8]) {
 }
 
 template <bool RAGGED>
-__global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, i64 parts, i64 shift,
-                                              const float* __restrict__ row_scales,
-                                              const float* __restrict__ column_scales, const float* __restrict__ bias,
-                                              u8* __restrict__ y, i64 total, i64 n, i64 y_dtype, u32* __restrict__ inexact) {
+__global__ void __launch_bounds__(256)
+    finish(const float* __restrict__ sums, i64 parts, i64 shift, const float* __restrict__ row_scales,
+           const float* __restrict__ column_scales, const float* __restrict__ bias, u8* __restrict__ y, i64 total,
+           i64 n, i64 y_dtype, u32* __restrict__ inexact) {
   const i64 first = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 8;
   if (first >= total) return;
   const float step = float_of(static_cast<u32>(127 - shift) << 23);
@@ -70,17 +70,5 @@ __global__ void __launch_bounds__(256) finish(const float* __restrict__ sums, i6
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] += add[i];
   }
-  if (y_dtype == FLOAT32) {
-    store16(y + 4 * first, make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3])));
-    store16(y + 4 * first + 16, make_uint4(bits_of(v[4]), bits_of(v[5]), bits_of(v[6]), bits_of(v[7])));
-  } else {
-    u32 w[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 low = y_dtype == FLOAT16 ? to_float16(v[2 * i]) : to_bfloat16(v[2 * i]);
-      const u32 high = y_dtype == FLOAT16 ? to_float16(v[2 * i + 1]) : to_bfloat16(v[2 * i + 1]);
-      w[i] = low | (high << 16);
-    }
-    store16(y + 2 * first, make_uint4(w[0], w[1], w[2], w[3]));
-  }
+  write8(y, first, v, y_dtype);
 }

@@ -1,0 +1,270 @@
+"""gemm_fused and what tiles its x, on the emulation of CUDA threads and of wgmma, against `numerics`. No GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_emulation import device, queue
+from test_cuda_emulated import DTYPES, FORMATS, X_KINDS, check_gemm, heavy_tailed, placed
+
+from mxfp8_ops import cuda_build, cuda_dispatch, cuda_fused, cuda_kernels, numerics
+from mxfp8_ops.cuda_kernels import KINDS, Launch
+from mxfp8_ops.errors import BackendError
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
+
+
+@pytest.fixture
+def flags(monkeypatch) -> list[int]:
+    """Takes the fused route; collects whether each product asked to be repaired."""
+    found: list[int] = []
+    repair = cuda_kernels._float32
+
+    def noted(queue, p, only_if=0):
+        found.append(ctypes.c_uint32.from_address(only_if).value)
+        repair(queue, p, only_if)
+
+    monkeypatch.setattr(cuda_kernels, "_float32", noted)
+    with cuda_dispatch.forced_route("fused"):
+        yield found
+
+
+def cut_as(monkeypatch, blocks: int, splits: int) -> None:
+    monkeypatch.setattr(cuda_fused, "cut", lambda *_: cuda_fused.Cut(blocks, splits))
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+@pytest.mark.parametrize("blocks", cuda_fused.BLOCKS)
+def test_fused_gemm(monkeypatch, flags, x_kind, fmt, blocks):
+    """Tails of every dimension; fewer steps than are read ahead, and more than there are stages."""
+    cut_as(monkeypatch, blocks, 1)
+    shapes = ((130, 300, 352), (5, 18, 32), (70, 40, 96), (129, 257, 1056), (1, 1, 64), (128, 256, 512))
+    for (m, n, k), dtype in zip(shapes, itertools.cycle(DTYPES)):
+        assert check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 40) == ["tile", "gemm_fused", "gemm_float32"]
+    assert flags == [0] * len(shapes)
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_fused_gemm_with_k_in_splits(monkeypatch, flags, x_kind, fmt):
+    """Splits of several steps, of one, and one that has nothing to do."""
+    for (blocks, splits), dtype in zip(((1, 2), (2, 3), (1, 5)), DTYPES, strict=True):
+        cut_as(monkeypatch, blocks, splits)
+        for m, n, k in ((66, 130, 224), (3, 264, 1120)):
+            names = check_gemm(m, n, k, x_kind, fmt, dtype, bias=m == 3)
+            assert names == ["tile", "gemm_fused", "finish", "gemm_float32"]
+    assert flags == [0] * 6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_gemm_into_unaligned_memory(flags, dtype):
+    """n % 8 = 0 and y not aligned to 16, which a slice of a tensor may be."""
+    x, b = heavy_tailed((9, 64)).astype(numerics.value_dtype("bfloat16")), numerics.quantize(heavy_tailed((16, 64), 1))
+    held, size = [placed(array) for array in (x, *b)], numerics.value_dtype(dtype).itemsize
+    y = placed(np.zeros(9 * 16 * size, np.uint8), size)
+    operand, weight = (cuda_kernels.Operand(kind, *(t.ctypes.data for t in given)) for kind, given in (
+        ("bfloat16", held[:1]), ("e4m3", held[1:])))  # fmt: skip
+    cuda_kernels.gemm(queue(), cuda_kernels.Product(operand, weight, 0, y.ctypes.data, dtype, 9, 16, 64))
+    got = y.view(numerics.value_dtype(dtype)).reshape(9, 16).astype(np.float64)
+    expected = numerics.weight_gemm(x, *b).astype(np.float64)
+    bound = numerics.gemm_error_bound(x, numerics.dequantize(*b), dtype)
+    assert (np.abs(got - expected) <= bound).all()
+
+
+# --- what it cannot do -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fmt", "codes"), [("e4m3", (2, 135)), ("e5m2", (9, 143))])
+@pytest.mark.parametrize("blocks", cuda_fused.BLOCKS)
+def test_a_scale_outside_the_fast_range_is_repaired(monkeypatch, flags, fmt, codes, blocks):
+    """Wherever in the weight it is; and the nearest scales inside the range are not."""
+    cut_as(monkeypatch, blocks, 1)
+    for code, (row, block) in itertools.product((*codes, codes[0] + 1, codes[1] - 1), ((0, 0), (199, 4), (63, 10))):
+
+        def change(x, x_scales, b, b_scales, at=(row, block), code=code):  # noqa: PLR0917 - check_gemm's and two more
+            b[at[0], 32 * at[1]] = 1
+            b_scales[at] = code
+
+        check_gemm(3, 200, 352, "bfloat16", fmt, "float32", change=change)
+        assert flags.pop() == (code in codes)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_weight_that_is_nan_or_inf_is_repaired(flags, fmt):
+    for at, code in (((0, 0), 0x7F), ((17, 95), 0xFF), ((5, 31), 0x7C)):
+
+        def change(x, x_scales, b, b_scales, at=at, code=code):  # noqa: PLR0917 - check_gemm's and two more
+            b[at] = code
+
+        check_gemm(3, 18, 96, "bfloat16", fmt, "float32", change=change)
+        assert flags.pop() == (fmt == "e5m2" or code != 0x7C)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_blocks_of_zeros_are_not_repaired(flags, fmt):
+    """Their scale is 0, of weights and of x, and of padding there is much."""
+
+    def change(x, x_scales, b, b_scales):
+        for elements, scales in ((b, b_scales), (x, x_scales)):
+            elements[1], scales[1] = 0, 0
+            elements[2, :32], scales[2, 0] = 0x80, 0  # -0
+
+    check_gemm(5, 18, 96, fmt, fmt, "float32", change=change)
+    assert flags == [0]
+
+
+@pytest.mark.parametrize("x_kind", X_KINDS)
+def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind):
+    """NaN and Inf it holds."""
+
+    def special(x, x_scales, b, b_scales):
+        x[1, 7] = np.inf if x_scales is None else 0x7F
+        x[2, 8] = np.nan if x_scales is None else 0x7C
+
+    def tiny(x, x_scales, b, b_scales):
+        x[0, 3], x_scales[0, 0], b_scales[:] = 3, 0, 130
+
+    check_gemm(5, 18, 96, x_kind, "e4m3", "float32", change=special)
+    assert flags.pop() == 0
+    if x_kind != "bfloat16":
+        check_gemm(5, 18, 96, x_kind, "e4m3", "float32", change=tiny)
+        assert flags.pop() == 1
+
+
+# --- what the emulation sees -----------------------------------------------------------------------------------------
+
+MISTAKES: dict[str, dict[str, str]] = {
+    "no mistake": {},
+    "registers decoded into too early": {
+        "wgmma_wait<1>();\n      decode_half<F>(halves[1]": "decode_half<F>(halves[1]"
+    },
+    "sums read too early": {"wgmma_wait<0>();": ""},
+    "x read too early": {"wait_barrier(landed + 8 * stage, odd);": ""},
+    "a wrong phase": {"odd ^= stage == 0;": ""},
+    "a tile overwritten while it is read": {
+        "STAGES - 2": "STAGES - 1",
+        "stage < 2 ? stage + STAGES - 1 : stage - 2": "stage < 1 ? STAGES - 1 : stage - 1",
+    },
+    "no fence": {"wgmma_fence();": ""},
+    "nothing committed": {"wgmma_commit();": ""},
+    "the wrong half": {"tile + 4": "tile + 2"},
+    "the wrong swizzle": {"const u64 tile = ": "const u64 tile = (1ull << 63) ^ (1ull << 62) ^ "},
+    "the wrong stride": {"const u64 tile = ": "const u64 tile = (3ull << 37) ^ "},
+}
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from mxfp8_ops import cuda_build, cuda_dispatch, cuda_fused, cuda_kernels
+cuda_fused.cut = lambda *_: cuda_fused.Cut(1, 1)
+cuda_build.SOURCES = Path(sys.argv[1])
+some = [launch for launch in cuda_kernels.instances() if launch.kernel in {"tile<BF16>", "gemm_fused<E4M3, 1>"}]
+cuda_kernels.instances = lambda: some
+cuda_kernels._float32 = lambda *given, **options: None
+from test_cuda_emulated import check_gemm
+with cuda_dispatch.forced_route("fused"):
+    check_gemm(130, 140, 1056, "bfloat16", "e4m3", "float32")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_emulation_sees_mistakes(tmp_path, mistake):
+    """The kernel with one mistake in it gives wrong numbers or ends the process; without one it does not."""
+    device()  # skips without a compiler
+    for path in cuda_build.SOURCES.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    kernel = tmp_path / "gemm_fused.cu"
+    for right, wrong in MISTAKES[mistake].items():
+        assert right in kernel.read_text()
+        kernel.write_text(kernel.read_text().replace(right, wrong))
+    command, folder = [sys.executable, "-c", SCRIPT, str(tmp_path)], Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (mistake == "no mistake"), done.stderr[-2000:]
+    assert not done.returncode or "cuda emulation: " in done.stderr or ", expected " in done.stderr, done.stderr[-2000:]
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", X_KINDS)
+def test_tiles_have_x_in_the_order_of_k_and_of_the_swizzle(kind):
+    """The t-th pair of part c of a row is k = 16 t + 2 c and the next, and part c is in place c ^ (row % 8)."""
+    m, k, bfloat16 = 131, 96, numerics.value_dtype("bfloat16")
+    values = heavy_tailed((m, k)).astype(bfloat16)
+    held = [placed(values)]
+    if kind in FORMATS:
+        codes = numerics.quantize(values, element_format=kind)
+        values, held = numerics.dequantize(*codes, element_format=kind, dtype="bfloat16"), [*map(placed, codes)]
+    tiles, flag = placed(np.zeros(cuda_fused.tiles_size(m, k), np.uint8)), placed(np.zeros(16, np.uint8))
+    scales = held[1].ctypes.data if len(held) == 2 else 0
+    arguments = (held[0].ctypes.data, scales, tiles.ctypes.data, m, k, flag.ctypes.data)
+    device().launch(Launch("tile", f"tile<{KINDS[kind]}>", -(-4 * m * 2 // 256), arguments), 0)
+    got = tiles.view(bfloat16).reshape(2, 2, 128, 8, 4, 2)  # tile, step, row, place, t, of the pair
+    padded = np.zeros((256, 128), bfloat16)
+    padded[:m, :k] = values
+    for row, c, t in itertools.product(range(m), range(8), range(4)):
+        found = got[row // 128, :, row % 128, c ^ (row % 8), t]
+        expected = padded[row].reshape(2, 64)[:, 16 * t + 2 * c : 16 * t + 2 * c + 2]
+        np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+    assert not flag.any()
+
+
+# --- how it is cut, and when it is taken -----------------------------------------------------------------------------
+
+
+def test_cuts_leave_no_multiprocessor_idle():
+    def cut(m, n, k):
+        return cuda_fused.cut((m, n, k), 132)
+
+    assert cut(512, 8192, 8192) == cut(1024, 8192, 8192) == cuda_fused.Cut(2, 1)  # 128 and 256 thread blocks
+    assert cut(256, 8192, 8192) == cuda_fused.Cut(1, 1)
+    assert cut(128, 8192, 8192) == cuda_fused.Cut(1, 2)
+    assert cut(100, 1024, 8192).splits == 8
+    assert cut(100, 1024, 512) == cut(1, 1, 32) == cuda_fused.Cut(1, 1)
+    assert cuda_fused.Cut(2, 3).grid(129, 257) == 3 * 2 * 2
+
+
+def chosen(capability=(9, 0), kind="bfloat16", m=100, k=64, **options):
+    return cuda_dispatch.route(capability, kind, m, k, **options)
+
+
+def test_the_fused_gemm_is_never_chosen_unasked_and_only_on_hopper():
+    assert chosen() == "large"
+    with cuda_dispatch.allowed("fused"):
+        assert chosen() == chosen(m=2048) == chosen(kind="e5m2", b_kind="e5m2") == "fused"
+        for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+            assert chosen(capability) == "large"
+        assert chosen(m=64) == "skinny"
+        assert chosen(m=2049) == chosen(k=40) == chosen(kept=True) == "large"
+    with cuda_dispatch.forced_route("fused"):
+        assert chosen(m=1, kept=True) == "fused"
+        with pytest.raises(BackendError, match="forced route 'fused'"):
+            chosen((10, 0))
+
+
+def test_a_weight_that_is_kept_in_bfloat16_is_used():
+    with cuda_dispatch.allowed("fused"):
+        assert check_gemm(70, 40, 96, "bfloat16", "e4m3", "float32")[0] == "tile"
+        assert check_gemm(70, 40, 96, "bfloat16", "e4m3", "float32", wide=True)[0].startswith("matmul_bf16")
+
+
+def test_only_a_device_that_can_run_it_compiles_it():
+    fused = {launch.kernel for launch in cuda_kernels.instances() if launch.source == "gemm_fused"}
+    assert len(fused) == 4
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        rest = {launch.kernel for launch in cuda_kernels.instances(capability)}
+        assert {launch.kernel for launch in cuda_kernels.instances()} - rest == fused
+
+
+def test_every_kernel_ran():
+    """Each instance is launched by some shape above; this names the one that is not."""
+    if not any(name.startswith("gemm_fused") for name in device().ever_launched):
+        pytest.skip("needs the tests above in the same process")
+    here = {launch.kernel for launch in cuda_kernels.instances() if launch.source in {"tile", "gemm_fused"}}
+    assert not here - device().ever_launched
