@@ -1,7 +1,7 @@
 // What the two gemm kernels share: where packed values lie, the walk over strips of the result, and the store of a
 // strip.
 //
-// Packed A, `rows` rows: chunks of kGemmDepthBytes; in a chunk, tiles of kTileRows rows (the last may have
+// Packed A, `rows` rows: chunks of K, `depth` deep; in a chunk, tiles of kTileRows rows (the last may have
 // fewer); in a tile, step by step along K, the values of each of its rows. So a multiply reads it front to back.
 #pragma once
 #include "codec.h"
@@ -17,21 +17,15 @@ constexpr int kTileColumns = 4;  // rows of B that are multiplied with a tile at
 MXFP8_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 MXFP8_INLINE int64_t blocks_of(int64_t k) { return (k + kBlock - 1) / kBlock; }
 
-// One chunk of K.
+// One chunk of K: what is multiplied before partial sums are stored.
 struct Chunk {
   int64_t k, count;  // its elements
   int64_t padded;    // values of a packed row in it
 };
-template <class T>
-constexpr int64_t kDepth = kGemmDepthBytes / int64_t(sizeof(T));  // values of one packed row in a chunk
-template <class T>
-MXFP8_INLINE int64_t chunks_of(int64_t k) {
-  return (k + kDepth<T> - 1) / kDepth<T>;
-}
+MXFP8_INLINE int64_t chunks_of(int64_t k, int64_t depth) { return (k + depth - 1) / depth; }
 // Packed rows are padded to a multiple of `step` values.
-template <class T>
-MXFP8_INLINE Chunk chunk_at(int64_t k, int64_t index, int64_t step) {
-  const int64_t begin = index * kDepth<T>, count = min_of(kDepth<T>, k - begin);
+MXFP8_INLINE Chunk chunk_at(int64_t k, int64_t depth, int64_t index, int64_t step) {
+  const int64_t begin = index * depth, count = min_of(depth, k - begin);
   return {begin, count, (count + step - 1) / step * step};
 }
 
@@ -120,26 +114,26 @@ MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, i
   });
 }
 
-// Walks the result in strips of kGemmColumns columns. T is the type of packed values; PanelRows rows of B are decoded
-// at a time. panel(chunk, column, strip, accumulate) multiplies all tiles with one panel of B.
+// Walks the result in strips of kGemmColumns columns, chunks `depth` deep. T is the type of packed values; PanelRows
+// rows of B are decoded at a time. panel(chunk, column, strip, accumulate) multiplies all tiles with one panel of B.
 template <class T, int Step, int64_t PanelRows, class Panel>
 MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
-                                 int64_t column_begin, int64_t column_end, const Panel& panel) {
+                                 int64_t column_begin, int64_t column_end, int64_t depth, const Panel& panel) {
   alignas(64) float strip[kGemmRows * kGemmColumns];
   const int64_t first = tile_begin * kTileRows;
   const int64_t count = min_of(tile_end * kTileRows, rows) - first;
-  const int64_t chunks = chunks_of<T>(args.k);
+  const int64_t chunks = chunks_of(args.k, depth);
   for (int64_t column = column_begin; column < column_end; column += kGemmColumns) {
     const int64_t width = min_of(kGemmColumns, column_end - column);
     if (chunks == 0) std::memset(strip, 0, size_t(count * kGemmColumns) * sizeof(float));
     if (count * int64_t(sizeof(T)) <= kFewRowsBytes) {
       for (int64_t j = 0; j < width; j += PanelRows) {
-        for (int64_t c = 0; c < chunks; ++c) panel(chunk_at<T>(args.k, c, Step), column + j, strip + j, c > 0);
+        for (int64_t c = 0; c < chunks; ++c) panel(chunk_at(args.k, depth, c, Step), column + j, strip + j, c > 0);
       }
     } else {
       for (int64_t c = 0; c < chunks; ++c) {
         for (int64_t j = 0; j < width; j += PanelRows)
-          panel(chunk_at<T>(args.k, c, Step), column + j, strip + j, c > 0);
+          panel(chunk_at(args.k, depth, c, Step), column + j, strip + j, c > 0);
       }
     }
     store_strip(args, row + first, count, column, width, strip);

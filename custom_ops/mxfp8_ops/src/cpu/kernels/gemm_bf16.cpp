@@ -8,7 +8,7 @@
 // to exact_dot; if A itself does not fit, pack says so and gemm_f32.cpp takes over. All-zero blocks say nothing about
 // exponents, whatever their scale.
 //
-// Layouts and work split as in gemm_f32.cpp, at half the bytes per value and twice the depth.
+// Layouts and work split as in gemm_f32.cpp, in panels of four rows of B and deeper chunks.
 #include "bf16.h"
 
 #if defined(__AVX512BF16__)
@@ -17,6 +17,10 @@ namespace mxfp8::MXFP8_ISA {
 namespace {
 
 constexpr int kStep = kStepBf16;
+constexpr int64_t kMostDepth = 2048;  // of a chunk: a tile of A and a panel of B, decoded, fill L1
+
+// Deep chunks leave fewer sums to add up, but the chunk of A must stay in half of L2, which is 1 MiB.
+MXFP8_INLINE int64_t depth_for(int64_t rows) { return rows <= kGemmRows / 2 ? kMostDepth : kMostDepth / 2; }
 
 // Decodes a chunk of a row of B, scaled, into steps kTileColumns rows apart, and fetches what lies `ahead` bytes
 // further. False if that is not exact.
@@ -103,11 +107,12 @@ int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile
   auto* out = static_cast<uint16_t*>(packed);
   Extent extent;
   bool fits = true;
+  const int64_t depth = depth_for(rows);
   with_format(args.a_format, [&](auto format) {
     for (int64_t i = tile_begin * kTileRows; i < min_of(tile_end * kTileRows, rows) && fits; ++i) {
       const int64_t tile = i / kTileRows, tile_rows = min_of(kTileRows, rows - tile * kTileRows);
-      for (int64_t c = 0; c < chunks_of<uint16_t>(args.k) && fits; ++c) {
-        const Chunk chunk = chunk_at<uint16_t>(args.k, c, kStep);
+      for (int64_t c = 0; c < chunks_of(args.k, depth) && fits; ++c) {
+        const Chunk chunk = chunk_at(args.k, depth, c, kStep);
         fits = pack_row<decltype(format)>(args, row + i, chunk.k, chunk.count, tile_rows * kStep,
                                           out + tile_offset(rows, chunk, tile) + i % kTileRows * kStep, &extent);
       }
@@ -124,9 +129,9 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
     const Decoder<F> decoder;
     const int lowest = lowest_scale<F>(exponent);
     const int64_t first = tile_begin * kTileRows, count = min_of(tile_end * kTileRows, rows) - first;
-    alignas(64) uint16_t b[kTileColumns * kDepth<uint16_t>];
+    alignas(64) uint16_t b[kTileColumns * kMostDepth];
     for_each_strip<uint16_t, kStep, kTileColumns>(
-        args, row, rows, tile_begin, tile_end, column_begin, column_end,
+        args, row, rows, tile_begin, tile_end, column_begin, column_end, depth_for(rows),
         [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
           const uint32_t misfits = decode_panel(decoder, args, column, column_end, chunk, lowest, b);
           float before[kGemmRows * kTileColumns];

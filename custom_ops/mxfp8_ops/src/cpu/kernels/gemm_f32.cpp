@@ -1,7 +1,7 @@
 // MXFP8Gemm and MXFP8WeightGemm in float32: the products of the exact dequantized values, accumulated in float32.
 //
 // y [M, N] = A [M, K] . B [N, K]^T. A (values, or elements and scales) is packed as float32 once per 256 rows; rows of
-// B are decoded, four at a time and 512 deep, into 8 KiB that stay in L1. The register tile is kTileRows x 4 with
+// B are decoded, eight at a time and 512 deep, into 16 KiB that stay in L1. The register tile is kTileRows x 4 with
 // lanes along K, so neither operand is transposed; lanes are added up once per chunk. Work is split over N (and M if N
 // is small). Bytes moved: 1.03 N K (once per 256 rows of A) + 4 M K + the result.
 #include "gemm.h"
@@ -9,7 +9,8 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int64_t kPanel = 8;  // rows of B decoded at a time: they stay in L1, with a tile of A
+constexpr int64_t kPanel = 8;    // rows of B decoded at a time: they stay in L1, with a tile of A
+constexpr int64_t kDepth = 512;  // of a chunk
 
 // Each row of B is a new stream to the hardware prefetcher: fetches this chunk of the next panel's row meanwhile.
 MXFP8_INLINE void prefetch_next_panel(const GemmArgs& args, int64_t row, Chunk chunk) {
@@ -64,8 +65,8 @@ MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t col
 int gemm_f32_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed) {
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     const int64_t tile_rows = min_of(kTileRows, rows - tile * kTileRows);
-    for (int64_t c = 0; c < chunks_of<float>(args.k); ++c) {
-      const Chunk chunk = chunk_at<float>(args.k, c, kBlock);
+    for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
+      const Chunk chunk = chunk_at(args.k, kDepth, c, kBlock);
       float* out = static_cast<float*>(packed) + tile_offset(rows, chunk, tile);
       for (int64_t i = 0; i < tile_rows; ++i) {
         for (int64_t k = 0; k < chunk.padded; k += kBlock) {
@@ -81,8 +82,8 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
                        int64_t column_begin, int64_t column_end, const void* packed, int) {
   const auto* a = static_cast<const float*>(packed);
   with_format(args.b_format, [&](auto format) {
-    alignas(64) float b[kPanel * kDepth<float>];
-    for_each_strip<float, kBlock, kPanel>(args, row, rows, tile_begin, tile_end, column_begin, column_end,
+    alignas(64) float b[kPanel * kDepth];
+    for_each_strip<float, kBlock, kPanel>(args, row, rows, tile_begin, tile_end, column_begin, column_end, kDepth,
                                           [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
                                             decode_panel<decltype(format)>(args, column, column_end, chunk, b);
                                             for (int64_t tile = tile_begin; tile < tile_end; ++tile) {

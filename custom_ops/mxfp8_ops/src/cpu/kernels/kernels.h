@@ -16,7 +16,6 @@ constexpr int64_t kPackDepth = 8;          // blocks along K in one tile of the 
 constexpr int64_t kGemmRows = 256;         // rows of A packed at a time: they stay in L2
 constexpr int64_t kSkinnyRows = 16;        // the most rows of A that B is decoded in registers for
 constexpr int64_t kGemmColumns = 64;       // columns of one accumulator strip
-constexpr int64_t kGemmDepthBytes = 2048;  // of one packed row that is multiplied before partial sums are stored
 
 // x is [outer, K, inner] for quantize; for pack it is [N, K] or, transposed, [K, N], with `stride` values per row.
 struct QuantizeArgs {
