@@ -54,6 +54,11 @@ def small_weights(cases: Any, rounds: int, size: int) -> Iterator[Any]:
         yield cases.few_rows(rounds, (m, n, size), {})
 
 
+def fused(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    for m in (128, 256, 512, 1024, 2048):
+        yield cases.fused(rounds, (m, size, size))
+
+
 def wide_activations(cases: Any, rounds: int, size: int) -> Iterator[Any]:
     for m in (1, 16, 256, 2048):
         yield cases.wide_activations(rounds, (m, size, size))
@@ -72,7 +77,7 @@ def cuts(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 
 SECTIONS: dict[str, Callable[[Any, int, int], Iterator[Any]]] = {
     section.__name__: section
-    for section in (memory, few_rows, many_rows, small_weights, wide_activations, training, cuts)
+    for section in (memory, few_rows, many_rows, small_weights, fused, wide_activations, training, cuts)
 }
 """In the order in which they run: those with targets first."""
 
@@ -150,7 +155,7 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
     lines += [
         "",
         "x copy: against a copy that moves as many bytes. M <= 64 is gemm_skinny; more rows are dequantize and cuBLAS,",
-        "on Blackwell its MXFP8 product. fold: FP8 tensor cores, not exact, only on request.",
+        "on Blackwell its MXFP8 product. fold: FP8 tensor cores, not exact, only on request. fused: only on request.",
         "",
         f"{len(verdicts)} targets: " + ", ".join(f"{verdicts.count(v)} {v}" for v in ("stretch", "ok", "MISSED")) + ".",
         *(f"Section {name} is incomplete: {why}." for name, why in failures.items()),

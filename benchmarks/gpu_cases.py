@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mxfp8_ops import cuda_dispatch, cuda_kernels, cuda_skinny, torch_cuda, torch_ops  # noqa: F401 - registers
+from mxfp8_ops import cuda_dispatch, cuda_fused, cuda_kernels, cuda_skinny, torch_cuda, torch_ops  # noqa: F401 - registers
 from mxfp8_ops.cuda_kernels import Operand
 from mxfp8_ops.numerics import scale_count
 
@@ -152,9 +152,14 @@ class Layers:
         """Returns calls of the peer, one per set."""
         return [lambda x=x, w=w: torch.nn.functional.linear(x, w) for x, w in zip(self.xs, self.ws, strict=True)]
 
-    def weight_only(self) -> Sequence[Call]:
-        """Returns calls of weight_gemm."""
-        return [lambda x=x, p=p: ops.weight_gemm(x, *p) for x, p in zip(self.xs, self.packed, strict=True)]
+    def weight_only(self, route: str | None = None) -> Sequence[Call]:
+        """Returns calls of weight_gemm, by a row of the dispatch table, if one is named."""
+
+        def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor]) -> Any:
+            with cuda_dispatch.forced_route(route) if route else contextlib.nullcontext():
+                return ops.weight_gemm(x, *p)
+
+        return [lambda x=x, p=p: call(x, p) for x, p in zip(self.xs, self.packed, strict=True)]
 
     def quantized(self, route: str | None = None) -> Sequence[Call]:
         """Returns calls of quantize and gemm, by a row of the dispatch table, if one is named."""
@@ -249,6 +254,48 @@ def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[
             got = ops.gemm(*x, *p).double()
         error = ((got - exact).norm() / exact.norm()).item()
         rows.append(Row(f"fold, float32 result {label}", times["fold, with quantize"], error, "relative error"))
+    return rows
+
+
+def fused(rounds: int, size: tuple[int, int, int]) -> list[Row]:
+    """Returns gemm_fused against cuBLAS on bfloat16 weights, beside `large`; and cut up in other ways. On Hopper only."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return []
+    m, n, k = size
+    layers, label = Layers(*size), f"M={m} N={n} K={k}"
+    with cuda_dispatch.forced_route("fused"):
+        check(layers.xs[0], layers.packed[0])
+    chosen = cuda_fused.cut(size, torch.cuda.get_device_properties(0).multi_processor_count)
+
+    def cut(blocks: int, splits: int) -> Sequence[Call]:
+        def call(run: Call) -> Any:
+            rule, cuda_fused.cut = cuda_fused.cut, lambda *_: cuda_fused.Cut(blocks, splits)
+            try:
+                return run()
+            finally:
+                cuda_fused.cut = rule
+
+        return [lambda run=run: call(run) for run in layers.weight_only("fused")]
+
+    times = take_turns(
+        {
+            "cublas": layers.cublas(),
+            "large, weight-only": layers.weight_only("large"),
+            f"fused, weight-only, {128 * chosen.blocks} rows in {chosen.splits} splits": layers.weight_only("fused"),
+            **{f"{route}, with quantize": layers.quantized(route) for route in ("large", "fused")},
+            **{
+                f"fused with {128 * blocks} rows in {splits} splits": cut(blocks, splits)
+                for blocks, splits in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4))
+            },
+        },
+        rounds,
+    )
+    for p in layers.packed:
+        torch_cuda.keep_wide(*p)
+    times |= take_turns({"large, weight-only, weight kept": layers.weight_only("large")}, rounds)
+    torch_cuda.forget_kept()
+    rows = [Row(f"cuBLAS bf16 {label}", times["cublas"], 2 * m * n * k / times["cublas"] / 1e6, "TFLOP/s")]
+    rows += [Row(f"{name} {label}", times[name], times["cublas"] / times[name], "x cuBLAS") for name in [*times][1:]]
     return rows
 
 

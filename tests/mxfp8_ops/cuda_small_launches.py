@@ -41,6 +41,9 @@ def main() -> None:
         for m in (5, 70):
             cuda.weight_gemm(values(m, k), *b)
             cuda.weight_gemm(values(m, k).astype(np.float16), *b)
+        if cuda._queue().device.capability == (9, 0):
+            with cuda_dispatch.forced_route("fused"):
+                cuda.gemm(*cuda.quantize(values(70, k)), *b, values(n))
         with cuda_dispatch.forced_route("float32"):
             cuda.weight_gemm(values(5, k), *b)
     cupy.cuda.runtime.deviceSynchronize()

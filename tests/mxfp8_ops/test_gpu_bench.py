@@ -57,7 +57,8 @@ def cases(monkeypatch, emulated):
     monkeypatch.setattr(gpu_cases, "ops", ops)
     monkeypatch.setattr(gpu_cases, "captured", captured)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(L2_cache_size=1))
+    properties = types.SimpleNamespace(L2_cache_size=1, multi_processor_count=device().processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: device().capability)
     with OnTheProcessor(), torch.inference_mode():
         yield gpu_cases
@@ -73,11 +74,12 @@ def kernels() -> set[str]:
         (lambda cases: cases.memory_bound(1, 64, 96), {"quantize_rows", "quantize_columns", "dequantize", "fold"}),
         (lambda cases: cases.few_rows(1, (3, 48, 96), {"copy": (1.0, 2.0)}), {"quantize_rows", "gemm_skinny"}),
         (lambda cases: cases.many_rows(1, SIZE, {}), {"matmul_bf16", "dequantize", "gemm_float32", "fold", "finish"}),
+        (lambda cases: cases.fused(1, SIZE), {"tile", "gemm_fused", "matmul_bf16", "finish"}),
         (lambda cases: cases.cuts(1, (3, 48, 96), [{"splits": 2}, {"warps": 1}]), {"gemm_skinny", "finish"}),
         (lambda cases: cases.wide_activations(1, SIZE), {"bfloat16_parts", "matmul_bf16", "finish"}),
         (lambda cases: cases.training(1, 64, 32, 32), set()),  # on the kernels of the processor
     ],
-    ids=["memory_bound", "few_rows", "many_rows", "cuts", "wide_activations", "training"],
+    ids=["memory_bound", "few_rows", "many_rows", "fused", "cuts", "wide_activations", "training"],
 )
 def test_every_case_runs_and_checks_itself(cases, call, launched):
     rows = call(cases)
