@@ -258,7 +258,7 @@ def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[
 
 
 def fused(rounds: int, size: tuple[int, int, int]) -> list[Row]:
-    """Returns gemm_fused against cuBLAS on bfloat16 weights, beside `large`; and cut up in other ways. On Hopper only."""
+    """Returns gemm_fused on Hopper, also cut up in other ways, against cuBLAS on bfloat16 weights, beside `large`."""
     if torch.cuda.get_device_capability() != (9, 0):
         return []
     m, n, k = size
