@@ -44,12 +44,12 @@ MXFP8_INLINE void dot_scaled_after(const Decoder<F>& decoder, const uint16_t* a,
   __m512i unused = _mm512_setzero_si512();
   for (int64_t k = 0; k < pass.count; k += kScaleValues) {
     const int64_t left = min_of(kScaleValues, pass.count - k);
-    __builtin_prefetch(pass.scales + k / kBlock + pass.ahead_scales);
+    __builtin_prefetch(pass.scales + k / kBlock + pass.ahead_scales, 0, 0);
     const __m512 scales = scale_values(load_scales(pass.scales + k / kBlock, blocks_of(left)));
     __m512i lanes = lanes_of_step(0);
     for (int64_t i = 0; i < left; i += kStep) {
       const uint8_t* elements = pass.elements + k + i;
-      __builtin_prefetch(elements + pass.ahead);
+      __builtin_prefetch(elements + pass.ahead, 0, 0);  // once: not to stay in L2
       const Values b = decoder.values(load_codes(elements, left - i), &unused);
       const __m512 scale = _mm512_permutexvar_ps(lanes, scales);
       for (int r = 0; r < R; ++r) {
