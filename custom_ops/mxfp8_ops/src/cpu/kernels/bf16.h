@@ -158,29 +158,61 @@ MXFP8_INLINE __m512i scale_any(__m512i values, __m512i exponents, const uint8_t*
                                _mm512_set1_epi16(0x7fc0));
 }
 
+// The smallest of 16 codes.
+MXFP8_INLINE int smallest(__m128i codes) {
+  const __m128i pairs = _mm_and_si128(_mm_min_epu8(codes, _mm_srli_epi16(codes, 8)), _mm_set1_epi16(0xff));
+  return _mm_cvtsi128_si32(_mm_minpos_epu16(pairs)) & 0xff;
+}
+
+// Decodes up to kScaleValues elements of a row of A into steps `stride` values apart. False if a scale does not fit
+// bfloat16, or, unless `Any`, if one is of an all-zero block or NaN, or if an element is NaN or Inf.
+template <class F, bool Any>
+MXFP8_INLINE bool pack_some(const Decoder<F>& decoder, const uint8_t* elements, const uint8_t* scales, int64_t count,
+                            int64_t stride, uint16_t* out, Extent* extent) {
+  const int64_t blocks = blocks_of(count);
+  uint8_t codes[kScaleValues / kBlock] = {};
+  const __m128i vector = load_scales(scales, blocks);
+  if constexpr (Any) {
+    std::memcpy(codes, scales, size_t(blocks));
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int scale = codes[i];
+      if (scale == kScaleNan || (scale == 0 && is_zero(elements + i * kBlock, count - i * kBlock, 0))) continue;
+      if (scale < kMinScale<F> || scale > kMaxScale<F>) return false;
+      extent->add(scale - 127 + kElementExponent<F>, scale - 127 + F::emax);
+    }
+  } else {
+    const __m128i absent = _mm_movm_epi8(__mmask16(~((1u << blocks) - 1)));
+    const int low = smallest(_mm_or_si128(vector, absent));
+    const int high = 255 - smallest(_mm_xor_si128(vector, _mm_set1_epi8(-1)));
+    if (low < kMinScale<F> || high > kMaxScale<F>) return false;
+    extent->add(low - 127 + kElementExponent<F>, high - 127 + F::emax);
+  }
+  const __m512i exponents = exponents_of(vector);
+  __m512i highest = _mm512_setzero_si512();
+  for (int64_t i = 0; i * kStepBf16 < count; ++i) {
+    const Values values = decoder.values(load_codes(elements + i * kStepBf16, count - i * kStepBf16), &highest);
+    const __m512i step_exponents = _mm512_permutexvar_epi32(lanes_of_step(i), exponents);
+    uint16_t* to = out + i * stride;
+    for (int half = 0; half < 2; ++half) {
+      const __m512i some = half == 0 ? values.even : values.odd;
+      const __m512i scaled = Any ? scale_any(some, step_exponents, codes + 2 * i) : add_exponents(some, step_exponents);
+      _mm512_store_si512(to + half * kBlock, scaled);
+    }
+  }
+  return Any || !Decoder<F>::has_special(highest);
+}
+
 // Decodes a row of A into steps `stride` values apart. False if a scale does not fit bfloat16.
 template <class F>
 MXFP8_INLINE bool pack_elements(const Decoder<F>& decoder, const uint8_t* elements, const uint8_t* scales,
                                 int64_t count, int64_t stride, uint16_t* out, Extent* extent) {
-  __m512i unused = _mm512_setzero_si512();
-  for (int64_t k = 0; k < count; k += kScaleValues) {
-    const int64_t left = count - k, blocks = min_of(kScaleValues / kBlock, blocks_of(left));
-    uint8_t codes[kScaleValues / kBlock] = {};
-    std::memcpy(codes, scales + k / kBlock, size_t(blocks));
-    for (int64_t i = 0; i < blocks; ++i) {
-      const int scale = codes[i];
-      if (scale == kScaleNan || (scale == 0 && is_zero(elements + k + i * kBlock, left - i * kBlock, 0))) continue;
-      if (scale < kMinScale<F> || scale > kMaxScale<F>) return false;
-      extent->add(scale - 127 + kElementExponent<F>, scale - 127 + F::emax);
+  for (int64_t k = 0; k < count; k += kScaleValues, out += kScaleValues / kStepBf16 * stride) {
+    const int64_t some = min_of(count - k, kScaleValues);
+    if (__builtin_expect(pack_some<F, false>(decoder, elements + k, scales + k / kBlock, some, stride, out, extent),
+                         1)) {
+      continue;
     }
-    const __m512i exponents = exponents_of(load_scales(codes, kScaleValues / kBlock));
-    for (int64_t i = 0; i * kStepBf16 < min_of(left, kScaleValues); ++i) {
-      const Values values = decoder.values(load_codes(elements + k + i * kStepBf16, left - i * kStepBf16), &unused);
-      const __m512i step_exponents = _mm512_permutexvar_epi32(lanes_of_step(i), exponents);
-      uint16_t* to = out + (k / kStepBf16 + i) * stride;
-      _mm512_store_si512(to, scale_any(values.even, step_exponents, codes + 2 * i));
-      _mm512_store_si512(to + kBlock, scale_any(values.odd, step_exponents, codes + 2 * i));
-    }
+    if (!pack_some<F, true>(decoder, elements + k, scales + k / kBlock, some, stride, out, extent)) return false;
   }
   return true;
 }
