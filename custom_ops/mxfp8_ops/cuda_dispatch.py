@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from mxfp8_ops.cuda_skinny import PARTS
 from mxfp8_ops.errors import BackendError
 
 _EXACT: Final = ("bfloat16", "e4m3", "e5m2")
@@ -23,7 +24,7 @@ class Route:
     alone: bool = False
     """Whether no later one will do: the kernel has instructions that only this one knows."""
     most_rows: int | None = None
-    """Greatest M."""
+    """Greatest M; of float32 (float16) x, whose rows are three (two) of bfloat16, a third (half) of it."""
     kinds: tuple[str, ...] = (*_EXACT, "float16", "float32")
     """What x may be."""
     b_kinds: tuple[str, ...] = ("e4m3", "e5m2")
@@ -41,7 +42,7 @@ class Route:
 
 
 ROUTES: Final = (
-    Route("skinny", most_rows=64, kinds=_EXACT, whole_blocks=True),
+    Route("skinny", most_rows=64, whole_blocks=True),
     Route(
         "block_scaled", (10, 0), kinds=("e4m3", "e5m2"), b_kinds=("e4m3",), whole_blocks=True, n_multiple=16,
         library=True,
@@ -67,6 +68,7 @@ fused         gemm_fused.cu: decodes the packed weight on its way to Hopper's te
 large         dequantize.cu to bfloat16, then cuBLAS; gemm_float32.cu repairs it if bfloat16 could not hold an operand.
 parts         bfloat16_parts.cu: a float32 is the sum of three bfloat16 values, a float16 of two; a row above multiplies
               them, as so many times M rows, and finish.cu adds up. gemm_float32.cu repairs what is not finite.
+              For few rows, `skinny` does all of that itself.
 float32       gemm_float32.cu: ordinary cores, anything else.
 """
 
@@ -113,7 +115,7 @@ def route(
             continue
         if row.packed and kept and not wanted_row:
             continue
-        fits_shape = (row.most_rows is None or m <= row.most_rows) and n % row.n_multiple == 0
+        fits_shape = (row.most_rows is None or m * PARTS.get(kind, 1) <= row.most_rows) and n % row.n_multiple == 0
         fits_kinds = kind in row.kinds and b_kind in row.b_kinds
         device = capability == row.capability if row.alone else capability >= row.capability
         here = device and (row.kernel in libraries or not row.library)

@@ -308,7 +308,7 @@ def choose(
 
 
 def _skinny(queue: Queue, p: Product) -> None:
-    cut = cuda_skinny.cut((p.m, p.n, p.k), p.x.quantized, queue.device.processors)
+    cut = cuda_skinny.cut((p.m, p.n, p.k), p.x.kind, queue.device.processors)
     memory, to = None, p
     if cut.splits > 1:
         memory, sums = queue.allocate(4 * cut.splits * p.m * p.n, False)
@@ -357,7 +357,7 @@ def _large(queue: Queue, p: Product, wide: WideWeight | None) -> None:
 
 def _parts(queue: Queue, p: Product, wide: WideWeight | None) -> None:
     """Queues a product of float32 or float16 x: its bfloat16 parts are so many times M rows, and finish.cu adds up."""
-    parts = 3 if p.x.kind == "float32" else 2
+    parts = cuda_skinny.PARTS[p.x.kind]
     size = DTYPE_BYTES[p.x.kind]
     rows = min(p.m, max(_PARTS_BYTES // (4 * parts * p.n), 64))
     memory, data = queue.allocate(2 * parts * rows * p.k, False)
@@ -411,7 +411,7 @@ def instances(capability: tuple[int, int] = (9, 0)) -> list[Launch]:
             names.append(("gemm_float32", f"gemm_float32<{x}, {f}>"))
         if capability == (9, 0):
             names += [("gemm_fused", cuda_fused.Cut(blocks, 1).kernel(f)) for blocks in cuda_fused.BLOCKS]
-        for x in ("BF16", *elements):
+        for x in (*values, *elements):
             for tiles, choices in cuda_skinny.WARPS.items():
                 names += [("gemm_skinny", cuda_skinny.Cut(tiles, warps, 1).kernel(x, f)) for warps in choices]
     return [Launch(source, kernel, 1, ()) for source, kernel in names]

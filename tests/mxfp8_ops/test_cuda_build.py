@@ -45,6 +45,7 @@ SAMPLE = (
     "quantize_columns<BF16, E4M3, true, TRANSPOSED, false>",
     "dequantize<BF16, E4M3, true, false>",
     "gemm_skinny<BF16, E4M3, 1>",
+    "gemm_skinny<F32, E4M3, 8>",
     "gemm_skinny<E4M3, E4M3, 8>",
     "gemm_float32<F32, E4M3>",
     "finish<false>",

@@ -364,21 +364,28 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, 
 
 
 X_KINDS = ("bfloat16", "e4m3", "e5m2")
+EVERY_KIND = ("float32", "float16", *X_KINDS)
 
 
-@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def most(m, x_kind):
+    """As many rows of x, of which float32 and float16 have fewer, as the instances of gemm_skinny for m rows take."""
+    return m // cuda_skinny.PARTS.get(x_kind, 1) or 1
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(EVERY_KIND, FORMATS)])
 def test_skinny_gemm(x_kind, fmt):
-    for (m, n, k), dtype in zip(
+    for (rows, n, k), dtype in zip(
         ((1, 33, 2080), (8, 16, 1024), (9, 20, 160), (30, 1, 32), (64, 17, 352)), itertools.cycle(DTYPES)
     ):
+        m = most(rows, x_kind)
         assert check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 16) == ["gemm_skinny"]
 
 
-@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(EVERY_KIND, FORMATS)])
 def test_skinny_gemm_with_every_split_of_its_warps(monkeypatch, x_kind, fmt):
     """More multiprocessors than the device has: fewer warps of a block share x."""
-    for (m, k), dtype in zip(((3, 1056), (16, 544), (25, 288), (64, 352)), itertools.cycle(DTYPES)):
-        used = set()
+    for (rows, k), dtype in zip(((3, 1056), (16, 544), (25, 288), (64, 352)), itertools.cycle(DTYPES)):
+        m, used = most(rows, x_kind), set()
         for processors in (1, 2, 5):
             monkeypatch.setattr(device(), "processors", processors)
             assert check_gemm(m, 150, k, x_kind, fmt, dtype) == ["gemm_skinny"]
@@ -386,7 +393,7 @@ def test_skinny_gemm_with_every_split_of_its_warps(monkeypatch, x_kind, fmt):
         assert len(used) == 2
 
 
-@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(EVERY_KIND, FORMATS)])
 def test_skinny_gemm_with_k_in_splits(monkeypatch, x_kind, fmt):
     """Splits of several steps, of one, of a part of one, and one that has nothing to do; edge codes in the last."""
 
@@ -398,17 +405,18 @@ def test_skinny_gemm_with_k_in_splits(monkeypatch, x_kind, fmt):
     rule = cuda_skinny.cut
     for splits in (2, 3, 7):
         monkeypatch.setattr(cuda_skinny, "cut", lambda *given, splits=splits: replace(rule(*given), splits=splits))
-        for (m, n, k), dtype in zip(
+        for (rows, n, k), dtype in zip(
             ((1, 33, 3104), (8, 16, 2048), (9, 20, 160), (30, 1, 32), (64, 40, 1056)), itertools.cycle(DTYPES)
         ):
+            m = most(rows, x_kind)
             change = edge if n > 5 and m > 1 else None  # values that no float16 holds
             names = check_gemm(m, n, k, x_kind, fmt, "float32" if change else dtype, bias=n != 16, change=change)
             assert names == ["gemm_skinny", "finish"]
 
 
 def test_k_is_split_only_where_n_leaves_multiprocessors_idle_and_k_is_long():
-    def splits(m, n, k, quantized=True):
-        return cuda_skinny.cut((m, n, k), quantized, 132).splits
+    def splits(m, n, k, kind="e4m3"):
+        return cuda_skinny.cut((m, n, k), kind, 132).splits
 
     assert splits(1, 1024, 8192) == splits(64, 1024, 8192) == splits(64, 1024, 4096) == 4
     assert splits(1, 1024, 4096) == splits(16, 1024, 2048) == 1  # a second launch takes longer than it saves
@@ -418,7 +426,7 @@ def test_k_is_split_only_where_n_leaves_multiprocessors_idle_and_k_is_long():
     assert splits(1, 16, 32) == 1
 
 
-@pytest.mark.parametrize("x_kind", X_KINDS)
+@pytest.mark.parametrize("x_kind", EVERY_KIND)
 def test_skinny_gemm_splits_k_by_that_rule(x_kind):
     assert check_gemm(2, 16, 8192, x_kind, "e4m3", "bfloat16") == ["gemm_skinny", "finish"]
 
@@ -552,20 +560,29 @@ def test_large_gemm_repairs_what_bfloat16_cannot_hold(x_kind, fmt):
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(("float32", "float16"), FORMATS)])
 def test_gemm_by_parts(x_kind, fmt):
-    """By gemm_skinny, whole and with K split, by cuBLAS, and where K is no multiple of 32."""
-    sizes = ((1, 33, 2080), (21, 20, 160), (2, 16, 8192), (22, 40, 96), (70, 40, 96), (3, 7, 37))
+    """By gemm_skinny alone, by bfloat16_parts and cuBLAS, and where K is no multiple of 32."""
+    sizes = ((21, 20, 160), (33, 40, 96), (70, 40, 96), (3, 7, 37))
     for (m, n, k), dtype in zip(sizes, itertools.cycle(DTYPES)):
         names = check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 40)
         count = 3 if x_kind == "float32" else 2
         if k % 32 == 0 and count * m <= 64:
-            inner = ["gemm_skinny", *(["finish"] if k == 8192 else [])]
-        else:
-            inner = ["dequantize", "matmul_bf16 float32", "gemm_float32"]
+            assert names == ["gemm_skinny"]
+            continue
+        inner = ["dequantize", "matmul_bf16 float32", "gemm_float32"]
         assert names == ["bfloat16_parts", *inner, "finish", "gemm_float32"]
 
 
+def test_gemm_by_parts_of_few_rows_when_it_must():
+    """gemm_skinny wants x aligned, and takes the parts, which are."""
+    with cuda_dispatch.forced_route("parts"):
+        for m, k in ((5, 96), (2, 8192)):
+            names = check_gemm(m, 16, k, "float32", "e4m3", "float32")
+            splits = ["finish"] if k == 8192 else []
+            assert names == ["bfloat16_parts", "gemm_skinny", *splits, "finish", "gemm_float32"]
+
+
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(("float32", "float16"), FORMATS)])
-def test_gemm_by_parts_with_every_value(x_kind, fmt):
+def test_gemm_by_parts_with_every_value(monkeypatch, x_kind, fmt):
     """Huge, subnormal, Inf and NaN values of x; weights that are Inf, NaN, or too small for bfloat16."""
 
     def values(x, x_scales, b, b_scales):
@@ -582,8 +599,12 @@ def test_gemm_by_parts_with_every_value(x_kind, fmt):
     def tiny_weights(x, x_scales, b, b_scales):
         b_scales[:], x[:] = np.minimum(b_scales, 2), x.astype(np.float64) * (2.0**100 if x_kind == "float32" else 1)
 
+    rule = cuda_skinny.cut
     for change, m in itertools.product((values, finite, infinite_weights, tiny_weights), (5, 70)):
         check_gemm(m, 18, 96, x_kind, fmt, "float32", change=change)
+        monkeypatch.setattr(cuda_skinny, "cut", lambda *given: replace(rule(*given), splits=2))
+        check_gemm(5, 18, 1056, x_kind, fmt, "float32", change=change)
+        monkeypatch.setattr(cuda_skinny, "cut", rule)
 
 
 def test_gemm_by_parts_in_slices(monkeypatch):
@@ -615,7 +636,8 @@ def chosen(capability=(9, 0), kind="bfloat16", m=1, k=64, address=0, **options):
 def test_routes():
     assert chosen() == chosen(m=64) == chosen(kind="e4m3") == "skinny"
     assert chosen(m=65) == chosen(k=40) == chosen(address=8) == "large"
-    assert chosen(kind="float16") == chosen(kind="float32", m=1000) == "parts"
+    assert chosen(kind="float16", m=32) == chosen(kind="float32", m=21) == "skinny"
+    assert chosen(kind="float16", m=33) == chosen(kind="float32", m=22) == chosen(kind="float32", k=40) == "parts"
     with cuda_dispatch.forced_route("float32"):
         assert chosen() == "float32"
         assert chosen(forced=False) == "skinny"

@@ -1,14 +1,10 @@
 // float32 or float16 values as sums of bfloat16 values: x = x0 + 2^-8 x1 + 2^-16 x2, exactly, so that bfloat16 tensor
-// cores can multiply what they cannot hold. The products of the parts, [parts m, k] times b, go to finish.cu.
+// cores can multiply what they cannot hold (`take_part`). The products of the parts, [parts m, k] times b, go to
+// finish.cu. Inf and NaN become NaN in some part; finish.cu then asks for gemm_float32.
 //
 //   x      [total] X, F32 or F16               parts  [3 or 2, total] bfloat16
 //   grid   one thread per 16 values: ceil(total / 16 / 256) thread blocks of 256
 //   bytes  X::bytes + 2 a part a value
-//
-// x0 is x without its last 16 bits; what is missing, times 2^8, is split the same way. A float32 has 24 significant
-// bits and three parts have 8 each: nothing is left, and by the two factors of 2^8 not even the smallest float32,
-// 2^-149, is too small for a bfloat16 (2^-133). Nor does a part overflow: what is missing is below 2^-7 |x|. Inf and
-// NaN become NaN in some part; finish.cu then asks for gemm_float32.
 //
 // The error of the whole product stays within numerics.gemm_error_bound. With u = 2^-24 and S = sum |x||b|: parts have
 // the sign of x, so the sums S_i of their magnitudes (factors included) add up to S. Products of parts are exact, and
@@ -19,30 +15,22 @@
 // RAGGED is for total % 16 != 0 and for addresses that are not aligned to 16.
 #include "codec.cuh"
 
-// Takes what bfloat16 holds off `v`; the rest comes back times 2^8.
-DEVICE float take_part(float& v) {
-  const float part = float_of(bits_of(v) & 0xffff0000u);
-  v = (v - part) * 256.0f;
-  return part;
-}
-
 template <class X, bool RAGGED>
 __global__ void __launch_bounds__(256)
     bfloat16_parts(const u8* __restrict__ x, u8* __restrict__ parts, i64 total) {
-  constexpr int PARTS = X::dtype == FLOAT32 ? 3 : 2;
   const i64 first = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 16;
   if (first >= total) return;
   if (RAGGED) {
     for (i64 i = first; i < first + 16 && i < total; ++i) {
       float v = read_value<X>(x, i);
-      for (int part = 0; part < PARTS; ++part) write_value(parts, part * total + i, take_part(v), BFLOAT16);
+      for (int part = 0; part < X::parts; ++part) write_value(parts, part * total + i, take_part(v), BFLOAT16);
     }
     return;
   }
   float v[16];
   read16<X>(x + first * X::bytes, v);
 #pragma unroll
-  for (int part = 0; part < PARTS; ++part) {
+  for (int part = 0; part < X::parts; ++part) {
     float taken[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) taken[i] = take_part(v[i]);

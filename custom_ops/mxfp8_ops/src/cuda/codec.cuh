@@ -13,7 +13,7 @@ constexpr u32 NAN_BITS = 0x7fffffffu;
 // formats.py has these rows too. `wide_shift` moves an element's low seven bits to where bfloat16 has its exponent and
 // mantissa; the result, times 2^(127 - bias), is the element's value, also for subnormal elements.
 struct E4M3 {
-  static constexpr int mantissa_bits = 3, bias = 7, emax = 8, wide_shift = 4;
+  static constexpr int parts = 1, mantissa_bits = 3, bias = 7, emax = 8, wide_shift = 4;
   static constexpr u32 max_code = 0x7e, wide_mask = 0x07f007f0u;
   static constexpr u32 special_carry = 0x01010101u;  // carries into bit 7 of a byte whose low bits exceed max_code
   static constexpr u32 first_exact = 3;              // below this code some element * 2^(s - 127) is no bfloat16
@@ -22,7 +22,7 @@ struct E4M3 {
 };
 
 struct E5M2 {
-  static constexpr int mantissa_bits = 2, bias = 15, emax = 15, wide_shift = 3;
+  static constexpr int parts = 1, mantissa_bits = 2, bias = 15, emax = 15, wide_shift = 3;
   static constexpr u32 max_code = 0x7b, wide_mask = 0x0fe00fe0u;
   static constexpr u32 special_carry = 0x04040404u;
   static constexpr u32 first_exact = 10;
@@ -33,20 +33,21 @@ struct E5M2 {
 // Dtypes of values. The numbers are onnx.TensorProto.DataType.
 constexpr i64 FLOAT32 = 1, FLOAT16 = 10, BFLOAT16 = 16;
 
+// `parts`: how many bfloat16 values a value is the sum of (`take_part`).
 struct F32 {
-  static constexpr int bytes = 4;
+  static constexpr int bytes = 4, parts = 3;
   static constexpr i64 dtype = FLOAT32;
   static constexpr bool is_element = false;
 };
 
 struct F16 {
-  static constexpr int bytes = 2;
+  static constexpr int bytes = 2, parts = 2;
   static constexpr i64 dtype = FLOAT16;
   static constexpr bool is_element = false;
 };
 
 struct BF16 {
-  static constexpr int bytes = 2;
+  static constexpr int bytes = 2, parts = 1;
   static constexpr i64 dtype = BFLOAT16;
   static constexpr bool is_element = false;
 };
@@ -131,6 +132,16 @@ DEVICE void write16(void* p, const float (&v)[16]) {
     }
     store16(bytes + 16 * i, make_uint4(w[0], w[1], w[2], w[3]));
   }
+}
+
+// Takes what bfloat16 holds off `v`; the rest comes back times 2^8. A float32 is p0 + 2^-8 p1 + 2^-16 p2 of what three
+// calls return, exactly, and a float16 p0 + 2^-8 p1 of two: the last 16 bits of `v` are what is missing, a float32 has 24
+// significant bits and each part has 8. By the factors of 2^8 not even the smallest float32, 2^-149, is too small for a
+// bfloat16 (2^-133), and no part overflows: what is missing is below 2^-7 |v|. Of Inf and NaN some part is NaN.
+DEVICE float take_part(float& v) {
+  const float part = float_of(bits_of(v) & 0xffff0000u);
+  v = (v - part) * 256.0f;
+  return part;
 }
 
 DEVICE u32 magnitude(float x) { return bits_of(x) & 0x7fffffffu; }

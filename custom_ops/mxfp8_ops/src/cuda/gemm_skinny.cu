@@ -1,6 +1,7 @@
-// Both gemms for few rows (m <= 8 * TILES, TILES <= 8) on bfloat16 tensor cores, exact: limited by reading the weight.
+// Both gemms for few rows (m X::parts <= 8 * TILES, TILES <= 8) on bfloat16 tensor cores, exact: limited by reading the
+// weight.
 //
-//   x [m, k] X: BF16, or elements with x_scales        b [n, k] F with b_scales      bias [n] float32, or null
+//   x [m, k] X: F32, F16, BF16, or elements with x_scales                            b [n, k] F with b_scales      bias [n] float32, or null
 //   y [m, n] of dtype `y_dtype`, or, for splits > 1, float32 [splits, m, n] that finish.cu adds up
 //   k % 32 = 0, k < 2^25; x and b aligned to 16
 //   grid      at least splits * ceil(n / (16 * WARPS)) thread blocks of 8 warps: WARPS across n, the others across k
@@ -22,8 +23,25 @@
 // (E4M3::wide_shift), and one multiplication by 2^(s - bias) applies the scale; both are exact for codes
 // first_exact..last_fast. A scale outside that range, or a NaN or Inf element, hardly ever occurs: the warp then sums
 // that step in float32 instead.
+//
+// A row of float32 (float16) x is three (two) rows of bfloat16, its parts; bfloat16_parts.cu says why that is exact
+// enough. What they add up to, if NaN or Inf, is computed once more in float32: a part of Inf is NaN, and so is a zero
+// part times an infinite weight.
 #include "operand.cuh"
 #include "wide.cuh"
+
+// Eight float32 or float16 values as they are stored.
+template <class X, int LOADS>
+DEVICE void read8(const uint4 (&q)[LOADS], float (&v)[8]) {
+  const uint4 last = q[LOADS - 1];
+  const u32 w[8] = {q[0].x, q[0].y, q[0].z, q[0].w, last.x, last.y, last.z, last.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    v[i] = X::bytes == 4 ? float_of(w[i]) : from_float16(static_cast<u16>(i & 1 ? w[i >> 1] >> 16 : w[i >> 1]));
+}
+
+// The next parts of two values, as two bfloat16.
+DEVICE u32 take_parts(float& low, float& high) { return bits_of(take_part(low)) >> 16 | bits_of(take_part(high)); }
 
 // Adds the products of `first` <= k < `end` to the lane's sums, in float32.
 template <class X, class F, int TILES>
@@ -36,7 +54,8 @@ DEVICE void add_exactly(float (&sums)[TILES][4], const u8* x, const u8* x_scales
   for (int i = 0; i < TILES; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const i64 token = i * 8 + (lane & 3) * 2 + (j & 1);
+      const int column = i * 8 + (lane & 3) * 2 + (j & 1), token = column / X::parts;
+      if (column % X::parts != 0) continue;  // the whole value counts where its first part would
 #pragma unroll 1
       for (i64 at = first; at < end; ++at)
         sums[i][j] = fmaf(operand<F>(b, b_scales, rows[j >> 1], at, k),
@@ -60,8 +79,9 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
   constexpr int STEP = DEEP * TILES <= 16 ? 128 : 64, CHUNKS = STEP / 64, WIDE = DEEP * STEP;
   static_assert(TILES == 1 || WARPS >= 2, "x of one step would take too much shared memory");
   constexpr int AHEAD = TILES >= 4 ? 3 : 2;       // one block per multiprocessor reads further ahead than two
-  constexpr int VALUES = X::is_element ? 16 : 8;  // of x in 16 bytes
-  constexpr int UNITS = TOKENS * WIDE / VALUES, MINE = (UNITS + 255) / 256;
+  constexpr int MOST = TOKENS / X::parts;         // rows of x
+  constexpr int VALUES = X::is_element ? 16 : 8;  // of x in a unit, LOADS of 16 bytes
+  constexpr int LOADS = X::parts == 3 ? 2 : 1, UNITS = MOST * WIDE / VALUES, MINE = (UNITS + 255) / 256;
   constexpr int TILE_BYTES = TOKENS * WIDE * 2, SUM_BYTES = DEEP * ROWS * (TOKENS + 1) * 4;
   // x of a step as bfloat16 [DEEP][TOKENS][STEP], at the end the warps' sums [DEEP][ROWS][TOKENS + 1].
   __shared__ __align__(16) u8 shared[TILE_BYTES > SUM_BYTES ? TILE_BYTES : SUM_BYTES];
@@ -92,8 +112,8 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
       }
   };
 
-  // Unit u of a step is 16 bytes of x: token u / (WIDE / VALUES), and as many values of k.
-  uint4 next[MINE];
+  // Unit u of a step is VALUES of row u / (WIDE / VALUES) of x.
+  uint4 next[MINE][LOADS];
   u32 next_scale[MINE];
   auto load_x = [&](i64 step) {
 #pragma unroll
@@ -101,7 +121,10 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
       const int unit = thread + 256 * i, token = unit / (WIDE / VALUES);
       const i64 at = step * WIDE + unit % (WIDE / VALUES) * VALUES;
       const bool live = token < m && at < k_end && unit < UNITS;
-      next[i] = live ? load16(x + (token * k + at) * (16 / VALUES)) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j)
+        next[i][j] =
+            live ? load16(x + (token * k + at) * (16 * LOADS / VALUES) + 16 * j) : make_uint4(0, 0, 0, 0);
       next_scale[i] = X::is_element && live ? x_scales[token * blocks + (at >> 5)] : 127u;
     }
   };
@@ -114,8 +137,15 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
     for (int i = 0; i < MINE; ++i) {
       const int unit = thread + 256 * i, token = unit / (WIDE / VALUES), at = unit % (WIDE / VALUES) * VALUES;
       if (unit >= UNITS) continue;
-      const uint4 q = next[i];
-      if constexpr (X::is_element) {
+      const uint4 q = next[i][0];
+      if constexpr (X::parts > 1) {
+        float v[8];
+        read8<X>(next[i], v);
+#pragma unroll
+        for (int p = 0; p < X::parts; ++p)
+          store16(place(token * X::parts + p, at), make_uint4(take_parts(v[0], v[1]), take_parts(v[2], v[3]),
+                                                              take_parts(v[4], v[5]), take_parts(v[6], v[7])));
+      } else if constexpr (X::is_element) {
         if (!fast_code<X>(next_scale[i]) || any_special<X>(q)) inexact[at / STEP] = static_cast<u32>(step) + 1;
         const u32 scale = scale_bf16x2<X>(next_scale[i]);
         store16(place(token, at), make_uint4(decode_bf16x2<X, 0>(q.x, scale), decode_bf16x2<X, 1>(q.x, scale),
@@ -190,12 +220,24 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
       parts[(deep * ROWS + (warp % WARPS) * 16 + group + (j >> 1) * 8) * (TOKENS + 1) + i * 8 + part * 2 + (j & 1)] =
           sums[i][j];
   __syncthreads();
-  for (int e = thread; e < ROWS * TOKENS; e += 256) {
+  for (int e = thread; e < ROWS * MOST; e += 256) {
     const int r = e % ROWS, token = e / ROWS;
     if (token >= m || first_row + r >= n) continue;
-    float sum = bias == nullptr ? 0.0f : bias[first_row + r];
+    const float start = bias == nullptr ? 0.0f : bias[first_row + r];
+    float sum = 0.0f;
 #pragma unroll
-    for (int d = 0; d < DEEP; ++d) sum += parts[(d * ROWS + r) * (TOKENS + 1) + token];
+    for (int p = X::parts - 1; p >= 0; --p) {
+      float found = p == 0 ? start : 0.0f;
+#pragma unroll
+      for (int d = 0; d < DEEP; ++d) found += parts[(d * ROWS + r) * (TOKENS + 1) + token * X::parts + p];
+      sum = p == X::parts - 1 ? found : sum * 0x1p-8f + found;
+    }
+    if (X::parts > 1 && magnitude(sum) >= INFINITY_BITS) {
+      sum = start;
+#pragma unroll 1
+      for (i64 at = static_cast<i64>(first_step) * WIDE; at < k_end; ++at)
+        sum = fmaf(operand<F>(b, b_scales, first_row + r, at, k), operand<X>(x, x_scales, token, at, k), sum);
+    }
     write_value(y, (split * m + token) * n + first_row + r, sum, y_dtype);
   }
 }

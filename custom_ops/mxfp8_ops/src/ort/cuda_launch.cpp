@@ -33,6 +33,9 @@ std::string kind(int dtype) {
   }
 }
 
+// How many rows of bfloat16 a row of A is.
+int64_t parts_of(int a_format) { return a_format == MXFP8_FLOAT32 ? 3 : a_format == MXFP8_FLOAT16 ? 2 : 1; }
+
 const char* flag(bool value) { return value ? "true" : "false"; }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -61,7 +64,7 @@ constexpr int64_t kPartsBytes = 256 << 20;  // of the sums of parts at most: cud
 // Where the route parts keeps what: before the parts of A, a word that says whether a sum is not finite.
 struct PartsLayout {
   explicit PartsLayout(const GemmArgs& g)
-      : count(g.a_format == MXFP8_FLOAT32 ? 3 : 2),
+      : count(parts_of(g.a_format)),
         rows(std::min(g.m, std::max(kPartsBytes / (4 * count * g.n), kSkinnyMost))),
         sums(parts + aligned(2 * count * rows * g.k)),
         inner(sums + aligned(4 * count * rows * g.n)) {}
@@ -124,27 +127,22 @@ void CudaDequantize::operator()(const DequantizeArgs& d, Stream stream, uint32_t
 }
 
 CudaGemm::CudaGemm(const Gpu& gpu, int a_format, int b_format)
-    : gpu_(gpu),
-      b_format_(b_format),
-      exact_(a_format == MXFP8_BFLOAT16 || is_element_format(a_format)),
-      skinny_{},
-      finish_{},
-      parts_{} {
+    : gpu_(gpu), b_format_(b_format), skinny_{}, finish_{}, parts_{} {
   const std::string types = kind(a_format) + ", " + kind(b_format);
   float32_ = gpu.kernel("gemm_float32<" + types + ">");
   for (const bool ragged : {false, true}) finish_[ragged] = gpu.kernel(std::string("finish<") + flag(ragged) + ">");
-  if (!exact_) {
-    const std::string name = "bfloat16_parts<" + kind(a_format) + ", ";
-    for (const bool ragged : {false, true}) parts_[ragged] = gpu.kernel(name + flag(ragged) + ">");
-    inner_ = std::make_unique<CudaGemm>(gpu, MXFP8_BFLOAT16, b_format);
-    return;
-  }
   for (int i = 0; i < 4; ++i) {
     for (const bool few : {false, true}) {
       const bool implied = few == (i == 0);  // the template's default
       const std::string warps = implied ? "" : ", " + std::to_string(skinny_warps(i, few));
       skinny_[i][few] = gpu.kernel("gemm_skinny<" + types + ", " + std::to_string(1 << i) + warps + ">");
     }
+  }
+  if (parts_of(a_format) > 1) {
+    const std::string name = "bfloat16_parts<" + kind(a_format) + ", ";
+    for (const bool ragged : {false, true}) parts_[ragged] = gpu.kernel(name + flag(ragged) + ">");
+    inner_ = std::make_unique<CudaGemm>(gpu, MXFP8_BFLOAT16, b_format);
+    return;
   }
   if (gpu.properties().cublas_gemm_ex == nullptr) return;
   widen_b_ = std::make_unique<CudaDequantize>(gpu, b_format, MXFP8_BFLOAT16, true);
@@ -155,12 +153,12 @@ CudaGemm::CudaGemm(const Gpu& gpu, int a_format, int b_format)
 
 CudaGemm::Route CudaGemm::route(const GemmArgs& g, bool cublas) const {
   if (g.k == 0) return Route::kFloat32;  // nothing but the bias
-  if (!exact_) {
+  const bool whole = g.k % kBlock == 0 && g.k < (1 << 25) && !unaligned(g.a, g.b);
+  if (whole && g.m * parts_of(g.a_format) <= kSkinnyMost) return Route::kSkinny;
+  if (inner_ != nullptr) {
     const auto inner = inner_->route(inner_product(g, PartsLayout(g), g.m), cublas);
     return inner == Route::kFloat32 ? inner : Route::kParts;
   }
-  const bool whole = g.k % kBlock == 0 && g.k < (1 << 25) && !unaligned(g.a, g.b);
-  if (whole && g.m <= kSkinnyMost) return Route::kSkinny;
   const bool fits_int = g.m <= INT32_MAX && g.n <= INT32_MAX && g.k <= INT32_MAX;
   if (cublas && widen_b_ != nullptr && fits_int) return Route::kLarge;
   return whole ? Route::kSlices : Route::kFloat32;
@@ -201,7 +199,7 @@ void CudaGemm::operator()(const GemmArgs& g, const GemmResources& resources) con
 
 CudaGemm::Cut CudaGemm::cut(const GemmArgs& g) const {
   int i = 0;
-  while (g.m > (8 << i)) ++i;
+  while (g.m * parts_of(g.a_format) > (8 << i)) ++i;
   const bool two_blocks = (is_element_format(g.a_format) ? 1 : 2) << i <= 2;  // fit a multiprocessor, and are wanted
   const int64_t wanted = int64_t(gpu_.properties().processors) * (two_blocks ? 2 : 1);
   const bool few = 10 * ceil_div(g.n, 16 * skinny_warps(i, false)) < 9 * wanted;

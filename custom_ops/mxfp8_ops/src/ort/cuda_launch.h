@@ -4,7 +4,8 @@
 // Each class loads every kernel its node may need when it is made, and only launches them afterwards. Pointers in the
 // arguments are addresses on the GPU. Routes of a product, the first that fits:
 //
-//   skinny   A bfloat16 or quantized, M <= 64, K % 32 = 0: gemm_skinny; finish, if K is split (cuda_skinny.py)
+//   skinny   M <= 64 - 32 if A is float16, 21 if it is float32 - and K % 32 = 0: gemm_skinny; finish, if K is split
+//            (cuda_skinny.py)
 //   large    A bfloat16 or quantized, a cuBLAS handle at hand: dequantize to bfloat16, cuBLAS, finish; gemm_float32
 //            repairs what bfloat16 could not hold
 //   slices   A bfloat16 or quantized, K % 32 = 0: gemm_skinny on 64 rows at a time
@@ -65,7 +66,8 @@ class CudaGemm {
  private:
   enum class Route { kSkinny, kLarge, kSlices, kParts, kFloat32 };
   Route route(const GemmArgs&, bool cublas) const;
-  // Of gemm_skinny: 8 << tiles rows of A, `few` warps share them, `blocks` across N times `splits` across K.
+  // Of gemm_skinny: 8 << tiles rows of A or its parts, `few` warps share them, `blocks` across N times `splits` across
+  // K.
   struct Cut {
     int tiles;
     bool few;
@@ -87,7 +89,6 @@ class CudaGemm {
 
   Gpu gpu_;
   int b_format_;
-  bool exact_;                        // bfloat16 holds A, apart from scales that the kernels look out for
   CudaFunction skinny_[4][2];         // for 8, 16, 32 and 64 rows; [few warps share A]
   CudaFunction float32_, finish_[2];  // [ragged]
   CudaFunction parts_[2];             // [ragged]
