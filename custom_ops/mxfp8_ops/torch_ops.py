@@ -17,12 +17,13 @@ kernels, `torch_cuda.py` those of CUDA devices (through CuPy), `torch_training.p
 `module.to(dtype)` leaves them alone, which it does not do to float8 buffers. quantize_both is what linear_train
 needs of a gradient [M, N]: quantize(x) and quantize(x.t()), reading it once on a GPU.
 
-Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model,
-in reverse mode (forward mode raises; torch.func.grad does not reach it). quantize passes none back and warns if one is
-wanted, as torch does for grouped_gemm; gemm and dequantize take integers, which have none.
+Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model.
+Both have them in reverse mode, by backward() and by torch.func.grad; forward mode raises. quantize passes none back and
+warns if one is wanted, as torch does for grouped_gemm; gemm and dequantize take integers, which have none.
 
 Autocast casts the x of linear_train, as it does that of F.linear, and never a weight; the other ops compute in the
-dtypes they are given. torch.vmap works on the first four (`torch_vmap.py`). Results are contiguous.
+dtypes they are given. torch.vmap makes one call of the first four (`torch_vmap.py`), refuses linear_train, and loops
+over the others, with a warning. Results are contiguous.
 
 The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
 three times as much per call.
@@ -84,12 +85,7 @@ def _register() -> Any:
     for name in ("quantize", "dequantize", "gemm", "weight_gemm", "linear_train"):
         torch.library.register_vmap(f"{contract.DOMAIN}::{name}", getattr(torch_vmap, name), lib=library)
     library.impl("weight_gemm", torch_training.weight_gemm, "Autograd", with_keyset=True)
-    torch.library.register_autograd(
-        f"{contract.DOMAIN}::linear_train",
-        torch_training.backward,
-        setup_context=torch_training.setup_context,
-        lib=library,
-    )
+    library.impl("linear_train", torch_training.recorded, "Autograd")
     return library
 
 

@@ -22,7 +22,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from mxfp8_ops import torch_kernels, torch_shapes
 from mxfp8_ops.errors import Mxfp8Error
@@ -101,6 +105,38 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
     return dx, dw, db, None, None
 
 
+def recorded(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
+) -> Tensor:
+    """Returns what `mxfp8::linear_train` does, and records its gradients if any are wanted.
+
+    Raises:
+        Mxfp8Error: an operand carries a tangent (forward-mode differentiation), or the call is inside of two gradients.
+    """
+    if torch._C._are_functorch_transforms_active():
+        levels = [level.key() for level in retrieve_all_functorch_interpreters()]
+        if levels.count(TransformType.Grad) > 1:  # an outer one would not see what the inner one's integers came from
+            raise _second_derivative()
+    if forward_ad._current_level >= 0:
+        _refuse_tangents("linear_train", "keep this layer in high precision", x, weight, bias)
+    arguments = x, weight, bias, fp8_format, scale_rounding
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
+        result: Tensor = _apply(_LinearTrain, *arguments)
+        return result
+    return _below_autograd(torch.ops.mxfp8.linear_train, *arguments)
+
+
+class _LinearTrain(_SingleLevelFunction):
+    """linear_train and its gradients."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return _below_autograd(torch.ops.mxfp8.linear_train, *arguments)
+
+    setup_context = staticmethod(setup_context)
+    backward = staticmethod(backward)
+
+
 def autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
 ) -> Tensor:
@@ -132,13 +168,13 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
         Mxfp8Error: x or bias carries a tangent (forward-mode differentiation).
     """
     if forward_ad._current_level >= 0:
-        _refuse_tangents(x, bias)
+        _refuse_tangents("weight_gemm", "go through torch.ops.mxfp8.dequantize and a matmul", x, bias)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        result: Tensor = _WeightGemm.apply(x, b, b_scales, bias, b_format, dtype)  # type: ignore[no-untyped-call]
+        result: Tensor = _apply(_WeightGemm, x, b, b_scales, bias, b_format, dtype)
         return result
     if keys.raw_repr() == _PLAIN_CPU:  # nobody else wants to see this call: no mode, no subclass, no transform
         return torch_kernels.weight_gemm(x, b, b_scales, bias, b_format, dtype)
-    return _below_autograd(x, b, b_scales, bias, b_format, dtype)
+    return _below_autograd(torch.ops.mxfp8.weight_gemm, x, b, b_scales, bias, b_format, dtype)
 
 
 _PLAIN_CPU: Final = (
@@ -147,22 +183,32 @@ _PLAIN_CPU: Final = (
 """The keys of a call whose tensors all are plain CPU tensors."""
 
 
-def _refuse_tangents(*tensors: Tensor | None) -> None:
+def _refuse_tangents(op: str, instead: str, *tensors: Tensor | None) -> None:
     unpack: Any = forward_ad.unpack_dual
     if any(t is not None and unpack(t).tangent is not None for t in tensors):
         raise Mxfp8Error(
-            "weight_gemm: x or bias carries a tangent; expected none (it has gradients in reverse mode only); "
-            "differentiate with backward(), or through torch.ops.mxfp8.dequantize and a matmul"
+            f"{op}: an operand carries a tangent; expected none (it has gradients in reverse mode only); "
+            f"differentiate with backward() or torch.func.grad, or {instead}"
         )
 
 
-def _below_autograd(*arguments: Any) -> Tensor:
+def _apply(function: Any, *arguments: Any) -> Any:
+    """Returns function(*arguments) and records it, also inside torch.func.grad and its kin.
+
+    There the autograd kernel of an op runs once per level, on that level's tensors: what `torch.autograd.Function` and
+    `torch.library.register_autograd` refuse is just what is wanted.
+    """
+    with enable_single_level_autograd_function():
+        return function.apply(*arguments)
+
+
+def _below_autograd(op: Any, *arguments: Any) -> Tensor:
     with torch._C._AutoDispatchBelowAutograd():
-        result: Tensor = torch.ops.mxfp8.weight_gemm.default(*arguments)
+        result: Tensor = op.default(*arguments)
     return result
 
 
-class _WeightGemm(torch.autograd.Function):
+class _WeightGemm(_SingleLevelFunction):
     """weight_gemm with the gradients of x, through the frozen weight in float32, and of the bias.
 
     For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none.
@@ -170,7 +216,7 @@ class _WeightGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        return _below_autograd(*arguments)
+        return _below_autograd(torch.ops.mxfp8.weight_gemm, *arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -203,7 +249,7 @@ def _columnwise(x: Tensor, element_format: str, scale_rounding: str) -> tuple[Te
     return pair
 
 
-class _SecondDerivative(torch.autograd.Function):
+class _SecondDerivative(_SingleLevelFunction):
     """Passes gradients on; differentiating them is an error."""
 
     @staticmethod
@@ -212,14 +258,18 @@ class _SecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise Mxfp8Error(
-            "linear_train: its gradient is being differentiated; expected first derivatives only, rounding has no "
-            "second one; drop create_graph=True, or keep this layer in high precision"
-        )
+        raise _second_derivative()
+
+
+def _second_derivative() -> Mxfp8Error:
+    return Mxfp8Error(
+        "linear_train: its gradient is being differentiated; expected first derivatives only, rounding has no second "
+        "one; drop create_graph=True or the outer gradient, or keep this layer in high precision"
+    )
 
 
 def _refuse_second_derivative(*grads: Gradient) -> list[Gradient]:
     anchor = torch.empty(0, requires_grad=True)
     needed = [grad for grad in grads if grad is not None]
-    passed = iter(_SecondDerivative.apply(anchor, *needed))  # type: ignore[no-untyped-call]
+    passed = iter(_apply(_SecondDerivative, anchor, *needed))
     return [None if grad is None else next(passed) for grad in grads]

@@ -201,8 +201,24 @@ def test_weight_gemm_refuses_tangents_rather_than_losing_them() -> None:
     with forward_ad.dual_level():
         x = torch.randn(4, 32)
         assert torch.ops.mxfp8.weight_gemm(x, b, b_scales).shape == (4, 8)
-        with pytest.raises(Mxfp8Error, match="weight_gemm: x or bias carries a tangent"):
+        with pytest.raises(Mxfp8Error, match="weight_gemm: an operand carries a tangent"):
             torch.ops.mxfp8.weight_gemm(forward_ad.make_dual(x, x), b, b_scales)
+
+
+def test_func_grad_gives_the_gradients_of_backward() -> None:
+    x, bias, packed = values(5, 45), values(8), ops.quantize(values(8, 45, seed=1))
+
+    def loss(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = ops.weight_gemm(x, *packed, bias).square().sum()
+        return result
+
+    wanted = torch.autograd.grad(loss(*(leaves := (x.clone().requires_grad_(), bias.clone().requires_grad_()))), leaves)
+    got = torch.func.grad(loss, (0, 1))(x, bias)
+    assert all(map(torch.equal, got, wanted))
+    rows = torch.vmap(torch.func.grad(loss), (0, None))(x, bias)
+    torch.testing.assert_close(rows, got[0])
+    jacobian = torch.func.jacrev(lambda x: ops.weight_gemm(x, *packed))(x[0])
+    torch.testing.assert_close(jacobian, ops.dequantize(*packed))
 
 
 def test_quantize_warns_that_it_cuts_the_gradient() -> None:
