@@ -144,6 +144,9 @@ DEVICE float take_part(float& v) {
   return part;
 }
 
+// Whether bfloat16 has no such number; it has NaN.
+DEVICE bool lost_in_bfloat16(float v) { return (bits_of(v) & 0xffffu) != 0 && v == v; }
+
 DEVICE u32 magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 
 // Bits of amax -> scale code; `increment` is formats.scale_increment. NaN and Inf give the NaN code.

@@ -2,9 +2,8 @@
 //
 //   elements  [outer, k, inner], blocked along k         scales  [outer, ceil(k / 32), inner]
 //   y         [outer, k, inner] V
-//   inexact   null, or a word that becomes 1 if V is bfloat16 and some scale is so small that bfloat16 cannot hold
-//   every
-//             element times it: what a product on bfloat16 tensor cores must know before it calls itself exact
+//   inexact   null, or a word that becomes 1 if V is bfloat16 and cannot hold some value: what a product on bfloat16
+//             tensor cores must know before it calls itself exact
 //   grid      one thread per 16 consecutive elements: ceil(total / 16 / 256) thread blocks of 256
 //   bytes     V::bytes + 1 + 1/32 a value, each once
 //
@@ -13,9 +12,10 @@
 #include "codec.cuh"
 
 template <class V, class F>
-DEVICE float dequantized(u32 q, u32 s, bool& small) {
-  small |= V::dtype == BFLOAT16 && s < F::first_exact;
-  return decode<F>(q) * decode_scale(s);
+DEVICE float dequantized(u32 q, u32 s, bool& lost) {
+  const float v = decode<F>(q) * decode_scale(s);
+  lost |= V::dtype == BFLOAT16 && s < F::first_exact && lost_in_bfloat16(v);
+  return v;
 }
 
 template <class V, class F, bool LAST, bool RAGGED>
@@ -25,13 +25,13 @@ __global__ void __launch_bounds__(256)
   const i64 part = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
   const i64 first = part * 16, blocks = (k + 31) >> 5;
   if (first >= total) return;
-  bool small = false;
+  bool lost = false;
   if (RAGGED) {
     const i64 end = total - first < 16 ? total : first + 16;
     for (i64 i = first; i < end; ++i) {
       const i64 row = i / inner, outer = row / k;
       const u32 s = scales[(outer * blocks + ((row - outer * k) >> 5)) * inner + (i - row * inner)];
-      write_value(y, i, dequantized<V, F>(elements[i], s, small), V::dtype);
+      write_value(y, i, dequantized<V, F>(elements[i], s, lost), V::dtype);
     }
   } else {
     u8 s[16];
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(256)
     const u32 w[4] = {q.x, q.y, q.z, q.w};
     float v[16];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = dequantized<V, F>((w[i >> 2] >> (8 * (i & 3))) & 0xffu, s[LAST ? 0 : i], small);
+    for (int i = 0; i < 16; ++i) v[i] = dequantized<V, F>((w[i >> 2] >> (8 * (i & 3))) & 0xffu, s[LAST ? 0 : i], lost);
     write16<V>(y + first * V::bytes, v);
   }
-  if (small && inexact != nullptr) *inexact = 1;
+  if (lost && inexact != nullptr) *inexact = 1;
 }

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(256) tile(const u8* __restrict__ x, const u8* 
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float v = decode<X>((q >> (8 * i)) & 0xffu) * scale;
-        lost |= (bits_of(v) & 0xffffu) != 0 && v == v;
+        lost |= lost_in_bfloat16(v);
         pairs[i >> 1][t] |= static_cast<u32>(to_bfloat16(v)) << (16 * (i & 1));
       }
     } else {
