@@ -229,7 +229,7 @@ def test_weight_gemm(isa, shape, x_dtype):
 
 
 # Around the limits of the kernels for few rows, and of their tiles and groups of rows.
-ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 18, 31, 33, 255, 257, 262)
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 18, 31, 33, 192, 193, 203, 255, 257, 262)
 
 
 @pytest.mark.parametrize("m", ROW_COUNTS)
@@ -243,13 +243,13 @@ def test_gemms_at_every_row_tile(isa, m):
 
 @pytest.mark.parametrize("n", [1, 2, 63, 65, 130])
 def test_gemms_at_every_column_tile(isa, n):
-    for m in (1, 7, 17):
+    for m in (1, 7, 17, 200):
         a, b = quantized((m, 130), "e4m3", 1), quantized((n, 130), "e4m3", 2)
         check_gemm(a, b, None, ("e4m3", "e4m3"))
         check_weight_gemm(heavy_tailed((m, 130), 4), b)
 
 
-@pytest.mark.parametrize("m", [1, 5, 20])
+@pytest.mark.parametrize("m", [1, 5, 20, 200])
 def test_gemms_of_every_small_depth(isa, m):
     for k in range(1, 101):
         a, b = quantized((m, k), "e4m3", k), quantized((3, k), "e4m3", k + 1)
@@ -258,7 +258,7 @@ def test_gemms_of_every_small_depth(isa, m):
         check_weight_gemm(heavy_tailed((m, k), k).astype(ml_dtypes.bfloat16), b)
 
 
-@pytest.mark.parametrize("m", [1, 6, 7, 16, 20])
+@pytest.mark.parametrize("m", [1, 6, 7, 16, 20, 200])
 @pytest.mark.parametrize("b_format", FORMATS)
 def test_gemms_with_every_kind_of_scale_in_one_row(isa, m, b_format):
     """Scales too small and too large for a shortcut, between ordinary ones; the values of A keep sums finite."""
@@ -284,7 +284,7 @@ def test_weight_gemm_of_values_that_span_all_of_float32(isa, m):
     check_weight_gemm(np.zeros((m, 200), np.float32), quantized((9, 200), "e4m3", 2))
 
 
-@pytest.mark.parametrize("m", [1, 8, 20])
+@pytest.mark.parametrize("m", [1, 8, 20, 200])
 @pytest.mark.parametrize("codes", [(254,), (255,), (0, 255)])
 def test_gemms_show_overflow_and_nan_scales_in_their_columns_only(isa, m, codes):
     a, b = quantized((m, 640), "e4m3", 1), quantized((70, 640), "e4m3", 2)
@@ -310,7 +310,7 @@ def test_weight_gemm_shows_nan_and_inf_of_x_in_their_rows(isa, m, x_dtype):
     assert_same("Inf", np.isinf(y), np.isinf(expected))
 
 
-@pytest.mark.parametrize("m", [1, 8, 20])
+@pytest.mark.parametrize("m", [1, 8, 20, 200])
 def test_gemms_with_blocks_of_zeros(isa, m):
     """Padding: scale code 0, all elements zero, in A, in B, in both; and the result is zero, not nearly."""
     x, w = heavy_tailed((m, 640), 1), heavy_tailed((70, 640), 2)
@@ -345,7 +345,7 @@ def test_the_bound_catches_a_wrong_scale_of_one_block():
         )
 
 
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("rows", [1, 20, 200])
 @pytest.mark.parametrize("b_format", FORMATS)
 @pytest.mark.parametrize("a_format", FORMATS)
 def test_gemm_is_exact_at_the_ends_of_the_scale_range(isa, a_format, b_format, rows):
@@ -371,9 +371,10 @@ def test_gemms_of_many_rows_a_few_of_which_need_the_exact_kernel(isa):
     check_weight_gemm(x, b)
 
 
+@pytest.mark.parametrize("rows", [20, 200])
 @pytest.mark.parametrize("which", ["a", "b"])
-def test_gemm_shows_a_nan_scale_in_its_row_or_column_only(isa, which):
-    a, b = quantized((20, 96), "e4m3", 1), quantized((30, 96), "e4m3", 2)
+def test_gemm_shows_a_nan_scale_in_its_row_or_column_only(isa, which, rows):
+    a, b = quantized((rows, 96), "e4m3", 1), quantized((30, 96), "e4m3", 2)
     clean = cpu.gemm(*a, *b)
     (a if which == "a" else b)[1][7, 1] = 255
     y = cpu.gemm(*a, *b)
@@ -383,9 +384,11 @@ def test_gemm_shows_a_nan_scale_in_its_row_or_column_only(isa, which):
     assert_same("the rest", np.where(expected, 0, y), np.where(expected, 0, clean))
 
 
+@pytest.mark.parametrize("rows", [2, 20, 200])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_gemm_shows_nan_and_inf_elements(isa, fmt):
-    a, b = quantized((2, 64), "e4m3", 1), quantized((20, 64), fmt, 2)
+def test_gemm_shows_nan_and_inf_elements(isa, fmt, rows):
+    a, b = quantized((rows, 64), "e4m3", 1), quantized((20, 64), fmt, 2)
+    a[0][1, 9] = 0xFF
     b[0][3, 40], b[0][4, 5], b[0][5, 6] = 0x7F, 0xFF, 0x7C  # 0x7c: infinity in e5m2, a number in e4m3
     expected = numerics.gemm(*a, *b, b_format=fmt)
     y = cpu.gemm(*a, *b, b_format=fmt)

@@ -133,7 +133,8 @@ const GemmKernel* next_kernel(const Kernels& kernels, bool fits_bf16, int64_t ro
   const std::pair<const GemmKernel*, bool> all[] = {
       {&few_bf16, bf16 && rows <= few_bf16.tile_rows},
       {&few_f32, !bf16 && rows <= few_f32.tile_rows},
-      {&kernels.gemm_bf16, bf16},
+      {&kernels.gemm_many_bf16, bf16 && rows > kManyRows},
+      {&kernels.gemm_bf16, bf16 && rows <= kManyRows},
       {&kernels.gemm_f32, true},
   };
   bool after = last == nullptr;

@@ -260,6 +260,15 @@ MXFP8_INLINE bool pack_row(const GemmArgs& args, int64_t row, int64_t k, int64_t
                        args.a_scales + row * blocks_of(args.k) + k / kBlock, count, stride, out, extent);
 }
 
+// Replaces what a panel added to one column of a strip, which held `before` [rows, Columns], by exact sums.
+template <class F, int Columns>
+MXFP8_NOINLINE void correct_column(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
+                                   const float* before, float* strip) {
+  for (int64_t i = 0; i < rows; ++i) {
+    strip[i * kGemmColumns] = before[i * Columns] + exact_dot<F>(args, row + i, column, chunk.k, chunk.count);
+  }
+}
+
 // The smallest scale code of B that makes neither a weight subnormal nor a product with what has its lowest bit at
 // `exponent`.
 template <class F>

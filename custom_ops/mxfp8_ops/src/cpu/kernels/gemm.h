@@ -1,4 +1,4 @@
-// What the two gemm kernels share: where packed values lie, the walk over strips of the result, and the store of a
+// What the gemm kernels share: where packed values lie, the walk over strips of the result, and the store of a
 // strip.
 //
 // Packed A, `rows` rows: chunks of K, `depth` deep; in a chunk, tiles of kTileRows rows (the last may have
@@ -117,16 +117,14 @@ MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, i
 // Walks the result in strips of kGemmColumns columns, chunks `depth` deep. T is the type of packed values; PanelRows
 // rows of B are decoded at a time. panel(chunk, column, strip, accumulate) multiplies all tiles with one panel of B.
 template <class T, int Step, int64_t PanelRows, class Panel>
-MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
-                                 int64_t column_begin, int64_t column_end, int64_t depth, const Panel& panel) {
+MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
+                                 int64_t column_end, int64_t depth, const Panel& panel) {
   alignas(64) float strip[kGemmRows * kGemmColumns];
-  const int64_t first = tile_begin * kTileRows;
-  const int64_t count = min_of(tile_end * kTileRows, rows) - first;
   const int64_t chunks = chunks_of(args.k, depth);
   for (int64_t column = column_begin; column < column_end; column += kGemmColumns) {
     const int64_t width = min_of(kGemmColumns, column_end - column);
-    if (chunks == 0) std::memset(strip, 0, size_t(count * kGemmColumns) * sizeof(float));
-    if (count * int64_t(sizeof(T)) <= kFewRowsBytes) {
+    if (chunks == 0) std::memset(strip, 0, size_t(rows * kGemmColumns) * sizeof(float));
+    if (rows * int64_t(sizeof(T)) <= kFewRowsBytes) {
       for (int64_t j = 0; j < width; j += PanelRows) {
         for (int64_t c = 0; c < chunks; ++c) panel(chunk_at(args.k, depth, c, Step), column + j, strip + j, c > 0);
       }
@@ -136,7 +134,7 @@ MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows
           panel(chunk_at(args.k, depth, c, Step), column + j, strip + j, c > 0);
       }
     }
-    store_strip(args, row + first, count, column, width, strip);
+    store_strip(args, row, rows, column, width, strip);
   }
 }
 

@@ -91,15 +91,6 @@ MXFP8_INLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t de
   for (int i = 0; i < R; ++i) store_sums(sums[i], strip + i * kGemmColumns, accumulate);
 }
 
-// Replaces what a panel added to one column of a strip, which held `before`, by exact sums.
-template <class F>
-MXFP8_NOINLINE void correct_column(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
-                                   const float* before, float* strip) {
-  for (int64_t i = 0; i < rows; ++i) {
-    strip[i * kGemmColumns] = before[i * kTileColumns] + exact_dot<F>(args, row + i, column, chunk.k, chunk.count);
-  }
-}
-
 }  // namespace
 
 int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
@@ -131,7 +122,7 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
     const int64_t first = tile_begin * kTileRows, count = min_of(tile_end * kTileRows, rows) - first;
     alignas(64) uint16_t b[kTileColumns * kMostDepth];
     for_each_strip<uint16_t, kStep, kTileColumns>(
-        args, row, rows, tile_begin, tile_end, column_begin, column_end, depth_for(rows),
+        args, row + first, count, column_begin, column_end, depth_for(rows),
         [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
           const uint32_t misfits = decode_panel(decoder, args, column, column_end, chunk, lowest, b);
           float before[kGemmRows * kTileColumns];
@@ -148,7 +139,7 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
           }
           for (int64_t j = 0; j < kTileColumns; ++j) {
             if (misfits >> j & 1) {
-              correct_column<F>(args, row + first, count, column + j, chunk, before + j, strip + j);
+              correct_column<F, kTileColumns>(args, row + first, count, column + j, chunk, before + j, strip + j);
             }
           }
         });

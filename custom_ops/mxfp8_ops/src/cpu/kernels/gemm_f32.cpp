@@ -83,7 +83,8 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
   const auto* a = static_cast<const float*>(packed);
   with_format(args.b_format, [&](auto format) {
     alignas(64) float b[kPanel * kDepth];
-    for_each_strip<float, kBlock, kPanel>(args, row, rows, tile_begin, tile_end, column_begin, column_end, kDepth,
+    const int64_t first = tile_begin * kTileRows, count = min_of(tile_end * kTileRows, rows) - first;
+    for_each_strip<float, kBlock, kPanel>(args, row + first, count, column_begin, column_end, kDepth,
                                           [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
                                             decode_panel<decltype(format)>(args, column, column_end, chunk, b);
                                             for (int64_t tile = tile_begin; tile < tile_end; ++tile) {

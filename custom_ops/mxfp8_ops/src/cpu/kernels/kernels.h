@@ -10,12 +10,13 @@
 
 namespace mxfp8 {
 
-constexpr int64_t kBlock = 32;             // formats.BLOCK_SIZE
-constexpr int64_t kColumnTile = 64;        // columns a strided kernel handles at once
-constexpr int64_t kPackDepth = 8;          // blocks along K in one tile of the transposing pack
-constexpr int64_t kGemmRows = 256;         // rows of A packed at a time: they stay in L2
-constexpr int64_t kSkinnyRows = 16;        // the most rows of A that B is decoded in registers for
-constexpr int64_t kGemmColumns = 64;       // columns of one accumulator strip
+constexpr int64_t kBlock = 32;        // formats.BLOCK_SIZE
+constexpr int64_t kColumnTile = 64;   // columns a strided kernel handles at once
+constexpr int64_t kPackDepth = 8;     // blocks along K in one tile of the transposing pack
+constexpr int64_t kGemmRows = 256;    // rows of A packed at a time: they stay in L2
+constexpr int64_t kManyRows = 192;    // from here on turning B pays
+constexpr int64_t kSkinnyRows = 16;   // the most rows of A that B is decoded in registers for
+constexpr int64_t kGemmColumns = 64;  // columns of one accumulator strip
 
 // x is [outer, K, inner] for quantize; for pack it is [N, K] or, transposed, [K, N], with `stride` values per row.
 struct QuantizeArgs {
@@ -60,7 +61,7 @@ struct GemmArgs {
   int64_t y_stride;
 };
 
-// Both gemm kernels work alike. Up to kGemmRows rows of A are packed, in tiles of `rows` rows, into scratch memory that
+// The gemm kernels work alike. Up to kGemmRows rows of A are packed, in tiles of `tile_rows`, into scratch memory that
 // all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes a few at
 // a time. `row` is the first packed row, `rows` their number.
 //
@@ -87,7 +88,8 @@ struct Kernels {
   GemmKernel gemm_skinny_f32;
   GemmKernel gemm_skinny_bf16;  // as gemm_bf16
   GemmKernel gemm_f32;
-  GemmKernel gemm_bf16;  // .pack is null where the instruction set has no bf16 dot product
+  GemmKernel gemm_bf16;       // .pack is null where the instruction set has no bf16 dot product
+  GemmKernel gemm_many_bf16;  // as gemm_bf16, for more than kManyRows rows
 };
 
 }  // namespace mxfp8

@@ -18,6 +18,7 @@ namespace mxfp8::MXFP8_ISA {
 using Vec = __m512;
 constexpr int kLanes = 16;
 constexpr int kTileRows = 6;     // 6 x 4 accumulators, 4 + 1 operands: 29 of 32 registers
+constexpr int kBf16Rows = 12;    // of a tile in gemm_many_bf16.cpp: 12 x 2 accumulators, 2 + 1 operands
 constexpr int kSkinnyGroup = 8;  // rows of A that gemm_skinny_f32.cpp multiplies at a time
 MXFP8_INLINE Vec zero() { return _mm512_setzero_ps(); }
 MXFP8_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }

@@ -18,6 +18,8 @@ int gemm_skinny_bf16_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, v
 void gemm_skinny_bf16_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
 int gemm_bf16_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
 void gemm_bf16_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
+int gemm_many_bf16_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
+void gemm_many_bf16_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
 #endif
 
 #define MXFP8_STRING_OF(x) #x
@@ -40,7 +42,9 @@ const Kernels kernels = {
     {kTileRows, sizeof(float), gemm_f32_pack, gemm_f32_multiply},
 #if defined(__AVX512BF16__)
     {kTileRows, sizeof(uint16_t), gemm_bf16_pack, gemm_bf16_multiply},
+    {kBf16Rows, sizeof(uint16_t), gemm_many_bf16_pack, gemm_many_bf16_multiply},
 #else
+    {0, 0, nullptr, nullptr},
     {0, 0, nullptr, nullptr},
 #endif
 };
