@@ -100,10 +100,10 @@ def prepare() -> tuple[str, int]:
     Raises:
         BackendError: no GPU, no CuPy or no NVRTC.
     """
-    from mxfp8_ops import cuda_build, cuda_device, cuda_kernels
+    from mxfp8_ops import cuda_build, cuda_device, cuda_instances
 
     gpu = cuda_device.device(0)
-    kernels = [(launch.source, launch.kernel) for launch in cuda_kernels.instances(gpu.capability)]
+    kernels = [(launch.source, launch.kernel) for launch in cuda_instances.instances(gpu.capability)]
     return gpu.name, cuda_build.prepare(kernels, cuda_build.target(gpu.capability))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import cuda_emulation
 import pytest
 
-from mxfp8_ops import cuda_build, cuda_device, cuda_kernels, ort_cuda
+from mxfp8_ops import cuda_build, cuda_device, cuda_instances, ort_cuda
 from mxfp8_ops.errors import BackendError
 
 CONTEXT = 0x1234
@@ -82,7 +82,7 @@ class Driver:
         self.library.cuMemAlloc_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
         self.library.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
         self.emulation = cuda_emulation.device().library
-        self.kernels = [launch.kernel for launch in cuda_kernels.instances()]
+        self.kernels = [launch.kernel for launch in cuda_instances.instances()]
         self.loaded: list[str] = []
 
     def start(self, stream: int, *, run: bool = True) -> None:

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_ops import cuda_build, cuda_kernels
+from mxfp8_ops import cuda_build, cuda_instances
 from mxfp8_ops.cuda_kernels import THREADS, Launch, Queue
 
 HERE = Path(__file__).parent
@@ -35,7 +35,7 @@ def build(*extra: str) -> Path:
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("the emulation of CUDA threads needs g++ on Linux")
-    names = [(launch.source, launch.kernel) for launch in cuda_kernels.instances()]
+    names = [(launch.source, launch.kernel) for launch in cuda_instances.instances()]
     lines = ['#include "cuda_emulation.h"']
     lines += [f'#include "{source}.cu"' for source in dict.fromkeys(source for source, _ in names)]
     lines += [
@@ -80,7 +80,7 @@ class EmulatedDevice:
         self.library.emulate.argtypes = (ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.c_void_p)
         self.library.share.argtypes = (ctypes.c_size_t,)
         self.library.emulated_mmas.restype = ctypes.c_uint64
-        self.indices = {launch.kernel: i for i, launch in enumerate(cuda_kernels.instances())}
+        self.indices = {launch.kernel: i for i, launch in enumerate(cuda_instances.instances())}
         self.launched: list[str] = []
         self.ever_launched: set[str] = set()
 

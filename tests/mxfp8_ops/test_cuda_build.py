@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mxfp8_ops import cuda_build, cuda_kernels
+from mxfp8_ops import cuda_build, cuda_instances, cuda_kernels
 from mxfp8_ops.errors import BackendError
 
 LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387
@@ -61,13 +61,13 @@ SAMPLE = (
 @pytest.mark.parametrize("arch", cuda_build.TARGETS)
 @pytest.mark.parametrize("kernel", SAMPLE)
 def test_kernels_compile_without_spills_and_access_16_bytes(arch, kernel):
-    check(next(launch for launch in cuda_kernels.instances() if launch.kernel == kernel), arch)
+    check(next(launch for launch in cuda_instances.instances() if launch.kernel == kernel), arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", cuda_build.TARGETS)
 def test_every_kernel_compiles_without_spills_and_accesses_16_bytes(arch):
-    for launch in cuda_kernels.instances(CAPABILITIES[arch]):
+    for launch in cuda_instances.instances(CAPABILITIES[arch]):
         check(launch, arch)
 
 
@@ -111,7 +111,7 @@ def test_the_skinny_gemm_is_on_tensor_cores():
 
 
 @pytest.mark.parametrize(
-    "kernel", [launch.kernel for launch in cuda_kernels.instances() if launch.source == "gemm_fused"]
+    "kernel", [launch.kernel for launch in cuda_instances.instances() if launch.source == "gemm_fused"]
 )
 def test_the_fused_gemm_keeps_its_products_in_flight(kernel):
     """Two steps (or four) of two halves of four (or two) products, which ptxas does not make wait for each other."""

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_ops import cuda, cuda_build, cuda_device, cuda_dispatch, cuda_fused, cuda_kernels, numerics
+from mxfp8_ops import cuda, cuda_build, cuda_device, cuda_dispatch, cuda_fused, cuda_instances, numerics
 
 torch = pytest.importorskip("torch")
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
@@ -33,7 +33,7 @@ CHUNK = 1 << 24
 def cubins():
     """Compiles everything at once, instead of each kernel where it is first used."""
     capability = torch.cuda.get_device_capability()
-    kernels = [(launch.source, launch.kernel) for launch in cuda_kernels.instances(capability)]
+    kernels = [(launch.source, launch.kernel) for launch in cuda_instances.instances(capability)]
     cuda_build.prepare(kernels, cuda_build.target(capability))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cuda_emulation import aligned, device, queue
 
-from mxfp8_ops import cuda_dispatch, cuda_kernels, cuda_skinny, folding, numerics
+from mxfp8_ops import cuda_dispatch, cuda_instances, cuda_kernels, cuda_skinny, folding, numerics
 from mxfp8_ops.cuda_kernels import Operand, Product
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.numerics import scale_count
@@ -634,7 +634,7 @@ def test_every_kernel_ran():
     """Each instance of the package is launched by some shape above; this names the one that is not."""
     if len(device().ever_launched) < 10:
         pytest.skip("needs the tests above in the same process")
-    here = {launch.kernel for launch in cuda_kernels.instances() if launch.source not in {"tile", "gemm_fused"}}
+    here = {launch.kernel for launch in cuda_instances.instances() if launch.source not in {"tile", "gemm_fused"}}
     assert not here - device().ever_launched
 
 

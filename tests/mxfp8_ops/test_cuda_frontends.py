@@ -15,7 +15,7 @@ import pytest
 from cuda_emulation import EmulatedDevice, allocate, device, queue
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
 
-from mxfp8_ops import cuda, cuda_build, cuda_device, cuda_kernels, numerics
+from mxfp8_ops import cuda, cuda_build, cuda_device, cuda_dispatch, cuda_kernels, numerics
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -354,6 +354,31 @@ def test_torch_uses_a_kept_weight_until_it_changes(emulated):
         b = torch_cuda.quantize(values(6, 64, seed=1))
         torch_cuda.keep_wide(*b)
         assert kernels()[0] == "matmul_bf16 bfloat16"
+
+
+def test_torch_and_cupy_take_the_fused_gemm_where_it_is_allowed(emulated, cupy):
+    """Elements, or bfloat16; CuPy's arrays have no bfloat16 here. Not a weight that is kept in bfloat16."""
+    x, bias = values(70, 96, dtype=torch.bfloat16), values(40, seed=2)
+    a, b = torch_cuda.quantize(x, -1, "e5m2"), torch_cuda.quantize(values(40, 96, seed=1))
+    arrays = [t.numpy() for t in (*a, *b)]
+    weight, quantized = numerics.dequantize(*arrays[2:]), numerics.dequantize(*arrays[:2], element_format="e5m2")
+    runs = {
+        "weight_gemm": (lambda: back(torch_cuda.weight_gemm(x, *b, bias)), back(x), "bfloat16"),
+        "gemm": (lambda: torch_cuda.gemm(*a, *b, bias, "e5m2").numpy(), quantized, "float32"),
+        "CuPy": (lambda: np.asarray(cuda.gemm(*map(array, (*arrays, bias)), a_format="e5m2")), quantized, "float32"),
+    }
+    for name, (run, left, dtype) in runs.items():
+        emulated.launched.clear()
+        with cuda_dispatch.allowed("fused"):
+            got = run()
+        assert [kernel.partition("<")[0] for kernel in emulated.launched] == ["tile", "gemm_fused", "gemm_float32"]
+        bound = numerics.gemm_error_bound(left, weight, dtype, bias.numpy())
+        assert_within(name, got, numerics.weight_gemm(left, *arrays[2:], bias.numpy()), bound)
+    torch_cuda.keep_wide(*b)
+    emulated.launched.clear()
+    with cuda_dispatch.allowed("fused"):
+        torch_cuda.weight_gemm(x, *b)
+    assert emulated.launched[0] == "matmul_bf16 bfloat16"
 
 
 def test_torch_empty_operands(emulated):

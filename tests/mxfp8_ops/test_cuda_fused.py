@@ -13,7 +13,7 @@ import pytest
 from cuda_emulation import device, queue
 from test_cuda_emulated import DTYPES, FORMATS, X_KINDS, check_gemm, heavy_tailed, placed
 
-from mxfp8_ops import cuda_build, cuda_dispatch, cuda_fused, cuda_kernels, numerics
+from mxfp8_ops import cuda_build, cuda_dispatch, cuda_fused, cuda_instances, cuda_kernels, numerics
 from mxfp8_ops.cuda_kernels import KINDS, Launch
 from mxfp8_ops.errors import BackendError
 
@@ -160,11 +160,11 @@ MISTAKES: dict[str, dict[str, str]] = {
 SCRIPT = """
 import sys
 from pathlib import Path
-from mxfp8_ops import cuda_build, cuda_dispatch, cuda_fused, cuda_kernels
+from mxfp8_ops import cuda_build, cuda_dispatch, cuda_fused, cuda_instances, cuda_kernels
 cuda_fused.cut = lambda *_: cuda_fused.Cut(1, 1)
 cuda_build.SOURCES = Path(sys.argv[1])
-some = [launch for launch in cuda_kernels.instances() if launch.kernel in {"tile<BF16>", "gemm_fused<E4M3, 1>"}]
-cuda_kernels.instances = lambda: some
+some = [launch for launch in cuda_instances.instances() if launch.kernel in {"tile<BF16>", "gemm_fused<E4M3, 1>"}]
+cuda_instances.instances = lambda: some
 cuda_kernels._float32 = lambda *given, **options: None
 from test_cuda_emulated import check_gemm
 with cuda_dispatch.forced_route("fused"):
@@ -255,16 +255,16 @@ def test_a_weight_that_is_kept_in_bfloat16_is_used():
 
 
 def test_only_a_device_that_can_run_it_compiles_it():
-    fused = {launch.kernel for launch in cuda_kernels.instances() if launch.source == "gemm_fused"}
+    fused = {launch.kernel for launch in cuda_instances.instances() if launch.source == "gemm_fused"}
     assert len(fused) == 4
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        rest = {launch.kernel for launch in cuda_kernels.instances(capability)}
-        assert {launch.kernel for launch in cuda_kernels.instances()} - rest == fused
+        rest = {launch.kernel for launch in cuda_instances.instances(capability)}
+        assert {launch.kernel for launch in cuda_instances.instances()} - rest == fused
 
 
 def test_every_kernel_ran():
     """Each instance is launched by some shape above; this names the one that is not."""
     if not any(name.startswith("gemm_fused") for name in device().ever_launched):
         pytest.skip("needs the tests above in the same process")
-    here = {launch.kernel for launch in cuda_kernels.instances() if launch.source in {"tile", "gemm_fused"}}
+    here = {launch.kernel for launch in cuda_instances.instances() if launch.source in {"tile", "gemm_fused"}}
     assert not here - device().ever_launched

@@ -135,9 +135,9 @@ DEVICE void write16(void* p, const float (&v)[16]) {
 }
 
 // Takes what bfloat16 holds off `v`; the rest comes back times 2^8. A float32 is p0 + 2^-8 p1 + 2^-16 p2 of what three
-// calls return, exactly, and a float16 p0 + 2^-8 p1 of two: the last 16 bits of `v` are what is missing, a float32 has 24
-// significant bits and each part has 8. By the factors of 2^8 not even the smallest float32, 2^-149, is too small for a
-// bfloat16 (2^-133), and no part overflows: what is missing is below 2^-7 |v|. Of Inf and NaN some part is NaN.
+// calls return, exactly, and a float16 p0 + 2^-8 p1 of two: the last 16 bits of `v` are what is missing, a float32 has
+// 24 significant bits and each part has 8. By the factors of 2^8 not even the smallest float32, 2^-149, is too small
+// for a bfloat16 (2^-133), and no part overflows: what is missing is below 2^-7 |v|. Of Inf and NaN some part is NaN.
 DEVICE float take_part(float& v) {
   const float part = float_of(bits_of(v) & 0xffff0000u);
   v = (v - part) * 256.0f;
