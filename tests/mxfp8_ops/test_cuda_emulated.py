@@ -456,7 +456,13 @@ def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
         else:
             x[2, 1000] = 0x7F
 
-    for change, expected in ((None, 128), (one_scale, 120), (one_element, 120)):
+    def zeros(x, x_scales, b, b_scales):
+        """Blocks of zeros have code 0, which other elements could not have."""
+        b[3], b_scales[3] = 0x80, 0
+        if x_scales is not None:
+            x[2], x_scales[2], x[4, :32], x_scales[4, 0] = 0, 0, 0x80, 2
+
+    for change, expected in ((None, 128), (one_scale, 120), (one_element, 120), (zeros, 128)):
         check_gemm(8, 16, 2048, x_kind, fmt, "float32", change=change)
         assert device().mmas() == expected
 

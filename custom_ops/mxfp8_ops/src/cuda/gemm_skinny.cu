@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
           store16(place(token * X::parts + p, at), make_uint4(take_parts(v[0], v[1]), take_parts(v[2], v[3]),
                                                               take_parts(v[4], v[5]), take_parts(v[6], v[7])));
       } else if constexpr (X::is_element) {
-        if (!fast_code<X>(next_scale[i]) || any_special<X>(q)) inexact[at / STEP] = static_cast<u32>(step) + 1;
+        if (!fast_elements<X>(q, next_scale[i])) inexact[at / STEP] = static_cast<u32>(step) + 1;
         const u32 scale = scale_bf16x2<X>(next_scale[i]);
         store16(place(token, at), make_uint4(decode_bf16x2<X, 0>(q.x, scale), decode_bf16x2<X, 1>(q.x, scale),
                                              decode_bf16x2<X, 0>(q.y, scale), decode_bf16x2<X, 1>(q.y, scale)));
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) fast = fast && fast_code<F>(w.scales[r][c]) && !any_special<F>(w.elements[r][c]);
+      for (int c = 0; c < CHUNKS; ++c) fast = fast && fast_elements<F>(w.elements[r][c], w.scales[r][c]);
     if (__all_sync(0xffffffffu, fast)) {
 #pragma unroll
       for (int c = 0; c < CHUNKS; ++c) {

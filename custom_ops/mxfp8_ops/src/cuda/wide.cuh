@@ -30,3 +30,11 @@ DEVICE bool any_special(uint4 q) {
                       ((q.z & 0x7f7f7f7fu) + F::special_carry) | ((q.w & 0x7f7f7f7fu) + F::special_carry);
   return (carries & 0x80808080u) != 0;
 }
+
+// Whether 16 elements and their scale are what the above multiplies exactly. Zeros may have any small scale: blocks of
+// nothing else have code 0.
+template <class F>
+DEVICE bool fast_elements(uint4 q, u32 s) {
+  const bool zero = ((q.x | q.y | q.z | q.w) & 0x7f7f7f7fu) == 0;
+  return (fast_code<F>(s) || (zero && s < F::first_exact)) && !any_special<F>(q);
+}
