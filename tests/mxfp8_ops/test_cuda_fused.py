@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda_emulation import device, queue
-from test_cuda_emulated import DTYPES, FORMATS, X_KINDS, check_gemm, heavy_tailed, placed
+from test_cuda_emulated import DTYPES, FORMATS, heavy_tailed, placed
+from test_cuda_gemms import X_KINDS, check_gemm
 
 from mxfp8_ops import cuda_build, cuda_dispatch, cuda_fused, cuda_instances, cuda_kernels, numerics
 from mxfp8_ops.cuda_kernels import KINDS, Launch
@@ -166,7 +167,7 @@ cuda_build.SOURCES = Path(sys.argv[1])
 some = [launch for launch in cuda_instances.instances() if launch.kernel in {"tile<BF16>", "gemm_fused<E4M3, 1>"}]
 cuda_instances.instances = lambda: some
 cuda_kernels._float32 = lambda *given, **options: None
-from test_cuda_emulated import check_gemm
+from test_cuda_gemms import check_gemm
 with cuda_dispatch.forced_route("fused"):
     check_gemm(130, 140, 1056, "bfloat16", "e4m3", "float32")
 """

@@ -1,0 +1,320 @@
+"""The CUDA gemms with their launch code, on an emulation of CUDA threads, against `numerics`."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cuda_emulation import aligned, device, queue
+from test_cuda_emulated import DTYPES, FORMATS, assert_within, edges, heavy_tailed, placed
+
+from mxfp8_ops import cuda_dispatch, cuda_instances, cuda_kernels, cuda_skinny, numerics
+from mxfp8_ops.cuda_kernels import Operand, Product
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
+
+
+def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, wide=False):  # noqa: PLR0917
+    """One product with heavy-tailed operands; `change(x_scales or None, b, b_scales)` may put edge codes in."""
+    on = on or device()
+    x, w = heavy_tailed((m, k), seed=1), heavy_tailed((n, k), seed=2)
+    b, b_scales = numerics.quantize(w, element_format=fmt)
+    x_scales = None
+    if x_kind in FORMATS:
+        x, x_scales = numerics.quantize(x, element_format=x_kind)
+    else:
+        x = x.astype(numerics.value_dtype(x_kind))
+    if change is not None:
+        change(x, x_scales, b, b_scales)
+    bias = heavy_tailed((n,), seed=3) if bias else None
+    if x_scales is None:
+        expected, values = numerics.weight_gemm(x, b, b_scales, bias, b_format=fmt), x
+    else:
+        expected = numerics.gemm(x, x_scales, b, b_scales, bias, a_format=x_kind, b_format=fmt)
+        values = numerics.dequantize(x, x_scales, element_format=x_kind)
+    bound = numerics.gemm_error_bound(values, numerics.dequantize(b, b_scales, element_format=fmt), dtype, bias)
+    held = [placed(array) for array in (x, b)] + [placed(s) for s in (x_scales, b_scales, bias) if s is not None]
+    y = aligned(m * n * numerics.value_dtype(dtype).itemsize)
+    addresses = [array.ctypes.data for array in held]
+    x_scale_address = addresses[2] if x_scales is not None else 0
+    rest = addresses[2 + (x_scales is not None) :]
+    operand, weight = Operand(x_kind, addresses[0], x_scale_address), Operand(fmt, addresses[1], rest[0])
+    to = queue(on)
+    kept = cuda_kernels.wide_weight(to, weight, n, k) if wide else None
+    on.launched.clear()
+    product = Product(operand, weight, rest[1] if bias is not None else 0, y.ctypes.data, dtype, m, n, k)
+    cuda_kernels.gemm(to, product, kept)
+    actual = y.view(numerics.value_dtype(dtype)).reshape(m, n)
+    assert_within(f"{m}x{n}x{k} {x_kind} {fmt} {dtype} {on.launched}", actual, expected, bound)
+    return [name.partition("<")[0] for name in on.launched]
+
+
+X_KINDS = ("bfloat16", "e4m3", "e5m2")
+EVERY_KIND = ("float32", "float16", *X_KINDS)
+
+
+def most(m, x_kind):
+    """As many rows of x, of which float32 and float16 have fewer, as the instances of gemm_skinny for m rows take."""
+    return m // cuda_skinny.PARTS.get(x_kind, 1) or 1
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(EVERY_KIND, FORMATS)])
+def test_skinny_gemm(x_kind, fmt):
+    for (rows, n, k), dtype in zip(
+        ((1, 33, 2080), (8, 16, 1024), (9, 20, 160), (30, 1, 32), (64, 17, 352)), itertools.cycle(DTYPES)
+    ):
+        m = most(rows, x_kind)
+        assert check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 16) == ["gemm_skinny"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(EVERY_KIND, FORMATS)])
+def test_skinny_gemm_with_every_split_of_its_warps(monkeypatch, x_kind, fmt):
+    """More multiprocessors than the device has: fewer warps of a block share x."""
+    for (rows, k), dtype in zip(((3, 1056), (16, 544), (25, 288), (64, 352)), itertools.cycle(DTYPES)):
+        m, used = most(rows, x_kind), set()
+        for processors in (1, 2, 5):
+            monkeypatch.setattr(device(), "processors", processors)
+            assert check_gemm(m, 150, k, x_kind, fmt, dtype) == ["gemm_skinny"]
+            used.update(device().launched)
+        assert len(used) == 2
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(EVERY_KIND, FORMATS)])
+def test_skinny_gemm_with_k_in_splits(monkeypatch, x_kind, fmt):
+    """Splits of several steps, of one, of a part of one, and one that has nothing to do; edge codes in the last."""
+
+    def edge(x, x_scales, b, b_scales):
+        b_scales[3, -1], b_scales[5, 0], b[2, -3] = 0, 200, 0x7F
+        if x_scales is not None:
+            x_scales[1, -2] = 1
+
+    rule = cuda_skinny.cut
+    for splits in (2, 3, 7):
+        monkeypatch.setattr(cuda_skinny, "cut", lambda *given, splits=splits: replace(rule(*given), splits=splits))
+        for (rows, n, k), dtype in zip(
+            ((1, 33, 3104), (8, 16, 2048), (9, 20, 160), (30, 1, 32), (64, 40, 1056)), itertools.cycle(DTYPES)
+        ):
+            m = most(rows, x_kind)
+            change = edge if n > 5 and m > 1 else None  # values that no float16 holds
+            names = check_gemm(m, n, k, x_kind, fmt, "float32" if change else dtype, bias=n != 16, change=change)
+            assert names == ["gemm_skinny", "finish"]
+
+
+def test_k_is_split_only_where_n_leaves_multiprocessors_idle_and_k_is_long():
+    def splits(m, n, k, kind="e4m3"):
+        return cuda_skinny.cut((m, n, k), kind, 132).splits
+
+    assert splits(1, 1024, 8192) == splits(64, 1024, 8192) == splits(64, 1024, 4096) == 4
+    assert splits(1, 1024, 4096) == splits(16, 1024, 2048) == 1  # a second launch takes longer than it saves
+    assert splits(1, 4096, 8192) == splits(64, 4096, 28672) == splits(1, 8192, 8192) == 1
+    assert splits(1, 2048, 16384) == 2
+    assert splits(1, 16, 16384) == 8  # a block reads 32 KiB ahead
+    assert splits(1, 16, 32) == 1
+
+
+@pytest.mark.parametrize("x_kind", EVERY_KIND)
+def test_skinny_gemm_splits_k_by_that_rule(x_kind):
+    assert check_gemm(2, 16, 8192, x_kind, "e4m3", "bfloat16") == ["gemm_skinny", "finish"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
+    """n = 16 and k = 2048: two steps of eight warps, each with 8 mma; one scale or element takes one warp off them."""
+
+    def one_scale(x, x_scales, b, b_scales):
+        b_scales[3, 20] = 0
+
+    def one_element(x, x_scales, b, b_scales):
+        if x_scales is None:
+            b[9, 1000] = 0x7F
+        else:
+            x[2, 1000] = 0x7F
+
+    def zeros(x, x_scales, b, b_scales):
+        """Blocks of zeros have code 0, which other elements could not have."""
+        b[3], b_scales[3] = 0x80, 0
+        if x_scales is not None:
+            x[2], x_scales[2], x[4, :32], x_scales[4, 0] = 0, 0, 0x80, 2
+
+    for change, expected in ((None, 128), (one_scale, 120), (one_element, 120), (zeros, 128)):
+        check_gemm(8, 16, 2048, x_kind, fmt, "float32", change=change)
+        assert device().mmas() == expected
+
+
+def test_skinny_gemm_with_more_blocks_than_it_needs():
+    """Those past the end of n do nothing: who does not know the tiles may launch ceil(n / 16)."""
+    x, w = heavy_tailed((10, 64)), heavy_tailed((40, 64), 1)
+    codes = [*numerics.quantize(x), *numerics.quantize(w)]
+    held, y = [placed(array) for array in codes], aligned(10 * 40 * 4)
+    arguments = (*(array.ctypes.data for array in held), 0, y.ctypes.data, 10, 40, 64, 1, 1)
+    device().launch(cuda_kernels.Launch("gemm_skinny", "gemm_skinny<E4M3, E4M3, 2>", 3, arguments), 0)
+    bound = numerics.gemm_error_bound(numerics.dequantize(*codes[:2]), numerics.dequantize(*codes[2:]))
+    assert_within("y", y.view(np.float32).reshape(10, 40), numerics.gemm(*codes), bound)
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_skinny_gemm_with_scales_outside_the_fast_range(x_kind, fmt):
+    def change(x, x_scales, b, b_scales):
+        b_scales[3, :5] = [0, 1, 2, 9, 255]
+        b_scales[4, 6:9] = [143, 200, 0]
+        if x_scales is not None:
+            x_scales[1, 10:13] = [0, 1, 150]
+
+    def tiny(x, x_scales, b, b_scales):
+        b_scales[:] = np.minimum(b_scales, 2)
+        if x_scales is None:
+            x[:] = (x.astype(np.float32) * 2.0**100).astype(x.dtype)
+        else:
+            x_scales[:] = 230
+
+    for edit in (change, tiny):
+        assert check_gemm(5, 18, 1056, x_kind, fmt, "float32", change=edit) == ["gemm_skinny"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_skinny_gemm_with_nan_and_inf_elements(x_kind, fmt):
+    def change(x, x_scales, b, b_scales):
+        b[2, 40] = 0x7F
+        b[5, 900] = 0xFC if fmt == "e5m2" else 0xFF
+        if x_scales is not None:
+            x[1, 7] = 0x7C if x_kind == "e5m2" else 0x7F
+        else:
+            x[1, 7] = np.inf
+            x[2, 8] = np.nan
+
+    assert check_gemm(5, 18, 1024, x_kind, fmt, "float32", change=change) == ["gemm_skinny"]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_skinny_gemm_at_the_ends_of_the_fast_range(fmt):
+    """One nonzero element a row, the smallest or the largest, under the scales where the exact path begins."""
+    first, last = {"e4m3": (3, 134), "e5m2": (10, 142)}[fmt]
+    largest = {"e4m3": 0x7E, "e5m2": 0x7B}[fmt]
+
+    for code in (first - 1, first, last, last + 1):
+
+        def change(x, x_scales, b, b_scales, code=code):
+            b[:], x[:], b_scales[:] = 0, 2.0**30, code
+            b[::2, 7], b[1::2, 7] = 1, largest
+
+        assert check_gemm(2, 8, 32, "bfloat16", fmt, "float32", bias=False, change=change) == ["gemm_skinny"]
+
+
+def test_the_repair_of_a_large_gemm_writes_only_if_it_is_asked_to():
+    b, b_scales = (placed(codes) for codes in numerics.quantize(heavy_tailed((5, 32))))
+    x, flag, y = placed(heavy_tailed((3, 32))), aligned(16), aligned(3 * 5 * 4)
+    product = Product(
+        Operand("float32", x.ctypes.data), Operand("e4m3", b.ctypes.data, b_scales.ctypes.data), 0, y.ctypes.data,
+        "float32", 3, 5, 32,
+    )  # fmt: skip
+    flag[:] = 0
+    cuda_kernels._float32(queue(), product, only_if=flag.ctypes.data)
+    assert (y == 0xAA).all()
+    flag[0] = 1
+    cuda_kernels._float32(queue(), product, only_if=flag.ctypes.data)
+    assert (y != 0xAA).any()
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product((*DTYPES, *FORMATS), FORMATS)])
+def test_float32_gemm(x_kind, fmt):
+    for (m, n, k), dtype in zip(((3, 70, 50), (66, 5, 33), (130, 65, 16)), DTYPES, strict=True):
+        with cuda_dispatch.forced_route("float32"):
+            assert check_gemm(m, n, k, x_kind, fmt, dtype) == ["gemm_float32"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_large_gemm(x_kind, fmt):
+    for dtype, bias, wide in itertools.product(DTYPES, (False, True), (False, True)):
+        names = check_gemm(70, 40, 96, x_kind, fmt, dtype, bias=bias, wide=wide)
+        direct = not bias and dtype != "float16"
+        repairs = ["gemm_float32"] * (1 + (x_kind in FORMATS))
+        copies = ["dequantize"] * ((not wide) + (x_kind in FORMATS))
+        product = f"matmul_bf16 {dtype if direct else 'float32'}"
+        assert names == [*copies, product, *([] if direct else ["finish"]), *repairs]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+def test_large_gemm_repairs_what_bfloat16_cannot_hold(x_kind, fmt):
+    def tiny_weight(x, x_scales, b, b_scales):
+        b_scales[:] = 0
+        if x_scales is None:
+            x[:] = (x.astype(np.float32) * 2.0**100).astype(x.dtype)
+        else:
+            x_scales[:] = 230
+
+    def tiny_x(x, x_scales, b, b_scales):
+        if x_scales is not None:
+            x_scales[:], b_scales[:] = 0, 230
+
+    check_gemm(70, 20, 64, x_kind, fmt, "float32", change=tiny_weight)
+    check_gemm(70, 20, 64, x_kind, fmt, "float32", change=tiny_x)
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(("float32", "float16"), FORMATS)])
+def test_gemm_by_parts(x_kind, fmt):
+    """By gemm_skinny alone, by bfloat16_parts and cuBLAS, and where K is no multiple of 32."""
+    sizes = ((21, 20, 160), (33, 40, 96), (70, 40, 96), (3, 7, 37))
+    for (m, n, k), dtype in zip(sizes, itertools.cycle(DTYPES)):
+        names = check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 40)
+        count = 3 if x_kind == "float32" else 2
+        if k % 32 == 0 and count * m <= 64:
+            assert names == ["gemm_skinny"]
+            continue
+        inner = ["dequantize", "matmul_bf16 float32", "gemm_float32"]
+        assert names == ["bfloat16_parts", *inner, "finish", "gemm_float32"]
+
+
+def test_gemm_by_parts_of_few_rows_when_it_must():
+    """gemm_skinny wants x aligned, and takes the parts, which are."""
+    with cuda_dispatch.forced_route("parts"):
+        for m, k in ((5, 96), (2, 8192)):
+            names = check_gemm(m, 16, k, "float32", "e4m3", "float32")
+            splits = ["finish"] if k == 8192 else []
+            assert names == ["bfloat16_parts", "gemm_skinny", *splits, "finish", "gemm_float32"]
+
+
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(("float32", "float16"), FORMATS)])
+def test_gemm_by_parts_with_every_value(monkeypatch, x_kind, fmt):
+    """Huge, subnormal, Inf and NaN values of x; weights that are Inf, NaN, or too small for bfloat16."""
+
+    def values(x, x_scales, b, b_scales):
+        x[:], b_scales[:] = edges(x.shape, x_kind, 7), b_scales - 30  # sums must not overflow on the way
+
+    def finite(x, x_scales, b, b_scales):
+        values(x, x_scales, b, b_scales)
+        x[~np.isfinite(x)] = np.finfo(x.dtype).max
+
+    def infinite_weights(x, x_scales, b, b_scales):
+        b[2, 40], b_scales[4, 1] = 0x7C if fmt == "e5m2" else 0x7E, 254
+        x[:, 34:] = 1  # one part, the others are zero: zero times Inf is NaN
+
+    def tiny_weights(x, x_scales, b, b_scales):
+        b_scales[:], x[:] = np.minimum(b_scales, 2), x.astype(np.float64) * (2.0**100 if x_kind == "float32" else 1)
+
+    rule = cuda_skinny.cut
+    for change, m in itertools.product((values, finite, infinite_weights, tiny_weights), (5, 70)):
+        check_gemm(m, 18, 96, x_kind, fmt, "float32", change=change)
+        monkeypatch.setattr(cuda_skinny, "cut", lambda *given: replace(rule(*given), splits=2))
+        check_gemm(5, 18, 1056, x_kind, fmt, "float32", change=change)
+        monkeypatch.setattr(cuda_skinny, "cut", rule)
+
+
+def test_gemm_by_parts_in_slices(monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "_PARTS_BYTES", 1)
+    names = check_gemm(150, 40, 96, "float32", "e4m3", "bfloat16")
+    assert names.count("bfloat16_parts") == names.count("finish") == 3
+    assert names[-1] == "gemm_float32"
+
+
+def test_gemm_without_k_gives_the_bias():
+    assert check_gemm(3, 5, 0, "bfloat16", "e4m3", "float32") == ["gemm_float32"]
+
+
+def test_every_kernel_ran():
+    """Each instance of the package is launched by some shape above; this names the one that is not."""
+    if len(device().ever_launched) < 10:
+        pytest.skip("needs the tests above in the same process")
+    here = {launch.kernel for launch in cuda_instances.instances() if launch.source in {"gemm_skinny", "gemm_float32"}}
+    assert not here - device().ever_launched
