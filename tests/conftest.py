@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(params=[False, True], ids=["bodies", "kernels"])

@@ -1,0 +1,197 @@
+"""`mxfp8-graph rewrite` on every kind of bad input: the message, the exit code, and no file left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import builders as b
+import numpy as np
+import onnx
+import pytest
+from commands import poison, refused, run, save
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+# --- rewrite: bad input ----------------------------------------------------------------------------------------------
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def truncated(path: Path) -> None:
+    save(b.chain_model(), str(path))
+    os.truncate(path, 3000)
+
+
+def of_a_later_opset(path: Path) -> None:
+    model = b.chain_model()
+    model.opset_import[0].version = 99
+    save(model, str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "No such file or directory; expected a readable ONNX file; check the path"),
+        (a_directory, "a directory; expected an ONNX file; name the .onnx file inside it"),
+        (lambda path: path.touch(), "the file is empty; expected an ONNX model; export it again"),
+        (
+            lambda path: path.write_text("hello"),
+            "not a complete ONNX file (protobuf cannot be decoded); expected an ONNX model; "
+            "check that the file is one and was copied whole",
+        ),
+        (
+            truncated,
+            "not a complete ONNX file (protobuf cannot be decoded); expected an ONNX model; "
+            "check that the file is one and was copied whole",
+        ),
+        (
+            lambda path: path.write_bytes(b"\x12\x04test"),
+            "not an ONNX model (no IR version or no graph); expected an ONNX model; export it again",
+        ),
+        (
+            of_a_later_opset,
+            f"opset 99; expected 1 to {onnx.defs.onnx_opset_version()}, which onnx {onnx.__version__} knows; "
+            "upgrade onnx",
+        ),
+    ],
+    ids=["missing", "directory", "empty", "not ONNX", "truncated", "another protobuf", "unknown opset"],
+)
+def test_a_model_that_cannot_be_read(make: Callable[[Path], object], message: str) -> None:
+    make(Path("m.onnx"))
+    assert refused("rewrite", "m.onnx") == f"error: m.onnx: {message}"
+
+
+def test_external_data_that_is_missing() -> None:
+    source = save(b.chain_model(), external=True)
+    Path("m.onnx.data").unlink()
+    message = refused("rewrite", source)
+    assert message.startswith("error: m.onnx: tensor 'layers.0.weight': cannot read external file ")
+    assert message.endswith("No such file or directory; expected the file next to the model; copy it there")
+
+
+def test_external_data_that_is_short() -> None:
+    source = save(b.chain_model(), external=True)
+    os.truncate("m.onnx.data", 100)
+    message = refused("rewrite", source)
+    assert message.startswith("error: m.onnx: tensor 'layers.0.weight': needs bytes 0 to 32768 of ")
+    assert message.endswith("which has 100; expected the whole file; copy the external data again")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_not_finite(value: float) -> None:
+    source = save(poison(b.chain_model(), value))
+    assert refused("rewrite", source) == (
+        f"error: weight 'layers.0.weight': {value} at index [3, 5]; expected finite values; repair the checkpoint, "
+        "or pass --allow-nonfinite to let its block become NaN"
+    )
+
+
+def test_another_recipe_on_a_rewritten_model() -> None:
+    run("rewrite", save(b.chain_model()), "-o", "out.onnx", "--recipe", "all")
+    assert refused("rewrite", "out.onnx", "--recipe", "ocp") == (
+        "error: out.onnx: Recipe mismatch for 'x_mxfp8_quantize': packed with 'all', asked for 'ocp'; expected the "
+        "original model, since packed weights cannot be packed again; rewrite that one"
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]], ids=str)
+def test_the_input_is_never_overwritten(flags: list[str]) -> None:
+    source = save(b.chain_model())
+    assert refused("rewrite", source, "-o", "m.onnx", *flags) == (
+        "error: m.onnx: is the input or its external data; expected another file; pass another --output"
+    )
+
+
+def test_an_output_that_exists() -> None:
+    source = save(b.chain_model())
+    Path("m.mxfp8.onnx").write_text("old")
+    assert refused("rewrite", source) == (
+        "error: m.mxfp8.onnx: exists already; expected a new file; pass --overwrite or another --output"
+    )
+    assert Path("m.mxfp8.onnx").read_text() == "old"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that even root cannot write to")
+def test_a_read_only_folder() -> None:
+    message = refused("rewrite", save(b.chain_model()), "-o", "/sys/out.onnx")
+    assert message in {
+        f"error: /sys/out.onnx: cannot be written: {reason}; expected a writable folder with enough space; "
+        "free some space or pass another --output"
+        for reason in ("Permission denied", "Read-only file system", "Operation not permitted")
+    }
+
+
+def test_an_output_folder_that_does_not_exist() -> None:
+    assert refused("rewrite", save(b.chain_model()), "-o", "none/out.onnx") == (
+        "error: none/out.onnx: cannot be written: No such file or directory; expected a writable folder with enough "
+        "space; free some space or pass another --output"
+    )
+
+
+def test_an_unknown_recipe() -> None:
+    assert refused("rewrite", save(b.chain_model()), "--recipe", "mxfp4") == (
+        "error: recipe: 'mxfp4'; expected one of mxfp8, mxfp8-weight-only, ocp, all, or a .yaml or .toml file; "
+        "correct the name"
+    )
+
+
+def test_a_bad_regular_expression_with_brackets() -> None:
+    Path("r.yaml").write_text("exclude: ['[']\n")
+    assert refused("rewrite", save(b.chain_model()), "--recipe", "r.yaml") == (
+        "error: r.yaml:1: exclude.0: '[' is not a regular expression (unterminated character set at position 0); "
+        "expected one; correct it"
+    )
+
+
+def test_a_rule_that_matches_nothing() -> None:
+    Path("r.yaml").write_text("exclude: [lm_head]\n")
+    assert refused("rewrite", save(b.chain_model()), "--recipe", "r.yaml") == (
+        "error: recipe 'r': exclude.0: 'lm_head' matches none of the model's matmuls; expected at least one; "
+        "correct or remove it. Matmuls: layers.0.linear, layers.1.linear"
+    )
+
+
+@pytest.mark.parametrize("output", [".", "..", "/"])
+def test_an_output_that_is_a_folder(output: str) -> None:
+    assert refused("rewrite", save(b.chain_model()), "-o", output) == (
+        f"error: {output}: a directory; expected a file name; pass --output DIRECTORY/MODEL.onnx"
+    )
+
+
+def test_a_report_that_cannot_be_written_stops_before_the_work() -> None:
+    assert refused("rewrite", save(b.chain_model()), "--report", "none/r.json") == (
+        "error: none/r.json: no folder none; expected a file in an existing folder; correct the report's path"
+    )
+
+
+# --- rewrite: nothing eligible ---------------------------------------------------------------------------------------
+
+
+def test_a_model_without_matmuls() -> None:
+    spec = {"x": (np.float32, [2])}, {"y": (np.float32, [2])}
+    source = save(b.model([b.node("Relu", "x", "y")], *spec))
+    assert refused("rewrite", source, code=3) == (
+        "error: m.onnx: no MatMul or Gemm in the model; expected at least one; nothing to rewrite"
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]], ids=str)
+def test_when_all_sites_are_skipped_the_reasons_are_listed(flags: list[str]) -> None:
+    source = save(b.chain_model((64, 100), head=True))
+    assert refused("rewrite", source, *flags, code=3).splitlines() == [
+        "error: m.onnx: none of its 1 matmul is eligible; expected at least one; see the reasons and adapt the recipe",
+        "site             op      M x N x K         rule    reason",
+        "layers.0.linear  MatMul  batch x 100 x 64  policy  output projection: its result is a graph output; "
+        "set output_projections: true to quantize it",
+    ]
+
+
+def test_a_matmul_over_nothing() -> None:
+    message = refused("rewrite", save(b.matmul_model(k=0)), code=3)
+    assert message.splitlines()[-1].split("  ")[-1] == ("the weight is empty (shape [0, 96]); expected N and K above 0")

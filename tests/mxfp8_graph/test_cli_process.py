@@ -1,0 +1,179 @@
+"""The command line as a process: usage, defects, signals, pipes and terminals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import builders as b
+import pytest
+from commands import process, refused, run, save
+
+from mxfp8_graph import api
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+# --- Usage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rewrite"], "Missing argument 'MODEL'"),
+        (["rewrit", "m.onnx"], "No such command 'rewrit'"),
+        (["rewrite", "m.onnx", "--dry"], "No such option: --dry"),
+        (["rewrite", "m.onnx", "--external-data", "maybe"], "'maybe' is not one of 'auto', 'always', 'never'"),
+        (["verify", "m.onnx"], "Missing argument 'REWRITTEN'"),
+        (["verify", "a", "b", "--max-rel-l2", "-1"], "Invalid value for '--max-rel-l2'"),
+        (["verify", "a", "b", "--dim", "batch"], "'batch'; expected NAME=SIZE, as in batch=4"),
+        (["run", "m.onnx", "--repeat", "0"], "Invalid value for '--repeat'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_usage_errors(arguments: list[str], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+def test_no_arguments_print_the_help() -> None:
+    assert "Rewrites exported models to MXFP8" in run().output
+
+
+# --- What goes wrong inside ------------------------------------------------------------------------------------------
+
+
+def test_a_defect_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "rewrite", lambda *args, **kwargs: {}["[oops]"])
+    assert refused("rewrite", "m.onnx", code=70).splitlines()[:2] == [
+        "internal error: KeyError: '[oops]'",
+        "This is a defect of mxfp8-graph, not of your model. Please report it, with the output of "
+        "`mxfp8-graph --debug ...` and `mxfp8-graph doctor`.",
+    ]
+
+
+def test_debug_prints_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "rewrite", lambda *args, **kwargs: {}["oops"])
+    assert "Traceback (most recent call last)" in refused("--debug", "rewrite", "m.onnx", code=70)
+
+
+def test_without_debug_there_is_no_traceback() -> None:
+    assert "Traceback" not in refused("rewrite", "m.onnx")
+
+
+def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device", "out.onnx")
+
+    monkeypatch.setattr(api, "rewrite", full)
+    assert refused("rewrite", "m.onnx") == "error: out.onnx: No space left on device"
+
+
+def test_control_characters_in_names_are_escaped() -> None:
+    assert refused("rewrite", "a\x1b[31m.onnx").startswith("error: a\\x1b[31m.onnx: No such file")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_leaves_no_half_file(name: str, code: int) -> None:
+    source = save(b.chain_model())
+    script = (
+        "import contextlib, os, signal, sys\n"
+        "from mxfp8_graph import cli\n"
+        "@contextlib.contextmanager\n"
+        "def progress():\n"
+        f"    yield lambda name, done, total: os.kill(os.getpid(), signal.{name})\n"
+        "cli.progress_bar = progress\n"
+        f"sys.argv[1:] = ['rewrite', {source!r}, '--external-data', 'always']\n"
+        "cli.main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (
+        code,
+        "",
+        "interrupted\n" if name == "SIGINT" else "terminated\n",
+    )
+    assert [p.name for p in Path.cwd().iterdir()] == ["m.onnx"]
+
+
+# --- As a process ----------------------------------------------------------------------------------------------------
+
+
+def test_as_a_module() -> None:
+    result = process("rewrite", save(b.chain_model()))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[-1] == "result        m.mxfp8.onnx"
+
+
+def test_the_exit_code_of_the_process() -> None:
+    result = process("rewrite", "none.onnx")
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+def test_pipes_get_no_colour_and_whole_lines() -> None:
+    model = b.chain_model()
+    model.graph.node[0].name = "a_name_that_is_longer_than_a_terminal_is_wide/" * 4
+    save(model)
+    result = process("rewrite", "m.onnx", "--dry-run", env={**os.environ, "COLUMNS": "40", "TERM": "xterm-256color"})
+    assert "\x1b" not in result.stdout
+    assert model.graph.node[0].name in result.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    save(b.chain_model())
+    command = [sys.executable, "-m", "mxfp8_graph", "rewrite", "m.onnx", "--dry-run"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        assert child.stderr.read() == b""
+
+
+def on_a_terminal(*arguments: str, columns: int, **environment: str) -> str:
+    """Returns what the command prints on a terminal, stdout and stderr together."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "COLUMNS", "CI"}}
+    command = [sys.executable, "-m", "mxfp8_graph", *arguments]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**env, "TERM": "xterm-256color", **environment}):
+        os.close(theirs)
+        output = b""
+        try:
+            while chunk := os.read(ours, 4096):
+                output += chunk
+        except OSError:  # Linux says EIO where others say end of file
+            pass
+    os.close(ours)
+    return output.decode()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pty is POSIX's")
+def test_a_terminal_shows_progress_in_bytes() -> None:
+    save(b.chain_model())
+    output = on_a_terminal("rewrite", "m.onnx", columns=120)
+    assert "65.5/65.5 kB" in output
+    assert "layers.1.linear" in output
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pty is POSIX's")
+def test_no_color() -> None:
+    save(b.chain_model())
+    assert "\x1b[32m" in on_a_terminal("rewrite", "m.onnx", "--dry-run", columns=120)
+    assert "\x1b[32m" not in on_a_terminal("rewrite", "m.onnx", "--dry-run", columns=120, NO_COLOR="1")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pty is POSIX's")
+def test_a_narrow_terminal_cuts_no_names() -> None:
+    model = b.chain_model()
+    model.graph.node[2].name = "a_long_name_of_the_layer_with_the_worst_error/MatMul"
+    save(model)
+    output = on_a_terminal("rewrite", "m.onnx", columns=30)
+    closing = output[output.index("2 of 2 matmuls") :]
+    assert model.graph.node[2].name in "".join(closing.split())
