@@ -94,6 +94,7 @@ RECIPES = {
 
 
 def file_of(path: Path, contender: str) -> Path:
+    """Returns where the model that a contender runs is kept."""
     return path.with_suffix(f".{contender.replace(', ', '.').replace(' ', '-')}.onnx")
 
 
@@ -191,6 +192,7 @@ def decoder(folder: Path, layers: int) -> None:
 
 
 def main() -> None:
+    """Times the models that are asked for, and writes a table of each to results/."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("minilm", "decoder"))
     parser.add_argument("--layers", type=int, default=16, help="of the decoder; 16 is 0.8 billion parameters")

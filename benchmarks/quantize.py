@@ -69,10 +69,12 @@ class Library:
 
 
 def code(x: np.ndarray) -> int:
+    """Returns the C ABI's number of a dtype."""
     return {name: number for number, name in contract.VALUE_NAMES.items()}[x.dtype.name]
 
 
 def copy_piece(pair: tuple[np.ndarray, np.ndarray]) -> None:
+    """Copies the second array onto the first: the floor."""
     target, source = pair
     ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes)
 
@@ -83,6 +85,7 @@ def peer_quantize(x: torch.Tensor) -> object:
 
 
 def main() -> None:
+    """Times each case on one thread and on all, and writes results/quantize."""
     warnings.simplefilter("ignore")  # what torch.compile says about torchao's enums
     compiled = torch.compile(peer_quantize)
     x = np.random.default_rng(0).standard_normal((ROWS, K), np.float32)

@@ -103,6 +103,7 @@ def run(code: str, source: Path, folder: Path, recipe: str) -> dict[str, float]:
 
 
 def main() -> None:
+    """Runs each tool in a process of its own, on the same models, and writes results/rewrite_speed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=36, help="of the ONNX model, 67 MB each")
     parser.add_argument("--program-layers", type=int, default=60, help="of the exported program, 34 MB each")

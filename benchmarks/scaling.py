@@ -64,6 +64,7 @@ def product(m: int, n: int, k: int) -> object:
 
 
 def main() -> None:
+    """Times products of growing M, N and K, and writes results/scaling with a plot and the steps between neighbours."""
     series = {
         "M (N = K = 2048)": {m: (m, 2048, 2048) for m in M_SIZES},
         "N (M = 16, K = 2048)": {n: (16, n, 2048) for n in SIZES},

@@ -61,6 +61,7 @@ def contenders(modules: Sequence[nn.Linear], x: torch.Tensor) -> dict[str, Call]
 
 
 def main() -> None:
+    """Times linears of M rows, weights in turn, and writes results/torch_linear."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--k", type=int, default=4096)
     parser.add_argument("--n", type=int, default=4096)

@@ -12,6 +12,7 @@ HIDDEN, HEADS, CLASSES = 128, 4, 10
 
 
 def main(path: str) -> None:
+    """Writes the model to `path`."""
     rng = np.random.default_rng(0)
     weights = {
         "split": np.array([0, 0, HEADS, HIDDEN // HEADS]),
