@@ -3,18 +3,18 @@
 //   x [m, k] as tile.cu makes it        b [n, k] F with b_scales        bias [n] float32, or null
 //   y [m, n] of dtype `y_dtype`, or, for splits > 1, float32 [splits, m, n] that finish.cu adds up
 //   k % 32 = 0, k < 2^25; x and b aligned to 16
-//   inexact   a word that becomes 1 if y is wrong: some element is NaN or Inf, or some scale outside the fast range
-//   (see
-//             wide.cuh), blocks of zeros with a small one aside. Then gemm_float32.cu has to do it again
-//   grid      splits * ceil(n / (128 * BLOCKS)) * ceil(m / 128) thread blocks of two warpgroups; those that share rows
+//   inexact   a word that becomes 1 if y is wrong, because some of the weight is not `fast_elements` (wide.cuh). Then
+//             gemm_float32.cu has to do it again
+//   grid      splits * ceil(n / (128 * BLOCKS)) * ceil(m / 128) thread blocks of two warpgroups. Those that share rows
 //   of
-//             the weight follow each other, so that it comes from memory once; cuda_fused.SHARED bytes of shared memory
+//             the weight follow each other: it comes from memory once. cuda_fused.SHARED bytes of shared memory
 //   bytes     33/32 n k for the weight; from the L2 cache that ceil(m / 128) times and 2 m k ceil(n / (128 * BLOCKS))
 //
 // Has not run on a GPU. On an H200, n = k = 8192, the floor is 69 MB at 4.3 TB/s, 16 us, or 2 m n k operations at the
 // 0.75 PFLOP/s that cuBLAS reaches: 23 us for m = 128, 92 us for m = 512. With the decoding hidden behind the products
-// (about 330 instructions a warp in a step, which take 660 of the 1024 clocks of its products) and 33 KB in those
-// clocks from the L2 cache, this should reach 0.75 to 0.85 of cuBLAS on bfloat16 weights for m = 256 .. 2048.
+// (about 340 instructions a warp in a step, which take 680 of the 1024 clocks of its products) and 33 KB in those
+// clocks from the L2 cache, this should reach 0.75 to 0.85 of cuBLAS on bfloat16 weights for m = 256 .. 2048;
+// for m = 128, in two splits, about the 31 us in which cuBLAS reads those weights.
 // Dequantizing the weight first is bound by 0.40 (m = 128), 0.63 (512), 0.77 (1024) and 0.85 (2048).
 //
 // The weight is the A operand of wgmma, from registers: it is loaded, AHEAD steps of 64 values of k ahead, and decoded
@@ -22,8 +22,8 @@
 // consecutive k; tile.cu puts x in the same order, see there. x is the B operand, from a ring of STAGES tiles in shared
 // memory that one thread keeps full. It is tiled in memory first because then one bulk copy brings a tile as wgmma
 // wants it: no tensor map (a call of the driver for each x), and no work for the threads that decode (4-byte cp.async
-// into the order of k took 130 instructions of a step, and a memory barrier). That costs reading and writing x once, or
-// nothing where x is quantized and has to be dequantized anyway.
+// into the order of k would be 16 copies and their addresses in each step, and a memory barrier). That costs reading
+// and writing x once, or nothing where x is quantized and has to be dequantized anyway.
 //
 // While the products of half a step run, the operands of the next half are decoded. At the barrier of a step all
 // products of the step before the last are done, so its tile is free.
@@ -59,24 +59,12 @@ DEVICE void decode_half(Decoded<BLOCKS>& to, const Packed<BLOCKS>& w, int half) 
     }
 }
 
-// Whether bfloat16 is not what these elements and scales stand for.
 template <class F, int BLOCKS>
-DEVICE bool any_inexact(const Packed<BLOCKS>& w) {
-  bool special = false, unusual = false;
+DEVICE bool all_fast(const Packed<BLOCKS>& w) {
+  bool fast = true;
 #pragma unroll
-  for (int i = 0; i < 2 * BLOCKS; ++i) {
-    special |= any_special<F>(w.elements[i >> 1][i & 1]);
-    unusual |= !fast_code<F>(w.scales[i >> 1][i & 1]);
-  }
-  if (unusual) {
-#pragma unroll
-    for (int i = 0; i < 2 * BLOCKS; ++i) {
-      const uint4 q = w.elements[i >> 1][i & 1];
-      const u32 s = w.scales[i >> 1][i & 1];
-      special |= s > F::last_fast || (s < F::first_exact && ((q.x | q.y | q.z | q.w) & 0x7f7f7f7fu) != 0);
-    }
-  }
-  return special;
+  for (int i = 0; i < 2 * BLOCKS; ++i) fast &= fast_elements<F>(w.elements[i >> 1][i & 1], w.scales[i >> 1][i & 1]);
+  return fast;
 }
 
 template <class F, int BLOCKS>
@@ -166,7 +154,7 @@ __global__ void __launch_bounds__(256, 1)
       multiply(halves[0], tile);
       wgmma_wait<1>();
       decode_half<F>(halves[1], ahead[i], 1);
-      wrong |= any_inexact<F>(ahead[i]);
+      wrong |= !all_fast<F>(ahead[i]);
       multiply(halves[1], tile + 4);
       wgmma_wait<1>();
       decode_half<F>(halves[0], ahead[(i + 1) % AHEAD], 0);
