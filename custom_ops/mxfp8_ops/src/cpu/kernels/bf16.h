@@ -123,7 +123,8 @@ MXFP8_INLINE bool is_zero(const uint8_t* elements, int64_t count, uint8_t scale)
 }
 
 // Whether the blocks of `which` are all zeros.
-MXFP8_NOINLINE bool are_zero(const uint8_t* elements, int64_t count, const uint8_t* scales, uint32_t which) {
+[[maybe_unused]] MXFP8_NOINLINE bool are_zero(const uint8_t* elements, int64_t count, const uint8_t* scales,
+                                              uint32_t which) {
   bool all = true;
   for (; which != 0 && all; which &= which - 1) {
     const int64_t block = __builtin_ctz(which);
