@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
+FORMATTED := $(shell find custom_ops/mxfp8_ops/src tests benchmarks -regex '.*\.\(c\|cpp\|h\|cu\|cuh\)')
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -35,12 +36,12 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run --Werror $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format -i $(FORMATTED)
 
 # On a machine with a GPU, PyTorch and CuPy: no virtual environment, no network. With cmake and onnxruntime, that too.
 gpu-test:

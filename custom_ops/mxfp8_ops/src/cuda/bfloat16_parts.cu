@@ -16,8 +16,7 @@
 #include "codec.cuh"
 
 template <class X, bool RAGGED>
-__global__ void __launch_bounds__(256)
-    bfloat16_parts(const u8* __restrict__ x, u8* __restrict__ parts, i64 total) {
+__global__ void __launch_bounds__(256) bfloat16_parts(const u8* __restrict__ x, u8* __restrict__ parts, i64 total) {
   const i64 first = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 16;
   if (first >= total) return;
   if (RAGGED) {

@@ -1,14 +1,14 @@
 // Both gemms for few rows (m X::parts <= 8 * TILES, TILES <= 8) on bfloat16 tensor cores, exact: limited by reading the
 // weight.
 //
-//   x [m, k] X: F32, F16, BF16, or elements with x_scales                            b [n, k] F with b_scales      bias [n] float32, or null
+//   x [m, k] X: F32, F16, BF16, or elements with x_scales      b [n, k] F with b_scales      bias [n] float32, or null
 //   y [m, n] of dtype `y_dtype`, or, for splits > 1, float32 [splits, m, n] that finish.cu adds up
 //   k % 32 = 0, k < 2^25; x and b aligned to 16
 //   grid      at least splits * ceil(n / (16 * WARPS)) thread blocks of 8 warps: WARPS across n, the others across k
 //   bytes     33/32 n k for the weight, once; x once per thread block, from the L2 cache: WARPS is a trade between that
 //             and how many multiprocessors have work; 8 m n for each split, if there are several, in the L2 cache
 //
-// Splits (cuda_kernels.py, `_splits`): as many as the multiprocessors have room for when n alone gives them too little
+// Splits (cuda_skinny.py): as many as the multiprocessors have room for when n alone gives them too little
 // to do, but never so many that a block's part of k is less than it reads ahead anyway (32 KiB), and several only if
 // each block then reads 96 KiB less. That is what the launch of finish.cu costs: a block streams about 32 KiB in one
 // latency of memory, 0.8 us. So the floor of n = 1024, k = 8192 on 132 multiprocessors is 64 blocks * 128 KiB at
@@ -123,8 +123,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
       const bool live = token < m && at < k_end && unit < UNITS;
 #pragma unroll
       for (int j = 0; j < LOADS; ++j)
-        next[i][j] =
-            live ? load16(x + (token * k + at) * (16 * LOADS / VALUES) + 16 * j) : make_uint4(0, 0, 0, 0);
+        next[i][j] = live ? load16(x + (token * k + at) * (16 * LOADS / VALUES) + 16 * j) : make_uint4(0, 0, 0, 0);
       next_scale[i] = X::is_element && live ? x_scales[token * blocks + (at >> 5)] : 127u;
     }
   };
