@@ -12,6 +12,7 @@ namespace {
 
 struct Launch {
   int64_t kernel, grid, stream;
+  uint64_t addresses;  // bit i: parameter i is an address in this memory
   uint64_t parameters[16];
 };
 
@@ -24,9 +25,9 @@ uint64_t expected_stream;
 thread_local std::vector<void*> contexts;
 
 constexpr int kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kIllegalAddress = 700;
-size_t most;                                       // bytes one allocation may have
-size_t copied_in;                                  // bytes
-constexpr uint64_t kSmallest = uint64_t(1) << 32;  // parameters above it are addresses, in these tests
+size_t most;                                      // bytes one allocation may have
+size_t copied_in;                                 // bytes
+constexpr uint64_t kLargest = uint64_t(1) << 32;  // of the parameters that are no addresses, in these tests
 
 constexpr uint64_t kAnyStream = ~uint64_t(0);
 
@@ -136,11 +137,15 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
   if (x == 0 || y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || shared != 0 || extra != nullptr)
     return kInvalidValue;
   const int kernel = int(reinterpret_cast<intptr_t>(function)) - 1;
-  Launch made{kernel, x, int64_t(reinterpret_cast<intptr_t>(stream)), {}};
+  Launch made{kernel, x, int64_t(reinterpret_cast<intptr_t>(stream)), 0, {}};
   const int count = parameter_count(kernel);
   for (int i = 0; i < count; ++i) {
     std::memcpy(&made.parameters[i], parameters[i], 8);
-    if (made.parameters[i] > kSmallest && !inside(made.parameters[i], 1)) return kIllegalAddress;
+    if (inside(made.parameters[i], 1)) {
+      made.addresses |= uint64_t(1) << i;
+    } else if (made.parameters[i] > kLargest) {
+      return kIllegalAddress;
+    }
   }
   launches.push_back(made);
   if (emulate == nullptr) return 0;  // only the launches are of interest

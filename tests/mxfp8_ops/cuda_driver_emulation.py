@@ -28,11 +28,16 @@ THREAD_STREAM = 2
 """CU_STREAM_PER_THREAD, the stream of device "cuda-copies"."""
 
 
+ADDRESS = 1 << 40
+"""Stands for any address in a launch."""
+
+
 class _Launch(ctypes.Structure):
     _fields_ = (
         ("kernel", ctypes.c_int64),
         ("grid", ctypes.c_int64),
         ("stream", ctypes.c_int64),
+        ("addresses", ctypes.c_uint64),
         ("parameters", ctypes.c_uint64 * 16),
     )
 
@@ -44,6 +49,7 @@ class Launched:
     kernel: str
     grid: int
     parameters: tuple[int, ...]
+    """Addresses are all `ADDRESS`."""
     stream: int = field(default=0, compare=False)
 
 
@@ -99,7 +105,8 @@ class Driver:
         for i in range(self.library.launch_count()):
             launch = self.library.launch(i)[0]
             count = self.emulation.parameters(int(launch.kernel))
-            parameters = tuple(launch.parameters[:count])
+            values = enumerate(launch.parameters[:count])
+            parameters = tuple(ADDRESS if launch.addresses >> i & 1 else value for i, value in values)
             found.append(Launched(self.kernels[launch.kernel], launch.grid, parameters, launch.stream))
         return found
 
