@@ -110,11 +110,12 @@ class CudaDevice:
             code = cuda_build.cubin(source, kernel, self._target)
             module = cupy_module().cuda.function.Module()
             module.load(code)
-            function = self._functions[kernel] = module.get_function(cuda_build.entry(code))
+            function = module.get_function(cuda_build.entry(code))
             if shared > _SHARED_BYTES:
                 driver = cupy_module().cuda.driver
                 most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 driver.funcSetAttribute(function.ptr, most, shared)
+            self._functions[kernel] = function  # last: another thread may launch what it finds here
         return function
 
     def context(self) -> int:

@@ -227,6 +227,21 @@ def test_a_kernel_that_needs_much_shared_memory_is_allowed_it_once(calls):
     assert calls == [("load", b"gemm_fused|fused|sm_90a"), (33, 8, 99376), launched, launched]
 
 
+def test_a_kernel_is_not_kept_before_it_is_allowed_its_shared_memory(monkeypatch, calls):
+    """Another thread would launch it; and so would the next call, after an error."""
+    gpu = cuda_device.CudaDevice(0)
+
+    def refuse(*_):
+        assert not gpu._functions
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(cuda_device.cupy_module().cuda.driver, "funcSetAttribute", refuse)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="refused"):
+            gpu.launch(cuda_kernels.Launch("gemm_fused", "fused", 4, (1, 2), 99376), stream=9)
+    assert [call[0] for call in calls] == ["load", "load"]
+
+
 def test_without_cupy_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(BackendError, match=r"CuPy cannot be imported.*pip install cupy-cuda13x.*CPU kernels"):
