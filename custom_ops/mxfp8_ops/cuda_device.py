@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -90,18 +92,19 @@ class CudaDevice:
         m, n, k = sizes
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         kind = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
-        with cupy.cuda.Stream.from_external(_Stream(stream)):  # gemmEx uses CuPy's current stream
-            handle = cupy.cuda.device.get_cublas_handle()
-            cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
-            try:
-                # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
-                cublas.gemmEx(
-                    handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, kind["bfloat16"], k,
-                    x, kind["bfloat16"], k, zero.ctypes.data, y, kind[dtype], n, cublas.CUBLAS_COMPUTE_32F,
-                    cublas.CUBLAS_GEMM_DEFAULT,
-                )  # fmt: skip
-            finally:
-                cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
+        library, handle = _cublas(), cupy.cuda.device.get_cublas_handle()
+        cublas.check_status(library.cublasSetStream_v2(handle, stream))
+        cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
+        try:
+            # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
+            status = library.cublasGemmEx(
+                handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, kind["bfloat16"], k,
+                x, kind["bfloat16"], k, zero.ctypes.data, y, kind[dtype], n, cublas.CUBLAS_COMPUTE_32F,
+                cublas.CUBLAS_GEMM_DEFAULT,
+            )  # fmt: skip
+            cublas.check_status(status)
+        finally:
+            cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
 
     def function(self, source: str, kernel: str, shared: int = 0) -> Any:
         """Returns a kernel as a CuPy function, loading it if this is its first use; its launches ask for `shared`."""
@@ -123,6 +126,23 @@ class CudaDevice:
         cupy_module().cuda.runtime.free(0)  # makes it, if nothing has yet
         address: int = cupy_module().cuda.driver.ctxGetCurrent()
         return address
+
+
+@functools.cache
+def _cublas() -> Any:
+    """Returns the cuBLAS that CuPy is linked with, whose own gemmEx refuses to be captured (cupy/cupy#6290)."""
+    from cupy_backends.cuda.libs import cublas
+
+    # Names are looked up in what a library is linked with too, but on Windows, where CuPy's cuBLAS is found by its own.
+    name = f"cublas64_{cupy_module().cuda.runtime.runtimeGetVersion() // 1000}.dll"
+    library = ctypes.CDLL(name if sys.platform == "win32" else cublas.__file__)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.cublasSetStream_v2.argtypes = (pointer, pointer)
+    library.cublasGemmEx.argtypes = (
+        pointer, *(integer,) * 5, pointer, pointer, integer, integer, pointer, integer, integer, pointer, pointer,
+        *(integer,) * 4,
+    )  # fmt: skip
+    return library
 
 
 @functools.cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import shutil
+import subprocess
 import sys
 import types
 from typing import Any
@@ -46,10 +48,10 @@ def stand_in() -> types.SimpleNamespace:
         getDevice=lambda: 0,
         getDeviceCount=lambda: 1,
         getDeviceProperties=lambda index: {"major": 9, "minor": 0, "multiProcessorCount": 3, "name": b"stand-in"},
+        runtimeGetVersion=lambda: 13020,
         CUDA_R_16BF=14,
         CUDA_R_32F=0,
     )
-    stream = types.SimpleNamespace(from_external=lambda s: contextlib.nullcontext(s.__cuda_stream__()))
     return types.SimpleNamespace(
         empty=lambda shape, dtype: array(np.empty(shape, dtype)),
         zeros=lambda shape, dtype: array(np.zeros(shape, dtype)),
@@ -57,7 +59,6 @@ def stand_in() -> types.SimpleNamespace:
         broadcast_to=lambda x, shape: np.broadcast_to(x, shape, subok=True),
         cuda=types.SimpleNamespace(
             runtime=runtime,
-            Stream=stream,
             get_current_stream=lambda: types.SimpleNamespace(ptr=0),
             device=types.SimpleNamespace(get_cublas_handle=lambda: 77),
         ),
@@ -129,19 +130,33 @@ def test_cupy_errors(cupy):
 
 
 class Cublas(types.ModuleType):
-    """gemmEx on host memory, column-major as cuBLAS is; bfloat16 operands."""
+    """CuPy's cuBLAS, and cuBLAS itself: GemmEx on host memory, column-major; bfloat16 operands.
+
+    It has no gemmEx: CuPy's sets the stream itself, and raises NotImplementedError if that is being captured.
+    """
 
     CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT, CUBLAS_DEFAULT_MATH = 0, 1, 68, -1, 0
 
     def __init__(self) -> None:
         super().__init__("cublas")
         self.modes: list[int] = []
+        self.stream = 0
+        self.status = 0
+
+    def check_status(self, status: int) -> None:
+        if status:
+            raise RuntimeError(f"cuBLAS status {status}")
+
+    def cublasSetStream_v2(self, handle: int, stream: int) -> int:
+        assert handle == 77
+        self.stream = stream
+        return 0
 
     def setMathMode(self, handle: int, mode: int) -> None:
         assert handle == 77
         self.modes.append(mode)
 
-    def gemmEx(self, *arguments: Any) -> None:
+    def cublasGemmEx(self, *arguments: Any) -> int:
         handle, ta, tb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, _ = arguments
         assert (handle, a_type, b_type, compute) == (77, 14, 14, 68)
         assert (value(alpha, np.float32, 1)[0], value(beta, np.float32, 1)[0]) == (1, 0)
@@ -152,6 +167,7 @@ class Cublas(types.ModuleType):
         result = left[:m, :k].astype(np.float32) @ right[:k, :n].astype(np.float32)
         y = value(c, np.float32 if c_type == 0 else ml_dtypes.bfloat16, ldc * n).reshape(n, ldc)
         y[:, :m] = result.T.astype(y.dtype)
+        return self.status
 
 
 def value(address: int, dtype: Any, count: int) -> np.ndarray:
@@ -159,21 +175,55 @@ def value(address: int, dtype: Any, count: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_cublas_is_called_for_x_times_w_transposed(monkeypatch, dtype):
-    cublas = Cublas()
+@pytest.fixture
+def cublas(monkeypatch) -> Cublas:
+    made = Cublas()
     libraries: Any = types.ModuleType("cupy_backends.cuda.libs")
-    libraries.cublas = cublas
+    libraries.cublas = made
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", libraries)
     monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_cublas_is_called_for_x_times_w_transposed(monkeypatch, cublas, dtype):
+    monkeypatch.setattr(cuda_device, "_cublas", lambda: cublas)
     x, w = (heavy_tailed(shape).astype(ml_dtypes.bfloat16) for shape in ((3, 40), (7, 40)))
     y = np.zeros((3, 7), numerics.value_dtype(dtype))
-    cuda_device.CudaDevice(0).matmul_bf16(
-        x.ctypes.data, w.ctypes.data, y.ctypes.data, (3, 7, 40), dtype=dtype, stream=5
-    )
+    arguments = x.ctypes.data, w.ctypes.data, y.ctypes.data, (3, 7, 40)
+    cuda_device.CudaDevice(0).matmul_bf16(*arguments, dtype=dtype, stream=5)
     expected = (x.astype(np.float32) @ w.astype(np.float32).T).astype(y.dtype)
     np.testing.assert_allclose(y.astype(np.float32), expected.astype(np.float32), rtol=2**-7, atol=1e-4)
-    assert cublas.modes == [16, 0]
+    assert (cublas.stream, cublas.modes) == (5, [16, 0])
+    cublas.status = 7
+    with pytest.raises(RuntimeError, match="status 7"):
+        cuda_device.CudaDevice(0).matmul_bf16(*arguments, dtype=dtype, stream=5)
+    assert cublas.modes == [16, 0, 16, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a loader that looks in what a library is linked with")
+def test_cublas_is_the_one_that_cupy_is_linked_with(tmp_path, cublas):
+    """Its functions get addresses and numbers whole."""
+    sources = {
+        "libcublas.so.13": """
+            int cublasSetStream_v2(void* handle, void* stream) { return stream == (void*)0x123456789abc ? 3 : 4; }
+            int cublasGemmEx(void* handle, int a, int b, int m, int n, int k, void* one, void* x, int x_type, int ldx,
+                             void* w, int w_type, int ldw, void* zero, void* y, int y_type, int ldy, int compute,
+                             int algorithm) {
+              return zero == (void*)0x123456789abc && algorithm == -1 ? 5 : 6;
+            }""",
+        "cublas.so": "",
+    }
+    compiler = shutil.which("gcc") or pytest.skip("needs gcc")
+    for name, source in sources.items():
+        (tmp_path / "source.c").write_text(source)
+        linked = [] if source else ["-Wl,--no-as-needed", str(tmp_path / "libcublas.so.13")]
+        command = [compiler, "-shared", "-fPIC", str(tmp_path / "source.c"), *linked, "-o", str(tmp_path / name)]
+        subprocess.run(command, check=True)
+    cublas.__file__ = str(tmp_path / "cublas.so")
+    library, far = cuda_device._cublas.__wrapped__(), 0x123456789ABC
+    assert library.cublasSetStream_v2(far, far) == 3
+    assert library.cublasGemmEx(far, 1, 0, 2, 2, 2, far, far, 14, 2, far, 14, 2, far, far, 0, 2, 68, -1) == 5
 
 
 class Loaded:
