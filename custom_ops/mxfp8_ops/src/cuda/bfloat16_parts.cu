@@ -11,6 +11,8 @@
 // each of the three sums takes k - 1 roundings, (k - 1) u S_i at most; adding them takes two more, the bias one:
 // (k - 1) u (S_0 + S_1 + S_2) + 3 u S = (k + 2) u S. Where sums are subnormal a rounding is 2^-150 instead, for S_1
 // and S_2 2^-8 and 2^-16 of that: at worst 1.004 of the bound's second term, if S is below 2^-126.
+// That is for rounding to nearest. Tensor cores add several products at a time and cut off instead (Fasi et al. 2021,
+// "Numerical behavior of NVIDIA tensor cores"), which only a GPU can show to stay within the bound.
 //
 // RAGGED is for total % 16 != 0 and for addresses that are not aligned to 16.
 #include "codec.cuh"

@@ -161,7 +161,7 @@ class CudaBackend : public Backend {
     const Current current(gpu_);
     gpu_.check(gpu_.driver().allocate(&kept_, size_t(256 + 2 * n * k)), "allocate memory for a weight");
     wide_ = {reinterpret_cast<void*>(kept_ + 256), reinterpret_cast<uint32_t*>(kept_)};
-    const Stream stream = nullptr;  // the legacy default one, which waits for all others
+    const Stream stream = nullptr;  // any would do: ONNX Runtime has waited for its copies of constants
     try {
       gpu_.check(gpu_.driver().fill(kept_, 0, 1, stream), "clear memory");
       launches_.gemm->widen(static_cast<const uint8_t*>(b->data), static_cast<const uint8_t*>(scales->data), n, k,
