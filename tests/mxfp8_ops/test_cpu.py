@@ -137,6 +137,15 @@ def test_quantize_partial_blocks_along_every_axis(isa, dtype, k):
         check_quantize(x, formats=("e4m3",), roundings=("even",), axis=axis - 3)
 
 
+@pytest.mark.parametrize("k", [7, 33, 200, 1607])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_many_rows_that_end_in_a_partial_block(isa, dtype, k):
+    x = heavy_tailed((50, k)).astype(dtype)
+    check_quantize(x)
+    x[30, -1], x[31, 0] = np.inf, np.nan
+    check_quantize(x, roundings=("ceil",))
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 32), (3, 0), (2, 0, 5), (0, 0)])
 def test_quantize_and_dequantize_empty(shape):
     for axis in range(len(shape)):
@@ -430,9 +439,10 @@ def test_pack_is_quantize_of_n_by_k(isa, dtype, transposed):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("k", [500, 544])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_pack_measures_its_error(isa, transposed, fmt):
-    w = heavy_tailed((300, 500))
+def test_pack_measures_its_error(isa, transposed, fmt, k):
+    w = heavy_tailed((300, 550))[:, :k]  # rows are strided
     packed = cpu.pack(w, transposed=transposed, element_format=fmt)
     back = numerics.dequantize(packed.elements, packed.scales, element_format=fmt).astype(np.float64)
     error = (w.T if transposed else w) - back

@@ -10,6 +10,13 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kGroup = 16;  // blocks
 
+// Where blocks that touch are. If they do not, an array of pointers tells.
+template <class T>
+struct Touching {
+  T* begin;
+  MXFP8_INLINE_MEMBER T* operator[](int64_t block) const { return begin + block * kBlock; }
+};
+
 // Sums over one task, one lane per position so that the compiler needs no reassociation.
 struct Sums {
   double signal[kColumnTile] = {};
@@ -83,19 +90,113 @@ MXFP8_INLINE void load_columns(const typename D::Storage* x, int64_t width, floa
   }
 }
 
+// Groups of blocks that all touch. with(group, f) calls f(x, elements): where the group's blocks are, and where their
+// elements go.
+template <class D>
+struct TouchingBlocks {
+  const typename D::Storage* x;
+  uint8_t* elements;
+  MXFP8_INLINE_MEMBER void gather(int64_t) const {}
+  template <class Call>
+  MXFP8_INLINE_MEMBER auto with(int64_t group, const Call& call) const {
+    const int64_t start = group * kGroup * kBlock;
+    return call(Touching<const typename D::Storage>{x + start}, Touching<uint8_t>{elements + start});
+  }
+  MXFP8_INLINE_MEMBER void finish(int64_t) const {}
+};
+
+// Groups of blocks in rows of x that end in a partial block, or that the next row does not follow. They are gathered in
+// order, from block number `block` of all rows on; one may be while the one before it is not finished. Partial blocks
+// are copied, with zeros behind them.
+template <class D>
+struct ApartBlocks {
+  using T = typename D::Storage;
+
+  MXFP8_INLINE_MEMBER ApartBlocks(const QuantizeArgs& args, int64_t row, int64_t start)
+      : k_(args.k),
+        stride_(args.stride),
+        end_(args.k % kBlock),
+        start_(start),
+        x_(static_cast<const T*>(args.x) + row * args.stride),
+        elements_(args.elements + row * args.k) {}
+
+  MXFP8_INLINE_MEMBER void gather(int64_t group) {
+    Group& g = groups_[group % 2];
+    const T* x = x_;
+    uint8_t* elements = elements_;
+    int64_t start = start_;
+    int partial = 0;
+    g.from[0] = x + start;
+    g.to[0] = elements + start;
+    g.touching = start + kGroup * kBlock < k_;
+    if (g.touching) {
+      start_ += kGroup * kBlock;
+      return;
+    }
+    for (int b = 0; b < kGroup; ++b) {
+      g.from[b] = x + start;
+      g.to[b] = elements + start;
+      start += kBlock;
+      if (start < k_) continue;
+      if (end_ != 0) {
+        std::memcpy(g.padded[partial], g.from[b], size_t(end_) * sizeof(T));
+        g.from[b] = g.padded[partial];
+        g.ends[partial] = g.to[b];
+        g.to[b] = g.codes[partial++];
+      }
+      start = 0;
+      x += stride_;
+      elements += k_;
+    }
+    g.partial = partial;
+    start_ = start;
+    x_ = x;
+    elements_ = elements;
+  }
+
+  template <class Call>
+  MXFP8_INLINE_MEMBER auto with(int64_t group, const Call& call) const {
+    const Group& g = groups_[group % 2];
+    if (g.touching) return call(Touching<const T>{g.from[0]}, Touching<uint8_t>{g.to[0]});
+    return call(static_cast<const T* const*>(g.from), static_cast<uint8_t* const*>(g.to));
+  }
+
+  MXFP8_INLINE_MEMBER void finish(int64_t group) const {
+    const Group& g = groups_[group % 2];
+    if (g.touching) return;
+    for (int i = 0; i < g.partial; ++i) std::memcpy(g.ends[i], g.codes[i], size_t(end_));
+  }
+
+ private:
+  struct Group {
+    bool touching;
+    int partial;  // number of partial blocks
+    const T* from[kGroup];
+    uint8_t* to[kGroup];
+    uint8_t* ends[kGroup];  // where the elements of partial blocks belong
+    alignas(64) uint8_t codes[kGroup][kBlock];
+    alignas(64) T padded[kGroup][kBlock] = {};
+  };
+  const int64_t k_, stride_, end_;
+  int64_t start_;  // of the next block, in its row
+  const T* x_;     // this row
+  uint8_t* elements_;
+  Group groups_[2];
+};
+
 }  // namespace mxfp8::MXFP8_ISA
 
 // Both headers below provide:
 //
-// quantize_groups     quantizes `groups` times kGroup blocks that touch, and adds up their errors if `sums` is not
-// null; quantize_turned     quantizes a tile of 32 rows and 64 columns, each column one block, and stores it turned:
-// element k
-//                     of column c is turned[c * stride + k];
-// encode_columns      encodes a row of columns, each with its own scale.
+// quantize_groups: quantizes `groups` times kGroup blocks of TouchingBlocks or ApartBlocks, and adds up their errors if
+//   `sums` is not null. Returns how many groups it did.
+// kGroupsAddErrors: whether `sums` may be other than null.
+// quantize_turned: quantizes a tile of 32 rows and 64 columns, each column one block, and stores it turned: element k of
+//   column c is turned[c * stride + k]. Returns whether it did the tile.
+// encode_columns: encodes a row of columns, each with its own scale.
 //
-// quantize_groups returns how many groups it did, quantize_turned whether it did the tile. They stop at a block that
-// holds a NaN or Inf, or whose largest element may be infinite, or do nothing at all; what was written past that does
-// not count.
+// The first and the third stop at a block that holds a NaN or Inf, or whose largest element may be infinite, or do
+// nothing at all; what was written past that does not count.
 #if defined(__AVX512BW__)
 #include "group_avx512.h"
 #else
@@ -113,13 +214,15 @@ MXFP8_INLINE void encode_columns(const typename D::Storage* x, const float* inve
   for (; i < width; ++i) codes[i] = uint8_t(encode<F>(D::load(x[i]) * inverse[i]));
 }
 
-template <class D, class F>
-MXFP8_INLINE bool quantize_group(const typename D::Storage* x, uint32_t increment, uint8_t* elements, uint8_t* scales) {
+constexpr bool kGroupsAddErrors = false;
+
+template <class D, class F, class From, class To>
+MXFP8_INLINE bool quantize_group(const From& x, uint32_t increment, const To& elements, uint8_t* scales, Sums*) {
   uint32_t amax[kGroup];
   float inverse[kGroup];
   for (int b = 0; b < kGroup; ++b) {
-    prefetch_block(x + b * kBlock, kPrefetch);
-    amax[b] = largest_magnitude<D>(x + b * kBlock, int(kBlock));
+    prefetch_block(x[b], kPrefetch);
+    amax[b] = largest_magnitude<D>(x[b], int(kBlock));
   }
   bool finite = true;
   for (int b = 0; b < kGroup; ++b) {
@@ -131,22 +234,24 @@ MXFP8_INLINE bool quantize_group(const typename D::Storage* x, uint32_t incremen
   if (!finite) return false;
   for (int b = 0; b < kGroup; ++b) {
     alignas(64) float room[kBlock];
-    const float* values = D::load_block(x + b * kBlock, room);
-    for (int i = 0; i < kBlock; ++i) elements[b * kBlock + i] = uint8_t(encode<F>(values[i] * inverse[b]));
+    const float* values = D::load_block(x[b], room);
+    uint8_t* codes = elements[b];
+    for (int i = 0; i < kBlock; ++i) codes[i] = uint8_t(encode<F>(values[i] * inverse[b]));
   }
   return true;
 }
 
-template <class D, class F>
-MXFP8_INLINE int64_t quantize_groups(const typename D::Storage* x, int64_t groups, uint32_t increment,
-                                     uint8_t* elements, uint8_t* scales, Sums* sums) {
-  int64_t done = 0;
-  while (sums == nullptr && done < groups &&
-         quantize_group<D, F>(x + done * kGroup * kBlock, increment, elements + done * kGroup * kBlock,
-                              scales + done * kGroup)) {
-    ++done;
+template <class D, class F, class Blocks>
+MXFP8_INLINE int64_t quantize_groups(Blocks& blocks, int64_t groups, uint32_t increment, uint8_t* scales, Sums* sums) {
+  for (int64_t i = 0; i < groups; ++i) {
+    blocks.gather(i);
+    const bool done = blocks.with(i, [&](auto x, auto elements) MXFP8_INLINE_LAMBDA {
+      return quantize_group<D, F>(x, increment, elements, scales + i * kGroup, sums);
+    });
+    if (!done) return i;
+    blocks.finish(i);
   }
-  return done;
+  return groups;
 }
 
 template <class D, class F>

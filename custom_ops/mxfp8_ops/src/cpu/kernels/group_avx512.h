@@ -26,30 +26,34 @@ MXFP8_INLINE __m512i largest_lanes(const __m512i (&v)[16]) {
 
 // Bits of each block's largest magnitude, as float32. 16-bit values travel in the upper half of a lane, where their
 // order is that of the whole lane.
-MXFP8_INLINE __m512i largest_magnitudes(Float32, const float* x) {
+template <class From>
+MXFP8_INLINE __m512i largest_magnitudes(Float32, const From& x) {
   const __m512i mask = _mm512_set1_epi32(int(kMagnitude));
   __m512i v[16];
   for (int b = 0; b < 16; ++b) {
-    const float* block = x + b * kBlock;
+    const float* block = x[b];
     prefetch_block(block, kPrefetch);
     v[b] = _mm512_max_epu32(_mm512_and_si512(load_512(block), mask), _mm512_and_si512(load_512(block + 16), mask));
   }
   return largest_lanes(v);
 }
-MXFP8_INLINE __m512i largest_halves(const uint16_t* x) {
+template <class From>
+MXFP8_INLINE __m512i largest_halves(const From& x) {
   const __m512i mask = _mm512_set1_epi16(0x7fff);
   __m512i v[16];
   for (int b = 0; b < 16; ++b) {
-    prefetch_block(x + b * kBlock, kPrefetch);
-    const __m512i pairs = _mm512_and_si512(load_512(x + b * kBlock), mask);
+    prefetch_block(x[b], kPrefetch);
+    const __m512i pairs = _mm512_and_si512(load_512(x[b]), mask);
     v[b] = _mm512_max_epu16(pairs, _mm512_slli_epi32(pairs, 16));
   }
   return _mm512_srli_epi32(largest_lanes(v), 16);
 }
-MXFP8_INLINE __m512i largest_magnitudes(BFloat16, const uint16_t* x) {
+template <class From>
+MXFP8_INLINE __m512i largest_magnitudes(BFloat16, const From& x) {
   return _mm512_slli_epi32(largest_halves(x), 16);
 }
-MXFP8_INLINE __m512i largest_magnitudes(Float16, const uint16_t* x) {
+template <class From>
+MXFP8_INLINE __m512i largest_magnitudes(Float16, const From& x) {
   return _mm512_castps_si512(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(largest_halves(x))));
 }
 
@@ -121,12 +125,20 @@ MXFP8_INLINE __m512i in_order(__m512i groups) {
   return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), groups);
 }
 
+// Codes of two blocks.
 template <class D, class F>
-MXFP8_INLINE __m512i encode_two(const typename D::Storage* x, const float* inverse) {
+MXFP8_INLINE __m512i encode_two(const typename D::Storage* x0, const typename D::Storage* x1, const float* inverse) {
   const __m512 first = _mm512_set1_ps(inverse[0]), second = _mm512_set1_ps(inverse[1]);
   return in_order(
-      encode_four<F>(_mm512_mul_ps(load_lanes(D{}, x), first), _mm512_mul_ps(load_lanes(D{}, x + 16), first),
-                     _mm512_mul_ps(load_lanes(D{}, x + 32), second), _mm512_mul_ps(load_lanes(D{}, x + 48), second)));
+      encode_four<F>(_mm512_mul_ps(load_lanes(D{}, x0), first), _mm512_mul_ps(load_lanes(D{}, x0 + 16), first),
+                     _mm512_mul_ps(load_lanes(D{}, x1), second), _mm512_mul_ps(load_lanes(D{}, x1 + 16), second)));
+}
+MXFP8_INLINE void store_two(Touching<uint8_t> to, int64_t block, __m512i codes) {
+  _mm512_storeu_si512(to[block], codes);
+}
+MXFP8_INLINE void store_two(uint8_t* const* to, int64_t block, __m512i codes) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[block]), _mm512_castsi512_si256(codes));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[block + 1]), _mm512_extracti64x4_epi64(codes, 1));
 }
 
 // Codes of one row of columns, each with its own scale.
@@ -153,9 +165,9 @@ MXFP8_INLINE double squared_scale(uint32_t code) {
 }
 
 // Scales and elements of a group whose largest magnitudes are known. False if a block needs more care.
-template <class D, class F>
-MXFP8_INLINE bool quantize_group(const typename D::Storage* x, __m512i amax, uint32_t increment, uint8_t* elements,
-                                 uint8_t* scales, Sums* sums) {
+template <class D, class F, class From, class To>
+MXFP8_INLINE bool quantize_group(const From& x, __m512i amax, uint32_t increment, const To& elements, uint8_t* scales,
+                                 Sums* sums) {
   const __m512i raised = _mm512_srli_epi32(_mm512_add_epi32(amax, _mm512_set1_epi32(int(increment))), 23);
   const __m512i codes = _mm512_max_epi32(_mm512_sub_epi32(raised, _mm512_set1_epi32(F::emax)), _mm512_setzero_si512());
   if (_mm512_cmpge_epu32_mask(raised, _mm512_set1_epi32(254)) != 0) return false;
@@ -165,15 +177,15 @@ MXFP8_INLINE bool quantize_group(const typename D::Storage* x, __m512i amax, uin
   _mm512_store_si512(code, codes);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(scales), _mm512_cvtepi32_epi8(codes));
   for (int b = 0; b < kGroup; b += 2) {
-    _mm512_storeu_si512(elements + b * kBlock, encode_two<D, F>(x + b * kBlock, inverse + b));
+    store_two(elements, b, encode_two<D, F>(x[b], x[b + 1], inverse + b));
   }
   if (sums == nullptr) return true;
   __m512d signal = _mm512_loadu_pd(sums->signal), noise = _mm512_loadu_pd(sums->noise);
   for (int b = 0; b < kGroup; ++b) {
     const __m512 factor = _mm512_set1_ps(inverse[b]);
     Squares<F> squares;
-    squares.add(_mm512_mul_ps(load_lanes(D{}, x + b * kBlock), factor));
-    squares.add(_mm512_mul_ps(load_lanes(D{}, x + b * kBlock + 16), factor));
+    squares.add(_mm512_mul_ps(load_lanes(D{}, x[b]), factor));
+    squares.add(_mm512_mul_ps(load_lanes(D{}, x[b] + 16), factor));
     const __m512d square = _mm512_set1_pd(squared_scale(code[b]));
     signal = _mm512_fmadd_pd(_mm512_add_pd(squares.signal[0], squares.signal[1]), square, signal);
     noise = _mm512_fmadd_pd(_mm512_add_pd(squares.noise[0], squares.noise[1]), square, noise);
@@ -183,18 +195,24 @@ MXFP8_INLINE bool quantize_group(const typename D::Storage* x, __m512i amax, uin
   return true;
 }
 
+constexpr bool kGroupsAddErrors = true;
+
 // The largest magnitudes of a group are found before the one in front of it is encoded, so that nothing waits for them.
-template <class D, class F>
-MXFP8_INLINE int64_t quantize_groups(const typename D::Storage* x, int64_t groups, uint32_t increment,
-                                     uint8_t* elements, uint8_t* scales, Sums* sums) {
-  constexpr int64_t values = kGroup * kBlock;
-  __m512i amax = groups > 0 ? largest_magnitudes(D{}, x) : _mm512_setzero_si512();
-  for (int64_t i = 0; i < groups; ++i) {
-    const __m512i next = i + 1 < groups ? largest_magnitudes(D{}, x + (i + 1) * values) : amax;
-    if (!quantize_group<D, F>(x + i * values, amax, increment, elements + i * values, scales + i * kGroup, sums)) {
-      return i;
+template <class D, class F, class Blocks>
+MXFP8_INLINE int64_t quantize_groups(Blocks& blocks, int64_t groups, uint32_t increment, uint8_t* scales, Sums* sums) {
+  __m512i next = _mm512_setzero_si512();
+  for (int64_t i = -1; i < groups; ++i) {
+    const __m512i amax = next;
+    if (i + 1 < groups) {
+      blocks.gather(i + 1);
+      next = blocks.with(i + 1, [&](auto x, auto) MXFP8_INLINE_LAMBDA { return largest_magnitudes(D{}, x); });
     }
-    amax = next;
+    if (i < 0) continue;
+    const bool done = blocks.with(i, [&](auto x, auto elements) MXFP8_INLINE_LAMBDA {
+      return quantize_group<D, F>(x, amax, increment, elements, scales + i * kGroup, sums);
+    });
+    if (!done) return i;
+    blocks.finish(i);
   }
   return groups;
 }

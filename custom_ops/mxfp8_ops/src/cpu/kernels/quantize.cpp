@@ -1,5 +1,5 @@
 // MXFP8Quantize: numerics.quantize, bit for bit. Two layouts:
-//   rows     x [rows, K]            blocks lie contiguously: one block at a time, 32 lanes wide.
+//   rows     x [rows, K]            blocks lie contiguously: sixteen at a time, see group.h, and the rest one by one.
 //   columns  x [outer, K, inner]    blocks lie `inner` apart: 64 neighbouring columns at a time, so every load is
 //   contiguous.
 // Work is split over rows, or over (outer, block of K, 64 columns). Bytes moved per value: 4 (f32) or 2 read, 1.03
@@ -48,43 +48,46 @@ int64_t first_nonfinite(const typename D::Storage* x, int64_t count) {
 
 template <class D, class F>
 void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* stats) {
-  // Rows of whole blocks that touch are one row: groups of blocks need not end where a row of x does.
-  const int64_t together = args.stride == args.k && args.k % kBlock == 0 ? row_end - row_begin : 1;
-  const int64_t length = together * args.k, row_blocks = (args.k + kBlock - 1) / kBlock;
-  const int64_t blocks = together * row_blocks;
+  const int64_t row_blocks = (args.k + kBlock - 1) / kBlock;
+  const bool touching = args.stride == args.k && args.k % kBlock == 0;
+  const bool grouped = stats == nullptr || kGroupsAddErrors;
   alignas(64) float values[kBlock];
   alignas(64) uint8_t codes[kBlock];
   Sums sums;
-  for (int64_t row = row_begin; row < row_end; row += together) {
-    const auto* x = static_cast<const typename D::Storage*>(args.x) + row * args.stride;
-    uint8_t* elements = args.elements + row * args.k;
-    uint8_t* scales = args.scales + row * row_blocks;
-    int64_t block = 0;
-    while (true) {
-      const int64_t groups = (length - block * kBlock) / (kGroup * kBlock);
-      block += kGroup * quantize_groups<D, F>(x + block * kBlock, groups, args.increment, elements + block * kBlock,
-                                              scales + block, stats == nullptr ? nullptr : &sums);
-      if (block >= blocks) break;
-      const int64_t start = block * kBlock;
-      const int64_t count = length - start < kBlock ? length - start : kBlock;
-      if (count == kBlock) {
-        for (int i = 0; i < kBlock; ++i) values[i] = D::load(x[start + i]);
-      } else {
-        for (int i = 0; i < kBlock; ++i) values[i] = i < count ? D::load(x[start + i]) : 0.0f;
-      }
-      const uint32_t scale = quantize_block<F>(values, args.increment, codes);
-      scales[block++] = uint8_t(scale);
-      if (count == kBlock) {
-        std::memcpy(elements + start, codes, kBlock);
-      } else {
-        std::memcpy(elements + start, codes, size_t(count));
-      }
-      if (stats == nullptr) continue;
-      if (scale != kScaleNan) {
-        add_errors<F>(values, codes, scale_value(scale), &sums);
-      } else if (stats->first_nonfinite < 0) {
-        stats->first_nonfinite = row * args.k + start + first_nonfinite<D>(x + start, count);
-      }
+  Sums* const wanted = stats == nullptr ? nullptr : &sums;
+  // Numbered through all rows: groups of blocks need not end where a row does.
+  for (int64_t block = row_begin * row_blocks; true; ++block) {
+    const int64_t groups = grouped ? (row_end * row_blocks - block) / kGroup : 0;
+    if (touching) {
+      const auto* x = static_cast<const typename D::Storage*>(args.x) + block * kBlock;
+      TouchingBlocks<D> blocks{x, args.elements + block * kBlock};
+      block += kGroup * quantize_groups<D, F>(blocks, groups, args.increment, args.scales + block, wanted);
+    } else if (groups > 0) {
+      ApartBlocks<D> blocks(args, block / row_blocks, block % row_blocks * kBlock);
+      block += kGroup * quantize_groups<D, F>(blocks, groups, args.increment, args.scales + block, wanted);
+    }
+    if (block >= row_end * row_blocks) break;
+    const int64_t row = block / row_blocks, start = block % row_blocks * kBlock;
+    const int64_t count = args.k - start < kBlock ? args.k - start : kBlock;
+    const auto* x = static_cast<const typename D::Storage*>(args.x) + row * args.stride + start;
+    uint8_t* elements = args.elements + row * args.k + start;
+    if (count == kBlock) {
+      for (int i = 0; i < kBlock; ++i) values[i] = D::load(x[i]);
+    } else {
+      for (int i = 0; i < kBlock; ++i) values[i] = i < count ? D::load(x[i]) : 0.0f;
+    }
+    const uint32_t scale = quantize_block<F>(values, args.increment, codes);
+    args.scales[block] = uint8_t(scale);
+    if (count == kBlock) {
+      std::memcpy(elements, codes, kBlock);
+    } else {
+      std::memcpy(elements, codes, size_t(count));
+    }
+    if (stats == nullptr) continue;
+    if (scale != kScaleNan) {
+      add_errors<F>(values, codes, scale_value(scale), &sums);
+    } else if (stats->first_nonfinite < 0) {
+      stats->first_nonfinite = row * args.k + start + first_nonfinite<D>(x, count);
     }
   }
   if (stats != nullptr) sums.add_to(stats);
