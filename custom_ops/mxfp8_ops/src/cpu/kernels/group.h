@@ -191,8 +191,8 @@ struct ApartBlocks {
 // quantize_groups: quantizes `groups` times kGroup blocks of TouchingBlocks or ApartBlocks, and adds up their errors if
 //   `sums` is not null. Returns how many groups it did.
 // kGroupsAddErrors: whether `sums` may be other than null.
-// quantize_turned: quantizes a tile of 32 rows and 64 columns, each column one block, and stores it turned: element k of
-//   column c is turned[c * stride + k]. Returns whether it did the tile.
+// quantize_turned: quantizes a tile of 32 rows and 64 columns, each column one block, and stores it turned: element k
+//   of column c is turned[c * stride + k]. Returns whether it did the tile.
 // encode_columns: encodes a row of columns, each with its own scale.
 //
 // The first and the third stop at a block that holds a NaN or Inf, or whose largest element may be infinite, or do
