@@ -1,8 +1,9 @@
 // What the gemm kernels share: where packed values lie, the walk over strips of the result, and the store of a
 // strip.
 //
-// Packed A, `rows` rows: chunks of K, `depth` deep; in a chunk, tiles of kTileRows rows (the last may have
-// fewer); in a tile, step by step along K, the values of each of its rows. So a multiply reads it front to back.
+// Packed A, `rows` rows: chunks of K, `depth` deep; in a chunk, tiles of up to kTileRows rows, as equal as
+// they can be, since a thin one keeps few sums busy; in a tile, step by step along K, the values of each of its rows.
+// So a multiply reads it front to back.
 #pragma once
 #include "codec.h"
 #include "kernels.h"
@@ -29,10 +30,18 @@ MXFP8_INLINE Chunk chunk_at(int64_t k, int64_t depth, int64_t index, int64_t ste
   return {begin, count, (count + step - 1) / step * step};
 }
 
-// Offset, in values, of a tile in the packed A.
-MXFP8_INLINE int64_t tile_offset(int64_t rows, Chunk chunk, int64_t tile) {
-  return chunk.k * rows + chunk.padded * tile * kTileRows;
-}
+// How `rows` > 0 rows of A are cut into tiles.
+struct Tiles {
+  int64_t rows;
+  int64_t count = (rows + kTileRows - 1) / kTileRows;   // their number
+  int64_t least = rows / count, longer = rows % count;  // rows of a tile, and how many tiles have one more
+  MXFP8_INLINE_MEMBER int64_t first_row(int64_t tile) const { return tile * least + min_of(tile, longer); }
+  MXFP8_INLINE_MEMBER int64_t rows_of(int64_t tile) const { return least + (tile < longer); }
+  // Offset, in values, in the packed A.
+  MXFP8_INLINE_MEMBER int64_t offset(Chunk chunk, int64_t tile) const {
+    return chunk.k * rows + chunk.padded * first_row(tile);
+  }
+};
 
 // Decodes a block of `count` <= 32 elements, scaled, as float32; zeros follow.
 template <class F>

@@ -99,13 +99,16 @@ int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile
   Extent extent;
   bool fits = true;
   const int64_t depth = depth_for(rows);
+  const Tiles tiles{rows};
   with_format(args.a_format, [&](auto format) {
-    for (int64_t i = tile_begin * kTileRows; i < min_of(tile_end * kTileRows, rows) && fits; ++i) {
-      const int64_t tile = i / kTileRows, tile_rows = min_of(kTileRows, rows - tile * kTileRows);
-      for (int64_t c = 0; c < chunks_of(args.k, depth) && fits; ++c) {
-        const Chunk chunk = chunk_at(args.k, depth, c, kStep);
-        fits = pack_row<decltype(format)>(args, row + i, chunk.k, chunk.count, tile_rows * kStep,
-                                          out + tile_offset(rows, chunk, tile) + i % kTileRows * kStep, &extent);
+    for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+      const int64_t first = tiles.first_row(tile), tile_rows = tiles.rows_of(tile);
+      for (int64_t i = 0; i < tile_rows; ++i) {
+        for (int64_t c = 0; c < chunks_of(args.k, depth) && fits; ++c) {
+          const Chunk chunk = chunk_at(args.k, depth, c, kStep);
+          fits = pack_row<decltype(format)>(args, row + first + i, chunk.k, chunk.count, tile_rows * kStep,
+                                            out + tiles.offset(chunk, tile) + i * kStep, &extent);
+        }
       }
     }
   });
@@ -115,11 +118,12 @@ int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile
 void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                         int64_t column_begin, int64_t column_end, const void* packed, int exponent) {
   const auto* a = static_cast<const uint16_t*>(packed);
+  const Tiles tiles{rows};
   with_format(args.b_format, [&](auto format) {
     using F = decltype(format);
     const Decoder<F> decoder;
     const int lowest = lowest_scale<F>(exponent);
-    const int64_t first = tile_begin * kTileRows, count = min_of(tile_end * kTileRows, rows) - first;
+    const int64_t first = tiles.first_row(tile_begin), count = tiles.first_row(tile_end) - first;
     alignas(64) uint16_t b[kTileColumns * kMostDepth];
     for_each_strip<uint16_t, kStep, kTileColumns>(
         args, row + first, count, column_begin, column_end, depth_for(rows),
@@ -132,9 +136,9 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
             }
           }
           for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-            const uint16_t* from = a + tile_offset(rows, chunk, tile);
-            float* to = strip + (tile - tile_begin) * kTileRows * kGemmColumns;
-            with_rows(rows - tile * kTileRows,
+            const uint16_t* from = a + tiles.offset(chunk, tile);
+            float* to = strip + (tiles.first_row(tile) - first) * kGemmColumns;
+            with_rows(tiles.rows_of(tile),
                       [&](auto r) { multiply_tile<decltype(r)::value>(from, b, chunk.padded, to, accumulate); });
           }
           for (int64_t j = 0; j < kTileColumns; ++j) {

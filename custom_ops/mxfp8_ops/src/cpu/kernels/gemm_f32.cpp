@@ -63,14 +63,15 @@ MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t col
 }  // namespace
 
 int gemm_f32_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed) {
+  const Tiles tiles{rows};
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-    const int64_t tile_rows = min_of(kTileRows, rows - tile * kTileRows);
+    const int64_t first = tiles.first_row(tile), tile_rows = tiles.rows_of(tile);
     for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
       const Chunk chunk = chunk_at(args.k, kDepth, c, kBlock);
-      float* out = static_cast<float*>(packed) + tile_offset(rows, chunk, tile);
+      float* out = static_cast<float*>(packed) + tiles.offset(chunk, tile);
       for (int64_t i = 0; i < tile_rows; ++i) {
         for (int64_t k = 0; k < chunk.padded; k += kBlock) {
-          load_a_block(args, row + tile * kTileRows + i, (chunk.k + k) / kBlock, out + k * tile_rows + i * kBlock);
+          load_a_block(args, row + first + i, (chunk.k + k) / kBlock, out + k * tile_rows + i * kBlock);
         }
       }
     }
@@ -81,16 +82,17 @@ int gemm_f32_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_
 void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                        int64_t column_begin, int64_t column_end, const void* packed, int) {
   const auto* a = static_cast<const float*>(packed);
+  const Tiles tiles{rows};
   with_format(args.b_format, [&](auto format) {
     alignas(64) float b[kPanel * kDepth];
-    const int64_t first = tile_begin * kTileRows, count = min_of(tile_end * kTileRows, rows) - first;
+    const int64_t first = tiles.first_row(tile_begin), count = tiles.first_row(tile_end) - first;
     for_each_strip<float, kBlock, kPanel>(args, row + first, count, column_begin, column_end, kDepth,
                                           [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
                                             decode_panel<decltype(format)>(args, column, column_end, chunk, b);
                                             for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-                                              const float* from = a + tile_offset(rows, chunk, tile);
-                                              float* to = strip + (tile - tile_begin) * kTileRows * kGemmColumns;
-                                              with_rows(rows - tile * kTileRows, [&](auto r) {
+                                              const float* from = a + tiles.offset(chunk, tile);
+                                              float* to = strip + (tiles.first_row(tile) - first) * kGemmColumns;
+                                              with_rows(tiles.rows_of(tile), [&](auto r) {
                                                 for (int64_t j = 0; j < kPanel; j += kTileColumns) {
                                                   multiply_tile<decltype(r)::value>(
                                                       from, b + j * kBlock, chunk.padded / kBlock, to + j, accumulate);
