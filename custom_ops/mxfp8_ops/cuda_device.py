@@ -13,11 +13,14 @@ from typing import Any, Final
 import numpy as np
 
 from mxfp8_ops import cuda_build, cuda_kernels
-from mxfp8_ops.cuda_kernels import Launch
+from mxfp8_ops.cuda_kernels import Launch, Queue
 from mxfp8_ops.errors import BackendError
 
 _DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
 """cublasMath_t: sums of split-K stay in float32."""
+
+_WORKSPACE: Final = 32 << 20
+"""Bytes that cuBLAS works in; what NVIDIA recommends for Hopper and later."""
 
 _SHARED_BYTES: Final = 48 << 10
 """Shared memory that a launch may ask for unless its kernel has been allowed more."""
@@ -84,7 +87,7 @@ class CudaDevice:
         threads = (cuda_kernels.THREADS, 1, 1)
         function((launch.grid, 1, 1), threads, launch.arguments, shared_mem=launch.shared, stream=_Stream(stream))
 
-    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:
+    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
         cupy = cupy_module()
         from cupy_backends.cuda.libs import cublas
@@ -93,7 +96,11 @@ class CudaDevice:
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         kind = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
         library, handle = _cublas(), cupy.cuda.device.get_cublas_handle()
-        cublas.check_status(library.cublasSetStream_v2(handle, stream))
+        # Streams would share cuBLAS's own workspace, and CUDA graphs allocate one each. It forgets this one when it is
+        # given a stream again.
+        memory, workspace = queue.allocate(_WORKSPACE, False)
+        cublas.check_status(library.cublasSetStream_v2(handle, queue.stream))
+        cublas.check_status(library.cublasSetWorkspace_v2(handle, workspace, _WORKSPACE))
         cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
         try:
             # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
@@ -105,6 +112,7 @@ class CudaDevice:
             cublas.check_status(status)
         finally:
             cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
+        del memory  # alive until the product is queued
 
     def function(self, source: str, kernel: str, shared: int = 0) -> Any:
         """Returns a kernel as a CuPy function, loading it if this is its first use; its launches ask for `shared`."""
@@ -138,6 +146,7 @@ def _cublas() -> Any:
     library = ctypes.CDLL(name if sys.platform == "win32" else cublas.__file__)
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     library.cublasSetStream_v2.argtypes = (pointer, pointer)
+    library.cublasSetWorkspace_v2.argtypes = (pointer, pointer, ctypes.c_size_t)
     library.cublasGemmEx.argtypes = (
         pointer, *(integer,) * 5, pointer, pointer, integer, integer, pointer, integer, integer, pointer, pointer,
         *(integer,) * 4,

@@ -52,7 +52,7 @@ class Device(Protocol):
     def launch(self, launch: Launch, stream: int) -> None:
         """Queues a kernel."""
 
-    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:
+    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         """Queues y = x w^T with x [M, K], w [N, K] bfloat16 and y bfloat16 or float32, summed in float32 throughout."""
 
 
@@ -338,7 +338,7 @@ def _large(queue: Queue, p: Product, wide: WideWeight | None) -> None:
     direct = not p.bias and p.dtype != "float16"
     memory, y = (None, p.y) if direct else queue.allocate(4 * p.m * p.n, False)
     sizes, dtype = (p.m, p.n, p.k), p.dtype if direct else "float32"
-    queue.device.matmul_bf16(wide_x.data, wide.data, y, sizes, dtype=dtype, stream=queue.stream)
+    queue.device.matmul_bf16(wide_x.data, wide.data, y, sizes, dtype=dtype, queue=queue)
     if not direct:
         finish(queue, p, y)
     for inexact in (wide_x.inexact, wide.inexact):

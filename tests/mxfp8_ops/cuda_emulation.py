@@ -98,7 +98,7 @@ class EmulatedDevice:
         self.library.share(launch.shared)
         assert self.library.emulate(self.indices[launch.kernel], launch.grid, THREADS, arguments) == 0
 
-    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, stream: int) -> None:
+    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         self.launched.append(f"matmul_bf16 {dtype}")
         m, n, k = sizes
         values = [

@@ -141,6 +141,7 @@ class Cublas(types.ModuleType):
         super().__init__("cublas")
         self.modes: list[int] = []
         self.stream = 0
+        self.workspace: tuple[int, int] = (0, 0)
         self.status = 0
 
     def check_status(self, status: int) -> None:
@@ -149,7 +150,12 @@ class Cublas(types.ModuleType):
 
     def cublasSetStream_v2(self, handle: int, stream: int) -> int:
         assert handle == 77
-        self.stream = stream
+        self.stream, self.workspace = stream, (0, 0)
+        return 0
+
+    def cublasSetWorkspace_v2(self, handle: int, address: int, size: int) -> int:
+        assert handle == 77
+        self.workspace = address, size
         return 0
 
     def setMathMode(self, handle: int, mode: int) -> None:
@@ -190,14 +196,15 @@ def test_cublas_is_called_for_x_times_w_transposed(monkeypatch, cublas, dtype):
     monkeypatch.setattr(cuda_device, "_cublas", lambda: cublas)
     x, w = (heavy_tailed(shape).astype(ml_dtypes.bfloat16) for shape in ((3, 40), (7, 40)))
     y = np.zeros((3, 7), numerics.value_dtype(dtype))
-    arguments = x.ctypes.data, w.ctypes.data, y.ctypes.data, (3, 7, 40)
-    cuda_device.CudaDevice(0).matmul_bf16(*arguments, dtype=dtype, stream=5)
+    arguments, gpu = (x.ctypes.data, w.ctypes.data, y.ctypes.data, (3, 7, 40)), cuda_device.CudaDevice(0)
+    work = cuda_kernels.Queue(gpu, 5, lambda size, zero: (None, 4096))
+    gpu.matmul_bf16(*arguments, dtype=dtype, queue=work)
     expected = (x.astype(np.float32) @ w.astype(np.float32).T).astype(y.dtype)
     np.testing.assert_allclose(y.astype(np.float32), expected.astype(np.float32), rtol=2**-7, atol=1e-4)
-    assert (cublas.stream, cublas.modes) == (5, [16, 0])
+    assert (cublas.stream, cublas.workspace, cublas.modes) == (5, (4096, 32 << 20), [16, 0])
     cublas.status = 7
     with pytest.raises(RuntimeError, match="status 7"):
-        cuda_device.CudaDevice(0).matmul_bf16(*arguments, dtype=dtype, stream=5)
+        gpu.matmul_bf16(*arguments, dtype=dtype, queue=work)
     assert cublas.modes == [16, 0, 16, 0]
 
 
@@ -207,6 +214,7 @@ def test_cublas_is_the_one_that_cupy_is_linked_with(tmp_path, cublas):
     sources = {
         "libcublas.so.13": """
             int cublasSetStream_v2(void* handle, void* stream) { return stream == (void*)0x123456789abc ? 3 : 4; }
+            int cublasSetWorkspace_v2(void* handle, void* at, unsigned long size) { return size == 1ul << 33 ? 7 : 8; }
             int cublasGemmEx(void* handle, int a, int b, int m, int n, int k, void* one, void* x, int x_type, int ldx,
                              void* w, int w_type, int ldw, void* zero, void* y, int y_type, int ldy, int compute,
                              int algorithm) {
@@ -223,6 +231,7 @@ def test_cublas_is_the_one_that_cupy_is_linked_with(tmp_path, cublas):
     cublas.__file__ = str(tmp_path / "cublas.so")
     library, far = cuda_device._cublas.__wrapped__(), 0x123456789ABC
     assert library.cublasSetStream_v2(far, far) == 3
+    assert library.cublasSetWorkspace_v2(far, far, 1 << 33) == 7
     assert library.cublasGemmEx(far, 1, 0, 2, 2, 2, far, far, 14, 2, far, 14, 2, far, far, 0, 2, 68, -1) == 5
 
 
