@@ -176,7 +176,8 @@ def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
     """Keeps the weight [N, K] in bfloat16 too, so that products with many rows need not dequantize it each time.
 
     Twice the memory of float8, until `forget_kept`. A weight that is changed in place is dequantized anew each time;
-    torch does not track that for tensors made in inference mode, so those must not change.
+    torch does not track that for tensors made in inference mode, so those must not change. The work is queued on
+    torch's current stream: like any tensor, the weight may be used on another once that has waited for this one.
 
     Raises:
         ShapeError: not a contiguous matrix, or the scales do not fit.
@@ -202,7 +203,7 @@ def keep_folded(b: Tensor, b_scales: Tensor) -> None:
 
 
 def forget_kept() -> None:
-    """Frees what `keep_wide` and `keep_folded` keep."""
+    """Frees what `keep_wide` and `keep_folded` keep, which no stream but those that made it may still be reading."""
     _kept.clear()
 
 

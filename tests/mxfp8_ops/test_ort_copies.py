@@ -78,6 +78,23 @@ def test_a_weight_that_does_not_fit_is_an_error(gpu):
         ort.session(weight_gemm(7, 64), device="cuda-copies")
 
 
+def test_a_node_that_cannot_keep_all_its_constants_keeps_none(gpu):
+    elements, scales = numerics.quantize(test_ort.heavy_tailed((40, 1)))
+    model = test_ort.model(
+        [test_ort.node("MXFP8WeightGemm", "x be bs bias", "y")],
+        {"x": (contract.FLOAT, [None, 1])},
+        {"y": (contract.FLOAT, None)},
+        be=elements.view(ml_dtypes.float8_e4m3fn),
+        bs=scales,
+        bias=np.ones(40, np.float32),
+    )
+    before = gpu.allocations
+    gpu.library.set_most(100)  # the elements and the scales fit, the 160 bytes of the bias do not
+    with pytest.raises(Exception, match="cannot allocate memory for a weight"):
+        ort.session(model, device="cuda-copies")
+    assert gpu.allocations == before
+
+
 def test_sessions_on_the_gpu_and_on_the_processor_side_by_side(gpu):
     model, x = weight_gemm(7, 64), test_ort.heavy_tailed((3, 64))
     sessions = [ort.session(model, device=device) for device in ("cuda-copies", "cpu")]

@@ -80,7 +80,7 @@ class Memory {
 
 // Memory for the time of one node, from ONNX Runtime's arena: nothing new is allocated once each shape has run, and
 // what one stream frees no other gets before it is done. The second holds for KernelContext_GetScratchBuffer, which a
-// null stream does not have; that one waits for all others by itself.
+// null stream does not have; that one waits for all others by itself, but for streams made not to be waited for.
 class Scratch {
  public:
   Scratch(const Memory& memory, const OrtKernelContext* context, Stream stream, size_t bytes) : memory_(memory) {
@@ -279,13 +279,14 @@ class CopiesBackend : public Backend {
       : gpu_(where, kCopiesGpu), launches_(gpu_, node) {
     size_t inputs = 0;
     check(KernelInfo_GetInputCount(info, &inputs));
-    for (size_t i = 0; i < inputs; ++i) keep_if_constant(info, i);
+    try {
+      for (size_t i = 0; i < inputs; ++i) keep_if_constant(info, i);
+    } catch (...) {
+      release_residents();  // the destructor of what was not made does not run
+      throw;
+    }
   }
-  ~CopiesBackend() override {
-    std::vector<uint64_t> memory;
-    for (const Resident& resident : residents_) memory.push_back(resident.data);
-    if (!memory.empty()) release(gpu_, memory);
-  }
+  ~CopiesBackend() override { release_residents(); }
 
   void quantize(OrtKernelContext*, QuantizeArgs args) const override {
     const int64_t values = args.outer * args.k * args.inner, scales = args.outer * scale_count(args.k) * args.inner;
@@ -347,6 +348,12 @@ class CopiesBackend : public Backend {
     residents_.push_back(resident);
     gpu_.check(gpu_.driver().copy_in(resident.data, resident.host, size_t(bytes), kThreadStream), "copy a weight");
     gpu_.check(gpu_.driver().wait(kThreadStream), "copy a weight");
+  }
+
+  void release_residents() {
+    std::vector<uint64_t> memory;
+    for (const Resident& resident : residents_) memory.push_back(resident.data);
+    if (!memory.empty()) release(gpu_, memory);
   }
 
   Gpu gpu_;
