@@ -131,6 +131,7 @@ def table(k: int, n: int, m: int, timings: dict[str, Timing], floors: Floors) ->
 
 
 def main() -> None:
+    """Times the sizes asked for; prints and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--k", type=int, default=4096)
     parser.add_argument("--n", type=int, default=8192)

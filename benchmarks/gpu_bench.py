@@ -25,10 +25,12 @@ SECTION_SECONDS = 150
 
 
 def memory(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """What the speed of memory bounds: quantize, dequantize, fold."""
     yield cases.memory_bound(rounds, 2 * size, size)
 
 
 def few_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """gemm_skinny, for which its weight has to be read."""
     targets = {"copy": (0.78, 0.87), "weight-only": (1.6, 1.9)}
     for m in (1, 4, 8, 16):
         yield cases.few_rows(rounds, (m, size, size), targets)
@@ -37,6 +39,7 @@ def few_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 
 
 def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """Products on cuBLAS, and folded ones."""
     yield cases.many_rows(rounds, (128, size, size), {"weight-only": (1.1,)})
     for m in (256, 1024):
         yield cases.many_rows(rounds, (m, size, size), {"with quantize": (0.75, 0.9)})
@@ -50,25 +53,30 @@ def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 
 
 def small_weights(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """Weights of few rows, for which gemm_skinny splits K."""
     for n, m in itertools.product((size // 8, size // 4, size // 2), (1, 16, 64)):
         yield cases.few_rows(rounds, (m, n, size), {})
 
 
 def fused(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """gemm_fused beside what it would replace."""
     for m in (128, 256, 512, 1024, 2048):
         yield cases.fused(rounds, (m, size, size))
 
 
 def wide_activations(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """float32 and float16 activations."""
     for m in (1, 16, 256, 2048):
         yield cases.wide_activations(rounds, (m, size, size))
 
 
 def training(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """The products of a training step."""
     yield cases.training(rounds, size, size // 2, size // 2)
 
 
 def cuts(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """gemm_skinny, cut up in other ways than `cuda_skinny` does."""
     for m, tiles in ((8, 1), (16, 2), (32, 4), (64, 8)):
         yield cases.cuts(rounds, (m, size, size), [{"warps": count} for count in cases.cuda_skinny.WARPS[tiles]])
     for n, m in itertools.product((size // 8, size // 4, size // 2), (1, 16, 64)):
@@ -167,6 +175,7 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
 
 
 def main() -> None:
+    """Runs the sections one after the other, or one of them for itself."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--size", type=int, default=8192, help="N and K of the products")

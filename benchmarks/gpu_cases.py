@@ -89,6 +89,7 @@ def copy_calls(nbytes: int) -> list[Call]:
 
 
 def queue() -> cuda_kernels.Queue:
+    """Returns torch's current stream and allocator."""
     with torch_cuda._queue(torch.empty(0, device="cuda")) as found:
         return found
 

@@ -40,7 +40,8 @@ def quantize(
     formats.scale_increment(formats.element_format(element_format), scale_rounding)
     numerics.check_value_dtype("quantize", x.dtype)
     axis = numerics.normalize_axis("quantize", x.ndim, axis)
-    cupy, x = cuda_device.cupy_module(), cuda_device.cupy_module().ascontiguousarray(x)
+    cupy = cuda_device.cupy_module()
+    x = cupy.ascontiguousarray(x)
     outer, k, inner = _split(x.shape, axis)
     if swizzled and x.ndim != 2:
         raise ShapeError(f"quantize: swizzled scales of shape {x.shape}; expected a matrix; reshape it")
@@ -71,7 +72,8 @@ def quantize_both(
     numerics.check_value_dtype("quantize_both", x.dtype)
     if x.ndim != 2:
         raise ShapeError(f"quantize_both: x has shape {x.shape}; expected a matrix; reshape it")
-    cupy, x = cuda_device.cupy_module(), cuda_device.cupy_module().ascontiguousarray(x)
+    cupy = cuda_device.cupy_module()
+    x = cupy.ascontiguousarray(x)
     m, k = x.shape
     pairs = []
     for shape, rows, columns in (((m, scale_count(k)), m, k), ((scale_count(m), k), k, m)):
@@ -274,7 +276,8 @@ def _queue() -> Queue:
 
 
 def _allocate(size: int, zero: bool) -> tuple[Any, int]:
-    memory = (cuda_device.cupy_module().zeros if zero else cuda_device.cupy_module().empty)(size, np.uint8)
+    cupy = cuda_device.cupy_module()
+    memory = (cupy.zeros if zero else cupy.empty)(size, np.uint8)
     return memory, memory.data.ptr
 
 

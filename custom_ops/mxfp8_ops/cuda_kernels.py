@@ -301,10 +301,7 @@ def choose(
 
 def _skinny(queue: Queue, p: Product) -> None:
     cut = cuda_skinny.cut((p.m, p.n, p.k), p.x.kind, queue.device.processors)
-    memory, to = None, p
-    if cut.splits > 1:
-        memory, sums = queue.allocate(4 * cut.splits * p.m * p.n, False)
-        to = replace(p, y=sums, bias=0, dtype="float32")
+    memory, to = _sums(queue, p, cut.splits)
     name = cut.kernel(KINDS[p.x.kind], KINDS[p.b.kind])
     queue.device.launch(Launch("gemm_skinny", name, cut.grid(p.n), (*_arguments(to), cut.splits)), queue.stream)
     if cut.splits > 1:
@@ -319,10 +316,7 @@ def _fused(queue: Queue, p: Product) -> None:
     arguments = (p.x.data, p.x.scales, x, p.m, p.k, inexact)
     grid = _ceil(4 * p.m * _ceil(p.k, 64), THREADS)
     queue.device.launch(Launch("tile", f"tile<{KINDS[p.x.kind]}>", grid, arguments), queue.stream)
-    memory, to = None, p
-    if cut.splits > 1:
-        memory, sums = queue.allocate(4 * cut.splits * p.m * p.n, False)
-        to = replace(p, y=sums, bias=0, dtype="float32")
+    memory, to = _sums(queue, p, cut.splits)
     fused = (x, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, DTYPE_CODES[to.dtype], cut.splits, inexact)
     name, shared = cut.kernel(KINDS[p.b.kind]), cuda_fused.SHARED
     queue.device.launch(Launch("gemm_fused", name, cut.grid(p.m, p.n), fused, shared), queue.stream)
@@ -330,6 +324,14 @@ def _fused(queue: Queue, p: Product) -> None:
         finish(queue, p, to.y, parts=(cut.splits, 0))
     _float32(queue, p, only_if=inexact)
     del memory, tiles, flag  # alive until everything that reads them is queued
+
+
+def _sums(queue: Queue, p: Product, splits: int) -> tuple[Any, Product]:
+    """Returns memory for the sums of so many parts of K, and the product that puts them there; `p` itself if one."""
+    if splits == 1:
+        return None, p
+    memory, sums = queue.allocate(4 * splits * p.m * p.n, False)
+    return memory, replace(p, y=sums, bias=0, dtype="float32")
 
 
 def _large(queue: Queue, p: Product, wide: WideWeight | None) -> None:
