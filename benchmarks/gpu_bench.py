@@ -108,7 +108,9 @@ def prepare() -> tuple[str, int]:
     Raises:
         BackendError: no GPU, no CuPy or no NVRTC.
     """
-    from mxfp8_ops import cuda_build, cuda_device, cuda_instances
+    from mxfp8_ops.cuda import build as cuda_build
+    from mxfp8_ops.cuda import device as cuda_device
+    from mxfp8_ops.cuda import instances as cuda_instances
 
     gpu = cuda_device.device(0)
     kernels = [(launch.source, launch.kernel) for launch in cuda_instances.instances(gpu.capability)]

@@ -16,9 +16,14 @@ from typing import Any
 
 import torch
 
-from mxfp8_ops import cuda_dispatch, cuda_fused, cuda_kernels, cuda_skinny, torch_cuda, torch_ops  # noqa: F401 - registers
-from mxfp8_ops.cuda_kernels import Operand
+from mxfp8_ops import torch_ops  # noqa: F401 - registers
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import fused as cuda_fused
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda import skinny as cuda_skinny
+from mxfp8_ops.cuda.launches import Operand
 from mxfp8_ops.numerics import scale_count
+from mxfp8_ops.torch_ops import cuda as torch_cuda
 
 ops = torch.ops.mxfp8
 Call = Callable[[], Any]

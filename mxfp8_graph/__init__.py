@@ -6,37 +6,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mxfp8_graph.api import rewrite as rewrite
     from mxfp8_graph.checking.verify import verify as verify
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
     from mxfp8_graph.packed import PackedWeight as PackedWeight
     from mxfp8_graph.packed import export_safetensors as export_safetensors
     from mxfp8_graph.packed import import_safetensors as import_safetensors
     from mxfp8_graph.packed import unpack as unpack
-    from mxfp8_graph.plan import NothingEligibleError as NothingEligibleError
-    from mxfp8_graph.recipe import Recipe as Recipe
-    from mxfp8_graph.recipe import Rule as Rule
-    from mxfp8_graph.recipe import load_recipe as load_recipe
-    from mxfp8_graph.report import RewriteReport as RewriteReport
-    from mxfp8_graph.torch_pass import load as load
-    from mxfp8_graph.torch_pass import save as save
+    from mxfp8_graph.policy.plan import NothingEligibleError as NothingEligibleError
+    from mxfp8_graph.policy.recipe import Recipe as Recipe
+    from mxfp8_graph.policy.recipe import Rule as Rule
+    from mxfp8_graph.policy.recipe import load_recipe as load_recipe
+    from mxfp8_graph.report.data import RewriteReport as RewriteReport
+    from mxfp8_graph.rewriting import rewrite as rewrite
+    from mxfp8_graph.torch_program import load as load
+    from mxfp8_graph.torch_program import save as save
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "rewrite": "api",
+    "rewrite": "rewriting",
     "to_onnx": "onnx_export",
     "unpack": "packed",
     "PackedWeight": "packed",
     "export_safetensors": "packed",
     "import_safetensors": "packed",
-    "NothingEligibleError": "plan",
-    "Recipe": "recipe",
-    "Rule": "recipe",
-    "load_recipe": "recipe",
-    "RewriteReport": "report",
-    "load": "torch_pass",
-    "save": "torch_pass",
+    "NothingEligibleError": "policy.plan",
+    "Recipe": "policy.recipe",
+    "Rule": "policy.recipe",
+    "load_recipe": "policy.recipe",
+    "RewriteReport": "report.data",
+    "load": "torch_program",
+    "save": "torch_program",
     "verify": "checking.verify",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604

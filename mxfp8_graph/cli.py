@@ -119,7 +119,7 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _refuse(error: Mxfp8Error) -> int:
-    from mxfp8_graph.plan import NothingEligibleError
+    from mxfp8_graph.policy.plan import NothingEligibleError
 
     say(f"error: {error}")
     if _debug.get():
@@ -127,7 +127,7 @@ def _refuse(error: Mxfp8Error) -> int:
     if not isinstance(error, NothingEligibleError):
         return BAD_INPUT
     if error.decisions:
-        from mxfp8_graph import tables
+        from mxfp8_graph.report import text as tables
 
         console(stderr=True).print(tables.reasons(error.decisions), soft_wrap=True)
     return NOTHING_ELIGIBLE
@@ -182,15 +182,16 @@ def rewrite(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site.")] = False,
 ) -> None:
     """Rewrites the matmuls of MODEL to MXFP8."""
-    from mxfp8_graph import api, tables
-    from mxfp8_graph.recipe import load_recipe
-    from mxfp8_graph.report import check_report_path
+    from mxfp8_graph import rewriting
+    from mxfp8_graph.policy.recipe import load_recipe
+    from mxfp8_graph.report import text as tables
+    from mxfp8_graph.report.data import check_report_path
 
     if report is not None:
         check_report_path(report)
     chosen = load_recipe(recipe).excluding(exclude or ())
     with progress_bar() as progress:
-        _, done = api.rewrite(
+        _, done = rewriting.rewrite(
             model,
             chosen,
             output=output,
@@ -232,9 +233,9 @@ def verify(
     NaN or Inf is in only one of them, if a kernel disagrees with its function body, or if an error is above
     --max-rel-l2.
     """
-    from mxfp8_graph import tables
     from mxfp8_graph.checking.verify import verify as run_verify
-    from mxfp8_graph.report import check_report_path
+    from mxfp8_graph.report import text as tables
+    from mxfp8_graph.report.data import check_report_path
 
     if report is not None:
         check_report_path(report, (".json",))
@@ -256,8 +257,8 @@ def run(
     seed: Seed = 0,
 ) -> None:
     """Runs a model with our kernels and times it."""
-    from mxfp8_graph import tables
     from mxfp8_graph.checking.runner import run_model
+    from mxfp8_graph.report import text as tables
 
     show(tables.run(run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat)))
 
@@ -268,8 +269,8 @@ def doctor() -> None:
 
     Exit code 2 if models cannot run.
     """
-    from mxfp8_graph import tables
     from mxfp8_graph.doctor import diagnose, healthy
+    from mxfp8_graph.report import text as tables
 
     checks = diagnose()
     show(tables.diagnosis(checks))

@@ -77,7 +77,8 @@ def diagnose() -> list[Check]:
 
 def cuda_checks() -> list[Check]:
     """Returns the checks of what only CUDA kernels need."""
-    from mxfp8_ops import cuda_build, cuda_system
+    from mxfp8_ops.cuda import build as cuda_build
+    from mxfp8_ops.cuda import system as cuda_system
 
     try:
         major, minor = cuda_system.driver_version()
@@ -191,13 +192,15 @@ def _compare(where: str, run: Callable[[onnx.ModelProto, np.ndarray[Any, Any]], 
     bound = numerics.gemm_error_bound(numerics.dequantize(*numerics.quantize(x)), numerics.dequantize(elements, scales))
     if not (np.abs(got - expected) <= bound).all():
         raise BackendError(
-            f"{where}: a 2 x 3 x 40 gemm gives {got.ravel().tolist()}; expected {expected.ravel().tolist()}; "
-            "report this, with the output of doctor"
+            where,
+            f"a 2 x 3 x 40 gemm gives {got.ravel().tolist()}",
+            expected=str(expected.ravel().tolist()),
+            advice="report this, with the output of doctor",
         )
 
 
 def _gpu(text: str, capability: tuple[int, int]) -> str:
-    from mxfp8_ops import cuda_build
+    from mxfp8_ops.cuda import build as cuda_build
 
     return f"{text} {capability[0]}.{capability[1]} ({cuda_build.target(capability)})"
 
@@ -215,7 +218,8 @@ def _cuda_provider() -> Check:
 
 
 def _routes(capability: tuple[int, int]) -> str:
-    from mxfp8_ops import cuda_build, cuda_dispatch
+    from mxfp8_ops.cuda import build as cuda_build
+    from mxfp8_ops.cuda import dispatch as cuda_dispatch
 
     rows = []
     for row in cuda_dispatch.ROUTES:

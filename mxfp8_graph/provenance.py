@@ -7,7 +7,7 @@ from typing import Final
 import mxfp8_graph
 from mxfp8_ops import contract
 
-RECIPE_KEY: Final = "mxfp8_graph.recipe"
+RECIPE_KEY: Final = "mxfp8_graph.policy.recipe"
 VERSION_KEY: Final = "mxfp8_graph.version"
 CONTRACT_KEY: Final = "mxfp8_graph.contract_version"
 

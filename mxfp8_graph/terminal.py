@@ -12,10 +12,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column
 from rich.text import Text
 
-from mxfp8_graph.tables import printable
+from mxfp8_graph.report.text import printable
 
 if TYPE_CHECKING:
-    from mxfp8_graph.api import Progress as ProgressCallback
+    from mxfp8_graph.rewriting import Progress as ProgressCallback
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from mxfp8_graph.external import fetching, read
+from mxfp8_graph.onnx_model.tensor_data import fetching, read
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 
@@ -99,9 +99,10 @@ def pack(
             if part.first_nonfinite is not None and not allow_nonfinite:
                 row, column = part.first_nonfinite
                 raise NonFiniteError(
-                    f"weight {name!r}: {matrix[row, column]} at index {rows.index((*at, start + row, column))}; "
-                    "expected finite values; repair the checkpoint, or pass --allow-nonfinite to let its block "
-                    "become NaN"
+                    f"weight {name!r}",
+                    f"{matrix[row, column]} at index {rows.index((*at, start + row, column))}",
+                    expected="finite values",
+                    advice="repair the checkpoint, or pass --allow-nonfinite to let its block become NaN",
                 )
             if transposed:
                 blocks = slice(start // formats.BLOCK_SIZE, -(-stop // formats.BLOCK_SIZE))

@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 
 import mxfp8_graph
-from mxfp8_graph.report import RewriteReport
+from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops import numerics, ort
 
 use_kernels = False

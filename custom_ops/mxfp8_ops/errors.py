@@ -6,6 +6,19 @@ from __future__ import annotations
 class Mxfp8Error(ValueError):
     """Base of every error this project raises for bad input; catch this one to catch them all."""
 
+    def __init__(self, where: object, what: str = "", *, expected: str = "", advice: str = "") -> None:
+        """Makes the message of its four parts.
+
+        Args:
+            where: file, node, tensor, option or function; or the whole message, if there are no other parts.
+            what: what is wrong there.
+            expected: what would be right.
+            advice: what to do.
+        """
+        self.where, self.what, self.expected, self.advice = str(where), what, expected, advice
+        parts = (f"{where}: {what}" if what else self.where, f"expected {expected}" if expected else "", advice)
+        super().__init__("; ".join(filter(None, parts)))
+
 
 class ShapeError(Mxfp8Error):
     """Shapes or dtypes of tensors do not fit together."""

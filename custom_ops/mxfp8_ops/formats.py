@@ -99,7 +99,10 @@ def scale_increment(fmt: ElementFormat, scale_rounding: str) -> int:
     if scale_rounding == "even":
         return 1 << (22 - fmt.mantissa_bits)  # half a unit in the last place of the element's mantissa
     raise ContractError(
-        f"scale_rounding: {scale_rounding!r}; expected one of {', '.join(SCALE_ROUNDINGS)}; correct the name"
+        "scale_rounding",
+        f"{scale_rounding!r}",
+        expected=f"one of {', '.join(SCALE_ROUNDINGS)}",
+        advice="correct the name",
     )
 
 
@@ -113,5 +116,5 @@ def element_format(name: str) -> ElementFormat:
         return ELEMENT_FORMATS[name]
     except KeyError:
         raise ContractError(
-            f"element_format: {name!r}; expected one of {', '.join(ELEMENT_FORMATS)}; correct the name"
+            "element_format", f"{name!r}", expected=f"one of {', '.join(ELEMENT_FORMATS)}", advice="correct the name"
         ) from None

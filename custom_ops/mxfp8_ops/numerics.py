@@ -99,8 +99,10 @@ def dequantize(
     expected = (*elements.shape[:axis], scale_count(k), *elements.shape[axis + 1 :])
     if scales.shape != expected:
         raise ShapeError(
-            f"dequantize: scales have shape {scales.shape}; expected {expected} for elements {elements.shape} "
-            f"blocked along axis {axis}; pass the scales quantize returned"
+            "dequantize",
+            f"scales have shape {scales.shape}",
+            expected=f"{expected} for elements {elements.shape} blocked along axis {axis}",
+            advice="pass the scales quantize returned",
         )
     per_value = np.repeat(decode_scale(scales), BLOCK_SIZE, axis).take(range(k), axis)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -263,7 +265,9 @@ def value_dtype(name: str) -> np.dtype[Any]:
     try:
         dtype: np.dtype[Any] = VALUE_DTYPES[name]
     except KeyError:
-        raise ShapeError(f"dtype: {name!r}; expected one of {', '.join(VALUE_DTYPES)}; cast the tensor first") from None
+        raise ShapeError(
+            "dtype", f"{name!r}", expected=f"one of {', '.join(VALUE_DTYPES)}", advice="cast the tensor first"
+        ) from None
     return dtype
 
 
@@ -271,7 +275,7 @@ def check_value_dtype(where: str, dtype: np.dtype[Any]) -> None:
     """Raises ShapeError unless `dtype` is one of `VALUE_DTYPES`."""
     if dtype.name not in VALUE_DTYPES:
         raise ShapeError(
-            f"{where}: dtype {dtype.name}; expected one of {', '.join(VALUE_DTYPES)}; cast the tensor first"
+            where, f"dtype {dtype.name}", expected=f"one of {', '.join(VALUE_DTYPES)}", advice="cast the tensor first"
         )
 
 
@@ -283,7 +287,7 @@ def normalize_axis(where: str, ndim: int, axis: int) -> int:
     """
     if not -ndim <= axis < ndim:
         raise ShapeError(
-            f"{where}: axis {axis} of a {ndim}-D tensor; expected {-ndim} <= axis < {ndim}; correct the axis"
+            where, f"axis {axis} of a {ndim}-D tensor", expected=f"{-ndim} <= axis < {ndim}", advice="correct the axis"
         )
     return axis % ndim
 
@@ -292,10 +296,12 @@ def check_gemm_shapes(where: str, x: tuple[int, ...], b: tuple[int, ...], bias: 
     """Raises ShapeError unless x [..., M, K], b [..., N, K] and bias [N] fit together."""
     if len(x) < 1 or len(b) < 2 or x[-1] != b[-1]:
         raise ShapeError(
-            f"{where}: operands {x} and {b}; expected [..., M, K] and [..., N, K] with the same K; "
-            "store the second operand with K last"
+            where,
+            f"operands {x} and {b}",
+            expected="[..., M, K] and [..., N, K] with the same K",
+            advice="store the second operand with K last",
         )
     if bias is not None and bias != (b[-2],):
         raise ShapeError(
-            f"{where}: bias has shape {bias}; expected ({b[-2]},), one value per output column; reshape it"
+            where, f"bias has shape {bias}", expected=f"({b[-2]},), one value per output column", advice="reshape it"
         )

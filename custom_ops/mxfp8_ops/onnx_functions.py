@@ -49,15 +49,19 @@ def functions(opset: int, ops: Iterable[str] = tuple(contract.OPS)) -> list[Func
     """
     if opset < contract.MIN_OPSET:
         raise ContractError(
-            f"functions: opset {opset}; expected at least {contract.MIN_OPSET}; "
-            "convert the model up with onnx.version_converter"
+            "functions",
+            f"opset {opset}",
+            expected=f"at least {contract.MIN_OPSET}",
+            advice="convert the model up with onnx.version_converter",
         )
     return [_function(name, opset) for name in ops]
 
 
 def _function(name: str, opset: int) -> FunctionProto:
     if name not in _BODIES:
-        raise ContractError(f"functions: no node {name!r}; expected one of {', '.join(_BODIES)}; correct the name")
+        raise ContractError(
+            "functions", f"no node {name!r}", expected=f"one of {', '.join(_BODIES)}", advice="correct the name"
+        )
     op = contract.OPS[name]
     body = _Body(op, opset)
     _BODIES[name](body)

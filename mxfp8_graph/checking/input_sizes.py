@@ -126,10 +126,13 @@ class Sizes:
             if key not in self._symbols() and key not in free:
                 known = ", ".join(sorted(self._symbols()) or sorted(free)) or "none: every dimension is fixed"
                 raise ShapeError(
-                    f"{where}: no dimension {key!r}; expected one of {known} (or INPUT.AXIS); correct the name"
+                    where,
+                    f"no dimension {key!r}",
+                    expected=f"one of {known} (or INPUT.AXIS)",
+                    advice="correct the name",
                 )
             if size < 0:
-                raise ShapeError(f"{where}: dimension {key} = {size}; expected 0 or more; correct it")
+                raise ShapeError(where, f"dimension {key} = {size}", expected="0 or more", advice="correct it")
 
 
 def _expression(dim: str) -> ast.expr | None:

@@ -57,11 +57,15 @@ def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]
             kind = value.type.WhichOneof("value") or "untyped"
             what = "strings" if kind == "tensor_type" else kind.removesuffix("_type").replace("_", " ")
             raise ShapeError(
-                f"{where}: input {value.name!r} is {what}; expected a tensor of numbers; run this model from Python, "
-                "with mxfp8_ops.ort.session"
+                where,
+                f"input {value.name!r} is {what}",
+                expected="a tensor of numbers",
+                advice="run this model from Python, with mxfp8_ops.ort.session",
             )
         if not tensor.HasField("shape"):
-            raise ShapeError(f"{where}: input {value.name!r} has no shape; expected one; export the model with shapes")
+            raise ShapeError(
+                where, f"input {value.name!r} has no shape", expected="one", advice="export the model with shapes"
+            )
         dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
         specs.append(InputSpec(value.name, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type), dims))
     return specs
@@ -102,8 +106,10 @@ def synthesise_for(
             inputs[spec.name] = _fill(spec, shape, ranges.get(spec.name), sizes.past, rng)
         except MemoryError:
             raise ShapeError(
-                f"{where}: input {spec} would be {shape}; expected one that fits in memory; pass smaller sizes, "
-                f"{sizes.hint(spec.name)}"
+                where,
+                f"input {spec} would be {shape}",
+                expected="one that fits in memory",
+                advice=f"pass smaller sizes, {sizes.hint(spec.name)}",
             ) from None
     return inputs
 
@@ -137,16 +143,20 @@ def load_inputs(path: str | Path, specs: list[InputSpec]) -> Inputs:
     try:
         file = np.load(path, allow_pickle=False)
         if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ShapeError(f"{path}: a single array; expected an .npz file with one array per input; use numpy.savez")
+            raise ShapeError(
+                path, "a single array", expected="an .npz file with one array per input", advice="use numpy.savez"
+            )
         with file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, EOFError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error) or "not an .npz file"
-        raise ShapeError(f"{path}: {reason}; expected a readable .npz file; check the path") from None
+        raise ShapeError(path, str(reason), expected="a readable .npz file", advice="check the path") from None
     except ShapeError:
         raise
     except ValueError as error:
-        raise ShapeError(f"{path}: {error}; expected an .npz file of plain arrays; save it with numpy.savez") from None
+        raise ShapeError(
+            path, str(error), expected="an .npz file of plain arrays", advice="save it with numpy.savez"
+        ) from None
     return check_inputs(arrays, specs, str(path))
 
 
@@ -161,8 +171,10 @@ def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str
     for label, names in (("no array for input", wanted - set(arrays)), ("no input called", set(arrays) - wanted)):
         if names:
             raise ShapeError(
-                f"{where}: {label} {', '.join(map(repr, sorted(names)))}; expected {listing}; "
-                "name the arrays after the inputs"
+                where,
+                f"{label} {', '.join(map(repr, sorted(names)))}",
+                expected=str(listing),
+                advice="name the arrays after the inputs",
             )
     seen: dict[str, tuple[int, str]] = {}
     checked: Inputs = {}
@@ -172,7 +184,10 @@ def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str
             array = array.view(BFLOAT16)
         if array.dtype != spec.dtype:
             raise ShapeError(
-                f"{where}: {spec.name!r} has dtype {array.dtype.name}; expected {spec.dtype.name}; convert it first"
+                where,
+                f"{spec.name!r} has dtype {array.dtype.name}",
+                expected=str(spec.dtype.name),
+                advice="convert it first",
             )
         _check_shape(array.shape, spec, seen, where)
         checked[spec.name] = array
@@ -184,14 +199,16 @@ def _check_shape(shape: tuple[int, ...], spec: InputSpec, seen: dict[str, tuple[
         size == dim for size, dim in zip(shape, spec.dims, strict=True) if isinstance(dim, int)
     )
     if not fits:
-        raise ShapeError(f"{where}: {spec.name!r} has shape {list(shape)}; expected {spec}; reshape it")
+        raise ShapeError(where, f"{spec.name!r} has shape {list(shape)}", expected=str(spec), advice="reshape it")
     for size, dim in zip(shape, spec.dims, strict=True):
         if isinstance(dim, str):
             first, owner = seen.setdefault(dim, (size, spec.name))
             if first != size:
                 raise ShapeError(
-                    f"{where}: {spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}; "
-                    "expected one size for both; correct one of them"
+                    where,
+                    f"{spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}",
+                    expected="one size for both",
+                    advice="correct one of them",
                 )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mxfp8_graph.checking.inputs import BFLOAT16, Array, Inputs, InputSpec
 from mxfp8_graph.checking.sessions import Timing
-from mxfp8_graph.torch_pass import load  # before torch: it says what to install where torch is missing
+from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops.errors import BackendError
 
 # isort: split
@@ -90,8 +90,10 @@ class TorchProgram:
                 return self._module(*args, **kwargs)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
             raise BackendError(
-                f"{self.name}: torch cannot run it: {str(error).splitlines()[0]}; expected inputs the program accepts; "
-                "pass --inputs FILE.npz or --dim NAME=SIZE"
+                self.name,
+                f"torch cannot run it: {str(error).splitlines()[0]}",
+                expected="inputs the program accepts",
+                advice="pass --inputs FILE.npz or --dim NAME=SIZE",
             ) from None
 
     def _arrays(self, result: Any) -> Inputs:

@@ -21,7 +21,7 @@ from mxfp8_graph.checking.inputs import (
     synthesise_for,
 )
 from mxfp8_graph.checking.sessions import Session, Timing
-from mxfp8_graph.onnx_pass.source import Source, open_path, open_proto
+from mxfp8_graph.onnx_model.open import Source, open_path, open_proto
 from mxfp8_ops.errors import ShapeError
 
 Model = Any
@@ -180,8 +180,10 @@ def make_inputs(
         return synthesise_for(runnable.specs, runnable.ranges, shapes=shapes, seed=seed, where=runnable.name)
     if shapes:
         raise ShapeError(
-            f"{runnable.name}: sizes {', '.join(shapes)} with given inputs; expected one or the other; "
-            "drop --dim: given inputs have their sizes"
+            runnable.name,
+            f"sizes {', '.join(shapes)} with given inputs",
+            expected="one or the other",
+            advice="drop --dim: given inputs have their sizes",
         )
     if isinstance(inputs, (str, Path)):
         return load_inputs(inputs, runnable.specs)

@@ -70,7 +70,10 @@ class Session:
             content = str(model) if isinstance(model, Path) else model.SerializeToString()
         except (EncodeError, ValueError):
             raise BackendError(
-                f"{where}: more than 2 GB in memory; expected at most that; save it with external data, pass the path"
+                where,
+                "more than 2 GB in memory",
+                expected="at most that",
+                advice="save it with external data, pass the path",
             ) from None
         try:
             self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
@@ -113,8 +116,10 @@ class Session:
         except RUNTIME_ERRORS as error:
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in feeds.items()) or "no inputs"
             raise BackendError(
-                f"{self.where}: ONNX Runtime cannot run it on {shapes}; expected inputs the model accepts; "
-                f"pass --inputs FILE.npz or --dim NAME=SIZE. {clean(error)}"
+                self.where,
+                f"ONNX Runtime cannot run it on {shapes}",
+                expected="inputs the model accepts",
+                advice=f"pass --inputs FILE.npz or --dim NAME=SIZE. {clean(error)}",
             ) from None
 
 

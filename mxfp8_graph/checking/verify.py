@@ -20,8 +20,8 @@ from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, describe, inpu
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.checking.runner import Model, Runnable, Signature, is_program, make_inputs, open_model, open_runnable
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.onnx_pass.source import Source
-from mxfp8_graph.report import check_report_path, write_atomically
+from mxfp8_graph.onnx_model.open import Source
+from mxfp8_graph.report.data import check_report_path, write_atomically
 from mxfp8_ops.errors import ShapeError
 
 
@@ -224,8 +224,10 @@ def _matched(before: Runnable, after: Runnable, what: Literal["inputs", "outputs
     old, new = (m.output_names if what == "outputs" else [s.name for s in m.specs] for m in (before, after))
     if len(old) != len(new):
         raise ShapeError(
-            f"{after.name}: {what} {', '.join(new) or 'none'}; expected those of {before.name}, "
-            f"{', '.join(old) or 'none'}; verify a model against the one it was made from"
+            after.name,
+            f"{what} {', '.join(new) or 'none'}",
+            expected=f"those of {before.name}, {', '.join(old) or 'none'}",
+            advice="verify a model against the one it was made from",
         )
     if sorted(old) == sorted(new):
         return {name: name for name in old}
@@ -242,8 +244,10 @@ def _check_signatures(before: Source, after: Source) -> None:
     ):
         if not same:
             raise ShapeError(
-                f"{after.name}: {what} {', '.join(map(str, new)) or 'none'}; expected those of {before.name}, "
-                f"{', '.join(map(str, old)) or 'none'}; verify a model against the one it was made from"
+                after.name,
+                f"{what} {', '.join(map(str, new)) or 'none'}",
+                expected=f"those of {before.name}, {', '.join(map(str, old)) or 'none'}",
+                advice="verify a model against the one it was made from",
             )
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from mxfp8_graph import provenance
-from mxfp8_graph.onnx_pass.output import INLINE_LIMIT, open_target
-from mxfp8_graph.onnx_pass.source import INLINE_BYTES, Source, iter_graphs
+from mxfp8_graph.onnx_model.open import INLINE_BYTES, Source, iter_graphs
+from mxfp8_graph.onnx_model.write import INLINE_LIMIT, open_target
 from mxfp8_ops import contract, onnx_functions
 from mxfp8_ops.errors import BackendError, ContractError
 
@@ -58,8 +58,10 @@ def to_onnx(
     newest = onnx.defs.onnx_opset_version()
     if not contract.MIN_OPSET <= opset <= newest:
         raise ContractError(
-            f"to_onnx: opset {opset}; expected {contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows; "
-            "pass another opset"
+            "to_onnx",
+            f"opset {opset}",
+            expected=f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows",
+            advice="pass another opset",
         )
     exported = _program(program)
     recipe = _recorded_recipe(exported)
@@ -84,16 +86,18 @@ def _program(program: Any) -> ExportedProgram:
         from mxfp8_ops import torch_ops  # noqa: F401
     except ImportError as error:
         raise BackendError(
-            f"to_onnx: {error}; expected torch and onnxscript; pip install 'mxfp8-graph[torch]'"
+            "to_onnx", str(error), expected="torch and onnxscript", advice="pip install 'mxfp8-graph[torch]'"
         ) from error
     if isinstance(program, (str, Path)):
-        from mxfp8_graph.torch_pass import load
+        from mxfp8_graph.torch_program import load
 
         program = load(program)
     if not isinstance(program, torch.export.ExportedProgram):
         raise ContractError(
-            f"to_onnx: a {type(program).__name__}; expected a rewritten ExportedProgram or the path of one; "
-            "pass what mxfp8_graph.rewrite gave back"
+            "to_onnx",
+            f"a {type(program).__name__}",
+            expected="a rewritten ExportedProgram or the path of one",
+            advice="pass what mxfp8_graph.rewrite gave back",
         )
     return program
 
@@ -112,22 +116,29 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if node.target is ops.linear_train.default:
                 raise ContractError(
-                    f"to_onnx: node {node.name!r} is mxfp8.linear_train, which quantizes its weight at every step and "
-                    "has no ONNX form; expected packed weights; rewrite the program again, without training"
+                    "to_onnx",
+                    f"node {node.name!r} is mxfp8.linear_train, which quantizes its weight at every step and has "
+                    "no ONNX form",
+                    expected="packed weights",
+                    advice="rewrite the program again, without training",
                 )
             if node.target is ops.grouped_gemm.default:
                 raise ContractError(
-                    f"to_onnx: node {node.name!r} is mxfp8.grouped_gemm, whose groups have sizes that are known at run "
-                    "time only, and has no ONNX form; expected experts in high precision; exclude them in the recipe, "
-                    "and export the model with a form of experts that ONNX has"
+                    "to_onnx",
+                    f"node {node.name!r} is mxfp8.grouped_gemm, whose groups have sizes that are known at run "
+                    "time only, and has no ONNX form",
+                    expected="experts in high precision",
+                    advice="exclude them in the recipe, and export the model with a form of experts that ONNX has",
                 )
             if node.target in {ops.gemm.default, ops.weight_gemm.default, ops.quantize.default, ops.dequantize.default}:
                 packed = True
                 recipe = recipe or (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
     if not packed:
         raise ContractError(
-            "to_onnx: the program has no mxfp8 op; expected a rewritten one; call mxfp8_graph.rewrite first, or "
-            "torch.onnx.export for the program as it is"
+            "to_onnx",
+            "the program has no mxfp8 op",
+            expected="a rewritten one",
+            advice="call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is",
         )
     return recipe
 
@@ -151,16 +162,20 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
     except torch.onnx.OnnxExporterError as error:
         cause = str(error.__cause__ or error).strip().splitlines()[0]
         raise ContractError(
-            f"to_onnx: torch {torch.__version__} cannot export the program: {cause}; expected ops that have an ONNX "
-            "form; change the model to do without this one"
+            "to_onnx",
+            f"torch {torch.__version__} cannot export the program: {cause}",
+            expected="ops that have an ONNX form",
+            advice="change the model to do without this one",
         ) from error
     assert exported is not None  # None is for exports that write a file themselves
     model: ir.Model = exported.model
     found = model.opset_imports.get("", 0)
     if found != opset:
         raise ContractError(
-            f"to_onnx: onnxscript cannot bring the model from opset {found} to {opset}; expected ops that both have; "
-            "pass another opset"
+            "to_onnx",
+            f"onnxscript cannot bring the model from opset {found} to {opset}",
+            expected="ops that both have",
+            advice="pass another opset",
         )
     float8.retype(model)
     return model

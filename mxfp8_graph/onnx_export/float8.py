@@ -66,13 +66,18 @@ def _demand(demands: dict[ir.Value, dict[str, list[_Use]]], use: _Use, name: str
         return
     if producer.op_type.startswith("Gather"):
         raise ContractError(
-            f"to_onnx: node {node.name!r} reads experts that {producer.name!r} ({producer.op_type}) picks while the "
-            "model runs, and ONNX cannot gather float8; expected experts in high precision; exclude them in the recipe"
+            "to_onnx",
+            f"node {node.name!r} reads experts that {producer.name!r} ({producer.op_type}) picks while the model "
+            "runs, and ONNX cannot gather float8",
+            expected="experts in high precision",
+            advice="exclude them in the recipe",
         )
     raise ContractError(
-        f"to_onnx: node {node.name!r} reads {name} elements {value.name!r}, which come from {producer.name!r} "
-        f"({producer.op_type}); expected elements of that format from mxfp8.quantize or a buffer, through nothing but "
-        "views; quantize after that op instead"
+        "to_onnx",
+        f"node {node.name!r} reads {name} elements {value.name!r}, which come from {producer.name!r} "
+        f"({producer.op_type})",
+        expected="elements of that format from mxfp8.quantize or a buffer, through nothing but views",
+        advice="quantize after that op instead",
     )
 
 
@@ -96,8 +101,10 @@ def _give(value: ir.Value, demands: dict[str, list[_Use]]) -> None:
             value.graph.initializers.pop(str(value.name))
     else:
         raise ContractError(
-            f"to_onnx: elements {value.name!r} are also read {_readers(others)}; expected one element format, and no "
-            "reader but mxfp8 ops and views; dequantize them for other ops"
+            "to_onnx",
+            f"elements {value.name!r} are also read {_readers(others)}",
+            expected="one element format, and no reader but mxfp8 ops and views",
+            advice="dequantize them for other ops",
         )
 
 

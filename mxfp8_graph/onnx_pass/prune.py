@@ -8,8 +8,8 @@ from typing import Any
 
 import onnx
 
-from mxfp8_graph.onnx_pass.constants import VIEW_OPS
-from mxfp8_graph.onnx_pass.source import Source, iter_graphs
+from mxfp8_graph.onnx_model.open import Source, iter_graphs
+from mxfp8_graph.onnx_pass.static_operands import VIEW_OPS
 
 
 def prune(source: Source, suspects: Iterable[str]) -> None:

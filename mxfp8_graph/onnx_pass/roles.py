@@ -7,8 +7,8 @@ from typing import Final
 
 import onnx_graphsurgeon as gs
 
-from mxfp8_graph.onnx_pass.constants import Constants
-from mxfp8_graph.plan import Role
+from mxfp8_graph.onnx_pass.static_operands import Constants
+from mxfp8_graph.policy.plan import Role
 
 _COMPUTE: Final = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "LSTM", "GRU", "RNN"})
 """Ops that consume activations: a matmul that feeds one of these is inside the model, not at its end."""

@@ -13,15 +13,15 @@ from typing import Literal
 import onnx
 
 from mxfp8_graph import provenance
-from mxfp8_graph.onnx_pass.edit import Editor
-from mxfp8_graph.onnx_pass.output import Target, open_target, wants_external
+from mxfp8_graph.onnx_model.open import Source, iter_graphs, open_path, open_proto
+from mxfp8_graph.onnx_model.upgrade import upgrade
+from mxfp8_graph.onnx_model.write import Target, open_target, wants_external
+from mxfp8_graph.onnx_pass.find import find_sites
+from mxfp8_graph.onnx_pass.replace import Editor
 from mxfp8_graph.onnx_pass.site import OnnxSite
-from mxfp8_graph.onnx_pass.sites import find_sites
-from mxfp8_graph.onnx_pass.source import Source, iter_graphs, open_path, open_proto
-from mxfp8_graph.onnx_pass.upgrade import upgrade
-from mxfp8_graph.plan import Decision, NothingEligibleError, plan
-from mxfp8_graph.recipe import Recipe
-from mxfp8_graph.report import RewriteReport, SiteReport
+from mxfp8_graph.policy.plan import Decision, NothingEligibleError, plan
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_ops import contract
 from mxfp8_ops.errors import RecipeError
 
@@ -121,8 +121,11 @@ def _already_rewritten(source: Source, recipe: Recipe) -> bool:
     with contextlib.suppress(ValueError, TypeError, KeyError):
         packed_with = json.loads(recorded or "")["name"]
     raise RecipeError(
-        f"{source.name}: Recipe mismatch for {first.name or first.output[0]!r}: packed with {packed_with!r}, asked for "
-        f"{recipe.name!r}; expected the original model, since packed weights cannot be packed again; rewrite that one"
+        source.name,
+        f"Recipe mismatch for {first.name or first.output[0]!r}: packed with {packed_with!r}, asked for "
+        f"{recipe.name!r}",
+        expected="the original model, since packed weights cannot be packed again",
+        advice="rewrite that one",
     )
 
 

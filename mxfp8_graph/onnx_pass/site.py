@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import onnx
 import onnx_graphsurgeon as gs
 
-from mxfp8_graph.onnx_pass.constants import Static, Stored
-from mxfp8_graph.plan import MatMulSite
+from mxfp8_graph.onnx_pass.static_operands import Static, Stored
+from mxfp8_graph.policy.plan import MatMulSite
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ def contents(model: Any) -> Contents:
     """Returns everything a model stores; see `unpack`."""
     import onnx
 
-    from mxfp8_graph import surgeon
-    from mxfp8_graph.onnx_pass.source import open_path, open_proto
+    from mxfp8_graph.onnx_model import graphsurgeon as surgeon
+    from mxfp8_graph.onnx_model.open import open_path, open_proto
     from mxfp8_graph.packed import from_onnx
 
     if isinstance(model, (str, Path)):
         if Path(model).suffix != ".pt2":
             return from_onnx.contents(open_path(Path(model)))
-        from mxfp8_graph.torch_pass import load  # says what to install where torch is missing
+        from mxfp8_graph.torch_program import load  # says what to install where torch is missing
 
         # isort: split
         from mxfp8_graph.packed import from_torch
@@ -54,6 +54,8 @@ def contents(model: Any) -> Contents:
 
         return from_torch.contents(model, "program")
     raise ContractError(
-        f"unpack: a {type(model).__name__}; expected a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an "
-        "ExportedProgram; load the model first"
+        "unpack",
+        f"a {type(model).__name__}",
+        expected="a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram",
+        advice="load the model first",
     )

@@ -41,7 +41,9 @@ def named(name: str) -> Convention:
         ContractError: there is no such convention.
     """
     if name not in CONVENTIONS:
-        raise ContractError(f"convention: {name!r}; expected one of {', '.join(CONVENTIONS)}; correct the name")
+        raise ContractError(
+            "convention", f"{name!r}", expected=f"one of {', '.join(CONVENTIONS)}", advice="correct the name"
+        )
     return CONVENTIONS[name]
 
 

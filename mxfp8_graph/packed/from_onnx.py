@@ -15,12 +15,12 @@ import numpy as np
 import onnx
 
 from mxfp8_graph import provenance
-from mxfp8_graph.external import raw, read
-from mxfp8_graph.onnx_pass.constants import stored_in
-from mxfp8_graph.onnx_pass.sites import module_path
-from mxfp8_graph.onnx_pass.source import Source, subgraphs
+from mxfp8_graph.onnx_model.open import Source, subgraphs
+from mxfp8_graph.onnx_model.tensor_data import raw, read
+from mxfp8_graph.onnx_pass.find import module_path
+from mxfp8_graph.onnx_pass.static_operands import stored_in
 from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name
-from mxfp8_graph.plan import unique_name
+from mxfp8_graph.policy.plan import unique_name
 from mxfp8_ops import contract, formats
 
 TRT_DOMAIN: Final = "trt"

@@ -13,10 +13,10 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.packed.weight import Array, Contents, PackedWeight, Tensor, original_name, plain_name
-from mxfp8_graph.plan import unique_name
-from mxfp8_graph.torch_pass import adapter, record
-from mxfp8_graph.torch_pass.constants import GATHERS
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.policy.plan import unique_name
+from mxfp8_graph.torch_pass.static_operands import GATHERS
+from mxfp8_graph.torch_program import internals, record
+from mxfp8_graph.torch_program.program import Program
 
 _NAMES: Final[Mapping[str, tuple[str, str, str]]] = {
     "mxfp8::gemm": ("b", "b_scales", "b_format"),
@@ -36,18 +36,18 @@ def contents(program: ExportedProgram, where: str) -> Contents:
     Raises:
         BackendError: this torch is not one the pass knows.
     """
-    adapter.check_torch()
+    internals.check_torch()
     view = Program(program)
     weights: dict[str, PackedWeight] = {}
     taken: set[str] = set()
     packed: set[str] = set()
     for scope in view.scopes:
         for node in scope.module.graph.nodes:
-            op = adapter.op_name(node)
+            op = internals.op_name(node)
             if op not in _NAMES:
                 continue
-            elements, scales = (_stored(view, adapter.argument(node, name)) for name in _NAMES[op][:2])
-            if elements is None or scales is None or adapter.argument(node, "axis", -1) != -1:
+            elements, scales = (_stored(view, internals.argument(node, name)) for name in _NAMES[op][:2])
+            if elements is None or scales is None or internals.argument(node, "axis", -1) != -1:
                 continue
             packed |= {elements, scales}
             if elements not in weights:
@@ -68,20 +68,20 @@ def contents(program: ExportedProgram, where: str) -> Contents:
 
 def _stored(view: Program, node: Any) -> str | None:
     """Returns the name of the buffer that an operand is or picks experts from, or None if it is computed."""
-    if isinstance(node, Node) and adapter.op_name(node) in GATHERS:
+    if isinstance(node, Node) and internals.op_name(node) in GATHERS:
         node = node.args[0]
     origin = view.origin(node) if isinstance(node, Node) and node.op == "placeholder" else None
     return view.stored_name(origin) if origin is not None else None
 
 
 def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> PackedWeight:
-    op = adapter.op_name(node)
+    op = internals.op_name(node)
     elements, scales = (view.tensor(buffer) for buffer in buffers)
     return PackedWeight(
         name=name,
         module=_module(node),
         shape=tuple(elements.shape),
-        element_format=adapter.argument(node, _NAMES[op][2]),
+        element_format=internals.argument(node, _NAMES[op][2]),
         weight_only=_weight_only(node),
         read_elements=lambda: _array(elements),
         read_scales=lambda: _array(scales),
@@ -90,10 +90,10 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
 
 def _weight_only(node: Node) -> bool | None:
     """Whether an op multiplies activations as they are; None if it does not multiply."""
-    op = adapter.op_name(node)
+    op = internals.op_name(node)
     if op == "mxfp8::dequantize":
         return None
-    return op == "mxfp8::weight_gemm" or (op == "mxfp8::grouped_gemm" and adapter.argument(node, "a_scales") is None)
+    return op == "mxfp8::weight_gemm" or (op == "mxfp8::grouped_gemm" and internals.argument(node, "a_scales") is None)
 
 
 def _module(node: Node | None) -> str | None:

@@ -17,7 +17,7 @@ from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.contents import contents
 from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, named, quantization_config
 from mxfp8_graph.packed.weight import PackedWeight, Tensor
-from mxfp8_graph.plan import unique_name
+from mxfp8_graph.policy.plan import unique_name
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 
@@ -58,7 +58,7 @@ def export_safetensors(
     source = contents(model)
     if not source.weights:
         raise ContractError(
-            f"{source.where}: no packed weights; expected a rewritten model; call mxfp8_graph.rewrite first"
+            source.where, "no packed weights", expected="a rewritten model", advice="call mxfp8_graph.rewrite first"
         )
     taken: set[str] = set()
     weights = {unique_name(weight.parameter, taken, "_"): weight for weight in source.weights.values()}
@@ -107,8 +107,10 @@ def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
             weights[name] = _weight(path, name, elements, scales)
     if not weights:
         raise ContractError(
-            f"{path}: no MXFP8 weight; expected X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8; "
-            "name a checkpoint with MXFP8 weights"
+            path,
+            "no MXFP8 weight",
+            expected="X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8",
+            advice="name a checkpoint with MXFP8 weights",
         )
     return MappingProxyType(weights)
 
@@ -127,8 +129,10 @@ def _weight(path: Path, name: str, elements: safetensors.Stored, scales: safeten
     blocks = (*lead, -(-k // formats.BLOCK_SIZE))
     if scales.shape != blocks:
         raise ContractError(
-            f"{path}: weight {name!r} of shape {list(elements.shape)} has scales of shape {list(scales.shape)}; "
-            f"expected {list(blocks)}, one per {formats.BLOCK_SIZE} values of the last axis; store them unswizzled"
+            path,
+            f"weight {name!r} of shape {list(elements.shape)} has scales of shape {list(scales.shape)}",
+            expected=f"{list(blocks)}, one per {formats.BLOCK_SIZE} values of the last axis",
+            advice="store them unswizzled",
         )
     return PackedWeight(
         name=name,
@@ -147,10 +151,15 @@ def _sharded(path: Path) -> dict[str, safetensors.Stored]:
         names: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(names.values()))
     except OSError as error:
-        raise ContractError(f"{path}: {error.strerror or error}; expected a readable file; check the path") from None
+        raise ContractError(
+            path, str(error.strerror or error), expected="a readable file", advice="check the path"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ContractError(
-            f"{path}: not the index of a checkpoint; expected JSON with a weight_map; name a .safetensors.index.json"
+            path,
+            "not the index of a checkpoint",
+            expected="JSON with a weight_map",
+            advice="name a .safetensors.index.json",
         ) from None
     stored: dict[str, safetensors.Stored] = {}
     for file in files:

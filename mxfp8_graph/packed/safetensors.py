@@ -109,7 +109,7 @@ def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, 
         ContractError: the file exists and `overwrite` is false, or it cannot be written.
     """
     if path.exists() and not overwrite:
-        raise ContractError(f"{path}: exists already; expected a new file; pass overwrite or another path")
+        raise ContractError(path, "exists already", expected="a new file", advice="pass overwrite or another path")
     ordered = sorted(entries, key=lambda e: (-int(DTYPES[e.dtype].itemsize), e.name))  # wide dtypes first: all aligned
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     offset = 0
@@ -130,15 +130,19 @@ def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, 
                 data = np.ascontiguousarray(entry.read())
                 if data.nbytes != entry.byte_size:
                     raise ContractError(
-                        f"{path}: tensor {entry.name!r} has {data.nbytes} bytes; expected {entry.byte_size} for its "
-                        "shape; the model it comes from is damaged"
+                        path,
+                        f"tensor {entry.name!r} has {data.nbytes} bytes",
+                        expected=f"{entry.byte_size} for its shape",
+                        advice="the model it comes from is damaged",
                     )
                 file.write(data.reshape(-1).view(np.uint8).data)
         temporary.replace(path)
     except OSError as error:
         raise ContractError(
-            f"{path}: cannot be written: {error.strerror or error}; expected a writable folder with enough space; "
-            "choose another"
+            path,
+            f"cannot be written: {error.strerror or error}",
+            expected="a writable folder with enough space",
+            advice="choose another",
         ) from None
     finally:
         temporary.unlink(missing_ok=True)
@@ -181,8 +185,10 @@ def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def _unreadable(path: Path, error: OSError) -> ContractError:
-    return ContractError(f"{path}: {error.strerror or error}; expected a readable safetensors file; check the path")
+    return ContractError(
+        path, str(error.strerror or error), expected="a readable safetensors file", advice="check the path"
+    )
 
 
 def _damaged(path: Path, what: str) -> ContractError:
-    return ContractError(f"{path}: {what}; expected a safetensors file; check that it is one and was copied whole")
+    return ContractError(path, what, expected="a safetensors file", advice="check that it is one and was copied whole")

@@ -115,7 +115,9 @@ def plain_name(name: str, taken: Collection[str]) -> str:
 def _checked(name: str, what: str, codes: Codes, shape: tuple[int, ...]) -> Codes:
     if codes.shape != shape:
         raise ContractError(
-            f"weight {name!r}: {what} of shape {list(codes.shape)}; expected {list(shape)}, K last and one scale per "
-            f"{formats.BLOCK_SIZE} values of K; the model is not an MXFP8 one, or is damaged"
+            f"weight {name!r}",
+            f"{what} of shape {list(codes.shape)}",
+            expected=f"{list(shape)}, K last and one scale per {formats.BLOCK_SIZE} values of K",
+            advice="the model is not an MXFP8 one, or is damaged",
         )
     return codes

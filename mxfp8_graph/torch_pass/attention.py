@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.torch_pass import adapter, forms
+from mxfp8_graph.torch_pass import matmul_forms
 from mxfp8_graph.torch_pass.build import Builder
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_program.program import Program
 
 _ATEN = torch.ops.aten
 
@@ -28,9 +29,9 @@ def scores_name(node: Node) -> str:
 
 def obstacle(node: Node) -> str | None:
     """Returns why an attention node cannot be taken apart, or None."""
-    if adapter.op_name(node) != forms.ATTENTION:
-        return f"{adapter.op_name(node)} is one fused kernel; export without decomposing attention"
-    if adapter.argument(node, "dropout_p", 0.0):
+    if internals.op_name(node) != matmul_forms.ATTENTION:
+        return f"{internals.op_name(node)} is one fused kernel; export without decomposing attention"
+    if internals.argument(node, "dropout_p", 0.0):
         return "attention with dropout is for training; export the model in eval mode"
     return None
 
@@ -38,13 +39,13 @@ def obstacle(node: Node) -> str | None:
 def expand(program: Program, node: Node) -> None:
     """Replaces an attention node by its two matmuls and the softmax between them."""
     build = Builder(program, node, {})
-    query, key, value = (adapter.argument(node, name) for name in ("query", "key", "value"))
-    if adapter.argument(node, "enable_gqa", False):
+    query, key, value = (internals.argument(node, name) for name in ("query", "key", "value"))
+    if internals.argument(node, "enable_gqa", False):
         key, value = (_repeated(build, query, tensor) for tensor in (key, value))
     rank = key.meta["val"].dim()
     turned = build.permute(key, (*range(rank - 2), rank - 1, rank - 2))
     scores = build.add(scores_name(node), _ATEN.matmul.default, query, turned)
-    program.labels[scores] = program.labels[node] = forms.ATTENTION
+    program.labels[scores] = program.labels[node] = matmul_forms.ATTENTION
     masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, _scale(node, query)))
     weights = build.add(f"{node.name}_softmax", _ATEN.softmax.int, masked, -1)
     node.target = _ATEN.matmul.default
@@ -57,12 +58,12 @@ def _relax_views(node: Node) -> None:
     for user in node.users:
         if user.target is _ATEN.view.default:
             user.target = _ATEN.reshape.default
-        elif adapter.op_name(user) in {"transpose", "permute"}:
+        elif internals.op_name(user) in {"transpose", "permute"}:
             _relax_views(user)
 
 
 def _scale(node: Node, query: Node) -> float:
-    scale = adapter.argument(node, "scale")
+    scale = internals.argument(node, "scale")
     return float(scale) if scale is not None else 1.0 / math.sqrt(int(query.meta["val"].shape[-1]))
 
 
@@ -75,9 +76,9 @@ def _repeated(build: Builder, query: Node, tensor: Node) -> Node:
 
 
 def _masked(build: Builder, node: Node, scores: Node) -> Node:
-    mask: Any = adapter.argument(node, "attn_mask")
+    mask: Any = internals.argument(node, "attn_mask")
     value = scores.meta["val"]
-    if adapter.argument(node, "is_causal", False):
+    if internals.argument(node, "is_causal", False):
         sizes = [build.size(scores, -2), build.size(scores, -1)]
         ones = build.add(f"{node.name}_ones", _ATEN.ones.default, sizes, dtype=torch.bool, device=value.device)
         mask = build.add(f"{node.name}_causal", _ATEN.tril.default, ones)

@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from mxfp8_graph.torch_pass import adapter
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_program.program import Program
 
 _INHERITED: Final = ("nn_module_stack", "stack_trace", "custom")
 
@@ -74,8 +74,8 @@ class Builder:
 
     def _indices(self, gather: Node, size: int) -> Any:
         """Returns the vector that `gather` picks by, its negative entries counted from the end."""
-        if adapter.op_name(gather) != "index":
-            return adapter.argument(gather, "index")
+        if internals.op_name(gather) != "index":
+            return internals.argument(gather, "index")
         key = ("indices", gather)
         if key not in self._shared:
             given: Any = gather.args[1]
@@ -97,7 +97,7 @@ class Builder:
         key = ("quantize", node, element_format, scale_rounding, epoch)
         if key not in self._shared:
             op = torch.ops.mxfp8.quantize.default
-            settings = adapter.unusual(op, {"element_format": element_format, "scale_rounding": scale_rounding})
+            settings = internals.unusual(op, {"element_format": element_format, "scale_rounding": scale_rounding})
             both = self.add(f"{node.name}_mxfp8", op, node, **settings)
             self._shared[key] = [
                 self.add(f"{node.name}_mxfp8_elements", operator.getitem, both, 0),

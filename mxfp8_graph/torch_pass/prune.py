@@ -6,10 +6,10 @@ from collections.abc import Sequence, Set
 
 from torch.fx import Node
 
-from mxfp8_graph.torch_pass import adapter, hops
-from mxfp8_graph.torch_pass.constants import GATHERS, VIEW_OPS
-from mxfp8_graph.torch_pass.program import Program
-from mxfp8_graph.torch_pass.tensors import storage_of
+from mxfp8_graph.torch_pass.static_operands import GATHERS, VIEW_OPS
+from mxfp8_graph.torch_program import higher_order, internals
+from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_program.values import storage_of
 
 
 def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> None:
@@ -26,7 +26,7 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
             continue
         if node.op == "placeholder":
             removed, feeding = _placeholder(program, node)
-        elif adapter.op_name(node) in VIEW_OPS | GATHERS:
+        elif internals.op_name(node) in VIEW_OPS | GATHERS:
             removed, feeding = [node], node.all_input_nodes
             node.graph.erase_node(node)
         else:
@@ -48,13 +48,13 @@ def _placeholder(program: Program, node: Node) -> tuple[list[Node], list[Node]]:
         program.forget(node)
         return [node], []
     index = scope.placeholders.index(node)
-    if hops.layout_of(scope.call) is None or index < hops.variant_count(scope.call):
+    if higher_order.layout_of(scope.call) is None or index < higher_order.variant_count(scope.call):
         return [], []
     twins = [sibling.placeholders[index] for sibling in scope.siblings]
     if any(twin.users for twin in twins):
         return [], []
-    operand = hops.operands(scope.call)[index]
-    hops.remove(scope.call, index)
+    operand = higher_order.operands(scope.call)[index]
+    higher_order.remove(scope.call, index)
     for twin in twins:
         twin.graph.erase_node(twin)
     return twins, [operand] if isinstance(operand, Node) else []

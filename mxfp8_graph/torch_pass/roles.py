@@ -10,12 +10,12 @@ from typing import Final
 
 from torch.fx import Node
 
-from mxfp8_graph.plan import Role
-from mxfp8_graph.torch_pass import adapter, hops
-from mxfp8_graph.torch_pass.constants import Constants
-from mxfp8_graph.torch_pass.program import Program, Scope
+from mxfp8_graph.policy.plan import Role
+from mxfp8_graph.torch_pass.static_operands import Constants
+from mxfp8_graph.torch_program import higher_order, internals
+from mxfp8_graph.torch_program.program import Program, Scope
 
-_COMPUTE: Final = adapter.op_names(
+_COMPUTE: Final = internals.op_names(
     "linear matmul mm addmm bmm baddbmm mv addmv einsum bilinear _grouped_mm transformers::grouped_mm_fallback "
     "scaled_dot_product_attention "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
@@ -25,34 +25,34 @@ _COMPUTE: Final = adapter.op_names(
 )
 """Ops that consume activations: a matmul that feeds one of these is inside the model, not at its end."""
 
-_VIEWS: Final = adapter.op_names(
+_VIEWS: Final = internals.op_names(
     "to _to_copy type_as view _unsafe_view reshape transpose swapaxes permute t numpy_T mT alias detach clone "
     "contiguous squeeze unsqueeze flatten unflatten getitem dropout"
 )
-_CHOICES: Final = adapter.op_names("topk argmax sort argsort")
+_CHOICES: Final = internals.op_names("topk argmax sort argsort")
 """Ops whose result jumps when their input changes a little."""
 
 _TO_OUTPUT: Final = (
     _VIEWS
     | _CHOICES
-    | adapter.op_names(
+    | internals.op_names(
         "slice select narrow split split_with_sizes chunk unbind index_select gather "
         "softmax _softmax log_softmax _log_softmax sigmoid"
     )
 )
 """What may stand between an output projection and the output, besides a bias add, a constant factor or a soft cap."""
 
-_TO_SOFTMAX: Final = _VIEWS | adapter.op_names(
+_TO_SOFTMAX: Final = _VIEWS | internals.op_names(
     "add sub rsub mul div where masked_fill clamp clamp_min clamp_max maximum minimum tanh expand cat"
 )
 """Between Q @ K^T and its softmax: scaling, masking, soft-capping, attention sinks."""
 
-_FROM_SOFTMAX: Final = _VIEWS | adapter.op_names(
+_FROM_SOFTMAX: Final = _VIEWS | internals.op_names(
     "native_dropout where masked_fill mul slice split split_with_sizes expand"
 )
 """Between a softmax and its product with V."""
 
-_SOFTMAX: Final = adapter.op_names("softmax _softmax _safe_softmax")
+_SOFTMAX: Final = internals.op_names("softmax _softmax _safe_softmax")
 
 
 class Roles:
@@ -89,9 +89,9 @@ class Roles:
         for user in node.users:
             if user.op == "output":
                 yield from ((None, other) for other in self._out_of(scope, node))
-            elif hops.layout_of(user) is not None:
+            elif higher_order.layout_of(user) is not None:
                 inner = [s for s in self._program.scopes if s.call is user]
-                for index, operand in enumerate(hops.operands(user)):
+                for index, operand in enumerate(higher_order.operands(user)):
                     if operand is node:
                         yield from ((None, s.placeholders[index]) for s in inner)
             else:
@@ -99,14 +99,14 @@ class Roles:
 
     def _out_of(self, scope: Scope, node: Node) -> Iterator[Node]:
         """Yields what a subgraph's result is outside of it, and in a loop's next iteration."""
-        if scope.call is None or (layout := hops.layout_of(scope.call)) is None:
+        if scope.call is None or (layout := higher_order.layout_of(scope.call)) is None:
             return
         if layout.looping and scope is not scope.siblings[layout.looping]:
             return
         for index, result in enumerate(scope.results):
             if result is node:
-                yield from (u for u in scope.call.users if adapter.op_name(u) == "getitem" and u.args[1] == index)
-                if index < hops.carried_count(scope.call):
+                yield from (u for u in scope.call.users if internals.op_name(u) == "getitem" and u.args[1] == index)
+                if index < higher_order.carried_count(scope.call):
                     yield from (sibling.placeholders[index] for sibling in scope.siblings)
 
     def _passively_from(self, start: Node) -> Iterator[Node]:
@@ -170,5 +170,5 @@ def _comes_from_softmax(node: Node, depth: int) -> bool:
 
 def _name(node: Node) -> str:
     """Returns the op's name; an in-place op counts as the op it is the in-place form of."""
-    name = adapter.op_name(node)
+    name = internals.op_name(node)
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name

@@ -6,21 +6,24 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
 
-from mxfp8_graph.plan import Decision, NothingEligibleError, plan
-from mxfp8_graph.recipe import Recipe
-from mxfp8_graph.report import RewriteReport, SiteReport
-from mxfp8_graph.torch_pass import adapter, attention, forms, record, torchao, training
-from mxfp8_graph.torch_pass.edit import Editor
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.policy.plan import Decision, NothingEligibleError, plan
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report.data import RewriteReport, SiteReport
+from mxfp8_graph.torch_pass import attention, matmul_forms, torchao_weights, training
+from mxfp8_graph.torch_pass.find import find_sites
+from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.site import TorchSite
-from mxfp8_graph.torch_pass.sites import find_sites
-from mxfp8_graph.torch_pass.tensors import storage_of
+from mxfp8_graph.torch_program import internals, record
+from mxfp8_graph.torch_program.files import check_target, load, save
+from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.errors import RecipeError
+from mxfp8_ops.errors import ContractError, RecipeError
 
 Progress = Callable[[str, int, int], None]
 
@@ -49,7 +52,7 @@ def rewrite_torch(
         BackendError: this torch is not one the pass knows.
     """
     start = time.perf_counter()
-    notes = [note for note in (adapter.check_torch(),) if note]
+    notes = [note for note in (internals.check_torch(),) if note]
 
     def report(
         sites: Sequence[SiteReport], output: ExportedProgram | None = None, *, already: bool = False
@@ -88,11 +91,48 @@ def byte_size(program: ExportedProgram) -> int:
     """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
     sizes: dict[object, int] = {}
     for tensor in (*program.state_dict.values(), *program.constants.values()):
-        if torchao.is_mx(tensor):
+        if torchao_weights.is_mx(tensor):
             sizes[id(tensor)] = tensor.qdata.nbytes + tensor.scale.nbytes
         elif isinstance(tensor, torch.Tensor):
             sizes[storage_of(tensor) or id(tensor)] = tensor.untyped_storage().nbytes()
     return sum(sizes.values())
+
+
+def rewrite_torch_file(
+    model: ExportedProgram | str | Path,
+    recipe: Recipe,
+    options: Options,
+    output: Path | None,
+    *,
+    overwrite: bool,
+) -> tuple[Path | ExportedProgram | None, RewriteReport]:
+    """Returns (the .pt2 file written, or None on a dry run; report).
+
+    Args:
+        model: a program, or the .pt2 file it is in.
+        recipe: what to rewrite, and how.
+        options: how to rewrite, besides the recipe.
+        output: default MODEL.mxfp8.pt2 next to MODEL.pt2.
+        overwrite: whether an existing output may be replaced. The input never is.
+
+    Raises:
+        ContractError: the model cannot be read or packed, or the output not written; also see `rewrite_torch`.
+    """
+    in_memory = isinstance(model, ExportedProgram)
+    if output is None:
+        output = Path(str(model)).with_suffix(".mxfp8.pt2")
+    if not in_memory and output.resolve() == Path(str(model)).resolve():
+        raise ContractError(output, "is the input", expected="another file", advice="pass another output")
+    check_target(output, overwrite=overwrite)
+    program = model if isinstance(model, ExportedProgram) else load(model)
+    if not in_memory:
+        options = replace(options, name=str(model))
+    result, report = rewrite_torch(program, recipe, options)
+    if result is None or report.already_rewritten:
+        return (None if result is None else program if in_memory else Path(str(model))), report
+    save(result, output, overwrite=overwrite)
+    before = report.bytes_before if in_memory else Path(str(model)).stat().st_size
+    return output, replace(report, output=str(output), bytes_before=before, bytes_after=output.stat().st_size)
 
 
 def _already_rewritten(source: ExportedProgram, recipe: Recipe, options: Options) -> bool:
@@ -110,8 +150,10 @@ def _already_rewritten(source: ExportedProgram, recipe: Recipe, options: Options
             return True
         asked = f"training with {recipe.name!r}" if options.training else repr(recipe.name)
         raise RecipeError(
-            f"{options.name}: Recipe mismatch for {made.node!r}: packed with {made.recipe_name!r}, asked for {asked}; "
-            "expected the original program, since packed weights cannot be packed again; rewrite that one"
+            options.name,
+            f"Recipe mismatch for {made.node!r}: packed with {made.recipe_name!r}, asked for {asked}",
+            expected="the original program, since packed weights cannot be packed again",
+            advice="rewrite that one",
         )
     if not same:
         warnings.warn(f"Recipe type changed from {made.recipe_name} to {recipe.name}", stacklevel=4)
@@ -125,7 +167,7 @@ def _planned(
     program = Program(_without_einsum(source))
     sites = find_sites(program)
     decisions = _decide(sites, recipe, options)
-    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and forms.is_attention(s.node)}
+    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and matmul_forms.is_attention(s.node)}
     if wanted and not options.dry_run:
         for node in wanted:
             attention.expand(program, node)
@@ -150,8 +192,8 @@ def _decide(sites: Sequence[TorchSite], recipe: Recipe, options: Options) -> lis
 def _without_einsum(source: ExportedProgram) -> ExportedProgram:
     """Returns `source` with each einsum as the bmm it computes: among them are matmuls with a static operand."""
     modules = (m for m in source.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
-    if any(adapter.op_name(node) == "einsum" for module in modules for node in module.graph.nodes):
-        return adapter.expose_einsum(source)
+    if any(internals.op_name(node) == "einsum" for module in modules for node in module.graph.nodes):
+        return internals.expose_einsum(source)
     return source
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from mxfp8_graph.plan import MatMulSite
-from mxfp8_graph.torch_pass.constants import Static
-from mxfp8_graph.torch_pass.program import Program, Scope
-from mxfp8_graph.torch_pass.tensors import storage_of
+from mxfp8_graph.policy.plan import MatMulSite
+from mxfp8_graph.torch_pass.static_operands import Static
+from mxfp8_graph.torch_program.program import Program, Scope
+from mxfp8_graph.torch_program.values import storage_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,14 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.plan import Decision
-from mxfp8_graph.recipe import Recipe
-from mxfp8_graph.report import SiteReport
-from mxfp8_graph.torch_pass import adapter, record
+from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.build import Builder
-from mxfp8_graph.torch_pass.forms import LINEAR_TRAIN
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN
 from mxfp8_graph.torch_pass.site import TorchSite
+from mxfp8_graph.torch_program import internals, record
+from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops.errors import RecipeError
 
 _ATEN: Final = torch.ops.aten
@@ -65,13 +65,17 @@ def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
     for decision in decisions:
         if decision.quantize and decision.weight_only:
             raise RecipeError(
-                f"recipe {recipe.name!r}: weight_only for {decision.site.name!r}; expected activations in MXFP8 too, "
-                "since training quantizes both operands of every product; remove weight_only"
+                f"recipe {recipe.name!r}",
+                f"weight_only for {decision.site.name!r}",
+                expected="activations in MXFP8 too, since training quantizes both operands of every product",
+                advice="remove weight_only",
             )
         if decision.quantize and "e5m2" in {decision.activation_format, decision.weight_format}:
             raise RecipeError(
-                f"recipe {recipe.name!r}: e5m2 for {decision.site.name!r}; expected e4m3, since training takes its "
-                "formats from fp8_format (HYBRID: E5M2 gradients); set that instead"
+                f"recipe {recipe.name!r}",
+                f"e5m2 for {decision.site.name!r}",
+                expected="e4m3, since training takes its formats from fp8_format (HYBRID: E5M2 gradients)",
+                advice="set that instead",
             )
 
 
@@ -98,8 +102,8 @@ def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe,
 def undo(program: Program, site: TorchSite) -> None:
     """Makes a `linear_train` the linear it stands for, or the bmm."""
     node = site.node
-    if adapter.op_name(node) == LINEAR_TRAIN:
-        x, weight, bias = (adapter.argument(node, name) for name in ("x", "weight", "bias"))
+    if internals.op_name(node) == LINEAR_TRAIN:
+        x, weight, bias = (internals.argument(node, name) for name in ("x", "weight", "bias"))
         if weight.meta["val"].dim() == 2:
             node.target, node.args, node.kwargs = _ATEN.linear.default, (x, weight, bias), {}
         else:
@@ -117,7 +121,7 @@ def _weight(node: Node, transposed: bool, build: Builder) -> Node:
     """Returns the weight as [N, K]; a transpose in front of it and the one it needs cancel out."""
     if not transposed:
         return node
-    if adapter.op_name(node) == "t":
+    if internals.op_name(node) == "t":
         source = node.args[0]
         assert isinstance(source, Node)
         return source

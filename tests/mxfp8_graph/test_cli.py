@@ -12,7 +12,7 @@ import pytest
 from commands import process, refused, run, save
 
 import mxfp8_graph
-from mxfp8_graph import api, doctor
+from mxfp8_graph import doctor, rewriting
 from mxfp8_ops import cpu
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def pair() -> tuple[str, str]:
     """Returns a model and its rewrite."""
     source = save(b.chain_model())
-    api.rewrite(source)
+    rewriting.rewrite(source)
     return source, "m.mxfp8.onnx"
 
 

@@ -12,7 +12,7 @@ import builders as b
 import pytest
 from commands import process, refused, run, save
 
-from mxfp8_graph import api
+from mxfp8_graph import rewriting
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -46,7 +46,7 @@ def test_no_arguments_print_the_help() -> None:
 
 
 def test_a_defect_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "rewrite", lambda *args, **kwargs: {}["[oops]"])
+    monkeypatch.setattr(rewriting, "rewrite", lambda *args, **kwargs: {}["[oops]"])
     assert refused("rewrite", "m.onnx", code=70).splitlines()[:2] == [
         "internal error: KeyError: '[oops]'",
         "This is a defect of mxfp8-graph, not of your model. Please report it, with the output of "
@@ -55,7 +55,7 @@ def test_a_defect_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_debug_prints_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "rewrite", lambda *args, **kwargs: {}["oops"])
+    monkeypatch.setattr(rewriting, "rewrite", lambda *args, **kwargs: {}["oops"])
     assert "Traceback (most recent call last)" in refused("--debug", "rewrite", "m.onnx", code=70)
 
 
@@ -67,7 +67,7 @@ def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device", "out.onnx")
 
-    monkeypatch.setattr(api, "rewrite", full)
+    monkeypatch.setattr(rewriting, "rewrite", full)
     assert refused("rewrite", "m.onnx") == "error: out.onnx: No space left on device"
 
 

@@ -11,7 +11,9 @@ import pytest
 import mxfp8_graph
 from mxfp8_graph import doctor
 from mxfp8_graph.doctor import Check, diagnose, healthy
-from mxfp8_ops import cpu, cuda_build, cuda_system, numerics, ort
+from mxfp8_ops import cpu, numerics, ort
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import system as cuda_system
 from mxfp8_ops.errors import BackendError
 
 

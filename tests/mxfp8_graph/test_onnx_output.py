@@ -18,7 +18,7 @@ from onnx import external_data_helper, helper, numpy_helper
 from oracle import check_well_formed, expect, normal, relu, run
 
 import mxfp8_graph
-from mxfp8_graph.onnx_pass import output as output_module
+from mxfp8_graph.onnx_model import write as output_module
 from mxfp8_ops.errors import ContractError
 
 F32 = np.float32
@@ -195,7 +195,7 @@ class TestExternalData:
 
 def _make_external(proto: onnx.ModelProto, path: Path) -> None:
     """Moves every float tensor, wherever it is, to m.onnx.data."""
-    from mxfp8_graph.onnx_pass.source import iter_tensors
+    from mxfp8_graph.onnx_model.open import iter_tensors
 
     with path.with_name("m.onnx.data").open("wb") as file:
         file.write(bytes(4096))  # so that offsets differ from those of the result

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from mxfp8_graph.plan import Decision, MatMulSite, plan
-from mxfp8_graph.recipe import Recipe, Rule, load_recipe
+from mxfp8_graph.policy.plan import Decision, MatMulSite, plan
+from mxfp8_graph.policy.recipe import Recipe, Rule, load_recipe
 from mxfp8_ops.errors import RecipeError
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mxfp8_graph.recipe import PRESETS, Recipe, Rule, load_recipe
+from mxfp8_graph.policy.recipe import PRESETS, Recipe, Rule, load_recipe
 from mxfp8_ops.errors import RecipeError
 
 RULE_FIELDS = (

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mxfp8_graph.plan import MatMulSite, plan
-from mxfp8_graph.recipe import Recipe
-from mxfp8_graph.report import RewriteReport, SiteReport, sqnr_db
+from mxfp8_graph.policy.plan import MatMulSite, plan
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report.data import RewriteReport, SiteReport, sqnr_db
 from mxfp8_ops.errors import Mxfp8Error
 
 

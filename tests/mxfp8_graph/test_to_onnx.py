@@ -13,7 +13,7 @@ from onnx_exports import Linear, Packed, attributes, data, expected, exported, o
 from oracle import Expected, check_well_formed, expect, normal
 
 import mxfp8_graph
-from mxfp8_graph.recipe import Recipe
+from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops import contract, numerics, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.contract import FLOAT, FLOAT8E5M2, FLOAT16
 from mxfp8_ops.errors import RecipeError

@@ -15,7 +15,7 @@ from torch import Tensor  # noqa: E402
 from torch_programs import DYNAMIC, Apply, Prediction, as_numpy, count, export, predict, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.recipe import Recipe  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 from mxfp8_ops import numerics  # noqa: E402
 from mxfp8_ops.errors import ContractError  # noqa: E402
 

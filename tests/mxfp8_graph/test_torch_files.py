@@ -18,8 +18,8 @@ from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import DYNAMIC, Apply, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.recipe import Recipe  # noqa: E402
-from mxfp8_graph.torch_pass import adapter, files  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
+from mxfp8_graph.torch_program import files, internals  # noqa: E402
 from mxfp8_ops import contract  # noqa: E402
 from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
 
@@ -88,7 +88,7 @@ def test_the_file_says_what_made_it(rewritten: ExportedProgram, tmp_path: Path) 
     with zipfile.ZipFile(path) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(files.EXTRA_FILE)]
         entries = json.loads(archive.read(name))
-    assert json.loads(entries["mxfp8_graph.recipe"])["name"] == "mxfp8"
+    assert json.loads(entries["mxfp8_graph.policy.recipe"])["name"] == "mxfp8"
     assert entries["mxfp8_graph.version"] == mxfp8_graph.__version__
     assert entries["mxfp8_graph.contract_version"] == str(contract.VERSION)
     loaded = mxfp8_graph.load(path)
@@ -204,9 +204,9 @@ def test_unknown_containers_are_named(
     def unregistered(path: Path) -> Any:
         raise AssertionError("somewhere.Pair is not registered in pytree\nmore")
 
-    monkeypatch.setattr(adapter, "container_modules", lambda program: ["somewhere", "torch.utils"])
+    monkeypatch.setattr(internals, "container_modules", lambda program: ["somewhere", "torch.utils"])
     path = mxfp8_graph.save(rewritten, tmp_path / "pair.pt2")
-    monkeypatch.setattr(adapter, "load_archive", unregistered)
+    monkeypatch.setattr(internals, "load_archive", unregistered)
     with pytest.raises(ContractError, match=r"Pair is not registered in pytree; .*; import somewhere first$"):
         mxfp8_graph.load(path)
 
@@ -217,8 +217,8 @@ def test_containers_of_a_program() -> None:
         b: dict[str, Tensor]
 
     module = Apply(lambda m, x: Pair(x + 1, {"c": x + 2}), {})
-    assert adapter.container_modules(export(module, X)) == [__name__]
-    assert adapter.container_modules(export(Model(), X)) == []
+    assert internals.container_modules(export(module, X)) == [__name__]
+    assert internals.container_modules(export(Model(), X)) == []
 
 
 def test_recipes_with_rules_survive(tmp_path: Path) -> None:

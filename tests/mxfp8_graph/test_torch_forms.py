@@ -14,7 +14,7 @@ from torch import Tensor  # noqa: E402
 from torch_programs import DYNAMIC, Apply, count, export, predict, relative_l2, site, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.recipe import Recipe  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 
 OUTPUTS_TOO = Recipe(name="outputs too", output_projections=True)
 W, B = values(96, 70, seed=1), values(96, seed=2)

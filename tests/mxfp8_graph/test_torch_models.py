@@ -19,7 +19,7 @@ from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import DYNAMIC, count, export, relative_l2, tensors  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.recipe import Recipe  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 
 OUTPUT_ERROR = 0.12
 TOKENS = {0: DYNAMIC, 1: DYNAMIC}

@@ -29,7 +29,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 import onnx  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.report import RewriteReport  # noqa: E402
+from mxfp8_graph.report.data import RewriteReport  # noqa: E402
 from mxfp8_ops import ort  # noqa: E402
 
 ROUNDING = 1e-5

@@ -18,8 +18,8 @@ from torch.export import ExportedProgram, unflatten  # noqa: E402
 from torch_programs import DYNAMIC, count, export, relative_l2, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.recipe import Recipe  # noqa: E402
-from mxfp8_graph.torch_pass import adapter  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
+from mxfp8_graph.torch_program import internals  # noqa: E402
 from mxfp8_ops.errors import BackendError, RecipeError  # noqa: E402
 
 X = values(5, 64, seed=2)
@@ -87,9 +87,9 @@ def test_names_and_metadata_of_the_matmuls_stay() -> None:
     rewritten, report = mxfp8_graph.rewrite(ep)
     new = {n.name: n for n in rewritten.graph.nodes}
     for old in ep.graph.nodes:
-        if adapter.op_name(old) == "linear":
+        if internals.op_name(old) == "linear":
             node = new[old.name]
-            assert adapter.op_name(node) == "mxfp8::gemm"
+            assert internals.op_name(node) == "mxfp8::gemm"
             assert node.meta["nn_module_stack"] == old.meta["nn_module_stack"]
             assert list(node.users) == [new[user.name] for user in old.users]
     modules = [s.decision.site.module for s in report.sites]
@@ -159,7 +159,7 @@ def test_a_torch_that_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch) -> 
 def test_private_torch_is_in_the_adapter_only() -> None:
     from mxfp8_graph import torch_pass
 
-    folder = adapter.Path(inspect.getfile(torch_pass)).parent
+    folder = internals.Path(inspect.getfile(torch_pass)).parent
     private = re.compile(r"torch\._[a-z]|\._(schema|update|name)\b|_higher_order_ops")
     found = {p.name for p in folder.glob("*.py") if private.search(p.read_text())}
     assert found <= {"adapter.py"}
@@ -188,7 +188,7 @@ def test_a_recorded_recipe_that_cannot_be_read_is_named_as_such() -> None:
     _, ep = program()
     rewritten, _ = mxfp8_graph.rewrite(ep)
     for node in rewritten.graph.nodes:
-        if "mxfp8_graph.recipe" in (node.meta.get("custom") or {}):
-            node.meta["custom"]["mxfp8_graph.recipe"] = '{"a field of the future": 1}'
+        if "mxfp8_graph.policy.recipe" in (node.meta.get("custom") or {}):
+            node.meta["custom"]["mxfp8_graph.policy.recipe"] = '{"a field of the future": 1}'
     with pytest.raises(RecipeError, match="packed with 'a recipe this version cannot read', asked for 'mxfp8'"):
         mxfp8_graph.rewrite(rewritten)

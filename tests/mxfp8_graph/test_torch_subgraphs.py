@@ -14,8 +14,8 @@ from torch import Tensor, nn  # noqa: E402
 from torch_programs import DYNAMIC, Apply, count, export, predict, relative_l2, tensors, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.recipe import Recipe  # noqa: E402
-from mxfp8_graph.torch_pass import hops  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
+from mxfp8_graph.torch_program import higher_order  # noqa: E402
 from mxfp8_ops import torch_ops  # noqa: E402, F401
 
 RECIPE = Recipe(name="outputs too", output_projections=True)
@@ -163,7 +163,7 @@ def test_dynamic_batch_inside_a_branch() -> None:
 
 
 def test_higher_order_ops_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(hops._LAYOUTS, "cond")
+    monkeypatch.delitem(higher_order._LAYOUTS, "cond")
     program = export(Apply(lambda m, x: linear(branches(m, x), m.w), {"w": W, "v": V}), X)
     rewritten, report = mxfp8_graph.rewrite(program, RECIPE)
     assert [s.decision.quantize for s in report.sites] == [True, False, False, False]

@@ -18,8 +18,8 @@ from torch import nn  # noqa: E402
 from torch_programs import as_numpy, count, decision, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.recipe import Recipe  # noqa: E402
-from mxfp8_graph.torch_pass import torchao  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
+from mxfp8_graph.torch_pass import torchao_weights  # noqa: E402
 from mxfp8_ops import numerics  # noqa: E402
 
 RECIPE = Recipe(name="outputs too", output_projections=True)
@@ -53,8 +53,8 @@ def test_the_bytes_are_taken_over() -> None:
         elements, scales = (rewritten.state_dict[key].numpy() for key in (name, f"{name}_scales"))
         np.testing.assert_array_equal(elements, model[index].weight.qdata.view(torch.uint8).numpy())
         np.testing.assert_array_equal(numerics.dequantize(elements, scales), dequantized(model[index].weight))
-    assert not any(torchao.is_mx(tensor) for tensor in rewritten.state_dict.values())
-    assert all(torchao.is_mx(program.state_dict[f"{index}.weight"]) for index in (0, 2))
+    assert not any(torchao_weights.is_mx(tensor) for tensor in rewritten.state_dict.values())
+    assert all(torchao_weights.is_mx(program.state_dict[f"{index}.weight"]) for index in (0, 2))
 
 
 def test_outputs_are_those_of_torchao() -> None:
@@ -71,7 +71,7 @@ def test_kept_weights_stay_torchaos(tmp_path: Path) -> None:
     model = quantized()
     rewritten, report = mxfp8_graph.rewrite(export(model, X))
     assert decision(report, "2").reason.startswith("output projection")
-    assert torchao.is_mx(rewritten.state_dict["2.weight"])
+    assert torchao_weights.is_mx(rewritten.state_dict["2.weight"])
     loaded = mxfp8_graph.load(mxfp8_graph.save(rewritten, tmp_path / "mixed.pt2"))
     assert torch.equal(loaded.module()(X), rewritten.module()(X))
 
@@ -112,4 +112,4 @@ def test_unswizzling_undoes_torchaos_swizzling(rows: int, columns: int) -> None:
 
     scales = torch.arange(rows * columns, dtype=torch.int32).reshape(rows, columns).to(torch.uint8)
     stored = to_blocked(scales.view(torch.float8_e8m0fnu)).view(torch.uint8)
-    assert torch.equal(torchao.unswizzled(stored, rows, columns), scales)
+    assert torch.equal(torchao_weights.unswizzled(stored, rows, columns), scales)

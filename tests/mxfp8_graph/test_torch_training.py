@@ -14,7 +14,7 @@ from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import Apply, call_targets, count, decision, export, predict, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.recipe import Recipe  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 from mxfp8_ops.errors import RecipeError  # noqa: E402
 
 X = values(64, 64, seed=2)

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import Apply, as_numpy, count, decision, export, predict, reasons, site, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.recipe import Recipe  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 from mxfp8_graph.weights import NonFiniteError  # noqa: E402
 from mxfp8_ops import numerics  # noqa: E402
 from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402

@@ -13,9 +13,9 @@ import torch
 from onnx import TensorProto, helper
 
 import mxfp8_graph
-from mxfp8_graph import external
+from mxfp8_graph.onnx_model import tensor_data as external
 from mxfp8_graph.packed import PackedWeight, from_onnx
-from mxfp8_graph.recipe import Recipe
+from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.errors import ContractError, ShapeError
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from mxfp8_graph.plan import Decision
-from mxfp8_graph.report import RewriteReport, SiteReport
+from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_ops import numerics
 
 DYNAMIC = torch.export.Dim.DYNAMIC

@@ -19,8 +19,11 @@ from typing import Any
 import cuda_emulation
 import pytest
 
-from mxfp8_ops import cuda_build, cuda_device, cuda_instances, ort_cuda
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import instances as cuda_instances
 from mxfp8_ops.errors import BackendError
+from mxfp8_ops.ort import cuda_loader as ort_cuda
 
 CONTEXT = 0x1234
 ANY_STREAM = 2**64 - 1

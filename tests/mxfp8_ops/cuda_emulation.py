@@ -20,8 +20,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_ops import cuda_build, cuda_instances
-from mxfp8_ops.cuda_kernels import THREADS, Launch, Queue
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import instances as cuda_instances
+from mxfp8_ops.cuda.launches import THREADS, Launch, Queue
 
 HERE = Path(__file__).parent
 FLAGS = "MXFP8_TEST_EMULATION_FLAGS"

@@ -7,8 +7,11 @@ import itertools
 import cupy
 import numpy as np
 
-from mxfp8_ops import cuda, cuda_dispatch, cuda_kernels
-from mxfp8_ops.cuda_kernels import Operand
+from mxfp8_ops import cuda
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda.cupy_arrays import _queue
+from mxfp8_ops.cuda.launches import Operand
 
 
 def values(*shape: int) -> cupy.ndarray:
@@ -27,13 +30,13 @@ def main() -> None:
         to = [cupy.empty(size, np.uint8) for size in (x.size, x.size, x.size, x.size)]
         addresses = [t.data.ptr for t in to]
         cuda_kernels.quantize_both(
-            cuda._queue(), Operand("float32", x.data.ptr), shape, (addresses[0], addresses[1]),
+            _queue(), Operand("float32", x.data.ptr), shape, (addresses[0], addresses[1]),
             (addresses[2], addresses[3]), element_format="e4m3", scale_rounding="ceil", transposed=True,
         )  # fmt: skip
     for n, k in ((150, 544), (40, 8224)):  # the second: with K split
         b = cuda.quantize(values(n, k))
-        cuda_kernels.fold(cuda._queue(), Operand("e4m3", b[0].data.ptr, b[1].data.ptr), n, k)
-        cuda_kernels.swizzle_scales(cuda._queue(), Operand("e4m3", 0, b[1].data.ptr), n, k)
+        cuda_kernels.fold(_queue(), Operand("e4m3", b[0].data.ptr, b[1].data.ptr), n, k)
+        cuda_kernels.swizzle_scales(_queue(), Operand("e4m3", 0, b[1].data.ptr), n, k)
         for m in (3, 16, 25, 64):
             cuda.gemm(*cuda.quantize(values(m, k)), *b)
         with cuda_dispatch.forced_route("large"):
@@ -41,7 +44,7 @@ def main() -> None:
         for m in (5, 70):
             cuda.weight_gemm(values(m, k), *b)
             cuda.weight_gemm(values(m, k).astype(np.float16), *b)
-        if cuda._queue().device.capability == (9, 0):
+        if _queue().device.capability == (9, 0):
             with cuda_dispatch.forced_route("fused"):
                 cuda.gemm(*cuda.quantize(values(70, k)), *b, values(n))
         with cuda_dispatch.forced_route("float32"):

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from mxfp8_ops import cuda_build, cuda_instances, cuda_kernels
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import instances as cuda_instances
+from mxfp8_ops.cuda import launches as cuda_kernels
 from mxfp8_ops.errors import BackendError
 
 LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387

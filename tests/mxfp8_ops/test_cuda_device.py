@@ -8,7 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_ops import cuda, cuda_build, cuda_device, cuda_dispatch, cuda_fused, cuda_instances, numerics
+from mxfp8_ops import cuda, numerics
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import fused as cuda_fused
+from mxfp8_ops.cuda import instances as cuda_instances
 
 torch = pytest.importorskip("torch")
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")

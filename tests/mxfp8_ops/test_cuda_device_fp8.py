@@ -11,11 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mxfp8_ops import cuda, cuda_device, cuda_dispatch, cuda_kernels, cuda_lt, cuda_skinny, folding, formats, numerics
-from mxfp8_ops.cuda_kernels import Operand
+from mxfp8_ops import cuda, formats, numerics
+from mxfp8_ops.cuda import cublaslt as cuda_lt
+from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import folding
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda import skinny as cuda_skinny
+from mxfp8_ops.cuda.launches import Operand
 
 torch = pytest.importorskip("torch")
-torch_cuda = pytest.importorskip("mxfp8_ops.torch_cuda")
+torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
 from test_cuda_device import array, assert_same, assert_within, heavy, name, random_bits  # noqa: E402
 

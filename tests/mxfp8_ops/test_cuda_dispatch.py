@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mxfp8_ops import cuda_dispatch
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
 from mxfp8_ops.errors import BackendError
 
 

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from cuda_emulation import aligned, device, queue
 
-from mxfp8_ops import cuda_instances, cuda_kernels, folding, numerics
-from mxfp8_ops.cuda_kernels import Operand, Product
+from mxfp8_ops import numerics
+from mxfp8_ops.cuda import folding
+from mxfp8_ops.cuda import instances as cuda_instances
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda.launches import Operand, Product
 from mxfp8_ops.numerics import scale_count
 
 FORMATS = ("e4m3", "e5m2")

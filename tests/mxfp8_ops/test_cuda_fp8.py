@@ -19,13 +19,17 @@ from cuda_emulation import EmulatedDevice, device, queue
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
 from test_cuda_frontends import array, back, stand_in, value
 
-from mxfp8_ops import cuda, cuda_device, cuda_dispatch, cuda_lt, folding, formats, numerics
+from mxfp8_ops import cuda, formats, numerics
+from mxfp8_ops.cuda import cublaslt as cuda_lt
+from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import folding
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
-torch_cuda = pytest.importorskip("mxfp8_ops.torch_cuda")
+torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
-torch_scaled = pytest.importorskip("mxfp8_ops.torch_scaled")
+torch_scaled = pytest.importorskip("mxfp8_ops.torch_ops.scaled_mm")
 
 DTYPES = tuple(numerics.VALUE_DTYPES)
 M, N, K = 70, 48, 160

@@ -17,13 +17,17 @@ import pytest
 from cuda_emulation import EmulatedDevice, allocate, device, queue
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
 
-from mxfp8_ops import cuda, cuda_build, cuda_device, cuda_dispatch, cuda_kernels, numerics
+from mxfp8_ops import cuda, numerics
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import launches as cuda_kernels
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
-torch_kernels = pytest.importorskip("mxfp8_ops.torch_kernels")
-torch_training = pytest.importorskip("mxfp8_ops.torch_training")
-torch_cuda = pytest.importorskip("mxfp8_ops.torch_cuda")
+torch_kernels = pytest.importorskip("mxfp8_ops.torch_ops.cpu")
+torch_training = pytest.importorskip("mxfp8_ops.torch_ops.training")
+torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
 
 FORMATS = ("e4m3", "e5m2")

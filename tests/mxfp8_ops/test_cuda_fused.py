@@ -14,8 +14,13 @@ from cuda_emulation import device, queue
 from test_cuda_emulated import DTYPES, FORMATS, heavy_tailed, placed
 from test_cuda_gemms import X_KINDS, check_gemm
 
-from mxfp8_ops import cuda_build, cuda_dispatch, cuda_fused, cuda_instances, cuda_kernels, numerics
-from mxfp8_ops.cuda_kernels import KINDS, Launch
+from mxfp8_ops import numerics
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import fused as cuda_fused
+from mxfp8_ops.cuda import instances as cuda_instances
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda.launches import KINDS, Launch
 from mxfp8_ops.errors import BackendError
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")

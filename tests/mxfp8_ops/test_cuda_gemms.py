@@ -10,8 +10,12 @@ import pytest
 from cuda_emulation import aligned, device, queue
 from test_cuda_emulated import DTYPES, FORMATS, assert_within, edges, heavy_tailed, placed
 
-from mxfp8_ops import cuda_dispatch, cuda_instances, cuda_kernels, cuda_skinny, numerics
-from mxfp8_ops.cuda_kernels import Operand, Product
+from mxfp8_ops import numerics
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import instances as cuda_instances
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda import skinny as cuda_skinny
+from mxfp8_ops.cuda.launches import Operand, Product
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mxfp8_ops import folding, formats, numerics
+from mxfp8_ops import formats, numerics
+from mxfp8_ops.cuda import folding
 from mxfp8_ops.errors import ShapeError
 
 

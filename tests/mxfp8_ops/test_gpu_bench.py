@@ -13,7 +13,7 @@ from cuda_emulation import device
 from test_cuda_fp8 import emulated, on_a
 
 torch = pytest.importorskip("torch")
-torch_cuda = pytest.importorskip("mxfp8_ops.torch_cuda")
+torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
 from torch.overrides import TorchFunctionMode  # noqa: E402
 

@@ -14,8 +14,10 @@ from cuda_driver_emulation import ADDRESS, Driver, Launched, machine
 from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed
 
-from mxfp8_ops import contract, cpu, cuda_kernels, numerics, ort_cuda
-from mxfp8_ops.cuda_kernels import Launch, Operand, Product, Queue
+from mxfp8_ops import contract, cpu, numerics
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda.launches import Launch, Operand, Product, Queue
+from mxfp8_ops.ort import cuda_loader as ort_cuda
 
 E4M3, E5M2, UINT8 = contract.FLOAT8E4M3FN, contract.FLOAT8E5M2, contract.UINT8
 CODES = {"e4m3": E4M3, "e5m2": E5M2, **{name: code for code, name in contract.VALUE_NAMES.items()}}

@@ -19,8 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mxfp8_ops import contract, cuda_device, native, numerics, ort, ort_cuda
+from mxfp8_ops import contract, numerics, ort
+from mxfp8_ops.cpu import native
+from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
+from mxfp8_ops.ort import cuda_loader as ort_cuda
 
 onnxruntime = pytest.importorskip("onnxruntime")
 import test_ort  # noqa: E402

@@ -15,8 +15,11 @@ from cuda_driver_emulation import Driver, machine
 from test_ort import assert_within, heavy_tailed, node, weight_only
 from test_ort import model as onnx_model
 
-from mxfp8_ops import contract, cpu, cuda_build, cuda_device, numerics, ort, ort_cuda
+from mxfp8_ops import contract, cpu, numerics, ort
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
+from mxfp8_ops.ort import cuda_loader as ort_cuda
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_ops import native, numerics
+from mxfp8_ops import numerics
+from mxfp8_ops.cpu import native
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -303,7 +304,7 @@ def test_errors_say_what_is_and_what_is_expected(call: Callable[[], Any], error:
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
 def test_a_cuda_tensor_meets_a_kernel_that_says_what_to_do(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mxfp8::{name}", "CUDA")
-    from mxfp8_ops import cuda_device
+    from mxfp8_ops.cuda import device as cuda_device
 
     if not cuda_device.available():
         with pytest.raises(BackendError, match=r"cuda: .*; expected .*; .*use the CPU kernels|pip install cupy"):
@@ -317,7 +318,7 @@ def test_a_cuda_tensor_meets_a_kernel_that_says_what_to_do(name: str) -> None:
 def test_importing_loads_no_more_than_it_must(first: str) -> None:
     code = f"""
 import sys, {first}
-from mxfp8_ops import native
+from mxfp8_ops.cpu import native
 assert ("torch" in sys.modules) == ("torch_ops" in {first!r})
 assert native.load.cache_info().currsize == 0
 assert "onnx" not in sys.modules and "onnxruntime" not in sys.modules

@@ -1,0 +1,153 @@
+"""Loads libmxfp8_ops through ctypes, on first use, and chooses the instruction set its kernels run on.
+
+The environment variable MXFP8_ISA, or `forced_isa`, chooses another set than the best this processor has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import Any, Final
+
+import mxfp8_ops
+from mxfp8_ops import contract
+from mxfp8_ops.errors import BackendError, ShapeError
+
+_STATUS: Final = {
+    -1: (ShapeError, "the library refused the arguments; expected what its header says; report this as a bug"),
+    -2: (BackendError, "out of memory; expected room for one packed operand; use a smaller batch"),
+}
+_NO_SUCH_ISA: Final = -3
+
+
+class PackStats(Structure):
+    """`mxfp8_pack_stats` of the C header."""
+
+    _fields_ = (("signal", c_double), ("noise", c_double), ("first_nonfinite", c_int64))
+
+
+def library_path() -> Path:
+    """Returns where libmxfp8_ops lies: in the installed package.
+
+    Raises:
+        BackendError: it was not built.
+    """
+    name = {"darwin": "libmxfp8_ops.dylib", "win32": "mxfp8_ops.dll"}.get(sys.platform, "libmxfp8_ops.so")
+    # An editable install keeps the sources in the checkout and what was built in site-packages: look in both.
+    folders = [Path(folder) for folder in mxfp8_ops.__path__]
+    folders += [Path(entry) / "mxfp8_ops" for entry in sys.path]
+    for folder in folders:
+        if (folder / name).is_file():
+            return (folder / name).resolve()
+    raise BackendError(
+        "mxfp8_ops",
+        f"no {name} in {', '.join(map(str, mxfp8_ops.__path__))}",
+        expected="the native library there",
+        advice="install the project with pip (pip install -e . in a checkout)",
+    )
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Returns the library, its functions typed.
+
+    Raises:
+        BackendError: it is missing, cannot be loaded, or implements another node contract.
+    """
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendError(
+            path,
+            f"cannot be loaded ({error})",
+            expected="a library built for this machine",
+            advice="reinstall the project",
+        ) from error
+    i, p, n = c_int, c_void_p, c_int64
+    signatures: dict[str, tuple[Any, ...]] = {
+        "mxfp8_isa_force": (c_char_p,),
+        "mxfp8_quantize": (i, p, n, n, n, i, i, p, p, i),
+        "mxfp8_dequantize": (i, p, p, n, n, n, i, p, i),
+        "mxfp8_gemm": (i, p, p, i, p, p, p, n, n, n, i, p, n, i),
+        "mxfp8_weight_gemm": (i, p, n, i, p, p, p, n, n, n, i, p, n, i),
+        "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(PackStats), i),
+        "mxfp8_isa_available": (),
+        "mxfp8_isa": (),
+        "mxfp8_contract_version": (),
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = c_char_p if name in ("mxfp8_isa", "mxfp8_isa_available") else c_int
+    version = library.mxfp8_contract_version()
+    if version != contract.VERSION:
+        raise BackendError(
+            path, f"implements node contract {version}", expected=str(contract.VERSION), advice="reinstall the project"
+        )
+    return library
+
+
+def available_isas() -> tuple[str, ...]:
+    """Returns the instruction sets this machine can run, best first: "avx512_bf16", "avx512", "avx2", "portable"."""
+    names: bytes = load().mxfp8_isa_available()
+    return tuple(names.decode().split(","))
+
+
+def isa() -> str:
+    """Returns the instruction set in use.
+
+    Raises:
+        BackendError: MXFP8_ISA names one that this machine does not have.
+    """
+    name: bytes | None = load().mxfp8_isa()
+    if name is None:
+        raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
+    return name.decode()
+
+
+def force_isa(name: str) -> None:
+    """Makes `name` the instruction set in use, in the whole process.
+
+    Raises:
+        BackendError: this machine does not have it.
+    """
+    if load().mxfp8_isa_force(name.encode()) != 0:
+        raise _no_such_isa("isa", name)
+
+
+@contextmanager
+def forced_isa(name: str) -> Iterator[None]:
+    """Uses the instruction set `name`, in the whole process, inside a `with`.
+
+    Raises:
+        BackendError: this machine does not have it.
+    """
+    before = isa()
+    force_isa(name)
+    try:
+        yield
+    finally:
+        force_isa(before)
+
+
+def check(where: str, status: int) -> None:
+    """Raises what a status other than 0 stands for: ShapeError or BackendError."""
+    if status == 0:
+        return
+    if status == _NO_SUCH_ISA:
+        raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
+    error, message = _STATUS[status]
+    raise error(f"{where}: {message}")
+
+
+def _no_such_isa(where: str, name: str) -> BackendError:
+    return BackendError(
+        where, f"{name!r}", expected=f"one of {', '.join(available_isas())}", advice="name one this machine has"
+    )

@@ -1,0 +1,16 @@
+"""The nodes on NVIDIA GPUs: the functions of `numerics.py` on CuPy arrays, on the current stream.
+
+Importing this imports no CuPy and needs no GPU; the first call does.
+"""
+
+from mxfp8_ops.cuda.cupy_arrays import (
+    dequantize,
+    folded_weight,
+    gemm,
+    quantize,
+    quantize_both,
+    weight_gemm,
+    wide_weight,
+)
+
+__all__ = ["dequantize", "folded_weight", "gemm", "quantize", "quantize_both", "weight_gemm", "wide_weight"]

@@ -1,0 +1,252 @@
+"""Compiles the kernels of src/cuda: CUDA C++ -> machine code (a cubin) for one architecture, kept on disk.
+
+Our own step, because CuPy's passes -ftz=true, which flushes the subnormals that scale codes 0 and 254 need, and knows
+no architecture-specific targets (sm_90a). It needs NVRTC alone: no GPU, no driver, no CUDA toolkit, no CuPy.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import struct
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from mxfp8_ops.errors import BackendError
+
+SOURCES: Final = Path(__file__).parents[1] / "src" / "cuda"
+
+OPTIONS: Final = ("--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
+"""What every kernel is compiled with: subnormals kept, and no contraction that the source does not write out."""
+
+TARGETS: Final = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+"""The targets that the tests compile for; others are made from the compute capability alike."""
+
+_VERSIONS: Final = ("13", "12")
+_LIBRARIES: Final = {"win32": "nvrtc64_{0}0_0.dll"}
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of one kernel."""
+
+    code: bytes
+    log: str
+    """What the compiler said; with --ptxas-options=-v, registers and spills."""
+
+
+def target(capability: tuple[int, int]) -> str:
+    """Returns the compile target of a compute capability: (8, 6) -> "sm_86", (9, 0) -> "sm_90a".
+
+    From 9.0 on targets with an `a` exist, whose code runs on that capability alone and may use all it has.
+
+    Raises:
+        BackendError: below 8.0, which has no bfloat16 tensor cores.
+    """
+    major, minor = capability
+    if capability < (8, 0):
+        raise BackendError(
+            "cuda",
+            f"the GPU has compute capability {major}.{minor}",
+            expected="8.0 (Ampere) or later",
+            advice="use the CPU kernels",
+        )
+    return f"sm_{major}{minor}{'a' if capability >= (9, 0) else ''}"
+
+
+def cache_folder() -> Path:
+    """Returns where cubins are kept: $XDG_CACHE_HOME/mxfp8-graph/cuda, or the same under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mxfp8-graph" / "cuda"
+
+
+def cubin(source: str, kernel: str, arch: str) -> bytes:
+    """Returns the machine code of one kernel, from the cache on disk or compiled now.
+
+    Args:
+        source: name of the file in src/cuda, without .cu.
+        kernel: the instance, as C++ writes it: "quantize_rows<F32, E4M3, false, false>".
+        arch: the target, such as "sm_90a".
+
+    Raises:
+        BackendError: NVRTC is missing, or refuses the source.
+    """
+    path = cache_folder() / f"{source}-{arch}-{_key(source, kernel, arch)}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    code = compile_kernel(source, kernel, arch).code
+    _write(path, code)
+    return code
+
+
+def prepare(kernels: Iterable[tuple[str, str]], arch: str) -> int:
+    """Puts the machine code of many kernels into the cache at once, on all processors; returns how many there are.
+
+    For measurements and tests, which otherwise compile each kernel when they come to it.
+
+    Args:
+        kernels: (source, kernel) each, as for `cubin`.
+        arch: the target, such as "sm_90a".
+
+    Raises:
+        BackendError: NVRTC is missing, or refuses a source.
+    """
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return len([*pool.map(lambda kernel: len(cubin(kernel[0], kernel[1], arch)), kernels)])
+
+
+def compile_kernel(source: str, kernel: str, arch: str, extra: tuple[str, ...] = ()) -> Cubin:
+    """Returns the machine code of one kernel, compiled now.
+
+    Args:
+        source: name of the file in src/cuda, without .cu.
+        kernel: the instance, as C++ writes it.
+        arch: the target, such as "sm_90a"; "compute_90a" gives PTX instead of machine code.
+        extra: further options for NVRTC.
+
+    Raises:
+        BackendError: NVRTC is missing, or refuses the source.
+    """
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    path = SOURCES / f"{source}.cu"
+    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), path.name.encode(), 0, None, None))
+    try:
+        _check(nvrtc, nvrtc.nvrtcAddNameExpression(program, kernel.encode()))
+        options = [option.encode() for option in (f"--gpu-architecture={arch}", f"-I{SOURCES}", *OPTIONS, *extra)]
+        status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+        log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+        if status:
+            raise BackendError(
+                f"cuda: {path.name}, {kernel}, does not compile for {arch}:\n{log}\nexpected code for this target; "
+                "install an NVRTC that knows it (pip install --upgrade nvidia-cuda-nvrtc)"
+            )
+        return Cubin(_text(nvrtc, program, "PTX" if arch.startswith("compute") else "CUBIN"), log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Returns the version of the NVRTC in use.
+
+    Raises:
+        BackendError: it is missing.
+    """
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc = _nvrtc()
+    _check(nvrtc, nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+def sections(code: bytes) -> dict[str, bytes]:
+    """Returns the sections of a cubin, which is a 64-bit little-endian ELF file, by name."""
+    table, size, count, names = struct.unpack_from("<Q10xHHH", code, 40)
+    headers = [struct.unpack_from("<II16xQQ", code, table + i * size) for i in range(count)]
+    start = headers[names][2]
+    found = {}
+    for name, kind, offset, length in headers:
+        text = code[start + name : code.index(b"\0", start + name)].decode()
+        found[text] = b"" if kind == 8 else code[offset : offset + length]  # SHT_NOBITS has no bytes
+    return found
+
+
+def entry(code: bytes) -> str:
+    """Returns the linker name of the one kernel in a cubin.
+
+    Raises:
+        BackendError: there is not exactly one.
+    """
+    names = [name.removeprefix(".text.") for name in sections(code) if name.startswith(".text.")]
+    if len(names) != 1:
+        raise BackendError(
+            "cuda", f"a cubin holds the kernels {names}", expected="one", advice=f"delete {cache_folder()}"
+        )
+    return names[0]
+
+
+def _key(source: str, kernel: str, arch: str) -> str:
+    """Returns a name that changes with anything that changes the machine code."""
+    digest = hashlib.sha256(repr((source, kernel, arch, OPTIONS, nvrtc_version())).encode())
+    for path in sorted(SOURCES.glob("*.cu*")):
+        if path.suffix == ".cuh" or path.stem == source:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes so that no other process ever sees half a file; a cache that cannot be written costs only time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        Path(file.name).replace(path)
+    except OSError as error:
+        print(f"mxfp8: cannot keep {path} ({error}); this kernel is compiled again next time", file=sys.stderr)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """Returns NVRTC: that of the pip packages if installed, else the one the system's loader finds."""
+    tried = []
+    for path in _candidates():
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            tried.append(path)
+            continue
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        library.nvrtcAddNameExpression.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+        return library
+    raise BackendError(
+        "cuda",
+        f"no NVRTC (tried {', '.join(tried)})",
+        expected="NVIDIA's run-time compiler",
+        advice="pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)",
+    )
+
+
+def _candidates() -> list[str]:
+    found = []
+    for version in _VERSIONS:
+        name = _LIBRARIES.get(sys.platform, "libnvrtc.so.{0}").format(version)
+        for entry_ in map(Path, sys.path):
+            for folder in (f"nvidia/cu{version}/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cuda_nvrtc/bin"):
+                if (entry_ / folder / name).is_file():
+                    found.append(str(entry_ / folder / name))
+        found.append(name)
+    return found
+
+
+def _check(nvrtc: Any, status: int) -> None:
+    if status:
+        message: bytes = nvrtc.nvrtcGetErrorString(status)
+        raise BackendError("cuda", f"NVRTC: {message.decode()}", expected="success", advice="report this as a bug")
+
+
+def _text(nvrtc: Any, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
+    return buffer.raw
+
+
+def resources(log: str) -> dict[str, int]:
+    """Returns what ptxas -v reported of one kernel: registers, stack, spill_stores, spill_loads, shared (bytes)."""
+    patterns = {
+        "registers": r"Used (\d+) registers",
+        "stack": r"(\d+) bytes stack frame",
+        "spill_stores": r"(\d+) bytes spill stores",
+        "spill_loads": r"(\d+) bytes spill loads",
+        "shared": r"(\d+) bytes smem",
+    }
+    return {name: int(found[1]) for name, pattern in patterns.items() if (found := re.search(pattern, log))}

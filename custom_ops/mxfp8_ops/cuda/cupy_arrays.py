@@ -1,0 +1,316 @@
+"""The functions of `numerics.py` on CuPy arrays: same names, same arguments, on the GPU and the current stream.
+
+`quantize` and `dequantize` give the same bytes; the gemms accumulate in float32 and stay within
+`numerics.gemm_error_bound`. Nothing here waits for the device. CuPy is imported on first use. The kernels are compiled
+on first use too (`cuda_build.py`), so run a shape once before capturing it into a CUDA graph.
+
+Not verified on hardware yet: see custom_ops/README.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from mxfp8_ops import formats, numerics
+from mxfp8_ops.cuda import cublaslt as cuda_lt
+from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda.launches import FoldedOperand, Operand, Product, Queue, WideWeight
+from mxfp8_ops.errors import BackendError, ShapeError
+from mxfp8_ops.numerics import scale_count
+
+
+def quantize(
+    x: Any, *, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil", swizzled: bool = False
+) -> tuple[Any, Any]:
+    """Returns (elements, scales), as `numerics.quantize` does, bit for bit.
+
+    Args:
+        x: CuPy array [..., K, ...] float32, float16 or bfloat16.
+        axis: the blocked axis (that of length K).
+        element_format: "e4m3" or "e5m2".
+        scale_rounding: "ceil", "floor" or "even".
+        swizzled: return the scales of a matrix as a vector in cuBLASLt's 128x4 layout, padded with zeros.
+
+    Raises:
+        ShapeError: wrong dtype, a scalar, or no such axis; or swizzled scales of what is no matrix.
+        ContractError: unknown format or rounding.
+        BackendError: no CuPy, or no GPU.
+    """
+    formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    numerics.check_value_dtype("quantize", x.dtype)
+    axis = numerics.normalize_axis("quantize", x.ndim, axis)
+    cupy = cuda_device.cupy_module()
+    x = cupy.ascontiguousarray(x)
+    outer, k, inner = _split(x.shape, axis)
+    if swizzled and x.ndim != 2:
+        raise ShapeError("quantize", f"swizzled scales of shape {x.shape}", expected="a matrix", advice="reshape it")
+    scales = (
+        cupy.zeros(cuda_kernels.swizzled_size(inner if axis == 0 else outer, k), np.uint8)
+        if swizzled
+        else cupy.empty((*x.shape[:axis], scale_count(k), *x.shape[axis + 1 :]), np.uint8)
+    )
+    elements = cupy.empty(x.shape, np.uint8)
+    cuda_kernels.quantize(
+        _queue(), Operand(x.dtype.name, x.data.ptr), (outer, k, inner), (elements.data.ptr, scales.data.ptr),
+        element_format=element_format, scale_rounding=scale_rounding, swizzled=swizzled,
+    )  # fmt: skip
+    return elements, scales
+
+
+def quantize_both(
+    x: Any, *, element_format: str = "e4m3", scale_rounding: str = "ceil", swizzled: bool = False
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Returns quantize(x, axis=1) and quantize(x, axis=0) of a matrix, which is read once.
+
+    Raises:
+        ShapeError: wrong dtype, or not a matrix.
+        ContractError: unknown format or rounding.
+        BackendError: no CuPy, or no GPU.
+    """
+    formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    numerics.check_value_dtype("quantize_both", x.dtype)
+    if x.ndim != 2:
+        raise ShapeError("quantize_both", f"x has shape {x.shape}", expected="a matrix", advice="reshape it")
+    cupy = cuda_device.cupy_module()
+    x = cupy.ascontiguousarray(x)
+    m, k = x.shape
+    pairs = []
+    for shape, rows, columns in (((m, scale_count(k)), m, k), ((scale_count(m), k), k, m)):
+        scales = (
+            cupy.zeros(cuda_kernels.swizzled_size(rows, columns), np.uint8) if swizzled else cupy.empty(shape, np.uint8)
+        )
+        pairs.append((cupy.empty(x.shape, np.uint8), scales))
+    addresses = [(elements.data.ptr, scales.data.ptr) for elements, scales in pairs]
+    cuda_kernels.quantize_both(
+        _queue(), Operand(x.dtype.name, x.data.ptr), (m, k), addresses[0], addresses[1],
+        element_format=element_format, scale_rounding=scale_rounding, swizzled=swizzled,
+    )  # fmt: skip
+    return pairs[0], pairs[1]
+
+
+def dequantize(
+    elements: Any, scales: Any, *, axis: int = -1, element_format: str = "e4m3", dtype: str = "float32"
+) -> Any:
+    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does; any NaN is one NaN.
+
+    Args:
+        elements: CuPy array, uint8 [..., K, ...].
+        scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
+        axis: the blocked axis.
+        element_format: "e4m3" or "e5m2".
+        dtype: "float32", "float16" or "bfloat16".
+
+    Raises:
+        ShapeError: the scales do not fit the elements.
+        ContractError: unknown format.
+        BackendError: no CuPy, or no GPU.
+    """
+    formats.element_format(element_format)
+    axis = numerics.normalize_axis("dequantize", elements.ndim, axis)
+    _check_codes("dequantize", elements, scales, axis)
+    cupy = cuda_device.cupy_module()
+    elements, scales = cupy.ascontiguousarray(elements), cupy.ascontiguousarray(scales)
+    y = cupy.empty(elements.shape, numerics.value_dtype(dtype))
+    operand = Operand(element_format, elements.data.ptr, scales.data.ptr)
+    cuda_kernels.dequantize(_queue(), operand, _split(elements.shape, axis), y.data.ptr, dtype=dtype)
+    return y
+
+
+def gemm(
+    a: Any,
+    a_scales: Any,
+    b: Any,
+    b_scales: Any,
+    bias: Any | None = None,
+    *,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    fast_accumulate: bool = False,
+    kept: WideWeight | FoldedOperand | None = None,
+) -> Any:
+    """Returns dequantize(a) @ dequantize(b).T + bias; arguments and errors as those of `numerics.gemm`.
+
+    Args:
+        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
+        a_scales: uint8 [..., M, ceil(K / 32)].
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
+        b_scales: uint8 [..., N, ceil(K / 32)].
+        bias: float32 [N], or None.
+        a_format: element format of `a`.
+        b_format: element format of `b`.
+        dtype: of the result: "float32", "float16" or "bfloat16".
+        fast_accumulate: let the product take the row `fold` of `cuda_dispatch.ROUTES` if it fits: FP8 tensor cores
+            before Blackwell, faster and not exact. Both operands get one scale per row (`folding.fold_error` gives
+            the error of that), and the hardware's short accumulator sums (on Hopper about 2^-13 of the sum of
+            magnitudes: usually the larger error, and not measured).
+        kept: the weight as `wide_weight` or `folded_weight` keeps it, for the rows that can use it.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format.
+        BackendError: no CuPy, no GPU, or fast_accumulate without nvmath-python.
+    """
+    formats.element_format(a_format)
+    _check_codes("gemm", a, a_scales, a.ndim - 1)
+    if not fast_accumulate:
+        return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
+    if not cuda_lt.available():
+        raise BackendError(
+            "gemm",
+            "fast_accumulate without nvmath-python",
+            expected="it for cuBLASLt",
+            advice="pip install 'nvmath-python[cu13]' (or [cu12]), or leave out fast_accumulate",
+        )
+    with cuda_dispatch.allowed("fold"):
+        return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
+
+
+def weight_gemm(
+    x: Any,
+    b: Any,
+    b_scales: Any,
+    bias: Any | None = None,
+    *,
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    kept: WideWeight | None = None,
+) -> Any:
+    """Returns x @ dequantize(b).T + bias; arguments and errors as those of `numerics.weight_gemm`.
+
+    `kept` is the weight as `wide_weight` keeps it, for the row `large`.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format.
+        BackendError: no CuPy, or no GPU.
+    """
+    numerics.check_value_dtype("gemm", x.dtype)
+    return _gemm((x,), (b, b_scales), (x.dtype.name, b_format), bias, dtype, kept)
+
+
+def wide_weight(b: Any, b_scales: Any, *, b_format: str = "e4m3") -> WideWeight:
+    """Returns the weight [N, K] in bfloat16, for gemms with many rows that read it again and again (`kept`).
+
+    Twice the memory of the elements. C-contiguous arrays only; keep them alive and unchanged as long as the result.
+
+    Raises:
+        ShapeError: not a contiguous matrix, or the scales do not fit.
+        BackendError: no CuPy, or no GPU.
+    """
+    _check_kept("wide_weight", b, b_scales)
+    return cuda_kernels.wide_weight(_queue(), Operand(b_format, b.data.ptr, b_scales.data.ptr), *b.shape)
+
+
+def folded_weight(b: Any, b_scales: Any) -> FoldedOperand:
+    """Returns the E4M3 weight [N, K] with one scale per row, for gemms with `fast_accumulate` (`kept`).
+
+    As much memory again as the elements; otherwise like `wide_weight`.
+
+    Raises:
+        ShapeError: not a contiguous matrix with K % 32 = 0 and aligned to 16 bytes, or the scales do not fit.
+        BackendError: no CuPy, or no GPU.
+    """
+    _check_kept("folded_weight", b, b_scales)
+    if b.shape[1] % 32 or b.data.ptr % 16:
+        raise ShapeError(
+            "folded_weight",
+            f"{b.shape} at address {b.data.ptr:#x}",
+            expected="K % 32 = 0 and 16-byte alignment",
+            advice="other products are never folded",
+        )
+    return cuda_kernels.fold(_queue(), Operand("e4m3", b.data.ptr, b_scales.data.ptr), *b.shape)
+
+
+def _gemm(  # noqa: PLR0917 - one for both gemms
+    a: tuple[Any, ...],
+    b: tuple[Any, Any],
+    kinds: tuple[str, str],
+    bias: Any | None,
+    dtype: str,
+    kept: WideWeight | FoldedOperand | None,
+) -> Any:
+    a_kind, b_format = kinds
+    formats.element_format(b_format)
+    numerics.check_gemm_shapes("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
+    _check_codes("gemm", b[0], b[1], b[0].ndim - 1)
+    y_dtype = numerics.value_dtype(dtype)
+    cupy, queue = cuda_device.cupy_module(), _queue()
+    vector = a[0].ndim == 1
+    a = tuple(cupy.ascontiguousarray(t[None] if vector else t) for t in a)
+    b = cupy.ascontiguousarray(b[0]), cupy.ascontiguousarray(b[1])
+    bias = None if bias is None else cupy.ascontiguousarray(bias, np.float32)
+    m, k = a[0].shape[-2:]
+    n = b[0].shape[-2]
+    try:
+        leading = np.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
+    except ValueError:
+        raise ShapeError(
+            "gemm",
+            f"operands {a[0].shape} and {b[0].shape}",
+            expected="leading dimensions that broadcast",
+            advice="reshape one",
+        ) from None
+    y = cupy.empty((*leading, m, n), y_dtype)
+    libraries = cuda_lt.ROUTES if len(a) == 2 and cuda_lt.available() else ()
+    kept = kept if b[0].ndim == 2 else None
+
+    def one(a: tuple[Any, ...], b: tuple[Any, ...], y: Any, m: int) -> None:
+        x = Operand(a_kind, *(t.data.ptr for t in a))
+        weight = Operand(b_format, *(t.data.ptr for t in b))
+        address = 0 if bias is None else bias.data.ptr
+        product = Product(x, weight, address, y.data.ptr, dtype, m, n, k)
+        route = cuda_kernels.choose(queue.device.capability, product, libraries)
+        if route in cuda_lt.ROUTES:
+            folded = kept if isinstance(kept, FoldedOperand) else None
+            cuda_lt.gemm(route, queue, cupy.cuda.runtime.getDevice(), product, folded)
+        else:
+            cuda_kernels.gemm(queue, product, kept if isinstance(kept, WideWeight) else None)
+
+    if b[0].ndim == 2:
+        one(a, b, y, int(np.prod(leading, dtype=np.int64)) * m)
+    else:
+        every_a, every_b = ([cupy.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b))
+        for i in itertools.product(*map(range, leading)):
+            one(tuple(t[i] for t in every_a), tuple(t[i] for t in every_b), y[i], m)
+    return y[..., 0, :] if vector else y
+
+
+def _queue() -> Queue:
+    cupy = cuda_device.cupy_module()
+    return Queue(cuda_device.device(cupy.cuda.runtime.getDevice()), cupy.cuda.get_current_stream().ptr, _allocate)
+
+
+def _allocate(size: int, zero: bool) -> tuple[Any, int]:
+    cupy = cuda_device.cupy_module()
+    memory = (cupy.zeros if zero else cupy.empty)(size, np.uint8)
+    return memory, memory.data.ptr
+
+
+def _split(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
+    return int(np.prod(shape[:axis], dtype=np.int64)), shape[axis], int(np.prod(shape[axis + 1 :], dtype=np.int64))
+
+
+def _check_kept(where: str, b: Any, b_scales: Any) -> None:
+    if b.ndim != 2 or not (b.flags.c_contiguous and b_scales.flags.c_contiguous):
+        raise ShapeError(
+            where, f"weight {b.shape}", expected="a C-contiguous matrix", advice="pass ascontiguousarray of it"
+        )
+    _check_codes(where, b, b_scales, 1)
+
+
+def _check_codes(where: str, elements: Any, scales: Any, axis: int) -> None:
+    expected = (*elements.shape[:axis], scale_count(elements.shape[axis]), *elements.shape[axis + 1 :])
+    if scales.shape != expected or elements.dtype != np.uint8 or scales.dtype != np.uint8:
+        raise ShapeError(
+            where,
+            f"scales {scales.dtype} {scales.shape} for elements {elements.dtype} {elements.shape} blocked along "
+            f"axis {axis}",
+            expected=f"uint8 {expected} and uint8",
+            advice="pass what quantize returned",
+        )

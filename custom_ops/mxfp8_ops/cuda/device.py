@@ -1,0 +1,184 @@
+"""GPUs through CuPy, which is imported on first use: what `cuda_kernels.Device` asks of one, and which is current."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda.launches import Launch, Queue
+from mxfp8_ops.errors import BackendError
+
+_DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
+"""cublasMath_t: sums of split-K stay in float32."""
+
+_WORKSPACE: Final = 32 << 20
+"""Bytes that cuBLAS works in; what NVIDIA recommends for Hopper and later."""
+
+_SHARED_BYTES: Final = 48 << 10
+"""Shared memory that a launch may ask for unless its kernel has been allowed more."""
+
+
+def available() -> bool:
+    """Returns whether CuPy and a CUDA device are here."""
+    try:
+        return bool(cupy_module().cuda.runtime.getDeviceCount())
+    except BackendError:
+        return False
+
+
+@functools.cache
+def cupy_module() -> Any:
+    """Returns CuPy.
+
+    Raises:
+        BackendError: it cannot be imported, or there is no usable GPU.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise BackendError(
+            "cuda",
+            f"CuPy cannot be imported ({error})",
+            expected="CuPy 14 or later",
+            advice="pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12), or use the CPU kernels",
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendError(
+            "cuda", f"no usable GPU ({error})", expected="a CUDA device and its driver", advice="use the CPU kernels"
+        ) from error
+    if not count:
+        raise BackendError("cuda", "no GPU", expected="a CUDA device", advice="use the CPU kernels")
+    return cupy
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream of someone else's, as CuPy wants to be handed one."""
+
+    ptr: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+
+class CudaDevice:
+    """A GPU, through CuPy. The caller makes it the current device."""
+
+    def __init__(self, index: int) -> None:
+        properties = cupy_module().cuda.runtime.getDeviceProperties(index)
+        self.index = index
+        self.capability = (int(properties["major"]), int(properties["minor"]))
+        self.processors = int(properties["multiProcessorCount"])
+        self.name: str = properties["name"].decode()
+        self._target = cuda_build.target(self.capability)
+        self._functions: dict[str, Any] = {}
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        """Queues a kernel."""
+        function = self.function(launch.source, launch.kernel, launch.shared)
+        threads = (cuda_kernels.THREADS, 1, 1)
+        function((launch.grid, 1, 1), threads, launch.arguments, shared_mem=launch.shared, stream=_Stream(stream))
+
+    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
+        """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
+        cupy = cupy_module()
+        from cupy_backends.cuda.libs import cublas
+
+        m, n, k = sizes
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+        kind = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
+        library, handle = _cublas(), cupy.cuda.device.get_cublas_handle()
+        # Streams would share cuBLAS's own workspace, and CUDA graphs allocate one each. It forgets this one when it is
+        # given a stream again.
+        memory, workspace = queue.allocate(_WORKSPACE, False)
+        cublas.check_status(library.cublasSetStream_v2(handle, queue.stream))
+        cublas.check_status(library.cublasSetWorkspace_v2(handle, workspace, _WORKSPACE))
+        cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
+        try:
+            # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
+            status = library.cublasGemmEx(
+                handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, kind["bfloat16"], k,
+                x, kind["bfloat16"], k, zero.ctypes.data, y, kind[dtype], n, cublas.CUBLAS_COMPUTE_32F,
+                cublas.CUBLAS_GEMM_DEFAULT,
+            )  # fmt: skip
+            cublas.check_status(status)
+        finally:
+            cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
+        del memory  # alive until the product is queued
+
+    def function(self, source: str, kernel: str, shared: int = 0) -> Any:
+        """Returns a kernel as a CuPy function, loading it if this is its first use; its launches ask for `shared`."""
+        function = self._functions.get(kernel)
+        if function is None:
+            code = cuda_build.cubin(source, kernel, self._target)
+            module = cupy_module().cuda.function.Module()
+            module.load(code)
+            function = module.get_function(cuda_build.entry(code))
+            if shared > _SHARED_BYTES:
+                driver = cupy_module().cuda.driver
+                most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                driver.funcSetAttribute(function.ptr, most, shared)
+            self._functions[kernel] = function  # last: another thread may launch what it finds here
+        return function
+
+    def context(self) -> int:
+        """Returns the address of the primary context."""
+        cupy_module().cuda.runtime.free(0)  # makes it, if nothing has yet
+        address: int = cupy_module().cuda.driver.ctxGetCurrent()
+        return address
+
+
+@functools.cache
+def _cublas() -> Any:
+    """Returns the cuBLAS that CuPy is linked with, whose own gemmEx refuses to be captured (cupy/cupy#6290)."""
+    from cupy_backends.cuda.libs import cublas
+
+    # Names are looked up in what a library is linked with too, but on Windows, where CuPy's cuBLAS is found by its own.
+    name = f"cublas64_{cupy_module().cuda.runtime.runtimeGetVersion() // 1000}.dll"
+    library = ctypes.CDLL(name if sys.platform == "win32" else cublas.__file__)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.cublasSetStream_v2.argtypes = (pointer, pointer)
+    library.cublasSetWorkspace_v2.argtypes = (pointer, pointer, ctypes.c_size_t)
+    library.cublasGemmEx.argtypes = (
+        pointer, *(integer,) * 5, pointer, pointer, integer, integer, pointer, integer, integer, pointer, pointer,
+        *(integer,) * 4,
+    )  # fmt: skip
+    return library
+
+
+@functools.cache
+def device(index: int) -> CudaDevice:
+    """Returns GPU number `index`.
+
+    Raises:
+        BackendError: no CuPy, no GPU, or one that is too old.
+    """
+    return CudaDevice(index)
+
+
+@contextlib.contextmanager
+def current(index: int) -> Iterator[CudaDevice]:
+    """Makes GPU number `index` the current device and yields it.
+
+    Raises:
+        BackendError: no CuPy, no such GPU, or one that is too old.
+    """
+    cupy = cupy_module()
+    try:
+        with cupy.cuda.Device(index):
+            yield device(index)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendError(
+            "cuda", f"GPU {index}: {error}", expected="a usable device", advice="see nvidia-smi"
+        ) from error

@@ -1,0 +1,93 @@
+"""What this machine has of CUDA: the driver, its GPUs, the cache of cubins. Needs no CuPy and no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.errors import BackendError
+
+DRIVER: Final = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+"""File name of the CUDA driver."""
+
+_MAJOR, _MINOR, _PROCESSORS = 75, 76, 16
+"""CUdevice_attribute."""
+
+_NO_DEVICE: Final = 100
+"""CUresult."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that the driver shows."""
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    memory: int
+    """Bytes."""
+
+
+def driver_version() -> tuple[int, int]:
+    """Returns the latest CUDA version that the driver supports.
+
+    Raises:
+        BackendError: there is no driver.
+    """
+    version = ctypes.c_int()
+    _check(_driver().cuDriverGetVersion(ctypes.byref(version)))
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def gpus() -> list[Gpu]:
+    """Returns the GPUs, in the driver's order.
+
+    Raises:
+        BackendError: there is no driver, or it does not work.
+    """
+    driver, count = _driver(), ctypes.c_int()
+    status = driver.cuInit(0)
+    if status == _NO_DEVICE:
+        return []
+    _check(status)
+    _check(driver.cuDeviceGetCount(ctypes.byref(count)))
+    return [_gpu(driver, index) for index in range(count.value)]
+
+
+def cache_contents() -> tuple[int, int]:
+    """Returns how many cubins are kept on disk, and their bytes."""
+    try:
+        sizes = [path.stat().st_size for path in cuda_build.cache_folder().glob("*.cubin")]
+    except OSError:
+        return 0, 0
+    return len(sizes), sum(sizes)
+
+
+def _gpu(driver: Any, index: int) -> Gpu:
+    device, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    _check(driver.cuDeviceGet(ctypes.byref(device), index))
+    _check(driver.cuDeviceGetName(name, len(name), device))
+    _check(driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device))
+    values = []
+    for attribute in (_MAJOR, _MINOR, _PROCESSORS):
+        value = ctypes.c_int()
+        _check(driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
+        values.append(value.value)
+    return Gpu(name.value.decode(errors="replace"), (values[0], values[1]), values[2], memory.value)
+
+
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL(DRIVER)
+    except OSError as error:
+        raise BackendError(
+            f"no CUDA driver ({error}); expected NVIDIA's {DRIVER}; install NVIDIA's driver, if this machine has a GPU"
+        ) from error
+
+
+def _check(status: int) -> None:
+    if status:
+        raise BackendError(f"the CUDA driver gives CUDA error {status}; expected success; see what nvidia-smi says")

@@ -1,0 +1,9 @@
+"""The nodes inside ONNX Runtime: registers the native library with a session.
+
+sessions.py     registering and making sessions
+cuda_loader.py  gives the library what its CUDA nodes need: the driver, and kernels compiled by CuPy
+"""
+
+from mxfp8_ops.ort.sessions import DEVICES, MIN_ORT, Description, describe, register, session
+
+__all__ = ["DEVICES", "MIN_ORT", "Description", "describe", "register", "session"]

@@ -1,0 +1,117 @@
+"""Gives the native library what it needs to run the nodes on a GPU: the CUDA driver, and kernels compiled for it.
+
+The library asks for a GPU and its kernels while a session is made (src/ort/mxfp8_cuda.h); nodes run without Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any, Final
+
+from mxfp8_ops.cpu import native
+from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda.system import DRIVER
+from mxfp8_ops.errors import BackendError
+
+_CUBLAS: Final = ("cublasGemmEx", "cublasGetMathMode", "cublasSetMathMode")
+
+
+class _Gpu(Structure):
+    """`mxfp8_cuda_gpu` of the C header; the last fields are the functions of `_CUBLAS`."""
+
+    _fields_ = (("context", c_void_p), ("processors", c_int), *((name, c_void_p) for name in _CUBLAS))
+
+
+_GPU = CFUNCTYPE(c_int, c_int, POINTER(_Gpu), c_void_p, c_size_t)
+_KERNEL = CFUNCTYPE(c_int, c_int, c_char_p, POINTER(c_void_p), c_void_p, c_size_t)
+
+
+class _Loader(Structure):
+    """`mxfp8_cuda_loader` of the C header."""
+
+    _fields_ = (("gpu", _GPU), ("kernel", _KERNEL))
+
+
+@functools.cache
+def connect() -> None:
+    """Gives the library the CUDA driver and the kernels; once per process.
+
+    Raises:
+        BackendError: no CuPy, no GPU or one that is too old, no driver, no NVRTC, or the native library is missing.
+    """
+    if not cuda_device.available():
+        cuda_device.device(0)  # says why
+    cuda_build.nvrtc_version()  # missing, it should be said before a node is made
+    give(native.load())
+
+
+def give(library: ctypes.CDLL) -> None:
+    """Gives a loaded library the CUDA driver and the kernels.
+
+    Raises:
+        BackendError: there is no driver.
+    """
+    message = ctypes.create_string_buffer(1024)
+    library.mxfp8_cuda_open.argtypes = (c_char_p, POINTER(_Loader), c_char_p, c_size_t)
+    if library.mxfp8_cuda_open(DRIVER.encode(), ctypes.byref(_LOADER), message, len(message)):
+        raise BackendError(
+            "cuda",
+            f"no driver ({message.value.decode()})",
+            expected=f"NVIDIA's {DRIVER}",
+            advice="install the driver, or use the CPU kernels",
+        )
+
+
+def _answer(fill: Callable[[], None], message: int, size: int) -> int:
+    """Returns 0, or 1 and the message of what `fill` raised: nothing may be raised into C."""
+    try:
+        fill()
+    except Exception as error:
+        text = (str(error) or type(error).__name__).encode()[: size - 1] + b"\0"
+        ctypes.memmove(message, text, len(text))
+        return 1
+    return 0
+
+
+def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
+    def fill() -> None:
+        with cuda_device.current(index) as device:
+            gpu[0].context, gpu[0].processors = device.context(), device.processors
+        for name, function in _cublas().items():
+            setattr(gpu[0], name, function)
+
+    return _answer(fill, message, size)
+
+
+def _kernel(index: int, kernel: bytes, function: Any, message: int, size: int) -> int:
+    def fill() -> None:
+        name = kernel.decode()
+        with cuda_device.current(index) as device:
+            function[0] = device.function(name.partition("<")[0], name).ptr
+
+    return _answer(fill, message, size)
+
+
+_LOADER: Final = _Loader(_GPU(_gpu), _KERNEL(_kernel))
+"""Kept for as long as the process lives: the library calls it whenever a session is made."""
+
+
+def _cublas() -> dict[str, int]:
+    """Returns the addresses of `_CUBLAS` in the cuBLAS that ONNX Runtime's CUDA provider is linked with.
+
+    Nothing if that provider is not loaded; it is while a session with it is made.
+    """
+    import onnxruntime
+
+    path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: no RTLD_NOLOAD on this system, or no cuBLAS
+        provider = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return {name: ctypes.cast(getattr(provider, name), c_void_p).value or 0 for name in _CUBLAS}
+    return {}

@@ -1,0 +1,217 @@
+"""Runs the nodes inside ONNX Runtime: registers the native library with a session.
+
+A file of ours also runs without this, on the standard-op bodies it carries; slowly. With the library registered, its
+kernels win wherever a node of the domain appears: on the processor, or on a GPU (`DEVICES`).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from mxfp8_ops import contract, cpu
+from mxfp8_ops.errors import BackendError, ContractError
+
+MIN_ORT: Final = (1, 20)
+"""Oldest ONNX Runtime the binding is tested with."""
+
+DEVICES: Final = ("cpu", "cuda", "cuda-copies")
+"""Where the nodes run.
+
+cpu          on the processor.
+cuda         on the CUDA execution provider, on its stream: needs onnxruntime-gpu, CuPy and a GPU. Nodes that ONNX
+             Runtime leaves to the CPU provider run there.
+cuda-copies  on GPU 0, with operands copied there and results back at each node; weights are copied once. For a GPU
+             beside an ONNX Runtime that has no CUDA provider; needs CuPy.
+"""
+
+_CUDA_PROVIDER: Final = "CUDAExecutionProvider"
+_DEVICE: Final = "mxfp8.device"
+"""Configuration entry that tells the library where nodes run (src/ort/mxfp8_cuda.h)."""
+
+_KEEP_WIDE: Final = "mxfp8.keep_wide"
+"""Configuration entry that has it keep weights in bfloat16 too."""
+
+_REGISTERED: Final = "mxfp8.registered"
+"""Configuration entry that marks session options which have the library."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What runs, and where it lies; `doctor` prints it."""
+
+    library: Path
+    isa: str
+    """Instruction set in use."""
+    available_isas: tuple[str, ...]
+    contract_version: int
+    """Version of the nodes the library implements."""
+    onnxruntime: str
+    """Version of ONNX Runtime."""
+
+
+def describe() -> Description:
+    """Returns which library, instruction set and ONNX Runtime are in use.
+
+    Raises:
+        BackendError: the library is missing, or MXFP8_ISA names an instruction set this machine does not have.
+    """
+    return Description(
+        library=cpu.library_path(),
+        isa=cpu.isa(),
+        available_isas=cpu.available_isas(),
+        contract_version=contract.VERSION,
+        onnxruntime=_onnxruntime().__version__,
+    )
+
+
+def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = False) -> None:
+    """Registers the nodes with an `onnxruntime.SessionOptions`, once per object, to run on one of `DEVICES`.
+
+    `keep_wide` is that of `session`.
+
+    Raises:
+        BackendError: the library is missing, ONNX Runtime is too old, the options already have it, the device cannot
+            be used, or weights are to be kept on another device than "cuda".
+    """
+    ort = _onnxruntime()
+    _check_device(ort, device)
+    if keep_wide and device != "cuda":
+        raise BackendError(
+            f"keep_wide on device {device!r}; expected device 'cuda', whose products of many rows read such weights; "
+            "leave keep_wide out"
+        )
+    cpu.isa()  # surfaces a wrong MXFP8_ISA here rather than at the first node
+    try:
+        session_options.get_session_config_entry(_REGISTERED)
+    except RuntimeError:  # no such entry
+        pass
+    else:
+        raise BackendError(
+            "session options",
+            "the library is registered with them already",
+            expected="fresh ones (ONNX Runtime refuses a domain that is registered twice)",
+            advice="make one SessionOptions per session",
+        )
+    if device != "cpu":
+        session_options.add_session_config_entry(_DEVICE, device)
+    if keep_wide:
+        session_options.add_session_config_entry(_KEEP_WIDE, "1")
+    try:
+        session_options.register_custom_ops_library(str(cpu.library_path()))
+    except Exception as error:
+        raise BackendError(
+            f"onnxruntime {ort.__version__}",
+            f"cannot register {cpu.library_path()} ({error})",
+            expected=f"a library it can load, and onnxruntime {_version(MIN_ORT)} or later",
+            advice="reinstall the project",
+        ) from error
+    session_options.add_session_config_entry(_REGISTERED, "1")
+
+
+def session(
+    model: str | os.PathLike[str] | bytes,
+    *,
+    providers: Sequence[Any] | None = None,
+    session_options: Any = None,
+    device: str | None = None,
+    keep_wide: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Returns an `onnxruntime.InferenceSession` of a model, with the nodes registered.
+
+    Without `device`, the nodes run on "cuda" if `providers` has CUDAExecutionProvider, and on the processor otherwise.
+    If they cannot run there, a warning says why, and they run on the processor.
+
+    Args:
+        model: path of an ONNX file, or its bytes. From a file a session holds the weights once - those in an external
+            data file only as pages of it -, from bytes twice: ONNX Runtime keeps the bytes.
+        providers: execution providers, first choice first; by default the CPU, after CUDA if `device` is "cuda".
+        session_options: an `onnxruntime.SessionOptions` to start from. The library is registered with it, so use it
+            for one session.
+        device: one of `DEVICES`: the nodes run there, or an error says why not.
+        keep_wide: on "cuda", keep constant weights in bfloat16 too: two more bytes a value, and products of many rows
+            need not dequantize them at each run.
+        **kwargs: passed on to InferenceSession.
+
+    Raises:
+        ContractError: there is no such file.
+        BackendError: the library is missing, ONNX Runtime is too old, or `device` or `keep_wide` cannot be used.
+    """
+    ort = _onnxruntime()
+    if not isinstance(model, bytes):
+        if not Path(model).is_file():
+            raise ContractError(os.fspath(model), "no such file", expected="an ONNX model", advice="correct the path")
+        model = os.fspath(model)
+    if providers is None:
+        providers = [*([_CUDA_PROVIDER] if device == "cuda" else []), "CPUExecutionProvider"]
+    names = [provider if isinstance(provider, str) else provider[0] for provider in providers]
+    options = ort.SessionOptions() if session_options is None else session_options
+    register(options, device=_device(ort, names) if device is None else device, keep_wide=keep_wide)
+    made = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
+    if device == "cuda" and _CUDA_PROVIDER not in made.get_providers():
+        raise BackendError(
+            "device 'cuda'",
+            f"the session has the providers {', '.join(made.get_providers())}",
+            expected=str(_CUDA_PROVIDER),
+            advice="name it in `providers`, and see what ONNX Runtime printed about it",
+        )
+    return made
+
+
+def _device(ort: Any, providers: Sequence[str]) -> str:
+    """Returns where the nodes run if nobody said so; warns if that is not where the providers are."""
+    if _CUDA_PROVIDER not in providers:
+        return "cpu"
+    try:
+        _check_device(ort, "cuda")
+    except BackendError as error:
+        warnings.warn(f"the MXFP8 nodes run on the CPU: {error}", stacklevel=3)
+        return "cpu"
+    return "cuda"
+
+
+def _check_device(ort: Any, device: str) -> None:
+    """Makes the device ready; raises BackendError if it cannot be used."""
+    if device not in DEVICES:
+        raise BackendError(f"device {device!r}; expected one of {', '.join(DEVICES)}; correct the name")
+    if device == "cuda" and _CUDA_PROVIDER not in ort.get_available_providers():
+        raise BackendError(
+            "device 'cuda'",
+            f"onnxruntime {ort.__version__} has no {_CUDA_PROVIDER}",
+            expected="a build with CUDA",
+            advice="pip uninstall onnxruntime && pip install onnxruntime-gpu, or use device='cuda-copies'",
+        )
+    if device != "cpu":
+        from mxfp8_ops.ort import cuda_loader as ort_cuda
+
+        ort_cuda.connect()
+
+
+def _onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError(
+            "onnxruntime",
+            f"cannot be imported ({error})",
+            expected=f"version {_version(MIN_ORT)} or later",
+            advice="pip install onnxruntime",
+        ) from error
+    found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    if found < MIN_ORT:
+        raise BackendError(
+            f"onnxruntime {onnxruntime.__version__}",
+            "too old",
+            expected=f"{_version(MIN_ORT)} or later",
+            advice="pip install --upgrade onnxruntime",
+        )
+    return onnxruntime
+
+
+def _version(parts: tuple[int, ...]) -> str:
+    return ".".join(map(str, parts))

@@ -1,0 +1,301 @@
+"""The torch ops on CUDA devices: the kernels of `cuda_kernels.py` on tensors' own memory, on torch's current stream.
+
+Nothing is copied but strided inputs, and nothing waits for the device, so the ops can be captured into CUDA graphs once
+each shape has run (kernels compile and load on first use). Memory comes from torch's allocator.
+
+Not verified on hardware yet: see custom_ops/README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import dispatch as cuda_dispatch
+from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda.launches import FoldedOperand, Operand, Product, Queue, WideWeight
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.numerics import scale_count
+from mxfp8_ops.torch_ops import cpu as torch_kernels
+from mxfp8_ops.torch_ops import scaled_mm as torch_scaled
+from mxfp8_ops.torch_ops import shapes as torch_shapes
+from mxfp8_ops.torch_ops.shapes import Pair
+
+NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass
+class _Kept:
+    """What `keep_wide` and `keep_folded` made of a weight. The tensors keep their addresses from being used again."""
+
+    b: Pair
+    versions: tuple[int, int]
+    wide: WideWeight | None = None
+    folded: FoldedOperand | None = None
+
+
+_kept: dict[tuple[int, int, torch.Size], _Kept] = {}
+"""Weights kept in another form too, by address and shape."""
+
+
+def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
+    """Returns (elements, scales), as `numerics.quantize` does, bit for bit; see `torch_kernels.quantize`.
+
+    Raises:
+        ShapeError: wrong dtype, a scalar, or no such axis.
+        ContractError: unknown format or rounding.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    axis = torch_shapes.check_quantize(x, axis, element_format, scale_rounding)
+    if x.requires_grad and torch.is_grad_enabled():
+        warnings.warn(torch_kernels._NO_GRADIENT, stacklevel=2)
+    transposed = x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
+    if transposed and axis == 0:
+        # Quantized as it lies, then bytes are transposed instead of values.
+        elements, scales = quantize(x.t(), 1, element_format, scale_rounding)
+        return elements.t().contiguous(), scales.t().contiguous()
+    shape = [*x.shape]
+    shape[axis] = scale_count(shape[axis])
+    elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    x = x.t() if transposed else x.contiguous()
+    with _queue(x) as queue:
+        cuda_kernels.quantize(
+            queue, Operand(NAMES[x.dtype], x.data_ptr()), _split(x.shape, 0 if transposed else axis),
+            (elements.data_ptr(), scales.data_ptr()), element_format=element_format, scale_rounding=scale_rounding,
+            transposed=transposed,
+        )  # fmt: skip
+    return elements, scales
+
+
+def quantize_both(
+    x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once; see `torch_kernels.quantize_both`.
+
+    Raises:
+        ShapeError: wrong dtype, or not a matrix.
+        ContractError: unknown format or rounding.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    torch_shapes.check_quantize_both(x, element_format, scale_rounding)
+    x = x.contiguous()
+    results = *torch_shapes.quantize(x), *torch_shapes.quantize(x.t())
+    with _queue(x) as queue:
+        cuda_kernels.quantize_both(
+            queue, Operand(NAMES[x.dtype], x.data_ptr()), (x.shape[0], x.shape[1]),
+            (results[0].data_ptr(), results[1].data_ptr()), (results[2].data_ptr(), results[3].data_ptr()),
+            element_format=element_format, scale_rounding=scale_rounding, transposed=True,
+        )  # fmt: skip
+    return results
+
+
+def dequantize(
+    elements: Tensor,
+    scales: Tensor,
+    axis: int = -1,
+    element_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns the values that (elements, scales) stand for; see `torch_kernels.dequantize`.
+
+    Raises:
+        ShapeError: wrong dtypes or devices, or the scales do not fit the elements.
+        ContractError: unknown format.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    dtype = dtype or torch.float32
+    torch_shapes.check_dequantize(elements, scales, axis, element_format, dtype)
+    _check_devices("dequantize", elements, scales)
+    elements, scales = elements.contiguous(), scales.contiguous()
+    y = torch.empty(elements.shape, dtype=dtype, device=elements.device)
+    operand = Operand(element_format, elements.data_ptr(), scales.data_ptr())
+    with _queue(elements) as queue:
+        shape = _split(elements.shape, axis % elements.dim())
+        cuda_kernels.dequantize(queue, operand, shape, y.data_ptr(), dtype=NAMES[dtype])
+    return y
+
+
+def gemm(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns dequantize(a) @ dequantize(b).T + bias; see `torch_kernels.gemm`.
+
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit.
+        ContractError: unknown format.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    dtype = dtype or torch.float32
+    shape = torch_shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
+    return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, shape, dtype)
+
+
+def weight_gemm(  # noqa: PLR0917 - the op's schema
+    x: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns x @ dequantize(b).T + bias; see `torch_kernels.weight_gemm`.
+
+    Raises:
+        ShapeError: shapes, dtypes or devices do not fit.
+        ContractError: unknown format.
+        BackendError: no CuPy, or a GPU that is too old.
+    """
+    shape = torch_shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
+    return _gemm((x,), (b, b_scales), (NAMES[x.dtype], b_format), bias, shape, dtype or x.dtype)
+
+
+def fast_accumulate() -> contextlib.AbstractContextManager[None]:
+    """Lets gemms of E4M3 operands use FP8 tensor cores before Blackwell, inside a `with`: faster, and not exact.
+
+    Inside it, in every thread, products of quantized x that the row `fold` of `cuda_dispatch.ROUTES` fits take it: both
+    operands get one scale per row, and the hardware's short accumulator sums. `folding.fold_error` gives the error of
+    the first step; the second is usually larger, on Hopper about 2^-13 of the sum of magnitudes, and was not measured.
+    What a CUDA graph captured inside keeps to it. `keep_folded` saves folding a weight again and again.
+    """
+    return cuda_dispatch.allowed("fold")
+
+
+def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
+    """Keeps the weight [N, K] in bfloat16 too, so that products with many rows need not dequantize it each time.
+
+    Twice the memory of float8, until `forget_kept`. A weight that is changed in place is dequantized anew each time;
+    torch does not track that for tensors made in inference mode, so those must not change. The work is queued on
+    torch's current stream: like any tensor, the weight may be used on another once that has waited for this one.
+
+    Raises:
+        ShapeError: not a contiguous matrix, or the scales do not fit.
+    """
+    with _queue(b) as queue:
+        _entry(b, b_scales).wide = cuda_kernels.wide_weight(
+            queue, Operand(b_format, b.data_ptr(), b_scales.data_ptr()), *b.shape
+        )
+
+
+def keep_folded(b: Tensor, b_scales: Tensor) -> None:
+    """Keeps the E4M3 weight [N, K] folded too, for products inside `fast_accumulate`; otherwise like `keep_wide`.
+
+    Raises:
+        ShapeError: not a contiguous matrix with K % 32 = 0, or the scales do not fit.
+    """
+    if b.shape[-1] % 32:
+        raise ShapeError(
+            "keep_folded", f"weight {tuple(b.shape)}", expected="K % 32 = 0", advice="other products are never folded"
+        )
+    with _queue(b) as queue:
+        _entry(b, b_scales).folded = cuda_kernels.fold(
+            queue, Operand("e4m3", b.data_ptr(), b_scales.data_ptr()), *b.shape
+        )
+
+
+def forget_kept() -> None:
+    """Frees what `keep_wide` and `keep_folded` keep, which no stream but those that made it may still be reading."""
+    _kept.clear()
+
+
+def _entry(b: Tensor, b_scales: Tensor) -> _Kept:
+    """Returns the weight's entry in `_kept`, a new one if there is none for its present contents."""
+    torch_shapes.check_codes("keep", b, b_scales, -1)
+    if b.dim() != 2 or not (b.is_contiguous() and b_scales.is_contiguous()):
+        raise ShapeError(
+            "keep", f"weight {tuple(b.shape)}", expected="a contiguous matrix", advice="pass .contiguous()"
+        )
+    entry = _find((b, b_scales))
+    if entry is None:
+        entry = _kept[b.data_ptr(), b_scales.data_ptr(), b.shape] = _Kept((b, b_scales), _versions((b, b_scales)))
+    return entry
+
+
+def _find(b: Pair) -> _Kept | None:
+    entry = _kept.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape)) if _kept else None
+    return entry if entry is not None and entry.versions == _versions(b) else None
+
+
+def _gemm(  # noqa: PLR0917 - one for both ops
+    a: tuple[Tensor, ...],
+    b: Pair,
+    kinds: tuple[str, str],
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns y of `shape`, [..., M, N] (or [N])."""
+    kind, b_format = kinds
+    _check_devices("gemm", *a, *b, *(() if bias is None else (bias,)))
+    n, k = shape[-1], a[0].shape[-1]
+    a, b = tuple(t.contiguous() for t in a), (b[0].contiguous(), b[1].contiguous())
+    bias = None if bias is None else bias.contiguous()
+    address, name = 0 if bias is None else bias.data_ptr(), NAMES[dtype]
+    with _queue(b[0]) as queue:
+        if b[0].dim() != 2:
+            y = torch.empty(shape, dtype=dtype, device=b[0].device)
+            pairs = (a[0], a[-1])  # without scales, any address stands in for theirs
+            for m, x_data, x_scales, b_data, b_scales, y_data in torch_kernels._products(y, pairs, b):
+                x = Operand(kind, x_data, x_scales if len(a) == 2 else 0)
+                product = Product(x, Operand(b_format, b_data, b_scales), address, y_data, name, m, n, k)
+                cuda_kernels.gemm(queue, product)
+            return y
+        x, weight = Operand(kind, *(t.data_ptr() for t in a)), Operand(b_format, b[0].data_ptr(), b[1].data_ptr())
+        m = math.prod(shape[:-1]) if n else 0
+        product, kept = Product(x, weight, address, 0, name, m, n, k), _find(b)
+        if len(a) == 2 and m:
+            route = cuda_kernels.choose(queue.device.capability, product, torch_scaled.ROUTES)
+            if route in torch_scaled.ROUTES:
+                folded = kept.folded if kept else None
+                operands = (a[0].view(m, k), b[0])
+                return torch_scaled.gemm(route, queue, product, operands, dtype, folded).view(shape)
+        y = torch.empty(shape, dtype=dtype, device=b[0].device)
+        cuda_kernels.gemm(queue, dataclasses.replace(product, y=y.data_ptr()), kept.wide if kept else None)
+        return y
+
+
+def _versions(b: Pair) -> tuple[int, int]:
+    """Returns numbers that change with the tensors' contents."""
+    first, second = (-1 if t.is_inference() else t._version for t in b)
+    return first, second
+
+
+@contextlib.contextmanager
+def _queue(x: Tensor) -> Iterator[Queue]:
+    """Makes the device of `x` current and yields torch's current stream there."""
+
+    def allocate(size: int, zero: bool) -> tuple[Any, int]:
+        make = torch.zeros if zero else torch.empty
+        memory = make(size, dtype=torch.uint8, device=x.device)
+        return memory, memory.data_ptr()
+
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        yield Queue(cuda_device.device(torch.cuda.current_device()), stream, allocate)
+
+
+def _split(shape: torch.Size, axis: int) -> tuple[int, int, int]:
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+
+
+def _check_devices(where: str, *tensors: Tensor) -> None:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ShapeError(where, f"tensors on {names}", expected="one device", advice="move them with .to(device)")

@@ -1,0 +1,115 @@
+"""`mxfp8::grouped_gemm`: a mixture of experts' products, one gemm per group of rows.
+
+What `torch.nn.functional.grouped_mm` is to matmul: the rows are sorted by expert, `offs[e]` is where the rows of expert
+e end, and they are multiplied by that expert's weight.
+
+    y[offs[e-1]:offs[e]] = a[offs[e-1]:offs[e]]  b[e]^T
+
+It is made of `gemm` and `weight_gemm`, on any device that has those, and reads `offs` on the host. It has no node in
+ONNX: there a group's size would have to be a shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops import formats
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.torch_ops import shapes as torch_shapes
+
+
+def grouped_gemm(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    a_scales: Tensor | None,
+    b: Tensor,
+    b_scales: Tensor,
+    offs: Tensor,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns each group of rows of `a` times its own weight; rows behind the last group are 0.
+
+    Args:
+        a: elements uint8 [S, K], or with `a_scales` None values float32, float16 or bfloat16 [S, K].
+        a_scales: uint8 [S, ceil(K / 32)], or None.
+        b: elements uint8 [E, N, K].
+        b_scales: uint8 [E, N, ceil(K / 32)].
+        offs: int32 or int64 [E], ascending: the end of each group of rows.
+        a_format: element format of `a`, if it is quantized.
+        b_format: element format of `b`.
+        dtype: of the result; None for float32 if `a` is quantized, and that of `a` if it is not.
+
+    Returns:
+        [S, N].
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit, or `offs` is not ascending within 0..S.
+        ContractError: unknown format.
+        BackendError: no kernels for the device of `a`.
+    """
+    y = empty(a, a_scales, b, b_scales, offs, a_format, b_format, dtype)
+    ends: list[int] = offs.tolist()
+    y[ends[-1] if ends else 0 :] = 0
+    for expert, (start, stop) in enumerate(itertools.pairwise([0, *ends])):
+        if not 0 <= start <= stop <= a.shape[0]:
+            raise ShapeError(
+                "grouped_gemm",
+                f"offs {ends}",
+                expected=f"ascending ends of groups within 0..{a.shape[0]}, the rows of a",
+                advice="pass the running sum of the groups' sizes",
+            )
+        if start == stop:
+            continue
+        weight = b[expert], b_scales[expert], None
+        if a_scales is None:
+            y[start:stop] = torch.ops.mxfp8.weight_gemm.default(a[start:stop], *weight, b_format, y.dtype)
+        else:
+            rows = a[start:stop], a_scales[start:stop]
+            y[start:stop] = torch.ops.mxfp8.gemm.default(*rows, *weight, a_format, b_format, y.dtype)
+    return y
+
+
+def empty(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    a_scales: Tensor | None,
+    b: Tensor,
+    b_scales: Tensor,
+    offs: Tensor,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns an empty result of `mxfp8::grouped_gemm`.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format.
+    """
+    formats.element_format(b_format)
+    if a_scales is None:
+        torch_shapes.check_dtype("grouped_gemm", a.dtype)
+    else:
+        formats.element_format(a_format)
+        torch_shapes.check_codes("grouped_gemm", a, a_scales, -1)
+    dtype = dtype or (a.dtype if a_scales is None else torch.float32)
+    torch_shapes.check_dtype("grouped_gemm", dtype)
+    if a.dim() != 2 or b.dim() != 3 or a.shape[-1] != b.shape[-1]:
+        raise ShapeError(
+            "grouped_gemm",
+            f"operands {tuple(a.shape)} and {tuple(b.shape)}",
+            expected="[S, K] and [E, N, K] with the same K",
+            advice="store each expert's weight with K last",
+        )
+    torch_shapes.check_codes("grouped_gemm", b, b_scales, -1)
+    if offs.dtype not in {torch.int32, torch.int64} or tuple(offs.shape) != (b.shape[0],):
+        raise ShapeError(
+            "grouped_gemm",
+            f"offs is {str(offs.dtype).removeprefix('torch.')} {tuple(offs.shape)}",
+            expected=f"int32 or int64 ({b.shape[0]},), the end of each expert's rows",
+            advice="pass the running sum of the groups' sizes",
+        )
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)

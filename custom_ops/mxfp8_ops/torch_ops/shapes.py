@@ -1,0 +1,270 @@
+"""What the torch ops accept and what shape they return: the checks of the kernels, and the fake kernels themselves.
+
+Everything here works on symbolic shapes, so torch.export and torch.compile see the same rules and the same messages as
+an eager call. Results are always contiguous, whatever the strides of the inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops import formats, numerics
+from mxfp8_ops.errors import ContractError, ShapeError
+from mxfp8_ops.numerics import scale_count
+
+DTYPE_CODES: Final = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}
+"""onnx.TensorProto.DataType of each value dtype: what the native library calls it."""
+
+GRADIENT_FORMATS: Final = {"E4M3": "e4m3", "HYBRID": "e5m2"}
+"""Element format of gradients, by TransformerEngine's name for the choice; everything else is E4M3."""
+
+Pair = tuple[Tensor, Tensor]
+
+
+def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
+    """Returns empty (elements, scales) of `mxfp8::quantize`.
+
+    Raises:
+        ShapeError: wrong dtype, a scalar, or no such axis.
+        ContractError: unknown format or rounding.
+    """
+    axis = check_quantize(x, axis, element_format, scale_rounding)
+    shape = x.shape
+    scales = (*shape[:axis], scale_count(shape[axis]), *shape[axis + 1 :])
+    return x.new_empty(shape, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8)
+
+
+def quantize_both(
+    x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns empty results of `mxfp8::quantize_both`.
+
+    Raises:
+        ShapeError: wrong dtype, or not a matrix.
+        ContractError: unknown format or rounding.
+    """
+    check_quantize_both(x, element_format, scale_rounding)
+    return *quantize(x, -1, element_format, scale_rounding), *quantize(x.t(), -1, element_format, scale_rounding)
+
+
+def dequantize(
+    elements: Tensor,
+    scales: Tensor,
+    axis: int = -1,
+    element_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns an empty result of `mxfp8::dequantize`.
+
+    Raises:
+        ShapeError: wrong dtypes, or the scales do not fit the elements.
+        ContractError: unknown format.
+    """
+    dtype = dtype or torch.float32
+    check_dequantize(elements, scales, axis, element_format, dtype)
+    return elements.new_empty(elements.shape, dtype=dtype)
+
+
+def gemm(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns an empty result of `mxfp8::gemm`.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format.
+    """
+    dtype = dtype or torch.float32
+    return a.new_empty(check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype), dtype=dtype)
+
+
+def weight_gemm(  # noqa: PLR0917 - the op's schema
+    x: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns an empty result of `mxfp8::weight_gemm`.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format.
+    """
+    return x.new_empty(check_weight_gemm(x, b, b_scales, bias, b_format, dtype), dtype=dtype)
+
+
+def linear_train(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
+) -> Tensor:
+    """Returns an empty result of `mxfp8::linear_train`.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format or rounding.
+    """
+    check_linear_train(x, weight, bias, fp8_format, scale_rounding)
+    return x.new_empty((*x.shape[:-1], weight.shape[-2]))
+
+
+def check_quantize(x: Tensor, axis: int, element_format: str, scale_rounding: str) -> int:
+    """Returns `axis` as 0..rank-1; raises as `quantize` does."""
+    formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    check_dtype("quantize", x.dtype)
+    return numerics.normalize_axis("quantize", x.dim(), axis)
+
+
+def check_quantize_both(x: Tensor, element_format: str, scale_rounding: str) -> None:
+    """Raises as `quantize_both` does."""
+    check_quantize(x, -1, element_format, scale_rounding)
+    if x.dim() != 2:
+        raise ShapeError("quantize_both", f"x has shape {tuple(x.shape)}", expected="a matrix", advice="reshape it")
+
+
+def check_dequantize(elements: Tensor, scales: Tensor, axis: int, element_format: str, dtype: torch.dtype) -> None:
+    """Raises as `dequantize` does."""
+    formats.element_format(element_format)
+    check_dtype("dequantize", dtype)
+    check_codes("dequantize", elements, scales, numerics.normalize_axis("dequantize", elements.dim(), axis))
+
+
+def check_gemm(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None,
+    a_format: str,
+    b_format: str,
+    dtype: torch.dtype,
+) -> tuple[int, ...]:
+    """Returns the shape of the result; raises as `gemm` does."""
+    formats.element_format(a_format)
+    formats.element_format(b_format)
+    check_dtype("gemm", dtype)
+    return gemm_shape("gemm", a, a_scales, b, b_scales, bias)
+
+
+def check_weight_gemm(  # noqa: PLR0917 - the op's schema
+    x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, b_format: str, dtype: torch.dtype | None
+) -> tuple[int, ...]:
+    """Returns the shape of the result; raises as `weight_gemm` does."""
+    formats.element_format(b_format)
+    check_dtype("weight_gemm", x.dtype)
+    if dtype is not None:
+        check_dtype("weight_gemm", dtype)
+    return gemm_shape("weight_gemm", x, None, b, b_scales, bias)
+
+
+def check_linear_train(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scale_rounding: str) -> None:
+    """Raises as `linear_train` does."""
+    if fp8_format not in GRADIENT_FORMATS:
+        raise ContractError(
+            "fp8_format", f"{fp8_format!r}", expected=f"one of {', '.join(GRADIENT_FORMATS)}", advice="correct the name"
+        )
+    formats.scale_increment(formats.E4M3, scale_rounding)
+    for tensor in (x, weight) if bias is None else (x, weight, bias):
+        check_dtype("linear_train", tensor.dtype)
+    if weight.dim() != 2 and not (weight.dim() == x.dim() == 3 and weight.shape[0] == x.shape[0]):
+        raise ShapeError(
+            "linear_train",
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}",
+            expected="a weight [N, K], or [B, N, K] for x [B, M, K]",
+            advice="store it as nn.Linear does, or expand x",
+        )
+    numerics.check_gemm_shapes(
+        "linear_train", tuple(x.shape), tuple(weight.shape), None if bias is None else tuple(bias.shape)
+    )
+
+
+def check_dtype(where: str, dtype: torch.dtype) -> None:
+    """Raises ShapeError unless `dtype` is float32, float16 or bfloat16."""
+    if dtype not in DTYPE_CODES:
+        names = ", ".join(map(_name, DTYPE_CODES))
+        raise ShapeError(where, f"dtype {_name(dtype)}", expected=f"one of {names}", advice="cast the tensor first")
+
+
+def gemm_shape(  # noqa: PLR0917 - the op's operands
+    where: str, x: Tensor, x_scales: Tensor | None, b: Tensor, b_scales: Tensor, bias: Tensor | None
+) -> tuple[int, ...]:
+    """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed.
+
+    Raises:
+        ShapeError: they do not fit together, nor with their scales [..., ceil(K / 32)] and the bias float32 [N].
+    """
+    # What nearly every call looks like, in as few steps as Python allows: a whole op has 5 us.
+    x_shape, b_shape = x.shape, b.shape
+    if len(b_shape) == 2 and x_shape:
+        n, k = b_shape
+        lead, blocks = x_shape[:-1], scale_count(k)
+        if (
+            x_shape[-1] == k
+            and b.dtype is b_scales.dtype is torch.uint8
+            and b_scales.shape == (n, blocks)
+            and (x_scales is None or (x.dtype is x_scales.dtype is torch.uint8 and x_scales.shape == (*lead, blocks)))
+            and (bias is None or (bias.dtype is torch.float32 and bias.shape == (n,)))
+        ):
+            return (*lead, n)
+    return _gemm_shape(where, x, x_scales, b, b_scales, bias)
+
+
+def _gemm_shape(  # noqa: PLR0917 - the op's operands
+    where: str, x: Tensor, x_scales: Tensor | None, b: Tensor, b_scales: Tensor, bias: Tensor | None
+) -> tuple[int, ...]:
+    """Returns what `gemm_shape` does, or raises, for operands of any rank."""
+    x_shape, b_shape = tuple(x.shape), tuple(b.shape)
+    numerics.check_gemm_shapes(where, x_shape, b_shape, None if bias is None else tuple(bias.shape))
+    check_codes(where, b, b_scales, -1)
+    if x_scales is not None:
+        check_codes(where, x, x_scales, -1)
+    if bias is not None and bias.dtype is not torch.float32:
+        raise ShapeError(where, f"bias has dtype {_name(bias.dtype)}", expected="float32", advice="pass bias.float()")
+    if len(b_shape) == 2:
+        return (*x_shape[:-1], b_shape[0])
+    try:
+        leading = torch.broadcast_shapes(x_shape[:-2], b_shape[:-2])  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise ShapeError(
+            where,
+            f"operands {x_shape} and {b_shape}",
+            expected="leading dimensions that broadcast",
+            advice="reshape one",
+        ) from None
+    return (*leading, *x_shape[-2:-1], b_shape[-2])
+
+
+def check_codes(where: str, elements: Tensor, scales: Tensor, axis: int) -> None:
+    """Raises ShapeError unless both are uint8 and `scales` has one code per block of `elements` along `axis`."""
+    if elements.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
+        raise ShapeError(
+            where,
+            f"elements have dtype {_name(elements.dtype)} and scales {_name(scales.dtype)}",
+            expected="uint8 codes",
+            advice="pass .view(torch.uint8)",
+        )
+    expected = [*elements.shape]
+    expected[axis] = scale_count(expected[axis])
+    if [*scales.shape] != expected:
+        raise ShapeError(
+            where,
+            f"scales have shape {tuple(scales.shape)}",
+            expected=(
+                f"{tuple(expected)} for elements {tuple(elements.shape)} blocked along axis {axis % elements.dim()}"
+            ),
+            advice="pass the scales quantize returned",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,280 @@
+"""`mxfp8::linear_train`: a linear layer whose three products, forward and backward, all run in MXFP8.
+
+    fprop  y  = x  w^T    x  [M, K] and w  [N, K] blocked along K ("rowwise")
+    dgrad  dx = dy w      dy [M, N] blocked along N, w   [N, K] along N ("columnwise")
+    wgrad  dw = dy^T x    dy [M, N] blocked along M, x   [M, K] along M ("columnwise")
+
+A stack of weights [B, N, K] meets x [B, M, K] matrix by matrix.
+
+A block must lie along the axis a product sums over, so x, w and dy are each quantized twice, always from the
+high-precision tensor and never from the other quantized copy. Elements are E4M3; fp8_format="HYBRID" makes those of dy
+E5M2. The weight stays a master parameter in its own dtype, and the gradient of the bias is summed in float32.
+
+The columnwise copy of x is made in the forward pass and saved instead of x: 1.03 bytes per value instead of 2 or 4.
+The weight itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass.
+
+Source: NVIDIA, "Recipes for Pre-training LLMs with MXFP8"; TransformerEngine's MXFP8BlockScaling.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from mxfp8_ops.errors import Mxfp8Error
+from mxfp8_ops.torch_ops import cpu as torch_kernels
+from mxfp8_ops.torch_ops import shapes as torch_shapes
+
+Gradient = Tensor | None
+
+
+def linear_train(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
+) -> Tensor:
+    """Returns x @ weight.T + bias, both operands quantized along K; see the module for the gradients.
+
+    Args:
+        x: [..., M, K] (or [K]) float32, float16 or bfloat16. Any M and K, also 0.
+        weight: [N, K] float32, float16 or bfloat16, not necessarily that of `x`; or [B, N, K] for an x [B, M, K].
+        bias: [N] float32, float16 or bfloat16, or None.
+        fp8_format: "E4M3", or "HYBRID" for gradients in E5M2.
+        scale_rounding: "ceil", "floor" or "even".
+
+    Returns:
+        [..., M, N] (or [N]) in the dtype of `x`.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format or rounding.
+        BackendError: no kernels for the device of `x`.
+    """
+    torch_shapes.check_linear_train(x, weight, bias, fp8_format, scale_rounding)
+    ops = torch.ops.mxfp8
+    rows = ops.quantize.default(x, -1, "e4m3", scale_rounding)
+    columns = ops.quantize.default(weight, -1, "e4m3", scale_rounding)
+    wide_bias = None if bias is None else bias.float()
+    result: Tensor = ops.gemm.default(*rows, *columns, wide_bias, "e4m3", "e4m3", x.dtype)
+    return result
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Saves what `backward` needs: a columnwise copy of x for the weight's gradient, the weight for that of x."""
+    x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
+    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() == 3
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    elements = scales = None
+    if ctx.needs_input_grad[1]:
+        elements, scales = _columnwise(x if ctx.stack else _matrix(x), "e4m3", ctx.scale_rounding)
+    ctx.save_for_backward(elements, scales, weight if ctx.needs_input_grad[0] else None)
+
+
+def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None, None]:
+    """Returns the gradients of x, weight and bias, of those that are needed."""
+    x_elements, x_scales, weight = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
+    ops = torch.ops.mxfp8
+    fmt = torch_shapes.GRADIENT_FORMATS[ctx.fp8_format]
+    dx = dw = db = None
+    with torch.no_grad():
+        dy = grad if ctx.stack else _matrix(grad)
+        rows: tuple[Tensor, ...] = ()
+        columns: tuple[Tensor, ...] = ()
+        if needs_x and needs_weight and not ctx.stack:
+            both = ops.quantize_both.default(dy, fmt, ctx.scale_rounding)
+            rows, columns = both[:2], both[2:]
+        if needs_x and not rows:
+            rows = ops.quantize.default(dy, -1, fmt, ctx.scale_rounding)
+        if needs_weight and not columns:
+            columns = _columnwise(dy, fmt, ctx.scale_rounding)
+        if needs_x:
+            w = _columnwise(weight, "e4m3", ctx.scale_rounding)
+            dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype).reshape(ctx.x_shape)
+        if needs_weight:
+            dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
+        if needs_bias:
+            db = _matrix(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    if torch.is_grad_enabled():  # only with create_graph=True
+        dx, dw, db = _refuse_second_derivative(dx, dw, db)
+    return dx, dw, db, None, None
+
+
+def recorded(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
+) -> Tensor:
+    """Returns what `mxfp8::linear_train` does, and records its gradients if any are wanted.
+
+    Raises:
+        Mxfp8Error: an operand carries a tangent (forward-mode differentiation), or the call is inside of two gradients.
+    """
+    if torch._C._are_functorch_transforms_active():
+        levels = [level.key() for level in retrieve_all_functorch_interpreters()]
+        if levels.count(TransformType.Grad) > 1:  # an outer one would not see what the inner one's integers came from
+            raise _second_derivative()
+    if forward_ad._current_level >= 0:
+        _refuse_tangents("linear_train", "keep this layer in high precision", x, weight, bias)
+    arguments = x, weight, bias, fp8_format, scale_rounding
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
+        result: Tensor = _apply(_LinearTrain, *arguments)
+        return result
+    return _below_autograd(torch.ops.mxfp8.linear_train, *arguments)
+
+
+class _LinearTrain(_SingleLevelFunction):
+    """linear_train and its gradients."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return _below_autograd(torch.ops.mxfp8.linear_train, *arguments)
+
+    setup_context = staticmethod(setup_context)
+    backward = staticmethod(backward)
+
+
+def autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
+) -> Tensor:
+    """Returns `linear_train` with x, and so the result, in the autocast dtype.
+
+    Weight and bias are used as they are: the weight is quantized anyway, and from its master precision.
+    """
+    device = x.device.type
+    with torch.autocast(device, enabled=False):
+        x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
+        result: Tensor = torch.ops.mxfp8.linear_train.default(x, weight, bias, fp8_format, scale_rounding)
+    return result
+
+
+def weight_gemm(  # noqa: PLR0917 - the op's schema
+    keys: torch._C.DispatchKeySet,
+    x: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns what `mxfp8::weight_gemm` does, and records its gradients if any are wanted.
+
+    `torch.library.register_autograd` would do the same, and take 3 us more of a call that wants none.
+
+    Raises:
+        Mxfp8Error: x or bias carries a tangent (forward-mode differentiation).
+    """
+    if forward_ad._current_level >= 0:
+        _refuse_tangents("weight_gemm", "go through torch.ops.mxfp8.dequantize and a matmul", x, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        result: Tensor = _apply(_WeightGemm, x, b, b_scales, bias, b_format, dtype)
+        return result
+    if keys.raw_repr() == _PLAIN_CPU:  # nobody else wants to see this call: no mode, no subclass, no transform
+        return torch_kernels.weight_gemm(x, b, b_scales, bias, b_format, dtype)
+    return _below_autograd(torch.ops.mxfp8.weight_gemm, x, b, b_scales, bias, b_format, dtype)
+
+
+_PLAIN_CPU: Final = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+).raw_repr()
+"""The keys of a call whose tensors all are plain CPU tensors."""
+
+
+def _refuse_tangents(op: str, instead: str, *tensors: Tensor | None) -> None:
+    unpack: Any = forward_ad.unpack_dual
+    if any(t is not None and unpack(t).tangent is not None for t in tensors):
+        raise Mxfp8Error(
+            op,
+            "an operand carries a tangent",
+            expected="none (it has gradients in reverse mode only)",
+            advice=f"differentiate with backward() or torch.func.grad, or {instead}",
+        )
+
+
+def _apply(function: Any, *arguments: Any) -> Any:
+    """Returns function(*arguments) and records it, also inside torch.func.grad and its kin.
+
+    There the autograd kernel of an op runs once per level, on that level's tensors: what `torch.autograd.Function` and
+    `torch.library.register_autograd` refuse is just what is wanted.
+    """
+    with enable_single_level_autograd_function():
+        return function.apply(*arguments)
+
+
+def _below_autograd(op: Any, *arguments: Any) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        result: Tensor = op.default(*arguments)
+    return result
+
+
+class _WeightGemm(_SingleLevelFunction):
+    """weight_gemm with the gradients of x, through the frozen weight in float32, and of the bias.
+
+    For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none.
+    """
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return _below_autograd(torch.ops.mxfp8.weight_gemm, *arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, b, b_scales, bias, ctx.b_format, _ = inputs
+        ctx.save_for_backward(b, b_scales)
+        ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, None, None, Gradient, None, None]:
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format, torch.float32)
+            rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
+            dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
+        if ctx.has_bias and ctx.needs_input_grad[3]:
+            db = grad.float().sum_to_size(grad.shape[-1])
+        return dx, None, None, db, None, None
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Returns `x` [..., K] as [M, K]."""
+    if x.dim() == 2:
+        return x
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def _columnwise(x: Tensor, element_format: str, scale_rounding: str) -> tuple[Tensor, Tensor]:
+    """Returns `x` [..., M, K] blocked along M and stored [..., K, M]: the blocked axis last, as gemm wants it."""
+    pair: tuple[Tensor, Tensor] = torch.ops.mxfp8.quantize.default(x.mT, -1, element_format, scale_rounding)
+    return pair
+
+
+class _SecondDerivative(_SingleLevelFunction):
+    """Passes gradients on; differentiating them is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise _second_derivative()
+
+
+def _second_derivative() -> Mxfp8Error:
+    return Mxfp8Error(
+        "linear_train",
+        "its gradient is being differentiated",
+        expected="first derivatives only, rounding has no second one",
+        advice="drop create_graph=True or the outer gradient, or keep this layer in high precision",
+    )
+
+
+def _refuse_second_derivative(*grads: Gradient) -> list[Gradient]:
+    anchor = torch.empty(0, requires_grad=True)
+    needed = [grad for grad in grads if grad is not None]
+    passed = iter(_apply(_SecondDerivative, anchor, *needed))
+    return [None if grad is None else next(passed) for grad in grads]

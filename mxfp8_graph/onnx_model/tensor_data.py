@@ -1,0 +1,190 @@
+"""Reads tensors from where a model keeps them: in the proto, or in an external file beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import numpy_helper
+
+from mxfp8_ops.errors import ContractError
+
+Array = npt.NDArray[Any]
+Fetch = Callable[[int, int], Array]
+"""(index of the first value, count) -> those values, 1-D; valid until the next call."""
+
+_BITS: Final = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
+"""Dtypes that share bytes; all others take whole ones."""
+
+
+def byte_length(tensor: onnx.TensorProto) -> int:
+    """Returns how many bytes the values of `tensor` take as raw data, by its dtype and dims."""
+    count = math.prod(tensor.dims)
+    if bits := _BITS.get(onnx.TensorProto.DataType.Name(tensor.data_type)):
+        return -(-count * bits // 8)
+    return count * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def is_external(tensor: onnx.TensorProto) -> bool:
+    """Whether the values lie in an external file."""
+    return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
+
+
+def location(tensor: onnx.TensorProto) -> str:
+    """Returns the external file of `tensor` as the model names it."""
+    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
+def read(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Array:
+    """Returns the values of a stored tensor.
+
+    Args:
+        tensor: with its data, or saying in which external file it lies.
+        folder: where external files are looked up; None for a model that came without a path.
+        model: the model's path, or what to call a model without one.
+
+    Raises:
+        ContractError: the external file is missing, unreadable, too short, or outside the model's folder.
+    """
+    if is_external(tensor):
+        whole = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
+        whole.raw_data = raw(tensor, folder, model)
+        tensor = whole
+    return numpy_helper.to_array(tensor)
+
+
+def raw(tensor: onnx.TensorProto, folder: Path | None, model: str) -> bytes:
+    """Returns the values of a stored tensor as little-endian bytes, in one read of exactly those if they are external.
+
+    Raises:
+        ContractError: see `read`.
+    """
+    if is_external(tensor):
+        path, offset, length = locate(tensor, folder, model)
+        with reading(path, tensor, model), path.open("rb") as file:
+            file.seek(offset)
+            content = file.read(length)
+        if len(content) < length:
+            raise _shrunk(path, tensor, model)
+        return content
+    if tensor.HasField("raw_data"):
+        return bytes(tensor.raw_data)
+    return bytes(numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data)
+
+
+@contextlib.contextmanager
+def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Iterator[Fetch]:
+    """Yields a function that reads any run of the values of `tensor`, into one buffer that is used again.
+
+    Raises:
+        ContractError: see `read`.
+    """
+    if not is_external(tensor) or onnx.TensorProto.DataType.Name(tensor.data_type) in _BITS:
+        values = read(tensor, folder, model).reshape(-1)
+        yield lambda first, count: values[first : first + count]
+        return
+    path, base, _ = locate(tensor, folder, model)
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    buffer = np.empty(0, dtype)
+
+    def fetch(first: int, count: int) -> Array:
+        nonlocal buffer
+        if buffer.size < count:
+            buffer = np.empty(count, dtype)
+        start, length = base + first * dtype.itemsize, count * dtype.itemsize
+        with reading(path, tensor, model):
+            file.seek(start)
+            got = file.readinto(buffer[:count].view(np.uint8).data)
+            if hasattr(os, "posix_fadvise"):  # let the disk work while this run is packed
+                os.posix_fadvise(file.fileno(), start + length, length, os.POSIX_FADV_WILLNEED)
+        if got < length:
+            raise _shrunk(path, tensor, model)
+        return buffer[:count]
+
+    with reading(path, tensor, model):
+        file = path.open("rb", buffering=0)
+    with file:
+        yield fetch
+
+
+def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[Path, int, int]:
+    """Returns (file, offset, length) of an external tensor, having checked that the file holds that much.
+
+    Raises:
+        ContractError: see `read`.
+    """
+    where = f"{model}: tensor {tensor.name!r}"
+    name = location(tensor)
+    if folder is None:
+        raise ContractError(
+            where,
+            f"lies in external file {name!r}, and a model in memory has no folder to look in",
+            expected="a path",
+            advice="pass the model's path instead",
+        )
+    path = (folder / name).resolve()
+    # In the cache of the Hugging Face hub, model and data are links into one other folder: that counts as inside too.
+    homes = (folder.resolve(), Path(model).resolve().parent)
+    inside = bool(name) and ".." not in Path(name).parts and not Path(name).is_absolute()
+    if not inside or not any(path.is_relative_to(home) for home in homes):
+        raise ContractError(
+            where,
+            f"external file {name!r}",
+            expected=f"a file inside {folder}",
+            advice="move the data next to the model",
+        )
+    expected = byte_length(tensor)
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    try:
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", expected))
+    except ValueError:
+        raise ContractError(
+            where, "external offset or length is not a number", expected="integers", advice="export the model again"
+        ) from None
+    if length != expected:
+        raise ContractError(
+            where,
+            f"external data of {length} bytes",
+            expected=f"{expected} for its shape and dtype",
+            advice="export the model again",
+        )
+    with reading(path, tensor, model):
+        size = path.stat().st_size
+    if offset < 0 or offset + length > size:
+        raise ContractError(
+            where,
+            f"needs bytes {offset} to {offset + length} of {path}, which has {size}",
+            expected="the whole file",
+            advice="copy the external data again",
+        )
+    return path, offset, length
+
+
+@contextlib.contextmanager
+def reading(path: Path, tensor: onnx.TensorProto, model: str) -> Iterator[None]:
+    """Reports an OSError while `path` is read as what it means for `tensor`."""
+    try:
+        yield
+    except OSError as error:
+        raise ContractError(
+            model,
+            f"tensor {tensor.name!r}: cannot read external file {path}: {error.strerror}",
+            expected="the file next to the model",
+            advice="copy it there",
+        ) from None
+
+
+def _shrunk(path: Path, tensor: onnx.TensorProto, model: str) -> ContractError:
+    return ContractError(
+        model,
+        f"tensor {tensor.name!r}: {path} became shorter while it was read",
+        expected="the whole file",
+        advice="copy the external data again",
+    )

@@ -1,0 +1,210 @@
+"""Sites and decisions: which matmul is rewritten by which rule, or kept for what reason. Pure data and one function.
+
+Knows neither ONNX nor torch: both front ends describe what they found as `MatMulSite` and do as `Decision` says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mxfp8_graph.policy.recipe import Recipe, Rule
+from mxfp8_ops.errors import Mxfp8Error, RecipeError
+
+Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product"]
+Dim = int | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatMulSite:
+    """One matmul as a front end found it: Y [..., M, N] = X [..., M, K] @ weight [..., N, K] transposed."""
+
+    name: str
+    """The node's name; unique within the model."""
+    op: str
+    """The op type as the host says it: MatMul, Gemm."""
+    module: str = ""
+    """Dotted path of the framework module the node came from, if the exporter recorded it; patterns match it too."""
+    subgraph: str = ""
+    """Path of the subgraph the node is in; "" is the main graph."""
+    role: Role = "linear"
+    """The first three have a static weight, the others none. An output_projection ends in a graph output; a TopK or
+    ArgMax chooses by a router's result."""
+    m: Dim = None
+    n: Dim = None
+    k: Dim = None
+    dtype: str | None = None
+    """float32, float16, bfloat16, or what else it is."""
+    weight: str | None = None
+    """Name of the static operand's initializer."""
+    weight_bytes: int = 0
+    """Bytes of the static operand as the matmul sees it."""
+    shared_with: int = 0
+    """How many other sites use the same weight."""
+    has_bias: bool = False
+    blocker: str | None = None
+    """Why the front end could not rewrite this site whatever a recipe says, or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What becomes of one site."""
+
+    site: MatMulSite
+    quantize: bool
+    reason: str
+    """Why: the rule that decided, or what a user can change."""
+    rule: str = "policy"
+    """What decided: "policy", "structure", "include", "exclude" or "rules.<index>"."""
+    weight_only: bool = False
+    activation_format: str = "e4m3"
+    weight_format: str = "e4m3"
+    scale_rounding: str = "ceil"
+
+
+class NothingEligibleError(Mxfp8Error):
+    """No site of the model is rewritten; `decisions` says why, site by site."""
+
+    def __init__(self, message: str, decisions: Sequence[Decision]) -> None:
+        super().__init__(message)
+        self.decisions = tuple(decisions)
+
+
+def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
+    """Returns one decision per site, in order. The same sites and recipe give the same plan.
+
+    Order of precedence: what cannot be rewritten; `exclude`; the first matching rule; `include`; the default policy
+    for the site's role; `min_dim`.
+
+    Raises:
+        RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not.
+    """
+    decisions = [_decide(site, recipe) for site in sites]
+    _refuse_unused(sites, recipe)
+    return decisions
+
+
+def unique_name(name: str, taken: set[str], separator: str = "#") -> str:
+    """Returns `name`, or `name` and a number if it is taken, and adds it to `taken`."""
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}{separator}{count}"
+    taken.add(candidate)
+    return candidate
+
+
+def _decide(site: MatMulSite, recipe: Recipe) -> Decision:
+    def keep(rule: str, reason: str) -> Decision:
+        return Decision(site=site, quantize=False, rule=rule, reason=reason)
+
+    if site.blocker:
+        return keep("structure", site.blocker)
+    if pattern := _first(recipe.exclude, site):
+        return keep("exclude", f"excluded by {pattern!r}")
+    for index, rule in enumerate(recipe.rules):
+        if _matches(rule, site):
+            if not rule.quantize:
+                return keep(f"rules.{index}", f"kept by rules.{index}: {rule}")
+            return _quantize(site, recipe, f"rules.{index}", f"rules.{index}: {rule}", rule)
+    if recipe.include and not _first(recipe.include, site):
+        return keep("include", "not among the included names")
+    if reason := _policy_reason(site, recipe):
+        return keep("policy", reason)
+    return _quantize(site, recipe, "policy", f"{site.role.replace('_', ' ')}, by recipe {recipe.name!r}")
+
+
+def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
+    """Returns why the default policy keeps `site` in high precision, or None if it does not."""
+    if site.role == "output_projection" and not recipe.output_projections:
+        return "output projection: its result is a graph output; set output_projections: true to quantize it"
+    if site.role == "router" and not recipe.routers:
+        return "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it"
+    if site.role == "attention_scores" and not recipe.attention_scores:
+        return "attention scores (Q @ K^T), no static operand; set attention_scores: true to quantize it"
+    if site.role == "attention_values" and not recipe.attention_values:
+        return "attention values (softmax @ V), no static operand; set attention_values: true to quantize it"
+    if site.role == "product":
+        return "both operands are computed at run time; add a rule with quantize: true to quantize it"
+    for letter, size in (("N", site.n), ("K", site.k)):
+        if isinstance(size, int) and size < recipe.min_dim:
+            return f"tiny: {letter} = {size} is below min_dim = {recipe.min_dim}; lower min_dim to quantize it"
+    return None
+
+
+def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rule: Rule | None = None) -> Decision:
+    settings = rule.settings if rule else {}
+    weight_only = settings.get("weight_only", recipe.weight_only)
+    if weight_only and site.weight is None:
+        return Decision(
+            site=site,
+            quantize=False,
+            rule=rule_name,
+            reason="weight_only, and this product has no static weight; set weight_only: false for it to quantize it",
+        )
+    return Decision(
+        site=site,
+        quantize=True,
+        rule=rule_name,
+        reason=reason,
+        weight_only=weight_only,
+        activation_format=settings.get("activation_format", recipe.activation_format),
+        weight_format=settings.get("weight_format", recipe.weight_format),
+        scale_rounding=settings.get("scale_rounding", recipe.scale_rounding),
+    )
+
+
+def _named(pattern: str, site: MatMulSite) -> bool:
+    """Whether `pattern` is found in the site's node name or module path."""
+    return re.search(pattern, site.name) is not None or re.search(pattern, site.module) is not None
+
+
+def _first(patterns: Sequence[str], site: MatMulSite) -> str | None:
+    return next((p for p in patterns if _named(p, site)), None)
+
+
+def _matches(rule: Rule, site: MatMulSite) -> bool:
+    def within(size: Dim, least: int | None, most: int | None) -> bool:
+        if least is None and most is None:
+            return True
+        return isinstance(size, int) and (least is None or size >= least) and (most is None or size <= most)
+
+    return (
+        (rule.name is None or _named(rule.name, site))
+        and (rule.op is None or rule.op == site.op)
+        and (rule.subgraph is None or re.search(rule.subgraph, site.subgraph) is not None)
+        and within(site.n, rule.min_n, rule.max_n)
+        and within(site.k, rule.min_k, rule.max_k)
+    )
+
+
+def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
+    """Raises RecipeError if a rule, include or exclude pattern decides no site."""
+    names = [site.module or site.name for site in sites]
+    for field in ("include", "exclude"):
+        for index, pattern in enumerate(getattr(recipe, field)):
+            if not any(_named(pattern, site) for site in sites):
+                raise RecipeError(_unused(recipe, f"{field}.{index}: {pattern!r} matches none", names))
+    reached: set[int] = set()
+    matched: set[int] = set()
+    for site in sites:
+        hits = [index for index, rule in enumerate(recipe.rules) if _matches(rule, site)]
+        matched.update(hits)
+        if hits and not _first(recipe.exclude, site):
+            reached.add(hits[0])
+    for index, rule in enumerate(recipe.rules):
+        if index not in matched:
+            raise RecipeError(_unused(recipe, f"rules.{index}: {rule} matches none", names))
+        if index not in reached:
+            taken = f"rules.{index}: {rule} decides none (earlier rules or exclude take all it matches)"
+            raise RecipeError(_unused(recipe, taken, names))
+
+
+def _unused(recipe: Recipe, what: str, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
+    return (
+        f"recipe {recipe.name!r}: {what} of the model's matmuls; expected at least one; correct or remove it. "
+        f"Matmuls: {shown or 'none'}"
+    )

@@ -1,0 +1,349 @@
+"""A recipe says which matmuls become MXFP8, and how. Data only: `plan.py` applies it.
+
+Field names follow TransformerEngine's `MXFP8BlockScaling` where they mean the same. The default policy is that of
+NVIDIA's "Recipes for Pre-training LLMs with MXFP8": the linears inside every block, not the output projection and
+not the attention products; nor routers, which ModelOpt keeps too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import pydantic
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from mxfp8_ops.errors import RecipeError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def _compilable(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression ({error}); expected one; correct it") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compilable)]
+"""A regular expression, matched anywhere in the name (`re.search`)."""
+
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
+Flag = pydantic.StrictBool
+"""true or false, and nothing that merely looks like it."""
+ElementFormatName = Literal["e4m3", "e5m2"]
+ScaleRounding = Literal["ceil", "floor", "even"]
+
+
+class _Construction(type(BaseModel)):  # type: ignore[misc]
+    """Makes what is built wrongly in Python the same RecipeError as what is written wrongly in a file."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except pydantic.ValidationError as error:
+            raise RecipeError("\n".join(_explain(cls.__name__, e, {}, cls) for e in error.errors())) from None
+
+
+if TYPE_CHECKING:  # type checkers know the fields of pydantic's models only
+    _Model = BaseModel
+else:
+
+    class _Model(BaseModel, metaclass=_Construction):
+        """Base of recipes and rules."""
+
+
+class Rule(_Model):
+    """One row of a recipe: keys that match a site, then what to do with it.
+
+    A key that is not given matches every site; the given ones must all match. The first matching rule decides. A rule
+    that says `quantize: true` overrides the default policy: output projections, routers, attention products, `min_dim`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Pattern | None = None
+    """Matches the node's name, or the module path the exporter recorded (model.layers.0.mlp.up_proj)."""
+    op: str | None = None
+    """Matches the op type exactly: MatMul, Gemm, ..."""
+    subgraph: Pattern | None = None
+    """Matches the path of the subgraph the node is in ("" is the main graph)."""
+    min_n: NonNegative | None = None
+    max_n: NonNegative | None = None
+    min_k: NonNegative | None = None
+    max_k: NonNegative | None = None
+
+    quantize: Flag = True
+    """False keeps the site in high precision."""
+    weight_only: Flag | None = None
+    activation_format: ElementFormatName | None = None
+    weight_format: ElementFormatName | None = None
+    scale_rounding: ScaleRounding | None = None
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys that are given."""
+        return self.model_dump(include=_RULE_KEYS, exclude_none=True)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that differ from the recipe's."""
+        return self.model_dump(exclude={*_RULE_KEYS, "quantize"}, exclude_none=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Rule:
+        if not self.keys:
+            raise ValueError(f"a rule without a key matches every site; give at least one of {', '.join(_RULE_ORDER)}")
+        if not self.quantize and self.settings:
+            settings = ", ".join(self.settings)
+            raise ValueError(f"quantize is false, so {settings} can have no effect; remove one or the other")
+        if self.weight_only and self.activation_format:
+            raise ValueError("weight_only is true, so activation_format can have no effect; remove one or the other")
+        for low, high in (("min_n", "max_n"), ("min_k", "max_k")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and least > most:
+                raise ValueError(f"{low} {least} is above {high} {most}, so the rule can match nothing")
+        return self
+
+    def __str__(self) -> str:
+        """Returns the rule as its keys and what it does, for reports."""
+        keys = ", ".join(f"{k}={v!r}" for k, v in self.keys.items())
+        settings = ", ".join(["quantize" if self.quantize else "keep", *(f"{k}={v}" for k, v in self.settings.items())])
+        return f"{keys} -> {settings}"
+
+
+_RULE_ORDER: Final = ("name", "op", "subgraph", "min_n", "max_n", "min_k", "max_k")
+_RULE_KEYS: Final = set(_RULE_ORDER)
+
+
+class Recipe(_Model):
+    """Which matmuls become MXFP8, and how. Built wrongly, it raises RecipeError with field, value and what is expected.
+
+    Invariants, checked at construction: no pattern is both included and excluded; no two rules have the same keys;
+    `fp8_dpa` does not contradict `attention_scores` or `attention_values`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = "custom"
+    """Shown in reports and recorded in the rewritten file."""
+    fp8_format: Literal["E4M3", "HYBRID"] = "E4M3"
+    """TE: E4M3 everywhere, or HYBRID: E5M2 for gradients. The two differ in training only."""
+    margin: Literal[0] = 0
+    """TE's field; MXFP8 block scaling has no margin."""
+    fp8_dpa: Flag = False
+    """TE: dot-product attention in MXFP8. The same as `attention_scores` and `attention_values` together."""
+    fp8_mha: Literal[False] = False
+    """TE: FP8 tensors across the attention boundary; TE does not offer it with MXFP8 either."""
+    scale_rounding: ScaleRounding = "ceil"
+    """How amax becomes a scale: see `mxfp8_ops.formats.SCALE_ROUNDINGS`."""
+    activation_format: ElementFormatName = "e4m3"
+    weight_format: ElementFormatName = "e4m3"
+    weight_only: Flag = False
+    """Quantize weights and leave activations as they are."""
+    output_projections: Flag = False
+    """Also matmuls whose result is the model's output (an LM head, a classifier)."""
+    routers: Flag = False
+    """Also matmuls by whose result a TopK or ArgMax chooses: the gate of a mixture of experts."""
+    attention_scores: Flag = False
+    """Also Q @ transpose(K)."""
+    attention_values: Flag = False
+    """Also softmax(...) @ V."""
+    min_dim: NonNegative = 32
+    """Matmuls with N or K below this stay as they are: less than one block of work."""
+    include: tuple[Pattern, ...] = ()
+    """When given, only sites whose name or module path matches one of these are eligible (rules come first)."""
+    exclude: tuple[Pattern, ...] = ()
+    """Sites whose name or module path matches one of these stay in high precision, whatever else is said."""
+    rules: tuple[Rule, ...] = ()
+    """First match wins."""
+
+    def excluding(self, patterns: Sequence[str]) -> Recipe:
+        """Returns the recipe with more patterns in `exclude`, and a name that says so.
+
+        Raises:
+            RecipeError: a pattern is not a regular expression, or is in `include` too.
+        """
+        if not patterns:
+            return self
+        name = f"{self.name} excluding {', '.join(patterns)}"
+        fields = self.model_dump(exclude_unset=True)
+        return Recipe(**{**fields, "name": name, "exclude": (*self.exclude, *patterns)})
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        if both := sorted(set(self.include) & set(self.exclude)):
+            raise ValueError(f"include and exclude both have {both[0]!r}; remove one")
+        seen: dict[str, int] = {}
+        for index, rule in enumerate(self.rules):
+            first = seen.setdefault(repr(rule.keys), index)
+            if first != index:
+                raise ValueError(
+                    f"rules.{index} ({rule}) has the same keys as rules.{first}, which comes first and always wins; "
+                    "merge them"
+                )
+        if self.fp8_dpa:
+            for field in ("attention_scores", "attention_values"):
+                if field in self.model_fields_set and not getattr(self, field):
+                    raise ValueError(f"fp8_dpa is true and {field} is false; fp8_dpa means both attention products")
+                object.__setattr__(self, field, True)  # spelled out, so that a recorded recipe reads back as itself
+        if (
+            self.weight_only
+            and self.activation_format != "e4m3"
+            and not any(r.weight_only is False for r in self.rules)
+        ):
+            raise ValueError(
+                f"activation_format is {self.activation_format} and weight_only is true, so it can have no effect; "
+                "remove one or the other"
+            )
+        return self
+
+
+PRESETS: Final[Mapping[str, Recipe]] = MappingProxyType(
+    {
+        recipe.name: recipe
+        for recipe in (
+            Recipe(name="mxfp8"),
+            Recipe(name="mxfp8-weight-only", weight_only=True),
+            Recipe(name="ocp", scale_rounding="floor"),
+            Recipe(name="all", output_projections=True, routers=True, fp8_dpa=True),
+        )
+    }
+)
+"""mxfp8: the default policy. mxfp8-weight-only: activations untouched. ocp: OCP MX v1.0 floor scales. all: also output
+projections, routers and attention products."""
+
+
+def load_recipe(recipe: str | Path | Recipe) -> Recipe:
+    """Returns the recipe a user asked for: itself, a preset by name, or a .yaml, .yml or .toml file.
+
+    Raises:
+        RecipeError: no such preset or file, or the file is malformed; quotes the file and the line or key.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, (str, Path)):
+        raise RecipeError(
+            "recipe",
+            f"a {type(recipe).__name__}",
+            expected="a preset's name, a file, or a Recipe",
+            advice="pass Recipe(**fields)",
+        )
+    if str(recipe) in PRESETS:
+        return PRESETS[str(recipe)]
+    path = Path(recipe)
+    if path.suffix not in {".yaml", ".yml", ".toml"}:
+        raise RecipeError(
+            "recipe",
+            f"{str(recipe)!r}",
+            expected=f"one of {', '.join(PRESETS)}, or a .yaml or .toml file",
+            advice="correct the name",
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RecipeError(path, str(reason), expected="a readable recipe file", advice="check the path") from None
+    data, lines = _parse(path, text)
+    try:
+        return Recipe.model_validate({"name": path.stem, **data})
+    except pydantic.ValidationError as error:
+        raise RecipeError("\n".join(_explain(str(path), e, lines, Recipe) for e in error.errors())) from None
+
+
+Location = tuple[int | str, ...]
+
+
+def _parse(path: Path, text: str) -> tuple[dict[str, Any], dict[Location, int]]:
+    """Returns the file's data and, for YAML, the line of every key."""
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(text), {}
+        data = yaml.safe_load(text)
+        lines: dict[Location, int] = {}
+        _collect_lines(yaml.compose(text, Loader=yaml.SafeLoader), (), lines)
+    except yaml.MarkedYAMLError as error:
+        where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else str(path)
+        raise RecipeError(where, str(error.problem), expected="valid YAML", advice="fix that line") from None
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        message = " ".join(str(error).split())
+        raise RecipeError(
+            path, str(message), expected=f"valid {path.suffix[1:].upper()}", advice="fix that line"
+        ) from None
+    except RecursionError:
+        raise RecipeError(
+            path, "nested without end", expected="a recipe", advice="remove the alias to itself"
+        ) from None
+    if not isinstance(data, dict):
+        kind = "nothing" if data is None else f"a {type(data).__name__}"
+        raise RecipeError(path, f"{kind} at the top", expected="a mapping of recipe fields", advice="see the README")
+    return data, lines
+
+
+def _collect_lines(node: yaml.Node | None, at: Location, lines: dict[Location, int]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            where = (*at, key.value)
+            if where in lines:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+            lines[where] = key.start_mark.line + 1
+            _collect_lines(value, where, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            lines[(*at, index)] = value.start_mark.line + 1
+            _collect_lines(value, (*at, index), lines)
+
+
+_EXPECTED: Final = {
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "model_type": "a mapping",
+    "invalid_key": "keys that are text",
+    "greater_than_equal": "{ge} or more",
+    "literal_error": "{expected}",
+}
+"""Pydantic's error type -> what the field takes, in the words of the file."""
+
+
+def _explain(where: str, error: Any, lines: dict[Location, int], model: type[BaseModel]) -> str:
+    """Returns one pydantic error as "<file>:<line>: <key>: <what is>; expected <what>; <what to do>".
+
+    Args:
+        where: the file, or the class that was called.
+        error: one of a ValidationError's `errors()`.
+        lines: the line of every key in the file.
+        model: what was to be made.
+    """
+    at: Location = tuple(error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if not at:  # an invariant of the whole recipe: its message starts with the key that breaks it
+        key = message.split()[0]
+        at, text = tuple(int(part) if part.isdecimal() else part for part in key.split(".")), message
+    elif error["type"] == "extra_forbidden":
+        fields = Rule.model_fields if at[0] == "rules" else model.model_fields
+        close = difflib.get_close_matches(str(at[-1]), fields, n=1)
+        advice = f"did you mean {close[0]}?" if close else "correct or remove it"
+        text = f"{_dotted(at)}: unknown key; expected one of {', '.join(fields)}; {advice}"
+    elif error["type"] in _EXPECTED:
+        expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
+        text = f"{_dotted(at)}: {error['input']!r}; expected {expected}; correct it"
+    else:
+        text = f"{_dotted(at)}: {message}"
+    line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
+    return f"{where}:{line}: {text}" if line else f"{where}: {text}"
+
+
+def _dotted(at: Location) -> str:
+    return ".".join(map(str, at))

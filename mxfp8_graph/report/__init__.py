@@ -1,0 +1,1 @@
+"""What a rewrite did, as data, words and a page."""

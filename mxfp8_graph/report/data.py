@@ -1,0 +1,250 @@
+"""What a rewrite did: every site, decision, reason, bytes and error, as data, JSON or one HTML page."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from mxfp8_graph.policy.plan import Decision
+from mxfp8_ops.errors import Mxfp8Error
+
+SCHEMA: Final = 1
+"""Version of the layout of `RewriteReport.to_dict`; it grows when a key changes its meaning or goes away."""
+
+SUFFIXES: Final = (".json", ".html")
+"""What `RewriteReport.write` can write."""
+
+
+def sqnr_db(relative_l2: float) -> float:
+    """Returns the signal-to-quantization-noise ratio in dB of a relative L2 error; infinite for an error of 0."""
+    return math.inf if relative_l2 == 0 else -20 * math.log10(relative_l2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteReport:
+    """What became of one site."""
+
+    decision: Decision
+    nodes: tuple[str, ...] = ()
+    """Names of the nodes that stand in its place; empty if it was kept or the run was dry."""
+    packed: str | None = None
+    """Name of the initializer that holds the packed elements."""
+    bytes_before: int = 0
+    bytes_after: int = 0
+    """Of the static operand: as found, and as elements plus scales."""
+    relative_l2: float | None = None
+    """|w - dequantized| / |w| of the static operand; None without one."""
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """The same error as signal-to-quantization-noise ratio in dB."""
+        return None if self.relative_l2 is None else sqnr_db(self.relative_l2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the site, what was decided and what came of it, flat, with JSON types only."""
+        decision, site = self.decision, self.decision.site
+        return {
+            "name": site.name,
+            "op": site.op,
+            "module": site.module,
+            "subgraph": site.subgraph,
+            "role": site.role,
+            "m": site.m,
+            "n": site.n,
+            "k": site.k,
+            "dtype": site.dtype,
+            "weight": site.weight,
+            "shared_with": site.shared_with,
+            "has_bias": site.has_bias,
+            "quantize": decision.quantize,
+            "rule": decision.rule,
+            "reason": decision.reason,
+            "weight_only": decision.weight_only,
+            "activation_format": decision.activation_format,
+            "weight_format": decision.weight_format,
+            "scale_rounding": decision.scale_rounding,
+            "nodes": list(self.nodes),
+            "packed": self.packed,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "relative_l2": _number(self.relative_l2),
+            "sqnr_db": _number(self.sqnr_db),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightError:
+    """Errors of the packed weights, each weight counted once however many sites share it."""
+
+    mean: float
+    """Mean of the relative L2 errors."""
+    worst: float
+    worst_site: str
+    """Name of the (first) site whose weight has the worst error."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the errors with JSON types only."""
+        return {
+            "mean_relative_l2": _number(self.mean),
+            "mean_sqnr_db": _number(sqnr_db(self.mean)),
+            "worst_relative_l2": _number(self.worst),
+            "worst_sqnr_db": _number(sqnr_db(self.worst)),
+            "worst_site": self.worst_site,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewriteReport:
+    """What one rewrite did."""
+
+    source: str
+    output: str | None
+    recipe: dict[str, Any]
+    sites: tuple[SiteReport, ...]
+    bytes_before: int
+    bytes_after: int | None
+    """Size of the model, external data included; None if nothing was written."""
+    seconds: float
+    notes: tuple[str, ...] = field(default=())
+    """What else was done to the model: opset conversion, inlined functions."""
+    dry_run: bool = False
+    already_rewritten: bool = False
+
+    @property
+    def rewritten(self) -> tuple[SiteReport, ...]:
+        """The sites that are, or in a dry run would be, rewritten."""
+        return tuple(site for site in self.sites if site.decision.quantize)
+
+    @property
+    def kept(self) -> tuple[SiteReport, ...]:
+        """The sites that stay in high precision."""
+        return tuple(site for site in self.sites if not site.decision.quantize)
+
+    @property
+    def rewritten_by_reason(self) -> dict[str, tuple[SiteReport, ...]]:
+        """The rewritten sites by reason, most frequent first."""
+        return _by_reason(self.rewritten)
+
+    @property
+    def kept_by_reason(self) -> dict[str, tuple[SiteReport, ...]]:
+        """The kept sites by reason, most frequent first."""
+        return _by_reason(self.kept)
+
+    @property
+    def weight_error(self) -> WeightError | None:
+        """Worst and mean error of the packed weights; None when none was packed."""
+        by_weight: dict[str, SiteReport] = {}
+        for site in self.rewritten:
+            if site.relative_l2 is not None:
+                by_weight.setdefault(site.packed or site.decision.site.name, site)
+        if not by_weight:
+            return None
+        errors = {site.decision.site.name: site.relative_l2 or 0.0 for site in by_weight.values()}
+        # A NaN (a weight that is not finite) is worse than any number, and max() would pass over it.
+        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+        return WeightError(mean=sum(errors.values()) / len(errors), worst=errors[worst], worst_site=worst)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only. Numbers that JSON lacks (NaN, infinity) are None."""
+        error = self.weight_error
+        return {
+            "schema": SCHEMA,
+            "source": self.source,
+            "output": self.output,
+            "recipe": _plain(self.recipe),
+            "dry_run": self.dry_run,
+            "already_rewritten": self.already_rewritten,
+            "seconds": self.seconds,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "notes": list(self.notes),
+            "rewritten": len(self.rewritten),
+            "kept": len(self.kept),
+            "kept_by_reason": {reason: len(sites) for reason, sites in self.kept_by_reason.items()},
+            "weight_error": error.to_dict() if error else None,
+            "sites": [site.to_dict() for site in self.sites],
+        }
+
+    def to_json(self) -> str:
+        """Returns `to_dict` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def to_html(self) -> str:
+        """Returns one self-contained page: no scripts, nothing fetched."""
+        from mxfp8_graph.report.html import page
+
+        return page(self)
+
+    def write(self, path: str | Path) -> Path:
+        """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
+
+        Raises:
+            Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
+        """
+        path = check_report_path(path)
+        write_atomically(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json())
+        return path
+
+
+def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> Path:
+    """Returns `path` if a report can be written there, to be asked before the work and not after it.
+
+    Raises:
+        Mxfp8Error: another suffix than one of `suffixes`, or no such folder.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in suffixes:
+        raise Mxfp8Error(
+            path, f"report with suffix {path.suffix!r}", expected=str(" or ".join(suffixes)), advice="rename it"
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        what = "a folder" if path.is_dir() else f"no folder {path.parent}"
+        raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
+    return path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes `text` to a temporary file beside `path`, then renames it: there is never half a file.
+
+    Raises:
+        Mxfp8Error: the folder is not writable, or the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise Mxfp8Error(
+            path, str(error.strerror or error), expected="a writable place", advice="choose another"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...]]:
+    groups: dict[str, list[SiteReport]] = {}
+    for site in sites:
+        groups.setdefault(site.decision.reason, []).append(site)
+    return {reason: tuple(group) for reason, group in sorted(groups.items(), key=lambda item: -len(item[1]))}
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` with JSON types only: tuples as lists, keys as strings, anything unknown as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return _number(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,232 @@
+"""Which operands are known before the program runs: a parameter, buffer or constant, behind view-like ops.
+
+placeholder -> (t | transpose | permute | view | slice | chunk | to | expand | ...)* -> operand
+
+A stack of experts may also have some of them picked while the program runs, by a vector of indices:
+
+placeholder [E, N, K] -> ... -> index(.., [ids [S]]) -> (transpose | to | ...)* -> operand [S, N, K]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_program.program import Program
+
+VIEW_OPS: Final = internals.op_names(
+    "t transpose swapaxes permute numpy_T mT alias detach clone contiguous lift_fresh_copy to _to_copy type_as "
+    "view _unsafe_view reshape flatten unflatten unsqueeze squeeze slice select narrow chunk split split_with_sizes "
+    "unbind getitem expand"
+)
+"""The ops a weight may stand behind."""
+
+GATHERS: Final = internals.op_names("index index_select")
+"""The ops that may pick experts of a stack."""
+
+_COPIES: Final = internals.op_names("alias detach clone contiguous lift_fresh_copy to _to_copy")
+
+_RANDOM: Final = internals.op_names(
+    "rand randn randint randperm normal bernoulli multinomial dropout native_dropout rand_like randn_like"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """A tensor whose value is known: a stored one and the steps from it to what the consumer sees."""
+
+    name: str
+    """Of the parameter, buffer or constant."""
+    origin: Node
+    """Its placeholder in the main graph."""
+    shape: tuple[int, ...]
+    """After the steps."""
+    dtype: torch.dtype
+    """After the steps."""
+    steps: tuple[tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...] = ()
+    """(target, arguments, keyword arguments) of calls on the tensor, first to last."""
+    broadcast: bool = False
+    """The consumer sees more leading dimensions, along which the value repeats."""
+    gather: Node | None = None
+    """What picks entries of the first axis while the program runs, if something does; `shape` has all of them."""
+    node: Node = field(compare=False)
+    """What the consumer sees."""
+
+    @property
+    def byte_size(self) -> int:
+        """Bytes of the tensor after the steps."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the stored `tensor` as the consumer sees it; a view wherever torch can give one."""
+        value: Any = tensor.detach()
+        with torch.no_grad():
+            for target, arguments, keywords in self.steps:
+                value = target(value, *arguments, **dict(keywords))
+        result: torch.Tensor = value
+        return result
+
+    def then(self, target: Any, *arguments: Any, shape: tuple[int, ...]) -> Static:
+        """Returns this tensor after one step more."""
+        return replace(self, steps=(*self.steps, (target, arguments, ())), shape=shape)
+
+
+class Constants:
+    """Resolves operands of one program to `Static` values."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.written: dict[str, str] = dict.fromkeys(program.mutated, "the program")
+        """What each tensor that the program changes is changed by."""
+        for scope in program.scopes:
+            for node in scope.module.graph.nodes:
+                for argument in internals.written(node):
+                    if name := self._base(argument):
+                        self.written[name] = internals.op_name(node)
+        self._constant: set[Node] = set()
+        for scope in program.scopes:  # outer graphs first, and every graph in the order it runs: no recursion
+            for node in scope.module.graph.nodes:
+                if self._depends_on_nothing(node):
+                    self._constant.add(node)
+
+    def resolve(self, node: Any) -> Static | None:
+        """Returns `node` as a stored tensor and steps, or None if it is not static in that way."""
+        if not isinstance(node, Node):
+            return None
+        if node.op == "placeholder":
+            return self._stored(node)
+        op = internals.op_name(node)
+        if op not in VIEW_OPS | GATHERS or not node.args or not isinstance(node.args[0], Node):
+            return None
+        before = self.resolve(node.args[0])
+        if before is None:
+            return None
+        value = node.meta.get("val")
+        if op in GATHERS:
+            return _gathered(node, before)
+        if before.gather is not None:
+            return _after_gather(node, before)
+        if op == "expand":
+            return _expanded(node, before)
+        if before.broadcast:
+            same = isinstance(value, torch.Tensor) and _text(value) == _text(node.args[0].meta["val"])
+            return replace(before, node=node) if same else None
+        if len(node.all_input_nodes) > 1:  # a size or a type taken from another tensor
+            return None
+        step = (node.target, tuple(node.args[1:]), tuple(sorted(node.kwargs.items())))
+        if isinstance(value, torch.Tensor):
+            shape = tuple(value.shape)
+            if not all(isinstance(size, int) for size in shape):
+                return None
+            return replace(before, node=node, steps=(*before.steps, step), shape=shape, dtype=value.dtype)
+        return replace(before, node=node, steps=(*before.steps, step))  # chunk, split: getitem follows
+
+    def is_constant(self, node: Any) -> bool:
+        """Whether `node` depends on no user input, whatever the ops on the way."""
+        return not isinstance(node, Node) or node in self._constant
+
+    def source_of(self, node: Node) -> str:
+        """Returns the op behind the views that a constant comes from."""
+        while internals.op_name(node) in VIEW_OPS and node.args and isinstance(node.args[0], Node):
+            node = node.args[0]
+        return internals.op_name(node) or node.name
+
+    def stored_below(self, node: Node) -> list[Node]:
+        """Returns the inputs that a constant is computed from."""
+        stack, seen = [node], {node}
+        while stack:
+            fresh = [source for source in stack.pop().all_input_nodes if source not in seen]
+            seen.update(fresh)
+            stack += fresh
+        return [source for source in seen if source.op == "placeholder"]
+
+    def _depends_on_nothing(self, node: Node) -> bool:
+        if node.op == "placeholder":
+            return self._stored(node) is not None
+        if internals.is_higher_order(node) or internals.op_name(node) in _RANDOM or node.op != "call_function":
+            return False
+        return all(source in self._constant for source in node.all_input_nodes)
+
+    def _stored(self, node: Node) -> Static | None:
+        origin = self._program.origin(node)
+        name = self._program.stored_name(origin) if origin is not None else None
+        value = node.meta.get("val")
+        if origin is None or name is None or name in self.written or not isinstance(value, torch.Tensor):
+            return None
+        return Static(name=name, origin=origin, shape=tuple(value.shape), dtype=value.dtype, node=node)
+
+    def writer_of(self, node: Node) -> tuple[str, str] | None:
+        """Returns (name, op) if `node` is a stored tensor that an op of the program changes."""
+        name = self._base(node)
+        return (name, self.written[name]) if name in self.written else None
+
+    def _base(self, node: Node) -> str | None:
+        """Returns the stored tensor that `node` is or views."""
+        while internals.op_name(node) in VIEW_OPS and node.args and isinstance(node.args[0], Node):
+            node = node.args[0]
+        origin = self._program.origin(node) if node.op == "placeholder" else None
+        return self._program.stored_name(origin) if origin is not None else None
+
+
+def _gathered(node: Node, before: Static) -> Static | None:
+    """Returns `before` [E, N, K] with the entries that `node` picks by a vector of indices, or None."""
+    if internals.op_name(node) == "index":
+        indices = list(node.args[1]) if len(node.args) > 1 else []  # type: ignore[arg-type]
+        picks = [index for index in indices if index is not None]
+        chosen = picks[0] if len(picks) == 1 and indices[0] is picks[0] else None
+    else:
+        chosen = internals.argument(node, "index") if internals.argument(node, "dim") == 0 else None
+    value = chosen.meta.get("val") if isinstance(chosen, Node) else None
+    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in {torch.int32, torch.int64}:
+        return None
+    if before.gather is not None or before.broadcast or len(before.shape) != 3:
+        return None
+    return replace(before, node=node, gather=node)
+
+
+def _after_gather(node: Node, before: Static) -> Static | None:
+    """Returns `before` with what `node` does to each expert done to the whole stack, or None if it does more."""
+    value, axes = node.meta["val"], permutation(node, 3)
+    if len(node.all_input_nodes) > 1 or (axes is None and internals.op_name(node) not in _COPIES):
+        return None
+    if axes is not None and axes[0] != 0:
+        return None
+    step = (node.target, tuple(node.args[1:]), tuple(sorted(node.kwargs.items())))
+    shape = before.shape if axes is None else tuple(before.shape[axis] for axis in axes)
+    return replace(before, node=node, steps=(*before.steps, step), shape=shape, dtype=value.dtype)
+
+
+def permutation(node: Node, rank: int) -> tuple[int, ...] | None:
+    """Returns how `node` permutes the axes of its argument, which has `rank`, or None if it does something else."""
+    op = internals.op_name(node)
+    axes = list(range(rank))
+    if op == "mT" or (op in {"t", "numpy_T"} and rank == 2):
+        return (*axes[:-2], axes[-1], axes[-2])
+    if op in {"transpose", "swapaxes"}:
+        one, two = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        axes[one], axes[two] = axes[two], axes[one]
+        return tuple(axes)
+    if op == "permute":
+        return tuple(int(d) % rank for d in node.args[1])  # type: ignore[union-attr, arg-type]
+    return None
+
+
+def _expanded(node: Node, before: Static) -> Static | None:
+    """Returns `before` as it is if `node` only repeats it along new leading dimensions (core ATen does, for bmm)."""
+    sizes = list(internals.argument(node, "size"))
+    trailing = sizes[len(sizes) - len(before.shape) :]
+    if all(size in (-1, had) for size, had in zip(trailing, before.shape, strict=True)):
+        return replace(before, node=node, broadcast=before.broadcast or len(sizes) > len(before.shape))
+    if len(before.shape) == 3 and before.shape[0] == 1 and tuple(trailing[1:]) == before.shape[1:]:
+        flat = before.then(torch.ops.aten.squeeze.dim, 0, shape=before.shape[1:])
+        return replace(flat, node=node, broadcast=True)
+    return None
+
+
+def _text(value: torch.Tensor) -> list[str]:
+    return [str(size) for size in value.shape]

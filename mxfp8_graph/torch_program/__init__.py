@@ -1,0 +1,25 @@
+"""An exported program as a thing to open, walk and save. Knows nothing of rewriting.
+
+internals.py  every private torch API the project stands on, checked against the torch version
+program.py          a private copy of a program: graphs, signature, weights
+higher_order.py     how higher-order ops (cond, while_loop, ...) hand operands to the graphs they hold
+values.py           tensors as NumPy sees them
+record.py           which recipe made a program
+files.py            .pt2 files
+"""
+
+from mxfp8_ops.errors import BackendError
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise BackendError(
+        "torch",
+        "not installed",
+        expected="it for exported programs and .pt2 files",
+        advice="pip install 'mxfp8-graph[torch]'",
+    ) from error
+
+from mxfp8_graph.torch_program.files import load, save
+
+__all__ = ["load", "save"]

@@ -1,0 +1,175 @@
+"""Programs in .pt2 files, which remember the recipe, the tool and the node contract that made them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.export import ExportedProgram
+
+from mxfp8_graph import provenance
+from mxfp8_graph.torch_program import internals, record
+from mxfp8_ops import (
+    contract,
+    torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
+)
+from mxfp8_ops.errors import ContractError
+
+EXTRA_FILE: Final = "mxfp8_graph.json"
+"""Name of the extra file in the archive; with the record, and the modules that define the containers."""
+
+_MODULES_KEY: Final = "mxfp8_graph.modules"
+_KNOWN_PACKAGES: Final = frozenset({"torch", "transformers"})
+"""Packages whose modules `load` imports by itself because a file asks for them."""
+
+
+def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
+    """Returns the .pt2 file a program was written to; `mxfp8_graph.load` reads it, in any process.
+
+    The file is written beside its place and renamed, so that no half file is ever seen.
+
+    Args:
+        program: rewritten or not.
+        path: ends in .pt2.
+        overwrite: whether an existing file may be replaced.
+
+    Raises:
+        ContractError: another suffix, the file exists, it cannot be written, or torch cannot serialize the program.
+    """
+    path = check_target(path, overwrite=overwrite)
+    made = record.find(program)
+    entries: dict[str, Any] = provenance.entries(made.recipe if made else None)
+    entries[_MODULES_KEY] = internals.container_modules(program)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.pt2")
+    try:
+        torch.export.save(program, temporary, extra_files={EXTRA_FILE: json.dumps(entries)})
+        temporary.replace(path)
+    except OSError as error:
+        raise ContractError(
+            path,
+            f"cannot be written: {error.strerror or error}",
+            expected="a writable folder with enough space",
+            advice="free some space or choose another",
+        ) from None
+    except Exception as error:
+        raise ContractError(
+            path,
+            f"torch cannot serialize the program: {_first_line(error)}",
+            expected="containers that pytree knows and registered ops",
+            advice="see the cause above",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def load(path: str | Path) -> ExportedProgram:
+    """Returns the program in a .pt2 file, rewritten or not. Nothing else needs to be imported first.
+
+    torch reads such files with pickle: load only files you trust.
+
+    Raises:
+        ContractError: the file is missing, not a .pt2, cut short, of a newer contract, or torch cannot read it.
+    """
+    path = Path(path)
+    entries = _entries(path)
+    version = int(entries.get(provenance.CONTRACT_KEY, contract.VERSION))
+    if version > contract.VERSION:
+        made_by = entries.get(provenance.VERSION_KEY, "a newer mxfp8-graph")
+        raise ContractError(
+            path,
+            f"node contract {version}, made by mxfp8-graph {made_by}",
+            expected=f"at most {contract.VERSION}",
+            advice="upgrade mxfp8-graph",
+        )
+    unknown = _import(entries.get(_MODULES_KEY, []))
+    try:
+        program, _ = internals.load_archive(path)
+    except Exception as error:
+        advice = f"import {', '.join(unknown)} first" if unknown else "see the cause above"
+        raise ContractError(
+            path,
+            f"torch {torch.__version__} cannot read the program: {_first_line(error)}",
+            expected="ops and containers that are registered, and a file of this torch or an older one",
+            advice=str(advice),
+        ) from error
+    if program is None:
+        raise ContractError(
+            path,
+            "holds no exported program (a compiled package?)",
+            expected="one",
+            advice="save it with mxfp8_graph.save",
+        )
+    return program
+
+
+def check_target(path: str | Path, *, overwrite: bool) -> Path:
+    """Returns `path` if a program can be written there, to be asked before the work and not after it.
+
+    Raises:
+        ContractError: another suffix than .pt2, no such folder, or the file exists and `overwrite` is false.
+    """
+    path = Path(path)
+    if path.suffix != ".pt2":
+        raise ContractError(path, f"suffix {path.suffix!r}", expected=".pt2", advice="rename it (to_onnx writes ONNX)")
+    if path.is_dir() or not path.parent.is_dir():
+        what = "a directory" if path.is_dir() else f"no folder {path.parent}"
+        raise ContractError(path, what, expected="a file in an existing folder", advice="correct the path")
+    if path.exists() and not overwrite:
+        raise ContractError(path, "exists already", expected="a new file", advice="pass overwrite=True or another path")
+    return path
+
+
+def _entries(path: Path) -> Mapping[str, Any]:
+    """Returns what `save` recorded in a file, empty if something else wrote it."""
+    if path.is_dir():
+        raise ContractError(path, "a directory", expected="a .pt2 file", advice="name the file inside it")
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise ContractError(
+            path, str(error.strerror), expected="a readable .pt2 file", advice="check the path"
+        ) from None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next((n for n in archive.namelist() if n.endswith(f"/extra/{EXTRA_FILE}")), None)
+            entries = json.loads(archive.read(name)) if name else {}
+    except (zipfile.BadZipFile, EOFError):
+        if start == b"PK\x03\x04":
+            raise ContractError(path, "cut short", expected="a whole .pt2 file", advice="copy it again") from None
+        raise ContractError(
+            path,
+            "not a .pt2 file",
+            expected="what mxfp8_graph.save or torch.export.save writes",
+            advice="check the path",
+        ) from None
+    except ValueError as error:
+        raise ContractError(
+            path, f"its {EXTRA_FILE} is not JSON ({error})", expected="it whole", advice="save again"
+        ) from None
+    return entries if isinstance(entries, dict) else {}
+
+
+def _import(modules: list[str]) -> list[str]:
+    """Imports the modules of known packages, which register their containers; returns the other ones."""
+    unknown = []
+    for module in modules:
+        if module.partition(".")[0] in _KNOWN_PACKAGES:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        else:
+            unknown.append(module)
+    return unknown
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

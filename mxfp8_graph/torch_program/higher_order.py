@@ -1,0 +1,142 @@
+"""How higher-order ops hand operands to the graphs they hold.
+
+    cond(pred, true, false, operands)
+    while_loop(cond, body, carried, additional)
+    map_impl(body, mapped, additional)
+    scan(body, init, mapped, additional)
+    wrap_with_set_grad_enabled(enabled, body, *operands)
+    wrap_with_autocast(device, dtype, enabled, cache, body, *operands)
+
+A graph's placeholders are the operands in that order. Only those that are the same in every iteration can be weights,
+and only to those can one be added: at the end, in the call and in every graph it holds. A graph that several calls run
+would get the operands of all of them, so each call gets a copy of its own first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.fx import GraphModule, Node
+
+from mxfp8_graph.policy.plan import unique_name
+from mxfp8_graph.torch_program import internals
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a higher-order op keeps its graphs and operands, as positions among its arguments."""
+
+    bodies: tuple[int, ...]
+    invariant: int
+    """The list of operands that every iteration sees alike; for a flat layout, where they begin."""
+    variant: tuple[int, ...] = ()
+    """Lists of operands that change from iteration to iteration; they come first."""
+    flat: bool = False
+    carried: int | None = None
+    """The list among `variant` that a graph's first outputs feed in the next iteration."""
+    looping: int = 0
+    """Which of `bodies` gives the results; the others only decide."""
+
+
+_LAYOUTS: Final = {
+    "cond": Layout((1, 2), 3),
+    "while_loop": Layout((0, 1), 3, (2,), carried=2, looping=1),
+    "map_impl": Layout((0,), 2, (1,)),
+    "scan": Layout((0,), 3, (1, 2), carried=1),
+    "wrap_with_set_grad_enabled": Layout((1,), 2, flat=True),
+    "wrap_with_autocast": Layout((4,), 5, flat=True),
+}
+
+
+def layout_of(call: Node) -> Layout | None:
+    """Returns the layout of a higher-order call, or None if the pass does not know the op."""
+    return _LAYOUTS.get(internals.op_name(call))
+
+
+def operands(call: Node) -> list[Any]:
+    """Returns the operands in the order of the graphs' placeholders."""
+    layout = _known(call)
+    lists: list[Any] = [item for position in layout.variant for item in _list(call, position)]
+    return lists + list(call.args[layout.invariant :] if layout.flat else _list(call, layout.invariant))
+
+
+def variant_count(call: Node) -> int:
+    """Returns how many operands, the first ones, change from iteration to iteration."""
+    return sum(len(_list(call, position)) for position in _known(call).variant)
+
+
+def carried_count(call: Node) -> int:
+    """Returns how many outputs of the looping graph are its first inputs in the next iteration."""
+    layout = _known(call)
+    return 0 if layout.carried is None else len(_list(call, layout.carried))
+
+
+def append(call: Node, operand: Node) -> None:
+    """Adds an operand at the end."""
+    layout = _known(call)
+    if layout.flat:
+        call.args = (*call.args, operand)
+    else:
+        _set(call, layout.invariant, [*_list(call, layout.invariant), operand])
+
+
+def remove(call: Node, index: int) -> None:
+    """Removes the operand at `index` of `operands`, which must be the same in every iteration."""
+    layout = _known(call)
+    index -= variant_count(call)
+    if layout.flat:
+        at = layout.invariant + index
+        call.args = (*call.args[:at], *call.args[at + 1 :])
+    else:
+        kept = list(_list(call, layout.invariant))
+        del kept[index]
+        _set(call, layout.invariant, kept)
+
+
+def unshare(module: GraphModule) -> None:
+    """Gives every higher-order call in `module`, at any depth, graphs that no other call runs; they hold no weights."""
+    taken: set[int] = set()
+    for inner in [module, *module.modules()]:
+        if isinstance(inner, GraphModule):
+            calls = [node for node in inner.graph.nodes if internals.is_higher_order(node) and layout_of(node) is None]
+            taken.update(id(m) for call in calls for _, held in _graphs(inner, call) for m in held.modules())
+    _unshare(module, taken)
+
+
+def _unshare(module: GraphModule, taken: set[int]) -> None:
+    for call in [node for node in module.graph.nodes if layout_of(node) is not None]:
+        for position, held in _graphs(module, call):
+            graph = held
+            if id(held) in taken:
+                graph = internals.clone(held)
+                name = unique_name(str(call.args[position].target), {name for name, _ in module.named_children()}, "_")
+                module.add_module(name, graph)
+                with module.graph.inserting_before(call):
+                    body = module.graph.get_attr(name)
+                call.args = (*call.args[:position], body, *call.args[position + 1 :])
+            taken.add(id(graph))
+            _unshare(graph, taken)
+
+
+def _graphs(module: GraphModule, call: Node) -> list[tuple[int, GraphModule]]:
+    """Returns (position, graph) of each argument of a call that is a graph."""
+    named = [(i, a.target) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr"]
+    found = [(position, getattr(module, str(name), None)) for position, name in named]
+    return [(position, held) for position, held in found if isinstance(held, GraphModule)]
+
+
+def _known(call: Node) -> Layout:
+    layout = layout_of(call)
+    assert layout is not None, call
+    return layout
+
+
+def _list(call: Node, position: int) -> Any:
+    return call.args[position]
+
+
+def _set(call: Node, position: int, values: list[Any]) -> None:
+    as_before = type(_list(call, position))
+    new = tuple(values) if issubclass(as_before, tuple) else values
+    call.args = (*call.args[:position], new, *call.args[position + 1 :])

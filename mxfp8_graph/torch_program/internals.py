@@ -1,0 +1,244 @@
+"""Every private or version-dependent torch API of the pass, in one place.
+
+What is used beyond the documented API, and why:
+
+    ExportedProgram._update            the only way to give a program other parameters; it verifies the result
+    GraphModule.__deepcopy__           renames placeholders that shadow builtins; `clone` puts the names back
+    OpOverload._schema                 says which arguments an op writes to
+    Node.meta["from_node"]             what a node was before decomposition
+    torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from mxfp8_ops.errors import BackendError
+
+try:
+    import torch
+    from torch.export import ExportedProgram
+    from torch.export.graph_signature import ExportGraphSignature, InputSpec
+    from torch.fx import GraphModule, Node
+except ImportError as error:  # pragma: no cover
+    raise BackendError(
+        "torch",
+        f"cannot be imported ({error})",
+        expected="torch 2.9 or newer",
+        advice="pip install 'mxfp8-graph[torch]'",
+    ) from error
+
+OLDEST: Final = (2, 9)
+"""Older versions lack the serialization of custom metadata."""
+NEWEST_TESTED: Final = (2, 13)
+
+_UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "constants")
+
+
+def check_torch() -> str | None:
+    """Returns None if the pass was tested with this torch, or a note if it is newer and looks as expected.
+
+    Raises:
+        BackendError: too old, or newer with another private API; says which versions work.
+    """
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    works = f"torch {_dotted(OLDEST)} to {_dotted(NEWEST_TESTED)}"
+    if version < OLDEST:
+        raise BackendError(f"torch {torch.__version__}", "too old", expected=str(works), advice="pip install -U torch")
+    update = getattr(ExportedProgram, "_update", None)
+    if update is None or not set(_UPDATE) <= set(inspect.signature(update).parameters):
+        raise BackendError(
+            f"torch {torch.__version__}",
+            "ExportedProgram._update is not the one this pass knows",
+            expected=str(works),
+            advice="install one of those, or a newer mxfp8-graph",
+        )
+    if version > NEWEST_TESTED:
+        return f"torch {torch.__version__} is newer than the last one tested ({_dotted(NEWEST_TESTED)})"
+    return None
+
+
+def clone(module: GraphModule) -> GraphModule:
+    """Returns a copy of a graph module and the graphs inside it, node for node with the same names."""
+    # Graph modules share what their metadata refers to; unflatten leaves a module there that cannot be copied.
+    shared: dict[int, Any] = {}
+    for graph_module in module.modules():
+        if isinstance(graph_module, GraphModule):
+            shared[id(graph_module.meta)] = {k: v for k, v in graph_module.meta.items() if k != "unflattened_module"}
+    with _quiet():
+        copied: GraphModule = copy.deepcopy(module, shared)
+    for path, old in module.named_modules():
+        if isinstance(old, GraphModule):
+            new = copied.get_submodule(path)
+            assert isinstance(new, GraphModule)
+            for before, after in zip(old.graph.nodes, new.graph.nodes, strict=True):
+                if before.name != after.name:
+                    after.name = before.name
+                if before.op == "placeholder":
+                    after.target = before.target
+    return copied
+
+
+def updated(
+    program: ExportedProgram,
+    module: GraphModule,
+    inputs: Sequence[InputSpec],
+    state: Mapping[str, torch.Tensor],
+    constants: Mapping[str, Any],
+) -> ExportedProgram:
+    """Returns `program` with another graph and other weights; outputs, ranges and module calls stay."""
+    signature = ExportGraphSignature(input_specs=list(inputs), output_specs=program.graph_signature.output_specs)
+    with _quiet():
+        new: ExportedProgram = program._update(module, signature, state_dict=dict(state), constants=dict(constants))
+    return new
+
+
+def load_archive(path: Path) -> tuple[ExportedProgram | None, Mapping[str, Any]]:
+    """Returns (the program in a .pt2 file, its extra files). Unlike torch.export.load it tells what went wrong."""
+    from torch.export.pt2_archive._package import load_pt2
+
+    contents: Any = load_pt2(str(path))
+    return contents.exported_programs.get("model"), contents.extra_files
+
+
+def container_modules(program: ExportedProgram) -> list[str]:
+    """Returns the modules that define the containers (model outputs, caches) a program takes and returns."""
+    found: set[str] = set()
+    stack: list[Any] = [program.call_spec.in_spec, program.call_spec.out_spec]
+    while stack:
+        spec = stack.pop()
+        if spec is None:
+            continue
+        for kind in (spec.type, spec.context):
+            if isinstance(kind, type):
+                found.add(kind.__module__)
+        stack += spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
+    return sorted(found - {"builtins", "collections"})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what torch says about its own use of deprecated names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def fake_mode(module: GraphModule) -> Any:
+    """Returns the fake mode the program was traced under.
+
+    Raises:
+        BackendError: the nodes carry no fake values.
+    """
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.meta.get("val") is not None])
+    if mode is None:
+        raise BackendError(
+            "program",
+            "its nodes carry no fake tensors",
+            expected="a program as torch.export makes it",
+            advice="export it again",
+        )
+    return mode
+
+
+def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
+    """Returns the fake twin of `tensor`, every size static."""
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` holds numbers, and not a shape only."""
+    return not tensor.is_meta and not isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def expose_einsum(program: ExportedProgram) -> ExportedProgram:
+    """Returns `program` with each einsum as the permutes, views and bmm it computes; all else as it is."""
+    from torch._export.utils import _get_decomp_for_cia
+
+    op = torch.ops.aten.einsum.default
+    with _quiet():
+        exposed: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
+    return exposed
+
+
+def is_from_einsum(node: Node) -> bool:
+    """Whether `node` is part of what an einsum became, as far as torch's own record of decompositions goes."""
+    return any(source.target == str(torch.ops.aten.einsum.default) for source in node.meta.get("from_node") or ())
+
+
+def op_names(names: str) -> frozenset[str]:
+    """Returns a set of names as `op_name` gives them, written with spaces between."""
+    return frozenset(names.split())
+
+
+def op_name(node: Node) -> str:
+    """Returns what a call_function node calls: "linear" for aten ops, "mxfp8::gemm", "cond"; "" for other nodes."""
+    target = node.target
+    if node.op != "call_function":
+        return ""
+    if isinstance(target, torch._ops.OpOverload):
+        name: str = target._schema.name
+        return name.removeprefix("aten::")
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return str(target._name)
+    return str(getattr(target, "__name__", target))
+
+
+def is_higher_order(node: Node) -> bool:
+    """Whether `node` calls an op that runs graphs of its own."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def opens_transform(node: Node) -> bool:
+    """Whether a function transform such as vmap begins at `node`."""
+    return op_name(node).endswith("_increment_nesting")
+
+
+def closes_transform(node: Node) -> bool:
+    """Whether a function transform such as vmap ends at `node`."""
+    return op_name(node).endswith("_decrement_nesting")
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """Returns an argument of an op call by its name in the op's schema, however it was passed."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, formal in enumerate(node.target._schema.arguments):
+        if formal.name == name and not formal.kwarg_only:
+            if index < len(node.args):
+                return node.args[index]
+            return formal.default_value if formal.has_default_value() else default
+    return default
+
+
+def unusual(target: torch._ops.OpOverload, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments that are not the op's defaults; each that is passed costs a call half a us."""
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    return {name: value for name, value in keywords.items() if name not in defaults or defaults[name] != value}
+
+
+def written(node: Node) -> list[Node]:
+    """Returns the arguments that the op of `node` writes to."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    found = []
+    for index, formal in enumerate(target._schema.arguments):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            value = node.kwargs.get(formal.name, node.args[index] if index < len(node.args) else None)
+            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)]
+    return found
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,194 @@
+"""A private copy of an exported program that the pass may edit: graphs, signature, references to the weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
+from torch.fx import GraphModule, Node
+
+from mxfp8_graph.torch_program import higher_order, internals
+
+_STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass(eq=False)
+class Scope:
+    """One graph of the program."""
+
+    path: str
+    """Names of the subgraphs down to it; "" is the main graph."""
+    module: GraphModule
+    parent: Scope | None = None
+    call: Node | None = None
+    """The higher-order call in `parent` that runs this graph."""
+    siblings: list[Scope] = field(default_factory=list)
+    """Every graph of that call, this one among them."""
+    blocker: str | None = None
+    """Why nothing inside can be rewritten, or None."""
+    weights: dict[str, Node] = field(default_factory=dict)
+    """Placeholders of the buffers the pass added, by buffer name."""
+
+    @property
+    def placeholders(self) -> list[Node]:
+        """The inputs, in order."""
+        return list(itertools.takewhile(lambda node: node.op == "placeholder", self.module.graph.nodes))
+
+    @property
+    def results(self) -> list[Any]:
+        """The outputs, flat, in order."""
+        output = next(node for node in self.module.graph.nodes if node.op == "output")
+        value = output.args[0]
+        return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+class Program:
+    """The copy; `finish` turns it into an ExportedProgram. The source is never modified."""
+
+    def __init__(self, source: ExportedProgram) -> None:
+        self.source = source
+        self.module = internals.clone(source.graph_module)
+        higher_order.unshare(self.module)
+        self.state: dict[str, torch.Tensor] = dict(source.state_dict)
+        self.constants: dict[str, Any] = dict(source.constants)
+        self.fake_mode = internals.fake_mode(self.module)
+        self.labels: dict[Node, str] = {}
+        """What to call a node's op in reports, where it is not what the source program called."""
+        main = Scope("", self.module)
+        self._specs = dict(zip(main.placeholders, source.graph_signature.input_specs, strict=True))
+        self.scopes = [main, *_inner(main)]
+        self._scope_of = {scope.module.graph: scope for scope in self.scopes}
+        signature = source.graph_signature
+        self.mutated = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
+        outputs = zip(main.results, signature.output_specs, strict=True)
+        self.outputs = {node for node, spec in outputs if spec.kind == OutputKind.USER_OUTPUT}
+
+    def scope_of(self, node: Node) -> Scope:
+        """Returns the graph `node` is in."""
+        return self._scope_of[node.graph]
+
+    def stored_name(self, node: Node) -> str | None:
+        """Returns the name of the parameter, buffer or constant that a placeholder of the main graph stands for."""
+        spec = self._specs.get(node)
+        return spec.target if spec is not None and spec.kind in _STORED else None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Returns a parameter, buffer or constant."""
+        value: torch.Tensor = self.state[name] if name in self.state else self.constants[name]
+        return value
+
+    def origin(self, node: Node) -> Node | None:
+        """Returns the main graph's placeholder that a placeholder stands for, or None if it varies."""
+        scope = self.scope_of(node)
+        while scope.parent is not None and scope.call is not None:
+            if higher_order.layout_of(scope.call) is None:
+                return None
+            index = scope.placeholders.index(node)
+            if index < higher_order.variant_count(scope.call):
+                return None
+            node = higher_order.operands(scope.call)[index]
+            if not isinstance(node, Node) or node.op != "placeholder":
+                return None
+            scope = scope.parent
+        return node
+
+    def fresh(self, wanted: str) -> str:
+        """Returns `wanted`, or `wanted` with a number, that no tensor of the program is called."""
+        name, count = wanted, 1
+        while name in self.state or name in self.constants:
+            count += 1
+            name = f"{wanted}_{count}"
+        return name
+
+    def add_buffer(self, name: str, data: torch.Tensor) -> None:
+        """Makes `data` a buffer of the program; `weight` gives its node in a graph."""
+        self.state[name] = data
+
+    def weight(self, scope: Scope, name: str) -> Node:
+        """Returns the node of an added buffer in `scope`, handing it down through every higher-order call."""
+        if name in scope.weights:
+            return scope.weights[name]
+        label = "b_" + name.replace(".", "_")
+        if scope.parent is None or scope.call is None:
+            value = internals.fake_of(self.fake_mode, self.state[name])
+            first = next((p for p in scope.placeholders if not self._is_stored(p)), None)
+            node = _placeholder(scope, label, value, before=first)
+            self._specs[node] = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
+            scope.weights[name] = node
+            return node
+        outer = self.weight(scope.parent, name)
+        higher_order.append(scope.call, outer)
+        for sibling in scope.siblings:
+            sibling.weights[name] = _placeholder(sibling, label, outer.meta["val"])
+        return scope.weights[name]
+
+    def forget(self, placeholder: Node) -> None:
+        """Removes an unused placeholder of the main graph and, with its last alias, the tensor."""
+        name = self._specs.pop(placeholder).target
+        placeholder.graph.erase_node(placeholder)
+        if name is not None and all(spec.target != name for spec in self._specs.values()):
+            self.state.pop(name, None)
+            self.constants.pop(name, None)
+
+    def freeze(self) -> None:
+        """Makes the parameters that are left ask for no gradients: none would pass through the packed matmuls."""
+        for name, tensor in self.state.items():
+            if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+                self.state[name] = torch.nn.Parameter(tensor.detach(), requires_grad=False)
+
+    def finish(self) -> ExportedProgram:
+        """Returns the edited program, verified."""
+        for scope in self.scopes:
+            scope.module.graph.lint()
+            scope.module.recompile()
+        inputs = [self._specs[node] for node in self.scopes[0].placeholders]
+        return internals.updated(self.source, self.module, inputs, self.state, self.constants)
+
+    def _is_stored(self, placeholder: Node) -> bool:
+        return bool(self._specs[placeholder].kind != InputKind.USER_INPUT)
+
+
+def _placeholder(scope: Scope, label: str, value: Any, *, before: Node | None = None) -> Node:
+    graph = scope.module.graph
+    inputs = scope.placeholders
+    if before is not None:
+        with graph.inserting_before(before):
+            node = graph.placeholder(label)
+    elif inputs:
+        with graph.inserting_after(inputs[-1]):
+            node = graph.placeholder(label)
+    else:
+        with graph.inserting_before(next(iter(graph.nodes))):
+            node = graph.placeholder(label)
+    node.target = node.name
+    node.meta["val"] = value
+    return node
+
+
+def _inner(scope: Scope) -> Iterator[Scope]:
+    """Yields every graph that higher-order calls in `scope` run, at any depth."""
+    for call in scope.module.graph.nodes:
+        if not internals.is_higher_order(call):
+            continue
+        layout = higher_order.layout_of(call)
+        held = [a for a in call.args if isinstance(a, Node) and a.op == "get_attr"]
+        bodies = [call.args[i] for i in layout.bodies] if layout else held
+        found = []
+        for body in bodies:
+            module = getattr(scope.module, str(body.target), None)
+            if not isinstance(module, GraphModule):
+                continue
+            path = "/".join(filter(None, (scope.path, str(body.target))))
+            blocker = scope.blocker
+            if layout is None:
+                blocker = f"inside {internals.op_name(call)}, a higher-order op the pass cannot edit; export without it"
+            found.append(Scope(path, module, scope, call, blocker=blocker))
+        for inner in found:
+            inner.siblings = found
+            yield inner
+            yield from _inner(inner)
