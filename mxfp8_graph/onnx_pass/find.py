@@ -22,12 +22,13 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.onnx_model.open import STANDARD, Source, subgraphs
 from mxfp8_graph.onnx_model.upgrade import MATMUL_OPS
 from mxfp8_graph.onnx_pass.roles import Roles
 from mxfp8_graph.onnx_pass.site import OnnxSite, Operand, Scope
 from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Constants, Static, overridable, stored_in
-from mxfp8_graph.policy.plan import Dim, MatMulSite, Role, unique_name
+from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_ops.contract import VALUE_NAMES
 
 
@@ -45,7 +46,8 @@ def find_sites(source: Source) -> list[OnnxSite]:
         for node in scope.view.nodes:
             if node.op in MATMUL_OPS and node.domain in STANDARD:
                 site = _describe(node, scope, constants, roles, indices)
-                name = unique_name(site.site.name, names)
+                name = unique_name(site.site.name, names, "#")
+                names.add(name)
                 found.append(replace(site, site=replace(site.site, name=name)))
     uses = Counter(id(site.w.static.tensor) for site in found if site.w.static)
     return [
@@ -78,7 +80,9 @@ def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
         for name, graph in subgraphs(node):
             inner = gs_node.attrs.get(name)
             if isinstance(inner, gs.Graph):
-                path = unique_name("/".join(filter(None, (scope.path, node.name or node.output[0], name))), paths)
+                wanted = "/".join(filter(None, (scope.path, node.name or node.output[0], name)))
+                path = unique_name(wanted, paths, "#")
+                paths.add(path)
                 visible = {**scope.visible, **stored_in(graph)}
                 yield from _scopes(Scope(path, scope.depth + 1, inner, graph, visible), paths)
 

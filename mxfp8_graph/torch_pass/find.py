@@ -23,7 +23,8 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.policy.plan import Dim, MatMulSite, Role, unique_name
+from mxfp8_graph.naming import unique_name
+from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.torch_pass import attention, matmul_forms, torchao_weights
 from mxfp8_graph.torch_pass.matmul_forms import Form
 from mxfp8_graph.torch_pass.roles import Roles
@@ -47,7 +48,8 @@ def find_sites(program: Program) -> list[TorchSite]:
         for node in scope.module.graph.nodes:
             nesting += internals.opens_transform(node) - internals.closes_transform(node)
             for site in _describe(node, program, scope, constants, roles):
-                name = unique_name(site.site.name, names)
+                name = unique_name(site.site.name, names, "#")
+                names.add(name)
                 blocker = site.site.blocker or (_TRANSFORMED if nesting else None)
                 found.append(replace(site, site=replace(site.site, name=name, blocker=blocker)))
     uses: dict[object, int] = {}

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from torch.fx import GraphModule, Node
 
-from mxfp8_graph.policy.plan import unique_name
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_program import internals
 
 
@@ -110,7 +110,7 @@ def _unshare(module: GraphModule, taken: set[int]) -> None:
             graph = held
             if id(held) in taken:
                 graph = internals.clone(held)
-                name = unique_name(str(call.args[position].target), {name for name, _ in module.named_children()}, "_")
+                name = unique_name(str(call.args[position].target), {name for name, _ in module.named_children()})
                 module.add_module(name, graph)
                 with module.graph.inserting_before(call):
                     body = module.graph.get_attr(name)
