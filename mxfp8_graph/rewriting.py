@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops.errors import ContractError
@@ -14,7 +15,7 @@ from mxfp8_ops.errors import ContractError
 
 def rewrite(
     model: Any,
-    recipe: str | Path | Recipe = "mxfp8",
+    recipe: str | Path | Recipe = presets.DEFAULT,
     *,
     output: str | Path | None = None,
     external_data: Literal["auto", "always", "never"] = "auto",

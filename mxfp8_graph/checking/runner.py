@@ -149,7 +149,7 @@ def is_program(model: Any) -> bool:
     if kind in {Kind.GRAPHSURGEON, Kind.UNKNOWN}:
         raise ContractError(
             "model",
-            f"is a {type(model).__name__}",
+            f"a {type(model).__name__}",
             expected="a path, an onnx.ModelProto or an ExportedProgram",
             advice="onnx_graphsurgeon.export_onnx it first" if kind is Kind.GRAPHSURGEON else "load the model first",
         )
