@@ -1,7 +1,3 @@
-"""The version of this package; pyproject.toml says the same."""
+"""The version of this package; pyproject.toml has it too."""
 
-from __future__ import annotations
-
-from typing import Final
-
-__version__: Final = "0.1.0"
+__version__ = "0.1.0"

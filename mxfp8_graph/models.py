@@ -9,14 +9,19 @@ from typing import Any, Final
 
 
 class Kind(enum.Enum):
-    """What a user may hand over as a model; the value says it in words."""
+    """What a user may hand over as a model."""
 
-    ONNX_FILE = "the path of an ONNX file"
-    PROGRAM_FILE = "the path of a .pt2 file"
-    ONNX_MODEL = "an onnx.ModelProto"
-    GRAPHSURGEON = "an onnx_graphsurgeon.Graph"
-    PROGRAM = "a torch.export.ExportedProgram"
-    UNKNOWN = "something else"
+    ONNX_FILE = enum.auto()
+    """The path of an ONNX file, whether it is there or not."""
+    PROGRAM_FILE = enum.auto()
+    """The path of a .pt2 file."""
+    ONNX_MODEL = enum.auto()
+    """An `onnx.ModelProto`."""
+    GRAPHSURGEON = enum.auto()
+    """An `onnx_graphsurgeon.Graph`."""
+    PROGRAM = enum.auto()
+    """A `torch.export.ExportedProgram`."""
+    UNKNOWN = enum.auto()
 
     @property
     def is_file(self) -> bool:

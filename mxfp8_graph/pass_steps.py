@@ -23,13 +23,15 @@ Site = TypeVar("Site")
 
 @dataclass(kw_only=True)
 class Reporter:
-    """Makes the report of one rewrite, whose clock starts with it."""
+    """Makes the report of one rewrite. The clock starts with it, before the model is opened."""
 
     recipe: Recipe
     options: Options
     bytes_before: int = 0
+    """Size of the model, once it is known."""
     notes: list[str] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
+    """What else was done to the model; grows on the way."""
+    _started: float = field(default_factory=time.perf_counter, init=False)
 
     def report(
         self, sites: Sequence[SiteReport] = (), bytes_after: int | None = None, *, already_rewritten: bool = False
@@ -43,7 +45,7 @@ class Reporter:
             sites=tuple(sites),
             bytes_before=self.bytes_before,
             bytes_after=bytes_after,
-            seconds=time.perf_counter() - self.started,
+            seconds=time.perf_counter() - self._started,
             notes=tuple(self.notes),
             dry_run=self.options.dry_run,
             already_rewritten=already_rewritten,

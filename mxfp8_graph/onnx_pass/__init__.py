@@ -1,7 +1,8 @@
 """The ONNX front end: opened model -> sites -> plan -> edited model -> file.
 
 run.py              the steps, in order
-find.py             finds the matmuls; site.py says what one is
+find.py             finds the matmuls
+matmul_forms.py     how each op multiplies
 static_operands.py  which operands are known before the model runs
 roles.py            what a matmul is for: this front end's op table
 replace.py          replaces the matmuls; prune.py removes what that left unused

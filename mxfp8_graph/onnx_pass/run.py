@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import onnx
@@ -31,11 +30,9 @@ def rewrite_onnx(
         RecipeError: a rule decides nothing, or the model was rewritten with another recipe.
         NothingEligibleError: no matmul of the model is rewritten.
     """
-    started = time.perf_counter()
+    reporter = Reporter(recipe=recipe, options=options)
     source = open_path(model) if isinstance(model, Path) else open_proto(model)
-    reporter = Reporter(
-        recipe=recipe, options=options, bytes_before=source.byte_size, notes=source.notes, started=started
-    )
+    reporter.bytes_before, reporter.notes = source.byte_size, source.notes
     if already_rewritten(_made(source.proto), recipe, options, what="model"):
         return model, reporter.report(already_rewritten=True)
     upgrade(source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,17 +40,16 @@ def rewrite_torch(
         NothingEligibleError: no matmul of the program is rewritten.
         BackendError: this torch is not one the pass knows.
     """
-    started = time.perf_counter()
+    reporter = Reporter(recipe=recipe, options=options)
     if options.output is not None:
         _check_output(model, options.output, overwrite=options.overwrite)
     source = load(model) if isinstance(model, Path) else model
-    notes = [note for note in (internals.check_torch(),) if note]
-    before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
-    reporter = Reporter(recipe=recipe, options=options, bytes_before=before, notes=notes, started=started)
+    reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
+    reporter.notes += filter(None, [internals.check_torch()])
     if already_rewritten(record.find(source), recipe, options, what="program"):
         return model, reporter.report(already_rewritten=True)
     program, sites, decisions = _planned(source, recipe, options)
-    notes += _notes(sites, decisions)
+    reporter.notes += _notes(sites, decisions)
     require_eligible(decisions, options, wanted="matmul in the program")
     if options.dry_run:
         return None, reporter.dry_run(decisions)
