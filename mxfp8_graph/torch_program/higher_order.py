@@ -110,7 +110,7 @@ def _unshare(module: GraphModule, taken: set[int]) -> None:
             graph = held
             if id(held) in taken:
                 graph = internals.clone(held)
-                name = unique_name(str(call.args[position].target), {name for name, _ in module.named_children()})
+                name = unique_name(str(call.args[position].target), {name for name, _ in module.named_children()}, "_")
                 module.add_module(name, graph)
                 with module.graph.inserting_before(call):
                     body = module.graph.get_attr(name)
