@@ -22,6 +22,7 @@ import typer
 from rich.text import Text
 
 import mxfp8_graph
+from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import console, progress_bar, say, show
 from mxfp8_ops.errors import Mxfp8Error
 
@@ -157,9 +158,7 @@ def rewrite(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Default: MODEL.mxfp8.onnx, or .pt2.", show_default=False)
     ] = None,
-    recipe: Annotated[
-        str, typer.Option("--recipe", help="mxfp8, mxfp8-weight-only, ocp, all, or a .yaml or .toml file.")
-    ] = "mxfp8",
+    recipe: Annotated[str, typer.Option("--recipe", help=f"{presets.choices()}.")] = presets.DEFAULT,
     exclude: Annotated[
         list[str] | None,
         typer.Option(

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import Final
 
-import mxfp8_graph
+from mxfp8_graph._version import __version__
 from mxfp8_ops import contract
 
-RECIPE_KEY: Final = "mxfp8_graph.policy.recipe"
+RECIPE_KEY: Final = "mxfp8_graph.recipe"
 VERSION_KEY: Final = "mxfp8_graph.version"
 CONTRACT_KEY: Final = "mxfp8_graph.contract_version"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """How a model was rewritten."""
+
+    node: str
+    """The first node that says so."""
+    recipe: str | None
+    """As JSON, or None if it is not recorded."""
+    packed: bool = True
+    """Weights are packed; otherwise the model was prepared for training."""
+
+
 def entries(recipe: str | None) -> dict[str, str]:
     """Returns what to record: the recipe as JSON if it is known, the version of this tool and that of the nodes."""
-    values = {VERSION_KEY: mxfp8_graph.__version__, CONTRACT_KEY: str(contract.VERSION)}
+    values = {VERSION_KEY: __version__, CONTRACT_KEY: str(contract.VERSION)}
     return values if recipe is None else {RECIPE_KEY: recipe, **values}
+
+
+def recipe_name(recorded: str | None) -> str:
+    """Returns the name of a recorded recipe, for messages; a later version may have written it."""
+    try:
+        fields = json.loads(recorded or "")
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        return "an unrecorded recipe"
+    return str(fields.get("name", "a recipe this version cannot read"))

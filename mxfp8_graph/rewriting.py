@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from mxfp8_graph.models import Kind, kind_of
+from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops.errors import ContractError
 
-Progress = Callable[[str, int, int], None]
-"""Called as progress(site_name, bytes_done, bytes_total) while weights are packed."""
-
 
 def rewrite(
     model: Any,
-    recipe: str | Path | Recipe = "mxfp8",
+    recipe: str | Path | Recipe = presets.DEFAULT,
     *,
     output: str | Path | None = None,
     external_data: Literal["auto", "always", "never"] = "auto",
@@ -31,7 +30,7 @@ def rewrite(
     Args:
         model: the path of an ONNX or .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
             `torch.export.ExportedProgram`. It is not modified.
-        recipe: a preset ("mxfp8", "mxfp8-weight-only", "ocp", "all"), a .yaml or .toml file, or a `Recipe`.
+        recipe: the name of a preset (`mxfp8_graph.policy.presets` has them all), a .yaml or .toml file, or a `Recipe`.
         output: file to write. Default: MODEL.mxfp8.onnx (or .pt2) next to a path, nothing for a model in memory.
         external_data: whether tensors go to OUTPUT.data: "always", "never", or "auto" (as the source has them, and
             near protobuf's 2 GB).
@@ -54,68 +53,43 @@ def rewrite(
         NothingEligibleError: no matmul of the model is rewritten; carries the reasons.
     """
     chosen = load_recipe(recipe)
-    if _is_program(model):
-        return _rewrite_program(model, chosen, output, overwrite, dry_run, allow_nonfinite, training, progress)
-    if training:
-        raise ContractError(
-            "rewrite", "training=True for an ONNX model", expected="an exported program", advice="export with torch"
-        )
-
-    import onnx
-
-    from mxfp8_graph.onnx_model import graphsurgeon as surgeon
-    from mxfp8_graph.onnx_pass import Options, rewrite_onnx
-
-    as_graph = type(model).__module__.startswith("onnx_graphsurgeon.")
-    if isinstance(model, (str, Path)):
-        source: Path | onnx.ModelProto = Path(model)
-        output = output or Path(model).with_suffix(".mxfp8.onnx")
-    elif isinstance(model, onnx.ModelProto):
-        source = model
-    elif as_graph:
-        source = surgeon.to_proto(model)
-    else:
+    kind = kind_of(model)
+    if kind is Kind.UNKNOWN:
         raise ContractError(
             "rewrite",
             f"model is a {type(model).__name__}",
             expected="a path, an onnx.ModelProto or an onnx_graphsurgeon.Graph",
             advice="load the model first",
         )
+    if training and not kind.is_program:
+        raise ContractError(
+            "rewrite", "training=True for an ONNX model", expected="an exported program", advice="export with torch"
+        )
+    name = "program" if kind.is_program else "model"
+    if kind.is_file:
+        model = Path(model)
+        name = str(model)
+        output = output or model.with_suffix(".mxfp8.pt2" if kind.is_program else ".mxfp8.onnx")
     options = Options(
+        name=name,
         output=Path(output) if output else None,
         external_data=external_data,
         overwrite=overwrite,
         dry_run=dry_run,
         allow_nonfinite=allow_nonfinite,
+        training=training,
         progress=progress,
     )
-    rewritten, report = rewrite_onnx(source, chosen, options)
-    if as_graph and isinstance(rewritten, onnx.ModelProto):
-        rewritten = model if report.already_rewritten else surgeon.to_graph(rewritten)
-    return rewritten, report
+    if kind.is_program:
+        from mxfp8_graph.torch_pass import rewrite_torch
 
+        return rewrite_torch(model, chosen, options)
+    from mxfp8_graph.onnx_model import graphsurgeon
+    from mxfp8_graph.onnx_pass import rewrite_onnx
 
-def _is_program(model: Any) -> bool:
-    """Whether `model` is a torch ExportedProgram or a .pt2 file; asks without importing torch."""
-    if isinstance(model, (str, Path)):
-        return Path(model).suffix == ".pt2"
-    return any(c.__name__ == "ExportedProgram" and c.__module__.startswith("torch.") for c in type(model).__mro__)
-
-
-def _rewrite_program(  # noqa: PLR0917 - rewrite's own options
-    model: Any,
-    recipe: Recipe,
-    output: str | Path | None,
-    overwrite: bool,
-    dry_run: bool,
-    allow_nonfinite: bool,
-    training: bool,
-    progress: Progress | None,
-) -> tuple[Any, RewriteReport]:
-    """Returns what `rewrite` does, for an exported program in memory or in a .pt2 file."""
-    from mxfp8_graph.torch_pass import Options, rewrite_torch, rewrite_torch_file
-
-    options = Options(training=training, dry_run=dry_run, allow_nonfinite=allow_nonfinite, progress=progress)
-    if output is None and not isinstance(model, (str, Path)):
-        return rewrite_torch(model, recipe, options)
-    return rewrite_torch_file(model, recipe, options, Path(output) if output else None, overwrite=overwrite)
+    if kind is not Kind.GRAPHSURGEON:
+        return rewrite_onnx(model, chosen, options)
+    rewritten, report = rewrite_onnx(graphsurgeon.to_proto(model), chosen, options)
+    if rewritten is None or isinstance(rewritten, Path):
+        return rewritten, report
+    return model if report.already_rewritten else graphsurgeon.to_graph(rewritten), report

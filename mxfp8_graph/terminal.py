@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -12,10 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column
 from rich.text import Text
 
+from mxfp8_graph.options import Progress as ProgressCallback
 from mxfp8_graph.report.text import printable
-
-if TYPE_CHECKING:
-    from mxfp8_graph.rewriting import Progress as ProgressCallback
 
 
 def console(*, stderr: bool = False) -> Console:

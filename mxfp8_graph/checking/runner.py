@@ -21,8 +21,9 @@ from mxfp8_graph.checking.inputs import (
     synthesise_for,
 )
 from mxfp8_graph.checking.sessions import Session, Timing
+from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import Source, open_path, open_proto
-from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.errors import ContractError, ShapeError
 
 Model = Any
 """A path, an `onnx.ModelProto` or a `torch.export.ExportedProgram`: torch is not imported to name the last."""
@@ -139,10 +140,20 @@ class OnnxModel:
 
 
 def is_program(model: Any) -> bool:
-    """Whether `model` is a .pt2 file or an ExportedProgram; asks without importing torch."""
-    if isinstance(model, (str, Path)):
-        return Path(model).suffix == ".pt2"
-    return not isinstance(model, onnx.ModelProto)
+    """Whether `model` is a .pt2 file or an ExportedProgram; asks without importing torch.
+
+    Raises:
+        ContractError: it is nothing that can be run.
+    """
+    kind = kind_of(model)
+    if kind in {Kind.GRAPHSURGEON, Kind.UNKNOWN}:
+        raise ContractError(
+            "model",
+            f"a {type(model).__name__}",
+            expected="a path, an onnx.ModelProto or an ExportedProgram",
+            advice="onnx_graphsurgeon.export_onnx it first" if kind is Kind.GRAPHSURGEON else "load the model first",
+        )
+    return kind.is_program
 
 
 def open_runnable(model: Model) -> Runnable:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from mxfp8_graph import provenance
+from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, Source, iter_graphs
 from mxfp8_graph.onnx_model.write import INLINE_LIMIT, open_target
 from mxfp8_ops import contract, onnx_functions
@@ -79,27 +80,29 @@ def to_onnx(
 
 
 def _program(program: Any) -> ExportedProgram:
-    try:
-        import onnxscript  # noqa: F401
-        import torch
-
-        from mxfp8_ops import torch_ops  # noqa: F401
-    except ImportError as error:
-        raise BackendError(
-            "to_onnx", str(error), expected="torch and onnxscript", advice="pip install 'mxfp8-graph[torch]'"
-        ) from error
-    if isinstance(program, (str, Path)):
-        from mxfp8_graph.torch_program import load
-
-        program = load(program)
-    if not isinstance(program, torch.export.ExportedProgram):
+    kind = kind_of(program)
+    if not (kind.is_file or kind is Kind.PROGRAM):
         raise ContractError(
             "to_onnx",
             f"a {type(program).__name__}",
             expected="a rewritten ExportedProgram or the path of one",
             advice="pass what mxfp8_graph.rewrite gave back",
         )
-    return program
+    try:
+        import onnxscript  # noqa: F401
+        import torch  # noqa: F401
+
+        from mxfp8_ops import torch_ops  # noqa: F401
+    except ImportError as error:
+        raise BackendError(
+            "to_onnx", str(error), expected="torch and onnxscript", advice="pip install 'mxfp8-graph[torch]'"
+        ) from error
+    if not kind.is_file:
+        exported: ExportedProgram = program
+        return exported
+    from mxfp8_graph.torch_program import load
+
+    return load(program)
 
 
 def _recorded_recipe(program: ExportedProgram) -> str | None:

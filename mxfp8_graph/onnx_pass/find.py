@@ -22,12 +22,14 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.onnx_model.open import STANDARD, Source, subgraphs
 from mxfp8_graph.onnx_model.upgrade import MATMUL_OPS
-from mxfp8_graph.onnx_pass.roles import Roles
+from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
 from mxfp8_graph.onnx_pass.site import OnnxSite, Operand, Scope
 from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Constants, Static, overridable, stored_in
-from mxfp8_graph.policy.plan import Dim, MatMulSite, Role, unique_name
+from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
+from mxfp8_graph.policy.roles import Roles
 from mxfp8_ops.contract import VALUE_NAMES
 
 
@@ -37,7 +39,7 @@ def find_sites(source: Source) -> list[OnnxSite]:
     visible = {name: stored for name, stored in stored_in(source.proto.graph).items() if name not in skip}
     scopes = list(_scopes(Scope("", 0, _view(source), source.proto.graph, visible), set()))
     constants = Constants(source, [(scope.view, scope.visible) for scope in scopes])
-    roles = Roles([scope.view for scope in scopes], constants)
+    roles = Roles(OnnxView([scope.view for scope in scopes], constants), ROLE_OPS)
     found: list[OnnxSite] = []
     names: set[str] = set()
     for scope in scopes:
@@ -45,7 +47,8 @@ def find_sites(source: Source) -> list[OnnxSite]:
         for node in scope.view.nodes:
             if node.op in MATMUL_OPS and node.domain in STANDARD:
                 site = _describe(node, scope, constants, roles, indices)
-                name = unique_name(site.site.name, names)
+                name = unique_name(site.site.name, names, "#")
+                names.add(name)
                 found.append(replace(site, site=replace(site.site, name=name)))
     uses = Counter(id(site.w.static.tensor) for site in found if site.w.static)
     return [
@@ -78,12 +81,16 @@ def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
         for name, graph in subgraphs(node):
             inner = gs_node.attrs.get(name)
             if isinstance(inner, gs.Graph):
-                path = unique_name("/".join(filter(None, (scope.path, node.name or node.output[0], name))), paths)
+                wanted = "/".join(filter(None, (scope.path, node.name or node.output[0], name)))
+                path = unique_name(wanted, paths, "#")
+                paths.add(path)
                 visible = {**scope.visible, **stored_in(graph)}
                 yield from _scopes(Scope(path, scope.depth + 1, inner, graph, visible), paths)
 
 
-def _describe(node: gs.Node, scope: Scope, constants: Constants, roles: Roles, indices: dict[int, int]) -> OnnxSite:
+def _describe(
+    node: gs.Node, scope: Scope, constants: Constants, roles: Roles[gs.Node, gs.Tensor], indices: dict[int, int]
+) -> OnnxSite:
     a, b = node.inputs[:2]
     is_gemm = node.op == "Gemm"
     trans_a, trans_b = (bool(node.attrs.get(k, 0)) for k in ("transA", "transB")) if is_gemm else (False, False)
@@ -125,7 +132,7 @@ def _describe(node: gs.Node, scope: Scope, constants: Constants, roles: Roles, i
         beta=float(node.attrs.get("beta", 1.0)) if is_gemm else 1.0,
     )
     site = _with_bias(site, node, constants, indices)
-    role: Role = roles.of_linear(node) if w.static else roles.of_product(node)
+    role: Role = roles.of_linear(node.outputs[0]) if w.static else roles.of_product(node.outputs[0])
     blocker = _blocker(site, node, constants)
     if w.static and constants.is_constant(a) and constants.is_constant(b):
         blocker = "both operands are constant; fold the constants of the model first"

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.packed.weight import Contents, PackedWeight
 from mxfp8_ops.errors import ContractError
 
@@ -30,32 +31,25 @@ def unpack(model: Any) -> Mapping[str, PackedWeight]:
 
 def contents(model: Any) -> Contents:
     """Returns everything a model stores; see `unpack`."""
-    import onnx
-
-    from mxfp8_graph.onnx_model import graphsurgeon as surgeon
-    from mxfp8_graph.onnx_model.open import open_path, open_proto
-    from mxfp8_graph.packed import from_onnx
-
-    if isinstance(model, (str, Path)):
-        if Path(model).suffix != ".pt2":
-            return from_onnx.contents(open_path(Path(model)))
+    kind = kind_of(model)
+    if kind is Kind.UNKNOWN:
+        raise ContractError(
+            "unpack",
+            f"a {type(model).__name__}",
+            expected="a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram",
+            advice="load the model first",
+        )
+    if kind.is_program:
         from mxfp8_graph.torch_program import load  # says what to install where torch is missing
 
         # isort: split
         from mxfp8_graph.packed import from_torch
 
-        return from_torch.contents(load(model), str(model))
-    if isinstance(model, onnx.ModelProto):
-        return from_onnx.contents(open_proto(model))
-    if type(model).__module__.startswith("onnx_graphsurgeon."):
-        return from_onnx.contents(open_proto(surgeon.to_proto(model)))
-    if any(c.__name__ == "ExportedProgram" and c.__module__.startswith("torch.") for c in type(model).__mro__):
-        from mxfp8_graph.packed import from_torch
+        return from_torch.contents(load(model), str(model)) if kind.is_file else from_torch.contents(model, "program")
+    from mxfp8_graph.onnx_model import graphsurgeon
+    from mxfp8_graph.onnx_model.open import open_path, open_proto
+    from mxfp8_graph.packed import from_onnx
 
-        return from_torch.contents(model, "program")
-    raise ContractError(
-        "unpack",
-        f"a {type(model).__name__}",
-        expected="a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram",
-        advice="load the model first",
-    )
+    if kind.is_file:
+        return from_onnx.contents(open_path(Path(model)))
+    return from_onnx.contents(open_proto(graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model))

@@ -15,12 +15,12 @@ import numpy as np
 import onnx
 
 from mxfp8_graph import provenance
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.onnx_model.open import Source, subgraphs
 from mxfp8_graph.onnx_model.tensor_data import raw, read
 from mxfp8_graph.onnx_pass.find import module_path
 from mxfp8_graph.onnx_pass.static_operands import stored_in
 from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name
-from mxfp8_graph.policy.plan import unique_name
 from mxfp8_ops import contract, formats
 
 TRT_DOMAIN: Final = "trt"
@@ -63,7 +63,9 @@ def contents(source: Source) -> Contents:
         only = _weight_only(use.node)
         if key not in weights:
             packed |= {use.name, use.scales.name}
-            weights[key] = _weight(source, use, unique_name(original_name(use.name), taken, "_"))
+            name = unique_name(original_name(use.name), taken)
+            taken.add(name)
+            weights[key] = _weight(source, use, name)
         elif weights[key].weight_only and only is False:
             weights[key] = replace(weights[key], weight_only=False)
     names = {tensor.name for tensor in source.proto.graph.initializer}

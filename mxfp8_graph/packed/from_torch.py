@@ -12,8 +12,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.packed.weight import Array, Contents, PackedWeight, Tensor, original_name, plain_name
-from mxfp8_graph.policy.plan import unique_name
 from mxfp8_graph.torch_pass.static_operands import GATHERS
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
@@ -51,7 +51,8 @@ def contents(program: ExportedProgram, where: str) -> Contents:
                 continue
             packed |= {elements, scales}
             if elements not in weights:
-                name = unique_name(original_name(elements), taken, "_")
+                name = unique_name(original_name(elements), taken)
+                taken.add(name)
                 weights[elements] = _weight(view, node, name, (elements, scales))
             elif weights[elements].weight_only and _weight_only(node) is False:
                 weights[elements] = replace(weights[elements], weight_only=False)

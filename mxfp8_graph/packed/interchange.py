@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mxfp8_graph import provenance
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.contents import contents
 from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, named, quantization_config
 from mxfp8_graph.packed.weight import PackedWeight, Tensor
-from mxfp8_graph.policy.plan import unique_name
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 
@@ -60,8 +60,10 @@ def export_safetensors(
         raise ContractError(
             source.where, "no packed weights", expected="a rewritten model", advice="call mxfp8_graph.rewrite first"
         )
-    taken: set[str] = set()
-    weights = {unique_name(weight.parameter, taken, "_"): weight for weight in source.weights.values()}
+    weights: dict[str, PackedWeight] = {}
+    for weight in source.weights.values():
+        weights[unique_name(weight.parameter, weights)] = weight
+    taken = set(weights)
     entries = []
     for name, weight in weights.items():
         *lead, k = weight.shape
@@ -74,7 +76,9 @@ def export_safetensors(
     for tensor in [] if weights_only else source.others:
         other = safetensors.dtype_name(tensor.dtype)
         if other is not None:
-            entries.append(safetensors.Entry(_other_name(tensor, taken), other, tensor.shape, tensor.read))
+            name = _other_name(tensor, taken)
+            taken.add(name)
+            entries.append(safetensors.Entry(name, other, tensor.shape, tensor.read))
     modules: dict[bool, list[str]] = {True: [], False: []}
     for name, weight in weights.items():
         modules[bool(weight.weight_only)].append(name.removesuffix(".weight"))
@@ -121,7 +125,7 @@ def _other_name(tensor: Tensor, taken: set[str]) -> str:
     A tied embedding that is stored under the name of the output projection goes by the module that looks it up.
     """
     tied = tensor.name in taken and tensor.module is not None
-    return unique_name(f"{tensor.module}.weight" if tied else tensor.name, taken, "_")
+    return unique_name(f"{tensor.module}.weight" if tied else tensor.name, taken)
 
 
 def _weight(path: Path, name: str, elements: safetensors.Stored, scales: safetensors.Stored) -> PackedWeight:

@@ -1,5 +1,7 @@
 """What becomes of a matmul: recipes, roles, and one decision per site. Pure data; knows no graph library.
 
-recipe.py  which matmuls are eligible, and how each is quantized
-plan.py    sites and recipe -> decisions
+presets.py      the recipes that go by a name
+recipe.py       which matmuls are eligible, and how each is quantized; recipe_file.py reads one from YAML or TOML
+plan.py         sites and recipe -> decisions
+roles.py        what a matmul is for, read off the graph around it
 """

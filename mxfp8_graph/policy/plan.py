@@ -86,16 +86,6 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
     return decisions
 
 
-def unique_name(name: str, taken: set[str], separator: str = "#") -> str:
-    """Returns `name`, or `name` and a number if it is taken, and adds it to `taken`."""
-    candidate, count = name, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}{separator}{count}"
-    taken.add(candidate)
-    return candidate
-
-
 def _decide(site: MatMulSite, recipe: Recipe) -> Decision:
     def keep(rule: str, reason: str) -> Decision:
         return Decision(site=site, quantize=False, rule=rule, reason=reason)

@@ -7,24 +7,17 @@ not the attention products; nor routers, which ModelOpt keeps too.
 
 from __future__ import annotations
 
-import difflib
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import pydantic
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from mxfp8_graph.policy import presets, recipe_file
 from mxfp8_ops.errors import RecipeError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
 
 
 def _compilable(pattern: str) -> str:
@@ -41,8 +34,12 @@ Pattern = Annotated[str, AfterValidator(_compilable)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Flag = pydantic.StrictBool
 """true or false, and nothing that merely looks like it."""
-ElementFormatName = Literal["e4m3", "e5m2"]
-ScaleRounding = Literal["ceil", "floor", "even"]
+if TYPE_CHECKING:  # type checkers know literals that are written out only
+    ElementFormatName = str
+    ScaleRounding = str
+else:
+    ElementFormatName = Literal[tuple(ELEMENT_FORMATS)]
+    ScaleRounding = Literal[SCALE_ROUNDINGS]
 
 
 class _Construction(type(BaseModel)):  # type: ignore[misc]
@@ -52,7 +49,7 @@ class _Construction(type(BaseModel)):  # type: ignore[misc]
         try:
             return super().__call__(*args, **fields)
         except pydantic.ValidationError as error:
-            raise RecipeError("\n".join(_explain(cls.__name__, e, {}, cls) for e in error.errors())) from None
+            raise recipe_file.explained(error, cls.__name__, cls) from None
 
 
 if TYPE_CHECKING:  # type checkers know the fields of pydantic's models only
@@ -209,21 +206,6 @@ class Recipe(_Model):
         return self
 
 
-PRESETS: Final[Mapping[str, Recipe]] = MappingProxyType(
-    {
-        recipe.name: recipe
-        for recipe in (
-            Recipe(name="mxfp8"),
-            Recipe(name="mxfp8-weight-only", weight_only=True),
-            Recipe(name="ocp", scale_rounding="floor"),
-            Recipe(name="all", output_projections=True, routers=True, fp8_dpa=True),
-        )
-    }
-)
-"""mxfp8: the default policy. mxfp8-weight-only: activations untouched. ocp: OCP MX v1.0 floor scales. all: also output
-projections, routers and attention products."""
-
-
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     """Returns the recipe a user asked for: itself, a preset by name, or a .yaml, .yml or .toml file.
 
@@ -239,111 +221,18 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
             expected="a preset's name, a file, or a Recipe",
             advice="pass Recipe(**fields)",
         )
-    if str(recipe) in PRESETS:
-        return PRESETS[str(recipe)]
-    path = Path(recipe)
-    if path.suffix not in {".yaml", ".yml", ".toml"}:
+    name, path = str(recipe), Path(recipe)
+    if name in presets.PRESETS:
+        return Recipe(name=name, **presets.PRESETS[name])
+    if path.suffix not in recipe_file.SUFFIXES:
         raise RecipeError(
             "recipe",
-            f"{str(recipe)!r}",
-            expected=f"one of {', '.join(PRESETS)}, or a .yaml or .toml file",
+            f"{name!r}",
+            expected=f"one of {presets.choices()}",
             advice="correct the name",
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RecipeError(path, str(reason), expected="a readable recipe file", advice="check the path") from None
-    data, lines = _parse(path, text)
+    data, lines = recipe_file.read(path)
     try:
         return Recipe.model_validate({"name": path.stem, **data})
     except pydantic.ValidationError as error:
-        raise RecipeError("\n".join(_explain(str(path), e, lines, Recipe) for e in error.errors())) from None
-
-
-Location = tuple[int | str, ...]
-
-
-def _parse(path: Path, text: str) -> tuple[dict[str, Any], dict[Location, int]]:
-    """Returns the file's data and, for YAML, the line of every key."""
-    try:
-        if path.suffix == ".toml":
-            return tomllib.loads(text), {}
-        data = yaml.safe_load(text)
-        lines: dict[Location, int] = {}
-        _collect_lines(yaml.compose(text, Loader=yaml.SafeLoader), (), lines)
-    except yaml.MarkedYAMLError as error:
-        where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else str(path)
-        raise RecipeError(where, str(error.problem), expected="valid YAML", advice="fix that line") from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        message = " ".join(str(error).split())
-        raise RecipeError(
-            path, str(message), expected=f"valid {path.suffix[1:].upper()}", advice="fix that line"
-        ) from None
-    except RecursionError:
-        raise RecipeError(
-            path, "nested without end", expected="a recipe", advice="remove the alias to itself"
-        ) from None
-    if not isinstance(data, dict):
-        kind = "nothing" if data is None else f"a {type(data).__name__}"
-        raise RecipeError(path, f"{kind} at the top", expected="a mapping of recipe fields", advice="see the README")
-    return data, lines
-
-
-def _collect_lines(node: yaml.Node | None, at: Location, lines: dict[Location, int]) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            where = (*at, key.value)
-            if where in lines:
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
-            lines[where] = key.start_mark.line + 1
-            _collect_lines(value, where, lines)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            lines[(*at, index)] = value.start_mark.line + 1
-            _collect_lines(value, (*at, index), lines)
-
-
-_EXPECTED: Final = {
-    "int_type": "a whole number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "tuple_type": "a list",
-    "model_type": "a mapping",
-    "invalid_key": "keys that are text",
-    "greater_than_equal": "{ge} or more",
-    "literal_error": "{expected}",
-}
-"""Pydantic's error type -> what the field takes, in the words of the file."""
-
-
-def _explain(where: str, error: Any, lines: dict[Location, int], model: type[BaseModel]) -> str:
-    """Returns one pydantic error as "<file>:<line>: <key>: <what is>; expected <what>; <what to do>".
-
-    Args:
-        where: the file, or the class that was called.
-        error: one of a ValidationError's `errors()`.
-        lines: the line of every key in the file.
-        model: what was to be made.
-    """
-    at: Location = tuple(error["loc"])
-    message = error["msg"].removeprefix("Value error, ")
-    if not at:  # an invariant of the whole recipe: its message starts with the key that breaks it
-        key = message.split()[0]
-        at, text = tuple(int(part) if part.isdecimal() else part for part in key.split(".")), message
-    elif error["type"] == "extra_forbidden":
-        fields = Rule.model_fields if at[0] == "rules" else model.model_fields
-        close = difflib.get_close_matches(str(at[-1]), fields, n=1)
-        advice = f"did you mean {close[0]}?" if close else "correct or remove it"
-        text = f"{_dotted(at)}: unknown key; expected one of {', '.join(fields)}; {advice}"
-    elif error["type"] in _EXPECTED:
-        expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
-        text = f"{_dotted(at)}: {error['input']!r}; expected {expected}; correct it"
-    else:
-        text = f"{_dotted(at)}: {message}"
-    line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
-    return f"{where}:{line}: {text}" if line else f"{where}: {text}"
-
-
-def _dotted(at: Location) -> str:
-    return ".".join(map(str, at))
+        raise recipe_file.explained(error, path, Recipe, lines) from None

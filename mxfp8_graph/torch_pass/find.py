@@ -23,10 +23,12 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.policy.plan import Dim, MatMulSite, Role, unique_name
+from mxfp8_graph.naming import unique_name
+from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
+from mxfp8_graph.policy.roles import Roles
 from mxfp8_graph.torch_pass import attention, matmul_forms, torchao_weights
 from mxfp8_graph.torch_pass.matmul_forms import Form
-from mxfp8_graph.torch_pass.roles import Roles
+from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
 from mxfp8_graph.torch_pass.site import Operand, TorchSite, identity, module_of
 from mxfp8_graph.torch_pass.static_operands import Constants, Static, permutation
 from mxfp8_graph.torch_program import internals
@@ -39,7 +41,7 @@ _TRANSFORMED: Final = "inside vmap, which the program still holds as such; call 
 def find_sites(program: Program) -> list[TorchSite]:
     """Returns every matmul of the program and its subgraphs, in graph order, each with its role or blocker."""
     constants = Constants(program)
-    roles = Roles(program, constants)
+    roles = Roles(TorchView(program, constants), ROLE_OPS)
     found: list[TorchSite] = []
     names: set[str] = set()
     for scope in program.scopes:
@@ -47,7 +49,8 @@ def find_sites(program: Program) -> list[TorchSite]:
         for node in scope.module.graph.nodes:
             nesting += internals.opens_transform(node) - internals.closes_transform(node)
             for site in _describe(node, program, scope, constants, roles):
-                name = unique_name(site.site.name, names)
+                name = unique_name(site.site.name, names, "#")
+                names.add(name)
                 blocker = site.site.blocker or (_TRANSFORMED if nesting else None)
                 found.append(replace(site, site=replace(site.site, name=name, blocker=blocker)))
     uses: dict[object, int] = {}
@@ -60,7 +63,9 @@ def find_sites(program: Program) -> list[TorchSite]:
     ]
 
 
-def _describe(node: Node, program: Program, scope: Scope, constants: Constants, roles: Roles) -> Iterator[TorchSite]:
+def _describe(
+    node: Node, program: Program, scope: Scope, constants: Constants, roles: Roles[Node, Node]
+) -> Iterator[TorchSite]:
     if matmul_forms.is_attention(node):
         yield from _attention(node, scope)
         return

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 
 from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import torchao_weights
 from mxfp8_graph.torch_pass.build import Builder
@@ -44,7 +45,7 @@ Names = tuple[str, str, float | None]
 class Editor:
     """Rewrites one program: `apply` each site in graph order, then `finish` once."""
 
-    def __init__(self, program: Program, made: record.Made, *, allow_nonfinite: bool) -> None:
+    def __init__(self, program: Program, made: Made, *, allow_nonfinite: bool) -> None:
         self._program = program
         self._made = made
         self._allow_nonfinite = allow_nonfinite

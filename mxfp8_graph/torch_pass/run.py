@@ -1,18 +1,19 @@
-"""rewrite_torch(): the way through the torch pass, step by step."""
+"""rewrite_torch(): the torch pass, step by step."""
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
 
-from mxfp8_graph.policy.plan import Decision, NothingEligibleError, plan
+from mxfp8_graph.options import Options
+from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
+from mxfp8_graph.policy.plan import Decision, plan
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.torch_pass import attention, matmul_forms, torchao_weights, training
 from mxfp8_graph.torch_pass.find import find_sites
@@ -23,68 +24,48 @@ from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.errors import ContractError, RecipeError
-
-Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to rewrite, besides the recipe. See `mxfp8_graph.rewrite`."""
-
-    name: str = "program"
-    """What to call the program in messages and in the report."""
-    training: bool = False
-    dry_run: bool = False
-    allow_nonfinite: bool = False
-    progress: Progress | None = None
+from mxfp8_ops.errors import ContractError
 
 
 def rewrite_torch(
-    source: ExportedProgram, recipe: Recipe, options: Options
-) -> tuple[ExportedProgram | None, RewriteReport]:
-    """Returns (the rewritten program, or None on a dry run; report). `source` is not modified.
+    model: Path | ExportedProgram, recipe: Recipe, options: Options
+) -> tuple[Path | ExportedProgram | None, RewriteReport]:
+    """Returns (the output's path, or the rewritten program if no output is asked for, or None on a dry run; report).
+
+    A program in memory is not modified.
 
     Raises:
-        ContractError: a weight cannot be packed.
+        ContractError: the program cannot be read or packed, or the output not written.
         RecipeError: a rule decides nothing, or the program was rewritten with another recipe.
         NothingEligibleError: no matmul of the program is rewritten.
         BackendError: this torch is not one the pass knows.
     """
-    start = time.perf_counter()
-    notes = [note for note in (internals.check_torch(),) if note]
-
-    def report(
-        sites: Sequence[SiteReport], output: ExportedProgram | None = None, *, already: bool = False
-    ) -> RewriteReport:
-        return RewriteReport(
-            source=options.name,
-            output=None,
-            recipe=recipe.model_dump(mode="json"),
-            sites=tuple(sites),
-            bytes_before=byte_size(source),
-            bytes_after=byte_size(output) if output else None,
-            seconds=time.perf_counter() - start,
-            notes=tuple(notes),
-            dry_run=options.dry_run,
-            already_rewritten=already,
-        )
-
-    if _already_rewritten(source, recipe, options):
-        return source, report([], already=True)
+    reporter = Reporter(recipe=recipe, options=options)
+    if options.output is not None:
+        _check_output(model, options.output, overwrite=options.overwrite)
+    source = load(model) if isinstance(model, Path) else model
+    reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
+    reporter.notes += filter(None, [internals.check_torch()])
+    if already_rewritten(record.find(source), recipe, options, what="program"):
+        return model, reporter.report(already_rewritten=True)
     program, sites, decisions = _planned(source, recipe, options)
-    notes += _lowered(sites)
-    if taken := sum(bool(s.packed) and d.quantize for s, d in zip(sites, decisions, strict=True)):
-        notes.append(f"{taken} weights were packed by torchao: their bytes are kept, their rounding error is unknown")
-    if not any(decision.quantize for decision in decisions):
-        raise NothingEligibleError(_nothing(options.name, decisions), decisions)
+    reporter.notes += _notes(sites, decisions)
+    require_eligible(decisions, options, wanted="matmul in the program")
     if options.dry_run:
-        return None, report([SiteReport(decision=d, bytes_before=d.site.weight_bytes) for d in decisions])
-    reports = _apply(program, sites, decisions, recipe, options)
-    if not options.training:
-        program.freeze()
+        return None, reporter.dry_run(decisions)
+    reports = _replaced(program, sites, decisions, recipe, options)
     result = program.finish()
-    return result, report(reports, result)
+    if options.output is None:
+        return result, reporter.report(reports, byte_size(result))
+    save(result, options.output, overwrite=options.overwrite)
+    return options.output, reporter.report(reports, options.output.stat().st_size)
+
+
+def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
+    """Raises ContractError if the output cannot be written or is the input."""
+    if isinstance(model, Path) and output.resolve() == model.resolve():
+        raise ContractError(output, "is the input", expected="another file", advice="pass another output")
+    check_target(output, overwrite=overwrite)
 
 
 def byte_size(program: ExportedProgram) -> int:
@@ -96,68 +77,6 @@ def byte_size(program: ExportedProgram) -> int:
         elif isinstance(tensor, torch.Tensor):
             sizes[storage_of(tensor) or id(tensor)] = tensor.untyped_storage().nbytes()
     return sum(sizes.values())
-
-
-def rewrite_torch_file(
-    model: ExportedProgram | str | Path,
-    recipe: Recipe,
-    options: Options,
-    output: Path | None,
-    *,
-    overwrite: bool,
-) -> tuple[Path | ExportedProgram | None, RewriteReport]:
-    """Returns (the .pt2 file written, or None on a dry run; report).
-
-    Args:
-        model: a program, or the .pt2 file it is in.
-        recipe: what to rewrite, and how.
-        options: how to rewrite, besides the recipe.
-        output: default MODEL.mxfp8.pt2 next to MODEL.pt2.
-        overwrite: whether an existing output may be replaced. The input never is.
-
-    Raises:
-        ContractError: the model cannot be read or packed, or the output not written; also see `rewrite_torch`.
-    """
-    in_memory = isinstance(model, ExportedProgram)
-    if output is None:
-        output = Path(str(model)).with_suffix(".mxfp8.pt2")
-    if not in_memory and output.resolve() == Path(str(model)).resolve():
-        raise ContractError(output, "is the input", expected="another file", advice="pass another output")
-    check_target(output, overwrite=overwrite)
-    program = model if isinstance(model, ExportedProgram) else load(model)
-    if not in_memory:
-        options = replace(options, name=str(model))
-    result, report = rewrite_torch(program, recipe, options)
-    if result is None or report.already_rewritten:
-        return (None if result is None else program if in_memory else Path(str(model))), report
-    save(result, output, overwrite=overwrite)
-    before = report.bytes_before if in_memory else Path(str(model)).stat().st_size
-    return output, replace(report, output=str(output), bytes_before=before, bytes_after=output.stat().st_size)
-
-
-def _already_rewritten(source: ExportedProgram, recipe: Recipe, options: Options) -> bool:
-    """Whether `recipe` made this program; warns if it was prepared for training with another.
-
-    Raises:
-        RecipeError: another recipe packed its weights; packed weights cannot be packed again.
-    """
-    made = record.find(source)
-    if made is None:
-        return False
-    same = made.recipe == recipe.model_dump_json()
-    if made.packed:
-        if same and not options.training:
-            return True
-        asked = f"training with {recipe.name!r}" if options.training else repr(recipe.name)
-        raise RecipeError(
-            options.name,
-            f"Recipe mismatch for {made.node!r}: packed with {made.recipe_name!r}, asked for {asked}",
-            expected="the original program, since packed weights cannot be packed again",
-            advice="rewrite that one",
-        )
-    if not same:
-        warnings.warn(f"Recipe type changed from {made.recipe_name} to {recipe.name}", stacklevel=4)
-    return same and options.training
 
 
 def _planned(
@@ -197,43 +116,35 @@ def _without_einsum(source: ExportedProgram) -> ExportedProgram:
     return source
 
 
-def _apply(
+def _replaced(
     program: Program, sites: Sequence[TorchSite], decisions: Sequence[Decision], recipe: Recipe, options: Options
 ) -> list[SiteReport]:
-    made = record.Made("", recipe.model_dump_json(), packed=not options.training)
+    """Replaces every site that is rewritten, and returns what became of each."""
+    made = Made(node="", recipe=recipe.model_dump_json(), packed=not options.training)
     editor = Editor(program, made, allow_nonfinite=options.allow_nonfinite)
-    total = sum(d.site.weight_bytes for d in decisions if d.quantize)
-    done = 0
-    reports: list[SiteReport] = []
-    for site, decision in zip(sites, decisions, strict=True):
-        if not decision.quantize:
-            training.undo(program, site)
-            reports.append(SiteReport(decision=decision, bytes_before=site.site.weight_bytes))
-            continue
-        if options.training:
-            reports.append(training.apply(program, site, decision, recipe, made))
-        else:
-            reports.append(editor.apply(site, decision))
-        done += site.site.weight_bytes
-        if options.progress:
-            options.progress(site.site.name, done, total)
+
+    def train(site: TorchSite, decision: Decision) -> SiteReport:
+        return training.apply(program, site, decision, recipe, made)
+
+    def keep(site: TorchSite) -> None:
+        training.undo(program, site)
+
+    chosen = train if options.training else editor.apply
+    reports = replace_each(sites, decisions, chosen, keep=keep, progress=options.progress)
     editor.finish()
+    if not options.training:
+        program.freeze()
     return reports
 
 
-def _lowered(sites: Sequence[TorchSite]) -> list[str]:
-    """Returns a note that names the linears core ATen had turned into expand and bmm, if there are any."""
-    names = [s.site.module or s.site.name for s in sites if s.w and s.w.static and s.w.static.broadcast]
-    if not names:
-        return []
-    return [
-        f"core ATen input: {len(names)} linear(s) came as expand and bmm and were recognized ({', '.join(names)}); "
-        "rewrite before run_decompositions() to be sure that none is missed"
-    ]
-
-
-def _nothing(name: str, decisions: Sequence[Decision]) -> str:
-    if not decisions:
-        return f"{name}: no matmul in the program; expected at least one; nothing to rewrite"
-    count = f"{len(decisions)} matmul{'s' if len(decisions) > 1 else ''}"
-    return f"{name}: none of its {count} is eligible; expected at least one; see the reasons and adapt the recipe"
+def _notes(sites: Sequence[TorchSite], decisions: Sequence[Decision]) -> list[str]:
+    """Returns what a user should know of the linears that core ATen had turned into expand and bmm, and of torchao."""
+    notes = []
+    if names := [s.site.module or s.site.name for s in sites if s.w and s.w.static and s.w.static.broadcast]:
+        notes.append(
+            f"core ATen input: {len(names)} linear(s) came as expand and bmm and were recognized ({', '.join(names)}); "
+            "rewrite before run_decompositions() to be sure that none is missed"
+        )
+    if taken := sum(bool(s.packed) and d.quantize for s, d in zip(sites, decisions, strict=True)):
+        notes.append(f"{taken} weights were packed by torchao: their bytes are kept, their rounding error is unknown")
+    return notes

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN
@@ -79,7 +80,7 @@ def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
             )
 
 
-def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe, made: record.Made) -> SiteReport:
+def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe, made: Made) -> SiteReport:
     """Makes the site a `linear_train` of its parameters, and returns what became of it."""
     assert site.x is not None
     assert site.w is not None

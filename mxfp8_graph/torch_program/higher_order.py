@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from torch.fx import GraphModule, Node
 
-from mxfp8_graph.policy.plan import unique_name
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_program import internals
 
 

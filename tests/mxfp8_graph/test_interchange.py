@@ -199,7 +199,7 @@ def test_the_config_of_the_scale_inv_convention(tmp_path: Path) -> None:
 
 def test_the_recipe_is_recorded(tmp_path: Path) -> None:
     path = mxfp8_graph.export_safetensors(chain("ocp"), tmp_path / "a.safetensors")
-    assert json.loads(metadata(path)["mxfp8_graph.policy.recipe"])["scale_rounding"] == "floor"
+    assert json.loads(metadata(path)["mxfp8_graph.recipe"])["scale_rounding"] == "floor"
 
 
 def test_tensors_are_aligned_to_their_dtype(tmp_path: Path) -> None:

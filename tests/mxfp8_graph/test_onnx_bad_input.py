@@ -334,7 +334,7 @@ class TestAlreadyRewritten:
     def test_a_recipe_of_a_later_version_is_a_mismatch_too(self):
         rewritten, _ = mxfp8_graph.rewrite(matmul_model())
         for entry in rewritten.metadata_props:
-            if entry.key == "mxfp8_graph.policy.recipe":
+            if entry.key == "mxfp8_graph.recipe":
                 entry.value = '{"name": "future", "unheard_of": 1}'
         assert "packed with 'future', asked for 'mxfp8'" in message(rewritten, RecipeError)
 
@@ -342,7 +342,7 @@ class TestAlreadyRewritten:
     def test_a_record_that_cannot_be_read_is_a_mismatch_too(self, value):
         rewritten, _ = mxfp8_graph.rewrite(matmul_model())
         for entry in rewritten.metadata_props:
-            if entry.key == "mxfp8_graph.policy.recipe":
+            if entry.key == "mxfp8_graph.recipe":
                 entry.value = value
         assert "packed with 'an unrecorded recipe', asked for 'mxfp8'" in message(rewritten, RecipeError)
 

@@ -68,6 +68,14 @@ class TestOutputProjections:
         ops = [node("Softmax", "h", "p"), node("TopK", "p five", "y i", axis=-1)]
         assert behind(*ops, y=("m", 5), five=np.array([5])) == "output_projection"
 
+    @pytest.mark.parametrize("op", ["Mul", "Add"])
+    def test_its_result_with_itself_makes_it_a_linear(self, op):
+        assert behind(node(op, "h h", "y")) == "linear"
+
+    @pytest.mark.parametrize("after", [[node("Neg", "t", "y")], [node("Mul", "t t", "y")]], ids=["used", "squared"])
+    def test_a_tanh_that_is_not_scaled_up_again_is_no_soft_cap(self, after):
+        assert behind(node("Tanh", "h", "t"), *after) == "linear"
+
     def test_a_run_time_addend_makes_it_a_linear(self):
         nodes = [node("MatMul", "x w", "h", "linear"), node("Add", "h x", "y")]
         proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, {"w": weight(64, 64)})
@@ -200,6 +208,25 @@ class TestAttention:
     def test_scores_are_found_through(self, name):
         weights = {"c": np.array(8, F32)} if any("c" in n.input for n in self.BETWEEN[name]) else {}
         assert product(self.BETWEEN[name], **weights) == {"scores": "attention_scores", "values": "attention_values"}
+
+    DEEP: ClassVar = {
+        "deep": [node("Mul", f"{i} c", f"{i + 1}") for i in range(2000)],
+        "diamonds": [
+            n for i in range(60) for n in (node("Mul", f"{i} c", f"{i}_"), node("Mul", f"{i} {i}_", f"{i + 1}"))
+        ],
+    }
+
+    @pytest.mark.parametrize("name", DEEP)
+    def test_products_are_found_at_any_depth(self, name):
+        """Each node is looked at once: the diamonds have 2^60 paths."""
+        nodes = self.DEEP[name]
+        last = nodes[-1].output[0]
+        ends = [node("Identity", "s", "0"), *nodes, node("Identity", last, "t")]
+        c = {"c": np.array(1, F32)}
+        assert product(ends, **c) == {"scores": "attention_scores", "values": "attention_values"}
+        ends = [node("Softmax", "s", "0"), *nodes, node("MatMul", f"{last} v", "a", "values"), node("Neg", "a", "y")]
+        inputs = {"s": (F32, [2, 5, 7]), "v": (F32, [2, 7, 64])}
+        assert roles(model(ends, inputs, {"y": (F32, [2, 5, 64])}, c)) == {"values": "attention_values"}
 
     @pytest.mark.parametrize(
         "after",

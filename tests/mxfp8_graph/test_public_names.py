@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +30,8 @@ def test_importing_loads_nothing_heavy() -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"has no attribute 'rewrit'; it has .*rewrite"):
         mxfp8_graph.rewrit  # noqa: B018
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [mxfp8_graph.__version__]

@@ -1,10 +1,13 @@
 """Recipes: presets, files, and what each mistake in one says."""
 
+import runpy
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from mxfp8_graph.policy.recipe import PRESETS, Recipe, Rule, load_recipe
+from mxfp8_graph.policy.presets import PRESETS
+from mxfp8_graph.policy.recipe import Recipe, Rule, load_recipe
 from mxfp8_ops.errors import RecipeError
 
 RULE_FIELDS = (
@@ -60,9 +63,25 @@ def test_a_preset_differs_from_the_default_in(name: str, settings: dict[str, obj
     assert load_recipe(name).model_dump(exclude_defaults=True, exclude={"name"}) == settings
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
-def test_a_recorded_recipe_reads_back_as_itself(preset: Recipe) -> None:
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_recorded_recipe_reads_back_as_itself(name: str) -> None:
+    preset = load_recipe(name)
     assert Recipe.model_validate_json(preset.model_dump_json()) == preset
+
+
+def test_a_preset_is_one_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "toy", {"min_dim": 64})
+    assert load_recipe("toy") == Recipe(name="toy", min_dim=64)
+    with pytest.raises(RecipeError, match=r"expected one of mxfp8, .*, all, toy, or a \.yaml or \.toml file"):
+        load_recipe("mxfp4")
+    cli = runpy.run_module("mxfp8_graph.cli")
+    help_text = " ".join(CliRunner().invoke(cli["app"], ["rewrite", "--help"]).output.split())
+    assert "all, toy, or a .yaml or .toml file" in help_text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_readme_explains_each_preset(name: str) -> None:
+    assert f"| `{name}` " in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_recipe_is_its_own_recipe() -> None:

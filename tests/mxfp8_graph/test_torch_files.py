@@ -88,7 +88,7 @@ def test_the_file_says_what_made_it(rewritten: ExportedProgram, tmp_path: Path) 
     with zipfile.ZipFile(path) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(files.EXTRA_FILE)]
         entries = json.loads(archive.read(name))
-    assert json.loads(entries["mxfp8_graph.policy.recipe"])["name"] == "mxfp8"
+    assert json.loads(entries["mxfp8_graph.recipe"])["name"] == "mxfp8"
     assert entries["mxfp8_graph.version"] == mxfp8_graph.__version__
     assert entries["mxfp8_graph.contract_version"] == str(contract.VERSION)
     loaded = mxfp8_graph.load(path)

@@ -188,7 +188,7 @@ def test_a_recorded_recipe_that_cannot_be_read_is_named_as_such() -> None:
     _, ep = program()
     rewritten, _ = mxfp8_graph.rewrite(ep)
     for node in rewritten.graph.nodes:
-        if "mxfp8_graph.policy.recipe" in (node.meta.get("custom") or {}):
-            node.meta["custom"]["mxfp8_graph.policy.recipe"] = '{"a field of the future": 1}'
+        if "mxfp8_graph.recipe" in (node.meta.get("custom") or {}):
+            node.meta["custom"]["mxfp8_graph.recipe"] = '{"a field of the future": 1}'
     with pytest.raises(RecipeError, match="packed with 'a recipe this version cannot read', asked for 'mxfp8'"):
         mxfp8_graph.rewrite(rewritten)

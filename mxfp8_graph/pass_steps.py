@@ -1,0 +1,128 @@
+"""The steps that every pass takes in the same way, whatever library its graphs come from.
+
+already_rewritten -> (sites -> plan) -> require_eligible -> replace_each -> Reporter.report
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.policy.plan import Decision, NothingEligibleError
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.provenance import Made, recipe_name
+from mxfp8_graph.report.data import RewriteReport, SiteReport
+from mxfp8_ops.errors import RecipeError
+
+Site = TypeVar("Site")
+
+
+@dataclass(kw_only=True)
+class Reporter:
+    """Makes the report of one rewrite. The clock starts with it, before the model is opened."""
+
+    recipe: Recipe
+    options: Options
+    bytes_before: int = 0
+    """Size of the model, once it is known."""
+    notes: list[str] = field(default_factory=list)
+    """What else was done to the model; grows on the way."""
+    _started: float = field(default_factory=time.perf_counter, init=False)
+
+    def report(
+        self, sites: Sequence[SiteReport] = (), bytes_after: int | None = None, *, already_rewritten: bool = False
+    ) -> RewriteReport:
+        """Returns the report; `bytes_after` is None if nothing was written."""
+        output = self.options.output if bytes_after is not None else None
+        return RewriteReport(
+            source=self.options.name,
+            output=None if output is None else str(output),
+            recipe=self.recipe.model_dump(mode="json"),
+            sites=tuple(sites),
+            bytes_before=self.bytes_before,
+            bytes_after=bytes_after,
+            seconds=time.perf_counter() - self._started,
+            notes=tuple(self.notes),
+            dry_run=self.options.dry_run,
+            already_rewritten=already_rewritten,
+        )
+
+    def dry_run(self, decisions: Sequence[Decision]) -> RewriteReport:
+        """Returns the report of a rewrite that stops with the plan."""
+        return self.report([_untouched(decision) for decision in decisions])
+
+
+def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, what: str) -> bool:
+    """Whether `recipe` made the model; warns if another recipe prepared it for training.
+
+    Args:
+        made: how the model was rewritten before, or None if it was not.
+        recipe: what is asked for now.
+        options: how.
+        what: "model" or "program", for the message.
+
+    Raises:
+        RecipeError: another recipe packed its weights, or they are to be trained; they cannot be packed again.
+    """
+    if made is None:
+        return False
+    same = made.recipe == recipe.model_dump_json()
+    if made.packed:
+        if same and not options.training:
+            return True
+        asked = f"training with {recipe.name!r}" if options.training else repr(recipe.name)
+        raise RecipeError(
+            options.name,
+            f"Recipe mismatch for {made.node!r}: packed with {recipe_name(made.recipe)!r}, asked for {asked}",
+            expected=f"the original {what}, since packed weights cannot be packed again",
+            advice="rewrite that one",
+        )
+    if not same:
+        changed = f"Recipe type changed from {recipe_name(made.recipe)} to {recipe.name}"
+        warnings.warn(changed, stacklevel=4)  # the caller of mxfp8_graph.rewrite
+    return same and options.training
+
+
+def require_eligible(decisions: Sequence[Decision], options: Options, *, wanted: str) -> None:
+    """Raises NothingEligibleError if no site is rewritten; `wanted` says what the pass looked for, and where."""
+    if any(decision.quantize for decision in decisions):
+        return
+    if decisions:
+        count = f"{len(decisions)} matmul{'s' if len(decisions) > 1 else ''}"
+        what, advice = f"none of its {count} is eligible", "see the reasons and adapt the recipe"
+    else:
+        what, advice = f"no {wanted}", "nothing to rewrite"
+    raise NothingEligibleError(f"{options.name}: {what}; expected at least one; {advice}", decisions)
+
+
+def replace_each(
+    sites: Sequence[Site],
+    decisions: Sequence[Decision],
+    replace: Callable[[Site, Decision], SiteReport],
+    *,
+    keep: Callable[[Site], None] | None = None,
+    progress: Progress | None = None,
+) -> list[SiteReport]:
+    """Returns what became of each site: `replace` is called for those that are rewritten, `keep` for the others."""
+    total = sum(decision.site.weight_bytes for decision in decisions if decision.quantize)
+    done = 0
+    reports = []
+    for site, decision in zip(sites, decisions, strict=True):
+        if not decision.quantize:
+            if keep is not None:
+                keep(site)
+            reports.append(_untouched(decision))
+            continue
+        reports.append(replace(site, decision))
+        done += decision.site.weight_bytes
+        if progress is not None:
+            progress(decision.site.name, done, total)
+    return reports
+
+
+def _untouched(decision: Decision) -> SiteReport:
+    return SiteReport(decision=decision, bytes_before=decision.site.weight_bytes)

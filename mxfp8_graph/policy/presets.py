@@ -1,0 +1,23 @@
+"""The recipes that go by a name, as plain data. Messages and the command line's help list what is here.
+
+README.md explains each to users; a test sees to that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+PRESETS: Final[dict[str, dict[str, Any]]] = {
+    "mxfp8": {},  # the default policy
+    "mxfp8-weight-only": {"weight_only": True},
+    "ocp": {"scale_rounding": "floor"},
+    "all": {"output_projections": True, "routers": True, "fp8_dpa": True},
+}
+"""Name -> the fields of `Recipe` that differ from their defaults."""
+
+DEFAULT: Final = "mxfp8"
+
+
+def choices() -> str:
+    """Returns what a user may give as a recipe, in words."""
+    return f"{', '.join(PRESETS)}, or a .yaml or .toml file"

@@ -1,0 +1,141 @@
+"""Reads YAML and TOML files with the line of every key, and says what pydantic found wrong in the words of the file.
+
+Knows no recipe: `recipe.py` says which fields there are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import pydantic
+import yaml
+from pydantic import BaseModel
+
+from mxfp8_ops.errors import RecipeError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SUFFIXES: Final = frozenset({".yaml", ".yml", ".toml"})
+
+Location = tuple[int | str, ...]
+"""Keys and indices down to a value, outermost first."""
+
+Lines = Mapping[Location, int]
+"""Line of every key, counted from 1."""
+
+
+def read(path: Path) -> tuple[dict[str, Any], Lines]:
+    """Returns the file's data and, for YAML, the line of every key.
+
+    Raises:
+        RecipeError: the file cannot be read, or is not a mapping in YAML or TOML; quotes the file and the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RecipeError(path, reason, expected="a readable recipe file", advice="check the path") from None
+    data, lines = _parse(path, text)
+    if not isinstance(data, dict):
+        kind = "nothing" if data is None else f"a {type(data).__name__}"
+        raise RecipeError(path, f"{kind} at the top", expected="a mapping of recipe fields", advice="see the README")
+    return data, lines
+
+
+def _parse(path: Path, text: str) -> tuple[Any, Lines]:
+    lines: dict[Location, int] = {}
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(text), lines
+        data = yaml.safe_load(text)
+        _collect_lines(yaml.compose(text, Loader=yaml.SafeLoader), (), lines)
+    except yaml.MarkedYAMLError as error:
+        where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
+        raise RecipeError(where, str(error.problem), expected="valid YAML", advice="fix that line") from None
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        message, kind = " ".join(str(error).split()), path.suffix[1:].upper()
+        raise RecipeError(path, message, expected=f"valid {kind}", advice="fix that line") from None
+    except RecursionError:
+        advice = "remove the alias to itself"
+        raise RecipeError(path, "nested without end", expected="a recipe", advice=advice) from None
+    return data, lines
+
+
+def _collect_lines(node: yaml.Node | None, at: Location, lines: dict[Location, int]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            where = (*at, key.value)
+            if where in lines:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+            lines[where] = key.start_mark.line + 1
+            _collect_lines(value, where, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            lines[(*at, index)] = value.start_mark.line + 1
+            _collect_lines(value, (*at, index), lines)
+
+
+_EXPECTED: Final = {
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "model_type": "a mapping",
+    "invalid_key": "keys that are text",
+    "greater_than_equal": "{ge} or more",
+    "literal_error": "{expected}",
+}
+"""Pydantic's error type -> what the field takes, in the words of the file."""
+
+
+def explained(
+    error: pydantic.ValidationError, where: object, model: type[BaseModel], lines: Lines | None = None
+) -> RecipeError:
+    """Returns pydantic's findings as an error with one line each: "<file>:<line>: <key>: <what>; <expected>; <advice>".
+
+    Args:
+        error: what pydantic raised.
+        where: the file, or the class that was called.
+        model: what was to be made.
+        lines: the line of every key in the file.
+    """
+    return RecipeError("\n".join(_explain(one, where, model, lines or {}) for one in error.errors()))
+
+
+def _explain(error: Any, where: object, model: type[BaseModel], lines: Lines) -> str:
+    at: Location = tuple(error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if not at:  # an invariant of the whole recipe: its message starts with the key that breaks it
+        key = message.split()[0]
+        at, text = tuple(int(part) if part.isdecimal() else part for part in key.split(".")), message
+    elif error["type"] == "extra_forbidden":
+        fields = _fields(model, at)
+        close = difflib.get_close_matches(str(at[-1]), fields, n=1)
+        advice = f"did you mean {close[0]}?" if close else "correct or remove it"
+        text = f"{_dotted(at)}: unknown key; expected one of {', '.join(fields)}; {advice}"
+    elif error["type"] in _EXPECTED:
+        expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
+        text = f"{_dotted(at)}: {error['input']!r}; expected {expected}; correct it"
+    else:
+        text = f"{_dotted(at)}: {message}"
+    line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
+    return f"{where}:{line}: {text}" if line else f"{where}: {text}"
+
+
+def _fields(model: type[BaseModel], at: Location) -> list[str]:
+    """Returns the fields of the model that the key at `at` is in: `model`, or what one of its lists is made of."""
+    for key in at[:-1]:
+        if isinstance(key, str):
+            model = get_args(model.model_fields[key].annotation)[0]
+    return list(model.model_fields)
+
+
+def _dotted(at: Location) -> str:
+    return ".".join(map(str, at))
