@@ -23,6 +23,9 @@ Fetch = Callable[[int, int], Array]
 _BITS: Final = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 """Dtypes that share bytes; all others take whole ones."""
 
+_CHUNK: Final = 16 << 20
+"""How many bytes are copied from file to file at once."""
+
 
 def byte_length(tensor: onnx.TensorProto) -> int:
     """Returns how many bytes the values of `tensor` take as raw data, by its dtype and dims."""
@@ -68,7 +71,7 @@ def raw(tensor: onnx.TensorProto, folder: Path | None, model: str) -> bytes:
     """
     if is_external(tensor):
         path, offset, length = locate(tensor, folder, model)
-        with reading(path, tensor, model), path.open("rb") as file:
+        with _reading(path, tensor, model), path.open("rb") as file:
             file.seek(offset)
             content = file.read(length)
         if len(content) < length:
@@ -99,7 +102,7 @@ def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Itera
         if buffer.size < count:
             buffer = np.empty(count, dtype)
         start, length = base + first * dtype.itemsize, count * dtype.itemsize
-        with reading(path, tensor, model):
+        with _reading(path, tensor, model):
             file.seek(start)
             got = file.readinto(buffer[:count].view(np.uint8).data)
             if hasattr(os, "posix_fadvise"):  # let the disk work while this run is packed
@@ -108,7 +111,7 @@ def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Itera
             raise _shrunk(path, tensor, model)
         return buffer[:count]
 
-    with reading(path, tensor, model):
+    with _reading(path, tensor, model):
         file = path.open("rb", buffering=0)
     with file:
         yield fetch
@@ -155,7 +158,7 @@ def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[P
             expected=f"{expected} for its shape and dtype",
             advice="export the model again",
         )
-    with reading(path, tensor, model):
+    with _reading(path, tensor, model):
         size = path.stat().st_size
     if offset < 0 or offset + length > size:
         raise ContractError(
@@ -167,8 +170,33 @@ def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[P
     return path, offset, length
 
 
+def chunks(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[int, Iterator[bytes]]:
+    """Returns (length, content piece by piece) of an external tensor.
+
+    Raises:
+        ContractError: see `read`; what goes wrong while the pieces are read is raised there.
+    """
+    path, offset, length = locate(tensor, folder, model)
+
+    def pieces() -> Iterator[bytes]:
+        left = length
+        with _reading(path, tensor, model):
+            file = path.open("rb")
+        with file:
+            file.seek(offset)
+            while left:
+                with _reading(path, tensor, model):
+                    chunk = file.read(min(left, _CHUNK))
+                if not chunk:
+                    raise _shrunk(path, tensor, model)
+                yield chunk
+                left -= len(chunk)
+
+    return length, pieces()
+
+
 @contextlib.contextmanager
-def reading(path: Path, tensor: onnx.TensorProto, model: str) -> Iterator[None]:
+def _reading(path: Path, tensor: onnx.TensorProto, model: str) -> Iterator[None]:
     """Reports an OSError while `path` is read as what it means for `tensor`."""
     try:
         yield

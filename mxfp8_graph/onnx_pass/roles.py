@@ -7,7 +7,7 @@ from typing import Final
 
 import onnx_graphsurgeon as gs
 
-from mxfp8_graph.onnx_pass.static_operands import Constants
+from mxfp8_graph.onnx_pass.static_operands import StaticOperands
 from mxfp8_graph.policy.plan import Role
 
 _COMPUTE: Final = frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "LSTM", "GRU", "RNN"})
@@ -38,7 +38,7 @@ _FROM_SOFTMAX: Final = frozenset(
 class Roles:
     """Answers for the matmuls of one model; `graphs` are its main graph and then every subgraph."""
 
-    def __init__(self, graphs: Sequence[gs.Graph], constants: Constants) -> None:
+    def __init__(self, graphs: Sequence[gs.Graph], constants: StaticOperands) -> None:
         self._constants = constants
         self._main_outputs = {id(t) for t in graphs[0].outputs}
         self._across: dict[int, list[gs.Tensor]] = {}

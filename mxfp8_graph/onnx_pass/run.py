@@ -13,12 +13,13 @@ from typing import Literal
 import onnx
 
 from mxfp8_graph import provenance
-from mxfp8_graph.onnx_model.open import Source, iter_graphs, open_path, open_proto
+from mxfp8_graph.onnx_model.open import OpenedModel, open_path, open_proto
 from mxfp8_graph.onnx_model.upgrade import upgrade
+from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.onnx_model.write import Target, open_target, wants_external
-from mxfp8_graph.onnx_pass.find import find_sites
-from mxfp8_graph.onnx_pass.replace import Editor
-from mxfp8_graph.onnx_pass.site import OnnxSite
+from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
+from mxfp8_graph.onnx_pass.matmul_forms import FORMS
+from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.policy.plan import Decision, NothingEligibleError, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport, SiteReport
@@ -70,12 +71,12 @@ def rewrite_onnx(
 
     if _already_rewritten(source, recipe):
         return model, report([], already=True)
-    upgrade(source)
+    upgrade(source, FORMS)
     sites = find_sites(source)
-    decisions = plan([site.site for site in sites], recipe)
+    decisions = plan([site.matmul for site in sites], recipe)
     if not any(decision.quantize for decision in decisions):
         raise NothingEligibleError(_nothing(source, decisions), decisions)
-    external = wants_external(source, decisions, options.output, options.external_data)
+    external = wants_external(source, bytes_after(source, sites, decisions), options.output, options.external_data)
     with open_target(source, options.output, external=external, overwrite=options.overwrite) as target:
         if options.dry_run:
             target.probe()
@@ -87,25 +88,25 @@ def rewrite_onnx(
 
 
 def _apply(
-    source: Source, target: Target, sites: Sequence[OnnxSite], decisions: Sequence[Decision], options: Options
+    source: OpenedModel, target: Target, sites: Sequence[OnnxSite], decisions: Sequence[Decision], options: Options
 ) -> list[SiteReport]:
-    editor = Editor(source, target.sink, allow_nonfinite=options.allow_nonfinite)
+    editor = Editor(source, target, allow_nonfinite=options.allow_nonfinite)
     total = sum(d.site.weight_bytes for d in decisions if d.quantize)
     done = 0
     reports = []
     for site, decision in zip(sites, decisions, strict=True):
         if not decision.quantize:
-            reports.append(SiteReport(decision=decision, bytes_before=site.site.weight_bytes))
+            reports.append(SiteReport(decision=decision, bytes_before=site.matmul.weight_bytes))
             continue
         reports.append(editor.apply(site, decision))
-        done += site.site.weight_bytes
+        done += site.matmul.weight_bytes
         if options.progress:
-            options.progress(site.site.name, done, total)
+            options.progress(site.matmul.name, done, total)
     editor.finish()
     return reports
 
 
-def _already_rewritten(source: Source, recipe: Recipe) -> bool:
+def _already_rewritten(source: OpenedModel, recipe: Recipe) -> bool:
     """Whether `recipe` made this model.
 
     Raises:
@@ -134,7 +135,7 @@ def _record(model: onnx.ModelProto, recipe: Recipe) -> None:
     onnx.helper.set_model_props(model, {**props, **provenance.entries(recipe.model_dump_json())})
 
 
-def _nothing(source: Source, decisions: Sequence[Decision]) -> str:
+def _nothing(source: OpenedModel, decisions: Sequence[Decision]) -> str:
     if not decisions:
         return f"{source.name}: no MatMul or Gemm in the model; expected at least one; nothing to rewrite"
     count = f"{len(decisions)} matmul{'s' if len(decisions) > 1 else ''}"

@@ -195,7 +195,7 @@ class TestExternalData:
 
 def _make_external(proto: onnx.ModelProto, path: Path) -> None:
     """Moves every float tensor, wherever it is, to m.onnx.data."""
-    from mxfp8_graph.onnx_model.open import iter_tensors
+    from mxfp8_graph.onnx_model.walk import iter_tensors
 
     with path.with_name("m.onnx.data").open("wb") as file:
         file.write(bytes(4096))  # so that offsets differ from those of the result

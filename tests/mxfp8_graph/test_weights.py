@@ -14,7 +14,8 @@ from onnx import helper, numpy_helper
 
 from mxfp8_graph import weights
 from mxfp8_graph.onnx_model import tensor_data as external
-from mxfp8_graph.weights import NonFiniteError, Packed, open_rows, pack
+from mxfp8_graph.onnx_pass.weight_rows import open_rows
+from mxfp8_graph.weights import NonFiniteError, Packed, pack
 from mxfp8_ops import numerics
 from mxfp8_ops.errors import ContractError
 
