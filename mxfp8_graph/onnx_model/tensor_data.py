@@ -23,9 +23,6 @@ Fetch = Callable[[int, int], Array]
 _BITS: Final = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 """Dtypes that share bytes; all others take whole ones."""
 
-_CHUNK: Final = 16 << 20
-"""How many bytes are copied from file to file at once."""
-
 
 def byte_length(tensor: onnx.TensorProto) -> int:
     """Returns how many bytes the values of `tensor` take as raw data, by its dtype and dims."""
@@ -170,29 +167,12 @@ def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[P
     return path, offset, length
 
 
-def chunks(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[int, Iterator[bytes]]:
-    """Returns (length, content piece by piece) of an external tensor.
-
-    Raises:
-        ContractError: see `read`; what goes wrong while the pieces are read is raised there.
-    """
-    path, offset, length = locate(tensor, folder, model)
-
-    def pieces() -> Iterator[bytes]:
-        left = length
-        with _reading(path, tensor, model):
-            file = path.open("rb")
-        with file:
-            file.seek(offset)
-            while left:
-                with _reading(path, tensor, model):
-                    chunk = file.read(min(left, _CHUNK))
-                if not chunk:
-                    raise _shrunk(path, tensor, model)
-                yield chunk
-                left -= len(chunk)
-
-    return length, pieces()
+def as_bytes(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """Returns an external tensor as the uint8 tensor [bytes] that lies in the same place."""
+    octets = onnx.TensorProto(name=tensor.name, data_type=onnx.TensorProto.UINT8, dims=[byte_length(tensor)])
+    octets.data_location = tensor.data_location
+    octets.external_data.extend(tensor.external_data)
+    return octets
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from google.protobuf.message import EncodeError
 
 from mxfp8_graph.file_writing import temporary_beside
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.tensor_data import chunks, is_external, location, raw
+from mxfp8_graph.onnx_model.tensor_data import as_bytes, byte_length, fetching, is_external, location, raw
 from mxfp8_graph.onnx_model.walk import iter_tensors
 from mxfp8_ops.errors import ContractError
 
@@ -24,6 +24,9 @@ INLINE_LIMIT: Final = 1_900_000_000
 
 ALIGNMENT: Final = 4096
 """External tensors start at multiples of this: ONNX Runtime can then map them instead of copying."""
+
+_CHUNK: Final = 16 << 20
+"""How many bytes are copied from file to file at once."""
 
 
 class Target:
@@ -94,10 +97,11 @@ class Target:
         elif not is_external(stored):
             self.store(tensor, np.frombuffer(raw(stored, folder, name), np.uint8))
         else:
-            length, content = chunks(stored, folder, name)
-            self._begin(self._data, tensor, length)
-            for chunk in content:
-                self._data.write(chunk)
+            length = byte_length(stored)
+            with fetching(as_bytes(stored), folder, name) as fetch:
+                self._begin(self._data, tensor, length)
+                for start in range(0, length, _CHUNK):
+                    self._data.write(fetch(start, min(_CHUNK, length - start)).data)
 
     def _transfer_others(self) -> None:
         """Moves what subgraphs, functions and Constant nodes keep in external files, and names the final data file."""

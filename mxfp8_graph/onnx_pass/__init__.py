@@ -1,12 +1,11 @@
-"""The ONNX front end: source model -> sites -> plan -> edited model -> file.
+"""The ONNX front end: opened model -> sites -> plan -> edited model -> file.
 
-source.py     opens the model without reading its weights
-upgrade.py    inlines local functions, converts old opsets
-constants.py  which operands are known before the model runs
-roles.py      what a matmul is for
-sites.py      finds the matmuls; site.py says what one is
-edit.py       replaces them; prune.py removes what that left unused
-output.py     writes the result; sinks.py takes its tensors as they come
+run.py              the steps, in order
+find.py             finds the matmuls
+matmul_forms.py     how each op multiplies
+static_operands.py  which operands are known before the model runs; weight_rows.py reads them
+roles.py            what a matmul is for: this front end's op table
+replace.py          replaces the matmuls; build.py adds the new nodes, prune.py removes what nothing uses any more
 """
 
 from mxfp8_graph.onnx_pass.run import Options, rewrite_onnx

@@ -8,7 +8,8 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from mxfp8_graph.onnx_pass.find import OnnxSite, Operand, Scope
+from mxfp8_graph.onnx_pass.find import OnnxSite, Scope
+from mxfp8_graph.onnx_pass.matmul_forms import Operand
 from mxfp8_ops import contract, formats
 
 

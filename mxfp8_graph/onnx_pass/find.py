@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import onnx
@@ -24,12 +23,12 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from mxfp8_graph.naming import unique_name
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import STANDARD, module_path, stored_in, subgraphs
-from mxfp8_graph.onnx_pass.matmul_forms import Form, form_of
+from mxfp8_graph.onnx_model.walk import module_path, stored_in, subgraphs
+from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand, form_of, operands_of
 from mxfp8_graph.onnx_pass.roles import Roles
 from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Static, StaticOperands, Stored, overridable
 from mxfp8_graph.policy import eligibility
-from mxfp8_graph.policy.plan import MatMulSite
+from mxfp8_graph.policy.plan import Dim, MatMulSite
 from mxfp8_ops.contract import VALUE_NAMES
 
 
@@ -49,21 +48,6 @@ class Scope:
     def indices(self) -> Mapping[int, int]:
         """Where each node of `view`, by its id, is among the nodes of the graph."""
         return {id(node): index for index, node in enumerate(self.view.nodes)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """One side of the product."""
-
-    name: str
-    rank: int | None
-    shape: Sequence[Any] | None
-    """Shape with K last; None if it is unknown."""
-    transposed: bool = False
-    """K is the last axis but one."""
-    static: Static | None = None
-    perm: tuple[int, ...] | None = None
-    """What brings K of a run-time operand to the end; None if it is there, or if the rank is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +141,14 @@ class _Finder:
         self._uses = Counter(id(weight.tensor) for weight in weights if weight)
 
     def describe(self, node: gs.Node, form: Form, scope: Scope) -> OnnxSite:
-        x, w, swapped = self._operands(form)
+        x, w, swapped = operands_of(form, self._statics)
         m, n, k = eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else _dtype(form.a) or _dtype(form.b)
         index = scope.indices[id(node)]
-        added = Added(output=node.outputs[0].name) if swapped else self._absorbed(node, form, scope, n, dtype)
-        if added.bias is None and form.c is not None:
-            added = Added(addend=form.c.name, output=node.outputs[0].name)
-        name = unique_name(node.name or f"{node.op}_{node.outputs[0].name}", self._names, "#")
+        output = node.outputs[0].name
+        added = None if swapped else self._absorbed(node, form, scope, n, dtype)
+        added = added or Added(addend=None if form.c is None else form.c.name, output=output)
+        name = unique_name(node.name or f"{node.op}_{output}", self._names, "#")
         self._names.add(name)
         matmul = MatMulSite(
             name=name,
@@ -186,37 +170,24 @@ class _Finder:
             matmul=matmul, scope=scope, index=index, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added
         )
 
-    def _operands(self, form: Form) -> tuple[Operand, Operand, bool]:
-        """Returns (X, W, whether the gemm computes the transpose of the result)."""
-        left, right = self._statics.resolve(form.a), self._statics.resolve(form.b)
-        if left is not None and right is None:
-            x = _run_time(form.b, form.b_transposed, form.rank)
-            # matrix times vector gives a vector: nothing to swap back
-            return x, _static(form.a, left, form.a_transposed), x.rank != 1
-        x = _run_time(form.a, form.a_transposed, form.rank)
-        if right is not None:
-            return x, _static(form.b, right, form.b_transposed), False
-        return x, _run_time(form.b, form.b_transposed, form.rank), False
-
-    def _absorbed(self, node: gs.Node, form: Form, scope: Scope, n: Any, dtype: int) -> Added:
-        """Returns the op's c, or the static operand of a following Add, absorbed where that is exact."""
+    def _absorbed(self, node: gs.Node, form: Form, scope: Scope, n: Dim, dtype: int) -> Added | None:
+        """Returns the op's own c, or the static operand of a following Add, if the gemm can add it exactly."""
         product = node.outputs[0]
+        c, index, total = form.c, None, product
+        if c is None:
+            add = product.outputs[0] if len(product.outputs) == 1 and form.absorbs_add else None
+            returned = any(output is product for output in scope.view.outputs)
+            if add is None or returned or add.op != "Add" or id(add) not in scope.indices:
+                return None
+            c = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
+            index, total = scope.indices[id(add)], add.outputs[0]
+        bias = self._statics.resolve(c)
         rank = form.rank or len(product.shape or (n,))
-        if form.c is not None:
-            c = self._statics.resolve(form.c)
-            fits = c is not None and eligibility.is_bias(c.shape, _dtype_name(c.dtype), n=n, rank=rank)
-            return Added(bias=c if fits else None, output=product.name)
-        add = product.outputs[0] if len(product.outputs) == 1 else None
-        returned = any(output is product for output in scope.view.outputs)
-        if add is None or returned or not form.absorbs_add or add.op != "Add" or id(add) not in scope.indices:
-            return Added(output=product.name)
-        other = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
-        c = self._statics.resolve(other)
-        if c is None or other is product or c.dtype != dtype:
-            return Added(output=product.name)
-        if not eligibility.is_bias(c.shape, _dtype_name(c.dtype), n=n, rank=rank):
-            return Added(output=product.name)
-        return Added(bias=c, index=scope.indices[id(add)], output=add.outputs[0].name)
+        if bias is None or bias.dtype != dtype:
+            return None
+        if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
+            return None
+        return Added(bias=bias, index=index, output=total.name)
 
     def _blocker(self, form: Form, x: Operand, w: Operand, swapped: bool, dtype: int) -> str | None:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""
@@ -255,38 +226,6 @@ class _Finder:
                 "be; expected one MatMul per expert; export the model so"
             )
         return None
-
-
-def _static(tensor: gs.Tensor, static: Static, transposed: bool) -> Operand:
-    shape = _k_last(static.shape, transposed)
-    return Operand(name=tensor.name, rank=len(static.shape), shape=shape, transposed=transposed, static=static)
-
-
-def _run_time(tensor: gs.Tensor, transposed: bool, rank: int | None) -> Operand:
-    """Returns an operand computed at run time. A Transpose in front of it and the one it needs become one, or none.
-
-    Args:
-        tensor: what the op multiplies.
-        transposed: whether K is its last axis but one.
-        rank: its rank, if the op allows only one.
-    """
-    rank = rank or (None if tensor.shape is None else len(tensor.shape))
-    transposed = transposed and rank != 1
-    shape = None if tensor.shape is None else _k_last(tensor.shape, transposed)
-    if not transposed or rank is None or rank < 2:
-        return Operand(name=tensor.name, rank=rank, shape=shape, transposed=transposed)
-    swap = (*range(rank - 2), rank - 1, rank - 2)
-    producer = tensor.inputs[0] if tensor.inputs else None
-    if producer is None or producer.op != "Transpose" or producer.domain not in STANDARD:
-        return Operand(name=tensor.name, rank=rank, shape=shape, transposed=True, perm=swap)
-    before = tuple(producer.attrs.get("perm") or reversed(range(rank)))
-    perm = tuple(before[axis] for axis in swap)
-    name, needed = producer.inputs[0].name, None if perm == tuple(range(rank)) else perm
-    return Operand(name=name, rank=rank, shape=shape, transposed=True, perm=needed)
-
-
-def _k_last(shape: Sequence[Any], transposed: bool) -> Sequence[Any]:
-    return (*shape[:-2], shape[-1], shape[-2]) if transposed and len(shape) >= 2 else shape
 
 
 def _dtype(tensor: gs.Tensor) -> int:
