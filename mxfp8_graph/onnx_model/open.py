@@ -36,8 +36,9 @@ class OpenedModel:
     name: str
     """What to call the model in messages: its path, or "model"."""
     proto: onnx.ModelProto
-    """The skeleton; the pass edits it in place."""
+    """The skeleton; a rewrite edits it in place."""
     tensors: dict[str, onnx.TensorProto]
+    """What the skeleton leaves out, by name."""
     folder: Path | None
     """Where external data is looked up; None for a model that came without a path."""
     byte_size: int

@@ -124,9 +124,8 @@ def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
                 steps = (scope.path, node.name or node.output[0], name)
                 path = unique_name("/".join(filter(None, steps)), paths, "#")
                 paths.add(path)
-                yield from _scopes(
-                    Scope(path, scope.depth + 1, inner, graph, {**scope.visible, **_stored(graph)}), paths
-                )
+                visible = {**scope.visible, **_stored(graph)}
+                yield from _scopes(Scope(path, scope.depth + 1, inner, graph, visible), paths)
 
 
 class _Finder:
@@ -141,13 +140,14 @@ class _Finder:
         self._uses = Counter(id(weight.tensor) for weight in weights if weight)
 
     def describe(self, node: gs.Node, form: Form, scope: Scope) -> OnnxSite:
+        """Returns the site of one matmul."""
         x, w, swapped = operands_of(form, self._statics)
         m, n, k = eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else _dtype(form.a) or _dtype(form.b)
         index = scope.indices[id(node)]
         output = node.outputs[0].name
-        added = None if swapped else self._absorbed(node, form, scope, n, dtype)
-        added = added or Added(addend=None if form.c is None else form.c.name, output=output)
+        absorbed = None if swapped else self._absorbed(node, form, scope, n, dtype)
+        added = absorbed or Added(addend=None if form.c is None else form.c.name, output=output)
         name = unique_name(node.name or f"{node.op}_{output}", self._names, "#")
         self._names.add(name)
         matmul = MatMulSite(

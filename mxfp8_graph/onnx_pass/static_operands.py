@@ -95,9 +95,7 @@ class StaticOperands:
         node = tensor.inputs[0]
         step = _STEPS.get(node.op) if node.domain in STANDARD else None
         before = self.resolve(node.inputs[0]) if step else None
-        if step is None or before is None:
-            return None
-        return step(self, node, before, tensor)
+        return step(self, node, before, tensor) if step and before else None
 
     def value(self, tensor: gs.Tensor) -> Array | None:
         """Returns the value of a small static tensor, or None."""

@@ -136,7 +136,7 @@ def test_an_all_zero_weight_has_no_error(tmp_path):
     assert packed(np.zeros((64, 64), np.float32), False, None).relative_l2 == 0.0
 
 
-class TestExternal:
+class TestTensorData:
     def test_values_and_bytes(self, tmp_path):
         w = weight(5, 7)
         tensor = stored(w, tmp_path)
