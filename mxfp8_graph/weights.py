@@ -1,24 +1,19 @@
-"""Packs weights straight from where they lie, a slice of rows at a time: a weight is never in memory as a whole."""
+"""Packs weights a slice of rows at a time: a weight need never be in memory as a whole. Knows no graph library."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
-from mxfp8_graph.onnx_model.tensor_data import fetching, read
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
-Steps = Sequence[tuple[str, tuple[int, ...]]]
-"""("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
 
 SLICE_BYTES: Final = 32 << 20
 """How much of a weight is read at once."""
@@ -54,6 +49,18 @@ class Rows:
     """(which matrix, first row, last row + 1) -> those rows; valid until the next call."""
     index: Callable[[tuple[int, ...]], list[int]]
     """Where in the stored tensor the value at an index of the stack is."""
+
+
+def packed_bytes(shape: Sequence[int], *, transposed: bool) -> int:
+    """Returns how many bytes a weight takes once packed: its elements and its scales.
+
+    Args:
+        shape: [..., N, K], or [..., K, N] if `transposed`.
+        transposed: whether K is the last axis but one.
+    """
+    *lead, height, width = shape
+    n, k = (width, height) if transposed else (height, width)
+    return math.prod(lead) * n * (k + -(-k // formats.BLOCK_SIZE))
 
 
 def pack(
@@ -112,79 +119,3 @@ def pack(
             signal += part.signal
             noise += part.noise
     return Packed(elements, scales, signal, noise)
-
-
-@contextlib.contextmanager
-def open_rows(tensor: onnx.TensorProto, steps: Steps, folder: Path | None, model: str) -> Iterator[tuple[Rows, bool]]:
-    """Yields (the values of `tensor` after `steps` as rows, whether those are the columns of the result).
-
-    Raises:
-        ContractError: the tensor cannot be read, see `external.read`.
-    """
-    straight = _straighten(tuple(tensor.dims), steps)
-    if straight is None:
-        data = np.ascontiguousarray(apply(steps, read(tensor, folder, model)))
-
-        def seen(at: tuple[int, ...], start: int, stop: int) -> Array:
-            return np.asarray(data[at][start:stop])
-
-        yield Rows(shape=data.shape, read=seen, index=list), False
-        return
-    shape, flipped, casts = straight
-    height, width = shape[-2:]
-    with fetching(tensor, folder, model) as fetch:
-
-        def stored(at: tuple[int, ...], start: int, stop: int) -> Array:
-            matrix = int(np.ravel_multi_index(at, shape[:-2])) if at else 0
-            values = fetch((matrix * height + start) * width, (stop - start) * width)
-            return _cast(values, casts).reshape(stop - start, width)
-
-        def index(at: tuple[int, ...]) -> list[int]:
-            return [int(i) for i in np.unravel_index(np.ravel_multi_index(at, shape), tuple(tensor.dims))]
-
-        yield Rows(shape=shape, read=stored, index=index), flipped
-
-
-def apply(steps: Steps, data: Array) -> Array:
-    """Returns the stored `data` after `steps`; a view wherever NumPy can give one."""
-    for step, argument in steps:
-        if step == "Transpose":
-            data = data.transpose(argument)
-        elif step == "Cast":
-            data = _cast(data, argument)
-        elif step == "Slice":
-            axis, start, stop = argument
-            data = data[(slice(None),) * axis + (slice(start, stop),)]
-        else:
-            data = data.reshape(argument)
-    return data
-
-
-def _cast(data: Array, dtypes: Sequence[int]) -> Array:
-    with np.errstate(over="ignore"):
-        for dtype in dtypes:
-            data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
-    return data
-
-
-def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:
-    """Returns (shape, flipped, casts) if `steps` leave the values in their stored order, or None.
-
-    The result of the steps is the stored values in `shape` and cast, with the last two axes swapped if `flipped`.
-    """
-    shape, flipped = dims, False
-    casts: list[int] = []
-    for step, argument in steps:
-        if step == "Cast":
-            casts.append(argument[0])
-        elif step == "Slice":
-            return None
-        elif step == "Reshape":
-            if flipped:
-                return None
-            shape = argument
-        elif argument == (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2):
-            flipped = not flipped
-        elif argument != tuple(range(len(shape))):
-            return None
-    return (shape, flipped, tuple(casts)) if len(shape) >= 2 and 0 not in shape else None

@@ -57,6 +57,18 @@ def functions(opset: int, ops: Iterable[str] = tuple(contract.OPS)) -> list[Func
     return [_function(name, opset) for name in ops]
 
 
+def weight_gemm_dtype(wanted: int) -> int:
+    """Returns the output_dtype to give an MXFP8WeightGemm for a result of dtype `wanted`; a Cast must make up for it.
+
+    ONNX Runtime runs a float16 node between nodes that it has in float32 only in float32 too, but leaves its attributes
+    alone: a node with float16 on both sides whose dtype is an attribute then fails to load. So float32 stands for it.
+
+    Args:
+        wanted: an onnx.TensorProto.DataType.
+    """
+    return contract.FLOAT if wanted == contract.FLOAT16 else wanted
+
+
 def _function(name: str, opset: int) -> FunctionProto:
     if name not in _BODIES:
         raise ContractError(

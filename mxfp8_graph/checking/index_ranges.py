@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, inliner, numpy_helper, shape_inference
 
-from mxfp8_graph.onnx_model.open import iter_graphs, subgraphs
+from mxfp8_graph.onnx_model.walk import iter_graphs, subgraphs
 from mxfp8_ops import contract
 
 _MOVES: Final = {

@@ -24,7 +24,7 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.onnx_model.open import subgraphs
+from mxfp8_graph.onnx_model.walk import subgraphs
 from mxfp8_ops import contract, onnx_functions
 from mxfp8_ops.contract import DEQUANTIZE, GEMM, QUANTIZE, WEIGHT_GEMM
 

@@ -22,7 +22,7 @@ from mxfp8_graph.checking.inputs import (
 )
 from mxfp8_graph.checking.sessions import Session, Timing
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.onnx_model.open import Source, open_path, open_proto
+from mxfp8_graph.onnx_model.open import OpenedModel, open_path, open_proto
 from mxfp8_ops.errors import ContractError, ShapeError
 
 Model = Any
@@ -96,7 +96,7 @@ class Signature:
     ranges: Mapping[str, range]
 
     @classmethod
-    def of(cls, source: Source) -> Signature:
+    def of(cls, source: OpenedModel) -> Signature:
         """Returns the inputs of an opened model."""
         return cls(source.name, input_specs(source.proto, source.name), index_ranges(source.proto))
 
@@ -170,7 +170,7 @@ def open_runnable(model: Model) -> Runnable:
     return OnnxModel(model)
 
 
-def open_model(model: str | Path | onnx.ModelProto) -> Source:
+def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
     """Returns the structure of an ONNX model, its data left where it lies.
 
     Raises:

@@ -20,7 +20,7 @@ from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, describe, inpu
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.checking.runner import Model, Runnable, Signature, is_program, make_inputs, open_model, open_runnable
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.onnx_model.open import Source
+from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.report.data import check_report_path, write_atomically
 from mxfp8_ops.errors import ShapeError
 
@@ -235,7 +235,7 @@ def _matched(before: Runnable, after: Runnable, what: Literal["inputs", "outputs
     return dict(zip(old, new, strict=True))
 
 
-def _check_signatures(before: Source, after: Source) -> None:
+def _check_signatures(before: OpenedModel, after: OpenedModel) -> None:
     old_inputs, new_inputs = input_specs(before.proto, before.name), input_specs(after.proto, after.name)
     old_outputs, new_outputs = ([o.name for o in source.proto.graph.output] for source in (before, after))
     for what, same, old, new in (
@@ -255,7 +255,7 @@ def _signature(specs: list[InputSpec]) -> dict[str, str]:
     return {spec.name: spec.dtype.name for spec in specs}
 
 
-def _run(model: Model, source: Source, inputs: Inputs, *, kernels: bool) -> Inputs:
+def _run(model: Model, source: OpenedModel, inputs: Inputs, *, kernels: bool) -> Inputs:
     session = Session(model if isinstance(model, onnx.ModelProto) else Path(model), kernels=kernels, where=source.name)
     return session.run(inputs)
 
@@ -297,7 +297,7 @@ def _output_failures(output: OutputCheck, max_rel_l2: float | None) -> list[str]
     return failures
 
 
-def _notes(after: Source, nodes: list[NodeCheck], outputs: tuple[OutputCheck, ...]) -> list[str]:
+def _notes(after: OpenedModel, nodes: list[NodeCheck], outputs: tuple[OutputCheck, ...]) -> list[str]:
     notes = []
     hidden = nodes_in_subgraphs(after.proto)
     if hidden:

@@ -17,7 +17,8 @@ import onnx
 
 from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.onnx_model.open import INLINE_BYTES, Source, iter_graphs
+from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
+from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.onnx_model.write import INLINE_LIMIT, open_target
 from mxfp8_ops import contract, onnx_functions
 from mxfp8_ops.errors import BackendError, ContractError
@@ -74,7 +75,7 @@ def to_onnx(
     with open_target(source, path, external=external, overwrite=overwrite) as target:
         for tensor in source.proto.graph.initializer:
             if tensor.name in tensors:
-                target.sink.store(tensor, tensors.pop(tensor.name).numpy())
+                target.store(tensor, tensors.pop(tensor.name).numpy())
         target.finish()
     return path
 
@@ -199,7 +200,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _skeleton(model: ir.Model) -> tuple[Source, dict[str, ir.TensorProtocol]]:
+def _skeleton(model: ir.Model) -> tuple[OpenedModel, dict[str, ir.TensorProtocol]]:
     """Returns the model without the data of its large initializers, and that data by name."""
     import onnx_ir as ir
 
@@ -216,7 +217,7 @@ def _skeleton(model: ir.Model) -> tuple[Source, dict[str, ir.TensorProtocol]]:
     for name, tensor in tensors.items():
         dims = tensor.shape.numpy()
         proto.graph.initializer.add(name=name, data_type=int(tensor.dtype), dims=dims)
-    source = Source(
+    source = OpenedModel(
         "program", proto, {}, None, size + proto.ByteSize(), uses_external_data=False, weights_are_inputs=False
     )
     return source, tensors

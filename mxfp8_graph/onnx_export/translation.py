@@ -15,7 +15,7 @@ import onnx
 import torch
 from onnxscript import opset18, values
 
-from mxfp8_ops import contract, formats, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+from mxfp8_ops import contract, formats, onnx_functions, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 
 FORMATS: Final = "element_formats"
 """Attribute that carries the formats of a node's element inputs from here to `float8.py`, which removes it: in ONNX
@@ -57,10 +57,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         x: Any, b: Any, b_scales: Any, bias: Any = None, b_format: str = "e4m3", dtype: int | None = None
     ) -> Any:
         wanted = _value_dtype(dtype, x.dtype)
-        narrow = wanted == contract.FLOAT16  # as in onnx_pass/edit.py: ONNX Runtime may not load it otherwise
-        settings = {"output_dtype": contract.FLOAT if narrow else wanted, FORMATS: b_format}
-        result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
-        return opset18.Cast(result, to=wanted) if narrow else result
+        given = onnx_functions.weight_gemm_dtype(wanted)
+        result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, output_dtype=given, **{FORMATS: b_format})
+        return result if given == wanted else opset18.Cast(result, to=wanted)
 
     functions = (quantize, dequantize, gemm, weight_gemm)
     return {getattr(torch.ops.mxfp8, function.__name__).default: function for function in functions}

@@ -1,27 +1,24 @@
-"""Opens a model as a skeleton: the whole structure, with the data of large initializers left where it lies.
+"""Opens a model as a skeleton: the whole structure, without the data of large initializers.
 
 Everything that looks at the structure (function inlining, opset conversion, shape inference, graphsurgeon) works on the
-skeleton and so costs nothing per byte of weights; `weights.py` reads the data, one tensor at a time.
+skeleton and so costs nothing per byte of weights; `tensor_data.py` reads the data, one tensor at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import onnx
 from google.protobuf.message import DecodeError
 
 from mxfp8_graph.onnx_model.tensor_data import byte_length, is_external
+from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_tensors
 from mxfp8_ops.errors import ContractError
 
 INLINE_BYTES: Final = 4096
 """Initializers up to this size stay in the skeleton: shape inference reads the small integer ones."""
-
-STANDARD: Final = frozenset({None, "", "ai.onnx"})
-"""How the default operator domain is written; None is graphsurgeon's way."""
 
 _DATA_FIELDS: Final = frozenset(
     {"raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data", "segment"}
@@ -29,7 +26,7 @@ _DATA_FIELDS: Final = frozenset(
 
 
 @dataclass
-class Source:
+class OpenedModel:
     """An opened model.
 
     Invariant: an initializer of the main graph whose name is in `tensors` has no data in `proto`; the tensor in
@@ -39,8 +36,9 @@ class Source:
     name: str
     """What to call the model in messages: its path, or "model"."""
     proto: onnx.ModelProto
-    """The skeleton; the pass edits it in place."""
+    """The skeleton; a rewrite edits it in place."""
     tensors: dict[str, onnx.TensorProto]
+    """What the skeleton leaves out, by name."""
     folder: Path | None
     """Where external data is looked up; None for a model that came without a path."""
     byte_size: int
@@ -69,7 +67,7 @@ class Source:
         )
 
 
-def open_path(path: Path) -> Source:
+def open_path(path: Path) -> OpenedModel:
     """Returns the model in a file; external data is not read.
 
     Raises:
@@ -99,12 +97,12 @@ def open_path(path: Path) -> Source:
     return _open(model, str(path), path.parent, size)
 
 
-def open_proto(model: onnx.ModelProto) -> Source:
+def open_proto(model: onnx.ModelProto) -> OpenedModel:
     """Returns a model that is in memory; the caller's proto is never modified."""
     return _open(model, "model", None, model.ByteSize())
 
 
-def _open(model: onnx.ModelProto, name: str, folder: Path | None, size: int) -> Source:
+def _open(model: onnx.ModelProto, name: str, folder: Path | None, size: int) -> OpenedModel:
     if not model.ir_version or not model.HasField("graph"):
         raise ContractError(
             name, "not an ONNX model (no IR version or no graph)", expected="an ONNX model", advice="export it again"
@@ -124,59 +122,4 @@ def _open(model: onnx.ModelProto, name: str, folder: Path | None, size: int) -> 
         tensors[tensor.name] = tensor
     external = [t for t in iter_tensors(skeleton) if is_external(t)]
     size += sum(byte_length(t) for t in external)
-    return Source(name, skeleton, tensors, folder, size, bool(external), model.ir_version < 4)
-
-
-def copy_fields(target: Any, source: Any, skip: frozenset[str] | set[str]) -> None:
-    """Copies every set field of one protobuf message to another of the same type, but those in `skip`."""
-    for descriptor, value in source.ListFields():
-        if descriptor.name in skip:
-            continue
-        if hasattr(value, "MergeFrom") and not hasattr(value, "DESCRIPTOR"):  # a repeated field
-            getattr(target, descriptor.name).MergeFrom(value)
-        elif hasattr(value, "CopyFrom"):
-            getattr(target, descriptor.name).CopyFrom(value)
-        else:
-            setattr(target, descriptor.name, value)
-
-
-def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
-    """Yields (attribute name, graph) for each subgraph a control-flow node holds."""
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.name, attribute.g
-        for index, graph in enumerate(attribute.graphs):
-            yield f"{attribute.name}[{index}]", graph
-
-
-def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yields `graph` and every subgraph below it."""
-    yield graph
-    yield from _inner_graphs(graph.node)
-
-
-def _inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
-    for node in nodes:
-        for _, inner in subgraphs(node):
-            yield from iter_graphs(inner)
-
-
-def iter_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields every initializer and every tensor attribute of the graph, its subgraphs and the local functions."""
-    graphs = list(iter_graphs(model.graph))
-    for function in model.functions:
-        yield from _attribute_tensors(function.node)
-        graphs.extend(_inner_graphs(function.node))
-    for graph in graphs:
-        yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
-        yield from _attribute_tensors(graph.node)
-
-
-def _attribute_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.TENSOR:
-                yield attribute.t
-            yield from attribute.tensors
+    return OpenedModel(name, skeleton, tensors, folder, size, bool(external), model.ir_version < 4)

@@ -68,7 +68,7 @@ def raw(tensor: onnx.TensorProto, folder: Path | None, model: str) -> bytes:
     """
     if is_external(tensor):
         path, offset, length = locate(tensor, folder, model)
-        with reading(path, tensor, model), path.open("rb") as file:
+        with _reading(path, tensor, model), path.open("rb") as file:
             file.seek(offset)
             content = file.read(length)
         if len(content) < length:
@@ -99,7 +99,7 @@ def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Itera
         if buffer.size < count:
             buffer = np.empty(count, dtype)
         start, length = base + first * dtype.itemsize, count * dtype.itemsize
-        with reading(path, tensor, model):
+        with _reading(path, tensor, model):
             file.seek(start)
             got = file.readinto(buffer[:count].view(np.uint8).data)
             if hasattr(os, "posix_fadvise"):  # let the disk work while this run is packed
@@ -108,7 +108,7 @@ def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Itera
             raise _shrunk(path, tensor, model)
         return buffer[:count]
 
-    with reading(path, tensor, model):
+    with _reading(path, tensor, model):
         file = path.open("rb", buffering=0)
     with file:
         yield fetch
@@ -155,7 +155,7 @@ def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[P
             expected=f"{expected} for its shape and dtype",
             advice="export the model again",
         )
-    with reading(path, tensor, model):
+    with _reading(path, tensor, model):
         size = path.stat().st_size
     if offset < 0 or offset + length > size:
         raise ContractError(
@@ -167,8 +167,16 @@ def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[P
     return path, offset, length
 
 
+def as_bytes(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """Returns an external tensor as the uint8 tensor [bytes] that lies in the same place."""
+    octets = onnx.TensorProto(name=tensor.name, data_type=onnx.TensorProto.UINT8, dims=[byte_length(tensor)])
+    octets.data_location = tensor.data_location
+    octets.external_data.extend(tensor.external_data)
+    return octets
+
+
 @contextlib.contextmanager
-def reading(path: Path, tensor: onnx.TensorProto, model: str) -> Iterator[None]:
+def _reading(path: Path, tensor: onnx.TensorProto, model: str) -> Iterator[None]:
     """Reports an OSError while `path` is read as what it means for `tensor`."""
     try:
         yield

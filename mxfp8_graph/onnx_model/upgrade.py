@@ -1,4 +1,4 @@
-"""Makes a model rewritable: inlines local functions that hold matmuls, converts opsets below 21 up.
+"""Converts a model up: inlines local functions that hold matmuls, converts opsets below 21.
 
 onnx's converter goes through an intermediate form that loses node metadata, so only the nodes it really changed are
 taken from its result; every other node stays the very message it was.
@@ -6,45 +6,51 @@ taken from its result; every other node stays the very message it was.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import onnx
 from onnx import inliner, version_converter
 
-from mxfp8_graph.onnx_model.open import STANDARD, Source, copy_fields, iter_graphs, subgraphs
+from mxfp8_graph.naming import unique_name
+from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_graphs, subgraphs
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
 
-MATMUL_OPS = frozenset({"MatMul", "Gemm"})
 
+def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
+    """Inlines and converts `opened.proto` in place where that is needed, and notes what was done.
 
-def upgrade(source: Source) -> None:
-    """Inlines and converts `source.proto` in place where that is needed, and notes what was done.
+    Args:
+        opened: the model.
+        matmul_ops: types of the ops for whose sake a local function is inlined.
 
     Raises:
         ContractError: the opset is unknown, or onnx's converter cannot convert the model.
     """
-    opset = source.opset
+    opset = opened.opset
     newest = onnx.defs.onnx_opset_version()
     if not 1 <= opset <= newest:
         raise ContractError(
-            source.name,
+            opened.name,
             f"opset {opset}",
             expected=f"1 to {newest}, which onnx {onnx.__version__} knows",
             advice="upgrade onnx",
         )
-    _inline(source, everything=opset < MIN_OPSET)
+    _inline(opened, matmul_ops, everything=opset < MIN_OPSET)
     if opset < MIN_OPSET:
-        _convert(source, opset)
-    source.proto.ir_version = max(source.proto.ir_version, 10)  # the first with opset 21 and float8 in functions
+        _convert(opened, opset)
+    opened.proto.ir_version = max(opened.proto.ir_version, 10)  # the first with opset 21 and float8 in functions
 
 
-def _inline(source: Source, *, everything: bool) -> None:
+def _inline(opened: OpenedModel, matmul_ops: Container[str], *, everything: bool) -> None:
     """Inlines functions that hold matmuls; all of them when the opset changes, which applies to their bodies too."""
-    functions = {(f.domain, f.name): f for f in source.proto.functions}
+    functions = {(f.domain, f.name): f for f in opened.proto.functions}
 
     def holds_matmul(nodes: object, seen: frozenset[tuple[str, str]]) -> bool:
         for node in nodes:  # type: ignore[attr-defined]
             key = (node.domain, node.op_type)
-            if node.domain in STANDARD and node.op_type in MATMUL_OPS:
+            if node.domain in STANDARD and node.op_type in matmul_ops:
                 return True
             if key in functions and key not in seen and holds_matmul(functions[key].node, seen | {key}):
                 return True
@@ -60,25 +66,25 @@ def _inline(source: Source, *, everything: bool) -> None:
     opsets = {key: entry.version for key, entries in imports.items() for entry in entries}
     for key, version in opsets.items():
         if key in chosen:
-            _refuse_other_ops(source, functions[key], version)
+            _refuse_other_ops(opened, functions[key], version)
         for entry in imports[key]:
-            entry.version = source.opset
-    source.proto = inliner.inline_selected_functions(source.proto, chosen)
-    for function in source.proto.functions:
+            entry.version = opened.opset
+    opened.proto = inliner.inline_selected_functions(opened.proto, chosen)
+    for function in opened.proto.functions:
         for entry in (e for e in function.opset_import if e.domain in STANDARD):
             entry.version = opsets[function.domain, function.name]
-    source.notes.append(f"inlined local functions: {', '.join(name for _, name in chosen)}")
+    opened.notes.append(f"inlined local functions: {', '.join(name for _, name in chosen)}")
 
 
-def _refuse_other_ops(source: Source, function: onnx.FunctionProto, opset: int) -> None:
+def _refuse_other_ops(opened: OpenedModel, function: onnx.FunctionProto, opset: int) -> None:
     """Raises ContractError if an op of `function` changed between its opset and the model's."""
     for op in sorted({node.op_type for node in function.node if node.domain in STANDARD}):
-        versions = {_since(op, opset), _since(op, source.opset)}
+        versions = {_since(op, opset), _since(op, opened.opset)}
         if len(versions) > 1:
             raise ContractError(
-                source.name,
+                opened.name,
                 f"local function {function.name!r} is of opset {opset}, in which {op} is another than in the "
-                f"model's opset {source.opset}",
+                f"model's opset {opened.opset}",
                 expected="one opset for both",
                 advice="export the model again",
             )
@@ -88,22 +94,22 @@ def _since(op: str, opset: int) -> int:
     return int(onnx.defs.get_schema(op, opset).since_version) if onnx.defs.has(op, opset) else 0
 
 
-def _convert(source: Source, opset: int) -> None:
+def _convert(opened: OpenedModel, opset: int) -> None:
     try:
-        converted = version_converter.convert_version(source.proto, MIN_OPSET)
+        converted = version_converter.convert_version(opened.proto, MIN_OPSET)
     except (RuntimeError, version_converter.ConvertError) as error:
         raise ContractError(
-            source.name,
+            opened.name,
             f"opset {opset}, and onnx's converter cannot bring it to {MIN_OPSET}: {_last_line(error)}",
             expected=f"opset {MIN_OPSET} or above",
             advice="export the model again with one",
         ) from None
-    _graft(source.proto.graph, converted.graph, {n.name for g in iter_graphs(source.proto.graph) for n in g.node})
-    for entry in source.proto.opset_import:
+    _graft(opened.proto.graph, converted.graph, {n.name for g in iter_graphs(opened.proto.graph) for n in g.node})
+    for entry in opened.proto.opset_import:
         if entry.domain in STANDARD:
             entry.version = MIN_OPSET
-    _refuse_stale(source, source.proto.graph, opset)
-    source.notes.append(f"converted opset {opset} to {MIN_OPSET}")
+    _refuse_stale(opened, opened.proto.graph, opset)
+    opened.notes.append(f"converted opset {opset} to {MIN_OPSET}")
 
 
 def _graft(original: onnx.GraphProto, converted: onnx.GraphProto, names: set[str]) -> None:
@@ -116,11 +122,9 @@ def _graft(original: onnx.GraphProto, converted: onnx.GraphProto, names: set[str
     for node in converted.node:
         before = known.get(tuple(node.output))
         if before is None:
-            base, count = node.name, 1
-            while node.name and node.name in names:
-                count += 1
-                node.name = f"{base}_{count}"
-            names.add(node.name)
+            if node.name:
+                node.name = unique_name(node.name, names)
+                names.add(node.name)
             nodes.append(node)
             continue
         kept = onnx.NodeProto()
@@ -153,17 +157,17 @@ def _undocumented(attribute: onnx.AttributeProto) -> bytes:
     return bytes(copy.SerializeToString(deterministic=True))
 
 
-def _refuse_stale(source: Source, graph: onnx.GraphProto, opset: int) -> None:
+def _refuse_stale(opened: OpenedModel, graph: onnx.GraphProto, opset: int) -> None:
     """Raises ContractError if a node still has an attribute its op lost on the way: onnx's converter skips some."""
     for node in graph.node:
         for _, inner in subgraphs(node):
-            _refuse_stale(source, inner, opset)
+            _refuse_stale(opened, inner, opset)
         if node.domain not in STANDARD or not onnx.defs.has(node.op_type):
             continue
         schema = onnx.defs.get_schema(node.op_type, MIN_OPSET)
         if stale := sorted({a.name for a in node.attribute} - set(schema.attributes)):
             raise ContractError(
-                source.name,
+                opened.name,
                 f"node {node.name or node.output[0]!r} ({node.op_type}) has attribute {stale[0]!r} of opset "
                 f"{opset}, which onnx's converter left unconverted",
                 expected=f"opset {MIN_OPSET} or above",

@@ -1,53 +1,63 @@
-"""Writes the result: everything to temporary files, then renamed, so that no half file is ever seen."""
+"""Writes a model and its tensors: to temporary files, then renamed, so that nobody ever sees half a file."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import IO, Any, Final, Literal
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 from google.protobuf.message import EncodeError
 
-from mxfp8_graph.onnx_model.open import Source, iter_tensors
-from mxfp8_graph.onnx_model.sinks import ExternalSink, InlineSink, Sink
-from mxfp8_graph.onnx_model.tensor_data import is_external, location
-from mxfp8_graph.policy.plan import Decision, MatMulSite
+from mxfp8_graph.file_writing import temporary_beside
+from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_model.tensor_data import as_bytes, byte_length, fetching, is_external, location, raw
+from mxfp8_graph.onnx_model.walk import iter_tensors
 from mxfp8_ops.errors import ContractError
-from mxfp8_ops.formats import BLOCK_SIZE
 
 INLINE_LIMIT: Final = 1_900_000_000
 """protobuf cannot hold 2^31 bytes; the rest is room for the graph."""
 
+ALIGNMENT: Final = 4096
+"""External tensors start at multiples of this: ONNX Runtime can then map them instead of copying."""
+
+_CHUNK: Final = 16 << 20
+"""How many bytes are copied from file to file at once."""
+
 
 class Target:
-    """Where one result goes: `sink` takes tensors as they come, `finish` writes the rest and renames the files."""
+    """Where one result goes: `store` takes new tensors as they come, `finish` the rest, and renames the files."""
 
-    def __init__(self, source: Source, path: Path | None, *, external: bool) -> None:
+    def __init__(self, opened: OpenedModel, path: Path | None, *, external: bool) -> None:
         self.path = path
         self.byte_size = 0
-        self._source = source
+        self._opened = opened
         self._temporary: dict[Path, Path] = {}
-        self._data: IO[bytes] | None = None
-        self.sink: Sink = InlineSink()
-        if path is not None and external:
-            data_path = data_path_of(path)
-            self._data = self._open(data_path)
-            # Until the files are renamed, what this writes lies in the temporary file, whose name no source can have.
-            self.sink = ExternalSink(self._data, self._temporary[data_path].name)
+        self._data = self._open(data_path_of(path)) if path is not None and external else None
+        """The external file; None if the tensors stay in the proto."""
+
+    def store(self, tensor: onnx.TensorProto, data: npt.NDArray[Any]) -> None:
+        """Gives `tensor`, whose name, dims and dtype are set, its data."""
+        if self._data is None:
+            tensor.raw_data = data.tobytes()
+            return
+        self._begin(self._data, tensor, data.nbytes)
+        self._data.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
     def finish(self) -> None:
-        """Stores the initializers that were not packed, writes the model and renames the files.
+        """Stores the tensors that are still where they were, writes the model and renames the files.
 
         Raises:
             ContractError: a tensor cannot be read, or the model is too large for one file.
         """
-        model, folder, name = self._source.proto, self._source.folder, self._source.name
+        model = self._opened.proto
         for tensor in model.graph.initializer:
-            if stored := self._source.tensors.get(tensor.name):
-                self.sink.transfer(tensor, stored, folder, name)
+            if stored := self._opened.tensors.get(tensor.name):
+                self._transfer(tensor, stored)
         self._transfer_others()
         if self.path is None:
             self.byte_size = model.ByteSize()
@@ -62,19 +72,6 @@ class Target:
             self._data.close()
         self._put_in_place(self.path)
 
-    def _transfer_others(self) -> None:
-        """Moves what subgraphs, functions and Constant nodes keep in external files, and names the final data file."""
-        own = data_path_of(self.path) if self.path else None
-        written = self._temporary[own].name if own in self._temporary else None
-        for tensor in filter(is_external, iter_tensors(self._source.proto)):
-            if location(tensor) != written:
-                stored = onnx.TensorProto()
-                stored.CopyFrom(tensor)
-                self.sink.transfer(tensor, stored, self._source.folder, self._source.name)
-            for entry in tensor.external_data:
-                if own and entry.key == "location":
-                    entry.value = own.name
-
     def probe(self) -> None:
         """Opens what `finish` would write to, for a dry run: what cannot be written is to be known then."""
         if self.path is not None:
@@ -88,10 +85,54 @@ class Target:
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
+    def _transfer(self, tensor: onnx.TensorProto, stored: onnx.TensorProto) -> None:
+        """Gives `tensor` the data of `stored` unchanged. Strings stay in the proto: they have no external form."""
+        folder, name = self._opened.folder, self._opened.name
+        if self._data is None or stored.data_type == onnx.TensorProto.STRING:
+            tensor.CopyFrom(stored)
+            if is_external(stored):
+                tensor.raw_data = raw(stored, folder, name)
+                tensor.ClearField("external_data")
+                tensor.ClearField("data_location")
+        elif not is_external(stored):
+            self.store(tensor, np.frombuffer(raw(stored, folder, name), np.uint8))
+        else:
+            length = byte_length(stored)
+            with fetching(as_bytes(stored), folder, name) as fetch:
+                self._begin(self._data, tensor, length)
+                for start in range(0, length, _CHUNK):
+                    self._data.write(fetch(start, min(_CHUNK, length - start)).data)
+
+    def _transfer_others(self) -> None:
+        """Moves what subgraphs, functions and Constant nodes keep in external files, and names the final data file."""
+        own = data_path_of(self.path) if self.path else None
+        written = self._temporary[own].name if own in self._temporary else None
+        for tensor in filter(is_external, iter_tensors(self._opened.proto)):
+            if location(tensor) != written:
+                stored = onnx.TensorProto()
+                stored.CopyFrom(tensor)
+                self._transfer(tensor, stored)
+            for entry in tensor.external_data:
+                if own and entry.key == "location":
+                    entry.value = own.name
+
+    def _begin(self, file: IO[bytes], tensor: onnx.TensorProto, length: int) -> None:
+        """Brings `file` to the next aligned offset and says in `tensor` that its data lies there.
+
+        Until the files are renamed, what this writes lies in the temporary file, whose name no model read can have.
+        """
+        offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
+        file.truncate(offset)
+        file.seek(0, os.SEEK_END)
+        for name in ("raw_data", "external_data"):
+            tensor.ClearField(name)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in (("location", Path(file.name).name), ("offset", offset), ("length", length)):
+            tensor.external_data.add(key=key, value=str(value))
+
     def _open(self, path: Path) -> IO[bytes]:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._temporary[path] = temporary
-        return temporary.open("wb")
+        self._temporary[path] = temporary_beside(path)
+        return self._temporary[path].open("wb")
 
     def _put_in_place(self, path: Path) -> None:
         self.byte_size = sum(temporary.stat().st_size for temporary in self._temporary.values())
@@ -105,17 +146,17 @@ class Target:
 
 
 @contextlib.contextmanager
-def open_target(source: Source, path: Path | None, *, external: bool, overwrite: bool) -> Iterator[Target]:
+def open_target(opened: OpenedModel, path: Path | None, *, external: bool, overwrite: bool) -> Iterator[Target]:
     """Yields the target of a rewrite; whatever goes wrong inside, no temporary file stays.
 
     Raises:
         ContractError: the output exists and `overwrite` is false, is the input or its data, or cannot be written.
     """
     if path is not None:
-        _check_path(source, path, external=external, overwrite=overwrite)
+        _check_path(opened, path, external=external, overwrite=overwrite)
     target: Target | None = None
     try:
-        target = Target(source, path, external=external)
+        target = Target(opened, path, external=external)
         yield target
     except OSError as error:  # reading reports ContractError, so this is about writing
         raise ContractError(
@@ -130,34 +171,32 @@ def open_target(source: Source, path: Path | None, *, external: bool, overwrite:
 
 
 def wants_external(
-    source: Source, decisions: Sequence[Decision], path: Path | None, choice: Literal["auto", "always", "never"]
+    opened: OpenedModel, byte_size: int, path: Path | None, choice: Literal["auto", "always", "never"]
 ) -> bool:
-    """Returns whether the result's tensors go to an external file: as the source has them, or near protobuf's 2 GB.
+    """Returns whether the result's tensors go to an external file: as the model has them, or near protobuf's 2 GB.
+
+    Args:
+        opened: the model as it was opened.
+        byte_size: how large the result becomes.
+        path: where it is to be written; None if it stays in memory.
+        choice: what the caller wants.
 
     Raises:
         ContractError: external data is asked for, and there is no path to put it next to; or it is not, and there is
             too much for one protobuf file.
     """
-    weights = {d.site.weight: d.site for d in decisions if d.quantize and d.site.weight}
-    size = source.byte_size - sum(site.weight_bytes - _packed_bytes(site) for site in weights.values())
     if path is None:
         if choice == "always":
             raise ContractError(
-                source.name,
+                opened.name,
                 "external_data 'always' without an output",
                 expected="a path to put it next to",
                 advice="pass output",
             )
         return False
-    if choice == "never" and size > INLINE_LIMIT:
+    if choice == "never" and byte_size > INLINE_LIMIT:
         raise _too_large(path)
-    return choice == "always" or (choice == "auto" and (source.uses_external_data or size > INLINE_LIMIT))
-
-
-def _packed_bytes(site: MatMulSite) -> int:
-    """Returns how many bytes the site's weight takes as elements and scales, but for partial last blocks."""
-    values = site.weight_bytes // (4 if site.dtype == "float32" else 2)
-    return values + values // BLOCK_SIZE
+    return choice == "always" or (choice == "auto" and (opened.uses_external_data or byte_size > INLINE_LIMIT))
 
 
 def _too_large(path: Path) -> ContractError:
@@ -174,14 +213,14 @@ def data_path_of(path: Path) -> Path:
     return path.with_name(path.name + ".data")
 
 
-def _check_path(source: Source, path: Path, *, external: bool, overwrite: bool) -> None:
+def _check_path(opened: OpenedModel, path: Path, *, external: bool, overwrite: bool) -> None:
     if path.is_dir():
         raise ContractError(path, "a directory", expected="a file name", advice="pass --output DIRECTORY/MODEL.onnx")
-    inputs = {Path(source.name).resolve()} if source.folder else set()
-    if source.folder is not None:
-        for tensor in [*source.tensors.values(), *iter_tensors(source.proto)]:
+    inputs = {Path(opened.name).resolve()} if opened.folder else set()
+    if opened.folder is not None:
+        for tensor in [*opened.tensors.values(), *iter_tensors(opened.proto)]:
             if is_external(tensor):
-                inputs.add((source.folder / location(tensor)).resolve())
+                inputs.add((opened.folder / location(tensor)).resolve())
     if {path.resolve(), data_path_of(path).resolve()} & inputs:
         raise ContractError(
             path, "is the input or its external data", expected="another file", advice="pass another --output"

@@ -11,11 +11,10 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import onnx
@@ -23,48 +22,91 @@ import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from mxfp8_graph.naming import unique_name
-from mxfp8_graph.onnx_model.open import STANDARD, Source, subgraphs
-from mxfp8_graph.onnx_model.upgrade import MATMUL_OPS
+from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_model.walk import module_path, stored_in, subgraphs
+from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand, form_of, operands_of
 from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
-from mxfp8_graph.onnx_pass.site import OnnxSite, Operand, Scope
-from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Constants, Static, overridable, stored_in
-from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
+from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Static, StaticOperands, Stored, overridable
+from mxfp8_graph.policy import eligibility
+from mxfp8_graph.policy.plan import Dim, MatMulSite
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_ops.contract import VALUE_NAMES
 
 
-def find_sites(source: Source) -> list[OnnxSite]:
-    """Returns every MatMul and Gemm of the model and its subgraphs, in graph order, each with its role or blocker."""
-    skip = overridable(source)
-    visible = {name: stored for name, stored in stored_in(source.proto.graph).items() if name not in skip}
-    scopes = list(_scopes(Scope("", 0, _view(source), source.proto.graph, visible), set()))
-    constants = Constants(source, [(scope.view, scope.visible) for scope in scopes])
-    roles = Roles(OnnxView([scope.view for scope in scopes], constants), ROLE_OPS)
-    found: list[OnnxSite] = []
-    names: set[str] = set()
-    for scope in scopes:
-        indices = {id(node): index for index, node in enumerate(scope.view.nodes)}
-        for node in scope.view.nodes:
-            if node.op in MATMUL_OPS and node.domain in STANDARD:
-                site = _describe(node, scope, constants, roles, indices)
-                name = unique_name(site.site.name, names, "#")
-                names.add(name)
-                found.append(replace(site, site=replace(site.site, name=name)))
-    uses = Counter(id(site.w.static.tensor) for site in found if site.w.static)
-    return [
-        replace(s, site=replace(s.site, shared_with=uses[id(s.w.static.tensor)] - 1)) if s.w.static else s
-        for s in found
-    ]
+@dataclass(frozen=True)
+class Scope:
+    """One graph of the model, seen by graphsurgeon and as the message itself."""
+
+    path: str
+    """Node and attribute names down to it, unique; "" is the main graph."""
+    depth: int
+    view: gs.Graph
+    proto: onnx.GraphProto
+    visible: Stored
+    """Stored tensors of this graph and of those around it."""
+
+    @cached_property
+    def indices(self) -> Mapping[int, int]:
+        """Where each node of `view`, by its id, is among the nodes of the graph."""
+        return {id(node): index for index, node in enumerate(self.view.nodes)}
 
 
-def _view(source: Source) -> gs.Graph:
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """What is added to the product."""
+
+    bias: Static | None = None
+    """Absorbed into the gemm, times beta."""
+    index: int | None = None
+    """Index of the Add node that the bias came from, which goes away."""
+    addend: str | None = None
+    """C where it cannot be absorbed: added by nodes of its own, times beta."""
+    output: str
+    """Name of the sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxSite:
+    """A matmul: what `plan` sees of it, and what `replace.py` needs to replace it."""
+
+    matmul: MatMulSite
+    scope: Scope
+    index: int
+    """Index of the node within `scope.proto.node`."""
+    form: Form
+    x: Operand
+    w: Operand
+    dtype: int
+    """onnx.TensorProto.DataType of activations and result."""
+    swapped: bool
+    """The gemm computes the transpose of the result."""
+    added: Added
+
+
+def find_sites(opened: OpenedModel) -> list[OnnxSite]:
+    """Returns every matmul of the model and its subgraphs, in graph order, each with its role or blocker."""
+    hidden, graph = overridable(opened), opened.proto.graph
+    visible = {name: stored for name, stored in _stored(graph).items() if name not in hidden}
+    scopes = list(_scopes(Scope("", 0, _view(opened), graph, visible), set()))
+    statics = StaticOperands(opened, [(scope.view, scope.visible) for scope in scopes])
+    matmuls = [(node, form, scope) for scope in scopes for node in scope.view.nodes if (form := form_of(node))]
+    roles = Roles(OnnxView([scope.view for scope in scopes], statics), ROLE_OPS)
+    finder = _Finder(statics, roles, [form for _, form, _ in matmuls])
+    return [finder.describe(*matmul) for matmul in matmuls]
+
+
+def _stored(graph: onnx.GraphProto) -> Stored:
+    return {name: (graph, tensor) for name, tensor in stored_in(graph).items()}
+
+
+def _view(opened: OpenedModel) -> gs.Graph:
     """Returns the skeleton in graphsurgeon, with every shape that onnx can infer."""
     try:
-        inferred = onnx.shape_inference.infer_shapes(source.proto, data_prop=True)
+        inferred = onnx.shape_inference.infer_shapes(opened.proto, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
-        source.notes.append(f"shapes could not be inferred: {str(error).splitlines()[0]}")
+        opened.notes.append(f"shapes could not be inferred: {str(error).splitlines()[0]}")
         inferred = onnx.ModelProto()
-        inferred.CopyFrom(source.proto)
+        inferred.CopyFrom(opened.proto)
     del inferred.functions[:]  # graphsurgeon would parse them; the pass needs only what is left in the graphs
     severity = G_LOGGER.severity
     G_LOGGER.severity = G_LOGGER.ERROR  # it warns of float8 and of missing shapes, neither of which concerns a user
@@ -81,162 +123,111 @@ def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
         for name, graph in subgraphs(node):
             inner = gs_node.attrs.get(name)
             if isinstance(inner, gs.Graph):
-                wanted = "/".join(filter(None, (scope.path, node.name or node.output[0], name)))
-                path = unique_name(wanted, paths, "#")
+                steps = (scope.path, node.name or node.output[0], name)
+                path = unique_name("/".join(filter(None, steps)), paths, "#")
                 paths.add(path)
-                visible = {**scope.visible, **stored_in(graph)}
+                visible = {**scope.visible, **_stored(graph)}
                 yield from _scopes(Scope(path, scope.depth + 1, inner, graph, visible), paths)
 
 
-def _describe(
-    node: gs.Node, scope: Scope, constants: Constants, roles: Roles[gs.Node, gs.Tensor], indices: dict[int, int]
-) -> OnnxSite:
-    a, b = node.inputs[:2]
-    is_gemm = node.op == "Gemm"
-    trans_a, trans_b = (bool(node.attrs.get(k, 0)) for k in ("transA", "transB")) if is_gemm else (False, False)
-    left, right = constants.resolve(a), constants.resolve(b)
-    swapped = left is not None and right is None
-    if left is not None and swapped:
-        w = Operand(name=a.name, transposed=trans_a, static=left, rank=len(left.shape))
-        x = _run_time(b, not trans_b, is_gemm)
-        swapped = x.rank != 1  # matrix times vector gives a vector: nothing to swap back
-    else:
-        x = _run_time(a, trans_a, is_gemm)
-        if right is not None:
-            w = Operand(name=b.name, transposed=not trans_b, static=right, rank=len(right.shape))
-        else:
-            w = _run_time(b, not trans_b, is_gemm)
-    dtype = w.static.dtype if w.static else _dtype(a) or _dtype(b)
-    m, n, k = _sizes(b if left is not None and right is None else a, x, w, b)
-    site = OnnxSite(
-        site=MatMulSite(
-            name=node.name or f"{node.op}_{node.outputs[0].name}",
+class _Finder:
+    """Describes the matmuls of one model, one after another."""
+
+    def __init__(self, statics: StaticOperands, roles: Roles[gs.Node, gs.Tensor], forms: Sequence[Form]) -> None:
+        """`forms`: those of all matmuls, to count how many use one weight."""
+        self._statics = statics
+        self._roles = roles
+        self._names: set[str] = set()
+        weights = (statics.resolve(form.b) or statics.resolve(form.a) for form in forms)
+        self._uses = Counter(id(weight.tensor) for weight in weights if weight)
+
+    def describe(self, node: gs.Node, form: Form, scope: Scope) -> OnnxSite:
+        """Returns the site of one matmul."""
+        x, w, swapped = operands_of(form, self._statics)
+        m, n, k = eligibility.sizes(x.shape, w.shape)
+        dtype = w.static.dtype if w.static else _dtype(form.a) or _dtype(form.b)
+        index = scope.indices[id(node)]
+        output = node.outputs[0].name
+        absorbed = None if swapped else self._absorbed(node, form, scope, n, dtype)
+        added = absorbed or Added(addend=None if form.c is None else form.c.name, output=output)
+        name = unique_name(node.name or f"{node.op}_{output}", self._names, "#")
+        self._names.add(name)
+        matmul = MatMulSite(
+            name=name,
             op=node.op,
-            module=module_path(scope.proto.node[indices[id(node)]]),
+            module=module_path(scope.proto.node[index]),
             subgraph=scope.path,
-            dtype=_dtype_name(dtype),
-            weight=w.static.name if w.static else None,
-            weight_bytes=w.static.byte_size if w.static else 0,
+            role=self._roles.of_linear(node.outputs[0]) if w.static else self._roles.of_product(node.outputs[0]),
             m=m,
             n=n,
             k=k,
-        ),
-        scope=scope,
-        index=indices[id(node)],
-        x=x,
-        w=w,
-        dtype=dtype,
-        output=node.outputs[0].name,
-        swapped=swapped,
-        alpha=float(node.attrs.get("alpha", 1.0)) if is_gemm else 1.0,
-        beta=float(node.attrs.get("beta", 1.0)) if is_gemm else 1.0,
-    )
-    site = _with_bias(site, node, constants, indices)
-    role: Role = roles.of_linear(node.outputs[0]) if w.static else roles.of_product(node.outputs[0])
-    blocker = _blocker(site, node, constants)
-    if w.static and constants.is_constant(a) and constants.is_constant(b):
-        blocker = "both operands are constant; fold the constants of the model first"
-    return replace(site, site=replace(site.site, role=role, blocker=blocker, has_bias=site.bias is not None))
+            dtype=_dtype_name(dtype),
+            weight=w.static.name if w.static else None,
+            weight_bytes=w.static.byte_size if w.static else 0,
+            shared_with=self._uses[id(w.static.tensor)] - 1 if w.static else 0,
+            has_bias=added.bias is not None,
+            blocker=self._blocker(form, x, w, swapped, dtype),
+        )
+        return OnnxSite(
+            matmul=matmul, scope=scope, index=index, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added
+        )
 
+    def _absorbed(self, node: gs.Node, form: Form, scope: Scope, n: Dim, dtype: int) -> Added | None:
+        """Returns the op's own c, or the static operand of a following Add, if the gemm can add it exactly."""
+        product = node.outputs[0]
+        c, index, total = form.c, None, product
+        if c is None:
+            add = product.outputs[0] if len(product.outputs) == 1 and form.absorbs_add else None
+            returned = any(output is product for output in scope.view.outputs)
+            if add is None or returned or add.op != "Add" or id(add) not in scope.indices:
+                return None
+            c = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
+            index, total = scope.indices[id(add)], add.outputs[0]
+        bias = self._statics.resolve(c)
+        rank = form.rank or len(product.shape or (n,))
+        if bias is None or bias.dtype != dtype:
+            return None
+        if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
+            return None
+        return Added(bias=bias, index=index, output=total.name)
 
-def _run_time(tensor: gs.Tensor, transposed: bool, is_matrix: bool) -> Operand:
-    """Returns an operand computed at run time. A Transpose in front of it and the one it needs become one, or none."""
-    rank = 2 if is_matrix else None if tensor.shape is None else len(tensor.shape)
-    if not transposed or rank is None or rank < 2:
-        return Operand(name=tensor.name, rank=rank, transposed=transposed and rank != 1)
-    swap = (*range(rank - 2), rank - 1, rank - 2)
-    producer = tensor.inputs[0] if tensor.inputs else None
-    if producer is None or producer.op != "Transpose" or producer.domain not in STANDARD:
-        return Operand(name=tensor.name, rank=rank, transposed=True, perm=swap)
-    before = tuple(producer.attrs.get("perm") or reversed(range(rank)))
-    perm = tuple(before[axis] for axis in swap)
-    return Operand(
-        name=producer.inputs[0].name, rank=rank, transposed=True, perm=None if perm == tuple(range(rank)) else perm
-    )
-
-
-def _with_bias(site: OnnxSite, node: gs.Node, constants: Constants, indices: dict[int, int]) -> OnnxSite:
-    """Returns `site` with Gemm's C, or the static operand of a following Add, absorbed where that is exact."""
-    n = site.site.n
-    if node.op == "Gemm":
-        if len(node.inputs) < 3 or node.inputs[2].is_empty():
-            return site
-        c = constants.resolve(node.inputs[2])
-        if c is not None and not site.swapped and _is_bias(c, n, 2):
-            return replace(site, bias=c)
-        return replace(site, addend=node.inputs[2].name)
-    output = node.outputs[0]
-    if site.swapped or len(output.outputs) != 1 or any(o is output for o in site.scope.view.outputs):
-        return site
-    add = output.outputs[0]
-    if add.op != "Add" or id(add) not in indices:
-        return site
-    other = add.inputs[1] if add.inputs[0] is output else add.inputs[0]
-    c = constants.resolve(other)
-    if c is None or other is output or c.dtype != site.dtype or not _is_bias(c, n, len(output.shape or (n,))):
-        return site
-    return replace(site, bias=c, bias_index=indices[id(add)], output=add.outputs[0].name)
-
-
-def _is_bias(c: Static, n: Dim, rank: int) -> bool:
-    """Whether `c` adds one value per column (or one to all) without changing the result's shape."""
-    return (
-        c.dtype in VALUE_NAMES
-        and math.prod(c.shape[:-1]) == 1
-        and len(c.shape) <= rank
-        and (not c.shape or c.shape[-1] in {1, n})
-    )
-
-
-def _blocker(site: OnnxSite, node: gs.Node, constants: Constants) -> str | None:
-    """Returns why this site cannot be rewritten whatever the recipe says, or None."""
-    x, w = site.x, site.w
-    if site.site.dtype not in VALUE_NAMES.values():
-        what = site.site.dtype or "unknown"
-        return f"dtype {what}; expected float32, float16 or bfloat16; cast the model or give it shape information"
-    if w.static is not None:
-        if len(w.static.shape) < 2:
-            return "the static operand is a vector; expected a matrix"
-        if 0 in w.static.shape:
-            return f"the weight is empty (shape {list(w.static.shape)}); expected N and K above 0"
-        if x.rank is None and (x.transposed or site.swapped):
+    def _blocker(self, form: Form, x: Operand, w: Operand, swapped: bool, dtype: int) -> str | None:
+        """Returns why a site cannot be rewritten whatever the recipe says, or None."""
+        if w.static and self._statics.is_constant(form.a) and self._statics.is_constant(form.b):
+            return eligibility.BOTH_CONSTANT
+        if reason := eligibility.dtype_blocker(_dtype_name(dtype), "cast the model or give it shape information"):
+            return reason
+        if w.static is None:
+            reasons = filter(None, map(self._weight_blocker, (form.a, form.b)))
+            unknown = x.rank is None or w.rank is None or min(x.rank, w.rank) < 2
+            low = "an operand's rank is unknown or below 2; give the model shape information"
+            return next(reasons, low if unknown else None)
+        if reason := eligibility.weight_blocker(w.static.shape):
+            return reason
+        if x.rank is None and (x.transposed or swapped):
             return "the activation must be transposed and its rank is unknown; give the model shape information"
         return None
-    for tensor in node.inputs[:2]:
-        if tensor.name in constants.overridable:
-            return f"weight {tensor.name!r} is also a graph input that a caller may replace; remove it from the inputs"
-        if constants.is_constant(tensor):
-            allowed = ", ".join(VIEW_OPS)
-            via = constants.source_of(tensor)
+
+    def _weight_blocker(self, tensor: gs.Tensor) -> str | None:
+        """Returns why an operand that is known before the model runs is no static operand, or None."""
+        name = tensor.name
+        if name in self._statics.overridable:
+            return f"weight {name!r} is also a graph input that a caller may replace; remove it from the inputs"
+        if self._statics.is_constant(tensor):
+            via = self._statics.source_of(tensor)
             if via in QUANTIZED:
                 return (
-                    f"weight {tensor.name!r} is quantized already, by {via}, and would be rounded twice; rewrite the "
+                    f"weight {name!r} is quantized already, by {via}, and would be rounded twice; rewrite the "
                     "model it was quantized from"
                 )
-            return f"weight {tensor.name!r} comes through {via}; expected only {allowed}; fold the constants first"
-        if experts := constants.gathered(tensor):
+            allowed = ", ".join(VIEW_OPS)
+            return f"weight {name!r} comes through {via}; expected only {allowed}; fold the constants first"
+        if experts := self._statics.gathered(tensor):
             return (
                 f"weight {experts!r} holds experts that are gathered while the model runs, and a packed weight cannot "
                 "be; expected one MatMul per expert; export the model so"
             )
-    if x.rank is None or w.rank is None or min(x.rank, w.rank) < 2:
-        return "an operand's rank is unknown or below 2; give the model shape information"
-    return None
-
-
-def _sizes(x_tensor: gs.Tensor, x: Operand, w: Operand, w_tensor: gs.Tensor) -> tuple[Dim, Dim, Dim]:
-    """Returns m, n and k as far as the shapes tell; m counts all rows of X."""
-    n = k = m = None
-    w_shape = w.static.shape if w.static else w_tensor.shape
-    if w_shape is not None and len(w_shape) >= 2:
-        n, k = (w_shape[-1], w_shape[-2]) if w.transposed else (w_shape[-2], w_shape[-1])
-    shape = x_tensor.shape
-    if shape is not None and len(shape) >= 2:
-        rows = [*shape[:-2], shape[-1] if x.transposed else shape[-2]]
-        m = math.prod(rows) if all(isinstance(d, int) for d in rows) else "*".join(str(d) for d in rows if d != 1)
-    elif shape is not None and len(shape) == 1:
-        m = 1
-    return m, n, k
+        return None
 
 
 def _dtype(tensor: gs.Tensor) -> int:
@@ -251,10 +242,3 @@ def _dtype_name(code: int) -> str | None:
     if code in VALUE_NAMES:
         return VALUE_NAMES[code]
     return onnx.TensorProto.DataType.Name(code).lower() if code else None
-
-
-def module_path(node: onnx.NodeProto) -> str:
-    """Returns the module path that torch's exporter records, such as "model.layers.0.mlp.up_proj"; "" without one."""
-    recorded = next((p.value for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"), "")
-    names = re.findall(r"'([^']*)'", recorded)  # the repr of a list: outermost module first, then the fx node
-    return names[-2] if len(names) >= 2 else ""

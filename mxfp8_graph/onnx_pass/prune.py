@@ -8,16 +8,17 @@ from typing import Any
 
 import onnx
 
-from mxfp8_graph.onnx_model.open import Source, iter_graphs
+from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.onnx_pass.static_operands import VIEW_OPS
 
 
-def prune(source: Source, suspects: Iterable[str]) -> None:
+def prune(opened: OpenedModel, suspects: Iterable[str]) -> None:
     """Removes the tensors named in `suspects` that nothing uses, and in turn what only they used.
 
     Dead code that was in the model before stays: only `suspects` and their producers are looked at.
     """
-    graphs = list(iter_graphs(source.proto.graph))
+    graphs = list(iter_graphs(opened.proto.graph))
     uses = Counter(name for graph in graphs for node in graph.node for name in node.input)
     uses.update(output.name for graph in graphs for output in graph.output)
     producers = {output: node for graph in graphs for node in graph.node for output in node.output}
@@ -36,9 +37,9 @@ def prune(source: Source, suspects: Iterable[str]) -> None:
             dead.update(node.output)
         dead.add(name)
     for graph in graphs:
-        _remove(graph, dead, drop_inputs=source.weights_are_inputs)
+        _remove(graph, dead, drop_inputs=opened.weights_are_inputs)
     for name in dead:
-        source.tensors.pop(name, None)
+        opened.tensors.pop(name, None)
 
 
 def _remove(graph: onnx.GraphProto, dead: set[str], *, drop_inputs: bool) -> None:

@@ -7,11 +7,12 @@ from typing import Final
 
 import onnx_graphsurgeon as gs
 
-from mxfp8_graph.onnx_pass.static_operands import Constants
+from mxfp8_graph.onnx_pass.matmul_forms import FORMS
+from mxfp8_graph.onnx_pass.static_operands import StaticOperands
 from mxfp8_graph.policy.roles import RoleOps
 
 ROLE_OPS: Final = RoleOps(
-    compute=frozenset({"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "LSTM", "GRU", "RNN"}),
+    compute=frozenset({*FORMS, "Einsum", "Conv", "ConvTranspose", "Attention", "LSTM", "GRU", "RNN"}),
     choices=frozenset({"TopK", "ArgMax"}),
     softmax=frozenset({"Softmax"}),
     views=frozenset({"Cast", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze"}),
@@ -27,8 +28,8 @@ ROLE_OPS: Final = RoleOps(
 class OnnxView:
     """The graphs of one model as a `policy.roles.GraphView`: main graph first, then every subgraph."""
 
-    def __init__(self, graphs: Sequence[gs.Graph], constants: Constants) -> None:
-        self.is_constant = constants.is_constant
+    def __init__(self, graphs: Sequence[gs.Graph], statics: StaticOperands) -> None:
+        self.is_constant = statics.is_constant
         self._main_outputs = {id(tensor) for tensor in graphs[0].outputs}
         self._across: dict[int, list[gs.Tensor]] = {}
         """Where a tensor goes on across the border of a subgraph, by the tensor's id."""

@@ -7,11 +7,13 @@ from pathlib import Path
 import onnx
 
 from mxfp8_graph import provenance
-from mxfp8_graph.onnx_model.open import iter_graphs, open_path, open_proto
+from mxfp8_graph.onnx_model.open import open_path, open_proto
 from mxfp8_graph.onnx_model.upgrade import upgrade
+from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass.find import find_sites
-from mxfp8_graph.onnx_pass.replace import Editor
+from mxfp8_graph.onnx_pass.matmul_forms import FORMS
+from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
 from mxfp8_graph.policy.plan import plan
@@ -31,25 +33,25 @@ def rewrite_onnx(
         NothingEligibleError: no matmul of the model is rewritten.
     """
     reporter = Reporter(recipe=recipe, options=options)
-    source = open_path(model) if isinstance(model, Path) else open_proto(model)
-    reporter.bytes_before, reporter.notes = source.byte_size, source.notes
-    if already_rewritten(_made(source.proto), recipe, options, what="model"):
+    opened = open_path(model) if isinstance(model, Path) else open_proto(model)
+    reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes
+    if already_rewritten(_made(opened.proto), recipe, options, what="model"):
         return model, reporter.report(already_rewritten=True)
-    upgrade(source)
-    sites = find_sites(source)
-    decisions = plan([site.site for site in sites], recipe)
+    upgrade(opened, FORMS)
+    sites = find_sites(opened)
+    decisions = plan([site.matmul for site in sites], recipe)
     require_eligible(decisions, options, wanted="MatMul or Gemm in the model")
-    external = wants_external(source, decisions, options.output, options.external_data)
-    with open_target(source, options.output, external=external, overwrite=options.overwrite) as target:
+    external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
+    with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
         if options.dry_run:
             target.probe()
             return None, reporter.dry_run(decisions)
-        editor = Editor(source, target.sink, allow_nonfinite=options.allow_nonfinite)
+        editor = Editor(opened, target, allow_nonfinite=options.allow_nonfinite)
         reports = replace_each(sites, decisions, editor.apply, progress=options.progress)
         editor.finish()
-        _record(source.proto, recipe)
+        _record(opened.proto, recipe)
         target.finish()
-    return target.path or source.proto, reporter.report(reports, target.byte_size)
+    return target.path or opened.proto, reporter.report(reports, target.byte_size)
 
 
 def _made(model: onnx.ModelProto) -> provenance.Made | None:

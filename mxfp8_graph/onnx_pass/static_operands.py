@@ -1,4 +1,4 @@
-"""Which tensors are known before the model runs: an initializer or Constant, behind view-like nodes.
+"""Which operands are known before the model runs: an initializer or Constant, behind view-like nodes.
 
 initializer | Constant -> (Identity | Transpose | Cast | Reshape | Squeeze | Unsqueeze | Split | Slice)* -> operand
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -16,80 +16,60 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
-from mxfp8_graph.onnx_model.open import INLINE_BYTES, STANDARD, Source
-from mxfp8_graph.weights import apply
+from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
+from mxfp8_graph.onnx_model.walk import STANDARD
+from mxfp8_graph.onnx_pass.weight_rows import Steps, apply
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """A tensor whose value is known: stored data and the steps from it to what the consumer sees."""
+    """An operand whose value is known: stored data and the steps from it to what the consumer sees."""
 
     name: str
-    """Of the initializer, or of the Constant node's output."""
+    """Name of the initializer, or of the Constant node's output."""
     tensor: onnx.TensorProto
-    """Where the data lies."""
+    """The stored data."""
     owner: onnx.GraphProto
     """The graph that holds it."""
     shape: tuple[int, ...]
-    """After the steps."""
+    """Shape after the steps."""
     dtype: int
     """onnx.TensorProto.DataType after the steps."""
-    steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """See `weights.Steps`."""
-    through: tuple[str, ...] = field(default=(), compare=False)
-    """Outputs of the nodes on the way, which die with their last consumer."""
+    steps: Steps = ()
 
     @property
     def byte_size(self) -> int:
         """Bytes of the tensor after the steps."""
         return math.prod(self.shape) * int(onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize)
 
+    def then(self, step: str, argument: tuple[int, ...], **changes: Any) -> Static:
+        """Returns this after one more step, with the shape or dtype that the step changes."""
+        return replace(self, steps=(*self.steps, (step, argument)), **changes)
+
 
 Stored = Mapping[str, tuple[onnx.GraphProto, onnx.TensorProto]]
-"""Name -> where the data lies, and the graph that holds it."""
+"""Name -> the graph that holds the data, and the tensor with it."""
 
 
-def overridable(source: Source) -> set[str]:
+def overridable(opened: OpenedModel) -> set[str]:
     """Returns the initializers that are graph inputs too: defaults a caller may replace, so not static."""
-    if source.weights_are_inputs:
+    if opened.weights_are_inputs:
         return set()
-    return {i.name for i in source.proto.graph.input} & {t.name for t in source.proto.graph.initializer}
+    return {i.name for i in opened.proto.graph.input} & {t.name for t in opened.proto.graph.initializer}
 
 
-def stored_in(graph: onnx.GraphProto) -> dict[str, tuple[onnx.GraphProto, onnx.TensorProto]]:
-    """Returns the initializers and Constant nodes of `graph`."""
-    found = {tensor.name: (graph, tensor) for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant" and node.domain in STANDARD:
-            tensor = _constant(node)
-            if tensor is not None:
-                found[node.output[0]] = (graph, tensor)
-    return found
-
-
-def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """Returns the value of a Constant node; None for strings and sparse tensors."""
-    for attribute in node.attribute:
-        if attribute.name == "value":
-            return attribute.t
-        if attribute.name in {"value_int", "value_ints", "value_float", "value_floats"}:
-            values = np.array(onnx.helper.get_attribute_value(attribute))
-            return numpy_helper.from_array(values.astype(np.int64 if "int" in attribute.name else np.float32))
-    return None
-
-
-class Constants:
+class StaticOperands:
     """Resolves operands of one model to `Static` values.
 
     Goes by graphsurgeon's tensors and not by name: two branches of an If may use one name for different weights.
     """
 
-    def __init__(self, source: Source, graphs: Iterable[tuple[gs.Graph, Stored]]) -> None:
+    def __init__(self, opened: OpenedModel, graphs: Iterable[tuple[gs.Graph, Stored]]) -> None:
         """`graphs`: outermost first, each with what it can see, its own and that of the graphs around it."""
-        self._source = source
-        self.overridable: Final = overridable(source)
+        self._opened = opened
+        self.overridable: Final = overridable(opened)
         self._stored: dict[int, tuple[onnx.GraphProto, onnx.TensorProto]] = {}
         self._constant: set[int] = set()
         for view, visible in graphs:
@@ -115,15 +95,12 @@ class Constants:
         node = tensor.inputs[0]
         step = _STEPS.get(node.op) if node.domain in STANDARD else None
         before = self.resolve(node.inputs[0]) if step else None
-        if step is None or before is None:
-            return None
-        after = step(self, node, before, tensor)
-        return None if after is None else replace(after, through=(*before.through, tensor.name))
+        return step(self, node, before, tensor) if step and before else None
 
     def value(self, tensor: gs.Tensor) -> Array | None:
         """Returns the value of a small static tensor, or None."""
         static = self.resolve(tensor)
-        if static is None or static.byte_size > INLINE_BYTES or static.name in self._source.tensors:
+        if static is None or static.byte_size > INLINE_BYTES or static.name in self._opened.tensors:
             return None
         return apply(static.steps, numpy_helper.to_array(static.tensor))
 
@@ -175,13 +152,12 @@ class Constants:
 
     def _transpose(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static:
         perm = tuple(node.attrs.get("perm") or reversed(range(len(before.shape))))
-        shape = tuple(before.shape[axis] for axis in perm)
-        return replace(before, shape=shape, steps=(*before.steps, ("Transpose", perm)))
+        return before.then("Transpose", perm, shape=tuple(before.shape[axis] for axis in perm))
 
     def _cast(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static:
         dtype = node.attrs["to"]
         code = dtype if isinstance(dtype, int) else onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-        return replace(before, dtype=code, steps=(*before.steps, ("Cast", (code,))))
+        return before.then("Cast", (code,), dtype=code)
 
     def _identity(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static:
         return before
@@ -218,23 +194,23 @@ class Constants:
 
 
 def _reshaped(before: Static, shape: tuple[int, ...]) -> Static:
-    return replace(before, shape=shape, steps=(*before.steps, ("Reshape", shape)))
+    return before.then("Reshape", shape, shape=shape)
 
 
 def _cut(before: Static, axis: int, start: int, stop: int) -> Static:
     shape = (*before.shape[:axis], stop - start, *before.shape[axis + 1 :])
-    return replace(before, shape=shape, steps=(*before.steps, ("Slice", (axis, start, stop))))
+    return before.then("Slice", (axis, start, stop), shape=shape)
 
 
-_STEPS: Final[dict[str, Callable[[Constants, gs.Node, Static, gs.Tensor], Static | None]]] = {
-    "Identity": Constants._identity,
-    "Transpose": Constants._transpose,
-    "Cast": Constants._cast,
-    "Reshape": Constants._reshape,
-    "Squeeze": Constants._squeeze,
-    "Unsqueeze": Constants._unsqueeze,
-    "Split": Constants._split,
-    "Slice": Constants._slice,
+_STEPS: Final[dict[str, Callable[[StaticOperands, gs.Node, Static, gs.Tensor], Static | None]]] = {
+    "Identity": StaticOperands._identity,
+    "Transpose": StaticOperands._transpose,
+    "Cast": StaticOperands._cast,
+    "Reshape": StaticOperands._reshape,
+    "Squeeze": StaticOperands._squeeze,
+    "Unsqueeze": StaticOperands._unsqueeze,
+    "Split": StaticOperands._split,
+    "Slice": StaticOperands._slice,
 }
 VIEW_OPS: Final = tuple(_STEPS)
 """The ops a weight may stand behind."""

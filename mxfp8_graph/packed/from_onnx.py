@@ -16,10 +16,9 @@ import onnx
 
 from mxfp8_graph import provenance
 from mxfp8_graph.naming import unique_name
-from mxfp8_graph.onnx_model.open import Source, subgraphs
+from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw, read
-from mxfp8_graph.onnx_pass.find import module_path
-from mxfp8_graph.onnx_pass.static_operands import stored_in
+from mxfp8_graph.onnx_model.walk import module_path, stored_in, subgraphs
 from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name
 from mxfp8_ops import contract, formats
 
@@ -53,7 +52,7 @@ class _Use:
     """The blocked one."""
 
 
-def contents(source: Source) -> Contents:
+def contents(source: OpenedModel) -> Contents:
     """Returns what an ONNX model stores."""
     weights: dict[int, PackedWeight] = {}
     taken: set[str] = set()
@@ -81,7 +80,7 @@ def contents(source: Source) -> Contents:
 
 def _uses(graph: onnx.GraphProto, visible: Visible) -> Iterator[_Use]:
     """Yields the nodes of `graph` and its subgraphs whose elements and scales are both stored."""
-    visible = {**visible, **{name: tensor for name, (_, tensor) in stored_in(graph).items()}}
+    visible = {**visible, **stored_in(graph)}
     for node in graph.node:
         for _, inner in subgraphs(node):
             yield from _uses(inner, visible)
@@ -105,7 +104,7 @@ def _weight_only(node: onnx.NodeProto) -> bool | None:
     return node.op_type == contract.WEIGHT_GEMM.name if node.op_type in _GEMMS else None
 
 
-def _weight(source: Source, use: _Use, name: str) -> PackedWeight:
+def _weight(source: OpenedModel, use: _Use, name: str) -> PackedWeight:
     dims = list(use.elements.dims)
     blocks = list(dims)
     blocks[use.axis] = -(-dims[use.axis] // formats.BLOCK_SIZE)
@@ -131,12 +130,12 @@ def _weight(source: Source, use: _Use, name: str) -> PackedWeight:
     )
 
 
-def _codes(source: Source, tensor: onnx.TensorProto) -> Codes:
+def _codes(source: OpenedModel, tensor: onnx.TensorProto) -> Codes:
     stored = source.tensors.get(tensor.name, tensor)
     return np.frombuffer(raw(stored, source.folder, source.name), np.uint8).reshape(tuple(stored.dims))
 
 
-def _other(source: Source, tensor: onnx.TensorProto, name: str, user: onnx.NodeProto | None) -> Tensor:
+def _other(source: OpenedModel, tensor: onnx.TensorProto, name: str, user: onnx.NodeProto | None) -> Tensor:
     return Tensor(
         name=name,
         module=module_path(user) or None if user is not None else None,

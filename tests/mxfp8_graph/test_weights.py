@@ -13,8 +13,9 @@ from builders import weight
 from onnx import helper, numpy_helper
 
 from mxfp8_graph import weights
-from mxfp8_graph.onnx_model import tensor_data as external
-from mxfp8_graph.weights import NonFiniteError, Packed, open_rows, pack
+from mxfp8_graph.onnx_model import tensor_data
+from mxfp8_graph.onnx_pass.weight_rows import open_rows
+from mxfp8_graph.weights import NonFiniteError, Packed, pack, packed_bytes
 from mxfp8_ops import numerics
 from mxfp8_ops.errors import ContractError
 
@@ -124,17 +125,24 @@ class TestPack:
             packed(w, True, folder)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(96, 64), (33, 31), (1, 1), (2, 3, 70, 40)])
+def test_packed_bytes_are_those_of_elements_and_scales(transposed, shape):
+    result = packed(weight(*shape), transposed, None)
+    assert packed_bytes(shape, transposed=transposed) == result.elements.nbytes + result.scales.nbytes
+
+
 def test_an_all_zero_weight_has_no_error(tmp_path):
     assert packed(np.zeros((64, 64), np.float32), False, None).relative_l2 == 0.0
 
 
-class TestExternal:
+class TestTensorData:
     def test_values_and_bytes(self, tmp_path):
         w = weight(5, 7)
         tensor = stored(w, tmp_path)
-        np.testing.assert_array_equal(external.read(tensor, tmp_path, "m"), w)
-        assert external.raw(tensor, tmp_path, "m") == w.tobytes()
-        assert external.locate(tensor, tmp_path, "m") == ((tmp_path / "w.data").resolve(), 100, 140)
+        np.testing.assert_array_equal(tensor_data.read(tensor, tmp_path, "m"), w)
+        assert tensor_data.raw(tensor, tmp_path, "m") == w.tobytes()
+        assert tensor_data.locate(tensor, tmp_path, "m") == ((tmp_path / "w.data").resolve(), 100, 140)
 
     @pytest.mark.parametrize(
         ("dtype", "count", "length"),
@@ -142,20 +150,20 @@ class TestExternal:
     )
     def test_the_bytes_of_a_dtype(self, dtype, count, length):
         tensor = onnx.TensorProto(data_type=getattr(onnx.TensorProto, dtype), dims=[count])
-        assert external.byte_length(tensor) == length
+        assert tensor_data.byte_length(tensor) == length
 
     def test_4_bit_values(self, tmp_path):
         values = np.array([[1, -2, 3], [-8, 7, 0]]).astype(ml_dtypes.int4)
         tensor = stored(values, tmp_path)
-        np.testing.assert_array_equal(external.read(tensor, tmp_path, "m"), values)
+        np.testing.assert_array_equal(tensor_data.read(tensor, tmp_path, "m"), values)
 
     def test_typed_fields_become_bytes(self):
         tensor = helper.make_tensor("t", onnx.TensorProto.FLOAT16, [3], [1.0, 2.0, -0.5])
-        assert external.raw(tensor, None, "m") == np.array([1, 2, -0.5], np.float16).tobytes()
+        assert tensor_data.raw(tensor, None, "m") == np.array([1, 2, -0.5], np.float16).tobytes()
 
     def test_a_run_of_values_at_any_place(self, tmp_path):
         w = weight(50, 20)
-        with external.fetching(stored(w, tmp_path), tmp_path, "m") as fetch:
+        with tensor_data.fetching(stored(w, tmp_path), tmp_path, "m") as fetch:
             for first, count in ((0, 1000), (3, 7), (999, 1), (500, 500)):
                 np.testing.assert_array_equal(fetch(first, count), w.reshape(-1)[first : first + count])
 
@@ -163,13 +171,13 @@ class TestExternal:
     def test_a_file_that_shrinks_after_it_was_measured(self, tmp_path, monkeypatch, read):
         tensor = stored(weight(50, 20), tmp_path)
         data = tmp_path / "w.data"
-        found = external.locate(tensor, tmp_path, "m")
+        found = tensor_data.locate(tensor, tmp_path, "m")
         data.write_bytes(data.read_bytes()[:200])
-        monkeypatch.setattr(external, "locate", lambda *_: found)
+        monkeypatch.setattr(tensor_data, "locate", lambda *_: found)
         with pytest.raises(ContractError) as caught:  # noqa: PT012
             if read == "raw":
-                external.raw(tensor, tmp_path, "m")
-            with external.fetching(tensor, tmp_path, "m") as fetch:
+                tensor_data.raw(tensor, tmp_path, "m")
+            with tensor_data.fetching(tensor, tmp_path, "m") as fetch:
                 fetch(0, 1000)
         assert str(caught.value) == (
             f"m: tensor 'w': {data} became shorter while it was read; expected the whole file; copy the external data "

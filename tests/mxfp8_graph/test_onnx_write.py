@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, language_model, matmul_model, node, save, value, weight
+from builders import chain_model, language_model, matmul_model, model, node, save, value, weight
 from onnx import external_data_helper, helper, numpy_helper
 from oracle import check_well_formed, expect, normal, relu, run
 
 import mxfp8_graph
-from mxfp8_graph.onnx_model import write as output_module
+from mxfp8_graph.onnx_model import write
+from mxfp8_graph.onnx_model.open import open_proto
+from mxfp8_graph.onnx_pass.find import find_sites
+from mxfp8_graph.onnx_pass.replace import bytes_after
+from mxfp8_graph.policy.plan import plan
 from mxfp8_ops.errors import ContractError
 
 F32 = np.float32
@@ -166,20 +170,40 @@ class TestExternalData:
 
     def test_no_room_in_one_protobuf_file_turns_auto_into_external(self, tmp_path, monkeypatch):
         path = save(matmul_model(64, 96), tmp_path / "m.onnx")
-        monkeypatch.setattr(output_module, "INLINE_LIMIT", 5_000)
+        monkeypatch.setattr(write, "INLINE_LIMIT", 5_000)
         out, _ = mxfp8_graph.rewrite(path)
         assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx"]
         check_result(out, matmul_model(64, 96))
 
     def test_never_is_refused_where_one_protobuf_file_has_no_room(self, tmp_path, monkeypatch):
         path = save(matmul_model(64, 96), tmp_path / "m.onnx", external=True)
-        monkeypatch.setattr(output_module, "INLINE_LIMIT", 5_000)
+        monkeypatch.setattr(write, "INLINE_LIMIT", 5_000)
         out = tmp_path / "m.mxfp8.onnx"
         assert message(path, external_data="never") == (
             f"{out}: the model does not fit into one protobuf file (2 GB); expected external data; "
             "pass --external-data always"
         )
         assert files(tmp_path) == ["m.onnx", "m.onnx.data"]
+
+    @pytest.mark.parametrize("excluded", [(), ("^part",), ("^part2",), ("^twice",)])
+    def test_the_size_that_decides_counts_every_tensor_once(self, excluded):
+        nodes = [
+            node("MatMul", "x w", "a", "once"),
+            node("MatMul", "x w", "b", "twice"),
+            node("Split", "v", "v0 v1 v2", axis=1, num_outputs=3),
+            *[node("MatMul", f"x v{i}", f"c{i}", f"part{i}") for i in range(3)],
+            node("Sum", "a b c0 c1 c2", "s"),
+            node("Relu", "s", "y"),
+        ]
+        weights = {"w": weight(70, 96), "v": weight(70, 3 * 96)}
+        proto = model(nodes, {"x": (F32, ["m", 70])}, {"y": (F32, ["m", 96])}, weights)
+        recipe = mxfp8_graph.Recipe(name="r", exclude=excluded)
+        opened = open_proto(proto)
+        sites = find_sites(opened)
+        size = bytes_after(opened, sites, plan([site.matmul for site in sites], recipe))
+        rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
+        before, after = (sum(len(t.raw_data) for t in m.graph.initializer) for m in (proto, rewritten))
+        assert size - opened.byte_size == after - before
 
     def test_always_needs_a_path(self):
         assert message(matmul_model(), external_data="always") == (
@@ -195,7 +219,7 @@ class TestExternalData:
 
 def _make_external(proto: onnx.ModelProto, path: Path) -> None:
     """Moves every float tensor, wherever it is, to m.onnx.data."""
-    from mxfp8_graph.onnx_model.open import iter_tensors
+    from mxfp8_graph.onnx_model.walk import iter_tensors
 
     with path.with_name("m.onnx.data").open("wb") as file:
         file.write(bytes(4096))  # so that offsets differ from those of the result

@@ -1,4 +1,4 @@
-"""Edges of the edit: odd graphs, what is removed and what is not, and graphs that are large."""
+"""Edges of replacing: odd graphs, what is removed and what is not, and graphs that are large."""
 
 from __future__ import annotations
 

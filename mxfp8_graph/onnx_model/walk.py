@@ -1,0 +1,96 @@
+"""Walks a model: its graphs, the tensors it stores, and what its nodes say about themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+STANDARD: Final = frozenset({None, "", "ai.onnx"})
+"""How the default operator domain is written; None is graphsurgeon's way."""
+
+
+def copy_fields(target: Any, origin: Any, skip: Container[str]) -> None:
+    """Copies every set field of one protobuf message to another of the same type, but those in `skip`."""
+    for descriptor, value in origin.ListFields():
+        if descriptor.name in skip:
+            continue
+        if hasattr(value, "MergeFrom") and not hasattr(value, "DESCRIPTOR"):  # a repeated field
+            getattr(target, descriptor.name).MergeFrom(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(target, descriptor.name).CopyFrom(value)
+        else:
+            setattr(target, descriptor.name, value)
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
+    """Yields (attribute name, graph) for each subgraph a control-flow node holds."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.name, attribute.g
+        for index, graph in enumerate(attribute.graphs):
+            yield f"{attribute.name}[{index}]", graph
+
+
+def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yields `graph` and every subgraph below it."""
+    yield graph
+    yield from _inner_graphs(graph.node)
+
+
+def _inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+    for node in nodes:
+        for _, inner in subgraphs(node):
+            yield from iter_graphs(inner)
+
+
+def iter_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yields every initializer and every tensor attribute of the graph, its subgraphs and the local functions."""
+    graphs = list(iter_graphs(model.graph))
+    for function in model.functions:
+        yield from _attribute_tensors(function.node)
+        graphs.extend(_inner_graphs(function.node))
+    for graph in graphs:
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+        yield from _attribute_tensors(graph.node)
+
+
+def _attribute_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                yield attribute.t
+            yield from attribute.tensors
+
+
+def stored_in(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Returns the initializers and the values of the Constant nodes of `graph`, by name."""
+    found = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.domain in STANDARD and (tensor := _constant(node)) is not None:
+            found[node.output[0]] = tensor
+    return found
+
+
+def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Returns the value of a Constant node; None for strings and sparse tensors."""
+    for attribute in node.attribute:
+        if attribute.name == "value":
+            return attribute.t
+        if attribute.name in {"value_int", "value_ints", "value_float", "value_floats"}:
+            values = np.array(onnx.helper.get_attribute_value(attribute))
+            return numpy_helper.from_array(values.astype(np.int64 if "int" in attribute.name else np.float32))
+    return None
+
+
+def module_path(node: onnx.NodeProto) -> str:
+    """Returns the module path that torch's exporter records, such as "model.layers.0.mlp.up_proj"; "" without one."""
+    recorded = next((p.value for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"), "")
+    names = re.findall(r"'([^']*)'", recorded)  # the repr of a list: outermost module first, then the fx node
+    return names[-2] if len(names) >= 2 else ""

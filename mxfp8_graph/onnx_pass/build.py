@@ -1,0 +1,118 @@
+"""Builds the nodes that replace a matmul, and puts them in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx
+from onnx import helper
+
+from mxfp8_graph.onnx_pass.find import OnnxSite, Scope
+from mxfp8_graph.onnx_pass.matmul_forms import Operand
+from mxfp8_ops import contract, formats
+
+
+class ScopeEdit:
+    """What changes in one graph: new nodes by the index they precede, and indices that go away."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.new: dict[int, list[onnx.NodeProto]] = {}
+        self.gone: set[int] = set()
+        self.shared: dict[tuple[object, ...], list[str]] = {}
+        """Outputs of Quantize and Transpose nodes, by what they compute."""
+
+    def rebuild(self) -> None:
+        """Applies the edit."""
+        graph = self.scope.proto
+        nodes: list[onnx.NodeProto] = []
+        for index, node in enumerate(graph.node):
+            nodes.extend(self.new.get(index, ()))
+            if index not in self.gone:
+                nodes.append(node)
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+
+class Builder:
+    """Adds nodes in front of one node of a graph, sharing those that other sites of the graph already added."""
+
+    def __init__(self, edit: ScopeEdit, index: int, fresh: Callable[[str], str]) -> None:
+        """`fresh` makes a name unique within the model."""
+        self.new = edit.new.setdefault(index, [])
+        self._shared = edit.shared
+        self._fresh = fresh
+
+    def add(
+        self, op: str, inputs: Sequence[str], outputs: Sequence[str], *, name: str, domain: str = "", **attributes: Any
+    ) -> onnx.NodeProto:
+        """Returns a new node, having added it."""
+        node = helper.make_node(op, inputs, outputs, name=name, domain=domain, **attributes)
+        self.new.append(node)
+        return node
+
+    def k_last(self, operand: Operand) -> str:
+        """Returns the operand's name with its axes permuted so that K is last."""
+        if operand.perm is None:
+            return operand.name
+        key = ("Transpose", operand.name, operand.perm)
+        if key not in self._shared:
+            output = self._fresh(f"{operand.name}_k_last")
+            self.add("Transpose", [operand.name], [output], name=output, perm=operand.perm)
+            self._shared[key] = [output]
+        return self._shared[key][0]
+
+    def quantize(self, name: str, element_format: str, scale_rounding: str) -> list[str]:
+        """Returns the names of the activation's elements and scales."""
+        key = (contract.QUANTIZE.name, name, element_format, scale_rounding)
+        if key not in self._shared:
+            outputs = [self._fresh(f"{name}_mxfp8"), self._fresh(f"{name}_mxfp8_scales")]
+            attributes = {
+                **contract.QUANTIZE.attributes,
+                "output_dtype": formats.element_format(element_format).onnx_dtype,
+                "scale_rounding": scale_rounding,
+            }
+            label = self._fresh(f"{name}_mxfp8_quantize")
+            self.add(contract.QUANTIZE.name, [name], outputs, name=label, domain=contract.DOMAIN, **attributes)
+            self._shared[key] = outputs
+        return list(self._shared[key])
+
+    def epilogue(self, site: OnnxSite, tensor: str, steps: Sequence[tuple[str, Any]]) -> None:
+        """Adds the nodes that lead from the gemm's result to the site's.
+
+        Args:
+            site: the matmul.
+            tensor: the gemm's result.
+            steps: ("Cast", dtype), ("Transpose", perm), ("Mul", factor) or ("Add", (tensor, its factor)).
+        """
+        for number, (op, argument) in enumerate(steps, 1):
+            result = site.added.output
+            output = result if number == len(steps) else self._fresh(f"{result}_{op.lower()}")
+            name = self._fresh(f"{site.matmul.name}_{op.lower()}")
+            inputs = [tensor]
+            attributes: dict[str, Any] = {}
+            if op == "Cast":
+                attributes["to"] = argument
+            elif op == "Transpose":
+                attributes["perm"] = argument
+            elif op == "Mul":
+                inputs.append(self._scalar(argument, site))
+            else:
+                addend, factor = argument
+                inputs.append(self._scaled(addend, factor, site))
+            self.add(op, inputs, [output], name=name, **attributes)
+            tensor = output
+
+    def _scaled(self, tensor: str, factor: float, site: OnnxSite) -> str:
+        if factor == 1.0:
+            return tensor
+        scaled = self._fresh(f"{tensor}_scaled")
+        self.add("Mul", [tensor, self._scalar(factor, site)], [scaled], name=scaled)
+        return scaled
+
+    def _scalar(self, value: float, site: OnnxSite) -> str:
+        name = self._fresh(f"{site.matmul.name}_factor")
+        tensor = helper.make_tensor(name, site.dtype, [], [value])
+        self.add("Constant", [], [name], name=name, value=tensor)
+        return name
