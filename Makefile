@@ -54,7 +54,7 @@ gpu-bench:
 	PYTHONPATH=.:custom_ops $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}
 
 bench: $(VENV)/.installed
-	@for script in gemm quantize models scaling torch_linear rewrite_speed; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+	@for script in gemm quantize models scaling torch_linear op_overhead rewrite_speed many_matmuls; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 sanitize:
 	@for sanitizers in 'address;undefined' thread; do \

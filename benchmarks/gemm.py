@@ -1,10 +1,10 @@
 """Claim: one MXFP8 linear on the CPU against ONNX Runtime (fp32, 8-bit, int8) and torch (fp32, bf16), by M.
 
 A few rows are bound by reading the weights, and a model's weights come from memory. So up to M = 16 every contender
-runs `LAYERS` linears in turn, each with a weight and an input of its own, and no cache holds its weights from one turn
-to the next: an ONNX model of that many MatMuls, run as one, and a loop over as many weights in torch. The table has the
-time of one. Reading as many bytes as all packed weights have takes its turn too: the bandwidth at hand differs from
-minute to minute. From M = 64 on there is one linear: its weight is read once in milliseconds of arithmetic.
+runs `LAYERS` linears in turn, each with its own weight and input, so that no cache keeps a weight from one turn to the
+next: in ONNX Runtime one model of `LAYERS` MatMuls, in torch a loop over the weights. The table has the time of one
+linear. Reading the bytes of all packed weights takes its turn too, because the bandwidth differs from minute to minute.
+From M = 64 on there is one linear: its weight is read once during milliseconds of arithmetic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = ["contender", "M", "ms", "spread", "GFLOP/s", "mxfp8 is faster by", "o
 
 
 def linears(k: int, n: int, layers: int) -> onnx.ModelProto:
-    """Returns a model of that many products y0 = x0 @ w0, y1 = x1 @ w1, ..."""
+    """Returns a model of `layers` separate products: y0 = x0 @ w0, y1 = x1 @ w1, ..."""
     rng = np.random.default_rng(0)
     each = range(layers)
     graph = helper.make_graph(

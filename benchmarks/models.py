@@ -122,7 +122,7 @@ def sessions_of(path: Path, recipes: tuple[str, ...], *, int8: bool) -> dict[str
 
 
 def weight_note(path: Path, bandwidth: float, embedding: int) -> str:
-    """Returns how long a decode step takes at least: one reading of the weights, but for the embedding's rows."""
+    """Returns the least time of a decode step: that of reading all weights once, without the embedding."""
     files = {"fp32": path} | {name: file_of(path, name) for name in ("mxfp8", "mxfp8, output projection too")}
     times = []
     for name, file in files.items():
@@ -195,7 +195,7 @@ def main() -> None:
     """Times the models that are asked for, and writes a table of each to results/."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("minilm", "decoder"))
-    parser.add_argument("--layers", type=int, default=16, help="of the decoder; 16 is 0.8 billion parameters")
+    parser.add_argument("--layers", type=int, default=16, help="layers of the decoder; 16 are 0.8 billion parameters")
     parser.add_argument("--folder", type=Path, help="where the models stay for the next run; by default they do not")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

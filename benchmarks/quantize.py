@@ -6,6 +6,7 @@ own shows. The peers allocate their results; all but ml_dtypes' cast give elemen
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import warnings
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class Library:
         return lambda: self.library.mxfp8_dequantize(*arguments), size * ROWS * K + self.packed
 
     def pack(self, x: np.ndarray, threads: int, *, transposed: bool) -> Case:
-        """Returns the case of packing a weight stored either way."""
+        """Returns the case of packing a weight stored as [N, K], or as [K, N] if `transposed`."""
         sizes = (K, ROWS) if transposed else (ROWS, K)
         results = self.elements.ctypes.data, self.scales.ctypes.data, self.stats.ctypes.data
         arguments = (code(x), x.ctypes.data, K, int(transposed), *sizes, E4M3, CEIL, *results, threads)
@@ -86,6 +87,7 @@ def peer_quantize(x: torch.Tensor) -> object:
 
 def main() -> None:
     """Times each case on one thread and on all, and writes results/quantize."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     warnings.simplefilter("ignore")  # what torch.compile says about torchao's enums
     compiled = torch.compile(peer_quantize)
     x = np.random.default_rng(0).standard_normal((ROWS, K), np.float32)
@@ -94,7 +96,8 @@ def main() -> None:
     library = Library()
     target = np.ones_like(x)
     whole = x.nbytes + library.packed
-    rows, notes = [], ["Of memcpy: bytes read and written per second, over those of memcpy with as many threads."]
+    notes = ['Column "of memcpy": bytes read and written per second, over those of memcpy with equally many threads.']
+    rows = []
     pool = ThreadPoolExecutor(THREADS)
     for threads in sorted({1, THREADS}):
         torch.set_num_threads(threads)

@@ -1,6 +1,6 @@
 """Claim: rewriting 2.4 GB takes no longer than ONNX Runtime's 8-bit MatMulNBits quantizer, in a third of the memory.
 
-And exported programs: a billion bfloat16 parameters at 0.5 GB/s or more.
+And an exported program of a billion bfloat16 parameters is rewritten at 0.5 GB/s or more.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def run(code: str, source: Path, folder: Path, recipe: str) -> dict[str, float]:
 def main() -> None:
     """Runs each tool in a process of its own, on the same models, and writes results/rewrite_speed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=36, help="of the ONNX model, 67 MB each")
-    parser.add_argument("--program-layers", type=int, default=60, help="of the exported program, 34 MB each")
+    parser.add_argument("--layers", type=int, default=36, help="layers of the ONNX model, 67 MB each")
+    parser.add_argument("--program-layers", type=int, default=60, help="layers of the exported program, 34 MB each")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     sys.path.insert(0, str(TESTS))

@@ -1,7 +1,8 @@
-"""Claim: the cost of a linear grows smoothly with M, N and K; sizes that are not whole cost what the next whole do."""
+"""Claim: the cost of a linear grows smoothly with M, N and K; a ragged size costs what the next whole one costs."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 
 import matplotlib as mpl
@@ -47,7 +48,7 @@ M_SIZES = [
 SIZES = [256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
 RAGGED_K = [(4097, 4128), (4112, 4128), (1009, 1024), (70, 96)]
 RAGGED_N = [(2047, 2048), (2049, 2064)]
-"""Sizes, and the next that is a multiple of the block (K), of what a task handles (N)."""
+"""Pairs of a size and the next whole one: a multiple of the block (K), or of what one task handles (N)."""
 
 
 def product(m: int, n: int, k: int) -> object:
@@ -65,6 +66,7 @@ def product(m: int, n: int, k: int) -> object:
 
 def main() -> None:
     """Times products of growing M, N and K, and writes results/scaling with a plot and the steps between neighbours."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     series = {
         "M (N = K = 2048)": {m: (m, 2048, 2048) for m in M_SIZES},
         "N (M = 16, K = 2048)": {n: (16, n, 2048) for n in SIZES},

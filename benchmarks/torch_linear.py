@@ -1,8 +1,8 @@
 """Claim: a linear of a rewritten exported program against torch's own, by M, with weights that come from memory.
 
 Every contender has several modules of the same size and runs them in turn, so that no weight is still in a cache. torch
-calls its linear directly; a program is called through `ep.module()`, whose checks and pytrees cost the same whatever is
-inside, once per call of a model: the rows without it call the two ops on the same weights.
+calls its linear directly. A program is called through `ep.module()`, whose checks and pytrees cost the same for every
+program, once per call; the rows without it call the two ops on the same weights.
 """
 
 from __future__ import annotations

@@ -117,6 +117,15 @@ def chain_model(
     return model(nodes, *shapes, weights, opset=opset)
 
 
+def matmul_stack(count: int) -> ModelProto:
+    """Returns relu(... relu(x0 @ w0) @ w1 ...) with `count` weights of 32 x 32."""
+    nodes, weights = [], {}
+    for i in range(count):
+        weights[f"w{i}"] = weight(32, 32, seed=i)
+        nodes += [node("MatMul", f"x{i} w{i}", f"h{i}"), node("Relu", f"h{i}", f"x{i + 1}")]
+    return model(nodes, {"x0": (np.float32, ["m", 32])}, {f"x{count}": (np.float32, ["m", 32])}, weights)
+
+
 def attention_model(hidden: int = 64, heads: int = 2, *, dtype: Any = np.float32) -> ModelProto:
     """One self-attention block with a residual add: linears q, k, v, o and products scores, values."""
     weights: dict[str, np.ndarray] = {

@@ -79,18 +79,21 @@ def results(log: Path) -> list[list[str]]:
 
 
 def run_once(files: list[str], log: Path, deadline: float, most: float) -> int | None:
-    """Runs what has not run yet; returns the exit code of pytest, or None if it had to be killed."""
+    """Runs what has not run yet; returns the exit code of pytest, or None if it had to be killed.
+
+    A test has `most` seconds. Starting Python, torch and pytest is not part of a test: only `deadline` ends that.
+    """
     environment = {**os.environ, LOG: str(log)}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "run_on_gpu", "-p", "no:cacheprovider", "-q", "-m", "gpu", *files]
-    size, since = log.stat().st_size, time.monotonic()
+    size, since, started = log.stat().st_size, time.monotonic(), False
     with subprocess.Popen(command, env=environment) as process:
         while process.poll() is None:
             time.sleep(0.1)
             now = time.monotonic()
             if log.stat().st_size != size:
-                size, since = log.stat().st_size, now
-            if now > deadline or now - since > most:
+                size, since, started = log.stat().st_size, now, True
+            if now > deadline or (started and now - since > most):
                 process.kill()
                 return None
         return process.returncode

@@ -28,7 +28,7 @@ def run(arguments: list[str], folder: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=1800,  # the longest block takes half a minute on an idle machine
     )
     assert done.returncode == 0, f"{arguments[-1]}\n--- stdout\n{done.stdout}\n--- stderr\n{done.stderr}"
     return done.stdout

@@ -44,12 +44,12 @@ def run(folder: Path, tests: str, *options: str) -> tuple[int, str, str]:
     (folder / "test_it.py").write_text(tests)
     log = folder / "log.txt"
     command = [sys.executable, str(RUNNER), "--log", str(log), *options, str(folder / "test_it.py")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, timeout=600)
     return done.returncode, log.read_text(), done.stdout
 
 
 def test_every_test_gets_its_turn(tmp_path):
-    code, log, output = run(tmp_path, TESTS, "--most", "3")
+    code, log, output = run(tmp_path, TESTS, "--most", "5")
     lines = [line.split(" ", 2) for line in log.splitlines() if not line.startswith((" ", "start"))]
     assert [(outcome, name.partition("::")[2]) for outcome, _, name in lines] == [
         ("passed", "test_a_pass"),
@@ -84,3 +84,9 @@ def test_time_that_runs_out_is_no_success(tmp_path):
     code, log, _ = run(tmp_path, TESTS, "--seconds", "0")
     assert code == 1
     assert "stopped after 0 s" in log
+
+
+def test_a_slow_start_is_no_test_that_hangs(tmp_path):
+    tests = "import time\nimport pytest\ntime.sleep(4)\n@pytest.mark.gpu\ndef test_it(): pass\n"
+    code, log, _ = run(tmp_path, tests, "--most", "2")
+    assert code == 0, log

@@ -10,7 +10,7 @@ from builders import model, node, weight
 import mxfp8_graph
 
 SIZES = (32, 48, 64, 70, 96)
-"""Of K and N: whole blocks, and partial last ones."""
+"""Values of K and N: whole blocks, and partial last ones."""
 
 GRAPHS, OPS = 40, 12
 

@@ -18,7 +18,7 @@ from onnx import numpy_helper
 from mxfp8_ops import numerics
 
 FACTOR, FIXED = 1.5, 200 << 20
-"""Bytes over a bare process: at most this many times the largest tensor, plus so many."""
+"""Limit of the bytes over a bare process: FACTOR times the largest tensor, plus FIXED."""
 
 CODE = """
     import sys, mxfp8_graph

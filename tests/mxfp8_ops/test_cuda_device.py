@@ -323,7 +323,7 @@ def test_on_a_side_stream_without_waiting():
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         late = torch.zeros_like(x)
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)  # half a second: also on a busy host, the op is queued before it ends
         late.copy_(x)
         got = ops.weight_gemm(late, *b)
         assert not stream.query(), "the op waited for the device"
