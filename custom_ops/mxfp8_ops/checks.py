@@ -23,8 +23,10 @@ def scale_count(k: int) -> int:
 
 
 def scale_shape(shape: Shape, axis: int) -> Shape:
-    """Returns the shape of the scales of elements of shape `shape`, blocked along `axis` (0..rank-1)."""
-    return (*shape[:axis], scale_count(shape[axis]), *shape[axis + 1 :])
+    """Returns the shape of the scales of elements of that shape, blocked along an axis they have."""
+    sizes = [*shape]
+    sizes[axis] = scale_count(sizes[axis])
+    return tuple(sizes)
 
 
 def split_at(shape: Shape, axis: int) -> tuple[int, int, int]:
@@ -59,14 +61,13 @@ def check_value_dtype(where: str, dtype: Any) -> None:
 
 
 def check_scales(where: str, elements: Shape, scales: Shape, axis: int) -> None:
-    """Raises ShapeError unless scales of that shape have one code per block along `axis` of such elements."""
-    axis = normalize_axis(where, len(elements), axis)
+    """Raises ShapeError unless scales of that shape have one code per block along `axis`, which such elements have."""
     expected = scale_shape(elements, axis)
     if scales != expected:
         raise ShapeError(
             where,
             f"scales have shape {scales}",
-            expected=f"{expected} for elements {elements} blocked along axis {axis}",
+            expected=f"{expected} for elements {elements} blocked along axis {axis % len(elements)}",
             advice="pass the scales quantize returned",
         )
 

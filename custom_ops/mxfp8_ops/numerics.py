@@ -98,6 +98,7 @@ def dequantize(
         ContractError: unknown format.
     """
     fmt = formats.element_format(element_format)
+    axis = normalize_axis("dequantize", elements.ndim, axis)
     check_scales("dequantize", elements.shape, scales.shape, axis)
     per_value = np.repeat(decode_scale(scales), BLOCK_SIZE, axis).take(range(elements.shape[axis]), axis)
     with np.errstate(over="ignore", invalid="ignore"):

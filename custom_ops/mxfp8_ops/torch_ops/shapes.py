@@ -145,7 +145,7 @@ def check_dequantize(elements: Tensor, scales: Tensor, axis: int, element_format
     """Raises as `dequantize` does."""
     formats.element_format(element_format)
     check_dtype("dequantize", dtype)
-    check_codes("dequantize", elements, scales, axis)
+    check_codes("dequantize", elements, scales, checks.normalize_axis("dequantize", elements.dim(), axis))
 
 
 def check_gemm(  # noqa: PLR0917 - the op's schema
