@@ -1,4 +1,7 @@
-"""Writes src/contract.h, the formats and nodes for C++: python custom_ops/contract_header.py. A test says if it is stale."""
+"""Writes src/contract.h, the formats and nodes for C++; run `python custom_ops/contract_header.py` where a row changed.
+
+The header is kept in git, so that the library builds without Python; test_contract.py says if it is stale.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,8 @@ def _node(op: Op) -> str:
     roles = (op.at("A") if op.at("X") is None else op.at("X"), *map(op.at, ("A_scales", "B", "B_scales", "bias")))
     roles = ", ".join("-1" if at is None or not op.is_gemm else str(at) for at in roles)
     inputs, outputs = (",\n      ".join(map(_port, ports)) for ports in (op.inputs, op.outputs))
-    return f'    {{"{op.name}",\n     {{{inputs}}},\n     {{{outputs}}},\n     {op.attributes["output_dtype"]}, {roles}}},\n'
+    settings = f"{op.attributes['output_dtype']}, {roles}"
+    return f'    {{"{op.name}",\n     {{{inputs}}},\n     {{{outputs}}},\n     {settings}}},\n'
 
 
 def _port(port: Port) -> str:

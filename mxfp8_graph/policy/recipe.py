@@ -20,6 +20,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mxfp8_ops.errors import RecipeError
+from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,8 +42,11 @@ Pattern = Annotated[str, AfterValidator(_compilable)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Flag = pydantic.StrictBool
 """true or false, and nothing that merely looks like it."""
-ElementFormatName = Literal["e4m3", "e5m2"]
-ScaleRounding = Literal["ceil", "floor", "even"]
+if TYPE_CHECKING:
+    ElementFormatName = str
+    ScaleRounding = str
+else:
+    ElementFormatName, ScaleRounding = Literal[tuple(ELEMENT_FORMATS)], Literal[SCALE_ROUNDINGS]
 
 
 class _Construction(type(BaseModel)):  # type: ignore[misc]

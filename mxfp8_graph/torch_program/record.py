@@ -21,9 +21,6 @@ RECIPE_KEY: Final = "mxfp8_graph.policy.recipe"
 VERSION_KEY: Final = "mxfp8_graph.version"
 CONTRACT_KEY: Final = "mxfp8_graph.contract_version"
 
-PACKED_OPS: Final = frozenset({"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm"})
-TRAINING_OPS: Final = frozenset({"mxfp8::linear_train"})
-
 
 @dataclass(frozen=True)
 class Made:
@@ -68,8 +65,8 @@ def find(program: ExportedProgram) -> Made | None:
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             op = internals.op_name(node)
-            if op in PACKED_OPS:
+            if op in contract.PACKED_OPS:
                 return Made(node.name, (node.meta.get("custom") or {}).get(RECIPE_KEY), packed=True)
-            if op in TRAINING_OPS and found is None:
+            if op in contract.TRAINING_OPS and found is None:
                 found = Made(node.name, (node.meta.get("custom") or {}).get(RECIPE_KEY), packed=False)
     return found
