@@ -1,7 +1,8 @@
-"""The functions of `numerics.py`, natively, on NumPy arrays: same names, same arguments, same results.
+"""The functions of `numerics.py`, natively, on NumPy arrays: same names, same arguments, same errors.
 
 `quantize` and `dequantize` give the same bytes; the gemms accumulate in float32 and stay within
-`numerics.gemm_error_bound`. The library loads on first use; `native.py` does that.
+`numerics.gemm_error_bound`. Each function also takes `threads`, how many to use (0 for one per processor), and raises
+BackendError if the native library is missing; it is loaded on first use.
 """
 
 from __future__ import annotations
@@ -39,20 +40,7 @@ class Packed:
 def quantize(
     x: Array, *, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil", threads: int = 0
 ) -> tuple[Codes, Codes]:
-    """Returns (elements, scales), as `numerics.quantize` does, bit for bit.
-
-    Args:
-        x: [..., K, ...] float32, float16 or bfloat16.
-        axis: the blocked axis (that of length K).
-        element_format: "e4m3" or "e5m2".
-        scale_rounding: "ceil", "floor" or "even".
-        threads: how many to use; 0 for one per processor.
-
-    Raises:
-        ShapeError: wrong dtype, a scalar, or no such axis.
-        ContractError: unknown format or rounding.
-        BackendError: the native library is missing.
-    """
+    """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numerics.quantize` does."""
     fmt = formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
     checks.check_value_dtype("quantize", x.dtype)
@@ -82,21 +70,7 @@ def dequantize(
     dtype: str = "float32",
     threads: int = 0,
 ) -> Array:
-    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does, bit for bit.
-
-    Args:
-        elements: uint8 [..., K, ...].
-        scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
-        axis: the blocked axis.
-        element_format: "e4m3" or "e5m2".
-        dtype: "float32", "float16" or "bfloat16".
-        threads: how many to use; 0 for one per processor.
-
-    Raises:
-        ShapeError: the scales do not fit the elements.
-        ContractError: unknown format.
-        BackendError: the native library is missing.
-    """
+    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does."""
     fmt = formats.element_format(element_format)
     axis = checks.normalize_axis("dequantize", elements.ndim, axis)
     checks.check_codes("dequantize", elements, scales, axis)
@@ -127,32 +101,13 @@ def gemm(
     dtype: str = "float32",
     threads: int = 0,
 ) -> Array:
-    """Returns dequantize(a) @ dequantize(b).T + bias, within `numerics.gemm_error_bound` of `numerics.gemm`.
-
-    Args:
-        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
-        a_scales: uint8 [..., M, ceil(K / 32)].
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
-        b_scales: uint8 [..., N, ceil(K / 32)].
-        bias: float32 [N], or None.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: dtype of the result, "float32", "float16" or "bfloat16".
-        threads: how many to use; 0 for one per processor.
-
-    Raises:
-        ShapeError: shapes do not fit.
-        ContractError: unknown format.
-        BackendError: the native library is missing.
-    """
+    """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numerics.gemm`."""
     y = _result((a, a_scales), (b, b_scales), bias, dtype)
     a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
     library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
 
-    def product(p: _Product) -> int:
-        status: int = library.mxfp8_gemm(
-            a_code, *_data(*p.a), b_code, *_data(*p.b), p.bias, p.m, n, k, y_code, *_data(p.y), n, threads
-        )
+    def product(a: list[int], b: list[int], bias: int | None, m: int, y: int) -> int:
+        status: int = library.mxfp8_gemm(a_code, *a, b_code, *b, bias, m, n, k, y_code, y, n, threads)
         return status
 
     return _multiply(product, (a, a_scales), (b, b_scales), bias, y)
@@ -168,31 +123,14 @@ def weight_gemm(
     dtype: str = "float32",
     threads: int = 0,
 ) -> Array:
-    """Returns x @ dequantize(b).T + bias, within `numerics.gemm_error_bound` of `numerics.weight_gemm`.
-
-    Args:
-        x: [..., M, K] (or [K]) float32, float16 or bfloat16, used as it is.
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `x`.
-        b_scales: uint8 [..., N, ceil(K / 32)].
-        bias: float32 [N], or None.
-        b_format: element format of `b`.
-        dtype: dtype of the result, "float32", "float16" or "bfloat16".
-        threads: how many to use; 0 for one per processor.
-
-    Raises:
-        ShapeError: shapes do not fit.
-        ContractError: unknown format.
-        BackendError: the native library is missing.
-    """
+    """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`."""
     checks.check_value_dtype("gemm", x.dtype)
     y = _result((x,), (b, b_scales), bias, dtype)
     x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
     library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
 
-    def product(p: _Product) -> int:
-        status: int = library.mxfp8_weight_gemm(
-            x_code, *_data(*p.a), k, b_code, *_data(*p.b), p.bias, p.m, n, k, y_code, *_data(p.y), n, threads
-        )
+    def product(x: list[int], b: list[int], bias: int | None, m: int, y: int) -> int:
+        status: int = library.mxfp8_weight_gemm(x_code, *x, k, b_code, *b, bias, m, n, k, y_code, y, n, threads)
         return status
 
     return _multiply(product, (x,), (b, b_scales), bias, y)
@@ -250,19 +188,8 @@ def pack(
     return Packed(elements, scales, stats.signal, stats.noise, first)
 
 
-@dataclass(frozen=True)
-class _Product:
-    """One matrix product: operands with their scales, the address of the bias, M, and where the result goes."""
-
-    a: tuple[Array, ...]
-    b: tuple[Array, ...]
-    bias: int | None
-    m: int
-    y: Array
-
-
-def _data(*arrays: Array) -> list[int]:
-    return [array.ctypes.data for array in arrays]
+_Product = Callable[[list[int], list[int], int | None, int, int], int]
+"""Multiplies matrices; from the addresses of a, b (each with its scales) and the bias, M, and the address of y."""
 
 
 def _result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype: str) -> Array:
@@ -279,21 +206,21 @@ def _result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtyp
 
 
 def _multiply(
-    product: Callable[[_Product], int], a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, result: Array
+    product: _Product, a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, result: Array
 ) -> Array:
     """Returns `result`, filled by one `product` per leading index; by one in all if only `a` has leading indices."""
     y = result[..., None, :] if a[0].ndim == 1 else result
     a = tuple(np.ascontiguousarray(np.atleast_2d(t)) for t in a)
     b = tuple(np.ascontiguousarray(t) for t in b)
     bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
-    address = None if bias is None else bias.ctypes.data
-    if b[0].ndim == 2:
-        rows = math.prod(y.shape[:-1])
-        native.check("gemm", product(_Product(a, b, address, rows, y)))
-        return result
-    leading = y.shape[:-2]
-    every_a, every_b = ([np.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b))
+    flat = b[0].ndim == 2
+    leading = () if flat else y.shape[:-2]
+    m = math.prod(y.shape[:-1]) if flat else y.shape[-2]
+    every_a, every_b = (
+        operand if flat else [np.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b)
+    )
     for i in np.ndindex(leading):
-        one_a, one_b = tuple(t[i] for t in every_a), tuple(t[i] for t in every_b)
-        native.check("gemm", product(_Product(one_a, one_b, address, y.shape[-2], y[i])))
+        one_a, one_b = ([t[i].ctypes.data for t in operand] for operand in (every_a, every_b))
+        address = None if bias is None else bias.ctypes.data
+        native.check("gemm", product(one_a, one_b, address, m, y[i].ctypes.data))
     return result

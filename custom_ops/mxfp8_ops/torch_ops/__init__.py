@@ -1,17 +1,8 @@
 """The nodes as torch ops: importing this module registers `torch.ops.mxfp8.*`. It loads no native code by itself.
 
-    quantize(x, axis=-1, element_format="e4m3", scale_rounding="ceil") -> (elements, scales)
-    dequantize(elements, scales, axis=-1, element_format="e4m3", dtype=None) -> values
-    gemm(a, a_scales, b, b_scales, bias=None, a_format="e4m3", b_format="e4m3", dtype=None) -> values
-    weight_gemm(x, b, b_scales, bias=None, b_format="e4m3", dtype=None) -> values
-    grouped_gemm(a, a_scales, b, b_scales, offs, a_format="e4m3", b_format="e4m3", dtype=None) -> values
-    linear_train(x, weight, bias=None, fp8_format="E4M3", scale_rounding="ceil") -> values
-    quantize_both(x, element_format="e4m3", scale_rounding="ceil") -> (elements, scales, elements, scales)
-
-A dtype of None is float32, and that of x in weight_gemm: a ScalarType with any other default cannot be packaged by
+`SCHEMAS` lists the ops; their meaning is that of `numerics.py`, and `contract.TORCH_OPS` says which of them are nodes. A
+dtype of None is float32, and that of x in weight_gemm: a ScalarType with any other default cannot be packaged by
 AOTInductor (torch 2.13 writes the default out as an int and refuses to read it).
-
-Their meaning is that of `numerics.py`; `contract.TORCH_OPS` says which of them are nodes.
 
 shapes.py    checks, and fake kernels
 cpu.py       CPU kernels

@@ -1,6 +1,7 @@
 """The torch ops on the CPU: the native library, called on the tensors' own memory with torch's number of threads.
 
-Where the library takes a row stride, strided inputs are read in place; what it cannot express is copied once.
+Where the library takes a row stride, strided inputs are read in place; what it cannot express is copied once. Meaning,
+shapes and errors are those of `numerics.py`, and BackendError if the native library is missing; dtypes are torch's.
 """
 
 from __future__ import annotations
@@ -23,28 +24,15 @@ from mxfp8_ops.torch_ops.shapes import DTYPE_CODES, NO_GRADIENT, Pair
 
 _FORMAT_CODES: Final = {name: fmt.onnx_dtype for name, fmt in ELEMENT_FORMATS.items()}
 _ROUNDING_CODES: Final = {name: code for code, name in enumerate(SCALE_ROUNDINGS)}
-_STATS_BYTES: Final = 24
-"""Size of mxfp8_pack_stats."""
 
 _NO_GRADIENT, _products = NO_GRADIENT, products  # for torch_ops/cuda.py
 
 
 def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
-    """Returns (elements, scales), as `numerics.quantize` does, bit for bit.
+    """Returns (elements, scales) of `x` [..., K, ...].
 
     Contiguous tensors, matrices with strided rows and transposed matrices (blocked along their last axis, the one that
     is strided in memory) are read in place.
-
-    Args:
-        x: [..., K, ...] float32, float16 or bfloat16.
-        axis: the blocked axis.
-        element_format: "e4m3" or "e5m2".
-        scale_rounding: "ceil", "floor" or "even".
-
-    Raises:
-        ShapeError: wrong dtype, a scalar, or no such axis.
-        ContractError: unknown format or rounding.
-        BackendError: the native library is missing.
     """
     axis = shapes.check_quantize(x, axis, element_format, scale_rounding)
     if x.requires_grad and torch.is_grad_enabled():
@@ -73,13 +61,7 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
 def quantize_both(
     x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns quantize(x) and quantize(x.t()) of a matrix: (elements, scales) of either.
-
-    Raises:
-        ShapeError: wrong dtype, or not a matrix.
-        ContractError: unknown format or rounding.
-        BackendError: the native library is missing.
-    """
+    """Returns quantize(x) and quantize(x.t()) of a matrix: (elements, scales) of either."""
     shapes.check_quantize_both(x, element_format, scale_rounding)
     return *quantize(x, -1, element_format, scale_rounding), *quantize(x.t(), -1, element_format, scale_rounding)
 
@@ -91,20 +73,7 @@ def dequantize(
     element_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does, bit for bit.
-
-    Args:
-        elements: uint8 [..., K, ...].
-        scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
-        axis: the blocked axis.
-        element_format: "e4m3" or "e5m2".
-        dtype: torch.float32 (or None), torch.float16 or torch.bfloat16.
-
-    Raises:
-        ShapeError: wrong dtypes, or the scales do not fit the elements.
-        ContractError: unknown format.
-        BackendError: the native library is missing.
-    """
+    """Returns the values that (elements, scales) stand for, in float32 if `dtype` is None."""
     dtype = dtype or torch.float32
     shapes.check_dequantize(elements, scales, axis, element_format, dtype)
     shape = tuple(elements.shape)
@@ -130,23 +99,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns dequantize(a) @ dequantize(b).T + bias, within `numerics.gemm_error_bound` of `numerics.gemm`.
-
-    Args:
-        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
-        a_scales: uint8 [..., M, ceil(K / 32)].
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
-        b_scales: uint8 [..., N, ceil(K / 32)].
-        bias: float32 [N], or None.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: dtype of the result, torch.float32 (or None), torch.float16 or torch.bfloat16.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format.
-        BackendError: the native library is missing.
-    """
+    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if `dtype` is None."""
     dtype = dtype or torch.float32
     shape = shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
     y = torch.empty(*shape, dtype=dtype)
@@ -179,21 +132,7 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns x @ dequantize(b).T + bias, within `numerics.gemm_error_bound` of `numerics.weight_gemm`.
-
-    Args:
-        x: [..., M, K] (or [K]) float32, float16 or bfloat16, used as it is; rows may be strided.
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `x`.
-        b_scales: uint8 [..., N, ceil(K / 32)].
-        bias: float32 [N], or None.
-        b_format: element format of `b`.
-        dtype: dtype of the result; None for that of `x`.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format.
-        BackendError: the native library is missing.
-    """
+    """Returns x @ dequantize(b).T + bias, in the dtype of `x` if `dtype` is None; rows of `x` may be strided."""
     shape = shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
     y = torch.empty(*shape, dtype=dtype or x.dtype)
     n, k = shape[-1], x.shape[-1]
@@ -245,10 +184,9 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, format_code: in
     k = shape[-1]
     elements = torch.empty(shape, dtype=torch.uint8)
     scales = torch.empty((*shape[:-1], scale_count(k)), dtype=torch.uint8)
-    stats = ctypes.create_string_buffer(_STATS_BYTES)
     status = native.load().mxfp8_pack(
         DTYPE_CODES[x.dtype], rows.data_ptr(), rows.stride(0), transposed, x.numel() // k, k, format_code, rounding,
-        elements.data_ptr(), scales.data_ptr(), ctypes.cast(stats, ctypes.POINTER(native.PackStats)),
+        elements.data_ptr(), scales.data_ptr(), ctypes.byref(native.PackStats()),
         torch.get_num_threads(),
     )  # fmt: skip
     if status:

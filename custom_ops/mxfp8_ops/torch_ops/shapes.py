@@ -1,7 +1,8 @@
 """What the torch ops accept and what shape they return: the checks of the kernels, and the fake kernels themselves.
 
-Everything here works on symbolic shapes, so torch.export and torch.compile see the same rules and the same messages as
-an eager call. Results are always contiguous, whatever the strides of the inputs.
+Everything here works on symbolic shapes, so torch.export and torch.compile see the same rules and messages as an eager
+call: ShapeError where shapes or dtypes do not fit, ContractError for an unknown format or rounding. Results are
+contiguous, whatever the strides of the inputs.
 """
 
 from __future__ import annotations
@@ -36,12 +37,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
-    """Returns empty (elements, scales) of `mxfp8::quantize`.
-
-    Raises:
-        ShapeError: wrong dtype, a scalar, or no such axis.
-        ContractError: unknown format or rounding.
-    """
+    """Returns empty (elements, scales) of `mxfp8::quantize`."""
     axis = check_quantize(x, axis, element_format, scale_rounding)
     return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(scale_shape(x.shape, axis), dtype=torch.uint8)
 
@@ -49,12 +45,7 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
 def quantize_both(
     x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns empty results of `mxfp8::quantize_both`.
-
-    Raises:
-        ShapeError: wrong dtype, or not a matrix.
-        ContractError: unknown format or rounding.
-    """
+    """Returns empty results of `mxfp8::quantize_both`."""
     check_quantize_both(x, element_format, scale_rounding)
     return *quantize(x, -1, element_format, scale_rounding), *quantize(x.t(), -1, element_format, scale_rounding)
 
@@ -66,12 +57,7 @@ def dequantize(
     element_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns an empty result of `mxfp8::dequantize`.
-
-    Raises:
-        ShapeError: wrong dtypes, or the scales do not fit the elements.
-        ContractError: unknown format.
-    """
+    """Returns an empty result of `mxfp8::dequantize`."""
     dtype = dtype or torch.float32
     check_dequantize(elements, scales, axis, element_format, dtype)
     return elements.new_empty(elements.shape, dtype=dtype)
@@ -87,12 +73,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns an empty result of `mxfp8::gemm`.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format.
-    """
+    """Returns an empty result of `mxfp8::gemm`."""
     dtype = dtype or torch.float32
     return a.new_empty(check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype), dtype=dtype)
 
@@ -105,24 +86,14 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns an empty result of `mxfp8::weight_gemm`.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format.
-    """
+    """Returns an empty result of `mxfp8::weight_gemm`."""
     return x.new_empty(check_weight_gemm(x, b, b_scales, bias, b_format, dtype), dtype=dtype)
 
 
 def linear_train(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
 ) -> Tensor:
-    """Returns an empty result of `mxfp8::linear_train`.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format or rounding.
-    """
+    """Returns an empty result of `mxfp8::linear_train`."""
     check_linear_train(x, weight, bias, fp8_format, scale_rounding)
     return x.new_empty((*x.shape[:-1], weight.shape[-2]))
 

@@ -1,4 +1,4 @@
-// The table of one instruction set's kernels; compiled last into each of them.
+// The table of one instruction set's kernels.
 #include "kernels.h"
 #include "simd.h"
 
