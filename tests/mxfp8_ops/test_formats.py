@@ -1,5 +1,6 @@
 """The rows of the formats table, against ml_dtypes and against the arithmetic they stand for."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -169,15 +170,60 @@ for rounding in formats.SCALE_ROUNDINGS:
 """
 
 
-def test_a_format_needs_only_its_row(tmp_path: Path) -> None:
-    """A copy of the package with one more row: the reference and the function bodies know it."""
-    copy = tmp_path / "mxfp8_ops"
-    shutil.copytree(mxfp8_ops.__path__[0], copy, ignore=shutil.ignore_patterns("src", "*.so", "__pycache__"))
-    text = (copy / "formats.py").read_text(encoding="utf-8")
-    for old, new in (("VALUE_DTYPES: Final", E3M4), ("(E4M3, E5M2)})", "(E4M3, E5M2, E3M4)})")):
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of custom_ops with one format more: a row, and the name of its code in C."""
+    source = Path(mxfp8_ops.__path__[0])
+    shutil.copytree(source, tmp_path / "mxfp8_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(source.parent / "contract_header.py", tmp_path)
+    for file, old, new in (
+        ("formats.py", "VALUE_DTYPES: Final", E3M4),
+        ("formats.py", "(E4M3, E5M2)})", "(E4M3, E5M2, E3M4)})"),
+        ("src/cpu/mxfp8_ops.h", "MXFP8_E5M2 = 19", "MXFP8_E5M2 = 19, MXFP8_E3M4 = 99"),
+    ):
+        text = (tmp_path / "mxfp8_ops" / file).read_text(encoding="utf-8")
         assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (copy / "formats.py").write_text(text, encoding="utf-8")
-    command, environment = [sys.executable, "-c", CHECK], {"PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        (tmp_path / "mxfp8_ops" / file).write_text(text.replace(old, new), encoding="utf-8")
+    return tmp_path
+
+
+def run(copy: Path, *command: str) -> str:
+    """Returns what a command prints that sees the copy instead of the package."""
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_the_reference_and_the_function_bodies_need_only_the_row(copy: Path) -> None:
+    run(copy, sys.executable, "-c", CHECK)
+
+
+CPP = """
+#define MXFP8_ISA portable
+#include <cstdio>
+#include "mxfp8_ops/src/cpu/kernels/codec.h"
+
+int main() {
+  using namespace mxfp8::portable;
+  with_format(99, [](auto format) {
+    using F = decltype(format);
+    for (uint32_t code = 0; code < 256; ++code) std::printf("%a %u\\n", decode<F>(code), encode<F>(decode<F>(code)));
+  });
+}
+"""
+
+
+def test_the_codec_in_cpp_needs_only_its_generated_row(copy: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    run(copy, sys.executable, "contract_header.py")
+    (copy / "codes.cpp").write_text(CPP, encoding="utf-8")
+    run(copy, compiler, "-std=c++17", "-I.", "codes.cpp", "-o", "codes")
+    lines = [line.split() for line in run(copy, "./codes").splitlines()]
+    codes = np.arange(256, dtype=np.uint8)
+    values = np.array([float.fromhex(value) for value, _ in lines], np.float32)
+    assert np.array_equal(values, codes.view(ml_dtypes.float8_e3m4).astype(np.float32), equal_nan=True)
+    finite = np.isfinite(values)
+    assert (np.array([int(code) for _, code in lines])[finite] == codes[finite]).all()
