@@ -1,6 +1,7 @@
-"""The nodes: one row each, with domain, inputs, outputs and attributes. The table in custom_ops/README.md is this file.
+"""The registry of the nodes: one row each, with domain, inputs, outputs and attributes, and what torch calls them.
 
-ONNX graphs, function bodies, the native ONNX Runtime kernels and the torch ops all implement exactly these rows.
+ONNX graphs, function bodies, the native ONNX Runtime kernels and the torch ops implement these rows; passes and checks
+read them. For C++, `custom_ops/contract_header.py` writes them into src/contract.h.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
+
+from mxfp8_ops import formats
 
 DOMAIN: Final = "mxfp8"
 """ONNX domain of the nodes, and torch namespace of the ops."""
@@ -19,15 +22,20 @@ VERSION: Final = 1
 MIN_OPSET: Final = 21
 """Lowest opset of the default domain that a rewritten model has; older models are converted up."""
 
-# onnx.TensorProto.DataType, written out so that this file imports nothing.
-FLOAT, UINT8, FLOAT16, BFLOAT16, FLOAT8E4M3FN, FLOAT8E5M2 = 1, 2, 10, 16, 17, 19
+# onnx.TensorProto.DataType.
+FLOAT: Final = formats.FLOAT32.onnx_dtype
+UINT8: Final = 2
+FLOAT16: Final = formats.FLOAT16.onnx_dtype
+BFLOAT16: Final = formats.BFLOAT16.onnx_dtype
+FLOAT8E4M3FN: Final = formats.E4M3.onnx_dtype
+FLOAT8E5M2: Final = formats.E5M2.onnx_dtype
 
-VALUES: Final = (FLOAT, FLOAT16, BFLOAT16)
-ELEMENTS: Final = (FLOAT8E4M3FN, FLOAT8E5M2)
+VALUES: Final = tuple(dtype.onnx_dtype for dtype in formats.VALUE_DTYPES.values())
+ELEMENTS: Final = tuple(fmt.onnx_dtype for fmt in formats.ELEMENT_FORMATS.values())
 SCALES: Final = (UINT8,)
 
-VALUE_NAMES: Final[Mapping[int, str]] = MappingProxyType({FLOAT: "float32", FLOAT16: "float16", BFLOAT16: "bfloat16"})
-"""Name of each value dtype, as `numerics.VALUE_DTYPES` spells it."""
+VALUE_NAMES: Final[Mapping[int, str]] = MappingProxyType({d.onnx_dtype: d.name for d in formats.VALUE_DTYPES.values()})
+"""Name of each value dtype by its ONNX code."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,37 @@ class Port:
 
 @dataclass(frozen=True)
 class Op:
-    """One node type. `attributes` maps each name to its default; every attribute is always written out."""
+    """One node type.
+
+    A gemm is a node with an input called B; it is weight-only if A has no scales. Its other inputs are A (or X),
+    A_scales, B_scales and bias.
+    """
 
     name: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     attributes: Mapping[str, int | str]
+    """Default of each; every attribute is always written out."""
     summary: str
+
+    def at(self, port: str) -> int | None:
+        """Returns which input is called `port`, or None if there is none."""
+        return next((index for index, row in enumerate(self.inputs) if row.name == port), None)
+
+    @property
+    def is_gemm(self) -> bool:
+        """Whether it multiplies matrices."""
+        return self.at("B") is not None
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether it is a gemm whose A is not quantized."""
+        return self.is_gemm and self.at("A_scales") is None
+
+    @property
+    def packed_at(self) -> int | None:
+        """Which input holds the elements of a packed weight, if there is one; its scales are the next."""
+        return self.at("B") if self.is_gemm else self.at("elements")
 
 
 QUANTIZE: Final = Op(
@@ -93,3 +125,49 @@ WEIGHT_GEMM: Final = Op(
 
 OPS: Final[Mapping[str, Op]] = MappingProxyType({op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM)})
 """Every node of the domain, by op type."""
+
+
+@dataclass(frozen=True)
+class TorchOp:
+    """One op of torch namespace `DOMAIN`; torch_ops/__init__.py has its schema."""
+
+    name: str
+    node: Op | None = None
+    """The node it is exported to; None if ONNX has none."""
+    weight: tuple[str, str, str] | None = None
+    """Arguments with a packed weight: its elements, its scales, its format."""
+    multiplies: bool = False
+    trains: bool = False
+
+    @property
+    def full_name(self) -> str:
+        """Name with namespace, as torch writes it: "mxfp8::gemm"."""
+        return f"{DOMAIN}::{self.name}"
+
+
+_B: Final = ("b", "b_scales", "b_format")
+
+TORCH_OPS: Final[Mapping[str, TorchOp]] = MappingProxyType(
+    {
+        op.full_name: op
+        for op in (
+            TorchOp("quantize", QUANTIZE),
+            TorchOp("quantize_both"),
+            TorchOp("dequantize", DEQUANTIZE, ("elements", "scales", "element_format")),
+            TorchOp("gemm", GEMM, _B, multiplies=True),
+            TorchOp("weight_gemm", WEIGHT_GEMM, _B, multiplies=True),
+            TorchOp("grouped_gemm", None, _B, multiplies=True),
+            TorchOp("linear_train", multiplies=True, trains=True),
+        )
+    }
+)
+"""Every op of the namespace, by full name."""
+
+TORCH_GEMMS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.multiplies)
+"""Full names of the torch ops that multiply matrices."""
+
+TRAINING_OPS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.trains)
+"""Those with a weight that is not packed but quantized at every step."""
+
+PACKED_OPS: Final = TORCH_GEMMS - TRAINING_OPS
+"""Those with a packed weight."""

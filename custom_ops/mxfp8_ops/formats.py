@@ -1,4 +1,7 @@
-"""The number formats as data: one row per element format, one per scale rounding. Behaviour derives from the rows.
+"""The number formats as data: one row per value dtype, element format and scale rounding.
+
+A row says what everyone else calls the dtype, and how it is made up; behaviour derives from the rows. "Add a format" in
+custom_ops/README.md says what else a new row needs.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.2 (MXFP8), 5.3 (FP8 elements), 5.4 (E8M0 scales).
 """
@@ -22,30 +25,68 @@ SCALE_NAN: Final = 255
 """E8M0: the one code that is NaN; it poisons its block."""
 
 ELEMENT_NAN: Final = 0x7F
-"""The NaN we write: all exponent and mantissa bits set, sign clear, in both element formats."""
+"""The NaN we write: all exponent and mantissa bits set, sign clear, in every element format."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElementFormat:
-    """An 8-bit floating-point element: one sign bit, `exponent_bits`, `mantissa_bits`."""
+class Dtype:
+    """What one dtype is called by everyone who stores it or computes with it."""
 
     name: str
-    exponent_bits: int
+    """Our name, in arguments and recipes; in capitals, that of its code in src/cpu/mxfp8_ops.h."""
+    numpy_name: str
+    """Name of the dtype in NumPy or ml_dtypes, in torch and in torchao."""
+    bytes: int
+    """Bytes per value."""
     mantissa_bits: int
+    """Bits after the leading one."""
+    onnx_name: str
+    """Name of its onnx.TensorProto.DataType."""
+    onnx_dtype: int
+    """That code; the native library has the same."""
+    cuda_name: str
+    """Type in src/cuda/codec.cuh."""
+    cuda_data_type: int
+    """cudaDataType, which cuBLAS and cuBLASLt take."""
+    safetensors_name: str
+    """Dtype in safetensors files, those of compressed-tensors among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueDtype(Dtype):
+    """A dtype of unquantized tensors."""
+
+    min_exponent: int
+    """Exponent of the smallest normal number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementFormat(Dtype):
+    """An 8-bit floating-point element: one sign bit, `exponent_bits`, `mantissa_bits`.
+
+    Codes above `max_code` are NaN, but if there are several the first is infinity.
+    """
+
+    bytes: int = 1
+    exponent_bits: int
     bias: int
     max_code: int
     """Code of the largest finite magnitude; quantization saturates to it."""
-    emax: int
-    """Exponent of the largest finite magnitude, max = 1.75 * 2^emax in both formats."""
-    onnx_dtype: int
-    """onnx.TensorProto.DataType of the stored elements."""
-    numpy_name: str
-    """Name of the dtype in ml_dtypes."""
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest finite magnitude."""
+        return (self.max_code >> self.mantissa_bits) - self.bias
+
+    @property
+    def max_mantissa(self) -> int:
+        """Mantissa of the largest finite magnitude as the top bits of a float32 mantissa."""
+        return (self.max_code << (23 - self.mantissa_bits)) & 0x7FFFFF
 
     @property
     def max(self) -> float:
         """Largest finite magnitude."""
-        return 1.75 * 2.0**self.emax
+        return (1 + self.max_mantissa * 2.0**-23) * 2.0**self.emax
 
     @property
     def min_subnormal(self) -> float:
@@ -53,27 +94,31 @@ class ElementFormat:
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
 
-E4M3: Final = ElementFormat(
-    name="e4m3",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=7,
-    max_code=0x7E,  # 448; 0x7f is NaN and there is no infinity
-    emax=8,
-    onnx_dtype=17,
-    numpy_name="float8_e4m3fn",
-)
-E5M2: Final = ElementFormat(
-    name="e5m2",
-    exponent_bits=5,
-    mantissa_bits=2,
-    bias=15,
-    max_code=0x7B,  # 57344; 0x7c is infinity, 0x7d..0x7f are NaN
-    emax=15,
-    onnx_dtype=19,
-    numpy_name="float8_e5m2",
-)
+FLOAT32: Final = ValueDtype(
+    name="float32", numpy_name="float32", bytes=4, mantissa_bits=23, min_exponent=-126,
+    onnx_name="FLOAT", onnx_dtype=1, cuda_name="F32", cuda_data_type=0, safetensors_name="F32",
+)  # fmt: skip
+FLOAT16: Final = ValueDtype(
+    name="float16", numpy_name="float16", bytes=2, mantissa_bits=10, min_exponent=-14,
+    onnx_name="FLOAT16", onnx_dtype=10, cuda_name="F16", cuda_data_type=2, safetensors_name="F16",
+)  # fmt: skip
+BFLOAT16: Final = ValueDtype(
+    name="bfloat16", numpy_name="bfloat16", bytes=2, mantissa_bits=7, min_exponent=-126,
+    onnx_name="BFLOAT16", onnx_dtype=16, cuda_name="BF16", cuda_data_type=14, safetensors_name="BF16",
+)  # fmt: skip
 
+E4M3: Final = ElementFormat(
+    name="e4m3", numpy_name="float8_e4m3fn", exponent_bits=4, mantissa_bits=3, bias=7,
+    max_code=0x7E,  # 448; 0x7f is NaN and there is no infinity
+    onnx_name="FLOAT8E4M3FN", onnx_dtype=17, cuda_name="E4M3", cuda_data_type=28, safetensors_name="F8_E4M3",
+)  # fmt: skip
+E5M2: Final = ElementFormat(
+    name="e5m2", numpy_name="float8_e5m2", exponent_bits=5, mantissa_bits=2, bias=15,
+    max_code=0x7B,  # 57344; 0x7c is infinity, 0x7d..0x7f are NaN
+    onnx_name="FLOAT8E5M2", onnx_dtype=19, cuda_name="E5M2", cuda_data_type=29, safetensors_name="F8_E5M2",
+)  # fmt: skip
+
+VALUE_DTYPES: Final[Mapping[str, ValueDtype]] = MappingProxyType({d.name: d for d in (FLOAT32, FLOAT16, BFLOAT16)})
 ELEMENT_FORMATS: Final[Mapping[str, ElementFormat]] = MappingProxyType({f.name: f for f in (E4M3, E5M2)})
 
 SCALE_ROUNDINGS: Final = ("ceil", "floor", "even")
@@ -93,7 +138,7 @@ def scale_increment(fmt: ElementFormat, scale_rounding: str) -> int:
     says the next power of two is needed. No logarithm, so nothing is off by one near a boundary.
     """
     if scale_rounding == "ceil":
-        return 0x1FFFFF  # carries when the mantissa exceeds 0x600000, that is when amax > 1.75 * 2^e
+        return 0x7FFFFF - fmt.max_mantissa  # carries when the mantissa exceeds that of the format's maximum
     if scale_rounding == "floor":
         return 0
     if scale_rounding == "even":

@@ -1,30 +1,34 @@
 """Quantize, dequantize and GEMM in NumPy: the truth every other implementation is tested against.
 
-Written to be read, not to be fast. `cpu.py` has the same functions with the same signatures, natively.
+Written to be read, not to be fast. The backends have the same functions with the same signatures.
 
 Elements and scales are `uint8` arrays that hold the codes; see `formats.py` for what the codes mean.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 - gives NumPy bfloat16 and float8
 import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import formats
+from mxfp8_ops.checks import (
+    check_gemm_shapes as check_gemm_shapes,  # noqa: PLC0414 - read from here by the CUDA backend, as are those below
+)
+from mxfp8_ops.checks import check_scales, gemm_shape
+from mxfp8_ops.checks import check_value_dtype as check_value_dtype  # noqa: PLC0414
+from mxfp8_ops.checks import normalize_axis as normalize_axis  # noqa: PLC0414
+from mxfp8_ops.checks import scale_count as scale_count  # noqa: PLC0414
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_BIAS, SCALE_NAN, ElementFormat
 
 Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.uint8]
 
-VALUE_DTYPES: Final = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+VALUE_DTYPES: Final = {name: np.dtype(row.numpy_name) for name, row in formats.VALUE_DTYPES.items()}
 """The dtypes of unquantized tensors, by name."""
 
 
@@ -95,16 +99,8 @@ def dequantize(
     """
     fmt = formats.element_format(element_format)
     axis = normalize_axis("dequantize", elements.ndim, axis)
-    k = elements.shape[axis]
-    expected = (*elements.shape[:axis], scale_count(k), *elements.shape[axis + 1 :])
-    if scales.shape != expected:
-        raise ShapeError(
-            "dequantize",
-            f"scales have shape {scales.shape}",
-            expected=f"{expected} for elements {elements.shape} blocked along axis {axis}",
-            advice="pass the scales quantize returned",
-        )
-    per_value = np.repeat(decode_scale(scales), BLOCK_SIZE, axis).take(range(k), axis)
+    check_scales("dequantize", elements.shape, scales.shape, axis)
+    per_value = np.repeat(decode_scale(scales), BLOCK_SIZE, axis).take(range(elements.shape[axis]), axis)
     with np.errstate(over="ignore", invalid="ignore"):
         values = decode(elements, fmt) * per_value
         return values.astype(value_dtype(dtype))
@@ -134,7 +130,7 @@ def gemm(
         bias: float32 [N], or None.
         a_format: element format of `a`.
         b_format: element format of `b`.
-        dtype: of the result: "float32", "float16" or "bfloat16".
+        dtype: dtype of the result, "float32", "float16" or "bfloat16".
 
     Returns:
         [..., M, N].
@@ -165,7 +161,7 @@ def weight_gemm(
         b_scales: uint8 [..., N, ceil(K / 32)].
         bias: float32 [N], or None.
         b_format: element format of `b`.
-        dtype: of the result: "float32", "float16" or "bfloat16".
+        dtype: dtype of the result, "float32", "float16" or "bfloat16".
 
     Returns:
         [..., M, N].
@@ -175,7 +171,7 @@ def weight_gemm(
         ContractError: unknown format.
     """
     check_value_dtype("gemm", x.dtype)
-    check_gemm_shapes("gemm", x.shape, b.shape, None if bias is None else bias.shape)
+    gemm_shape("gemm", x.shape, b.shape, None if bias is None else bias.shape)
     weight = dequantize(b, b_scales, element_format=b_format)
     with np.errstate(over="ignore", invalid="ignore"):
         y = x.astype(np.float64) @ np.swapaxes(weight, -1, -2).astype(np.float64)
@@ -184,31 +180,55 @@ def weight_gemm(
         return np.asarray(y, np.float32).astype(value_dtype(dtype))
 
 
+@dataclass(frozen=True)
+class ErrorBound:
+    """How far a correct float32-accumulating x @ weight.T + bias may be from the exact result, per output.
+
+        magnitude * ((K + 2) * per_term + store) + (K + 2) * underflow + tiny,   magnitude = sum |x||w| + |bias|
+
+    The classic forward bound gamma_K * magnitude with gamma_K = K * u, u = 2^-24 (Higham, Accuracy and Stability of
+    Numerical Algorithms, section 3.1; two extra roundings for the bias and the final store), which holds for every
+    order of the sum; plus K products that may underflow; plus half a unit in the last place of the result's dtype.
+    """
+
+    per_term: float
+    store: float
+    """Half a unit in the last place of a normal result."""
+    underflow: float
+    tiny: float
+    """Half a unit in the last place of a subnormal result."""
+
+    def at(self, magnitude: Any, k: int) -> Any:
+        """Returns the bound where the magnitude is `magnitude`."""
+        return magnitude * ((k + 2) * self.per_term + self.store) + ((k + 2) * self.underflow + self.tiny)
+
+
+def error_bound(dtype: str) -> ErrorBound:
+    """Returns the bound for results of `dtype`: "float32", "float16" or "bfloat16"."""
+    row = formats.VALUE_DTYPES[dtype]
+    narrow = row is not formats.FLOAT32  # float32 is what the sum is in: storing it rounds nothing
+    store = 2.0 ** -(row.mantissa_bits + 1) if narrow else 0.0
+    tiny = 2.0 ** (row.min_exponent - row.mantissa_bits - 1) if narrow else 0.0
+    return ErrorBound(2.0**-24 * (1 + store), store, 2.0**-150 * (1 + store), tiny)
+
+
 def gemm_error_bound(
     x: Array, weight: Array, dtype: str = "float32", bias: Array | None = None
 ) -> npt.NDArray[np.float64]:
-    """Returns how far a correct float32-accumulating x @ weight.T + bias may be from the exact result, per output.
+    """Returns the `ErrorBound` of every output of x @ weight.T + bias.
 
-    The classic forward bound gamma_K * (sum |x||w| + |bias|) with gamma_K = K * u, u = 2^-24 (Higham, Accuracy and
-    Stability of Numerical Algorithms, section 3.1; two extra roundings for the bias and the final store), which holds
-    for every order of the sum; plus K products that may underflow; plus half a unit in the last place of the result's
-    dtype. Compare with `gemm(..., dtype="float32")`: a reference rounded to 16 bits adds a rounding of its own.
+    Compare with `gemm(..., dtype="float32")`: a reference rounded to 16 bits adds a rounding of its own.
 
     Args:
         x: [..., M, K] dequantized values.
         weight: [..., N, K] dequantized values.
-        dtype: of the result being judged.
+        dtype: dtype of the result being judged.
         bias: [N], or None.
     """
     magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
     if bias is not None:
         magnitude = magnitude + np.abs(bias.astype(np.float64))
-    k = x.shape[-1]
-    bound = (k + 2) * 2.0**-24 * magnitude + (k + 2) * 2.0**-150
-    # Half a unit in the last place: relative for normal numbers, absolute for subnormal ones.
-    store = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
-    tiny = {"float32": 0.0, "float16": 2.0**-25, "bfloat16": 2.0**-134}[dtype]
-    return np.asarray(bound * (1 + store) + store * magnitude + tiny, np.float64)
+    return np.asarray(error_bound(dtype).at(magnitude, x.shape[-1]), np.float64)
 
 
 def encode(x: npt.NDArray[np.float32], fmt: ElementFormat) -> Codes:
@@ -251,11 +271,6 @@ def decode_scale(codes: Codes) -> npt.NDArray[np.float32]:
     return np.where(codes == SCALE_NAN, np.float32(np.nan), values).astype(np.float32)
 
 
-def scale_count(k: int) -> int:
-    """Returns ceil(k / 32), the number of scales of `k` values."""
-    return -(-k // BLOCK_SIZE)
-
-
 def value_dtype(name: str) -> np.dtype[Any]:
     """Returns the NumPy dtype called `name`.
 
@@ -269,39 +284,3 @@ def value_dtype(name: str) -> np.dtype[Any]:
             "dtype", f"{name!r}", expected=f"one of {', '.join(VALUE_DTYPES)}", advice="cast the tensor first"
         ) from None
     return dtype
-
-
-def check_value_dtype(where: str, dtype: np.dtype[Any]) -> None:
-    """Raises ShapeError unless `dtype` is one of `VALUE_DTYPES`."""
-    if dtype.name not in VALUE_DTYPES:
-        raise ShapeError(
-            where, f"dtype {dtype.name}", expected=f"one of {', '.join(VALUE_DTYPES)}", advice="cast the tensor first"
-        )
-
-
-def normalize_axis(where: str, ndim: int, axis: int) -> int:
-    """Returns `axis` as 0..ndim-1.
-
-    Raises:
-        ShapeError: there is no such axis.
-    """
-    if not -ndim <= axis < ndim:
-        raise ShapeError(
-            where, f"axis {axis} of a {ndim}-D tensor", expected=f"{-ndim} <= axis < {ndim}", advice="correct the axis"
-        )
-    return axis % ndim
-
-
-def check_gemm_shapes(where: str, x: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None) -> None:
-    """Raises ShapeError unless x [..., M, K], b [..., N, K] and bias [N] fit together."""
-    if len(x) < 1 or len(b) < 2 or x[-1] != b[-1]:
-        raise ShapeError(
-            where,
-            f"operands {x} and {b}",
-            expected="[..., M, K] and [..., N, K] with the same K",
-            advice="store the second operand with K last",
-        )
-    if bias is not None and bias != (b[-2],):
-        raise ShapeError(
-            where, f"bias has shape {bias}", expected=f"({b[-2]},), one value per output column", advice="reshape it"
-        )

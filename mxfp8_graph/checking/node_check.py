@@ -25,19 +25,11 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model.walk import subgraphs
-from mxfp8_ops import contract, onnx_functions
-from mxfp8_ops.contract import DEQUANTIZE, GEMM, QUANTIZE, WEIGHT_GEMM
+from mxfp8_ops import contract, numerics, onnx_functions
+from mxfp8_ops.contract import DEQUANTIZE, QUANTIZE
 
 BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
 """Domain of the twins: no kernel is registered for it, so ONNX Runtime must run the body."""
-
-_UNIT: Final = 2.0**-24
-_STORE: Final = {
-    contract.FLOAT: (0.0, 0.0),
-    contract.FLOAT16: (2.0**-11, 2.0**-25),
-    contract.BFLOAT16: (2.0**-8, 2.0**-134),
-}
-"""dtype of a result -> half a unit in its last place: relative, and absolute among subnormals."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class NodeCheck:
     @property
     def is_gemm(self) -> bool:
         """Whether the node sums products, so that the order of the sum shows in its last bits."""
-        return self.op in {GEMM.name, WEIGHT_GEMM.name}
+        return contract.OPS[self.op].is_gemm
 
     @property
     def passed(self) -> bool:
@@ -129,6 +121,7 @@ class _Check:
         self.node = node
         self.nodes: list[NodeProto] = []
         self.constants: list[TensorProto] = []
+        self._op = contract.OPS[node.op_type]
         self._index = index
         self._count = 0
         self._x = node.input[0]
@@ -140,7 +133,7 @@ class _Check:
         twin.CopyFrom(self.node)
         twin.domain = BODY_DOMAIN
         twin.name = f"{_result(self._index)}/twin"
-        if self.node.op_type in {QUANTIZE.name, WEIGHT_GEMM.name}:
+        if self._op.inputs[0].dtypes == contract.VALUES:
             # ONNX Runtime drops the rounding to float16 between an op it has in float32 only and a Cast, and the bodies
             # start with one. Behind an Identity they get what the graph says.
             twin.input[0] = self._x = self("Identity", self.node.input[0])
@@ -148,10 +141,7 @@ class _Check:
         twin.output.extend(f"{_result(self._index)}/twin/{i}" for i in range(len(self.node.output)))
         self.nodes.append(twin)
         pairs = [pair for pair in zip(self.node.output, twin.output, strict=True) if pair[0]]
-        if self.node.op_type in {GEMM.name, WEIGHT_GEMM.name}:
-            result = self._beyond(*pairs[0])
-        else:
-            result = self._sum(list(self._differing(pairs)))
+        result = self._beyond(*pairs[0]) if self._op.is_gemm else self("Sum", *self._differing(pairs))
         self.nodes.append(helper.make_node("Identity", [result], [_result(self._index)]))
 
     def _differing(self, pairs: list[tuple[str, str]]) -> Iterator[str]:
@@ -168,19 +158,19 @@ class _Check:
 
     def _beyond(self, ours: str, body: str) -> str:
         """Returns the largest |ours - body| / (2 * bound); infinite where only one is finite."""
-        left = self._left()
-        right = self("Abs", self._dequantized(*self._weight()))
+        left, weight, bias = self._operands()
+        right = self("Abs", weight)
         magnitude = self("MatMul", self("Abs", left), self("Einsum", right, equation="...nk->...kn"))
-        if len(self.node.input) > self._bias_at() and self.node.input[self._bias_at()]:
-            magnitude = self("Add", magnitude, self("Abs", self.node.input[self._bias_at()]))
+        if bias:
+            magnitude = self("Add", magnitude, self("Abs", bias))
         k = self("Cast", self("Shape", right, start=-1), to=TensorProto.FLOAT)
         terms = self("Add", k, self.constant(2))
-        store, tiny = _STORE[int(self.attributes["output_dtype"])]
-        # 1.01: the magnitude is itself a float32 sum. 2^-149, the least float32, covers products that underflow.
-        per_side = self(
-            "Mul", magnitude, self("Add", self("Mul", terms, self.constant(1.01 * _UNIT)), self.constant(store))
-        )
-        per_side = self("Add", per_side, self("Add", self("Mul", terms, self.constant(2.0**-149)), self.constant(tiny)))
+        bound = numerics.error_bound(contract.VALUE_NAMES[int(self.attributes["output_dtype"])])
+        # 1.01: the magnitude is itself a float32 sum. 2^-149: the least float32.
+        relative = self("Add", self("Mul", terms, self.constant(1.01 * bound.per_term)), self.constant(bound.store))
+        least = self.constant(max(bound.underflow, 2.0**-149))
+        absolute = self("Add", self("Mul", terms, least), self.constant(bound.tiny))
+        per_side = self("Add", self("Mul", magnitude, relative), absolute)
         a, b = (self("Cast", name, to=TensorProto.FLOAT) for name in (ours, body))
         same = self("Or", self("Equal", a, b), self("And", self("IsNaN", a), self("IsNaN", b)))
         ratio = self("Div", self("Abs", self("Sub", a, b)), self("Mul", per_side, self.constant(2)))
@@ -188,24 +178,18 @@ class _Check:
         flat = self("Concat", self("Reshape", ratio, self.shape()), self.constant([0.0]), axis=0)  # never empty
         return self("ReduceMax", flat, keepdims=0)
 
-    def _left(self) -> str:
-        if self.node.op_type == GEMM.name:
-            return self._dequantized(*self.node.input[:2])
-        return self("Cast", self._x, to=TensorProto.FLOAT)
-
-    def _weight(self) -> tuple[str, str]:
-        first = 2 if self.node.op_type == GEMM.name else 1
-        return self.node.input[first], self.node.input[first + 1]
-
-    def _bias_at(self) -> int:
-        return 4 if self.node.op_type == GEMM.name else 3
+    def _operands(self) -> tuple[str, str, str]:
+        """Returns the float32 values of A and B, and the bias; "" if there is none."""
+        inputs = {port.name: name for port, name in zip(self._op.inputs, self.node.input, strict=False)}
+        if self._op.weight_only:
+            left = self("Cast", self._x, to=TensorProto.FLOAT)
+        else:
+            left = self._dequantized(inputs["A"], inputs["A_scales"])
+        return left, self._dequantized(inputs["B"], inputs["B_scales"]), inputs.get("bias", "")
 
     def _dequantized(self, elements: str, scales: str) -> str:
         settings = {**DEQUANTIZE.attributes, "axis": -1, "output_dtype": contract.FLOAT}
         return self(DEQUANTIZE.name, elements, scales, domain=BODY_DOMAIN, **settings)
-
-    def _sum(self, values: list[str]) -> str:
-        return self("Sum", *values)
 
     def shape(self) -> str:
         """Returns the constant [-1]."""

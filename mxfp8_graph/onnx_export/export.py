@@ -114,11 +114,15 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
     """
     import torch
 
-    ops = torch.ops.mxfp8
+    from mxfp8_graph.torch_program import internals
+
     recipe, packed = None, False
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            if node.target is ops.linear_train.default:
+            op = contract.TORCH_OPS.get(internals.op_name(node))
+            if op is None:
+                continue
+            if op.trains:
                 raise ContractError(
                     "to_onnx",
                     f"node {node.name!r} is mxfp8.linear_train, which quantizes its weight at every step and has "
@@ -126,17 +130,16 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
                     expected="packed weights",
                     advice="rewrite the program again, without training",
                 )
-            if node.target is ops.grouped_gemm.default:
+            if op.node is None and op.multiplies:
                 raise ContractError(
                     "to_onnx",
-                    f"node {node.name!r} is mxfp8.grouped_gemm, whose groups have sizes that are known at run "
+                    f"node {node.name!r} is mxfp8.{op.name}, whose groups have sizes that are known at run "
                     "time only, and has no ONNX form",
                     expected="experts in high precision",
                     advice="exclude them in the recipe, and export the model with a form of experts that ONNX has",
                 )
-            if node.target in {ops.gemm.default, ops.weight_gemm.default, ops.quantize.default, ops.dequantize.default}:
-                packed = True
-                recipe = recipe or (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
+            packed = packed or op.node is not None
+            recipe = recipe or (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
     if not packed:
         raise ContractError(
             "to_onnx",

@@ -28,12 +28,7 @@ TRT_DEQUANTIZE: Final = "TRT_MXFP8DequantizeLinear"
 _FORMATS: Final = {contract.UINT8: "e4m3", **{f.onnx_dtype: f.name for f in formats.ELEMENT_FORMATS.values()}}
 """Element format by the dtype of the stored elements; TransformerEngine stores E4M3 as uint8."""
 
-_ELEMENTS_AT: Final = {contract.GEMM.name: 2, contract.WEIGHT_GEMM.name: 1, contract.DEQUANTIZE.name: 0}
-"""Which input of each node is a weight's elements; the next one is its scales."""
-
-_GEMMS: Final = frozenset({contract.GEMM.name, contract.WEIGHT_GEMM.name})
-
-_FLOATS: Final = frozenset({contract.FLOAT, contract.FLOAT16, contract.BFLOAT16, onnx.TensorProto.DOUBLE})
+_FLOATS: Final = frozenset({*contract.VALUES, onnx.TensorProto.DOUBLE})
 
 Visible = dict[str, onnx.TensorProto]
 """The stored tensors a graph sees, by name."""
@@ -96,12 +91,13 @@ def _uses(graph: onnx.GraphProto, visible: Visible) -> Iterator[_Use]:
 
 def _elements_at(node: onnx.NodeProto) -> int | None:
     if node.domain == contract.DOMAIN:
-        return _ELEMENTS_AT.get(node.op_type)
+        return contract.OPS[node.op_type].packed_at if node.op_type in contract.OPS else None
     return 0 if (node.domain, node.op_type) == (TRT_DOMAIN, TRT_DEQUANTIZE) else None
 
 
 def _weight_only(node: onnx.NodeProto) -> bool | None:
-    return node.op_type == contract.WEIGHT_GEMM.name if node.op_type in _GEMMS else None
+    op = contract.OPS.get(node.op_type)
+    return op.weight_only if op is not None and op.is_gemm else None
 
 
 def _weight(source: OpenedModel, use: _Use, name: str) -> PackedWeight:

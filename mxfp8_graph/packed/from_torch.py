@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,13 +16,9 @@ from mxfp8_graph.packed.weight import Array, Contents, PackedWeight, Tensor, ori
 from mxfp8_graph.torch_pass.static_operands import GATHERS
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
+from mxfp8_ops import contract
 
-_NAMES: Final[Mapping[str, tuple[str, str, str]]] = {
-    "mxfp8::gemm": ("b", "b_scales", "b_format"),
-    "mxfp8::weight_gemm": ("b", "b_scales", "b_format"),
-    "mxfp8::grouped_gemm": ("b", "b_scales", "b_format"),
-    "mxfp8::dequantize": ("elements", "scales", "element_format"),
-}
+_NAMES: Final = {name: op.weight for name, op in contract.TORCH_OPS.items() if op.weight is not None}
 """What each op calls a weight's elements, its scales and its format."""
 
 _DTYPES: Final = {torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
@@ -91,10 +86,9 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
 
 def _weight_only(node: Node) -> bool | None:
     """Whether an op multiplies activations as they are; None if it does not multiply."""
-    op = internals.op_name(node)
-    if op == "mxfp8::dequantize":
+    if internals.op_name(node) not in contract.PACKED_OPS:
         return None
-    return op == "mxfp8::weight_gemm" or (op == "mxfp8::grouped_gemm" and internals.argument(node, "a_scales") is None)
+    return internals.argument(node, "a_scales") is None
 
 
 def _module(node: Node | None) -> str | None:

@@ -21,8 +21,7 @@ from mxfp8_graph.packed.weight import PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 
-_DTYPES: Final = {"e4m3": safetensors.E4M3, "e5m2": safetensors.E5M2}
-_FORMATS: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_FORMATS: Final = {fmt.safetensors_name: fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
 _SCALE_DTYPES: Final = frozenset({safetensors.U8, safetensors.E8M0})
 
 CONFIG_KEY: Final = "quantization_config"
@@ -68,7 +67,7 @@ def export_safetensors(
     for name, weight in weights.items():
         *lead, k = weight.shape
         blocks = (*lead, -(-k // formats.BLOCK_SIZE))
-        dtype = _DTYPES[weight.element_format]
+        dtype = formats.element_format(weight.element_format).safetensors_name
         entries.append(safetensors.Entry(name, dtype, weight.shape, partial(getattr, weight, "elements")))
         entries.append(
             safetensors.Entry(name + chosen.scale_suffix, safetensors.U8, blocks, partial(getattr, weight, "scales"))

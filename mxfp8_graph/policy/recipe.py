@@ -34,12 +34,11 @@ Pattern = Annotated[str, AfterValidator(_compilable)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Flag = pydantic.StrictBool
 """true or false, and nothing that merely looks like it."""
-if TYPE_CHECKING:  # type checkers know literals that are written out only
+if TYPE_CHECKING:
     ElementFormatName = str
     ScaleRounding = str
 else:
-    ElementFormatName = Literal[tuple(ELEMENT_FORMATS)]
-    ScaleRounding = Literal[SCALE_ROUNDINGS]
+    ElementFormatName, ScaleRounding = Literal[tuple(ELEMENT_FORMATS)], Literal[SCALE_ROUNDINGS]
 
 
 class _Construction(type(BaseModel)):  # type: ignore[misc]

@@ -9,12 +9,12 @@ from torch.fx import Node
 
 from mxfp8_graph.policy.roles import RoleOps
 from mxfp8_graph.torch_pass.static_operands import Constants
-from mxfp8_graph.torch_program import higher_order, internals, record
+from mxfp8_graph.torch_program import higher_order, internals
 from mxfp8_graph.torch_program.program import Program, Scope
+from mxfp8_ops import contract
 
 ROLE_OPS: Final = RoleOps(
-    compute=record.PACKED_OPS
-    | record.TRAINING_OPS
+    compute=contract.TORCH_GEMMS
     | internals.op_names(
         "linear matmul mm addmm bmm baddbmm mv addmv einsum bilinear _grouped_mm transformers::grouped_mm_fallback "
         "scaled_dot_product_attention "

@@ -20,7 +20,7 @@ from mxfp8_ops import formats
 
 _TILE_ROWS: Final = 128
 _TILE_COLUMNS: Final = 4
-_FORMATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_FORMATS: Final = {getattr(torch, fmt.numpy_name): fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ That survives save and load, decomposition and retracing; the graph module's own
 
 from __future__ import annotations
 
-from typing import Final
-
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -14,9 +12,6 @@ from mxfp8_graph import provenance
 from mxfp8_graph.provenance import Made
 from mxfp8_graph.torch_program import internals
 from mxfp8_ops import contract
-
-PACKED_OPS: Final = frozenset(f"{contract.DOMAIN}::{name}" for name in ("gemm", "weight_gemm", "grouped_gemm"))
-TRAINING_OPS: Final = frozenset({f"{contract.DOMAIN}::linear_train"})
 
 
 def mark(node: Node, made: Made) -> None:
@@ -36,9 +31,9 @@ def find(program: ExportedProgram) -> Made | None:
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             op = internals.op_name(node)
-            if op in PACKED_OPS:
+            if op in contract.PACKED_OPS:
                 return _made(node, packed=True)
-            if op in TRAINING_OPS and found is None:
+            if op in contract.TRAINING_OPS and found is None:
                 found = _made(node, packed=False)
     return found
 

@@ -11,7 +11,7 @@ import pytest
 import mxfp8_graph
 from mxfp8_graph import doctor
 from mxfp8_graph.doctor import Check, diagnose, healthy
-from mxfp8_ops import cpu, numerics, ort
+from mxfp8_ops import contract, cpu, numerics, ort
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import system as cuda_system
 from mxfp8_ops.errors import BackendError
@@ -74,6 +74,7 @@ def test_the_checks_and_their_order() -> None:
         ("python", platform.python_version()),
         ("platform", platform.machine()),
         ("mxfp8-graph", mxfp8_graph.__version__),
+        ("node contract", f"domain 'mxfp8', version {contract.VERSION}"),
         ("onnxruntime", onnxruntime.__version__),
         ("native library", str(cpu.library_path())),
         ("kernels", f"{cpu.isa()} "),

@@ -1,10 +1,14 @@
 """The node table is consistent in itself, with ONNX, and with the numerics it names."""
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from onnx import TensorProto
 
+import mxfp8_ops
 from mxfp8_ops import contract, formats, numerics
 from mxfp8_ops.contract import Op, Port
 
@@ -72,3 +76,53 @@ def test_the_table_cannot_be_changed() -> None:
         contract.QUANTIZE.attributes["axis"] = 0  # type: ignore[index]
     with pytest.raises(TypeError):
         contract.OPS["MXFP8Other"] = contract.GEMM  # type: ignore[index]
+
+
+# --- Who multiplies what -------------------------------------------------------------------------------------------
+
+
+def test_gemms_say_where_their_operands_are() -> None:
+    at = {name: tuple(map(op.at, ("A", "A_scales", "B", "B_scales", "bias"))) for name, op in contract.OPS.items()}
+    assert at["MXFP8Gemm"] == (0, 1, 2, 3, 4)
+    assert at["MXFP8WeightGemm"] == (None, None, 1, 2, 3)
+    assert [op.is_gemm for op in contract.OPS.values()] == [False, False, True, True]
+    assert [op.weight_only for op in contract.OPS.values()] == [False, False, False, True]
+    assert [op.packed_at for op in contract.OPS.values()] == [None, 0, 2, 1]
+
+
+def test_torch_ops_are_those_that_are_registered() -> None:
+    torch = pytest.importorskip("torch")
+    from mxfp8_ops import torch_ops
+
+    assert {f"mxfp8::{schema.partition('(')[0]}" for schema in torch_ops.SCHEMAS} == set(contract.TORCH_OPS)
+    for op in contract.TORCH_OPS.values():
+        arguments = {a.name for a in getattr(torch.ops.mxfp8, op.name).default._schema.arguments}
+        assert {*(op.weight or ())} <= arguments, op.name
+
+
+def test_every_node_has_one_torch_op() -> None:
+    assert [op.node for op in contract.TORCH_OPS.values() if op.node is not None] == list(contract.OPS.values())
+    assert {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm"} == contract.PACKED_OPS
+    assert {"mxfp8::linear_train"} == contract.TRAINING_OPS
+    assert contract.TORCH_GEMMS == contract.PACKED_OPS | contract.TRAINING_OPS
+
+
+# --- C++ ---------------------------------------------------------------------------------------------------------
+
+SOURCES = Path(mxfp8_ops.__path__[0]) / "src"
+
+
+def generator() -> Any:
+    """Returns custom_ops/contract_header.py, which is not installed."""
+    path = Path(mxfp8_ops.__path__[0]).parent / "contract_header.py"
+    spec = importlib.util.spec_from_file_location("contract_header", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_header_for_cpp_is_current() -> None:
+    text = (SOURCES / "contract.h").read_text(encoding="utf-8")
+    assert text == generator().header(), "run python custom_ops/contract_header.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from mxfp8_ops import cpu, numerics
+from mxfp8_ops.cpu import native
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
 FORMATS = ("e4m3", "e5m2")
@@ -579,3 +581,55 @@ def test_bad_arguments_are_refused_before_they_reach_native_code(call, error, me
     x = np.ones((4, 64), np.float32)
     with pytest.raises(error, match=message):
         call(x, *numerics.quantize(x))
+
+
+FLOAT32, E4M3, MATRIX = 1, 17, (1, 32)
+UNKNOWN = [0, 2, 18, 99, -1]
+"""Codes of no dtype, of uint8, of another float8, of nothing."""
+
+
+def abi_arguments(entry: str) -> dict[str, object]:
+    """Returns valid arguments of an entry point of the C ABI, in order; the codes are those the tests replace."""
+    x, y, codes, scales = (np.zeros(32, t).ctypes.data_as(ctypes.c_void_p) for t in ("f4", "f4", "u1", "u1"))
+    threads = {"threads": 1}
+    quantized = {"element_format": E4M3, "scale_rounding": 0, "elements": codes, "scales": scales}
+    product = {"b": codes, "b_scales": scales, "bias": None, "m": 1, "n": 1, "k": 32}
+    result = {"y_dtype": FLOAT32, "y": y, "y_stride": 1, **threads}
+    arguments: dict[str, dict[str, object]] = {
+        "mxfp8_quantize": {"value_dtype": FLOAT32, "x": x, "outer": 1, "k": 32, "inner": 1, **quantized, **threads},
+        "mxfp8_dequantize": {
+            "element_format": E4M3, "elements": codes, "scales": scales, "outer": 1, "k": 32, "inner": 1,
+            "value_dtype": FLOAT32, "y": y, **threads,
+        },
+        "mxfp8_gemm": {"a_format": E4M3, "a": codes, "a_scales": scales, "b_format": E4M3, **product, **result},
+        "mxfp8_weight_gemm": {"x_dtype": FLOAT32, "x": x, "x_stride": 32, "b_format": E4M3, **product, **result},
+        "mxfp8_pack": {
+            "value_dtype": FLOAT32, "w": x, "w_stride": 32, "transposed": 0, "n": 1, "k": 32, **quantized,
+            "stats": ctypes.byref(native.PackStats()), **threads,
+        },
+    }  # fmt: skip
+    return arguments[entry]
+
+
+@pytest.mark.parametrize(
+    ("entry", "codes"),
+    [
+        ("mxfp8_quantize", ("value_dtype", "element_format", "scale_rounding")),
+        ("mxfp8_dequantize", ("value_dtype", "element_format")),
+        ("mxfp8_gemm", ("a_format", "b_format", "y_dtype")),
+        ("mxfp8_weight_gemm", ("x_dtype", "b_format", "y_dtype")),
+        ("mxfp8_pack", ("value_dtype", "element_format", "scale_rounding")),
+    ],
+)
+def test_every_entry_point_refuses_codes_it_does_not_know(entry, codes):
+    function, valid = getattr(native.load(), entry), abi_arguments(entry)
+    assert function(*valid.values()) == 0
+    known = {"element_format": (17, 19), "a_format": (17, 19), "b_format": (17, 19), "scale_rounding": (0, 1, 2)}
+    for name in codes:
+        others = [*UNKNOWN, 1, 10, 16, 17, 19, 3]
+        for code in {*others} - {*known.get(name, (1, 10, 16))}:
+            assert function(*{**valid, name: code}.values()) == -1, f"{name} {code}"
+            with pytest.raises(
+                ShapeError, match=f"{entry}: the library refused the arguments; expected what its header"
+            ):
+                native.check(entry, -1)

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from mxfp8_ops import contract, cpu, numerics, ort
+from mxfp8_ops import contract, numerics, ort
 from mxfp8_ops.errors import BackendError, ContractError
 
 FORMAT_NAMES = {TensorProto.FLOAT8E4M3FN: "e4m3", TensorProto.FLOAT8E5M2: "e5m2"}
@@ -413,10 +413,3 @@ def test_an_onnxruntime_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(onnxruntime, "__version__", "1.19.2")
     with pytest.raises(BackendError, match=r"onnxruntime 1\.19\.2: too old; expected 1\.20 or later"):
         ort.register(onnxruntime.SessionOptions())
-
-
-def test_describe_names_what_runs():
-    found = ort.describe()
-    assert found.library == cpu.library_path()
-    assert found.isa in found.available_isas
-    assert (found.contract_version, found.onnxruntime) == (contract.VERSION, onnxruntime.__version__)

@@ -1,6 +1,6 @@
 """Loads libmxfp8_ops through ctypes, on first use, and chooses the instruction set its kernels run on.
 
-The environment variable MXFP8_ISA, or `forced_isa`, chooses another set than the best this processor has.
+The best this processor has, unless the environment variable MXFP8_ISA or `forced_isa` names another.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ShapeError
 
 _STATUS: Final = {
-    -1: (ShapeError, "the library refused the arguments; expected what its header says; report this as a bug"),
-    -2: (BackendError, "out of memory; expected room for one packed operand; use a smaller batch"),
+    -1: (ShapeError, "the library refused the arguments", "what its header says", "report this as a bug"),
+    -2: (BackendError, "out of memory", "room for one packed operand", "use a smaller batch"),
 }
+"""Error, what is wrong, what is expected and what to do, by the status codes of mxfp8_ops.h."""
 _NO_SUCH_ISA: Final = -3
 
 
@@ -33,7 +34,7 @@ class PackStats(Structure):
 
 
 def library_path() -> Path:
-    """Returns where libmxfp8_ops lies: in the installed package.
+    """Returns the path of libmxfp8_ops, which is in the installed package.
 
     Raises:
         BackendError: it was not built.
@@ -143,8 +144,8 @@ def check(where: str, status: int) -> None:
         return
     if status == _NO_SUCH_ISA:
         raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
-    error, message = _STATUS[status]
-    raise error(f"{where}: {message}")
+    error, what, expected, advice = _STATUS[status]
+    raise error(where, what, expected=expected, advice=advice)
 
 
 def _no_such_isa(where: str, name: str) -> BackendError:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from mxfp8_ops import contract, cpu
+from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError, ContractError
 
 MIN_ORT: Final = (1, 20)
@@ -40,39 +39,13 @@ _REGISTERED: Final = "mxfp8.registered"
 """Configuration entry that marks session options which have the library."""
 
 
-@dataclass(frozen=True)
-class Description:
-    """What runs, and where it lies; `doctor` prints it."""
-
-    library: Path
-    isa: str
-    """Instruction set in use."""
-    available_isas: tuple[str, ...]
-    contract_version: int
-    """Version of the nodes the library implements."""
-    onnxruntime: str
-    """Version of ONNX Runtime."""
-
-
-def describe() -> Description:
-    """Returns which library, instruction set and ONNX Runtime are in use.
-
-    Raises:
-        BackendError: the library is missing, or MXFP8_ISA names an instruction set this machine does not have.
-    """
-    return Description(
-        library=cpu.library_path(),
-        isa=cpu.isa(),
-        available_isas=cpu.available_isas(),
-        contract_version=contract.VERSION,
-        onnxruntime=_onnxruntime().__version__,
-    )
-
-
 def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = False) -> None:
-    """Registers the nodes with an `onnxruntime.SessionOptions`, once per object, to run on one of `DEVICES`.
+    """Registers the nodes with an `onnxruntime.SessionOptions`, once per object.
 
-    `keep_wide` is that of `session`.
+    Args:
+        session_options: options to make one session with.
+        device: one of `DEVICES`.
+        keep_wide: see `session`.
 
     Raises:
         BackendError: the library is missing, ONNX Runtime is too old, the options already have it, the device cannot
@@ -82,8 +55,9 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
     _check_device(ort, device)
     if keep_wide and device != "cuda":
         raise BackendError(
-            f"keep_wide on device {device!r}; expected device 'cuda', whose products of many rows read such weights; "
-            "leave keep_wide out"
+            f"keep_wide on device {device!r}",
+            expected="device 'cuda', whose products of many rows read such weights",
+            advice="leave keep_wide out",
         )
     cpu.isa()  # surfaces a wrong MXFP8_ISA here rather than at the first node
     try:
@@ -178,7 +152,7 @@ def _device(ort: Any, providers: Sequence[str]) -> str:
 def _check_device(ort: Any, device: str) -> None:
     """Makes the device ready; raises BackendError if it cannot be used."""
     if device not in DEVICES:
-        raise BackendError(f"device {device!r}; expected one of {', '.join(DEVICES)}; correct the name")
+        raise BackendError(f"device {device!r}", expected=f"one of {', '.join(DEVICES)}", advice="correct the name")
     if device == "cuda" and _CUDA_PROVIDER not in ort.get_available_providers():
         raise BackendError(
             "device 'cuda'",
@@ -187,9 +161,9 @@ def _check_device(ort: Any, device: str) -> None:
             advice="pip uninstall onnxruntime && pip install onnxruntime-gpu, or use device='cuda-copies'",
         )
     if device != "cpu":
-        from mxfp8_ops.ort import cuda_loader as ort_cuda
+        from mxfp8_ops.ort import cuda_loader
 
-        ort_cuda.connect()
+        cuda_loader.connect()
 
 
 def _onnxruntime() -> Any:

@@ -1,12 +1,12 @@
 """The torch ops on the CPU: the native library, called on the tensors' own memory with torch's number of threads.
 
-Where the library takes a row stride, strided inputs are read in place; what it cannot express is copied once.
+Where the library takes a row stride, strided inputs are read in place; what it cannot express is copied once. Meaning,
+shapes and errors are those of `numerics.py`, and BackendError if the native library is missing; dtypes are torch's.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 import warnings
 from collections.abc import Iterable
@@ -15,64 +15,42 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mxfp8_ops.checks import scale_count, scale_shape, split_at
 from mxfp8_ops.cpu import native
 from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
-from mxfp8_ops.numerics import scale_count
-from mxfp8_ops.torch_ops import shapes as torch_shapes
-from mxfp8_ops.torch_ops.shapes import DTYPE_CODES, Pair
+from mxfp8_ops.torch_ops import shapes
+from mxfp8_ops.torch_ops.products import Product, products
+from mxfp8_ops.torch_ops.shapes import DTYPE_CODES, NO_GRADIENT, Pair
 
 _FORMAT_CODES: Final = {name: fmt.onnx_dtype for name, fmt in ELEMENT_FORMATS.items()}
 _ROUNDING_CODES: Final = {name: code for code, name in enumerate(SCALE_ROUNDINGS)}
-_STATS_BYTES: Final = 24
-"""Size of mxfp8_pack_stats."""
 
-_NO_GRADIENT: Final = (
-    "quantize: x requires a gradient; expected none to be wanted, quantized values pass none back; run inference under "
-    "torch.inference_mode(), train with mxfp8::linear_train"
-)
-
-_Product = tuple[int, int, int, int, int, int]
-"""M, then the addresses of a, its scales, b, its scales, y."""
+_NO_GRADIENT, _products = NO_GRADIENT, products  # for torch_ops/cuda.py
 
 
 def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
-    """Returns (elements, scales), as `numerics.quantize` does, bit for bit.
+    """Returns (elements, scales) of `x` [..., K, ...].
 
     Contiguous tensors, matrices with strided rows and transposed matrices (blocked along their last axis, the one that
     is strided in memory) are read in place.
-
-    Args:
-        x: [..., K, ...] float32, float16 or bfloat16.
-        axis: the blocked axis.
-        element_format: "e4m3" or "e5m2".
-        scale_rounding: "ceil", "floor" or "even".
-
-    Raises:
-        ShapeError: wrong dtype, a scalar, or no such axis.
-        ContractError: unknown format or rounding.
-        BackendError: the native library is missing.
     """
-    axis = torch_shapes.check_quantize(x, axis, element_format, scale_rounding)
+    axis = shapes.check_quantize(x, axis, element_format, scale_rounding)
     if x.requires_grad and torch.is_grad_enabled():
-        warnings.warn(_NO_GRADIENT, stacklevel=2)
+        warnings.warn(NO_GRADIENT, stacklevel=2)
     codes = _FORMAT_CODES[element_format], _ROUNDING_CODES[scale_rounding]
     if not x.is_contiguous():
         if axis == x.dim() - 1 and (strided := _strided_matrix(x)) is not None:
             return _quantize_strided(x, *strided, *codes)
         if axis == 0 and x.dim() == 2 and x.t().is_contiguous():
-            # Blocks are contiguous in memory: quantize it as it lies, then transpose bytes instead of values.
+            # Blocks are contiguous in memory: quantize the transpose, then transpose bytes instead of values.
             elements, scales = quantize(x.t(), 1, element_format, scale_rounding)
             return elements.t().contiguous(), scales.t().contiguous()
         x = x.contiguous()
-    shape = [*x.shape]
-    k = shape[axis]
-    inner = math.prod(shape[axis + 1 :])
-    outer = x.numel() // (k * inner) if k and inner else 0
+    shape = tuple(x.shape)  # whose slices cost less than those of a torch.Size
     elements = torch.empty(*shape, dtype=torch.uint8)
-    shape[axis] = scale_count(k)
-    scales = torch.empty(*shape, dtype=torch.uint8)
+    scales = torch.empty(*scale_shape(shape, axis), dtype=torch.uint8)
     status = native.load().mxfp8_quantize(
-        DTYPE_CODES[x.dtype], x.data_ptr(), outer, k, inner, *codes, elements.data_ptr(), scales.data_ptr(),
+        DTYPE_CODES[x.dtype], x.data_ptr(), *split_at(shape, axis), *codes, elements.data_ptr(), scales.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     if status:
@@ -83,14 +61,8 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
 def quantize_both(
     x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns quantize(x) and quantize(x.t()) of a matrix: (elements, scales) of either.
-
-    Raises:
-        ShapeError: wrong dtype, or not a matrix.
-        ContractError: unknown format or rounding.
-        BackendError: the native library is missing.
-    """
-    torch_shapes.check_quantize_both(x, element_format, scale_rounding)
+    """Returns quantize(x) and quantize(x.t()) of a matrix: (elements, scales) of either."""
+    shapes.check_quantize_both(x, element_format, scale_rounding)
     return *quantize(x, -1, element_format, scale_rounding), *quantize(x.t(), -1, element_format, scale_rounding)
 
 
@@ -101,27 +73,12 @@ def dequantize(
     element_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does, bit for bit.
-
-    Args:
-        elements: uint8 [..., K, ...].
-        scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
-        axis: the blocked axis.
-        element_format: "e4m3" or "e5m2".
-        dtype: torch.float32 (or None), torch.float16 or torch.bfloat16.
-
-    Raises:
-        ShapeError: wrong dtypes, or the scales do not fit the elements.
-        ContractError: unknown format.
-        BackendError: the native library is missing.
-    """
+    """Returns the values that (elements, scales) stand for, in float32 if `dtype` is None."""
     dtype = dtype or torch.float32
-    torch_shapes.check_dequantize(elements, scales, axis, element_format, dtype)
-    shape = elements.shape
+    shapes.check_dequantize(elements, scales, axis, element_format, dtype)
+    shape = tuple(elements.shape)
     y = torch.empty(*shape, dtype=dtype)
-    k = shape[axis]
-    inner = math.prod(shape[axis + 1 :]) if axis != -1 else 1
-    outer = y.numel() // (k * inner) if k and inner else 0
+    outer, k, inner = split_at(shape, axis % len(shape))
     elements, scales = elements.contiguous(), scales.contiguous()
     status = native.load().mxfp8_dequantize(
         _FORMAT_CODES[element_format], elements.data_ptr(), scales.data_ptr(), outer, k, inner, DTYPE_CODES[dtype],
@@ -142,38 +99,22 @@ def gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns dequantize(a) @ dequantize(b).T + bias, within `numerics.gemm_error_bound` of `numerics.gemm`.
-
-    Args:
-        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
-        a_scales: uint8 [..., M, ceil(K / 32)].
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
-        b_scales: uint8 [..., N, ceil(K / 32)].
-        bias: float32 [N], or None.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: of the result: torch.float32 (or None), torch.float16 or torch.bfloat16.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format.
-        BackendError: the native library is missing.
-    """
+    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if `dtype` is None."""
     dtype = dtype or torch.float32
-    shape = torch_shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
+    shape = shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
     y = torch.empty(*shape, dtype=dtype)
     n, k = shape[-1], a.shape[-1]
     a, a_scales, b, b_scales = a.contiguous(), a_scales.contiguous(), b.contiguous(), b_scales.contiguous()
-    products: Iterable[_Product]
+    each: Iterable[Product]
     if b.dim() == 2:
         m = y.numel() // n if n else 0
-        products = ((m, a.data_ptr(), a_scales.data_ptr(), b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
+        each = ((m, a.data_ptr(), a_scales.data_ptr(), b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
     else:
-        products = _products(y, (a, a_scales), (b, b_scales))
+        each = products(y, (a, a_scales), (b, b_scales))
     if bias is not None:
         bias = bias.contiguous()
     # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
-    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products:
+    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in each:
         status = native.load().mxfp8_gemm(
             _FORMAT_CODES[a_format], a_data, a_scales_data or y_data, _FORMAT_CODES[b_format], b_data, b_scales_data,
             None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype], y_data, n, torch.get_num_threads(),
@@ -191,37 +132,23 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns x @ dequantize(b).T + bias, within `numerics.gemm_error_bound` of `numerics.weight_gemm`.
-
-    Args:
-        x: [..., M, K] (or [K]) float32, float16 or bfloat16, used as it is; rows may be strided.
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `x`.
-        b_scales: uint8 [..., N, ceil(K / 32)].
-        bias: float32 [N], or None.
-        b_format: element format of `b`.
-        dtype: of the result; None for that of `x`.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format.
-        BackendError: the native library is missing.
-    """
-    shape = torch_shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
+    """Returns x @ dequantize(b).T + bias, in the dtype of `x` if `dtype` is None; rows of `x` may be strided."""
+    shape = shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
     y = torch.empty(*shape, dtype=dtype or x.dtype)
     n, k = shape[-1], x.shape[-1]
     b, b_scales, stride = b.contiguous(), b_scales.contiguous(), k
-    products: Iterable[_Product]
+    each: Iterable[Product]
     if b.dim() == 2:
         if not x.is_contiguous():
             x, stride = _strided_rows(x)
         m = y.numel() // n if n else 0
-        products = ((m, x.data_ptr(), 0, b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
+        each = ((m, x.data_ptr(), 0, b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
     else:
         x = x.contiguous()
-        products = _products(y, (x, x), (b, b_scales))
+        each = products(y, (x, x), (b, b_scales))
     if bias is not None:
         bias = bias.contiguous()
-    for m, x_data, _, b_data, b_scales_data, y_data in products:
+    for m, x_data, _, b_data, b_scales_data, y_data in each:
         status = native.load().mxfp8_weight_gemm(
             DTYPE_CODES[x.dtype], x_data, stride, _FORMAT_CODES[b_format], b_data, b_scales_data,
             None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype or x.dtype], y_data, n,
@@ -257,10 +184,9 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, format_code: in
     k = shape[-1]
     elements = torch.empty(shape, dtype=torch.uint8)
     scales = torch.empty((*shape[:-1], scale_count(k)), dtype=torch.uint8)
-    stats = ctypes.create_string_buffer(_STATS_BYTES)
     status = native.load().mxfp8_pack(
         DTYPE_CODES[x.dtype], rows.data_ptr(), rows.stride(0), transposed, x.numel() // k, k, format_code, rounding,
-        elements.data_ptr(), scales.data_ptr(), ctypes.cast(stats, ctypes.POINTER(native.PackStats)),
+        elements.data_ptr(), scales.data_ptr(), ctypes.byref(native.PackStats()),
         torch.get_num_threads(),
     )  # fmt: skip
     if status:
@@ -275,16 +201,3 @@ def _strided_rows(x: Tensor) -> tuple[Tensor, int]:
     if x.stride(1) != 1 or x.stride(0) < k:
         x = x.contiguous()
     return x, max(x.stride(0), k)
-
-
-def _products(y: Tensor, a: Pair, b: Pair) -> Iterable[_Product]:
-    """Yields M and the memory of each matrix product that `y` is made of; all tensors are contiguous."""
-    vector = a[0].dim() == 1
-    leading = tuple(y.shape[: -1 if vector else -2])
-    operands = [t[None] if vector else t for t in a] + list(b)
-    m = operands[0].shape[-2]
-    operands = [t.expand(*leading, *t.shape[-2:]) for t in operands]
-    layout = [(t.data_ptr(), [s * t.element_size() for s in t.stride()[: len(leading)]]) for t in (*operands, y)]
-    for index in itertools.product(*map(range, leading)):
-        x, x_scales, w, w_scales, out = (data + sum(map(int.__mul__, index, strides)) for data, strides in layout)
-        yield m, x, x_scales, w, w_scales, out

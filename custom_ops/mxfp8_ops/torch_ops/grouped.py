@@ -16,9 +16,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from mxfp8_ops import formats
+from mxfp8_ops import checks, formats
 from mxfp8_ops.errors import ShapeError
-from mxfp8_ops.torch_ops import shapes as torch_shapes
+from mxfp8_ops.torch_ops import shapes
 
 
 def grouped_gemm(  # noqa: PLR0917 - the op's schema
@@ -41,7 +41,7 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
         offs: int32 or int64 [E], ascending: the end of each group of rows.
         a_format: element format of `a`, if it is quantized.
         b_format: element format of `b`.
-        dtype: of the result; None for float32 if `a` is quantized, and that of `a` if it is not.
+        dtype: dtype of the result; None for float32 if `a` is quantized, and the dtype of `a` if it is not.
 
     Returns:
         [S, N].
@@ -91,12 +91,12 @@ def empty(  # noqa: PLR0917 - the op's schema
     """
     formats.element_format(b_format)
     if a_scales is None:
-        torch_shapes.check_dtype("grouped_gemm", a.dtype)
+        shapes.check_dtype("grouped_gemm", a.dtype)
     else:
         formats.element_format(a_format)
-        torch_shapes.check_codes("grouped_gemm", a, a_scales, -1)
+        shapes.check_codes("grouped_gemm", a, a_scales, -1)
     dtype = dtype or (a.dtype if a_scales is None else torch.float32)
-    torch_shapes.check_dtype("grouped_gemm", dtype)
+    shapes.check_dtype("grouped_gemm", dtype)
     if a.dim() != 2 or b.dim() != 3 or a.shape[-1] != b.shape[-1]:
         raise ShapeError(
             "grouped_gemm",
@@ -104,11 +104,11 @@ def empty(  # noqa: PLR0917 - the op's schema
             expected="[S, K] and [E, N, K] with the same K",
             advice="store each expert's weight with K last",
         )
-    torch_shapes.check_codes("grouped_gemm", b, b_scales, -1)
+    shapes.check_codes("grouped_gemm", b, b_scales, -1)
     if offs.dtype not in {torch.int32, torch.int64} or tuple(offs.shape) != (b.shape[0],):
         raise ShapeError(
             "grouped_gemm",
-            f"offs is {str(offs.dtype).removeprefix('torch.')} {tuple(offs.shape)}",
+            f"offs is {checks.dtype_name(offs.dtype)} {tuple(offs.shape)}",
             expected=f"int32 or int64 ({b.shape[0]},), the end of each expert's rows",
             advice="pass the running sum of the groups' sizes",
         )

@@ -1,51 +1,51 @@
 """What the torch ops accept and what shape they return: the checks of the kernels, and the fake kernels themselves.
 
-Everything here works on symbolic shapes, so torch.export and torch.compile see the same rules and the same messages as
-an eager call. Results are always contiguous, whatever the strides of the inputs.
+Everything here works on symbolic shapes, so torch.export and torch.compile see the same rules and messages as an eager
+call: ShapeError where shapes or dtypes do not fit, ContractError for an unknown format or rounding. Results are
+contiguous, whatever the strides of the inputs.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mxfp8_ops import formats, numerics
+from mxfp8_ops import checks, formats
+from mxfp8_ops.checks import dtype_name, scale_count, scale_shape
 from mxfp8_ops.errors import ContractError, ShapeError
-from mxfp8_ops.numerics import scale_count
 
-DTYPE_CODES: Final = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16}
-"""onnx.TensorProto.DataType of each value dtype: what the native library calls it."""
+VALUE_ROWS: Final[dict[torch.dtype, formats.ValueDtype]] = {
+    getattr(torch, row.numpy_name): row for row in formats.VALUE_DTYPES.values()
+}
+"""Row of each value dtype."""
+
+DTYPE_CODES: Final = {dtype: row.onnx_dtype for dtype, row in VALUE_ROWS.items()}
+"""Code of each value dtype in the native library."""
 
 GRADIENT_FORMATS: Final = {"E4M3": "e4m3", "HYBRID": "e5m2"}
 """Element format of gradients, by TransformerEngine's name for the choice; everything else is E4M3."""
+
+NO_GRADIENT: Final = (
+    "quantize: x requires a gradient; expected none to be wanted, quantized values pass none back; run inference under "
+    "torch.inference_mode(), train with mxfp8::linear_train"
+)
+"""Warning of `quantize` where a gradient of x is wanted."""
 
 Pair = tuple[Tensor, Tensor]
 
 
 def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
-    """Returns empty (elements, scales) of `mxfp8::quantize`.
-
-    Raises:
-        ShapeError: wrong dtype, a scalar, or no such axis.
-        ContractError: unknown format or rounding.
-    """
+    """Returns empty (elements, scales) of `mxfp8::quantize`."""
     axis = check_quantize(x, axis, element_format, scale_rounding)
-    shape = x.shape
-    scales = (*shape[:axis], scale_count(shape[axis]), *shape[axis + 1 :])
-    return x.new_empty(shape, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8)
+    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(scale_shape(x.shape, axis), dtype=torch.uint8)
 
 
 def quantize_both(
     x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns empty results of `mxfp8::quantize_both`.
-
-    Raises:
-        ShapeError: wrong dtype, or not a matrix.
-        ContractError: unknown format or rounding.
-    """
+    """Returns empty results of `mxfp8::quantize_both`."""
     check_quantize_both(x, element_format, scale_rounding)
     return *quantize(x, -1, element_format, scale_rounding), *quantize(x.t(), -1, element_format, scale_rounding)
 
@@ -57,12 +57,7 @@ def dequantize(
     element_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns an empty result of `mxfp8::dequantize`.
-
-    Raises:
-        ShapeError: wrong dtypes, or the scales do not fit the elements.
-        ContractError: unknown format.
-    """
+    """Returns an empty result of `mxfp8::dequantize`."""
     dtype = dtype or torch.float32
     check_dequantize(elements, scales, axis, element_format, dtype)
     return elements.new_empty(elements.shape, dtype=dtype)
@@ -78,12 +73,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns an empty result of `mxfp8::gemm`.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format.
-    """
+    """Returns an empty result of `mxfp8::gemm`."""
     dtype = dtype or torch.float32
     return a.new_empty(check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype), dtype=dtype)
 
@@ -96,24 +86,14 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns an empty result of `mxfp8::weight_gemm`.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format.
-    """
+    """Returns an empty result of `mxfp8::weight_gemm`."""
     return x.new_empty(check_weight_gemm(x, b, b_scales, bias, b_format, dtype), dtype=dtype)
 
 
 def linear_train(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
 ) -> Tensor:
-    """Returns an empty result of `mxfp8::linear_train`.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        ContractError: unknown format or rounding.
-    """
+    """Returns an empty result of `mxfp8::linear_train`."""
     check_linear_train(x, weight, bias, fp8_format, scale_rounding)
     return x.new_empty((*x.shape[:-1], weight.shape[-2]))
 
@@ -122,7 +102,7 @@ def check_quantize(x: Tensor, axis: int, element_format: str, scale_rounding: st
     """Returns `axis` as 0..rank-1; raises as `quantize` does."""
     formats.scale_increment(formats.element_format(element_format), scale_rounding)
     check_dtype("quantize", x.dtype)
-    return numerics.normalize_axis("quantize", x.dim(), axis)
+    return checks.normalize_axis("quantize", x.dim(), axis)
 
 
 def check_quantize_both(x: Tensor, element_format: str, scale_rounding: str) -> None:
@@ -136,7 +116,7 @@ def check_dequantize(elements: Tensor, scales: Tensor, axis: int, element_format
     """Raises as `dequantize` does."""
     formats.element_format(element_format)
     check_dtype("dequantize", dtype)
-    check_codes("dequantize", elements, scales, numerics.normalize_axis("dequantize", elements.dim(), axis))
+    check_codes("dequantize", elements, scales, checks.normalize_axis("dequantize", elements.dim(), axis))
 
 
 def check_gemm(  # noqa: PLR0917 - the op's schema
@@ -183,16 +163,15 @@ def check_linear_train(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_forma
             expected="a weight [N, K], or [B, N, K] for x [B, M, K]",
             advice="store it as nn.Linear does, or expand x",
         )
-    numerics.check_gemm_shapes(
+    checks.check_gemm_shapes(
         "linear_train", tuple(x.shape), tuple(weight.shape), None if bias is None else tuple(bias.shape)
     )
 
 
 def check_dtype(where: str, dtype: torch.dtype) -> None:
     """Raises ShapeError unless `dtype` is float32, float16 or bfloat16."""
-    if dtype not in DTYPE_CODES:
-        names = ", ".join(map(_name, DTYPE_CODES))
-        raise ShapeError(where, f"dtype {_name(dtype)}", expected=f"one of {names}", advice="cast the tensor first")
+    if dtype not in VALUE_ROWS:
+        checks.check_value_dtype(where, dtype)
 
 
 def gemm_shape(  # noqa: PLR0917 - the op's operands
@@ -223,25 +202,17 @@ def _gemm_shape(  # noqa: PLR0917 - the op's operands
     where: str, x: Tensor, x_scales: Tensor | None, b: Tensor, b_scales: Tensor, bias: Tensor | None
 ) -> tuple[int, ...]:
     """Returns what `gemm_shape` does, or raises, for operands of any rank."""
-    x_shape, b_shape = tuple(x.shape), tuple(b.shape)
-    numerics.check_gemm_shapes(where, x_shape, b_shape, None if bias is None else tuple(bias.shape))
+    bias_shape = None if bias is None else tuple(bias.shape)
+    broadcast: Any = torch.broadcast_shapes
+    shape = checks.gemm_shape(where, tuple(x.shape), tuple(b.shape), bias_shape, broadcast)
     check_codes(where, b, b_scales, -1)
     if x_scales is not None:
         check_codes(where, x, x_scales, -1)
     if bias is not None and bias.dtype is not torch.float32:
-        raise ShapeError(where, f"bias has dtype {_name(bias.dtype)}", expected="float32", advice="pass bias.float()")
-    if len(b_shape) == 2:
-        return (*x_shape[:-1], b_shape[0])
-    try:
-        leading = torch.broadcast_shapes(x_shape[:-2], b_shape[:-2])  # type: ignore[no-untyped-call]
-    except RuntimeError:
         raise ShapeError(
-            where,
-            f"operands {x_shape} and {b_shape}",
-            expected="leading dimensions that broadcast",
-            advice="reshape one",
-        ) from None
-    return (*leading, *x_shape[-2:-1], b_shape[-2])
+            where, f"bias has dtype {dtype_name(bias.dtype)}", expected="float32", advice="pass bias.float()"
+        )
+    return shape
 
 
 def check_codes(where: str, elements: Tensor, scales: Tensor, axis: int) -> None:
@@ -249,22 +220,8 @@ def check_codes(where: str, elements: Tensor, scales: Tensor, axis: int) -> None
     if elements.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
         raise ShapeError(
             where,
-            f"elements have dtype {_name(elements.dtype)} and scales {_name(scales.dtype)}",
+            f"elements have dtype {dtype_name(elements.dtype)} and scales {dtype_name(scales.dtype)}",
             expected="uint8 codes",
             advice="pass .view(torch.uint8)",
         )
-    expected = [*elements.shape]
-    expected[axis] = scale_count(expected[axis])
-    if [*scales.shape] != expected:
-        raise ShapeError(
-            where,
-            f"scales have shape {tuple(scales.shape)}",
-            expected=(
-                f"{tuple(expected)} for elements {tuple(elements.shape)} blocked along axis {axis % elements.dim()}"
-            ),
-            advice="pass the scales quantize returned",
-        )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    checks.check_scales(where, tuple(elements.shape), tuple(scales.shape), axis)

@@ -29,8 +29,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from mxfp8_ops.errors import Mxfp8Error
-from mxfp8_ops.torch_ops import cpu as torch_kernels
-from mxfp8_ops.torch_ops import shapes as torch_shapes
+from mxfp8_ops.torch_ops import cpu, shapes
 
 Gradient = Tensor | None
 
@@ -55,7 +54,7 @@ def linear_train(
         ContractError: unknown format or rounding.
         BackendError: no kernels for the device of `x`.
     """
-    torch_shapes.check_linear_train(x, weight, bias, fp8_format, scale_rounding)
+    shapes.check_linear_train(x, weight, bias, fp8_format, scale_rounding)
     ops = torch.ops.mxfp8
     rows = ops.quantize.default(x, -1, "e4m3", scale_rounding)
     columns = ops.quantize.default(weight, -1, "e4m3", scale_rounding)
@@ -81,7 +80,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
     ops = torch.ops.mxfp8
-    fmt = torch_shapes.GRADIENT_FORMATS[ctx.fp8_format]
+    fmt = shapes.GRADIENT_FORMATS[ctx.fp8_format]
     dx = dw = db = None
     with torch.no_grad():
         dy = grad if ctx.stack else _matrix(grad)
@@ -174,7 +173,7 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
         result: Tensor = _apply(_WeightGemm, x, b, b_scales, bias, b_format, dtype)
         return result
     if keys.raw_repr() == _PLAIN_CPU:  # nobody else wants to see this call: no mode, no subclass, no transform
-        return torch_kernels.weight_gemm(x, b, b_scales, bias, b_format, dtype)
+        return cpu.weight_gemm(x, b, b_scales, bias, b_format, dtype)
     return _below_autograd(torch.ops.mxfp8.weight_gemm, x, b, b_scales, bias, b_format, dtype)
 
 

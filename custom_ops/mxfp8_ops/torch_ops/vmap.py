@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxfp8_ops import numerics
+from mxfp8_ops import checks
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops.shapes import Pair
 
@@ -22,7 +22,7 @@ Dims = Sequence[int | None]
 def quantize(info: Any, in_dims: Dims, x: Tensor, axis: int = -1, *rest: str) -> tuple[Pair, tuple[int, int]]:
     """Returns (elements, scales) with the mapped dimension first."""
     (x,) = _leading(info.batch_size, in_dims, x)
-    axis = numerics.normalize_axis("quantize", x.dim() - 1, axis)
+    axis = checks.normalize_axis("quantize", x.dim() - 1, axis)
     return torch.ops.mxfp8.quantize.default(x, axis + 1, *rest), (0, 0)
 
 
@@ -31,7 +31,7 @@ def dequantize(
 ) -> tuple[Tensor, int]:
     """Returns the values with the mapped dimension first."""
     elements, scales = _leading(info.batch_size, in_dims, elements, scales)
-    axis = numerics.normalize_axis("dequantize", elements.dim() - 1, axis)
+    axis = checks.normalize_axis("dequantize", elements.dim() - 1, axis)
     return torch.ops.mxfp8.dequantize.default(elements, scales, axis + 1, *rest), 0
 
 

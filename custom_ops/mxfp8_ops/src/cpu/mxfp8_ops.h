@@ -1,8 +1,9 @@
-// The C ABI of libmxfp8_ops: what cpu.py calls through ctypes, and what any other language may call.
+// The C ABI of libmxfp8_ops: what cpu/native.py calls through ctypes, and what any other language may call.
 //
 // Every function has the meaning of its namesake in numerics.py. Pointers are to contiguous memory unless a stride is
 // given. A function returns 0, or a negative code below; it never throws, never allocates for its result, and keeps no
-// reference to its arguments. All are safe to call from several threads at once.
+// reference to its arguments. All are safe to call from several threads at once. A dtype, format or rounding that is
+// not named here is a bad argument.
 #pragma once
 #include <stdint.h>
 
@@ -52,8 +53,8 @@ MXFP8_API int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, in
                                 const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k,
                                 int y_dtype, void* y, int64_t y_stride, int threads);
 
-// Packs a weight for the pass: quantizes along K and stores [N, K] elements, [N, ceil(K/32)] scales whichever way the
-// source lies. transposed == 0: w is [N, K]; 1: w is [K, N]; rows `w_stride` values apart.
+// Packs a weight for the pass: quantizes along K and stores [N, K] elements, [N, ceil(K/32)] scales.
+// transposed == 0: w is [N, K]; 1: w is [K, N]; rows `w_stride` values apart.
 typedef struct {
   double signal;            // sum of w^2, over the blocks that hold no NaN or Inf
   double noise;             // sum of (w - dequantized)^2, over the same blocks

@@ -3,9 +3,10 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <new>
-#include <utility>
 #include <vector>
 
 namespace mxfp8 {
@@ -40,6 +41,20 @@ void for_equal_ranges(const Parallel& parallel, int64_t count, int64_t values_ea
   for_ranges(parallel, count, ceil_div(count, tasks), body);
 }
 
+// The row of a code, or null.
+template <size_t N>
+const Dtype* find(const Dtype (&rows)[N], int code) {
+  const Dtype* row = std::find_if(rows, rows + N, [code](const Dtype& each) { return each.code == code; });
+  return row == rows + N ? nullptr : row;
+}
+
+template <size_t N>
+const Dtype& known(const Dtype (&rows)[N], int code) {
+  const Dtype* row = find(rows, code);
+  if (row == nullptr) std::abort();
+  return *row;
+}
+
 struct Free {
   void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
 };
@@ -47,14 +62,12 @@ using Scratch = std::unique_ptr<void, Free>;
 
 }  // namespace
 
-bool is_value_dtype(int dtype) { return dtype == MXFP8_FLOAT32 || dtype == MXFP8_FLOAT16 || dtype == MXFP8_BFLOAT16; }
-bool is_element_format(int format) { return format == MXFP8_E4M3 || format == MXFP8_E5M2; }
-size_t value_bytes(int dtype) { return dtype == MXFP8_FLOAT32 ? 4 : 2; }
-
+bool is_value_dtype(int dtype) { return find(kValueDtypes, dtype) != nullptr; }
+bool is_element_format(int format) { return find(kElementFormats, format) != nullptr; }
+size_t value_bytes(int dtype) { return size_t(known(kValueDtypes, dtype).bytes); }
 uint32_t scale_increment(int format, int scale_rounding) {
-  if (scale_rounding == MXFP8_CEIL) return 0x1fffff;  // carries when the mantissa exceeds 1.75
-  if (scale_rounding == MXFP8_FLOOR) return 0;
-  return format == MXFP8_E4M3 ? 1u << 19 : 1u << 20;  // half a unit in the last place of the element
+  if (scale_rounding < 0 || scale_rounding >= int(std::size(kScaleRoundings))) std::abort();
+  return known(kElementFormats, format).increments[scale_rounding];
 }
 
 void quantize(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& args) {
@@ -125,24 +138,15 @@ struct Strip {
   int exponent;  // of the lowest bit in it
 };
 
-// The kernel after `last` that is there and may hold these rows; the fastest first, and the last of them holds any.
+// The first kernel after `last` for these rows; null stands for before the first.
 const GemmKernel* next_kernel(const Kernels& kernels, bool fits_bf16, int64_t rows, const GemmKernel* last) {
-  const GemmKernel& few_bf16 = kernels.gemm_skinny_bf16;
-  const GemmKernel& few_f32 = kernels.gemm_skinny_f32;
-  const bool bf16 = fits_bf16 && kernels.gemm_bf16.pack != nullptr;
-  const std::pair<const GemmKernel*, bool> all[] = {
-      {&few_bf16, bf16 && rows <= few_bf16.tile_rows},
-      {&few_f32, !bf16 && rows <= few_f32.tile_rows},
-      {&kernels.gemm_many_bf16, bf16 && rows > kManyRows},
-      {&kernels.gemm_bf16, bf16 && rows <= kManyRows},
-      {&kernels.gemm_f32, true},
-  };
-  bool after = last == nullptr;
-  for (const auto& [kernel, wanted] : all) {
-    if (after && wanted) return kernel;
-    after = after || kernel == last;
+  const Values values = fits_bf16 && kernels.has_bf16 ? Values::kBf16 : Values::kOther;
+  const GemmKernel* next = last == nullptr ? kernels.gemms : last + 1;
+  while ((next->values != values && next->values != Values::kAny) || rows < next->least_rows ||
+         rows > next->most_rows) {
+    ++next;  // ends at the last, which takes anything
   }
-  return &kernels.gemm_f32;
+  return next;
 }
 
 // Packs the strips, all in one turn of the threads; those whose values a kernel cannot hold once more, for the next.

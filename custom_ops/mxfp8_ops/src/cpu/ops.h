@@ -9,9 +9,10 @@ namespace mxfp8 {
 
 bool is_value_dtype(int dtype);
 bool is_element_format(int format);
-size_t value_bytes(int dtype);
 
-// formats.scale_increment: what to add to the bits of amax before its exponent is read.
+// Bytes of one value, and formats.scale_increment: what to add to the bits of amax before its exponent is read. Codes
+// that are unknown end the process.
+size_t value_bytes(int dtype);
 uint32_t scale_increment(int format, int scale_rounding);
 
 void quantize(const Kernels&, const Parallel&, const QuantizeArgs&);

@@ -68,7 +68,6 @@ constexpr uint32_t kApiVersion = 17;
 enum ErrorCode { kFail = 1, kInvalidArgument = 2 };
 enum Characteristic { kRequired = 0, kOptional = 1 };
 enum AttributeType { kInt = 1, kString = 5 };
-constexpr int kUint8 = 2;  // element types carry their onnx.TensorProto.DataType codes, as in mxfp8_ops.h
 
 // The table, set when the library is registered.
 extern const OrtApi* api;

@@ -39,12 +39,12 @@ std::string node_name(const OrtKernelInfo* info) {
   return text.data();
 }
 
-// An input that is absent has no data.
-Tensor input(const OrtKernelContext* context, size_t index) {
+// An input that is absent has no data; -1 is the index of one that the node does not have.
+Tensor input(const OrtKernelContext* context, int index) {
   size_t count = 0;
   const OrtValue* value = nullptr;
   check(KernelContext_GetInputCount(context, &count));
-  if (index < count) check(KernelContext_GetInput(context, index, &value));
+  if (index >= 0 && size_t(index) < count) check(KernelContext_GetInput(context, size_t(index), &value));
   return value == nullptr ? Tensor{} : describe(value);
 }
 
@@ -83,9 +83,7 @@ void quantize_node(const Kernel& kernel, OrtKernelContext* context) {
   const Dims scales = scale_dims(x.dims, axis);
   auto* elements_data = static_cast<uint8_t*>(output(context, 0, x.dims));
   auto* scales_data = static_cast<uint8_t*>(output(context, 1, scales));
-  const std::string& name = kernel.attributes.scale_rounding;
-  const int rounding = name == "ceil" ? MXFP8_CEIL : name == "floor" ? MXFP8_FLOOR : MXFP8_EVEN;
-  const int format = int(kernel.attributes.output_dtype);
+  const int format = int(kernel.attributes.output_dtype), rounding = rounding_code(kernel.attributes.scale_rounding);
   const int64_t k = x.dims[size_t(axis)];
   kernel.backend->quantize(context, {x.dtype, x.data, product(x.dims.begin(), x.dims.begin() + axis), k,
                                      product(x.dims.begin() + axis + 1, x.dims.end()), k, format,
@@ -137,20 +135,18 @@ int64_t batch_index(const Dims& dims, const Dims& leading, int64_t batch) {
 
 // Both gemms: MXFP8WeightGemm's X has no scales.
 void gemm_node(const Kernel& kernel, OrtKernelContext* context) {
-  const bool quantized = kernel.op == Op::kGemm;
-  size_t next = 0;
-  Tensor a = input(context, next++);
-  Tensor a_scales = quantized ? input(context, next++) : Tensor{};
-  const Tensor b = input(context, next++);
-  const Tensor b_scales = input(context, next++);
-  const Tensor bias = input(context, next++);
+  const Node& node = row_of(kernel.op);
+  const bool quantized = node.a_scales >= 0;
+  Tensor a = input(context, node.a);
+  const Tensor a_scales = input(context, node.a_scales), b = input(context, node.b);
+  const Tensor b_scales = input(context, node.b_scales), bias = input(context, node.bias);
 
   if (a.dims.empty() || b.dims.size() < 2 || a.dims.back() != b.dims.back()) {
     throw NodeError(kernel.where + ": operands " + to_string(a.dims) + " and " + to_string(b.dims) +
                     "; expected [..., M, K] and [..., N, K] with the same K; store the second operand with K last");
   }
-  if (quantized) check_scales(kernel.where, "A_scales", a, a_scales, int64_t(a.dims.size()) - 1);
-  check_scales(kernel.where, "B_scales", b, b_scales, int64_t(b.dims.size()) - 1);
+  if (quantized) check_scales(kernel.where, node.inputs[node.a_scales].name, a, a_scales, int64_t(a.dims.size()) - 1);
+  check_scales(kernel.where, node.inputs[node.b_scales].name, b, b_scales, int64_t(b.dims.size()) - 1);
   const int64_t n = b.dims[b.dims.size() - 2], k = b.dims.back();
   if (bias.data != nullptr && bias.dims != Dims{n}) {
     throw NodeError(kernel.where + ": bias has shape " + to_string(bias.dims) + "; expected " + to_string({n}) +
@@ -193,7 +189,7 @@ void gemm_node(const Kernel& kernel, OrtKernelContext* context) {
 OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
   return guarded([&] {
     const auto& overload = *static_cast<const Overload*>(op);
-    const std::string where = std::string(name_of(overload.op)) + " '" + node_name(info) + "'";
+    const std::string where = std::string(row_of(overload.op).name) + " '" + node_name(info) + "'";
     Attributes attributes;
     read(info, "axis", &attributes.axis);
     read(info, "block_size", &attributes.block_size);

@@ -1,23 +1,41 @@
 // Attribute rules of the nodes, shared by shape inference and kernel creation, and what a tensor is.
 #include "nodes.h"
 
-#include "../cpu/mxfp8_ops.h"
-#include "../cpu/ops.h"
+#include <algorithm>
+#include <iterator>
 
 namespace mxfp8::ort {
+namespace {
 
-const char* name_of(Op op) {
-  switch (op) {
-    case Op::kQuantize:
-      return "MXFP8Quantize";
-    case Op::kDequantize:
-      return "MXFP8Dequantize";
-    case Op::kGemm:
-      return "MXFP8Gemm";
-    case Op::kWeightGemm:
-      break;
+// "a, b or c"
+std::string choices(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 == names.size() ? " or " : ", ") + names[i];
   }
-  return "MXFP8WeightGemm";
+  return text;
+}
+
+// "1 (float), 10 (float16) or 16 (bfloat16)": what a port accepts.
+std::string choices(const Port& port) {
+  std::vector<std::string> names;
+  const auto add = [&](const Dtype& row) {
+    if (accepts(port, row.code)) names.push_back(std::to_string(row.code) + " (" + row.name + ")");
+  };
+  std::for_each(std::begin(kValueDtypes), std::end(kValueDtypes), add);
+  std::for_each(std::begin(kElementFormats), std::end(kElementFormats), add);
+  return choices(names);
+}
+
+}  // namespace
+
+bool accepts(const Port& port, int64_t dtype) {
+  return dtype != 0 && std::find(std::begin(port.dtypes), std::end(port.dtypes), dtype) != std::end(port.dtypes);
+}
+
+int rounding_code(const std::string& name) {
+  const auto* found = std::find(std::begin(kScaleRoundings), std::end(kScaleRoundings), name);
+  return found == std::end(kScaleRoundings) ? -1 : int(found - kScaleRoundings);
 }
 
 std::string to_string(const Dims& dims) {
@@ -46,24 +64,19 @@ Tensor describe(const OrtValue* value) {
 }
 
 void check_attributes(const std::string& where, Op op, Attributes* attributes) {
-  const bool quantizes = op == Op::kQuantize;
-  if (attributes->output_dtype == 0) attributes->output_dtype = quantizes ? MXFP8_E4M3 : MXFP8_FLOAT32;
-  if (attributes->block_size != 32) {
-    throw NodeError(where + ": block_size " + std::to_string(attributes->block_size) +
-                    "; expected 32; quantize the model again with blocks of 32");
+  const Node& node = row_of(op);
+  if (attributes->output_dtype == 0) attributes->output_dtype = node.output_dtype;
+  if (attributes->block_size != kBlock) {
+    throw NodeError(where + ": block_size " + std::to_string(attributes->block_size) + "; expected " +
+                    std::to_string(kBlock) + "; quantize the model again with blocks of " + std::to_string(kBlock));
   }
-  const int64_t dtype = attributes->output_dtype;
-  if (quantizes && !is_element_format(int(dtype))) {
-    throw NodeError(where + ": output_dtype " + std::to_string(dtype) +
-                    "; expected 17 (float8e4m3fn) or 19 (float8e5m2); correct the attribute");
+  if (!accepts(node.outputs[0], attributes->output_dtype)) {
+    throw NodeError(where + ": output_dtype " + std::to_string(attributes->output_dtype) + "; expected " +
+                    choices(node.outputs[0]) + "; correct the attribute");
   }
-  if (!quantizes && !is_value_dtype(int(dtype))) {
-    throw NodeError(where + ": output_dtype " + std::to_string(dtype) +
-                    "; expected 1 (float), 10 (float16) or 16 (bfloat16); correct the attribute");
-  }
-  const std::string& rounding = attributes->scale_rounding;
-  if (rounding != "ceil" && rounding != "floor" && rounding != "even") {
-    throw NodeError(where + ": scale_rounding '" + rounding + "'; expected ceil, floor or even; correct the attribute");
+  if (rounding_code(attributes->scale_rounding) < 0) {
+    throw NodeError(where + ": scale_rounding '" + attributes->scale_rounding + "'; expected " +
+                    choices({std::begin(kScaleRoundings), std::end(kScaleRoundings)}) + "; correct the attribute");
   }
 }
 

@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
+#include "../contract.h"
 #include "abi.h"
 
 namespace mxfp8::ort {
 
-enum class Op { kQuantize, kDequantize, kGemm, kWeightGemm };
-const char* name_of(Op op);
+inline const Node& row_of(Op op) { return kNodes[size_t(op)]; }
 
 // Where nodes run: the values of the session option mxfp8.device; see mxfp8_cuda.h.
 enum class Device { kCpu, kCuda, kCudaCopies };
@@ -25,10 +25,10 @@ struct Overload : OrtCustomOp {
   std::vector<int> outputs;
 };
 
-// The attributes of any node, with the defaults of contract.py.
+// The attributes of any node, with the defaults of contract.py; output_dtype has one per node.
 struct Attributes {
   int64_t axis = -1;
-  int64_t block_size = 32;
+  int64_t block_size = kBlock;
   int64_t output_dtype = 0;  // 0: not given
   std::string scale_rounding = "ceil";
 };
@@ -49,8 +49,14 @@ struct Tensor {
 // Throws StatusError.
 Tensor describe(const OrtValue* value);
 
+// Whether a port takes tensors of this dtype.
+bool accepts(const Port& port, int64_t dtype);
+
 // Fills in the default output_dtype and checks every attribute the op has. Throws NodeError.
 void check_attributes(const std::string& where, Op op, Attributes* attributes);
+
+// Index in kScaleRoundings, the code of mxfp8_ops.h; -1 if it is none.
+int rounding_code(const std::string& name);
 
 // `axis` as 0..rank-1. Throws NodeError.
 int64_t normalize_axis(const std::string& where, int64_t axis, int64_t rank);

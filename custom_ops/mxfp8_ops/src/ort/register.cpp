@@ -1,8 +1,8 @@
 // Entry point: SessionOptions.register_custom_ops_library calls RegisterCustomOps, which adds the domain "mxfp8" with
-// every overload of the four nodes. Contract: ../../contract.py.
+// every overload of the nodes of contract.h.
+#include <iterator>
 #include <memory>
 
-#include "../cpu/mxfp8_ops.h"
 #include "nodes.h"
 
 namespace mxfp8::ort {
@@ -19,16 +19,17 @@ struct Place {
   bool keep_wide;
 };
 
-std::unique_ptr<Overload> make_overload(Op op, Place place, std::vector<int> inputs, std::vector<int> outputs) {
+// `dtypes` are those of the inputs, then of the outputs.
+std::unique_ptr<Overload> make_overload(Op op, Place place, const std::vector<int>& dtypes, size_t inputs) {
   auto made = std::make_unique<Overload>();
   static_cast<OrtCustomOp&>(*made) = OrtCustomOp{};
   made->op = op;
   made->device = place.device;
   made->keep_wide = place.keep_wide;
-  made->inputs = std::move(inputs);
-  made->outputs = std::move(outputs);
+  made->inputs.assign(dtypes.begin(), dtypes.begin() + ptrdiff_t(inputs));
+  made->outputs.assign(dtypes.begin() + ptrdiff_t(inputs), dtypes.end());
   made->version = kApiVersion;
-  made->GetName = [](const OrtCustomOp* self) { return name_of(overload(self).op); };
+  made->GetName = [](const OrtCustomOp* self) { return row_of(overload(self).op).name; };
   made->GetExecutionProviderType = [](const OrtCustomOp* self) -> const char* {
     return overload(self).device == Device::kCuda ? "CUDAExecutionProvider" : nullptr;  // null: the CPU's
   };
@@ -37,8 +38,7 @@ std::unique_ptr<Overload> make_overload(Op op, Place place, std::vector<int> inp
   made->GetOutputType = [](const OrtCustomOp* self, size_t i) { return overload(self).outputs[i]; };
   made->GetOutputTypeCount = [](const OrtCustomOp* self) { return overload(self).outputs.size(); };
   made->GetInputCharacteristic = [](const OrtCustomOp* self, size_t i) -> int {
-    const bool gemm = overload(self).op == Op::kGemm || overload(self).op == Op::kWeightGemm;
-    return gemm && i + 1 == overload(self).inputs.size() ? kOptional : kRequired;  // the bias
+    return row_of(overload(self).op).inputs[i].optional ? kOptional : kRequired;
   };
   made->GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
   made->GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
@@ -56,22 +56,29 @@ std::unique_ptr<Overload> make_overload(Op op, Place place, std::vector<int> inp
   return made;
 }
 
-std::vector<std::unique_ptr<Overload>> make_overloads(Place place) {
-  const int values[] = {MXFP8_FLOAT32, MXFP8_FLOAT16, MXFP8_BFLOAT16};
-  const int elements[] = {MXFP8_E4M3, MXFP8_E5M2};
-  std::vector<std::unique_ptr<Overload>> made;
-  for (int value : values) {
-    for (int element : elements) {
-      made.push_back(make_overload(Op::kQuantize, place, {value}, {element, kUint8}));
+// Appends every dtype that `port` accepts to every row of `dtypes`.
+std::vector<std::vector<int>> combined(const std::vector<std::vector<int>>& dtypes, const Port& port) {
+  std::vector<std::vector<int>> longer;
+  for (const std::vector<int>& row : dtypes) {
+    for (const int* dtype = port.dtypes; *dtype != 0; ++dtype) {
+      longer.push_back(row);
+      longer.back().push_back(*dtype);
     }
   }
-  for (int y : values) {
-    for (int b : elements) {
-      made.push_back(make_overload(Op::kDequantize, place, {b, kUint8}, {y}));
-      for (int a : elements)
-        made.push_back(make_overload(Op::kGemm, place, {a, kUint8, b, kUint8, MXFP8_FLOAT32}, {y}));
-      for (int x : values) made.push_back(make_overload(Op::kWeightGemm, place, {x, b, kUint8, MXFP8_FLOAT32}, {y}));
+  return longer;
+}
+
+// Each node once per combination of the dtypes its ports accept.
+std::vector<std::unique_ptr<Overload>> make_overloads(Place place) {
+  std::vector<std::unique_ptr<Overload>> made;
+  for (size_t op = 0; op < std::size(kNodes); ++op) {
+    std::vector<std::vector<int>> dtypes = {{}};
+    size_t inputs = 0;
+    for (const Port* port = kNodes[op].inputs; port->name != nullptr; ++port, ++inputs) {
+      dtypes = combined(dtypes, *port);
     }
+    for (const Port* port = kNodes[op].outputs; port->name != nullptr; ++port) dtypes = combined(dtypes, *port);
+    for (const std::vector<int>& row : dtypes) made.push_back(make_overload(Op(op), place, row, inputs));
   }
   return made;
 }
@@ -80,7 +87,7 @@ std::vector<std::unique_ptr<Overload>> make_overloads(Place place) {
 // processor too, for what ONNX Runtime leaves there; with copies they take their place.
 OrtCustomOpDomain* make_domain(Place place) {
   OrtCustomOpDomain* domain = nullptr;
-  check(CreateCustomOpDomain("mxfp8", &domain));
+  check(CreateCustomOpDomain(kDomain, &domain));
   std::vector<Place> places = {place};
   if (place.device == Device::kCuda) places.insert(places.begin(), {Device::kCpu, false});
   for (const Place& each : places) {

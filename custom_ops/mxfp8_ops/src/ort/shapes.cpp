@@ -2,7 +2,6 @@
 // neither gets a symbol of its own, because ONNX Runtime would otherwise read its -1 literally.
 #include <atomic>
 
-#include "../cpu/kernels/kernels.h"
 #include "nodes.h"
 
 namespace mxfp8::ort {
@@ -104,7 +103,8 @@ SymbolicDims gemm_dims(const SymbolicDims& a, const SymbolicDims& b) {
 OrtStatus* infer_shapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
   return guarded([&] {
     const auto& overload = *static_cast<const Overload*>(op);
-    const std::string where = name_of(overload.op);
+    const Node& node = row_of(overload.op);
+    const std::string where = node.name;
     Attributes attributes;
     read(context, "axis", &attributes.axis);
     read(context, "output_dtype", &attributes.output_dtype);
@@ -113,8 +113,8 @@ OrtStatus* infer_shapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
     const SymbolicDims first = input_dims(context, 0);
     // ONNX Runtime shows a tensor of unknown rank as one of rank 0, which no node accepts: leave the shape open.
     if (first.empty()) return;
-    if (overload.op == Op::kGemm || overload.op == Op::kWeightGemm) {
-      const SymbolicDims weight = input_dims(context, overload.op == Op::kGemm ? 2 : 1);
+    if (node.b >= 0) {
+      const SymbolicDims weight = input_dims(context, size_t(node.b));
       if (weight.size() >= 2) set_output(context, 0, dtype, gemm_dims(first, weight));
       return;
     }
@@ -123,7 +123,7 @@ OrtStatus* infer_shapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
     if (overload.op == Op::kQuantize) {
       SymbolicDims scales = first;
       scales[size_t(axis)] = scale_dim(first[size_t(axis)]);
-      set_output(context, 1, kUint8, scales);
+      set_output(context, 1, node.outputs[1].dtypes[0], scales);
     }
   });
 }

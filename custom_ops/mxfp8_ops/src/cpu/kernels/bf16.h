@@ -250,15 +250,22 @@ MXFP8_INLINE void pack_values(const uint16_t* values, int64_t count, int64_t str
 
 // Packs `count` elements of a row of A, from k on, into steps `stride` values apart. False as above.
 template <class F>
-MXFP8_INLINE bool pack_row(const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride, uint16_t* out,
-                           Extent* extent) {
-  const int64_t offset = row * args.a_stride + k;
-  if (args.a_scales == nullptr) {
-    pack_values(static_cast<const uint16_t*>(args.a) + offset, count, stride, out, extent);
-    return true;
-  }
-  return pack_elements(Decoder<F>(), static_cast<const uint8_t*>(args.a) + offset,
+MXFP8_INLINE bool pack_row(F, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
+                           uint16_t* out, Extent* extent) {
+  return pack_elements(Decoder<F>(), static_cast<const uint8_t*>(args.a) + row * args.a_stride + k,
                        args.a_scales + row * blocks_of(args.k) + k / kBlock, count, stride, out, extent);
+}
+MXFP8_INLINE bool pack_row(BFloat16, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
+                           uint16_t* out, Extent* extent) {
+  pack_values(static_cast<const uint16_t*>(args.a) + row * args.a_stride + k, count, stride, out, extent);
+  return true;
+}
+
+// Calls f(T{}) with what A is made of: elements of a format, or bfloat16 values.
+template <class Call>
+MXFP8_INLINE void with_a_format(const GemmArgs& args, const Call& call) {
+  if (args.a_scales == nullptr) return call(BFloat16{});
+  with_format(args.a_format, call);
 }
 
 // Replaces what a panel added to one column of a strip, which held `before` [rows, Columns], by exact sums.

@@ -17,23 +17,23 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-// Rows of formats.ELEMENT_FORMATS.
-struct E4M3 {
-  static constexpr int mantissa_bits = 3, bias = 7, emax = 8;
-  static constexpr uint32_t max_code = 0x7e;
-  static constexpr bool has_infinity = false;
-};
-struct E5M2 {
-  static constexpr int mantissa_bits = 2, bias = 15, emax = 15;
-  static constexpr uint32_t max_code = 0x7b;
-  static constexpr bool has_infinity = true;
-};
-
 constexpr uint32_t kMagnitude = 0x7fffffff;
 constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint32_t kQuietNan = 0x7fc00000;
 constexpr uint32_t kElementNan = 0x7f;
 constexpr int kScaleNan = 255;
+
+// Types E4M3, E5M2: formats.ELEMENT_FORMATS.
+template <int MantissaBits, int Bias, uint32_t MaxCode>
+struct ElementFormat {
+  static constexpr int mantissa_bits = MantissaBits, bias = Bias, emax = int(MaxCode >> MantissaBits) - Bias;
+  static constexpr uint32_t max_code = MaxCode;
+  static constexpr bool has_infinity = MaxCode + 1 < kElementNan;
+};
+#define MXFP8_TYPE(NAME, ...) \
+  struct NAME : ElementFormat<__VA_ARGS__> {};
+MXFP8_ELEMENT_FORMATS(MXFP8_TYPE)
+#undef MXFP8_TYPE
 
 MXFP8_INLINE uint32_t bits_of(float value) {
   uint32_t bits;
@@ -177,23 +177,31 @@ struct BFloat16 {
   }
 };
 
-// Calls f(T{}) with the type that stands for a dtype or format code. The codes were checked at the boundary.
+// Calls f(T{}) with the type that stands for a dtype or format code. Codes are checked where they come in (api.cpp,
+// nodes.cpp): another one ends the process.
 template <class Call>
 MXFP8_INLINE void with_dtype(int dtype, const Call& call) {
-  if (dtype == MXFP8_FLOAT32) {
-    call(Float32{});
-  } else if (dtype == MXFP8_FLOAT16) {
-    call(Float16{});
-  } else {
-    call(BFloat16{});
+  switch (dtype) {
+    case MXFP8_FLOAT32:
+      return call(Float32{});
+    case MXFP8_FLOAT16:
+      return call(Float16{});
+    case MXFP8_BFLOAT16:
+      return call(BFloat16{});
+    default:
+      __builtin_trap();
   }
 }
 template <class Call>
 MXFP8_INLINE void with_format(int format, const Call& call) {
-  if (format == MXFP8_E4M3) {
-    call(E4M3{});
-  } else {
-    call(E5M2{});
+  switch (format) {
+#define MXFP8_CASE(NAME, ...) \
+  case MXFP8_##NAME:          \
+    return call(NAME{});
+    MXFP8_ELEMENT_FORMATS(MXFP8_CASE)
+#undef MXFP8_CASE
+    default:
+      __builtin_trap();
   }
 }
 

@@ -100,14 +100,14 @@ int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile
   bool fits = true;
   const int64_t depth = depth_for(rows);
   const Tiles tiles{rows};
-  with_format(args.a_format, [&](auto format) {
+  with_a_format(args, [&](auto format) {
     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
       const int64_t first = tiles.first_row(tile), tile_rows = tiles.rows_of(tile);
       for (int64_t i = 0; i < tile_rows; ++i) {
         for (int64_t c = 0; c < chunks_of(args.k, depth) && fits; ++c) {
           const Chunk chunk = chunk_at(args.k, depth, c, kStep);
-          fits = pack_row<decltype(format)>(args, row + first + i, chunk.k, chunk.count, tile_rows * kStep,
-                                            out + tiles.offset(chunk, tile) + i * kStep, &extent);
+          fits = pack_row(format, args, row + first + i, chunk.k, chunk.count, tile_rows * kStep,
+                          out + tiles.offset(chunk, tile) + i * kStep, &extent);
         }
       }
     }

@@ -145,12 +145,12 @@ int gemm_many_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t
   auto* out = static_cast<uint16_t*>(packed);
   Extent extent;
   bool fits = true;
-  with_format(args.a_format, [&](auto format) {
+  with_a_format(args, [&](auto format) {
     for (int64_t i = tile_begin * kBf16Rows; i < min_of(tile_end * kBf16Rows, rows) && fits; ++i) {
       for (int64_t c = 0; c < chunks_of(args.k, kDepth) && fits; ++c) {
         const Chunk chunk = chunk_at(args.k, kDepth, c, kStep);
-        fits = pack_row<decltype(format)>(args, row + i, chunk.k, chunk.count, kStep,
-                                          out + chunk.k * rows + i * chunk.padded, &extent);
+        fits = pack_row(format, args, row + i, chunk.k, chunk.count, kStep, out + chunk.k * rows + i * chunk.padded,
+                        &extent);
       }
     }
   });

@@ -189,10 +189,10 @@ MXFP8_NOINLINE void multiply_scaled_first(const Work<uint16_t>& work, int lowest
 int gemm_skinny_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t, int64_t, void* packed) {
   Extent extent;
   bool fits = true;
-  with_format(args.a_format, [&](auto format) {
+  with_a_format(args, [&](auto format) {
     for (int64_t i = 0; i < rows && fits; ++i) {
       uint16_t* out = static_cast<uint16_t*>(packed) + i * kStep;
-      fits = pack_row<decltype(format)>(args, row + i, 0, args.k, rows * kStep, out, &extent);
+      fits = pack_row(format, args, row + i, 0, args.k, rows * kStep, out, &extent);
     }
   });
   // No product with an unscaled weight, and no sum of four, may leave the range of normal floats.

@@ -6,15 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../mxfp8_ops.h"
+#include "../../contract.h"
 
 namespace mxfp8 {
 
-constexpr int64_t kBlock = 32;        // formats.BLOCK_SIZE
 constexpr int64_t kColumnTile = 64;   // columns a strided kernel handles at once
 constexpr int64_t kPackDepth = 8;     // blocks along K in one tile of the transposing pack
 constexpr int64_t kGemmRows = 256;    // rows of A packed at a time: they stay in L2
-constexpr int64_t kManyRows = 192;    // from here on turning B pays
 constexpr int64_t kSkinnyRows = 16;   // the most rows of A that B is decoded in registers for
 constexpr int64_t kGemmColumns = 64;  // columns of one accumulator strip
 
@@ -67,12 +65,17 @@ struct GemmArgs {
 //
 // `exponent` is that of the lowest bit set in any packed value: a bf16 dot product flushes subnormal numbers to zero,
 // so it is used only where exponents show that no product reaches down there. See gemm_bf16.cpp.
-constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold the values; use gemm_f32
+constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold the values; use a later one
 constexpr int kAllZero = 1 << 20;
 
+// Which values of A a kernel is for: those that bf16 holds, on a processor that multiplies bf16; others; or all.
+enum class Values { kBf16, kOther, kAny };
+
 struct GemmKernel {
+  Values values;
+  int64_t least_rows, most_rows;  // of a strip
   int tile_rows;
-  int value_bytes;  // of one packed value
+  int value_bytes;  // bytes of one packed value
   int (*pack)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed);
   void (*multiply)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                    int64_t column_begin, int64_t column_end, const void* packed, int exponent);
@@ -85,11 +88,8 @@ struct Kernels {
   void (*pack_columns)(const QuantizeArgs&, int64_t tile_begin, int64_t tile_end, Stats*);
   void (*dequantize_rows)(const DequantizeArgs&, int64_t row_begin, int64_t row_end);
   void (*dequantize_columns)(const DequantizeArgs&, int64_t tile_begin, int64_t tile_end);
-  GemmKernel gemm_skinny_f32;
-  GemmKernel gemm_skinny_bf16;  // as gemm_bf16
-  GemmKernel gemm_f32;
-  GemmKernel gemm_bf16;       // .pack is null where the instruction set has no bf16 dot product
-  GemmKernel gemm_many_bf16;  // as gemm_bf16, for more than kManyRows rows
+  bool has_bf16;            // whether there are gemms for Values::kBf16
+  const GemmKernel* gemms;  // fastest first; the last takes anything
 };
 
 }  // namespace mxfp8

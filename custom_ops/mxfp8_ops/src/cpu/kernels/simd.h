@@ -13,6 +13,11 @@
 
 namespace mxfp8::MXFP8_ISA {
 
+#define MXFP8_CHECK(NAME, ...) \
+  static_assert(NAME::bias == (NAME::has_infinity ? 15 : 7), "halves_to_floats does not know this format yet");
+MXFP8_ELEMENT_FORMATS(MXFP8_CHECK)
+#undef MXFP8_CHECK
+
 #if defined(__AVX512F__)
 
 using Vec = __m512;

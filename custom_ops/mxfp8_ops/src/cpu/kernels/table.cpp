@@ -1,4 +1,4 @@
-// The table of one instruction set's kernels; compiled last into each of them.
+// The table of one instruction set's kernels.
 #include "kernels.h"
 #include "simd.h"
 
@@ -9,44 +9,65 @@ void quantize_columns(const QuantizeArgs&, int64_t, int64_t);
 void pack_columns(const QuantizeArgs&, int64_t, int64_t, Stats*);
 void dequantize_rows(const DequantizeArgs&, int64_t, int64_t);
 void dequantize_columns(const DequantizeArgs&, int64_t, int64_t);
-int gemm_skinny_f32_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
-void gemm_skinny_f32_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
-int gemm_f32_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
-void gemm_f32_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
+
+// One row of the gemms: for strips of `least` to `most` rows, in tiles of `tile` rows, packed as `Value`.
+template <class Value>
+constexpr GemmKernel gemm(Values values, int64_t least, int64_t most, int tile, decltype(GemmKernel::pack) pack,
+                          decltype(GemmKernel::multiply) multiply) {
+  GemmKernel kernel{};
+  kernel.values = values;
+  kernel.least_rows = least;
+  kernel.most_rows = most;
+  kernel.tile_rows = tile;
+  kernel.value_bytes = sizeof(Value);
+  kernel.pack = pack;
+  kernel.multiply = multiply;
+  return kernel;
+}
+
+#define MXFP8_DECLARE(NAME)                                                    \
+  int NAME##_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*); \
+  void NAME##_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int)
+#define MXFP8_GEMM(NAME) NAME##_pack, NAME##_multiply
+
+MXFP8_DECLARE(gemm_skinny_f32);
+MXFP8_DECLARE(gemm_f32);
 #if defined(__AVX512BF16__)
-int gemm_skinny_bf16_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
-void gemm_skinny_bf16_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
-int gemm_bf16_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
-void gemm_bf16_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
-int gemm_many_bf16_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*);
-void gemm_many_bf16_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int);
+MXFP8_DECLARE(gemm_skinny_bf16);
+MXFP8_DECLARE(gemm_bf16);
+MXFP8_DECLARE(gemm_many_bf16);
+
+constexpr int64_t kManyRows = 192;  // beyond, turning B pays
 #endif
+
+constexpr GemmKernel gemms[] = {
+#if defined(__AVX512BF16__)
+    gemm<uint16_t>(Values::kBf16, 1, kSkinnyRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_bf16)),
+    gemm<uint16_t>(Values::kBf16, kManyRows + 1, kGemmRows, kBf16Rows, MXFP8_GEMM(gemm_many_bf16)),
+    gemm<uint16_t>(Values::kBf16, 1, kManyRows, kTileRows, MXFP8_GEMM(gemm_bf16)),
+#endif
+    gemm<float>(Values::kOther, 1, kSkinnyRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_f32)),
+    gemm<float>(Values::kAny, 1, kGemmRows, kTileRows, MXFP8_GEMM(gemm_f32)),
+};
 
 #define MXFP8_STRING_OF(x) #x
 #define MXFP8_STRING(x) MXFP8_STRING_OF(x)
 
+// constexpr: code of this instruction set must not run before it is chosen.
+constexpr Kernels table() {
+  Kernels all{};
+  all.isa = MXFP8_STRING(MXFP8_ISA);
+  all.quantize_rows = quantize_rows;
+  all.quantize_columns = quantize_columns;
+  all.pack_columns = pack_columns;
+  all.dequantize_rows = dequantize_rows;
+  all.dequantize_columns = dequantize_columns;
+  all.has_bf16 = gemms[0].values == Values::kBf16;
+  all.gemms = gemms;
+  return all;
+}
+
 extern const Kernels kernels;
-const Kernels kernels = {
-    MXFP8_STRING(MXFP8_ISA),
-    quantize_rows,
-    quantize_columns,
-    pack_columns,
-    dequantize_rows,
-    dequantize_columns,
-    {kSkinnyRows, sizeof(float), gemm_skinny_f32_pack, gemm_skinny_f32_multiply},
-#if defined(__AVX512BF16__)
-    {kSkinnyRows, sizeof(uint16_t), gemm_skinny_bf16_pack, gemm_skinny_bf16_multiply},
-#else
-    {0, 0, nullptr, nullptr},
-#endif
-    {kTileRows, sizeof(float), gemm_f32_pack, gemm_f32_multiply},
-#if defined(__AVX512BF16__)
-    {kTileRows, sizeof(uint16_t), gemm_bf16_pack, gemm_bf16_multiply},
-    {kBf16Rows, sizeof(uint16_t), gemm_many_bf16_pack, gemm_many_bf16_multiply},
-#else
-    {0, 0, nullptr, nullptr},
-    {0, 0, nullptr, nullptr},
-#endif
-};
+constexpr Kernels kernels = table();
 
 }  // namespace mxfp8::MXFP8_ISA

@@ -1,0 +1,124 @@
+"""The rules of shapes, dtypes and scales, once for every backend.
+
+They take shapes, or arrays of NumPy or CuPy; torch, whose shapes may be symbolic, passes shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.formats import BLOCK_SIZE, VALUE_DTYPES
+
+Shape = tuple[int, ...]
+
+
+def scale_count(k: int) -> int:
+    """Returns ceil(k / 32), the number of scales of `k` values."""
+    return -(-k // BLOCK_SIZE)
+
+
+def scale_shape(shape: Shape, axis: int) -> Shape:
+    """Returns the shape of the scales of elements of that shape, blocked along an axis they have."""
+    sizes = [*shape]
+    sizes[axis] = scale_count(sizes[axis])
+    return tuple(sizes)
+
+
+def split_at(shape: Shape, axis: int) -> tuple[int, int, int]:
+    """Returns `shape` as (outer, K, inner): K is that of `axis` (0..rank-1), the others what is before and after it."""
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+
+
+def normalize_axis(where: str, ndim: int, axis: int) -> int:
+    """Returns `axis` as 0..ndim-1.
+
+    Raises:
+        ShapeError: there is no such axis.
+    """
+    if not -ndim <= axis < ndim:
+        raise ShapeError(
+            where, f"axis {axis} of a {ndim}-D tensor", expected=f"{-ndim} <= axis < {ndim}", advice="correct the axis"
+        )
+    return axis % ndim
+
+
+def dtype_name(dtype: Any) -> str:
+    """Returns "float32" for that dtype of NumPy, CuPy or torch."""
+    return getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
+
+
+def check_value_dtype(where: str, dtype: Any) -> None:
+    """Raises ShapeError unless `dtype`, of NumPy, CuPy or torch, is one of `formats.VALUE_DTYPES`."""
+    if (name := dtype_name(dtype)) not in VALUE_DTYPES:
+        raise ShapeError(
+            where, f"dtype {name}", expected=f"one of {', '.join(VALUE_DTYPES)}", advice="cast the tensor first"
+        )
+
+
+def check_scales(where: str, elements: Shape, scales: Shape, axis: int) -> None:
+    """Raises ShapeError unless scales of that shape have one code per block along `axis`, which such elements have."""
+    expected = scale_shape(elements, axis)
+    if scales != expected:
+        raise ShapeError(
+            where,
+            f"scales have shape {scales}",
+            expected=f"{expected} for elements {elements} blocked along axis {axis % len(elements)}",
+            advice="pass the scales quantize returned",
+        )
+
+
+def check_codes(where: str, elements: Any, scales: Any, axis: int) -> None:
+    """Raises ShapeError unless both arrays are uint8 and `scales` fits `elements`, see `check_scales`."""
+    check_scales(where, elements.shape, scales.shape, axis)
+    for name, codes in (("elements", elements), ("scales", scales)):
+        if codes.dtype != np.uint8:
+            raise ShapeError(
+                where, f"{name} have dtype {codes.dtype}", expected="uint8 codes", advice="pass .view(numpy.uint8)"
+            )
+
+
+def check_gemm_shapes(where: str, x: Shape, b: Shape, bias: Shape | None) -> None:
+    """Raises ShapeError unless x [..., M, K] (or [K]), b [..., N, K] and bias [N] have the same K and N."""
+    if len(x) < 1 or len(b) < 2 or x[-1] != b[-1]:
+        raise ShapeError(
+            where,
+            f"operands {x} and {b}",
+            expected="[..., M, K] and [..., N, K] with the same K",
+            advice="store the second operand with K last",
+        )
+    if bias is not None and bias != (b[-2],):
+        raise ShapeError(
+            where, f"bias has shape {bias}", expected=f"({b[-2]},), one value per output column", advice="reshape it"
+        )
+
+
+def gemm_shape(
+    where: str, x: Shape, b: Shape, bias: Shape | None, broadcast: Callable[..., Any] = np.broadcast_shapes
+) -> Shape:
+    """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed: [..., M, N] (or [..., N]).
+
+    Args:
+        where: the op, for errors.
+        x: shape of the first operand.
+        b: shape of the second; leading dimensions broadcast as in `numpy.matmul`.
+        bias: shape of the bias, or None.
+        broadcast: how leading dimensions combine; torch.broadcast_shapes knows symbolic ones.
+
+    Raises:
+        ShapeError: they do not fit together.
+    """
+    check_gemm_shapes(where, x, b, bias)
+    if len(b) == 2:
+        return (*x[:-1], b[0])
+    try:
+        leading = broadcast(x[:-2], b[:-2])
+    except (ValueError, RuntimeError):  # NumPy's and torch's
+        raise ShapeError(
+            where, f"operands {x} and {b}", expected="leading dimensions that broadcast", advice="reshape one"
+        ) from None
+    return (*leading, *x[-2:-1], b[-2])

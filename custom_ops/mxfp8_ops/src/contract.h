@@ -1,0 +1,73 @@
+// The rows of formats.py and contract.py.
+#pragma once
+#include <cstdint>
+
+#include "cpu/mxfp8_ops.h"
+
+namespace mxfp8 {
+
+struct Dtype {
+  int code;
+  const char* name;  // as ONNX writes it
+  const char* cuda;  // as codec.cuh does
+  int bytes;
+  uint32_t increments[4];  // of elements: formats.scale_increment of each rounding
+};
+
+struct Port {
+  const char* name;
+  int dtypes[8];  // 0 at the end
+  bool optional;
+};
+
+struct Node {
+  const char* name;
+  Port inputs[8], outputs[4];          // no name at the end
+  int output_dtype;                    // default of the attribute
+  int a, a_scales, b, b_scales, bias;  // which input of a gemm is what; -1 if there is none
+};
+
+// Below, up to the last line, is what custom_ops/contract_header.py writes. Op is the index of kNodes; the format rows
+// are ROW(name, mantissa bits, exponent bias, code of the largest finite magnitude).
+// clang-format off
+#define MXFP8_ELEMENT_FORMATS(ROW) ROW(E4M3, 3, 7, 0x7e) ROW(E5M2, 2, 15, 0x7b)
+
+static_assert(MXFP8_FLOAT32 == 1, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_FLOAT16 == 10, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_BFLOAT16 == 16, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_E4M3 == 17, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_E5M2 == 19, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_CEIL == 0, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_FLOOR == 1, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_EVEN == 2, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
+
+constexpr int64_t kBlock = 32;
+inline constexpr const char* kDomain = "mxfp8";
+enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm};
+inline constexpr const char* kScaleRoundings[] = {
+    "ceil",
+    "floor",
+    "even",
+};
+inline constexpr Dtype kValueDtypes[] = {
+    {MXFP8_FLOAT32, "float", "F32", 4, {}},
+    {MXFP8_FLOAT16, "float16", "F16", 2, {}},
+    {MXFP8_BFLOAT16, "bfloat16", "BF16", 2, {}},
+};
+inline constexpr Dtype kElementFormats[] = {
+    {MXFP8_E4M3, "float8e4m3fn", "E4M3", 1, {0x1fffff, 0x0, 0x80000}},
+    {MXFP8_E5M2, "float8e5m2", "E5M2", 1, {0x1fffff, 0x0, 0x100000}},
+};
+inline constexpr Node kNodes[] = {
+    {"MXFP8Quantize", {{"X", {1, 10, 16}, false}},
+     {{"elements", {17, 19}, false}, {"scales", {2}, false}}, 17, -1, -1, -1, -1, -1},
+    {"MXFP8Dequantize", {{"elements", {17, 19}, false}, {"scales", {2}, false}},
+     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1},
+    {"MXFP8Gemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 4},
+    {"MXFP8WeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 3},
+};
+
+}  // namespace mxfp8

@@ -1,0 +1,26 @@
+"""The matrix products that a gemm with leading dimensions is made of, on any device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from mxfp8_ops.torch_ops.shapes import Pair
+
+Product = tuple[int, int, int, int, int, int]
+"""M, then the addresses of a, its scales, b, its scales, y."""
+
+
+def products(y: Tensor, a: Pair, b: Pair) -> Iterator[Product]:
+    """Yields M and the addresses of each matrix product that `y` is made of; all tensors are contiguous."""
+    vector = a[0].dim() == 1
+    leading = tuple(y.shape[: -1 if vector else -2])
+    operands = [t[None] if vector else t for t in a] + list(b)
+    m = operands[0].shape[-2]
+    operands = [t.expand(*leading, *t.shape[-2:]) for t in operands]
+    layout = [(t.data_ptr(), [s * t.element_size() for s in t.stride()[: len(leading)]]) for t in (*operands, y)]
+    for index in itertools.product(*map(range, leading)):
+        x, x_scales, w, w_scales, out = (data + sum(map(int.__mul__, index, strides)) for data, strides in layout)
+        yield m, x, x_scales, w, w_scales, out
