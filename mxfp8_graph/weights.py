@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,3 +189,15 @@ def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], b
         elif argument != tuple(range(len(shape))):
             return None
     return (shape, flipped, tuple(casts)) if len(shape) >= 2 and 0 not in shape else None
+
+
+def packed_bytes(shape: Sequence[int], *, transposed: bool) -> int:
+    """Returns the bytes of the elements and scales of a packed weight.
+
+    Args:
+        shape: of the weight: [..., N, K], or [..., K, N] if `transposed`.
+        transposed: whether K is the last axis but one.
+    """
+    *lead, height, width = shape
+    n, k = (width, height) if transposed else (height, width)
+    return math.prod(lead) * n * (k + -(-k // formats.BLOCK_SIZE))

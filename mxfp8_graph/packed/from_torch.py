@@ -12,11 +12,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from mxfp8_graph.packed.weight import Array, Contents, PackedWeight, Tensor, original_name, plain_name
+from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor, original_name, plain_name
 from mxfp8_graph.policy.plan import unique_name
 from mxfp8_graph.torch_pass.static_operands import GATHERS
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_program.values import to_numpy
 
 _NAMES: Final[Mapping[str, tuple[str, str, str]]] = {
     "mxfp8::gemm": ("b", "b_scales", "b_format"),
@@ -83,8 +84,8 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
         shape=tuple(elements.shape),
         element_format=internals.argument(node, _NAMES[op][2]),
         weight_only=_weight_only(node),
-        read_elements=lambda: _array(elements),
-        read_scales=lambda: _array(scales),
+        read_elements=lambda: to_numpy(elements.contiguous()),
+        read_scales=lambda: to_numpy(scales.contiguous()),
     )
 
 
@@ -110,13 +111,5 @@ def _other(name: str, module: str | None, tensor: torch.Tensor) -> Tensor:
         module=module,
         dtype=dtype,
         shape=tuple(tensor.shape),
-        read=lambda: _array(tensor),
+        read=lambda: to_numpy(tensor.contiguous()),
     )
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    """Returns the values as NumPy has them; without a copy where they are contiguous and on the CPU."""
-    values = tensor.detach().cpu().contiguous()
-    if values.dtype in _DTYPES:
-        return values.view(torch.int16).numpy().view(_DTYPES[values.dtype])
-    return np.asarray(values.numpy())

@@ -1,4 +1,4 @@
-"""Inserts nodes in front of one node of a graph, each with the fake value it computes."""
+"""Adds nodes in front of one node of a graph, each with the fake value it computes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from mxfp8_graph.torch_pass.matmul_forms import Operand
 from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program
 
 _INHERITED: Final = ("nn_module_stack", "stack_trace", "custom")
+"""Metadata that a new node takes over from the one it stands in front of."""
+
+Shared = dict[tuple[object, ...], list[Node]]
+"""Added nodes by what they compute."""
 
 
 class Builder:
     """Adds nodes before `anchor`, sharing those that earlier builders with the same `shared` added."""
 
-    def __init__(self, program: Program, anchor: Node, shared: dict[tuple[object, ...], list[Node]]) -> None:
+    def __init__(self, program: Program, anchor: Node, shared: Shared | None = None) -> None:
         self._program = program
         self._anchor = anchor
-        self._shared = shared
+        self._shared: Shared = {} if shared is None else shared
         self.new: list[Node] = []
 
     def add(self, name: str, target: Any, *arguments: Any, **keywords: Any) -> Node:
@@ -52,19 +57,21 @@ class Builder:
             self._shared[key] = [self.add("sym_size", torch.ops.aten.sym_size.int, node, axis)]
         return self._shared[key][0]
 
-    def permute(self, node: Node, perm: tuple[int, ...] | None) -> Node:
-        """Returns `node` with its axes permuted; itself if `perm` is None."""
-        if perm is None:
-            return node
+    def k_last(self, operand: Operand) -> Node:
+        """Returns the operand's node, permuted so that K is last."""
+        return operand.node if operand.perm is None else self.permute(operand.node, operand.perm)
+
+    def permute(self, node: Node, perm: tuple[int, ...]) -> Node:
+        """Returns `node` with its axes permuted."""
         key = ("permute", node, perm)
         if key not in self._shared:
             self._shared[key] = [self.add(f"{node.name}_k_last", torch.ops.aten.permute.default, node, list(perm))]
         return self._shared[key][0]
 
     def pick(self, node: Node, gather: Node) -> Node:
-        """Returns what `gather` would if `node` were its first argument, by index_select.
+        """Returns what `gather` would give if `node` were its first argument.
 
-        That copies whole matrices: it takes a tenth of the time of `index`, whose negative indices it lacks.
+        By index_select, which copies whole matrices in a tenth of the time of `index`, but takes no negative indices.
         """
         key = ("pick", node, gather)
         if key not in self._shared:

@@ -11,7 +11,7 @@ from typing import Final
 from torch.fx import Node
 
 from mxfp8_graph.policy.plan import Role
-from mxfp8_graph.torch_pass.static_operands import Constants
+from mxfp8_graph.torch_pass.static_operands import StaticOperands
 from mxfp8_graph.torch_program import higher_order, internals
 from mxfp8_graph.torch_program.program import Program, Scope
 
@@ -58,7 +58,7 @@ _SOFTMAX: Final = internals.op_names("softmax _softmax _safe_softmax")
 class Roles:
     """Answers for the matmuls of one program."""
 
-    def __init__(self, program: Program, constants: Constants) -> None:
+    def __init__(self, program: Program, constants: StaticOperands) -> None:
         self._program = program
         self._constants = constants
         self._feeds_compute: dict[Node, bool] = {}

@@ -15,9 +15,8 @@ from mxfp8_graph.policy.plan import Decision, NothingEligibleError, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.torch_pass import attention, matmul_forms, torchao_weights, training
-from mxfp8_graph.torch_pass.find import find_sites
+from mxfp8_graph.torch_pass.find import AttentionSite, Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.replace import Editor
-from mxfp8_graph.torch_pass.site import TorchSite
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
@@ -74,8 +73,10 @@ def rewrite_torch(
         return source, report([], already=True)
     program, sites, decisions = _planned(source, recipe, options)
     notes += _lowered(sites)
-    if taken := sum(bool(s.packed) and d.quantize for s, d in zip(sites, decisions, strict=True)):
-        notes.append(f"{taken} weights were packed by torchao: their bytes are kept, their rounding error is unknown")
+    taken = [s for s, d in zip(sites, decisions, strict=True) if d.quantize and isinstance(s, TorchSite) and s.packed]
+    if taken:
+        count = len(taken)
+        notes.append(f"{count} weights were packed by torchao: their bytes are kept, their rounding error is unknown")
     if not any(decision.quantize for decision in decisions):
         raise NothingEligibleError(_nothing(options.name, decisions), decisions)
     if options.dry_run:
@@ -160,9 +161,7 @@ def _already_rewritten(source: ExportedProgram, recipe: Recipe, options: Options
     return same and options.training
 
 
-def _planned(
-    source: ExportedProgram, recipe: Recipe, options: Options
-) -> tuple[Program, list[TorchSite], list[Decision]]:
+def _planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
     """Returns (the copy to edit, its sites, what to do with each), attention taken apart where a recipe needs it."""
     program = Program(_without_einsum(source))
     sites = find_sites(program)
@@ -176,13 +175,13 @@ def _planned(
     return program, sites, decisions
 
 
-def _decide(sites: Sequence[TorchSite], recipe: Recipe, options: Options) -> list[Decision]:
-    decisions = plan([site.site for site in sites], recipe)
+def _decide(sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Decision]:
+    decisions = plan([site.matmul for site in sites], recipe)
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
         unfit = site.unfit or (training.obstacle(site) if options.training else None)
         if decision.quantize and unfit:
             decisions[index] = training.kept(decision, unfit)
-        elif decision.quantize and site.packed:
+        elif decision.quantize and isinstance(site, TorchSite) and site.packed:
             decisions[index] = replace(decision, weight_format=site.packed)
     if options.training:
         training.check(recipe, decisions)
@@ -198,7 +197,7 @@ def _without_einsum(source: ExportedProgram) -> ExportedProgram:
 
 
 def _apply(
-    program: Program, sites: Sequence[TorchSite], decisions: Sequence[Decision], recipe: Recipe, options: Options
+    program: Program, sites: Sequence[Site], decisions: Sequence[Decision], recipe: Recipe, options: Options
 ) -> list[SiteReport]:
     made = record.Made("", recipe.model_dump_json(), packed=not options.training)
     editor = Editor(program, made, allow_nonfinite=options.allow_nonfinite)
@@ -206,24 +205,25 @@ def _apply(
     done = 0
     reports: list[SiteReport] = []
     for site, decision in zip(sites, decisions, strict=True):
-        if not decision.quantize:
+        if not decision.quantize or isinstance(site, AttentionSite):
             training.undo(program, site)
-            reports.append(SiteReport(decision=decision, bytes_before=site.site.weight_bytes))
+            reports.append(SiteReport(decision=decision, bytes_before=site.matmul.weight_bytes))
             continue
         if options.training:
             reports.append(training.apply(program, site, decision, recipe, made))
         else:
             reports.append(editor.apply(site, decision))
-        done += site.site.weight_bytes
+        done += site.matmul.weight_bytes
         if options.progress:
-            options.progress(site.site.name, done, total)
+            options.progress(site.matmul.name, done, total)
     editor.finish()
     return reports
 
 
-def _lowered(sites: Sequence[TorchSite]) -> list[str]:
+def _lowered(sites: Sequence[Site]) -> list[str]:
     """Returns a note that names the linears core ATen had turned into expand and bmm, if there are any."""
-    names = [s.site.module or s.site.name for s in sites if s.w and s.w.static and s.w.static.broadcast]
+    linears = [s for s in sites if isinstance(s, TorchSite) and s.w.static and s.w.static.broadcast]
+    names = [s.matmul.module or s.matmul.name for s in linears]
     if not names:
         return []
     return [

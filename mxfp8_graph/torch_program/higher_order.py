@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from torch.fx import GraphModule, Node
 
-from mxfp8_graph.policy.plan import unique_name
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_program import internals
 
 
@@ -29,10 +29,11 @@ class Layout:
 
     bodies: tuple[int, ...]
     invariant: int
-    """The list of operands that every iteration sees alike; for a flat layout, where they begin."""
+    """The list of operands that are the same in every iteration; for a flat layout, where they begin."""
     variant: tuple[int, ...] = ()
     """Lists of operands that change from iteration to iteration; they come first."""
     flat: bool = False
+    """Operands are arguments of the call, not items of a list among them."""
     carried: int | None = None
     """The list among `variant` that a graph's first outputs feed in the next iteration."""
     looping: int = 0
@@ -50,15 +51,15 @@ _LAYOUTS: Final = {
 
 
 def layout_of(call: Node) -> Layout | None:
-    """Returns the layout of a higher-order call, or None if the pass does not know the op."""
+    """Returns the layout of a higher-order call, or None for an op that is not known."""
     return _LAYOUTS.get(internals.op_name(call))
 
 
 def operands(call: Node) -> list[Any]:
     """Returns the operands in the order of the graphs' placeholders."""
     layout = _known(call)
-    lists: list[Any] = [item for position in layout.variant for item in _list(call, position)]
-    return lists + list(call.args[layout.invariant :] if layout.flat else _list(call, layout.invariant))
+    variant: list[Any] = [item for position in layout.variant for item in _list(call, position)]
+    return [*variant, *(call.args[layout.invariant :] if layout.flat else _list(call, layout.invariant))]
 
 
 def variant_count(call: Node) -> int:
@@ -72,16 +73,16 @@ def carried_count(call: Node) -> int:
     return 0 if layout.carried is None else len(_list(call, layout.carried))
 
 
-def append(call: Node, operand: Node) -> None:
+def append_operand(call: Node, operand: Node) -> None:
     """Adds an operand at the end."""
     layout = _known(call)
     if layout.flat:
         call.args = (*call.args, operand)
     else:
-        _set(call, layout.invariant, [*_list(call, layout.invariant), operand])
+        _set_list(call, layout.invariant, [*_list(call, layout.invariant), operand])
 
 
-def remove(call: Node, index: int) -> None:
+def remove_operand(call: Node, index: int) -> None:
     """Removes the operand at `index` of `operands`, which must be the same in every iteration."""
     layout = _known(call)
     index -= variant_count(call)
@@ -91,7 +92,7 @@ def remove(call: Node, index: int) -> None:
     else:
         kept = list(_list(call, layout.invariant))
         del kept[index]
-        _set(call, layout.invariant, kept)
+        _set_list(call, layout.invariant, kept)
 
 
 def unshare(module: GraphModule) -> None:
@@ -106,17 +107,15 @@ def unshare(module: GraphModule) -> None:
 
 def _unshare(module: GraphModule, taken: set[int]) -> None:
     for call in [node for node in module.graph.nodes if layout_of(node) is not None]:
-        for position, held in _graphs(module, call):
-            graph = held
-            if id(held) in taken:
-                graph = internals.clone(held)
-                name = unique_name(str(call.args[position].target), {name for name, _ in module.named_children()}, "_")
-                module.add_module(name, graph)
+        for position, graph in _graphs(module, call):
+            own = internals.clone(graph) if id(graph) in taken else graph
+            if own is not graph:
+                name = unique_name(str(call.args[position].target), dict(module.named_children()))
+                module.add_module(name, own)
                 with module.graph.inserting_before(call):
-                    body = module.graph.get_attr(name)
-                call.args = (*call.args[:position], body, *call.args[position + 1 :])
-            taken.add(id(graph))
-            _unshare(graph, taken)
+                    _set(call, position, module.graph.get_attr(name))
+            taken.add(id(own))
+            _unshare(own, taken)
 
 
 def _graphs(module: GraphModule, call: Node) -> list[tuple[int, GraphModule]]:
@@ -127,16 +126,16 @@ def _graphs(module: GraphModule, call: Node) -> list[tuple[int, GraphModule]]:
 
 
 def _known(call: Node) -> Layout:
-    layout = layout_of(call)
-    assert layout is not None, call
-    return layout
+    return _LAYOUTS[internals.op_name(call)]
 
 
 def _list(call: Node, position: int) -> Any:
     return call.args[position]
 
 
-def _set(call: Node, position: int, values: list[Any]) -> None:
-    as_before = type(_list(call, position))
-    new = tuple(values) if issubclass(as_before, tuple) else values
-    call.args = (*call.args[:position], new, *call.args[position + 1 :])
+def _set_list(call: Node, position: int, items: list[Any]) -> None:
+    _set(call, position, tuple(items) if isinstance(_list(call, position), tuple) else items)
+
+
+def _set(call: Node, position: int, argument: Any) -> None:
+    call.args = (*call.args[:position], argument, *call.args[position + 1 :])

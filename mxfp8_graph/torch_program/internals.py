@@ -1,4 +1,4 @@
-"""Every private or version-dependent torch API of the pass, in one place.
+"""Every private or version-dependent torch API that exported programs need, in one place.
 
 What is used beyond the documented API, and why:
 
@@ -196,6 +196,12 @@ def op_name(node: Node) -> str:
 def is_higher_order(node: Node) -> bool:
     """Whether `node` calls an op that runs graphs of its own."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def module_path(node: Node) -> str:
+    """Returns the path of the module that made `node`, such as "model.layers.0.mlp.up_proj"; "" for the model."""
+    stack = node.meta.get("nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def opens_transform(node: Node) -> bool:

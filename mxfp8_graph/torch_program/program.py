@@ -1,8 +1,9 @@
-"""A private copy of an exported program that the pass may edit: graphs, signature, references to the weights."""
+"""A private copy of an exported program, to walk and edit: its graphs, signature and references to its weights."""
 
 from __future__ import annotations
 
 import itertools
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 from torch.fx import GraphModule, Node
 
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_program import higher_order, internals
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -32,7 +34,7 @@ class Scope:
     blocker: str | None = None
     """Why nothing inside can be rewritten, or None."""
     weights: dict[str, Node] = field(default_factory=dict)
-    """Placeholders of the buffers the pass added, by buffer name."""
+    """Placeholders of the added buffers, by buffer name."""
 
     @property
     def placeholders(self) -> list[Node]:
@@ -99,11 +101,7 @@ class Program:
 
     def fresh(self, wanted: str) -> str:
         """Returns `wanted`, or `wanted` with a number, that no tensor of the program is called."""
-        name, count = wanted, 1
-        while name in self.state or name in self.constants:
-            count += 1
-            name = f"{wanted}_{count}"
-        return name
+        return unique_name(wanted, ChainMap(self.state, self.constants))
 
     def add_buffer(self, name: str, data: torch.Tensor) -> None:
         """Makes `data` a buffer of the program; `weight` gives its node in a graph."""
@@ -122,7 +120,7 @@ class Program:
             scope.weights[name] = node
             return node
         outer = self.weight(scope.parent, name)
-        higher_order.append(scope.call, outer)
+        higher_order.append_operand(scope.call, outer)
         for sibling in scope.siblings:
             sibling.weights[name] = _placeholder(sibling, label, outer.meta["val"])
         return scope.weights[name]
@@ -136,7 +134,7 @@ class Program:
             self.constants.pop(name, None)
 
     def freeze(self) -> None:
-        """Makes the parameters that are left ask for no gradients: none would pass through the packed matmuls."""
+        """Makes every parameter ask for no gradient."""
         for name, tensor in self.state.items():
             if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
                 self.state[name] = torch.nn.Parameter(tensor.detach(), requires_grad=False)

@@ -1,0 +1,73 @@
+"""Which matmuls can be rewritten at all, whatever a recipe says, by shapes, ranks and names of dtypes.
+
+Every front end asks here, so that all of them decide alike and say so in the same words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from mxfp8_graph.policy.plan import Dim
+from mxfp8_ops.contract import VALUE_NAMES
+
+BOTH_CONSTANT: Final = "both operands are constant; fold the constants of the model first"
+
+
+def dtype_blocker(dtype: str | None, advice: str, *, owner: str = "") -> str | None:
+    """Returns why a matmul of this dtype cannot be rewritten, or None.
+
+    Args:
+        dtype: "float32" or another name; None if it is unknown.
+        advice: what the user can do.
+        owner: what has the dtype, such as "the activation"; by default the matmul.
+    """
+    if dtype in VALUE_NAMES.values():
+        return None
+    subject = f"{owner} has " if owner else ""
+    return f"{subject}dtype {dtype or 'unknown'}; expected float32, float16 or bfloat16; {advice}"
+
+
+def weight_blocker(shape: Sequence[int]) -> str | None:
+    """Returns why a static operand of this shape cannot be packed, or None."""
+    if len(shape) < 2:
+        return "the static operand is a vector; expected a matrix"
+    if 0 in shape:
+        return f"the weight is empty (shape {list(shape)}); expected N and K above 0"
+    return None
+
+
+def is_bias(shape: Sequence[int], dtype: str | None, *, n: Dim, rank: int) -> bool:
+    """Returns whether a static tensor adds one value per column, or one to all, and leaves the result's shape.
+
+    Args:
+        shape: of the static tensor.
+        dtype: its name.
+        n: columns of the result.
+        rank: rank of the result.
+    """
+    per_column = not shape or shape[-1] in {1, n}
+    return dtype in VALUE_NAMES.values() and math.prod(shape[:-1]) == 1 and len(shape) <= rank and per_column
+
+
+def sizes(x: Sequence[Any] | None, w: Sequence[Any] | None) -> tuple[Dim, Dim, Dim]:
+    """Returns m, n and k of a matmul as far as its shapes tell; m counts all rows of X.
+
+    Args:
+        x: [..., M, K] or [K]; None if unknown. A dimension that is no number counts by its text.
+        w: [..., N, K]; None if unknown.
+    """
+    n, k = (_dim(w[-2]), _dim(w[-1])) if w is not None and len(w) >= 2 else (None, None)
+    return rows(x[:-1]) if x is not None else None, n, k
+
+
+def rows(lead: Sequence[Any]) -> Dim:
+    """Returns how many rows dimensions make together: a number, or the product as text if one is no number."""
+    dims = [_dim(size) for size in lead]
+    numbers = [size for size in dims if isinstance(size, int)]
+    return math.prod(numbers) if len(numbers) == len(dims) else "*".join(str(size) for size in dims if size != 1)
+
+
+def _dim(size: Any) -> Dim:
+    return size if size is None or isinstance(size, int) else str(size)
