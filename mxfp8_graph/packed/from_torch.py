@@ -99,9 +99,7 @@ def _weight_only(node: Node) -> bool | None:
 
 def _module(node: Node | None) -> str | None:
     """Returns the path of the module that a node belongs to."""
-    stack = node.meta.get("nn_module_stack") or {} if node is not None else {}
-    paths = [path for path, _ in stack.values()]
-    return paths[-1] or None if paths else None
+    return internals.module_path(node) or None if node is not None else None
 
 
 def _other(name: str, module: str | None, tensor: torch.Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class _Finder:
                 elif node in self._forms:
                     yield self._describe(node, self._forms[node], scope, transformed)
 
-    def _name(self, wanted: str) -> str:
+    def _unique(self, wanted: str) -> str:
         name = unique_name(wanted, self._names, "#")
         self._names.add(name)
         return name
@@ -130,7 +130,7 @@ class _Finder:
         for name, role, weight in products:
             m, n, k = eligibility.sizes(query.shape, weight)
             matmul = MatMulSite(
-                name=self._name(name),
+                name=self._unique(name),
                 op=internals.op_name(node),
                 module=internals.module_path(node),
                 subgraph=scope.path,
@@ -151,7 +151,7 @@ class _Finder:
         op = "einsum" if internals.is_from_einsum(node) else self._program.labels.get(node, internals.op_name(node))
         dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
         matmul = MatMulSite(
-            name=self._name(node.name),
+            name=self._unique(node.name),
             op="linear" if op == LINEAR_TRAIN else op,
             module=internals.module_path(node),
             subgraph=scope.path,

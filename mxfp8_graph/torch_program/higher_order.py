@@ -25,9 +25,8 @@ from mxfp8_graph.torch_program import internals
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a higher-order op keeps its graphs and operands, as positions among its arguments."""
+    """Where a higher-order op keeps its operands, as positions among its arguments."""
 
-    bodies: tuple[int, ...]
     invariant: int
     """The list of operands that are the same in every iteration; for a flat layout, where they begin."""
     variant: tuple[int, ...] = ()
@@ -37,22 +36,29 @@ class Layout:
     carried: int | None = None
     """The list among `variant` that a graph's first outputs feed in the next iteration."""
     looping: int = 0
-    """Which of `bodies` gives the results; the others only decide."""
+    """Which of the graphs gives the results; the others only decide."""
 
 
 _LAYOUTS: Final = {
-    "cond": Layout((1, 2), 3),
-    "while_loop": Layout((0, 1), 3, (2,), carried=2, looping=1),
-    "map_impl": Layout((0,), 2, (1,)),
-    "scan": Layout((0,), 3, (1, 2), carried=1),
-    "wrap_with_set_grad_enabled": Layout((1,), 2, flat=True),
-    "wrap_with_autocast": Layout((4,), 5, flat=True),
+    "cond": Layout(3),
+    "while_loop": Layout(3, (2,), carried=2, looping=1),
+    "map_impl": Layout(2, (1,)),
+    "scan": Layout(3, (1, 2), carried=1),
+    "wrap_with_set_grad_enabled": Layout(2, flat=True),
+    "wrap_with_autocast": Layout(5, flat=True),
 }
 
 
 def layout_of(call: Node) -> Layout | None:
     """Returns the layout of a higher-order call, or None for an op that is not known."""
     return _LAYOUTS.get(internals.op_name(call))
+
+
+def graphs(module: GraphModule, call: Node) -> list[tuple[int, str, GraphModule]]:
+    """Returns (position among the arguments, name in `module`, graph) of each graph that a call runs."""
+    names = [(i, str(a.target)) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr"]
+    found = [(position, name, getattr(module, name, None)) for position, name in names]
+    return [(position, name, held) for position, name, held in found if isinstance(held, GraphModule)]
 
 
 def operands(call: Node) -> list[Any]:
@@ -101,28 +107,21 @@ def unshare(module: GraphModule) -> None:
     for inner in [module, *module.modules()]:
         if isinstance(inner, GraphModule):
             calls = [node for node in inner.graph.nodes if internals.is_higher_order(node) and layout_of(node) is None]
-            taken.update(id(m) for call in calls for _, held in _graphs(inner, call) for m in held.modules())
+            taken.update(id(m) for call in calls for *_, held in graphs(inner, call) for m in held.modules())
     _unshare(module, taken)
 
 
 def _unshare(module: GraphModule, taken: set[int]) -> None:
     for call in [node for node in module.graph.nodes if layout_of(node) is not None]:
-        for position, graph in _graphs(module, call):
+        for position, name, graph in graphs(module, call):
             own = internals.clone(graph) if id(graph) in taken else graph
             if own is not graph:
-                name = unique_name(str(call.args[position].target), dict(module.named_children()))
-                module.add_module(name, own)
+                new = unique_name(name, dict(module.named_children()))
+                module.add_module(new, own)
                 with module.graph.inserting_before(call):
-                    _set(call, position, module.graph.get_attr(name))
+                    _set(call, position, module.graph.get_attr(new))
             taken.add(id(own))
             _unshare(own, taken)
-
-
-def _graphs(module: GraphModule, call: Node) -> list[tuple[int, GraphModule]]:
-    """Returns (position, graph) of each argument of a call that is a graph."""
-    named = [(i, a.target) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr"]
-    found = [(position, getattr(module, str(name), None)) for position, name in named]
-    return [(position, held) for position, held in found if isinstance(held, GraphModule)]
 
 
 def _known(call: Node) -> Layout:

@@ -173,19 +173,13 @@ def _inner(scope: Scope) -> Iterator[Scope]:
     for call in scope.module.graph.nodes:
         if not internals.is_higher_order(call):
             continue
-        layout = higher_order.layout_of(call)
-        held = [a for a in call.args if isinstance(a, Node) and a.op == "get_attr"]
-        bodies = [call.args[i] for i in layout.bodies] if layout else held
-        found = []
-        for body in bodies:
-            module = getattr(scope.module, str(body.target), None)
-            if not isinstance(module, GraphModule):
-                continue
-            path = "/".join(filter(None, (scope.path, str(body.target))))
-            blocker = scope.blocker
-            if layout is None:
-                blocker = f"inside {internals.op_name(call)}, a higher-order op the pass cannot edit; export without it"
-            found.append(Scope(path, module, scope, call, blocker=blocker))
+        blocker = scope.blocker
+        if higher_order.layout_of(call) is None:
+            blocker = f"inside {internals.op_name(call)}, a higher-order op the pass cannot edit; export without it"
+        found = [
+            Scope("/".join(filter(None, (scope.path, name))), module, scope, call, blocker=blocker)
+            for _, name, module in higher_order.graphs(scope.module, call)
+        ]
         for inner in found:
             inner.siblings = found
             yield inner
