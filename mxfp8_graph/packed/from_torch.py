@@ -71,8 +71,7 @@ def _stored(view: Program, node: Any) -> str | None:
     """Returns the name of the buffer that an operand is or picks experts from, or None if it is computed."""
     if isinstance(node, Node) and internals.op_name(node) in GATHERS:
         node = node.args[0]
-    origin = view.origin(node) if isinstance(node, Node) and node.op == "placeholder" else None
-    return view.stored_name(origin) if origin is not None else None
+    return view.stored_name(node) if isinstance(node, Node) else None
 
 
 def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> PackedWeight:

@@ -95,7 +95,7 @@ class StaticOperands:
         for scope in program.scopes:
             for node in scope.module.graph.nodes:
                 for argument in internals.written(node):
-                    if name := self._base(argument):
+                    if name := program.stored_name(_behind_views(argument)):
                         self._written[name] = internals.op_name(node)
         self._constant: set[Node] = set()
         for scope in program.scopes:  # outer graphs first, and every graph in the order it runs: no recursion
@@ -159,23 +159,15 @@ class StaticOperands:
         return all(source in self._constant for source in node.all_input_nodes)
 
     def _stored(self, node: Node) -> Static | None:
-        origin = self._program.origin(node)
-        name = self._program.stored_name(origin) if origin is not None else None
-        value = node.meta.get("val")
+        name, value = self._program.stored_name(node), node.meta.get("val")
         if name is None or name in self._written or not isinstance(value, torch.Tensor):
             return None
         return Static(name=name, shape=tuple(value.shape), dtype=value.dtype)
 
     def writer_of(self, node: Node) -> tuple[str, str] | None:
         """Returns (name, op) if `node` is a stored tensor that an op of the program changes."""
-        name = self._base(node)
+        name = self._program.stored_name(_behind_views(node))
         return (name, self._written[name]) if name in self._written else None
-
-    def _base(self, node: Node) -> str | None:
-        """Returns the stored tensor that `node` is or views."""
-        node = _behind_views(node)
-        origin = self._program.origin(node) if node.op == "placeholder" else None
-        return self._program.stored_name(origin) if origin is not None else None
 
 
 def _behind_views(node: Node) -> Node:

@@ -49,13 +49,12 @@ def obstacle(site: Site) -> str | None:
 
 
 def _fits(site: TorchSite) -> bool:
-    """Whether the weight is one that `linear_train` takes: a matrix, or a stack with one matrix for each of x."""
+    """Whether the weight is one that `linear_train` takes: a matrix, or a stack with one matrix for each matrix of x."""
     x, w = site.x, site.w
     seen = w.node.meta["val"].shape
     if len(seen) != w.rank or w.rank == 2:
         return w.rank == len(seen) == 2
-    first = x.perm[0] if x.perm else 0
-    return w.rank == x.rank == 3 and site.added.bias is None and str(x.node.meta["val"].shape[first]) == str(seen[0])
+    return w.rank == x.rank == 3 and site.added.bias is None and str(x.shape[0]) == str(seen[0])
 
 
 def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:

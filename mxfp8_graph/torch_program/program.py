@@ -75,29 +75,15 @@ class Program:
         return self._scope_of[node.graph]
 
     def stored_name(self, node: Node) -> str | None:
-        """Returns the name of the parameter, buffer or constant that a placeholder of the main graph stands for."""
-        spec = self._specs.get(node)
+        """Returns the name of the parameter, buffer or constant that a placeholder of any graph stands for, or None."""
+        origin = self._origin(node) if node.op == "placeholder" else None
+        spec = self._specs.get(origin) if origin is not None else None
         return spec.target if spec is not None and spec.kind in _STORED else None
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a parameter, buffer or constant."""
         value: torch.Tensor = self.state[name] if name in self.state else self.constants[name]
         return value
-
-    def origin(self, node: Node) -> Node | None:
-        """Returns the main graph's placeholder that a placeholder stands for, or None if it varies."""
-        scope = self.scope_of(node)
-        while scope.parent is not None and scope.call is not None:
-            if higher_order.layout_of(scope.call) is None:
-                return None
-            index = scope.placeholders.index(node)
-            if index < higher_order.variant_count(scope.call):
-                return None
-            node = higher_order.operands(scope.call)[index]
-            if not isinstance(node, Node) or node.op != "placeholder":
-                return None
-            scope = scope.parent
-        return node
 
     def fresh(self, wanted: str) -> str:
         """Returns `wanted`, or `wanted` with a number, that no tensor of the program is called."""
@@ -114,8 +100,8 @@ class Program:
         label = "b_" + name.replace(".", "_")
         if scope.parent is None or scope.call is None:
             value = internals.fake_of(self.fake_mode, self.state[name])
-            first = next((p for p in scope.placeholders if not self._is_stored(p)), None)
-            node = _placeholder(scope, label, value, before=first)
+            inputs = (p for p in scope.placeholders if self._specs[p].kind == InputKind.USER_INPUT)
+            node = _placeholder(scope, label, value, before=next(inputs, None))
             self._specs[node] = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
             scope.weights[name] = node
             return node
@@ -147,22 +133,27 @@ class Program:
         inputs = [self._specs[node] for node in self.scopes[0].placeholders]
         return internals.updated(self.source, self.module, inputs, self.state, self.constants)
 
-    def _is_stored(self, placeholder: Node) -> bool:
-        return bool(self._specs[placeholder].kind != InputKind.USER_INPUT)
+    def _origin(self, node: Node) -> Node | None:
+        """Returns the main graph's placeholder that a placeholder stands for, or None if it varies."""
+        scope = self.scope_of(node)
+        while scope.parent is not None and scope.call is not None:
+            if higher_order.layout_of(scope.call) is None:
+                return None
+            index = scope.placeholders.index(node)
+            if index < higher_order.variant_count(scope.call):
+                return None
+            node = higher_order.operands(scope.call)[index]
+            if not isinstance(node, Node) or node.op != "placeholder":
+                return None
+            scope = scope.parent
+        return node
 
 
 def _placeholder(scope: Scope, label: str, value: Any, *, before: Node | None = None) -> Node:
+    """Returns a new input of a graph, by default the last one."""
     graph = scope.module.graph
-    inputs = scope.placeholders
-    if before is not None:
-        with graph.inserting_before(before):
-            node = graph.placeholder(label)
-    elif inputs:
-        with graph.inserting_after(inputs[-1]):
-            node = graph.placeholder(label)
-    else:
-        with graph.inserting_before(next(iter(graph.nodes))):
-            node = graph.placeholder(label)
+    with graph.inserting_before(before or next(node for node in graph.nodes if node.op != "placeholder")):
+        node = graph.placeholder(label)
     node.target = node.name
     node.meta["val"] = value
     return node
