@@ -49,7 +49,7 @@ def obstacle(site: Site) -> str | None:
 
 
 def _fits(site: TorchSite) -> bool:
-    """Whether the weight is one that `linear_train` takes: a matrix, or a stack with one matrix for each matrix of x."""
+    """Whether the weight is one that `linear_train` takes: a matrix, or a stack with one matrix for each of x."""
     x, w = site.x, site.w
     seen = w.node.meta["val"].shape
     if len(seen) != w.rank or w.rank == 2:
