@@ -108,7 +108,7 @@ class _Finder:
         for scope in self._program.scopes:
             nesting = 0
             for node in scope.module.graph.nodes:
-                nesting += internals.opens_transform(node) - internals.closes_transform(node)
+                nesting += internals.transform_depth(node)
                 transformed = _TRANSFORMED if nesting else None
                 if is_attention(node):
                     yield from self._attention(node, scope, transformed)

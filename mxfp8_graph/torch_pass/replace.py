@@ -112,6 +112,7 @@ class Editor:
 
     def _put(self, site: TorchSite, gemm: _Call, build: Builder) -> None:
         """Makes the site's output the gemm, or the last of the calls that must follow it."""
+        output = site.added.output
         *calls, last = gemm, *_epilogue(site, build)
         before: tuple[Node, ...] = ()
         for call in calls:
@@ -119,23 +120,19 @@ class Editor:
             before = (build.add(name, call.op, *before, *call.arguments, **call.keywords),)
             if call is gemm:
                 record.mark(before[0], self._made)
-        self._retarget(site.added.output, last.op, (*before, *last.arguments), last.keywords, build)
-        if site.added.output is not site.node:
-            site.node.graph.erase_node(site.node)
-
-    def _retarget(
-        self, node: Node, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], build: Builder
-    ) -> None:
-        value, expected = build.evaluate(target, arguments, keywords), node.meta["val"]
+        arguments = (*before, *last.arguments)
+        value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
         if value.dtype != expected.dtype or value.dim() != expected.dim():
             raise ContractError(
-                node.name,
+                output.name,
                 f"rewritten it gives {value.dtype} {list(value.shape)}",
                 expected=f"{expected.dtype} {list(expected.shape)}",
                 advice="exclude this node in the recipe and report it as a bug",
             )
-        node.target, node.args, node.kwargs = target, arguments, keywords
-        record.mark(node, self._made)
+        output.target, output.args, output.kwargs = last.op, arguments, last.keywords
+        record.mark(output, self._made)
+        if output is not site.node:
+            site.node.graph.erase_node(site.node)
 
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> _Packed:
         """Returns the site's packed weight; packs each weight once."""
@@ -146,8 +143,7 @@ class Editor:
             return self._packed[key]
         stored = self._program.tensor(static.name)
         if site.packed:  # the bytes torchao made; how far they are from the weight it no longer knows
-            taken = torchao_weights.unpacked(stored)
-            self._packed[key] = self._store(static.name, taken.elements, taken.scales, None)
+            self._packed[key] = self._store(static.name, *torchao_weights.unpacked(stored), None)
             return self._packed[key]
         self._sources.add(storage_of(stored))
         rows, flipped = rows_of(static, stored)

@@ -204,14 +204,10 @@ def module_path(node: Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
-def opens_transform(node: Node) -> bool:
-    """Whether a function transform such as vmap begins at `node`."""
-    return op_name(node).endswith("_increment_nesting")
-
-
-def closes_transform(node: Node) -> bool:
-    """Whether a function transform such as vmap ends at `node`."""
-    return op_name(node).endswith("_decrement_nesting")
+def transform_depth(node: Node) -> int:
+    """Returns 1 if a function transform such as vmap begins at `node`, -1 if one ends there, and else 0."""
+    name = op_name(node)
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
