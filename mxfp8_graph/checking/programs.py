@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
 from mxfp8_graph.checking.inputs import BFLOAT16, Array, Inputs, InputSpec
@@ -20,6 +19,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
+
+from mxfp8_graph.torch_program.values import to_numpy
 
 _MOVES: Final = frozenset(
     {"to", "_to_copy", "view", "reshape", "unsqueeze", "squeeze", "expand", "slice", "clone", "contiguous", "flatten"}
@@ -99,7 +100,11 @@ class TorchProgram:
     def _arrays(self, result: Any) -> Inputs:
         leaves = pytree.tree_leaves(result)
         pairs = zip(self._outputs, leaves, strict=True)
-        return {name: _array(leaf) for name, leaf in pairs if name is not None and isinstance(leaf, torch.Tensor)}
+        return {
+            name: to_numpy(leaf.contiguous())
+            for name, leaf in pairs
+            if name is not None and isinstance(leaf, torch.Tensor)
+        }
 
 
 def _spec(placeholder: torch.fx.Node) -> InputSpec:
@@ -131,10 +136,3 @@ def _tensor(array: Array) -> torch.Tensor:
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return np.asarray(tensor.numpy())

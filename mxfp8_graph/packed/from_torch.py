@@ -12,10 +12,11 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.naming import unique_name
-from mxfp8_graph.packed.weight import Array, Contents, PackedWeight, Tensor, original_name, plain_name
+from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor, original_name, plain_name
 from mxfp8_graph.torch_pass.static_operands import GATHERS
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_program.values import to_numpy
 from mxfp8_ops import contract
 
 _NAMES: Final = {name: op.weight for name, op in contract.TORCH_OPS.items() if op.weight is not None}
@@ -66,8 +67,7 @@ def _stored(view: Program, node: Any) -> str | None:
     """Returns the name of the buffer that an operand is or picks experts from, or None if it is computed."""
     if isinstance(node, Node) and internals.op_name(node) in GATHERS:
         node = node.args[0]
-    origin = view.origin(node) if isinstance(node, Node) and node.op == "placeholder" else None
-    return view.stored_name(origin) if origin is not None else None
+    return view.stored_name(node) if isinstance(node, Node) else None
 
 
 def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> PackedWeight:
@@ -79,8 +79,8 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
         shape=tuple(elements.shape),
         element_format=internals.argument(node, _NAMES[op][2]),
         weight_only=_weight_only(node),
-        read_elements=lambda: _array(elements),
-        read_scales=lambda: _array(scales),
+        read_elements=lambda: to_numpy(elements.contiguous()),
+        read_scales=lambda: to_numpy(scales.contiguous()),
     )
 
 
@@ -93,9 +93,7 @@ def _weight_only(node: Node) -> bool | None:
 
 def _module(node: Node | None) -> str | None:
     """Returns the path of the module that a node belongs to."""
-    stack = node.meta.get("nn_module_stack") or {} if node is not None else {}
-    paths = [path for path, _ in stack.values()]
-    return paths[-1] or None if paths else None
+    return internals.module_path(node) or None if node is not None else None
 
 
 def _other(name: str, module: str | None, tensor: torch.Tensor) -> Tensor:
@@ -105,13 +103,5 @@ def _other(name: str, module: str | None, tensor: torch.Tensor) -> Tensor:
         module=module,
         dtype=dtype,
         shape=tuple(tensor.shape),
-        read=lambda: _array(tensor),
+        read=lambda: to_numpy(tensor.contiguous()),
     )
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    """Returns the values as NumPy has them; without a copy where they are contiguous and on the CPU."""
-    values = tensor.detach().cpu().contiguous()
-    if values.dtype in _DTYPES:
-        return values.view(torch.int16).numpy().view(_DTYPES[values.dtype])
-    return np.asarray(values.numpy())

@@ -1,10 +1,10 @@
-"""The torch front end: exported program -> sites -> plan -> edited program.
+"""The torch front end: exported program -> sites -> plan -> edited program -> file.
 
 run.py               the steps, in order
 find.py              finds the matmuls, and says what each is
 matmul_forms.py      how each op multiplies
 static_operands.py   which operands are known before the program runs; weight_rows.py reads their values
-roles.py             what a matmul is for
+roles.py             what a matmul is for: this front end's op table
 attention.py         scaled_dot_product_attention as two matmuls
 replace.py           replaces the matmuls for inference; training.py for training; build.py adds nodes
 prune.py             removes what that left unused

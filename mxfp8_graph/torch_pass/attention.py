@@ -9,7 +9,6 @@ The node itself becomes the values product and keeps its name; the scores produc
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -23,7 +22,7 @@ _ATEN = torch.ops.aten
 
 
 def scores_name(node: Node) -> str:
-    """Returns the name of the scores product of an attention node."""
+    """Returns what the scores product of an attention node is called."""
     return f"{node.name}_scores"
 
 
@@ -38,13 +37,13 @@ def obstacle(node: Node) -> str | None:
 
 def expand(program: Program, node: Node) -> None:
     """Replaces an attention node by its two matmuls and the softmax between them."""
-    build = Builder(program, node, {})
+    build = Builder(program, node)
     query, key, value = (internals.argument(node, name) for name in ("query", "key", "value"))
     if internals.argument(node, "enable_gqa", False):
         key, value = (_repeated(build, query, tensor) for tensor in (key, value))
     rank = key.meta["val"].dim()
-    turned = build.permute(key, (*range(rank - 2), rank - 1, rank - 2))
-    scores = build.add(scores_name(node), _ATEN.matmul.default, query, turned)
+    transposed = build.permute(key, (*range(rank - 2), rank - 1, rank - 2))
+    scores = build.add(scores_name(node), _ATEN.matmul.default, query, transposed)
     program.labels[scores] = program.labels[node] = matmul_forms.ATTENTION
     masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, _scale(node, query)))
     weights = build.add(f"{node.name}_softmax", _ATEN.softmax.int, masked, -1)
@@ -54,7 +53,7 @@ def expand(program: Program, node: Node) -> None:
 
 
 def _relax_views(node: Node) -> None:
-    """Lets the views of an attention result copy: its kernels lay it out by position and head, a matmul by head."""
+    """Makes the views of an attention result copy: its kernels lay it out by position and head, a matmul by head."""
     for user in node.users:
         if user.target is _ATEN.view.default:
             user.target = _ATEN.reshape.default
@@ -76,7 +75,8 @@ def _repeated(build: Builder, query: Node, tensor: Node) -> Node:
 
 
 def _masked(build: Builder, node: Node, scores: Node) -> Node:
-    mask: Any = internals.argument(node, "attn_mask")
+    """Returns the scores with the node's mask applied, if it has one."""
+    mask = internals.argument(node, "attn_mask")
     value = scores.meta["val"]
     if internals.argument(node, "is_causal", False):
         sizes = [build.size(scores, -2), build.size(scores, -1)]

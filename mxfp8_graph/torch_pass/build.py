@@ -1,27 +1,34 @@
-"""Inserts nodes in front of one node of a graph, each with the fake value it computes."""
+"""Adds nodes in front of one node of a graph, each with the fake value it computes."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from mxfp8_graph.torch_pass.matmul_forms import Operand
 from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program
 
+_ATEN: Final = torch.ops.aten
 _INHERITED: Final = ("nn_module_stack", "stack_trace", "custom")
+"""Metadata that a new node takes over from the one it stands in front of."""
+
+Shared = dict[tuple[object, ...], Node]
+"""Added nodes by what they compute."""
 
 
 class Builder:
     """Adds nodes before `anchor`, sharing those that earlier builders with the same `shared` added."""
 
-    def __init__(self, program: Program, anchor: Node, shared: dict[tuple[object, ...], list[Node]]) -> None:
+    def __init__(self, program: Program, anchor: Node, shared: Shared | None = None) -> None:
         self._program = program
         self._anchor = anchor
-        self._shared = shared
+        self._shared: Shared = {} if shared is None else shared
         self.new: list[Node] = []
 
     def add(self, name: str, target: Any, *arguments: Any, **keywords: Any) -> Node:
@@ -47,43 +54,28 @@ class Builder:
         size = node.meta["val"].shape[axis]
         if isinstance(size, int):
             return size
-        key = ("size", node, axis)
-        if key not in self._shared:
-            self._shared[key] = [self.add("sym_size", torch.ops.aten.sym_size.int, node, axis)]
-        return self._shared[key][0]
+        return self._once(("size", node, axis), lambda: self.add("sym_size", _ATEN.sym_size.int, node, axis))
 
-    def permute(self, node: Node, perm: tuple[int, ...] | None) -> Node:
-        """Returns `node` with its axes permuted; itself if `perm` is None."""
-        if perm is None:
-            return node
-        key = ("permute", node, perm)
-        if key not in self._shared:
-            self._shared[key] = [self.add(f"{node.name}_k_last", torch.ops.aten.permute.default, node, list(perm))]
-        return self._shared[key][0]
+    def k_last(self, operand: Operand) -> Node:
+        """Returns the operand's node, permuted so that K is last."""
+        return operand.node if operand.perm is None else self.permute(operand.node, operand.perm)
+
+    def permute(self, node: Node, perm: tuple[int, ...]) -> Node:
+        """Returns `node` with its axes permuted."""
+        name = f"{node.name}_k_last"
+        return self._once(("permute", node, perm), lambda: self.add(name, _ATEN.permute.default, node, list(perm)))
 
     def pick(self, node: Node, gather: Node) -> Node:
-        """Returns what `gather` would if `node` were its first argument, by index_select.
+        """Returns what `gather` would give if `node` were its first argument.
 
-        That copies whole matrices: it takes a tenth of the time of `index`, whose negative indices it lacks.
+        By index_select, which copies whole matrices in a tenth of the time of `index`, but takes no negative indices.
         """
-        key = ("pick", node, gather)
-        if key not in self._shared:
-            name, chosen = f"{node.name}_chosen", self._indices(gather, int(node.meta["val"].shape[0]))
-            self._shared[key] = [self.add(name, torch.ops.aten.index_select.default, node, 0, chosen)]
-        return self._shared[key][0]
 
-    def _indices(self, gather: Node, size: int) -> Any:
-        """Returns the vector that `gather` picks by, its negative entries counted from the end."""
-        if internals.op_name(gather) != "index":
-            return internals.argument(gather, "index")
-        key = ("indices", gather)
-        if key not in self._shared:
-            given: Any = gather.args[1]
-            ids = given[0]
-            from_end = self.add(f"{gather.name}_from_end", torch.ops.aten.add.Tensor, ids, size)
-            negative = self.add(f"{gather.name}_negative", torch.ops.aten.lt.Scalar, ids, 0)
-            self._shared[key] = [self.add(f"{gather.name}_ids", torch.ops.aten.where.self, negative, from_end, ids)]
-        return self._shared[key][0]
+        def chosen() -> Node:
+            indices = self._indices(gather, int(node.meta["val"].shape[0]))
+            return self.add(f"{node.name}_chosen", _ATEN.index_select.default, node, 0, indices)
+
+        return self._once(("pick", node, gather), chosen)
 
     def quantize(self, node: Node, element_format: str, scale_rounding: str, epoch: int) -> list[Node]:
         """Returns the activation's elements and scales.
@@ -94,13 +86,29 @@ class Builder:
             scale_rounding: "ceil", "floor" or "even".
             epoch: how many in-place ops came before; the activation may have changed between two of them.
         """
+        name, op = f"{node.name}_mxfp8", torch.ops.mxfp8.quantize.default
+        settings = internals.unusual(op, {"element_format": element_format, "scale_rounding": scale_rounding})
         key = ("quantize", node, element_format, scale_rounding, epoch)
+        both = self._once(key, lambda: self.add(name, op, node, **settings))
+        elements = self._once(("elements", both), lambda: self.add(f"{name}_elements", operator.getitem, both, 0))
+        scales = self._once(("scales", both), lambda: self.add(f"{name}_scales", operator.getitem, both, 1))
+        return [elements, scales]
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], Node]) -> Node:
+        """Returns the node that was made for `key`, or makes it."""
         if key not in self._shared:
-            op = torch.ops.mxfp8.quantize.default
-            settings = internals.unusual(op, {"element_format": element_format, "scale_rounding": scale_rounding})
-            both = self.add(f"{node.name}_mxfp8", op, node, **settings)
-            self._shared[key] = [
-                self.add(f"{node.name}_mxfp8_elements", operator.getitem, both, 0),
-                self.add(f"{node.name}_mxfp8_scales", operator.getitem, both, 1),
-            ]
-        return list(self._shared[key])
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def _indices(self, gather: Node, size: int) -> Any:
+        """Returns the vector that `gather` picks by, its negative entries counted from the end."""
+        if internals.op_name(gather) != "index":
+            return internals.argument(gather, "index")
+        (ids, *_), name = internals.argument(gather, "indices"), gather.name
+
+        def from_start() -> Node:
+            from_end = self.add(f"{name}_from_end", _ATEN.add.Tensor, ids, size)
+            negative = self.add(f"{name}_negative", _ATEN.lt.Scalar, ids, 0)
+            return self.add(f"{name}_ids", _ATEN.where.self, negative, from_end, ids)
+
+        return self._once(("indices", gather), from_start)

@@ -15,264 +15,252 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.fx import Node
 
 from mxfp8_graph.naming import unique_name
+from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
-from mxfp8_graph.torch_pass import attention, matmul_forms, torchao_weights
-from mxfp8_graph.torch_pass.matmul_forms import Form
+from mxfp8_graph.torch_pass import attention, torchao_weights
+from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Form, Operand, form_of, is_attention, operands_of
 from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
-from mxfp8_graph.torch_pass.site import Operand, TorchSite, identity, module_of
-from mxfp8_graph.torch_pass.static_operands import Constants, Static, permutation
+from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, identity
 from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program, Scope
-from mxfp8_graph.torch_program.values import DTYPE_NAMES, dtype_name
+from mxfp8_graph.torch_program.values import dtype_name
 
 _TRANSFORMED: Final = "inside vmap, which the program still holds as such; call run_decompositions({}) first"
 
 
-def find_sites(program: Program) -> list[TorchSite]:
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """What is added to the product."""
+
+    bias: Node | None = None
+    """One value per column, absorbed into the gemm, times beta."""
+    bias_static: Static | None = None
+    """The bias, if its value is known."""
+    addend: Node | None = None
+    """What cannot be absorbed: added by nodes of its own, times beta."""
+    output: Node
+    """Node whose value is the sum: the matmul, or the add after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchSite:
+    """A matmul: what the plan sees of it, and what `replace.py` and `training.py` need to replace it."""
+
+    matmul: MatMulSite
+    scope: Scope
+    node: Node
+    """The matmul; the nodes it needs go in front of it."""
+    form: Form
+    x: Operand
+    w: Operand
+    swapped: bool
+    """The gemm computes the transpose of the result."""
+    added: Added
+    packed: str | None
+    """Element format of the static operand, if torchao packed it."""
+    unfit: str | None
+    """Why it cannot be rewritten even if a recipe says so; the policy's own reasons come first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSite:
+    """One of the two matmuls in an attention node. It has no operands until `attention.expand` takes the node apart."""
+
+    matmul: MatMulSite
+    node: Node
+    unfit: str | None
+    """Why the node cannot be taken apart, or None."""
+
+
+Site = TorchSite | AttentionSite
+
+
+def find_sites(program: Program) -> list[Site]:
     """Returns every matmul of the program and its subgraphs, in graph order, each with its role or blocker."""
-    constants = Constants(program)
-    roles = Roles(TorchView(program, constants), ROLE_OPS)
-    found: list[TorchSite] = []
-    names: set[str] = set()
-    for scope in program.scopes:
-        nesting = 0
-        for node in scope.module.graph.nodes:
-            nesting += internals.opens_transform(node) - internals.closes_transform(node)
-            for site in _describe(node, program, scope, constants, roles):
-                name = unique_name(site.site.name, names, "#")
-                names.add(name)
-                blocker = site.site.blocker or (_TRANSFORMED if nesting else None)
-                found.append(replace(site, site=replace(site.site, name=name, blocker=blocker)))
-    uses: dict[object, int] = {}
-    keys = [identity(program, s.w.static) if s.w and s.w.static else None for s in found]
-    for key in keys:
-        uses[key] = uses.get(key, 0) + 1
-    return [
-        s if key is None else replace(s, site=replace(s.site, shared_with=uses[key] - 1))
-        for s, key in zip(found, keys, strict=True)
-    ]
+    statics = StaticOperands(program)
+    return list(_Finder(program, statics, Roles(TorchView(program, statics), ROLE_OPS)).sites())
 
 
-def _describe(
-    node: Node, program: Program, scope: Scope, constants: Constants, roles: Roles[Node, Node]
-) -> Iterator[TorchSite]:
-    if matmul_forms.is_attention(node):
-        yield from _attention(node, scope)
-        return
-    form = matmul_forms.form_of(node)
-    if form is None or not all(isinstance(n.meta.get("val"), torch.Tensor) for n in (form.a, form.b, node)):
-        return
-    site = _with_bias(_read(node, form, program, scope, constants), form, constants)
-    w = site.w
-    if w is not None and w.static and torchao_weights.is_mx(stored := program.tensor(w.static.name)):
-        straight = not w.static.steps and not w.transposed and not site.swapped and w.static.gather is None
-        unfit = (
-            torchao_weights.obstacle(stored)
-            if straight
-            else "torchao packed this weight, and a view of it is multiplied"
+class _Finder:
+    """Describes the matmuls of one program, one after another."""
+
+    def __init__(self, program: Program, statics: StaticOperands, roles: Roles[Node, Node]) -> None:
+        self._program = program
+        self._statics = statics
+        self._roles = roles
+        self._names: set[str] = set()
+        nodes = [node for scope in program.scopes for node in scope.module.graph.nodes]
+        self._forms = {node: form for node in nodes if (form := form_of(node))}
+        weights = (statics.resolve(form.b) or statics.resolve(form.a) for form in self._forms.values())
+        self._uses = Counter(identity(program, weight) for weight in weights if weight)
+
+    def sites(self) -> Iterator[Site]:
+        """Yields the sites in graph order."""
+        for scope in self._program.scopes:
+            nesting = 0
+            for node in scope.module.graph.nodes:
+                nesting += internals.transform_depth(node)
+                transformed = _TRANSFORMED if nesting else None
+                if is_attention(node):
+                    yield from self._attention(node, scope, transformed)
+                elif node in self._forms:
+                    yield self._describe(node, self._forms[node], scope, transformed)
+
+    def _unique(self, wanted: str) -> str:
+        name = unique_name(wanted, self._names, "#")
+        self._names.add(name)
+        return name
+
+    def _attention(self, node: Node, scope: Scope, transformed: str | None) -> Iterator[AttentionSite]:
+        """Yields the scores and the values product, under the names that `attention.expand` gives them."""
+        query, key, value = (internals.argument(node, name).meta["val"] for name in ("query", "key", "value"))
+        products: tuple[tuple[str, Role, tuple[Any, Any]], ...] = (
+            (attention.scores_name(node), "attention_scores", (key.shape[-2], query.shape[-1])),
+            (node.name, "attention_values", (value.shape[-1], key.shape[-2])),
         )
-        site = replace(site, unfit=unfit, packed=torchao_weights.element_format(stored))
-    role: Role = roles.of_linear(node) if site.site.weight else roles.of_product(node)
-    blocker = scope.blocker or _blocker(site, form, constants)
-    yield replace(site, site=replace(site.site, role=role, blocker=blocker, has_bias=site.bias is not None))
+        for name, role, weight in products:
+            m, n, k = eligibility.sizes(query.shape, weight)
+            matmul = MatMulSite(
+                name=self._unique(name),
+                op=internals.op_name(node),
+                module=internals.module_path(node),
+                subgraph=scope.path,
+                role=role,
+                m=m,
+                n=n,
+                k=k,
+                dtype=dtype_name(query.dtype),
+                blocker=scope.blocker or transformed,
+            )
+            yield AttentionSite(matmul=matmul, node=node, unfit=attention.obstacle(node))
 
-
-def _read(node: Node, form: Form, program: Program, scope: Scope, constants: Constants) -> TorchSite:
-    """Returns which operand of a matmul is the weight, and its sizes; role, bias and blocker are still to come."""
-    left, right = constants.resolve(form.a), constants.resolve(form.b)
-    swapped = left is not None and right is None
-    if swapped:
-        x, w = _run_time(form.b, form.b_transposed), _operand(form.a, left, False)
-    else:
-        x = _run_time(form.a, False)
-        w = _operand(form.b, right, form.b_transposed) if right else _run_time(form.b, form.b_transposed)
-    m, n, k = _sizes(x, w)
-    op = "einsum" if internals.is_from_einsum(node) else program.labels.get(node, internals.op_name(node))
-    return TorchSite(
-        site=MatMulSite(
-            name=node.name,
-            op="linear" if op == matmul_forms.LINEAR_TRAIN else op,
-            module=module_of(node),
+    def _describe(self, node: Node, form: Form, scope: Scope, transformed: str | None) -> TorchSite:
+        x, w, swapped = operands_of(form, self._statics)
+        static = w.static
+        m, n, k = eligibility.sizes(x.shape, w.shape)
+        added = self._added(node, form, n, swapped)
+        op = "einsum" if internals.is_from_einsum(node) else self._program.labels.get(node, internals.op_name(node))
+        dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
+        matmul = MatMulSite(
+            name=self._unique(node.name),
+            op="linear" if op == LINEAR_TRAIN else op,
+            module=internals.module_path(node),
             subgraph=scope.path,
-            dtype=dtype_name(w.static.dtype if w.static else form.a.meta["val"].dtype),
-            weight=w.static.name if w.static else None,
-            weight_bytes=w.static.byte_size if w.static else 0,
+            role=self._roles.of_linear(node) if static else self._roles.of_product(node),
             m=m,
             n=n,
             k=k,
-        ),
-        scope=scope,
-        node=node,
-        output=node,
-        x=x,
-        w=w,
-        swapped=swapped and x.rank != 1,  # matrix times vector gives a vector: nothing to swap back
-        alpha=form.alpha,
-        beta=form.beta,
-        offs=form.offs,
-    )
-
-
-def _attention(node: Node, scope: Scope) -> Iterator[TorchSite]:
-    """Yields the scores and the values product of an attention node, under the names `attention.expand` gives them."""
-    query, key, value = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
-    roles: Sequence[tuple[str, Role, Any, Any]] = (
-        (attention.scores_name(node), "attention_scores", key.shape[-2], query.shape[-1]),
-        (node.name, "attention_values", value.shape[-1], key.shape[-2]),
-    )
-    for name, role, n, k in roles:
-        site = MatMulSite(
-            name=name,
-            op=internals.op_name(node),
-            module=module_of(node),
-            subgraph=scope.path,
-            role=role,
-            m=_rows(query.shape[:-1]),
-            n=_dim(n),
-            k=_dim(k),
-            dtype=dtype_name(query.dtype),
-            blocker=scope.blocker,
+            dtype=dtype,
+            weight=static.name if static else None,
+            weight_bytes=static.byte_size if static else 0,
+            shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
+            has_bias=added.bias is not None,
+            blocker=scope.blocker or self._blocker(node, form, x, w, dtype) or transformed,
         )
-        yield TorchSite(site=site, scope=scope, node=node, output=node, unfit=attention.obstacle(node))
+        packed, unfit = self._packed_by_torchao(w, swapped)
+        return TorchSite(
+            matmul=matmul,
+            scope=scope,
+            node=node,
+            form=form,
+            x=x,
+            w=w,
+            swapped=swapped,
+            added=added,
+            packed=packed,
+            unfit=unfit,
+        )
 
+    def _added(self, node: Node, form: Form, n: Dim, swapped: bool) -> Added:
+        """Returns the op's c, or the static operand of a following add, absorbed where that is exact."""
+        if form.c is not None:
+            static, value = self._statics.resolve(form.c), form.c.meta["val"]
+            if not swapped and static is not None and _is_bias(static, n, node):
+                return Added(bias=form.c, bias_static=static, output=node)
+            if not swapped and value.dim() == 1 and value.shape[0] == n and form.beta == 1.0:
+                return Added(bias=form.c, output=node)
+            return Added(addend=form.c, output=node)
+        add = next(iter(node.users), None)
+        if add is None or len(node.users) != 1 or form.offs is not None or swapped:
+            return Added(output=node)
+        if internals.op_name(add) not in {"add", "add_"} or len(add.args) < 2:
+            return Added(output=node)
+        if internals.module_path(add) != internals.module_path(node) or internals.argument(add, "alpha", 1) != 1:
+            return Added(output=node)
+        other = add.args[1] if add.args[0] is node else add.args[0]
+        static = self._statics.resolve(other)
+        if not isinstance(other, Node) or static is None or static.dtype != node.meta["val"].dtype:
+            return Added(output=node)
+        return Added(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else Added(output=node)
 
-def _operand(node: Node, static: Static | None, transposed: bool) -> Operand:
-    """Returns a static operand; leading dimensions of 1, or along which it repeats, fall away."""
-    assert static is not None
-    while len(static.shape) > 2 and static.shape[0] == 1 and static.gather is None:
-        static = static.then(torch.ops.aten.squeeze.dim, 0, shape=static.shape[1:])
-    return Operand(node=node, rank=len(static.shape), transposed=transposed, static=static)
+    def _packed_by_torchao(self, w: Operand, swapped: bool) -> tuple[str | None, str | None]:
+        """Returns (element format, why its bytes cannot be kept) of a weight that torchao packed, or (None, None)."""
+        static = w.static
+        if static is None or not torchao_weights.is_mx(stored := self._program.tensor(static.name)):
+            return None, None
+        unfit = torchao_weights.obstacle(stored)
+        if static.steps or w.transposed or swapped or static.gather is not None:
+            unfit = "torchao packed this weight, and a view of it is multiplied"
+        return torchao_weights.element_format(stored), unfit
 
+    def _blocker(self, node: Node, form: Form, x: Operand, w: Operand, dtype: str) -> str | None:
+        """Returns why a matmul cannot be rewritten whatever the recipe says, or None."""
+        if self._statics.resolve(form.a) is not None and self._statics.resolve(form.b) is not None:
+            return eligibility.BOTH_CONSTANT
+        if reason := eligibility.dtype_blocker(dtype, "cast the model first"):
+            return reason
+        if form.offs is not None and (reason := _group_blocker(node, form, x, w)):
+            return reason
+        if w.static is None:
+            reasons = filter(None, map(self._weight_blocker, (form.a, form.b)))
+            return next(reasons, "an operand is a vector; expected matrices" if min(x.rank, w.rank) < 2 else None)
+        activation = dtype_name(x.node.meta["val"].dtype)
+        return (
+            eligibility.weight_blocker(w.static.shape)
+            or eligibility.dtype_blocker(activation, "cast it first", owner="the activation")
+            or (_broadcast_blocker(node, form.a) if w.static.broadcast else None)
+        )
 
-def _run_time(node: Node, transposed: bool) -> Operand:
-    """Returns an operand computed at run time. A transpose in front of it and the one it needs become one, or none."""
-    rank = node.meta["val"].dim()
-    if not transposed or rank < 2:
-        return Operand(node=node, rank=rank)
-    swap = (*range(rank - 2), rank - 1, rank - 2)
-    before = permutation(node, rank)
-    if before is None:
-        return Operand(node=node, rank=rank, transposed=True, perm=swap)
-    perm = tuple(before[axis] for axis in swap)
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return Operand(node=source, rank=rank, transposed=True, perm=None if perm == tuple(range(rank)) else perm)
-
-
-def _with_bias(site: TorchSite, form: Form, constants: Constants) -> TorchSite:
-    """Returns `site` with c, or the static operand of a following add, absorbed where that is exact."""
-    node, n = site.node, site.site.n
-    rank = node.meta["val"].dim()
-    if form.c is not None:
-        static = constants.resolve(form.c)
-        if not site.swapped and static is not None and _is_bias(static, n, rank):
-            return replace(site, bias=form.c, bias_static=static)
-        value = form.c.meta["val"]
-        if not site.swapped and value.dim() == 1 and value.shape[0] == n and site.beta == 1.0:
-            return replace(site, bias=form.c)
-        return replace(site, addend=form.c)
-    add = next(iter(node.users), None)
-    if site.offs is not None or site.swapped or len(node.users) != 1:
-        return site
-    if add is None or internals.op_name(add) not in {"add", "add_"}:
-        return site
-    if module_of(add) != module_of(node) or internals.argument(add, "alpha", 1) != 1 or len(add.args) < 2:
-        return site
-    other = add.args[1] if add.args[0] is node else add.args[0]
-    static = constants.resolve(other)
-    if static is None or not _is_bias(static, n, rank) or static.dtype != node.meta["val"].dtype:
-        return site
-    assert isinstance(other, Node)
-    return replace(site, bias=other, bias_static=static, output=add)
-
-
-def _is_bias(static: Static, n: Dim, rank: int) -> bool:
-    """Whether `static` adds one value per column (or one to all) without changing the result's shape."""
-    shape = static.shape
-    fits = not shape or shape[-1] in {1, n}
-    return static.dtype in DTYPE_NAMES and math.prod(shape[:-1]) == 1 and len(shape) <= rank and fits
-
-
-def _blocker(site: TorchSite, form: Form, constants: Constants) -> str | None:
-    """Returns why this site cannot be rewritten whatever the recipe says, or None."""
-    x, w = site.x, site.w
-    assert x is not None
-    assert w is not None
-    if w.static is not None and constants.resolve(form.a) is not None and constants.resolve(form.b) is not None:
-        return "both operands are constant; fold the constants of the model first"
-    if site.site.dtype not in DTYPE_NAMES.values():
-        return f"dtype {site.site.dtype}; expected float32, float16 or bfloat16; cast the model first"
-    if site.offs is not None and (reason := _ungroupable(site)):
-        return reason
-    if w.static is not None:
-        if len(w.static.shape) < 2:
-            return "the static operand is a vector; expected a matrix"
-        if 0 in w.static.shape:
-            return f"the weight is empty (shape {list(w.static.shape)}); expected N and K above 0"
-        if x.node.meta["val"].dtype not in DTYPE_NAMES:
-            what = dtype_name(x.node.meta["val"].dtype)
-            return f"the activation has dtype {what}; expected float32, float16 or bfloat16; cast it first"
-        if w.static.broadcast and [str(d) for d in form.a.meta["val"].shape[:-1]] != [
-            str(d) for d in site.node.meta["val"].shape[:-1]
-        ]:
-            return "the weight is repeated along a batch that the activation lacks; expand the result instead"
-        return None
-    for node in (form.a, form.b):
-        if changed := constants.writer_of(node):
+    def _weight_blocker(self, node: Node) -> str | None:
+        """Returns why an operand is a weight that cannot be packed, or None if it is none."""
+        if changed := self._statics.writer_of(node):
             return f"weight {changed[0]!r} is changed by {changed[1]} while the program runs; expected it fixed"
-        if constants.is_constant(node):
-            if any(s.meta["val"].dtype == torch.float8_e8m0fnu for s in constants.stored_below(node)):
-                return "torchao packed this weight, and the program was decomposed; rewrite before run_decompositions()"
-            via = constants.source_of(node)
-            return f"weight {node.name!r} is computed by {via}; expected a stored tensor behind views; fold it first"
-    if min(x.rank, w.rank) < 2:
-        return "an operand is a vector; expected matrices"
-    return None
+        if not self._statics.is_constant(node):
+            return None
+        if any(s.meta["val"].dtype == torch.float8_e8m0fnu for s in self._statics.stored_below(node)):
+            return "torchao packed this weight, and the program was decomposed; rewrite before run_decompositions()"
+        via = self._statics.source_of(node)
+        return f"weight {node.name!r} is computed by {via}; expected a stored tensor behind views; fold it first"
 
 
-def _ungroupable(site: TorchSite) -> str | None:
+def _is_bias(static: Static, n: Dim, node: Node) -> bool:
+    return eligibility.is_bias(static.shape, dtype_name(static.dtype), n=n, rank=node.meta["val"].dim())
+
+
+def _broadcast_blocker(node: Node, activation: Node) -> str | None:
+    """Returns why a weight that repeats along a batch cannot be packed, or None."""
+    batch, result = (list(map(str, n.meta["val"].shape[:-1])) for n in (activation, node))
+    if batch == result:
+        return None
+    return "the weight is repeated along a batch that the activation lacks; expand the result instead"
+
+
+def _group_blocker(node: Node, form: Form, x: Operand, w: Operand) -> str | None:
     """Returns why a matmul of groups of rows cannot be rewritten, or None."""
-    if site.w is None or site.w.static is None:
+    if w.static is None:
         return "a grouped matmul whose weights are computed at run time; expected one stored stack [E, N, K]"
-    if site.swapped or site.x is None or site.x.rank != 2 or site.w.rank != 3 or site.w.static.gather is not None:
+    if w.node is not form.b or x.rank != 2 or w.rank != 3 or w.static.gather is not None:
         return "a grouped matmul of another form; expected rows [S, K] times one stored stack of weights [E, N, K]"
-    if internals.argument(site.node, "bias") is not None:
+    if internals.argument(node, "bias") is not None:
         return "a grouped matmul with a bias; expected the bias added after it"
     return None
-
-
-def _sizes(x: Operand, w: Operand) -> tuple[Dim, Dim, Dim]:
-    """Returns m, n and k; m counts all rows of X."""
-    n: Dim = None
-    k: Dim = None
-    shape: Any = w.static.shape if w.static else w.node.meta["val"].shape
-    if not w.static and w.perm is not None:
-        shape = [shape[axis] for axis in w.perm]
-    if len(shape) >= 2:
-        flipped = w.transposed and w.static is not None
-        n, k = (_dim(shape[-1]), _dim(shape[-2])) if flipped else (_dim(shape[-2]), _dim(shape[-1]))
-    sizes: Any = x.node.meta["val"].shape
-    if x.perm is not None:
-        sizes = [sizes[axis] for axis in x.perm]
-    return _rows(sizes[:-1]), n, k
-
-
-def _rows(sizes: Sequence[Any]) -> Dim:
-    dims = [_dim(size) for size in sizes]
-    if all(isinstance(d, int) for d in dims):
-        return math.prod(d for d in dims if isinstance(d, int))
-    return "*".join(str(d) for d in dims if d != 1)
-
-
-def _dim(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)

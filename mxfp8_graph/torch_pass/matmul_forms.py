@@ -5,73 +5,147 @@ matmul(a, b [K, N]), mm, bmm, mv
 addmm(c, a, b, beta, alpha), baddbmm
 grouped_mm(a, b [E, K, N], offs), and transformers' fallback for it
 scaled_dot_product_attention(q, k, v): scores = q @ k^T, values = softmax(scores) @ v
+
+A row of `FORMS` is all that a further op needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch.fx import Node
 
+from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, permutation
 from mxfp8_graph.torch_program import internals
 
 LINEAR_TRAIN: Final = "mxfp8::linear_train"
-LINEARS: Final = frozenset({"linear", LINEAR_TRAIN})
-PRODUCTS: Final = frozenset({"matmul", "mm", "bmm", "mv"})
-SUMS: Final = frozenset({"addmm", "baddbmm"})
 ATTENTION: Final = "scaled_dot_product_attention"
-GROUPED: Final = ("grouped_mm", "grouped_mm_fallback")
+_GROUPED: Final = ("grouped_mm", "grouped_mm_fallback")
 """Ends of the names of ops that run one matmul per group of rows, each group with its own weight."""
-FUSED: Final = "_scaled_dot_product_"
-"""Prefix of the kernels that attention becomes once decomposed."""
+_FUSED_ATTENTION: Final = "_scaled_dot_product_"
+"""Start of the names of the kernels that attention becomes once decomposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One matmul as its node states it."""
+    """One matmul as its node states it: alpha * a @ b + beta * c."""
 
     a: Node
     """[..., M, K]."""
     b: Node
-    b_transposed: bool
-    """`b` is [..., K, N]."""
+    b_transposed: bool = True
+    """`b` is [..., K, N] instead of [..., N, K]."""
     c: Node | None = None
-    """What is added."""
+    """What the op itself adds."""
     alpha: float = 1.0
     beta: float = 1.0
     offs: Node | None = None
     """Where the rows of `a` end that are multiplied by each matrix of `b`; None if all are."""
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """What an op calls its operands, and where K is in the second one."""
+
+    a: str
+    b: str
+    c: str | None = None
+    b_transposed: bool = True
+
+
+FORMS: Final = {
+    "linear": Arguments("input", "weight", "bias", b_transposed=False),
+    LINEAR_TRAIN: Arguments("x", "weight", "bias", b_transposed=False),
+    "matmul": Arguments("self", "other"),
+    "mm": Arguments("self", "mat2"),
+    "bmm": Arguments("self", "mat2"),
+    "mv": Arguments("self", "vec"),
+    "addmm": Arguments("mat1", "mat2", "self"),
+    "baddbmm": Arguments("batch1", "batch2", "self"),
+}
+"""The ops that multiply two matrices, by name; see `Form` for a, b and c."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One side of the product."""
+
+    node: Node
+    transposed: bool = False
+    """The static operand is [..., K, N] instead of [..., N, K]."""
+    static: Static | None = None
+    perm: tuple[int, ...] | None = None
+    """Permutation that brings K of a run-time operand to the end; None if it is there."""
+
+    @property
+    def rank(self) -> int:
+        """How many axes the operand has."""
+        return len(self.static.shape) if self.static else int(self.node.meta["val"].dim())
+
+    @property
+    def shape(self) -> Sequence[Any]:
+        """Sizes with K last."""
+        if self.static is None:
+            sizes = self.node.meta["val"].shape
+            return sizes if self.perm is None else [sizes[axis] for axis in self.perm]
+        sizes = self.static.shape
+        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed and len(sizes) >= 2 else sizes
+
+
 def form_of(node: Node) -> Form | None:
     """Returns how `node` multiplies, or None if it does not."""
     op = internals.op_name(node)
-    if op in LINEARS:
-        a, b, c = (_node(node, name) for name in ("x" if op == LINEAR_TRAIN else "input", "weight", "bias"))
-        return Form(a=a, b=b, c=c, b_transposed=False) if a and b else None
-    if op in PRODUCTS:
-        a, b = node.args[:2]
-        return Form(a=a, b=b, b_transposed=True) if isinstance(a, Node) and isinstance(b, Node) else None
-    if op in SUMS:
-        c, a, b = node.args[:3]
-        if not (isinstance(a, Node) and isinstance(b, Node) and isinstance(c, Node)):
-            return None
+    operands: list[Any]
+    rest: dict[str, Any]
+    if op.endswith(_GROUPED):
+        operands, rest = list(node.args[:2]), {"offs": internals.argument(node, "offs")}
+    elif names := FORMS.get(op):
+        operands = [internals.argument(node, name) for name in (names.a, names.b)]
         alpha, beta = (float(internals.argument(node, name, 1)) for name in ("alpha", "beta"))
-        return Form(a=a, b=b, b_transposed=True, c=c if beta else None, alpha=alpha, beta=beta)
-    if op.endswith(GROUPED):
-        a, b = node.args[:2]
-        offs = _node(node, "offs")
-        return Form(a=a, b=b, b_transposed=True, offs=offs) if isinstance(a, Node) and isinstance(b, Node) else None
-    return None
+        c = internals.argument(node, names.c) if names.c and beta else None
+        rest = {"b_transposed": names.b_transposed, "c": c, "alpha": alpha, "beta": beta}
+    else:
+        return None
+    if not all(isinstance(n, Node) and isinstance(n.meta.get("val"), torch.Tensor) for n in (*operands, node)):
+        return None
+    return Form(a=operands[0], b=operands[1], **rest)
+
+
+def operands_of(form: Form, statics: StaticOperands) -> tuple[Operand, Operand, bool]:
+    """Returns (the activation, the weight, whether the weight came first so that the product is transposed)."""
+    left, right = statics.resolve(form.a), statics.resolve(form.b)
+    if left is not None and right is None:
+        x = _run_time(form.b, form.b_transposed)
+        return x, _static(form.a, left, False), x.rank != 1  # matrix times vector is a vector: nothing to swap back
+    if right is not None:
+        return _run_time(form.a, False), _static(form.b, right, form.b_transposed), False
+    return _run_time(form.a, False), _run_time(form.b, form.b_transposed), False
 
 
 def is_attention(node: Node) -> bool:
     """Whether `node` holds the two products of attention."""
     op = internals.op_name(node)
-    return op == ATTENTION or (op.startswith(FUSED) and not op.endswith("backward"))
+    return op == ATTENTION or (op.startswith(_FUSED_ATTENTION) and not op.endswith("backward"))
 
 
-def _node(node: Node, name: str) -> Any:
-    value = internals.argument(node, name)
-    return value if isinstance(value, Node) else None
+def _static(node: Node, static: Static, transposed: bool) -> Operand:
+    """Returns a static operand; leading dimensions of 1, or along which it repeats, fall away."""
+    while len(static.shape) > 2 and static.shape[0] == 1 and static.gather is None:
+        static = static.then(torch.ops.aten.squeeze.dim, 0, shape=static.shape[1:])
+    return Operand(node=node, transposed=transposed, static=static)
+
+
+def _run_time(node: Node, transposed: bool) -> Operand:
+    """Returns an operand computed at run time. A transpose in front of it and the one it needs become one, or none."""
+    rank = node.meta["val"].dim()
+    if not transposed or rank < 2:
+        return Operand(node=node)
+    swap = (*range(rank - 2), rank - 1, rank - 2)
+    before = permutation(node, rank)
+    if before is None:
+        return Operand(node=node, perm=swap)
+    perm = tuple(before[axis] for axis in swap)
+    return Operand(node=node.all_input_nodes[0], perm=None if perm == tuple(range(rank)) else perm)

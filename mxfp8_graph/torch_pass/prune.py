@@ -54,7 +54,7 @@ def _placeholder(program: Program, node: Node) -> tuple[list[Node], list[Node]]:
     if any(twin.users for twin in twins):
         return [], []
     operand = higher_order.operands(scope.call)[index]
-    higher_order.remove(scope.call, index)
+    higher_order.remove_operand(scope.call, index)
     for twin in twins:
         twin.graph.erase_node(twin)
     return twins, [operand] if isinstance(operand, Node) else []

@@ -13,8 +13,7 @@ about it stay true.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -25,21 +24,41 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import torchao_weights
-from mxfp8_graph.torch_pass.build import Builder
+from mxfp8_graph.torch_pass.build import Builder, Shared
+from mxfp8_graph.torch_pass.find import TorchSite
 from mxfp8_graph.torch_pass.prune import prune
-from mxfp8_graph.torch_pass.site import Operand, TorchSite, identity
-from mxfp8_graph.torch_pass.static_operands import Static
+from mxfp8_graph.torch_pass.static_operands import Static, identity
+from mxfp8_graph.torch_pass.weight_rows import rows_of
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program, Scope
-from mxfp8_graph.torch_program.values import rows_of, storage_of
-from mxfp8_graph.weights import pack
-from mxfp8_ops import formats
+from mxfp8_graph.torch_program.values import storage_of
+from mxfp8_graph.weights import pack, packed_bytes
 from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten
 
-Names = tuple[str, str, float | None]
-"""Of the buffers with a weight's elements and scales; and the relative L2 error, where it is known."""
+
+@dataclass(frozen=True)
+class _Packed:
+    """Buffers that hold a packed weight."""
+
+    elements: str
+    """Name of the buffer with the elements."""
+    scales: str
+    """Name of the buffer with the scales."""
+    relative_l2: float | None
+    """Rounding error of the weight, where it is known."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call on the tensors that come before."""
+
+    name: str
+    """Ending of the node's name."""
+    op: Any
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = field(default_factory=dict)
 
 
 class Editor:
@@ -49,11 +68,12 @@ class Editor:
         self._program = program
         self._made = made
         self._allow_nonfinite = allow_nonfinite
-        self._packed: dict[tuple[object, ...], Names] = {}
+        self._packed: dict[tuple[object, ...], _Packed] = {}
         self._biases: dict[tuple[object, ...], str] = {}
-        self._shared: dict[Scope, dict[tuple[object, ...], list[Node]]] = {}
+        self._shared: dict[Scope, Shared] = {}
         self._epochs: dict[Node, int] = {}
         self._suspects: list[Node] = []
+        """What the replaced nodes read, and may have been the only ones to read."""
         self._sources: set[object] = set()
         """Storages of the tensors that were packed."""
 
@@ -63,134 +83,90 @@ class Editor:
         Raises:
             ContractError: the weight cannot be read, or holds a NaN or Inf.
         """
-        x, w = site.x, site.w
-        assert x is not None
-        assert w is not None
+        static = site.w.static
         build = Builder(self._program, site.node, self._shared.setdefault(site.scope, {}))
-        self._suspects += [*site.node.all_input_nodes, *site.output.all_input_nodes]
+        self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
         epoch = self._epoch(site.node)
-        activation = build.permute(x.node, x.perm)
-        inputs = [activation]
+        inputs = [build.k_last(site.x)]
         if not decision.weight_only:
-            inputs = build.quantize(activation, decision.activation_format, decision.scale_rounding, epoch)
+            inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         packed = None
-        if w.static is not None:
-            packed = self._pack(site, decision, w.static, w.transposed)
-            inputs += [self._weight(site, name, w.static.gather) for name in packed[:2]]
+        if static is not None:
+            packed = self._pack(site, static, decision)
+            inputs += [self._weight(site, name, static.gather) for name in (packed.elements, packed.scales)]
         else:
-            other = build.permute(w.node, w.perm)
-            inputs += build.quantize(other, decision.weight_format, decision.scale_rounding, epoch)
+            inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
         inputs += self._bias(site, build)
-        self._put(site, decision, inputs, build)
+        self._put(site, _gemm(site, decision, inputs), build)
         return SiteReport(
             decision=decision,
-            nodes=tuple(node.name for node in [*build.new, site.output]),
-            packed=packed[0] if packed else None,
-            bytes_before=w.static.byte_size if w.static else 0,
-            bytes_after=_packed_bytes(w),
-            relative_l2=packed[2] if packed else None,
+            nodes=tuple(node.name for node in [*build.new, site.added.output]),
+            packed=packed.elements if packed else None,
+            bytes_before=site.matmul.weight_bytes,
+            bytes_after=packed_bytes(static.shape, transposed=site.w.transposed) if static else 0,
+            relative_l2=packed.relative_l2 if packed else None,
         )
 
     def finish(self) -> None:
         """Removes what nothing uses any more."""
         prune(self._program, self._suspects, self._sources)
 
-    def _put(self, site: TorchSite, decision: Decision, inputs: Sequence[Node], build: Builder) -> None:
-        """Makes the site's node the gemm, or the last of the steps that must follow it."""
-        result = site.output.meta["val"]
-        settings: dict[str, Any] = {"b_format": decision.weight_format}
-        arguments: list[Any] = list(inputs)
-        usual = torch.float32
-        if decision.weight_only:
-            target, usual = torch.ops.mxfp8.weight_gemm.default, inputs[0].meta["val"].dtype
-        else:
-            target = torch.ops.mxfp8.gemm.default
-            settings["a_format"] = decision.activation_format
-        if site.offs is not None:
-            target = torch.ops.mxfp8.grouped_gemm.default
-            arguments = [inputs[0], None if decision.weight_only else inputs[1], *inputs[-2:], site.offs]
-        if result.dtype != usual:
-            settings["dtype"] = result.dtype
-        settings = internals.unusual(target, settings)
-        steps = self._epilogue(site, build)
-        if not steps:
-            self._retarget(site.output, target, tuple(arguments), settings, build)
-        else:
-            node = build.add(f"{site.node.name}_gemm", target, *arguments, **settings)
-            record.mark(node, self._made)
-            for name, op, arguments, keywords in steps[:-1]:
-                node = build.add(f"{site.node.name}_{name}", op, node, *arguments, **keywords)
-            _, op, arguments, keywords = steps[-1]
-            self._retarget(site.output, op, (node, *arguments), keywords, build)
-        if site.output is not site.node:
-            site.node.graph.erase_node(site.node)
-
-    def _retarget(
-        self, node: Node, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], build: Builder
-    ) -> None:
-        value, expected = build.evaluate(target, arguments, keywords), node.meta["val"]
+    def _put(self, site: TorchSite, gemm: _Call, build: Builder) -> None:
+        """Makes the site's output the gemm, or the last of the calls that must follow it."""
+        output = site.added.output
+        *calls, last = gemm, *_epilogue(site, build)
+        before: tuple[Node, ...] = ()
+        for call in calls:
+            name = f"{site.node.name}_{call.name}"
+            before = (build.add(name, call.op, *before, *call.arguments, **call.keywords),)
+            if call is gemm:
+                record.mark(before[0], self._made)
+        arguments = (*before, *last.arguments)
+        value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
         if value.dtype != expected.dtype or value.dim() != expected.dim():
             raise ContractError(
-                node.name,
+                output.name,
                 f"rewritten it gives {value.dtype} {list(value.shape)}",
                 expected=f"{expected.dtype} {list(expected.shape)}",
                 advice="exclude this node in the recipe and report it as a bug",
             )
-        node.target, node.args, node.kwargs = target, arguments, keywords
-        record.mark(node, self._made)
+        output.target, output.args, output.kwargs = last.op, arguments, last.keywords
+        record.mark(output, self._made)
+        if output is not site.node:
+            site.node.graph.erase_node(site.node)
 
-    def _epilogue(self, site: TorchSite, build: Builder) -> list[tuple[Any, ...]]:
-        """Returns (name, op, arguments, keywords) of what must follow the gemm: the swap back, alpha, the addend."""
-        steps: list[tuple[Any, ...]] = []
-        if site.swapped:
-            steps.append(("swapped", _ATEN.transpose.int, (-2, -1), {}))
-            # A matmul's result lies in one piece, and the program may view it as such.
-            steps.append(("contiguous", _ATEN.clone.default, (), {"memory_format": torch.contiguous_format}))
-        if site.alpha != 1.0 and site.w is not None and site.w.static is None:
-            steps.append(("scaled", _ATEN.mul.Tensor, (site.alpha,), {}))
-        if site.addend is not None:
-            addend = site.addend
-            if site.beta != 1.0:
-                addend = build.add(f"{site.node.name}_addend", _ATEN.mul.Tensor, addend, site.beta)
-            steps.append(("added", _ATEN.add.Tensor, (addend,), {}))
-        return steps
-
-    def _pack(
-        self, site: TorchSite, decision: Decision, static: Static, transposed: bool
-    ) -> tuple[str, str, float | None]:
-        """Returns (elements name, scales name, relative L2 error) of the packed weight; packs each weight once."""
-        settings = (decision.weight_format, decision.scale_rounding, site.alpha, transposed)
+    def _pack(self, site: TorchSite, static: Static, decision: Decision) -> _Packed:
+        """Returns the site's packed weight; packs each weight once."""
+        transposed, alpha = site.w.transposed, site.form.alpha
+        settings = (decision.weight_format, decision.scale_rounding, alpha, transposed)
         key = (*identity(self._program, static), repr(static.steps), *settings)
-        if key not in self._packed and site.packed:
-            self._packed[key] = self._take_over(static)
-        if key not in self._packed:
-            stored = self._program.tensor(static.name)
-            self._sources.add(storage_of(stored))
-            seen = static.apply(stored)
-            rows, flipped = rows_of(seen, static.name, lambda at: _index(static, stored, at))
-            result = pack(
-                rows,
-                transposed=transposed != flipped,
-                factor=site.alpha,
-                element_format=decision.weight_format,
-                scale_rounding=decision.scale_rounding,
-                name=static.name,
-                allow_nonfinite=self._allow_nonfinite,
-            )
-            data = (torch.from_numpy(array).to(stored.device) for array in (result.elements, result.scales))
-            self._packed[key] = (*self._store(static.name, *data), result.relative_l2)
+        if key in self._packed:
+            return self._packed[key]
+        stored = self._program.tensor(static.name)
+        if site.packed:  # the bytes torchao made; how far they are from the weight it no longer knows
+            self._packed[key] = self._store(static.name, *torchao_weights.unpacked(stored), None)
+            return self._packed[key]
+        self._sources.add(storage_of(stored))
+        rows, flipped = rows_of(static, stored)
+        result = pack(
+            rows,
+            transposed=transposed != flipped,
+            factor=alpha,  # before rounding: alpha need not be a power of two
+            element_format=decision.weight_format,
+            scale_rounding=decision.scale_rounding,
+            name=static.name,
+            allow_nonfinite=self._allow_nonfinite,
+        )
+        elements, scales = (torch.from_numpy(codes).to(stored.device) for codes in (result.elements, result.scales))
+        self._packed[key] = self._store(static.name, elements, scales, result.relative_l2)
         return self._packed[key]
 
-    def _take_over(self, static: Static) -> Names:
-        """Returns what `_pack` does for a weight that torchao packed: its own bytes, its error unknown."""
-        weight = torchao_weights.unpacked(self._program.tensor(static.name))
-        return (*self._store(static.name, weight.elements, weight.scales), None)
-
-    def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor) -> tuple[str, str]:
-        names = self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales")
-        for new, data in zip(names, (elements, scales), strict=True):
-            self._program.add_buffer(new, data)
-        return names
+    def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> _Packed:
+        """Makes a packed weight buffers of the program."""
+        packed = _Packed(self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales"), relative_l2)
+        self._program.add_buffer(packed.elements, elements)
+        self._program.add_buffer(packed.scales, scales)
+        return packed
 
     def _weight(self, site: TorchSite, name: str, gather: Node | None) -> Node:
         """Returns the node of a packed buffer, or of the entries of it that `gather` picks."""
@@ -202,18 +178,18 @@ class Editor:
 
     def _bias(self, site: TorchSite, build: Builder) -> list[Node]:
         """Returns the node of the float32 [N] bias times beta, if there is one."""
-        if site.bias is None:
+        node, static = site.added.bias, site.added.bias_static
+        if node is None:
             return []
-        value, n = site.bias.meta["val"], site.site.n
-        if value.dtype == torch.float32 and value.dim() == 1 and value.shape[0] == n and site.beta == 1.0:
-            return [site.bias]
-        static = site.bias_static
+        value, n, beta = node.meta["val"], site.matmul.n, site.form.beta
+        if value.dtype == torch.float32 and value.dim() == 1 and value.shape[0] == n and beta == 1.0:
+            return [node]
         if static is None:
-            return [build.add(f"{site.node.name}_bias", _ATEN._to_copy.default, site.bias, dtype=torch.float32)]
-        key = (*identity(self._program, static), repr(static.steps), site.beta, n)
+            return [build.add(f"{site.node.name}_bias", _ATEN._to_copy.default, node, dtype=torch.float32)]
+        key = (*identity(self._program, static), repr(static.steps), beta, n)
         if key not in self._biases:
             name = self._program.fresh(f"{static.name}_f32")
-            values = static.apply(self._program.tensor(static.name)).float().reshape(-1) * np.float32(site.beta).item()
+            values = static.apply(self._program.tensor(static.name)).float().reshape(-1) * np.float32(beta).item()
             self._program.add_buffer(name, values.expand(int(n or 0)).contiguous())
             self._biases[key] = name
         return [self._program.weight(site.scope, self._biases[key])]
@@ -228,19 +204,36 @@ class Editor:
         return self._epochs[node]
 
 
-def _index(static: Static, stored: torch.Tensor, at: tuple[int, ...]) -> list[int]:
-    """Returns where in the stored tensor the value at `at` of the operand is."""
-    positions = torch.arange(stored.numel()).reshape(stored.shape)
-    casts = (_ATEN.to.dtype, _ATEN._to_copy.default)
-    views = [step for step in static.steps if step[0] not in casts]
-    for target, arguments, keywords in views:
-        positions = target(positions, *arguments, **dict(keywords))
-    return [int(i) for i in np.unravel_index(int(positions[at]), tuple(stored.shape))]
+def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> _Call:
+    """Returns the call that multiplies `inputs`: activation, weight and bias, each as the gemm takes it."""
+    settings: dict[str, Any] = {"b_format": decision.weight_format}
+    arguments: tuple[Any, ...] = tuple(inputs)
+    if decision.weight_only:
+        op, default_dtype = torch.ops.mxfp8.weight_gemm.default, inputs[0].meta["val"].dtype
+    else:
+        op, default_dtype = torch.ops.mxfp8.gemm.default, torch.float32
+        settings["a_format"] = decision.activation_format
+    if site.form.offs is not None:
+        op = torch.ops.mxfp8.grouped_gemm.default
+        arguments = (inputs[0], None if decision.weight_only else inputs[1], *inputs[-2:], site.form.offs)
+    dtype = site.added.output.meta["val"].dtype
+    if dtype != default_dtype:
+        settings["dtype"] = dtype
+    return _Call("gemm", op, arguments, internals.unusual(op, settings))
 
 
-def _packed_bytes(w: Operand) -> int:
-    if w.static is None:
-        return 0
-    *lead, rows, columns = w.static.shape
-    n, k = (columns, rows) if w.transposed else (rows, columns)
-    return math.prod(lead) * n * (k + -(-k // formats.BLOCK_SIZE))
+def _epilogue(site: TorchSite, build: Builder) -> list[_Call]:
+    """Returns what must follow the gemm: the result swapped back, alpha and the addend where not absorbed."""
+    calls: list[_Call] = []
+    form, addend = site.form, site.added.addend
+    if site.swapped:
+        calls.append(_Call("swapped", _ATEN.transpose.int, (-2, -1)))
+        # A matmul's result is contiguous, and the program may view it as such.
+        calls.append(_Call("contiguous", _ATEN.clone.default, (), {"memory_format": torch.contiguous_format}))
+    if form.alpha != 1.0 and site.w.static is None:
+        calls.append(_Call("scaled", _ATEN.mul.Tensor, (form.alpha,)))
+    if addend is not None:
+        if form.beta != 1.0:
+            addend = build.add(f"{site.node.name}_addend", _ATEN.mul.Tensor, addend, form.beta)
+        calls.append(_Call("added", _ATEN.add.Tensor, (addend,)))
+    return calls

@@ -8,7 +8,7 @@ from typing import Any, Final
 from torch.fx import Node
 
 from mxfp8_graph.policy.roles import RoleOps
-from mxfp8_graph.torch_pass.static_operands import Constants
+from mxfp8_graph.torch_pass.static_operands import StaticOperands
 from mxfp8_graph.torch_program import higher_order, internals
 from mxfp8_graph.torch_program.program import Program, Scope
 from mxfp8_ops import contract
@@ -46,8 +46,8 @@ ROLE_OPS: Final = RoleOps(
 class TorchView:
     """The graphs of one program as a `policy.roles.GraphView`. A node is both an op and the value it makes."""
 
-    def __init__(self, program: Program, constants: Constants) -> None:
-        self.is_constant = constants.is_constant
+    def __init__(self, program: Program, statics: StaticOperands) -> None:
+        self.is_constant = statics.is_constant
         self._program = program
 
     def consumers(self, value: Node) -> Iterator[tuple[Node | None, Node]]:

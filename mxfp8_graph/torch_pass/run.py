@@ -16,9 +16,8 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.torch_pass import attention, matmul_forms, torchao_weights, training
-from mxfp8_graph.torch_pass.find import find_sites
+from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.replace import Editor
-from mxfp8_graph.torch_pass.site import TorchSite
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
@@ -79,9 +78,7 @@ def byte_size(program: ExportedProgram) -> int:
     return sum(sizes.values())
 
 
-def _planned(
-    source: ExportedProgram, recipe: Recipe, options: Options
-) -> tuple[Program, list[TorchSite], list[Decision]]:
+def _planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
     """Returns (the copy to edit, its sites, what to do with each), attention taken apart where a recipe needs it."""
     program = Program(_without_einsum(source))
     sites = find_sites(program)
@@ -95,13 +92,13 @@ def _planned(
     return program, sites, decisions
 
 
-def _decide(sites: Sequence[TorchSite], recipe: Recipe, options: Options) -> list[Decision]:
-    decisions = plan([site.site for site in sites], recipe)
+def _decide(sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Decision]:
+    decisions = plan([site.matmul for site in sites], recipe)
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
         unfit = site.unfit or (training.obstacle(site) if options.training else None)
         if decision.quantize and unfit:
             decisions[index] = training.kept(decision, unfit)
-        elif decision.quantize and site.packed:
+        elif decision.quantize and isinstance(site, TorchSite) and site.packed:
             decisions[index] = replace(decision, weight_format=site.packed)
     if options.training:
         training.check(recipe, decisions)
@@ -117,34 +114,37 @@ def _without_einsum(source: ExportedProgram) -> ExportedProgram:
 
 
 def _replaced(
-    program: Program, sites: Sequence[TorchSite], decisions: Sequence[Decision], recipe: Recipe, options: Options
+    program: Program, sites: Sequence[Site], decisions: Sequence[Decision], recipe: Recipe, options: Options
 ) -> list[SiteReport]:
     """Replaces every site that is rewritten, and returns what became of each."""
     made = Made(node="", recipe=recipe.model_dump_json(), packed=not options.training)
     editor = Editor(program, made, allow_nonfinite=options.allow_nonfinite)
 
-    def train(site: TorchSite, decision: Decision) -> SiteReport:
-        return training.apply(program, site, decision, recipe, made)
+    def change(site: Site, decision: Decision) -> SiteReport:
+        assert isinstance(site, TorchSite), "attention is taken apart before"
+        if options.training:
+            return training.apply(program, site, decision, recipe, made)
+        return editor.apply(site, decision)
 
-    def keep(site: TorchSite) -> None:
+    def keep(site: Site) -> None:
         training.undo(program, site)
 
-    chosen = train if options.training else editor.apply
-    reports = replace_each(sites, decisions, chosen, keep=keep, progress=options.progress)
+    reports = replace_each(sites, decisions, change, keep=keep, progress=options.progress)
     editor.finish()
     if not options.training:
         program.freeze()
     return reports
 
 
-def _notes(sites: Sequence[TorchSite], decisions: Sequence[Decision]) -> list[str]:
+def _notes(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[str]:
     """Returns what a user should know of the linears that core ATen had turned into expand and bmm, and of torchao."""
     notes = []
-    if names := [s.site.module or s.site.name for s in sites if s.w and s.w.static and s.w.static.broadcast]:
+    found = [(s, d) for s, d in zip(sites, decisions, strict=True) if isinstance(s, TorchSite)]
+    if names := [s.matmul.module or s.matmul.name for s, _ in found if s.w.static and s.w.static.broadcast]:
         notes.append(
             f"core ATen input: {len(names)} linear(s) came as expand and bmm and were recognized ({', '.join(names)}); "
             "rewrite before run_decompositions() to be sure that none is missed"
         )
-    if taken := sum(bool(s.packed) and d.quantize for s, d in zip(sites, decisions, strict=True)):
+    if taken := sum(bool(s.packed) and d.quantize for s, d in found):
         notes.append(f"{taken} weights were packed by torchao: their bytes are kept, their rounding error is unknown")
     return notes

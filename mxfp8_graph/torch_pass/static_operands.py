@@ -10,7 +10,7 @@ placeholder [E, N, K] -> ... -> index(.., [ids [S]]) -> (transpose | to | ...)* 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_program.values import storage_of
 
 VIEW_OPS: Final = internals.op_names(
     "t transpose swapaxes permute numpy_T mT alias detach clone contiguous lift_fresh_copy to _to_copy type_as "
@@ -28,6 +29,9 @@ VIEW_OPS: Final = internals.op_names(
 
 GATHERS: Final = internals.op_names("index index_select")
 """The ops that may pick experts of a stack."""
+
+Step = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
+"""(target, arguments, keyword arguments) of a call on a tensor."""
 
 _COPIES: Final = internals.op_names("alias detach clone contiguous lift_fresh_copy to _to_copy")
 
@@ -41,21 +45,17 @@ class Static:
     """A tensor whose value is known: a stored one and the steps from it to what the consumer sees."""
 
     name: str
-    """Of the parameter, buffer or constant."""
-    origin: Node
-    """Its placeholder in the main graph."""
+    """Name of the parameter, buffer or constant."""
     shape: tuple[int, ...]
-    """After the steps."""
+    """Shape after the steps."""
     dtype: torch.dtype
-    """After the steps."""
-    steps: tuple[tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...] = ()
-    """(target, arguments, keyword arguments) of calls on the tensor, first to last."""
+    """Dtype after the steps."""
+    steps: tuple[Step, ...] = ()
+    """Calls on the stored tensor, first to last."""
     broadcast: bool = False
     """The consumer sees more leading dimensions, along which the value repeats."""
     gather: Node | None = None
     """What picks entries of the first axis while the program runs, if something does; `shape` has all of them."""
-    node: Node = field(compare=False)
-    """What the consumer sees."""
 
     @property
     def byte_size(self) -> int:
@@ -72,26 +72,35 @@ class Static:
         return result
 
     def then(self, target: Any, *arguments: Any, shape: tuple[int, ...]) -> Static:
-        """Returns this tensor after one step more."""
+        """Returns this tensor after one more step."""
         return replace(self, steps=(*self.steps, (target, arguments, ())), shape=shape)
 
 
-class Constants:
+def identity(program: Program, static: Static) -> tuple[object, ...]:
+    """Returns what two names of one stored tensor have in common: where its values are, and how they are laid out."""
+    tensor = program.tensor(static.name)
+    start = storage_of(tensor)
+    if not start:
+        return (static.name,)
+    return (start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class StaticOperands:
     """Resolves operands of one program to `Static` values."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self.written: dict[str, str] = dict.fromkeys(program.mutated, "the program")
-        """What each tensor that the program changes is changed by."""
+        self._written: dict[str, str] = dict.fromkeys(program.mutated, "the program")
+        """Names of the tensors that the program changes, and the op that does."""
         for scope in program.scopes:
             for node in scope.module.graph.nodes:
                 for argument in internals.written(node):
-                    if name := self._base(argument):
-                        self.written[name] = internals.op_name(node)
+                    if name := program.stored_name(_behind_views(argument)):
+                        self._written[name] = internals.op_name(node)
         self._constant: set[Node] = set()
         for scope in program.scopes:  # outer graphs first, and every graph in the order it runs: no recursion
             for node in scope.module.graph.nodes:
-                if self._depends_on_nothing(node):
+                if self._depends_on_no_input(node):
                     self._constant.add(node)
 
     def resolve(self, node: Any) -> Static | None:
@@ -115,16 +124,14 @@ class Constants:
             return _expanded(node, before)
         if before.broadcast:
             same = isinstance(value, torch.Tensor) and _text(value) == _text(node.args[0].meta["val"])
-            return replace(before, node=node) if same else None
+            return before if same else None
         if len(node.all_input_nodes) > 1:  # a size or a type taken from another tensor
             return None
-        step = (node.target, tuple(node.args[1:]), tuple(sorted(node.kwargs.items())))
-        if isinstance(value, torch.Tensor):
-            shape = tuple(value.shape)
-            if not all(isinstance(size, int) for size in shape):
-                return None
-            return replace(before, node=node, steps=(*before.steps, step), shape=shape, dtype=value.dtype)
-        return replace(before, node=node, steps=(*before.steps, step))  # chunk, split: getitem follows
+        after = replace(before, steps=(*before.steps, _step(node)))
+        if not isinstance(value, torch.Tensor):  # chunk, split: getitem follows
+            return after
+        shape = tuple(value.shape)
+        return replace(after, shape=shape, dtype=value.dtype) if all(isinstance(s, int) for s in shape) else None
 
     def is_constant(self, node: Any) -> bool:
         """Whether `node` depends on no user input, whatever the ops on the way."""
@@ -132,12 +139,11 @@ class Constants:
 
     def source_of(self, node: Node) -> str:
         """Returns the op behind the views that a constant comes from."""
-        while internals.op_name(node) in VIEW_OPS and node.args and isinstance(node.args[0], Node):
-            node = node.args[0]
+        node = _behind_views(node)
         return internals.op_name(node) or node.name
 
     def stored_below(self, node: Node) -> list[Node]:
-        """Returns the inputs that a constant is computed from."""
+        """Returns the placeholders that a constant is computed from."""
         stack, seen = [node], {node}
         while stack:
             fresh = [source for source in stack.pop().all_input_nodes if source not in seen]
@@ -145,7 +151,7 @@ class Constants:
             stack += fresh
         return [source for source in seen if source.op == "placeholder"]
 
-    def _depends_on_nothing(self, node: Node) -> bool:
+    def _depends_on_no_input(self, node: Node) -> bool:
         if node.op == "placeholder":
             return self._stored(node) is not None
         if internals.is_higher_order(node) or internals.op_name(node) in _RANDOM or node.op != "call_function":
@@ -153,24 +159,26 @@ class Constants:
         return all(source in self._constant for source in node.all_input_nodes)
 
     def _stored(self, node: Node) -> Static | None:
-        origin = self._program.origin(node)
-        name = self._program.stored_name(origin) if origin is not None else None
-        value = node.meta.get("val")
-        if origin is None or name is None or name in self.written or not isinstance(value, torch.Tensor):
+        name, value = self._program.stored_name(node), node.meta.get("val")
+        if name is None or name in self._written or not isinstance(value, torch.Tensor):
             return None
-        return Static(name=name, origin=origin, shape=tuple(value.shape), dtype=value.dtype, node=node)
+        return Static(name=name, shape=tuple(value.shape), dtype=value.dtype)
 
     def writer_of(self, node: Node) -> tuple[str, str] | None:
         """Returns (name, op) if `node` is a stored tensor that an op of the program changes."""
-        name = self._base(node)
-        return (name, self.written[name]) if name in self.written else None
+        name = self._program.stored_name(_behind_views(node))
+        return (name, self._written[name]) if name in self._written else None
 
-    def _base(self, node: Node) -> str | None:
-        """Returns the stored tensor that `node` is or views."""
-        while internals.op_name(node) in VIEW_OPS and node.args and isinstance(node.args[0], Node):
-            node = node.args[0]
-        origin = self._program.origin(node) if node.op == "placeholder" else None
-        return self._program.stored_name(origin) if origin is not None else None
+
+def _behind_views(node: Node) -> Node:
+    """Returns what `node` is a view of; itself if it is none."""
+    while internals.op_name(node) in VIEW_OPS and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _step(node: Node) -> Step:
+    return (node.target, tuple(node.args[1:]), tuple(sorted(node.kwargs.items())))
 
 
 def _gathered(node: Node, before: Static) -> Static | None:
@@ -186,19 +194,18 @@ def _gathered(node: Node, before: Static) -> Static | None:
         return None
     if before.gather is not None or before.broadcast or len(before.shape) != 3:
         return None
-    return replace(before, node=node, gather=node)
+    return replace(before, gather=node)
 
 
 def _after_gather(node: Node, before: Static) -> Static | None:
-    """Returns `before` with what `node` does to each expert done to the whole stack, or None if it does more."""
+    """Returns `before` with what `node` does to each expert done to all of them, or None if that cannot be."""
     value, axes = node.meta["val"], permutation(node, 3)
     if len(node.all_input_nodes) > 1 or (axes is None and internals.op_name(node) not in _COPIES):
         return None
     if axes is not None and axes[0] != 0:
         return None
-    step = (node.target, tuple(node.args[1:]), tuple(sorted(node.kwargs.items())))
     shape = before.shape if axes is None else tuple(before.shape[axis] for axis in axes)
-    return replace(before, node=node, steps=(*before.steps, step), shape=shape, dtype=value.dtype)
+    return replace(before, steps=(*before.steps, _step(node)), shape=shape, dtype=value.dtype)
 
 
 def permutation(node: Node, rank: int) -> tuple[int, ...] | None:
@@ -217,14 +224,13 @@ def permutation(node: Node, rank: int) -> tuple[int, ...] | None:
 
 
 def _expanded(node: Node, before: Static) -> Static | None:
-    """Returns `before` as it is if `node` only repeats it along new leading dimensions (core ATen does, for bmm)."""
+    """Returns `before`, marked, if `node` only repeats it along new leading dimensions, as core ATen does for bmm."""
     sizes = list(internals.argument(node, "size"))
     trailing = sizes[len(sizes) - len(before.shape) :]
     if all(size in (-1, had) for size, had in zip(trailing, before.shape, strict=True)):
-        return replace(before, node=node, broadcast=before.broadcast or len(sizes) > len(before.shape))
+        return replace(before, broadcast=before.broadcast or len(sizes) > len(before.shape))
     if len(before.shape) == 3 and before.shape[0] == 1 and tuple(trailing[1:]) == before.shape[1:]:
-        flat = before.then(torch.ops.aten.squeeze.dim, 0, shape=before.shape[1:])
-        return replace(flat, node=node, broadcast=True)
+        return replace(before.then(torch.ops.aten.squeeze.dim, 0, shape=before.shape[1:]), broadcast=True)
     return None
 
 

@@ -11,7 +11,6 @@ with 32 x 4 x 4 values to a tile. A program exported from such a module keeps `l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -21,16 +20,6 @@ from mxfp8_ops import formats
 _TILE_ROWS: Final = 128
 _TILE_COLUMNS: Final = 4
 _FORMATS: Final = {getattr(torch, fmt.numpy_name): fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
-
-
-@dataclass(frozen=True)
-class MxWeight:
-    """A weight as torchao packed it."""
-
-    elements: torch.Tensor
-    """uint8 [N, K]."""
-    scales: torch.Tensor
-    """uint8 [N, K / 32]."""
 
 
 def is_mx(tensor: Any) -> bool:
@@ -54,17 +43,14 @@ def obstacle(tensor: Any) -> str | None:
     return None
 
 
-def unpacked(tensor: Any) -> MxWeight:
-    """Returns the bytes of an MXTensor without an `obstacle`."""
+def unpacked(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (elements uint8 [N, K], scales uint8 [N, K / 32]) of an MXTensor without an `obstacle`."""
     rows, columns = tensor.qdata.shape
     count = -(-columns // formats.BLOCK_SIZE)
     scales = tensor.scale.detach().contiguous().view(torch.uint8)
     if tensor.is_swizzled_scales:
         scales = unswizzled(scales, rows, count)
-    return MxWeight(
-        elements=tensor.qdata.detach().view(torch.uint8),
-        scales=scales.reshape(rows, count).contiguous(),
-    )
+    return tensor.qdata.detach().view(torch.uint8), scales.reshape(rows, count).contiguous()
 
 
 def unswizzled(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

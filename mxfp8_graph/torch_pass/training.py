@@ -19,8 +19,8 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.build import Builder
-from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN
-from mxfp8_graph.torch_pass.site import TorchSite
+from mxfp8_graph.torch_pass.find import Site, TorchSite
+from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Operand
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops.errors import RecipeError
@@ -28,22 +28,23 @@ from mxfp8_ops.errors import RecipeError
 _ATEN: Final = torch.ops.aten
 
 
-def obstacle(site: TorchSite) -> str | None:
+def obstacle(site: Site) -> str | None:
     """Returns why a site cannot be trained in MXFP8, or None."""
-    if site.w is None or site.w.static is None:
+    if not isinstance(site, TorchSite) or site.w.static is None:
         return "training rewrites linears only; expected one static operand"
     if site.packed:
         return "torchao packed this weight; expected one in high precision, to train it"
-    if site.offs is not None or site.w.static.gather is not None:
+    form, added = site.form, site.added
+    if form.offs is not None or site.w.static.gather is not None:
         return "training has no form for experts that are chosen at run time; they stay in high precision"
-    if site.swapped or site.alpha != 1.0 or site.addend is not None or site.beta != 1.0 or not _fits(site):
+    if site.swapped or form.alpha != 1.0 or added.addend is not None or form.beta != 1.0 or not _fits(site):
         return (
             "training rewrites y = x @ w + b with a weight [N, K], or y = x @ w with a stack [B, N, K] for x [B, M, K]"
-            f"; this {site.site.op} is another form"
+            f"; this {site.matmul.op} is another form"
         )
-    if site.bias is not None and site.bias.meta["val"].dim() != 1:
+    if added.bias is not None and added.bias.meta["val"].dim() != 1:
         return "training rewrites biases of one dimension only; expected [N]"
-    if site.output.meta["val"].dtype != (site.x or site.w).node.meta["val"].dtype:
+    if added.output.meta["val"].dtype != site.x.node.meta["val"].dtype:
         return "the result has another dtype than the activation (autocast); export without autocast to train"
     return None
 
@@ -51,14 +52,10 @@ def obstacle(site: TorchSite) -> str | None:
 def _fits(site: TorchSite) -> bool:
     """Whether the weight is one that `linear_train` takes: a matrix, or a stack with one matrix for each of x."""
     x, w = site.x, site.w
-    assert x is not None
-    assert w is not None
-    assert w.static is not None
-    seen = w.static.node.meta["val"].shape
+    seen = w.node.meta["val"].shape
     if len(seen) != w.rank or w.rank == 2:
         return w.rank == len(seen) == 2
-    first = x.perm[0] if x.perm else 0
-    return w.rank == x.rank == 3 and site.bias is None and str(x.node.meta["val"].shape[first]) == str(seen[0])
+    return w.rank == x.rank == 3 and site.added.bias is None and str(x.shape[0]) == str(seen[0])
 
 
 def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
@@ -82,34 +79,30 @@ def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
 
 def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe, made: Made) -> SiteReport:
     """Makes the site a `linear_train` of its parameters, and returns what became of it."""
-    assert site.x is not None
-    assert site.w is not None
-    assert site.w.static is not None
-    build = Builder(program, site.node, {})
-    weight = _weight(site.w.static.node, site.w.transposed, build)
-    arguments = (build.permute(site.x.node, site.x.perm), weight, site.bias)
+    build = Builder(program, site.node)
+    arguments = (build.k_last(site.x), _weight(site.w, build), site.added.bias)
     keywords: dict[str, Any] = {"fp8_format": recipe.fp8_format, "scale_rounding": decision.scale_rounding}
-    node = site.output
+    node = site.added.output
     node.target, node.args, node.kwargs = torch.ops.mxfp8.linear_train.default, arguments, keywords
     record.mark(node, made)
     if node is not site.node:
         site.node.graph.erase_node(site.node)
-    size = site.w.static.byte_size
+    size = site.matmul.weight_bytes
     return SiteReport(
         decision=decision, nodes=(*(new.name for new in build.new), node.name), bytes_before=size, bytes_after=size
     )
 
 
-def undo(program: Program, site: TorchSite) -> None:
-    """Makes a `linear_train` the linear it stands for, or the bmm."""
+def undo(program: Program, site: Site) -> None:
+    """Makes a `linear_train` the linear or the bmm it stands for; leaves other nodes alone."""
     node = site.node
     if internals.op_name(node) == LINEAR_TRAIN:
         x, weight, bias = (internals.argument(node, name) for name in ("x", "weight", "bias"))
         if weight.meta["val"].dim() == 2:
             node.target, node.args, node.kwargs = _ATEN.linear.default, (x, weight, bias), {}
         else:
-            turned = Builder(program, node, {}).permute(weight, (0, 2, 1))
-            node.target, node.args, node.kwargs = _ATEN.bmm.default, (x, turned), {}
+            transposed = Builder(program, node).permute(weight, (0, 2, 1))
+            node.target, node.args, node.kwargs = _ATEN.bmm.default, (x, transposed), {}
         record.unmark(node)
 
 
@@ -118,13 +111,12 @@ def kept(decision: Decision, reason: str) -> Decision:
     return replace(decision, quantize=False, rule="structure", reason=reason)
 
 
-def _weight(node: Node, transposed: bool, build: Builder) -> Node:
-    """Returns the weight as [N, K]; a transpose in front of it and the one it needs cancel out."""
-    if not transposed:
+def _weight(w: Operand, build: Builder) -> Node:
+    """Returns the weight as [..., N, K]; a transpose in front of it and the one it needs cancel out."""
+    node = w.node
+    if not w.transposed:
         return node
     if internals.op_name(node) == "t":
-        source = node.args[0]
-        assert isinstance(source, Node)
-        return source
+        return node.all_input_nodes[0]
     rank = node.meta["val"].dim()
     return build.permute(node, (*range(rank - 2), rank - 1, rank - 2))

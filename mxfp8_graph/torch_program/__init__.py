@@ -1,11 +1,11 @@
 """An exported program as a thing to open, walk and save. Knows nothing of rewriting.
 
-internals.py  every private torch API the project stands on, checked against the torch version
-program.py          a private copy of a program: graphs, signature, weights
-higher_order.py     how higher-order ops (cond, while_loop, ...) hand operands to the graphs they hold
-values.py           tensors as NumPy sees them
-record.py           which recipe made a program
-files.py            .pt2 files
+files.py         .pt2 files
+program.py       a private copy of a program: graphs, signature, weights
+higher_order.py  how higher-order ops (cond, while_loop, ...) hand operands to the graphs they hold
+values.py        tensors as NumPy sees them
+record.py        which recipe made a program
+internals.py     every private torch API the project stands on, checked against the torch version
 """
 
 from mxfp8_ops.errors import BackendError

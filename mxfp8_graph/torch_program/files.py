@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from mxfp8_graph import provenance
+from mxfp8_graph.file_writing import replacing
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_ops import (
     contract,
@@ -23,7 +23,7 @@ from mxfp8_ops import (
 from mxfp8_ops.errors import ContractError
 
 EXTRA_FILE: Final = "mxfp8_graph.json"
-"""Name of the extra file in the archive; with the record, and the modules that define the containers."""
+"""Name of the extra file in the archive: how the program was made, and which modules define its containers."""
 
 _MODULES_KEY: Final = "mxfp8_graph.modules"
 _KNOWN_PACKAGES: Final = frozenset({"torch", "transformers"})
@@ -33,7 +33,7 @@ _KNOWN_PACKAGES: Final = frozenset({"torch", "transformers"})
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
     """Returns the .pt2 file a program was written to; `mxfp8_graph.load` reads it, in any process.
 
-    The file is written beside its place and renamed, so that no half file is ever seen.
+    An error leaves an existing file as it was, and no half of a new one.
 
     Args:
         program: rewritten or not.
@@ -47,10 +47,9 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     made = record.find(program)
     entries: dict[str, Any] = provenance.entries(made.recipe if made else None)
     entries[_MODULES_KEY] = internals.container_modules(program)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.pt2")
     try:
-        torch.export.save(program, temporary, extra_files={EXTRA_FILE: json.dumps(entries)})
-        temporary.replace(path)
+        with replacing(path, suffix=".pt2") as temporary:  # torch writes to no other suffix
+            torch.export.save(program, temporary, extra_files={EXTRA_FILE: json.dumps(entries)})
     except OSError as error:
         raise ContractError(
             path,
@@ -65,9 +64,6 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
             expected="containers that pytree knows and registered ops",
             advice="see the cause above",
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
     return path
 
 
@@ -112,7 +108,7 @@ def load(path: str | Path) -> ExportedProgram:
 
 
 def check_target(path: str | Path, *, overwrite: bool) -> Path:
-    """Returns `path` if a program can be written there, to be asked before the work and not after it.
+    """Returns `path` if a program can be written there. Ask before the work, not after it.
 
     Raises:
         ContractError: another suffix than .pt2, no such folder, or the file exists and `overwrite` is false.

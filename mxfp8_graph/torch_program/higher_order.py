@@ -25,40 +25,47 @@ from mxfp8_graph.torch_program import internals
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a higher-order op keeps its graphs and operands, as positions among its arguments."""
+    """Where a higher-order op keeps its operands, as positions among its arguments."""
 
-    bodies: tuple[int, ...]
     invariant: int
-    """The list of operands that every iteration sees alike; for a flat layout, where they begin."""
+    """The list of operands that are the same in every iteration; for a flat layout, where they begin."""
     variant: tuple[int, ...] = ()
     """Lists of operands that change from iteration to iteration; they come first."""
     flat: bool = False
+    """Operands are arguments of the call, not items of a list among them."""
     carried: int | None = None
     """The list among `variant` that a graph's first outputs feed in the next iteration."""
     looping: int = 0
-    """Which of `bodies` gives the results; the others only decide."""
+    """Which of the graphs gives the results; the others only decide."""
 
 
 _LAYOUTS: Final = {
-    "cond": Layout((1, 2), 3),
-    "while_loop": Layout((0, 1), 3, (2,), carried=2, looping=1),
-    "map_impl": Layout((0,), 2, (1,)),
-    "scan": Layout((0,), 3, (1, 2), carried=1),
-    "wrap_with_set_grad_enabled": Layout((1,), 2, flat=True),
-    "wrap_with_autocast": Layout((4,), 5, flat=True),
+    "cond": Layout(3),
+    "while_loop": Layout(3, (2,), carried=2, looping=1),
+    "map_impl": Layout(2, (1,)),
+    "scan": Layout(3, (1, 2), carried=1),
+    "wrap_with_set_grad_enabled": Layout(2, flat=True),
+    "wrap_with_autocast": Layout(5, flat=True),
 }
 
 
 def layout_of(call: Node) -> Layout | None:
-    """Returns the layout of a higher-order call, or None if the pass does not know the op."""
+    """Returns the layout of a higher-order call, or None for an op that is not known."""
     return _LAYOUTS.get(internals.op_name(call))
+
+
+def graphs(module: GraphModule, call: Node) -> list[tuple[int, str, GraphModule]]:
+    """Returns (position among the arguments, name in `module`, graph) of each graph that a call runs."""
+    names = [(i, str(a.target)) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr"]
+    found = [(position, name, getattr(module, name, None)) for position, name in names]
+    return [(position, name, held) for position, name, held in found if isinstance(held, GraphModule)]
 
 
 def operands(call: Node) -> list[Any]:
     """Returns the operands in the order of the graphs' placeholders."""
     layout = _known(call)
-    lists: list[Any] = [item for position in layout.variant for item in _list(call, position)]
-    return lists + list(call.args[layout.invariant :] if layout.flat else _list(call, layout.invariant))
+    variant: list[Any] = [item for position in layout.variant for item in _list(call, position)]
+    return [*variant, *(call.args[layout.invariant :] if layout.flat else _list(call, layout.invariant))]
 
 
 def variant_count(call: Node) -> int:
@@ -72,16 +79,16 @@ def carried_count(call: Node) -> int:
     return 0 if layout.carried is None else len(_list(call, layout.carried))
 
 
-def append(call: Node, operand: Node) -> None:
+def append_operand(call: Node, operand: Node) -> None:
     """Adds an operand at the end."""
     layout = _known(call)
     if layout.flat:
         call.args = (*call.args, operand)
     else:
-        _set(call, layout.invariant, [*_list(call, layout.invariant), operand])
+        _set_list(call, layout.invariant, [*_list(call, layout.invariant), operand])
 
 
-def remove(call: Node, index: int) -> None:
+def remove_operand(call: Node, index: int) -> None:
     """Removes the operand at `index` of `operands`, which must be the same in every iteration."""
     layout = _known(call)
     index -= variant_count(call)
@@ -91,7 +98,7 @@ def remove(call: Node, index: int) -> None:
     else:
         kept = list(_list(call, layout.invariant))
         del kept[index]
-        _set(call, layout.invariant, kept)
+        _set_list(call, layout.invariant, kept)
 
 
 def unshare(module: GraphModule) -> None:
@@ -100,43 +107,34 @@ def unshare(module: GraphModule) -> None:
     for inner in [module, *module.modules()]:
         if isinstance(inner, GraphModule):
             calls = [node for node in inner.graph.nodes if internals.is_higher_order(node) and layout_of(node) is None]
-            taken.update(id(m) for call in calls for _, held in _graphs(inner, call) for m in held.modules())
+            taken.update(id(m) for call in calls for *_, held in graphs(inner, call) for m in held.modules())
     _unshare(module, taken)
 
 
 def _unshare(module: GraphModule, taken: set[int]) -> None:
     for call in [node for node in module.graph.nodes if layout_of(node) is not None]:
-        for position, held in _graphs(module, call):
-            graph = held
-            if id(held) in taken:
-                graph = internals.clone(held)
-                name = unique_name(str(call.args[position].target), {name for name, _ in module.named_children()}, "_")
-                module.add_module(name, graph)
+        for position, name, graph in graphs(module, call):
+            own = internals.clone(graph) if id(graph) in taken else graph
+            if own is not graph:
+                new = unique_name(name, dict(module.named_children()))
+                module.add_module(new, own)
                 with module.graph.inserting_before(call):
-                    body = module.graph.get_attr(name)
-                call.args = (*call.args[:position], body, *call.args[position + 1 :])
-            taken.add(id(graph))
-            _unshare(graph, taken)
-
-
-def _graphs(module: GraphModule, call: Node) -> list[tuple[int, GraphModule]]:
-    """Returns (position, graph) of each argument of a call that is a graph."""
-    named = [(i, a.target) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr"]
-    found = [(position, getattr(module, str(name), None)) for position, name in named]
-    return [(position, held) for position, held in found if isinstance(held, GraphModule)]
+                    _set(call, position, module.graph.get_attr(new))
+            taken.add(id(own))
+            _unshare(own, taken)
 
 
 def _known(call: Node) -> Layout:
-    layout = layout_of(call)
-    assert layout is not None, call
-    return layout
+    return _LAYOUTS[internals.op_name(call)]
 
 
 def _list(call: Node, position: int) -> Any:
     return call.args[position]
 
 
-def _set(call: Node, position: int, values: list[Any]) -> None:
-    as_before = type(_list(call, position))
-    new = tuple(values) if issubclass(as_before, tuple) else values
-    call.args = (*call.args[:position], new, *call.args[position + 1 :])
+def _set_list(call: Node, position: int, items: list[Any]) -> None:
+    _set(call, position, tuple(items) if isinstance(_list(call, position), tuple) else items)
+
+
+def _set(call: Node, position: int, argument: Any) -> None:
+    call.args = (*call.args[:position], argument, *call.args[position + 1 :])

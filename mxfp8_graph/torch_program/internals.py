@@ -1,4 +1,4 @@
-"""Every private or version-dependent torch API of the pass, in one place.
+"""Every private or version-dependent torch API that exported programs need, in one place.
 
 What is used beyond the documented API, and why:
 
@@ -198,14 +198,16 @@ def is_higher_order(node: Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
-def opens_transform(node: Node) -> bool:
-    """Whether a function transform such as vmap begins at `node`."""
-    return op_name(node).endswith("_increment_nesting")
+def module_path(node: Node) -> str:
+    """Returns the path of the module that made `node`, such as "model.layers.0.mlp.up_proj"; "" for the model."""
+    stack = node.meta.get("nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else ""
 
 
-def closes_transform(node: Node) -> bool:
-    """Whether a function transform such as vmap ends at `node`."""
-    return op_name(node).endswith("_decrement_nesting")
+def transform_depth(node: Node) -> int:
+    """Returns 1 if a function transform such as vmap begins at `node`, -1 if one ends there, and else 0."""
+    name = op_name(node)
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

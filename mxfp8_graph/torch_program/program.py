@@ -1,8 +1,9 @@
-"""A private copy of an exported program that the pass may edit: graphs, signature, references to the weights."""
+"""A private copy of an exported program, to walk and edit: its graphs, signature and references to its weights."""
 
 from __future__ import annotations
 
 import itertools
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 from torch.fx import GraphModule, Node
 
+from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_program import higher_order, internals
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -32,7 +34,7 @@ class Scope:
     blocker: str | None = None
     """Why nothing inside can be rewritten, or None."""
     weights: dict[str, Node] = field(default_factory=dict)
-    """Placeholders of the buffers the pass added, by buffer name."""
+    """Placeholders of the added buffers, by buffer name."""
 
     @property
     def placeholders(self) -> list[Node]:
@@ -73,8 +75,9 @@ class Program:
         return self._scope_of[node.graph]
 
     def stored_name(self, node: Node) -> str | None:
-        """Returns the name of the parameter, buffer or constant that a placeholder of the main graph stands for."""
-        spec = self._specs.get(node)
+        """Returns the name of the parameter, buffer or constant that a placeholder of any graph stands for, or None."""
+        origin = self._origin(node) if node.op == "placeholder" else None
+        spec = self._specs.get(origin) if origin is not None else None
         return spec.target if spec is not None and spec.kind in _STORED else None
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -82,7 +85,55 @@ class Program:
         value: torch.Tensor = self.state[name] if name in self.state else self.constants[name]
         return value
 
-    def origin(self, node: Node) -> Node | None:
+    def fresh(self, wanted: str) -> str:
+        """Returns `wanted`, or `wanted` with a number, that no tensor of the program is called."""
+        return unique_name(wanted, ChainMap(self.state, self.constants))
+
+    def add_buffer(self, name: str, data: torch.Tensor) -> None:
+        """Makes `data` a buffer of the program; `weight` gives its node in a graph."""
+        self.state[name] = data
+
+    def weight(self, scope: Scope, name: str) -> Node:
+        """Returns the node of an added buffer in `scope`, handing it down through every higher-order call."""
+        if name in scope.weights:
+            return scope.weights[name]
+        label = "b_" + name.replace(".", "_")
+        if scope.parent is None or scope.call is None:
+            value = internals.fake_of(self.fake_mode, self.state[name])
+            inputs = (p for p in scope.placeholders if self._specs[p].kind == InputKind.USER_INPUT)
+            node = _placeholder(scope, label, value, before=next(inputs, None))
+            self._specs[node] = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
+            scope.weights[name] = node
+            return node
+        outer = self.weight(scope.parent, name)
+        higher_order.append_operand(scope.call, outer)
+        for sibling in scope.siblings:
+            sibling.weights[name] = _placeholder(sibling, label, outer.meta["val"])
+        return scope.weights[name]
+
+    def forget(self, placeholder: Node) -> None:
+        """Removes an unused placeholder of the main graph and, with its last alias, the tensor."""
+        name = self._specs.pop(placeholder).target
+        placeholder.graph.erase_node(placeholder)
+        if name is not None and all(spec.target != name for spec in self._specs.values()):
+            self.state.pop(name, None)
+            self.constants.pop(name, None)
+
+    def freeze(self) -> None:
+        """Makes every parameter ask for no gradient."""
+        for name, tensor in self.state.items():
+            if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+                self.state[name] = torch.nn.Parameter(tensor.detach(), requires_grad=False)
+
+    def finish(self) -> ExportedProgram:
+        """Returns the edited program, verified."""
+        for scope in self.scopes:
+            scope.module.graph.lint()
+            scope.module.recompile()
+        inputs = [self._specs[node] for node in self.scopes[0].placeholders]
+        return internals.updated(self.source, self.module, inputs, self.state, self.constants)
+
+    def _origin(self, node: Node) -> Node | None:
         """Returns the main graph's placeholder that a placeholder stands for, or None if it varies."""
         scope = self.scope_of(node)
         while scope.parent is not None and scope.call is not None:
@@ -97,74 +148,12 @@ class Program:
             scope = scope.parent
         return node
 
-    def fresh(self, wanted: str) -> str:
-        """Returns `wanted`, or `wanted` with a number, that no tensor of the program is called."""
-        name, count = wanted, 1
-        while name in self.state or name in self.constants:
-            count += 1
-            name = f"{wanted}_{count}"
-        return name
-
-    def add_buffer(self, name: str, data: torch.Tensor) -> None:
-        """Makes `data` a buffer of the program; `weight` gives its node in a graph."""
-        self.state[name] = data
-
-    def weight(self, scope: Scope, name: str) -> Node:
-        """Returns the node of an added buffer in `scope`, handing it down through every higher-order call."""
-        if name in scope.weights:
-            return scope.weights[name]
-        label = "b_" + name.replace(".", "_")
-        if scope.parent is None or scope.call is None:
-            value = internals.fake_of(self.fake_mode, self.state[name])
-            first = next((p for p in scope.placeholders if not self._is_stored(p)), None)
-            node = _placeholder(scope, label, value, before=first)
-            self._specs[node] = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
-            scope.weights[name] = node
-            return node
-        outer = self.weight(scope.parent, name)
-        higher_order.append(scope.call, outer)
-        for sibling in scope.siblings:
-            sibling.weights[name] = _placeholder(sibling, label, outer.meta["val"])
-        return scope.weights[name]
-
-    def forget(self, placeholder: Node) -> None:
-        """Removes an unused placeholder of the main graph and, with its last alias, the tensor."""
-        name = self._specs.pop(placeholder).target
-        placeholder.graph.erase_node(placeholder)
-        if name is not None and all(spec.target != name for spec in self._specs.values()):
-            self.state.pop(name, None)
-            self.constants.pop(name, None)
-
-    def freeze(self) -> None:
-        """Makes the parameters that are left ask for no gradients: none would pass through the packed matmuls."""
-        for name, tensor in self.state.items():
-            if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
-                self.state[name] = torch.nn.Parameter(tensor.detach(), requires_grad=False)
-
-    def finish(self) -> ExportedProgram:
-        """Returns the edited program, verified."""
-        for scope in self.scopes:
-            scope.module.graph.lint()
-            scope.module.recompile()
-        inputs = [self._specs[node] for node in self.scopes[0].placeholders]
-        return internals.updated(self.source, self.module, inputs, self.state, self.constants)
-
-    def _is_stored(self, placeholder: Node) -> bool:
-        return bool(self._specs[placeholder].kind != InputKind.USER_INPUT)
-
 
 def _placeholder(scope: Scope, label: str, value: Any, *, before: Node | None = None) -> Node:
+    """Returns a new input of a graph, by default the last one."""
     graph = scope.module.graph
-    inputs = scope.placeholders
-    if before is not None:
-        with graph.inserting_before(before):
-            node = graph.placeholder(label)
-    elif inputs:
-        with graph.inserting_after(inputs[-1]):
-            node = graph.placeholder(label)
-    else:
-        with graph.inserting_before(next(iter(graph.nodes))):
-            node = graph.placeholder(label)
+    with graph.inserting_before(before or next(node for node in graph.nodes if node.op != "placeholder")):
+        node = graph.placeholder(label)
     node.target = node.name
     node.meta["val"] = value
     return node
@@ -175,19 +164,13 @@ def _inner(scope: Scope) -> Iterator[Scope]:
     for call in scope.module.graph.nodes:
         if not internals.is_higher_order(call):
             continue
-        layout = higher_order.layout_of(call)
-        held = [a for a in call.args if isinstance(a, Node) and a.op == "get_attr"]
-        bodies = [call.args[i] for i in layout.bodies] if layout else held
-        found = []
-        for body in bodies:
-            module = getattr(scope.module, str(body.target), None)
-            if not isinstance(module, GraphModule):
-                continue
-            path = "/".join(filter(None, (scope.path, str(body.target))))
-            blocker = scope.blocker
-            if layout is None:
-                blocker = f"inside {internals.op_name(call)}, a higher-order op the pass cannot edit; export without it"
-            found.append(Scope(path, module, scope, call, blocker=blocker))
+        blocker = scope.blocker
+        if higher_order.layout_of(call) is None:
+            blocker = f"inside {internals.op_name(call)}, a higher-order op the pass cannot edit; export without it"
+        found = [
+            Scope("/".join(filter(None, (scope.path, name))), module, scope, call, blocker=blocker)
+            for _, name, module in higher_order.graphs(scope.module, call)
+        ]
         for inner in found:
             inner.siblings = found
             yield inner

@@ -1,0 +1,51 @@
+"""Stored tensors of a program as rows for `weights.pack`, which reads them a slice at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mxfp8_graph.torch_pass.static_operands import Static
+from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_program.values import to_numpy
+from mxfp8_graph.weights import Rows
+from mxfp8_ops.errors import ContractError
+
+_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+
+
+def rows_of(static: Static, stored: torch.Tensor) -> tuple[Rows, bool]:
+    """Returns (the operand [..., R, C] as rows contiguous in memory, whether those are its columns).
+
+    Args:
+        static: the operand.
+        stored: the tensor it comes from.
+
+    Raises:
+        ContractError: `stored` has no values (it is on the meta device, or fake).
+    """
+    if not internals.has_values(stored):
+        raise ContractError(
+            f"weight {static.name!r}",
+            "has a shape but no values",
+            expected="a program that holds its weights",
+            advice="export the model with real tensors",
+        )
+    data = to_numpy(static.apply(stored))
+    *_, height, width = data.strides
+    flipped = height == data.itemsize and width != data.itemsize
+    seen = np.swapaxes(data, -1, -2) if flipped else data
+
+    def index(at: tuple[int, ...]) -> list[int]:
+        return _stored_index(static, stored, (*at[:-2], at[-1], at[-2]) if flipped else at)
+
+    return Rows(shape=seen.shape, read=lambda at, start, stop: seen[at][start:stop], index=index), flipped
+
+
+def _stored_index(static: Static, stored: torch.Tensor, at: tuple[int, ...]) -> list[int]:
+    """Returns where in `stored` the value at index `at` of the operand is."""
+    positions = torch.arange(stored.numel()).reshape(stored.shape)
+    for target, arguments, keywords in static.steps:
+        if target not in _CASTS:
+            positions = target(positions, *arguments, **dict(keywords))
+    return [int(i) for i in np.unravel_index(int(positions[at]), tuple(stored.shape))]
