@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -13,8 +13,12 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import onnx
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
-import mxfp8_graph
+from mxfp8_graph._version import __version__
+from mxfp8_graph.report.text import STYLES, printable
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.errors import BackendError, Mxfp8Error
 
@@ -62,7 +66,7 @@ def diagnose() -> list[Check]:
             state="ok",
             detail=f"{platform.system()} {platform.machine()}, {os.cpu_count()} logical processors",
         ),
-        Check(name="mxfp8-graph", state="ok", detail=mxfp8_graph.__version__),
+        Check(name="mxfp8-graph", state="ok", detail=__version__),
         Check(name="node contract", state="ok", detail=f"domain {contract.DOMAIN!r}, version {contract.VERSION}"),
     ]
     checks += [_required(name, distributions) for name, distributions in _REQUIRED]
@@ -87,8 +91,8 @@ def cuda_checks() -> list[Check]:
         if not gpus:
             checks.append(Check(name="gpu", state="missing", detail=f"none; {_CUDA_ONLY}", advice="see nvidia-smi -L"))
     except BackendError as error:
-        what, _, advice = _parts(error)
-        gpus, checks = [], [Check(name="cuda driver", state="missing", detail=f"{what}; {_CUDA_ONLY}", advice=advice)]
+        gpus, detail = [], f"{error.problem}; {_CUDA_ONLY}"
+        checks = [Check(name="cuda driver", state="missing", detail=detail, advice=error.advice)]
     for index, gpu in enumerate(gpus):
         text = f"{gpu.name}, {gpu.processors} multiprocessors, {gpu.memory / 1e9:.0f} GB, compute capability"
         checks.append(_attempt(f"gpu {index}", partial(_gpu, text, gpu.capability), otherwise="broken"))
@@ -101,6 +105,18 @@ def cuda_checks() -> list[Check]:
     if gpus:
         checks.append(_attempt("gpu session", _gpu_session, otherwise="broken"))
     return checks
+
+
+def table(checks: Iterable[Check]) -> RenderableType:
+    """Returns the checks for a terminal, one line each, advice below what is not ok."""
+    rows = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        rows.add_column(overflow="fold")
+    for check in checks:
+        rows.add_row(check.name, Text(check.state, style=STYLES[check.state]), Text(printable(check.detail)))
+        if check.advice:
+            rows.add_row("", "", Text(f"-> {printable(check.advice)}"))
+    return rows
 
 
 def healthy(checks: Sequence[Check]) -> bool:
@@ -136,18 +152,11 @@ def _attempt(name: str, step: Callable[[], str], otherwise: State = "failed") ->
     try:
         return Check(name=name, state="ok", detail=step())
     except Mxfp8Error as error:
-        what, expected, advice = _parts(error)
-        detail = "; ".join(filter(None, (what, expected)))
-        return Check(name=name, state=otherwise, detail=detail or advice, advice=advice)
+        detail = f"{error.problem}; expected {error.expected}" if error.expected else error.problem
+        return Check(name=name, state=otherwise, detail=detail, advice=error.advice)
     except Exception as error:  # ONNX Runtime's and the loader's have no common base
         advice = "reinstall mxfp8-graph with pip" if otherwise == "failed" else "report this, with the output of doctor"
         return Check(name=name, state=otherwise, detail=str(error), advice=advice)
-
-
-def _parts(error: Mxfp8Error) -> tuple[str, str, str]:
-    """Returns what is, what was expected, and what to do: our messages have these parts."""
-    *what, advice = str(error).split("; ")
-    return "; ".join(what[:-1]), what[-1] if what else "", advice
 
 
 def _library() -> str:

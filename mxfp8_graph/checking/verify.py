@@ -20,8 +20,9 @@ from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, describe, inpu
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.checking.runner import Model, Runnable, Signature, is_program, make_inputs, open_model, open_runnable
 from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.onnx_model.open import Source
-from mxfp8_graph.report.data import check_report_path, write_atomically
+from mxfp8_graph.report.data import check_report_path
 from mxfp8_ops.errors import ShapeError
 
 
@@ -110,7 +111,7 @@ class VerifyReport:
             Mxfp8Error: it cannot be written there.
         """
         path = check_report_path(path, (".json",))
-        write_atomically(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        write_text(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
         return path
 
 

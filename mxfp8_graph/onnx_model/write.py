@@ -15,7 +15,7 @@ from mxfp8_graph.onnx_model.open import Source, iter_tensors
 from mxfp8_graph.onnx_model.sinks import ExternalSink, InlineSink, Sink
 from mxfp8_graph.onnx_model.tensor_data import is_external, location
 from mxfp8_graph.policy.plan import Decision, MatMulSite
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, Option
 from mxfp8_ops.formats import BLOCK_SIZE
 
 INLINE_LIMIT: Final = 1_900_000_000
@@ -118,12 +118,8 @@ def open_target(source: Source, path: Path | None, *, external: bool, overwrite:
         target = Target(source, path, external=external)
         yield target
     except OSError as error:  # reading reports ContractError, so this is about writing
-        raise ContractError(
-            path,
-            f"cannot be written: {error.strerror or error}",
-            expected="a writable folder with enough space",
-            advice="free some space or pass another --output",
-        ) from None
+        advice = ("free some space or pass another ", Option("output"))
+        raise ContractError.unwritable(path, error, advice) from None
     finally:
         if target is not None:
             target.discard()
@@ -165,7 +161,7 @@ def _too_large(path: Path) -> ContractError:
         path,
         "the model does not fit into one protobuf file (2 GB)",
         expected="external data",
-        advice="pass --external-data always",
+        advice=("pass ", Option("external_data", "always")),
     )
 
 
@@ -176,18 +172,17 @@ def data_path_of(path: Path) -> Path:
 
 def _check_path(source: Source, path: Path, *, external: bool, overwrite: bool) -> None:
     if path.is_dir():
-        raise ContractError(path, "a directory", expected="a file name", advice="pass --output DIRECTORY/MODEL.onnx")
+        inside = ("pass ", Option("output", "DIRECTORY/MODEL.onnx"))
+        raise ContractError(path, "a directory", expected="a file name", advice=inside)
     inputs = {Path(source.name).resolve()} if source.folder else set()
     if source.folder is not None:
         for tensor in [*source.tensors.values(), *iter_tensors(source.proto)]:
             if is_external(tensor):
                 inputs.add((source.folder / location(tensor)).resolve())
     if {path.resolve(), data_path_of(path).resolve()} & inputs:
-        raise ContractError(
-            path, "is the input or its external data", expected="another file", advice="pass another --output"
-        )
+        another = ("pass another ", Option("output"))
+        raise ContractError(path, "is the input or its external data", expected="another file", advice=another)
     for file in (path, data_path_of(path))[: 1 + external]:
         if file.exists() and not overwrite:
-            raise ContractError(
-                file, "exists already", expected="a new file", advice="pass --overwrite or another --output"
-            )
+            replace = ("pass ", Option("overwrite", True), " or another ", Option("output"))
+            raise ContractError(file, "exists already", expected="a new file", advice=replace)

@@ -178,7 +178,7 @@ def _device(ort: Any, providers: Sequence[str]) -> str:
 def _check_device(ort: Any, device: str) -> None:
     """Makes the device ready; raises BackendError if it cannot be used."""
     if device not in DEVICES:
-        raise BackendError(f"device {device!r}; expected one of {', '.join(DEVICES)}; correct the name")
+        raise BackendError(f"device {device!r}", expected=f"one of {', '.join(DEVICES)}", advice="correct the name")
     if device == "cuda" and _CUDA_PROVIDER not in ort.get_available_providers():
         raise BackendError(
             "device 'cuda'",
