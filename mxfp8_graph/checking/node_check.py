@@ -14,6 +14,7 @@ ops that reduce the two results to one number. Nothing large leaves the session.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,11 @@ class NodeCheck:
     def passed(self) -> bool:
         """Whether kernel and body agree: no value differs, or no difference is beyond the bound."""
         return self.excess <= (1 if self.is_gemm else 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the check with JSON types only: infinity is None."""
+        excess = self.excess if math.isfinite(self.excess) else None
+        return {"name": self.name, "op": self.op, "excess": excess, "passed": self.passed}
 
     def __str__(self) -> str:
         """Returns what is wrong, for a list of failures."""
@@ -151,7 +157,7 @@ class _Check:
         if self.node.op_type in {GEMM.name, WEIGHT_GEMM.name}:
             result = self._beyond(*pairs[0])
         else:
-            result = self._sum(list(self._differing(pairs)))
+            result = self("Sum", *self._differing(pairs))
         self.nodes.append(helper.make_node("Identity", [result], [_result(self._index)]))
 
     def _differing(self, pairs: list[tuple[str, str]]) -> Iterator[str]:
@@ -203,9 +209,6 @@ class _Check:
     def _dequantized(self, elements: str, scales: str) -> str:
         settings = {**DEQUANTIZE.attributes, "axis": -1, "output_dtype": contract.FLOAT}
         return self(DEQUANTIZE.name, elements, scales, domain=BODY_DOMAIN, **settings)
-
-    def _sum(self, values: list[str]) -> str:
-        return self("Sum", *values)
 
     def shape(self) -> str:
         """Returns the constant [-1]."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 
 from mxfp8_graph.checking.node_check import NodeCheck
+from mxfp8_graph.checking.report import VerifyReport
 from mxfp8_graph.checking.runner import RunReport
-from mxfp8_graph.checking.verify import VerifyReport
 from mxfp8_graph.report.data import filled
 from mxfp8_graph.report.text import grid, lines
 

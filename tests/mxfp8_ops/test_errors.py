@@ -52,7 +52,9 @@ def test_an_advice_names_options_for_whoever_asks() -> None:
 
 def test_common_errors() -> None:
     missing = FileNotFoundError(2, "No such file or directory")
-    assert str(ContractError.unknown("preset", "x", ("a", "b"))) == "preset: 'x'; expected one of a, b; correct the name"
+    assert (
+        str(ContractError.unknown("preset", "x", ("a", "b"))) == "preset: 'x'; expected one of a, b; correct the name"
+    )
     assert str(BackendError.unreadable("f", missing, "a readable library")) == (
         "f: No such file or directory; expected a readable library; check the path"
     )
