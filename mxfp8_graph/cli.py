@@ -69,7 +69,7 @@ Seed = Annotated[int, typer.Option("--seed", help="Of synthesised inputs.")]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised where the program is so that everything on the way out cleans up."""
+    """SIGTERM as an exception, so that whatever is open cleans up."""
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
             say("terminated" if code == TERMINATED else "interrupted")
             raise typer.Exit(code) from None
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of our stdout has gone, which is its right
+            if error.errno == errno.EPIPE:  # the reader of our stdout has gone, and nobody is left to be told
                 raise
             say(f"error: {error.filename or 'system'}: {error.strerror or error}")
             raise typer.Exit(BAD_INPUT) from None

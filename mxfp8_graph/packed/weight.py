@@ -1,4 +1,4 @@
-"""A packed weight, read from where it lies when it is asked for."""
+"""A packed weight, whose data is read when it is asked for."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class PackedWeight:
     """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales. Nothing is in memory until it is read."""
 
     name: str
-    """Of the weight before it was packed, such as "layers.0.up.weight"."""
+    """Name of the weight before it was packed, such as "layers.0.up.weight"."""
     module: str | None
     """Path of the module that multiplies with it (the first, if several do), such as "layers.0.up", if known."""
     shape: tuple[int, ...]
-    """Of the elements."""
+    """Shape of the elements."""
     element_format: str
     """"e4m3" or "e5m2"."""
     weight_only: bool | None
@@ -97,7 +97,7 @@ class Contents:
     others: list[Tensor]
     """Parameters that were not packed."""
     recipe: str | None
-    """As JSON, if it is recorded."""
+    """The recipe as JSON, if it is recorded."""
 
 
 def original_name(elements: str) -> str:

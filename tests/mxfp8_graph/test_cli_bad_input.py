@@ -134,13 +134,6 @@ def test_an_output_folder_that_does_not_exist() -> None:
     )
 
 
-def test_an_output_that_is_a_folder() -> None:
-    Path("folder").mkdir()
-    assert refused("rewrite", save(b.chain_model()), "-o", "folder") == (
-        "error: folder: a directory; expected a file name; pass --output DIRECTORY/MODEL.onnx"
-    )
-
-
 def test_a_model_too_large_for_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxfp8_graph.onnx_model.write.INLINE_LIMIT", 5_000)
     assert refused("rewrite", save(b.chain_model()), "--external-data", "never") == (
