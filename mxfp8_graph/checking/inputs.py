@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.checking.input_sizes import Sizes
 from mxfp8_ops.errors import Option, ShapeError
 
@@ -74,23 +73,6 @@ def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]
 
 
 def synthesise(
-    model: onnx.ModelProto, *, shapes: Mapping[str, int] | None = None, seed: int = 0, where: str = "model"
-) -> Inputs:
-    """Returns one array per input of `model`, the same for the same arguments.
-
-    Args:
-        model: the model; the data of large initializers may be absent.
-        shapes: sizes by dim_param ("batch") or by input and axis ("input_ids.1"), over the defaults of `Sizes`.
-        seed: for the random values.
-        where: what to call the model in errors.
-
-    Raises:
-        ShapeError: an input cannot be synthesised, or `shapes` names a dimension the model does not have.
-    """
-    return synthesise_for(input_specs(model, where), index_ranges(model), shapes=shapes, seed=seed, where=where)
-
-
-def synthesise_for(
     specs: list[InputSpec],
     ranges: Mapping[str, range],
     *,
@@ -98,7 +80,18 @@ def synthesise_for(
     seed: int = 0,
     where: str = "model",
 ) -> Inputs:
-    """Returns one array per spec; integers listed in `ranges` stay inside theirs. Otherwise as `synthesise`."""
+    """Returns one array per spec, the same for the same arguments.
+
+    Args:
+        specs: the inputs.
+        ranges: the values that integer inputs may take, where that is limited.
+        shapes: sizes by dim_param ("batch") or by input and axis ("input_ids.1"), over the defaults of `Sizes`.
+        seed: for the random values.
+        where: what to call the model in errors.
+
+    Raises:
+        ShapeError: an input cannot be synthesised, or `shapes` names a dimension the model does not have.
+    """
     sizes = Sizes({spec.name: spec.dims for spec in specs}, shapes or {}, where)
     rng = np.random.default_rng(seed)
     inputs: Inputs = {}

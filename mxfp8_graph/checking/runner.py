@@ -18,10 +18,11 @@ from mxfp8_graph.checking.inputs import (
     describe,
     input_specs,
     load_inputs,
-    synthesise_for,
+    synthesise,
 )
 from mxfp8_graph.checking.sessions import Session, Timing
 from mxfp8_graph.onnx_model.open import Source, open_path, open_proto
+from mxfp8_ops import cpu
 from mxfp8_ops.errors import Option, ShapeError
 
 Model = Any
@@ -62,8 +63,6 @@ def run_model(
         ShapeError: `inputs` does not fit the model.
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
     """
-    from mxfp8_ops import cpu
-
     signature, runnable = open_runnable(model)
     feeds = make_inputs(signature, inputs, shapes, seed)
     timing = runnable.time(feeds, repeat)
@@ -120,8 +119,7 @@ def open_runnable(model: Model) -> tuple[Signature, Runnable]:
         program = TorchProgram(model)
         return Signature(program.name, program.specs, program.ranges), program
     signature = Signature.of(open_model(model))
-    source = model if isinstance(model, onnx.ModelProto) else Path(model)
-    return signature, Session(source, kernels=True, where=signature.name)
+    return signature, Session(model, kernels=True, where=signature.name)
 
 
 def open_model(model: str | Path | onnx.ModelProto) -> Source:
@@ -142,7 +140,7 @@ def make_inputs(
         ShapeError: they do not fit the model, or both inputs and shapes are given.
     """
     if inputs is None:
-        return synthesise_for(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
+        return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
     if shapes:
         raise ShapeError(
             signature.name,

@@ -20,6 +20,7 @@ from google.protobuf.message import EncodeError
 from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
+from mxfp8_ops import ort
 from mxfp8_ops.errors import BackendError
 
 RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
@@ -50,7 +51,7 @@ class Session:
 
     def __init__(
         self,
-        model: Path | onnx.ModelProto,
+        model: str | Path | onnx.ModelProto,
         *,
         kernels: bool,
         where: str = "model",
@@ -64,12 +65,10 @@ class Session:
         if folder is not None:
             options.add_session_config_entry(_FOLDER_KEY, str(folder.resolve()))
         if kernels:
-            from mxfp8_ops import ort
-
             ort.register(options)
         self._where = where
         try:
-            content = str(model) if isinstance(model, Path) else model.SerializeToString()
+            content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
         except (EncodeError, ValueError):
             advice = "save it with external data, pass the path"
             raise BackendError(where, "more than 2 GB in memory", expected="at most that", advice=advice) from None

@@ -19,6 +19,7 @@ from mxfp8_graph.checking.report import OutputCheck, VerifyReport
 from mxfp8_graph.checking.runner import Model, Signature, is_program, make_inputs, open_model, open_runnable
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model.open import Source
+from mxfp8_ops import cpu
 from mxfp8_ops.errors import ShapeError
 
 
@@ -51,8 +52,6 @@ def verify(
         ShapeError: the two models have different inputs or outputs, or `inputs` does not fit them.
         BackendError: ONNX Runtime cannot run one of them, or the native library is missing.
     """
-    from mxfp8_ops import cpu
-
     if is_program(original) or is_program(rewritten):
         return _verify_programs(original, rewritten, inputs=inputs, shapes=shapes, seed=seed, max_rel_l2=max_rel_l2)
     before, after = open_model(original), open_model(rewritten)
@@ -91,8 +90,6 @@ def _verify_programs(
     max_rel_l2: float | None,
 ) -> VerifyReport:
     """Returns what `verify` does where at least one of the models is a torch program."""
-    from mxfp8_ops import cpu
-
     (old, before), (new, after) = open_runnable(original), open_runnable(rewritten)
     feeds = make_inputs(old, inputs, shapes, seed)
     notes: list[str] = []
@@ -163,8 +160,7 @@ def _signature(specs: list[InputSpec]) -> dict[str, str]:
 
 
 def _run(model: Model, source: Source, inputs: Inputs, *, kernels: bool) -> Inputs:
-    session = Session(model if isinstance(model, onnx.ModelProto) else Path(model), kernels=kernels, where=source.name)
-    return session.run(inputs)
+    return Session(model, kernels=kernels, where=source.name).run(inputs)
 
 
 def _with_data(model: Model) -> onnx.ModelProto:

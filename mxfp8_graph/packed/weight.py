@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops import formats
+from mxfp8_ops import cpu, formats
 from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
@@ -70,8 +70,6 @@ class PackedWeight:
             ShapeError: another dtype.
             ContractError: the file that holds the weight cannot be read.
         """
-        from mxfp8_ops import cpu
-
         return cpu.dequantize(self.elements, self.scales, element_format=self.element_format, dtype=dtype)
 
 

@@ -22,6 +22,10 @@ SCHEMA: Final = 1
 SUFFIXES: Final = (".json", ".html")
 """What `RewriteReport.write` can write."""
 
+_SITE: Final = ("name", "op", "module", "subgraph", "role", "m", "n", "k", "dtype", "weight", "shared_with", "has_bias")
+_DECISION: Final = ("quantize", "rule", "reason", "weight_only", "activation_format", "weight_format", "scale_rounding")
+"""What `SiteReport.to_dict` takes from a site and from its decision, in this order."""
+
 SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")
 """Header of `SiteReport.row`."""
 
@@ -76,27 +80,9 @@ class SiteReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the site, what was decided and what came of it, flat, with JSON types only."""
-        decision, site = self.decision, self.decision.site
         return {
-            "name": site.name,
-            "op": site.op,
-            "module": site.module,
-            "subgraph": site.subgraph,
-            "role": site.role,
-            "m": site.m,
-            "n": site.n,
-            "k": site.k,
-            "dtype": site.dtype,
-            "weight": site.weight,
-            "shared_with": site.shared_with,
-            "has_bias": site.has_bias,
-            "quantize": decision.quantize,
-            "rule": decision.rule,
-            "reason": decision.reason,
-            "weight_only": decision.weight_only,
-            "activation_format": decision.activation_format,
-            "weight_format": decision.weight_format,
-            "scale_rounding": decision.scale_rounding,
+            **{key: getattr(self.decision.site, key) for key in _SITE},
+            **{key: getattr(self.decision, key) for key in _DECISION},
             "nodes": list(self.nodes),
             "packed": self.packed,
             "bytes_before": self.bytes_before,

@@ -10,9 +10,15 @@ import numpy as np
 import onnx
 import pytest
 
+from mxfp8_graph.checking import inputs as model_inputs
 from mxfp8_graph.checking.index_ranges import index_ranges
-from mxfp8_graph.checking.inputs import check_inputs, input_specs, load_inputs, synthesise
+from mxfp8_graph.checking.inputs import Inputs, check_inputs, input_specs, load_inputs
 from mxfp8_ops.errors import ShapeError
+
+
+def synthesise(model: onnx.ModelProto, *, where: str = "model", **settings: Any) -> Inputs:
+    """Returns inputs for a model."""
+    return model_inputs.synthesise(input_specs(model, where), index_ranges(model), where=where, **settings)
 
 
 def model_with(**inputs: tuple[Any, b.Shape]) -> onnx.ModelProto:
