@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mxfp8_graph._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from mxfp8_graph.checking.verify import verify as verify
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from mxfp8_graph.rewriting import rewrite as rewrite
     from mxfp8_graph.torch_program import load as load
     from mxfp8_graph.torch_program import save as save
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "rewrite": "rewriting",

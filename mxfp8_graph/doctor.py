@@ -71,11 +71,11 @@ def diagnose() -> list[Check]:
         _attempt("native library", _library),
         _attempt("kernels", _kernels),
         _attempt("session", _session),
-        *cuda_checks(),
+        *_cuda_checks(),
     ]
 
 
-def cuda_checks() -> list[Check]:
+def _cuda_checks() -> list[Check]:
     """Returns the checks of what only CUDA kernels need."""
     try:
         major, minor = system.driver_version()

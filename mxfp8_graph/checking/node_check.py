@@ -78,7 +78,7 @@ def check_nodes(model: ModelProto, inputs: Mapping[str, Any], folder: Path | Non
     Args:
         model: the rewritten model. It is not modified.
         inputs: what to run it on.
-        folder: where its external data lies.
+        folder: where its external data is.
         where: what to call it in errors.
 
     Raises:

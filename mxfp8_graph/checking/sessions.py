@@ -23,7 +23,7 @@ from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_ops import ort
 from mxfp8_ops.errors import BackendError
 
-RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
+_RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
     *(e for e in vars(_state).values() if isinstance(e, type) and issubclass(e, Exception)),
     RuntimeError,
     ValueError,
@@ -74,7 +74,7 @@ class Session:
             raise BackendError(where, "more than 2 GB in memory", expected="at most that", advice=advice) from None
         try:
             self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-        except RUNTIME_ERRORS as error:
+        except _RUNTIME_ERRORS as error:
             what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
             raise BackendError(where, what, expected=f"one it runs. {_in_one_line(error)}") from None
         kinds = {output.name: output.type for output in self._session.get_outputs()}
@@ -102,7 +102,7 @@ class Session:
     def _call(self, feeds: dict[str, Any]) -> list[Any]:
         try:
             return list(self._session.run_with_ort_values(self.output_names, feeds))
-        except RUNTIME_ERRORS as error:
+        except _RUNTIME_ERRORS as error:
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in feeds.items()) or "no inputs"
             raise BackendError(
                 self._where,

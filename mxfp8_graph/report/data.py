@@ -261,7 +261,7 @@ def reason_rows(report: RewriteReport) -> list[tuple[str, str, str]]:
 
 
 def sizes(site: MatMulSite) -> str:
-    """Returns M x N x K, "?" for a size nobody knows before the model runs."""
+    """Returns M x N x K, "?" for a size that only a run of the model shows."""
     return " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
 
 
