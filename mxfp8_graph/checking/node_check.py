@@ -157,7 +157,7 @@ class _Check:
         if self.node.op_type in {GEMM.name, WEIGHT_GEMM.name}:
             result = self._beyond(*pairs[0])
         else:
-            result = self("Sum", *self._differing(pairs))
+            result = self._sum(list(self._differing(pairs)))
         self.nodes.append(helper.make_node("Identity", [result], [_result(self._index)]))
 
     def _differing(self, pairs: list[tuple[str, str]]) -> Iterator[str]:
@@ -209,6 +209,9 @@ class _Check:
     def _dequantized(self, elements: str, scales: str) -> str:
         settings = {**DEQUANTIZE.attributes, "axis": -1, "output_dtype": contract.FLOAT}
         return self(DEQUANTIZE.name, elements, scales, domain=BODY_DOMAIN, **settings)
+
+    def _sum(self, values: list[str]) -> str:
+        return self("Sum", *values)
 
     def shape(self) -> str:
         """Returns the constant [-1]."""

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
@@ -24,21 +24,6 @@ from mxfp8_ops.errors import BackendError, ContractError
 if TYPE_CHECKING:
     import onnx_ir as ir
     from torch.export import ExportedProgram
-
-
-_NO_ONNX_FORM: Final = {
-    "linear_train": (
-        "which quantizes its weight at every step and",
-        "packed weights",
-        "rewrite the program again, without training",
-    ),
-    "grouped_gemm": (
-        "whose groups have sizes that are known at run time only, and",
-        "experts in high precision",
-        "exclude them in the recipe, and export the model with a form of experts that ONNX has",
-    ),
-}
-"""Op -> why it has no ONNX form, what is expected, what to do."""
 
 
 def to_onnx(
@@ -117,30 +102,41 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
     """Returns the recipe that packed `program`, as JSON, or None if it is not recorded.
 
     Raises:
-        ContractError: nothing is packed, or an op has no ONNX form.
+        ContractError: nothing is packed, or some linears are still in their training form.
     """
     import torch
 
     ops = torch.ops.mxfp8
-    packed = {ops.gemm.default, ops.weight_gemm.default, ops.quantize.default, ops.dequantize.default}
-    refused = {getattr(ops, name).default: (name, *row) for name, row in _NO_ONNX_FORM.items()}
-    recipes = []
+    recipe, packed = None, False
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            if node.target in refused:
-                name, why, expected, advice = refused[node.target]
-                what = f"node {node.name!r} is mxfp8.{name}, {why} has no ONNX form"
-                raise ContractError("to_onnx", what, expected=expected, advice=advice)
-            if node.target in packed:
-                recipes.append((node.meta.get("custom") or {}).get(provenance.RECIPE_KEY))
-    if not recipes:
+            if node.target is ops.linear_train.default:
+                raise ContractError(
+                    "to_onnx",
+                    f"node {node.name!r} is mxfp8.linear_train, which quantizes its weight at every step and has "
+                    "no ONNX form",
+                    expected="packed weights",
+                    advice="rewrite the program again, without training",
+                )
+            if node.target is ops.grouped_gemm.default:
+                raise ContractError(
+                    "to_onnx",
+                    f"node {node.name!r} is mxfp8.grouped_gemm, whose groups have sizes that are known at run "
+                    "time only, and has no ONNX form",
+                    expected="experts in high precision",
+                    advice="exclude them in the recipe, and export the model with a form of experts that ONNX has",
+                )
+            if node.target in {ops.gemm.default, ops.weight_gemm.default, ops.quantize.default, ops.dequantize.default}:
+                packed = True
+                recipe = recipe or (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
+    if not packed:
         raise ContractError(
             "to_onnx",
             "the program has no mxfp8 op",
             expected="a rewritten one",
             advice="call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is",
         )
-    return next(filter(None, recipes), None)
+    return recipe
 
 
 def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -> ir.Model:
