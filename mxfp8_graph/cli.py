@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Final, NoReturn, ParamSpec
@@ -21,10 +21,10 @@ from typing import Annotated, Final, NoReturn, ParamSpec
 import typer
 from rich.text import Text
 
-import mxfp8_graph
+from mxfp8_graph._version import __version__
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import console, progress_bar, say, show
-from mxfp8_ops.errors import Mxfp8Error
+from mxfp8_ops.errors import Mxfp8Error, Option
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2
@@ -70,7 +70,7 @@ Seed = Annotated[int, typer.Option("--seed", help="Of synthesised inputs.")]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised where the program is so that everything on the way out cleans up."""
+    """SIGTERM as an exception, so that whatever is open cleans up."""
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
             say("terminated" if code == TERMINATED else "interrupted")
             raise typer.Exit(code) from None
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of our stdout has gone, which is its right
+            if error.errno == errno.EPIPE:  # the reader of our stdout has gone, and nobody is left to be told
                 raise
             say(f"error: {error.filename or 'system'}: {error.strerror or error}")
             raise typer.Exit(BAD_INPUT) from None
@@ -122,21 +122,29 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
 def _refuse(error: Mxfp8Error) -> int:
     from mxfp8_graph.policy.plan import NothingEligibleError
 
-    say(f"error: {error}")
+    say(f"error: {error.message(_flag)}")
     if _debug.get():
         console(stderr=True).print(Text(traceback.format_exc()), soft_wrap=True)
     if not isinstance(error, NothingEligibleError):
         return BAD_INPUT
     if error.decisions:
-        from mxfp8_graph.report import text as tables
+        from mxfp8_graph.report import text
 
-        console(stderr=True).print(tables.reasons(error.decisions), soft_wrap=True)
+        console(stderr=True).print(text.reasons(error.decisions), soft_wrap=True)
     return NOTHING_ELIGIBLE
+
+
+def _flag(option: Option) -> str:
+    """Returns an option of a Python call as this command line has it: --overwrite, --output FILE, --dim NAME=SIZE."""
+    flag = "--dim" if option.name == "shapes" else f"--{option.name.replace('_', '-')}"
+    if isinstance(option.value, Mapping):
+        return " ".join(f"{flag} {name}={size}" for name, size in option.value.items())
+    return flag if option.value in {None, True} else f"{flag} {option.value}"
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"mxfp8-graph {mxfp8_graph.__version__}")
+        typer.echo(f"mxfp8-graph {__version__}")
         raise typer.Exit
 
 
@@ -183,7 +191,7 @@ def rewrite(
     """Rewrites the matmuls of MODEL to MXFP8."""
     from mxfp8_graph import rewriting
     from mxfp8_graph.policy.recipe import load_recipe
-    from mxfp8_graph.report import text as tables
+    from mxfp8_graph.report import text
     from mxfp8_graph.report.data import check_report_path
 
     if report is not None:
@@ -201,9 +209,9 @@ def rewrite(
             progress=progress,
         )
     if (dry_run or verbose) and done.sites:
-        show(tables.plan(done, weights=verbose), fold=False)
+        show(text.plan(done, weights=verbose), fold=False)
         show("")
-    show(tables.closing(done))
+    show(text.closing(done))
     if report is not None:
         done.write(report)
 
@@ -232,14 +240,14 @@ def verify(
     NaN or Inf is in only one of them, if a kernel disagrees with its function body, or if an error is above
     --max-rel-l2.
     """
+    from mxfp8_graph.checking import text
     from mxfp8_graph.checking.verify import verify as run_verify
-    from mxfp8_graph.report import text as tables
     from mxfp8_graph.report.data import check_report_path
 
     if report is not None:
         check_report_path(report, (".json",))
     found = run_verify(original, rewritten, inputs=inputs, shapes=_shapes(dim), seed=seed, max_rel_l2=max_rel_l2)
-    show(tables.verification(found))
+    show(text.verification(found))
     if report is not None:
         found.write(report)
     if not found.passed:
@@ -256,10 +264,10 @@ def run(
     seed: Seed = 0,
 ) -> None:
     """Runs a model with our kernels and times it."""
+    from mxfp8_graph.checking import text
     from mxfp8_graph.checking.runner import run_model
-    from mxfp8_graph.report import text as tables
 
-    show(tables.run(run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat)))
+    show(text.run(run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat)))
 
 
 @command
@@ -268,11 +276,10 @@ def doctor() -> None:
 
     Exit code 2 if models cannot run.
     """
-    from mxfp8_graph.doctor import diagnose, healthy
-    from mxfp8_graph.report import text as tables
+    from mxfp8_graph.doctor import diagnose, healthy, table
 
     checks = diagnose()
-    show(tables.diagnosis(checks))
+    show(table(checks))
     if not healthy(checks):
         say("error: the CPU path does not work here; expected no failed check; follow the advice above")
         raise typer.Exit(BAD_INPUT)

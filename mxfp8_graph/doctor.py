@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -13,9 +13,14 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import onnx
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
-import mxfp8_graph
-from mxfp8_ops import contract, numerics
+from mxfp8_graph._version import __version__
+from mxfp8_graph.report.text import STYLES, printable
+from mxfp8_ops import contract, cpu, numerics
+from mxfp8_ops.cuda import build, dispatch, system
 from mxfp8_ops.errors import BackendError, Mxfp8Error
 
 State = Literal["ok", "missing", "broken", "failed"]
@@ -33,15 +38,16 @@ class Check:
     """What to do about it; empty if it is ok."""
 
 
-_REQUIRED: Final = (
-    ("numpy", ("numpy",)),
-    ("ml_dtypes", ("ml_dtypes",)),
-    ("onnx", ("onnx",)),
-    ("onnx-graphsurgeon", ("onnx-graphsurgeon",)),
-    ("onnxruntime", ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino")),
-)
 _CUDA_ONLY: Final = "needed for CUDA kernels only"
-_OPTIONAL: Final = (
+
+_ONNXRUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino")
+
+_PACKAGES: Final = (
+    ("numpy", ("numpy",), "", "pip install numpy"),
+    ("ml_dtypes", ("ml_dtypes",), "", "pip install ml_dtypes"),
+    ("onnx", ("onnx",), "", "pip install onnx"),
+    ("onnx-graphsurgeon", ("onnx-graphsurgeon",), "", "pip install onnx-graphsurgeon"),
+    ("onnxruntime", _ONNXRUNTIMES, "", "pip install onnxruntime"),
     ("torch", ("torch",), "needed for PyTorch models only", "pip install 'mxfp8-graph[torch]'"),
     (
         "cupy",
@@ -50,57 +56,59 @@ _OPTIONAL: Final = (
         "pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12)",
     ),
 )
-"""Name, distributions that provide it, what it is for, how to get it."""
+"""Name, distributions that provide it, what it is for ("" if everything needs it), how to get it."""
 
 
 def diagnose() -> list[Check]:
     """Returns every check, in the order a reader needs them. Never raises: what goes wrong is a check that failed."""
-    checks = [
-        Check(name="python", state="ok", detail=f"{platform.python_version()} ({sys.executable})"),
-        Check(
-            name="platform",
-            state="ok",
-            detail=f"{platform.system()} {platform.machine()}, {os.cpu_count()} logical processors",
-        ),
-        Check(name="mxfp8-graph", state="ok", detail=mxfp8_graph.__version__),
-        Check(name="node contract", state="ok", detail=f"domain {contract.DOMAIN!r}, version {contract.VERSION}"),
-    ]
-    checks += [_required(name, distributions) for name, distributions in _REQUIRED]
-    checks += [_optional(*row) for row in _OPTIONAL]
-    checks += [
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} logical processors"
+    return [
+        _ok("python", f"{platform.python_version()} ({sys.executable})"),
+        _ok("platform", machine),
+        _ok("mxfp8-graph", __version__),
+        _ok("node contract", f"domain {contract.DOMAIN!r}, version {contract.VERSION}"),
+        *(_package(*row) for row in _PACKAGES),
         _attempt("native library", _library),
         _attempt("kernels", _kernels),
         _attempt("session", _session),
+        *_cuda_checks(),
     ]
-    return checks + cuda_checks()
 
 
-def cuda_checks() -> list[Check]:
+def _cuda_checks() -> list[Check]:
     """Returns the checks of what only CUDA kernels need."""
-    from mxfp8_ops.cuda import build as cuda_build
-    from mxfp8_ops.cuda import system as cuda_system
-
     try:
-        major, minor = cuda_system.driver_version()
-        gpus = cuda_system.gpus()
-        checks = [Check(name="cuda driver", state="ok", detail=f"supports CUDA {major}.{minor}")]
+        major, minor = system.driver_version()
+        gpus = system.gpus()
+        checks = [_ok("cuda driver", f"supports CUDA {major}.{minor}")]
         if not gpus:
             checks.append(Check(name="gpu", state="missing", detail=f"none; {_CUDA_ONLY}", advice="see nvidia-smi -L"))
     except BackendError as error:
-        what, _, advice = _parts(error)
-        gpus, checks = [], [Check(name="cuda driver", state="missing", detail=f"{what}; {_CUDA_ONLY}", advice=advice)]
+        gpus, detail = [], f"{error.problem}; {_CUDA_ONLY}"
+        checks = [Check(name="cuda driver", state="missing", detail=detail, advice=error.advice)]
     for index, gpu in enumerate(gpus):
-        text = f"{gpu.name}, {gpu.processors} multiprocessors, {gpu.memory / 1e9:.0f} GB, compute capability"
-        checks.append(_attempt(f"gpu {index}", partial(_gpu, text, gpu.capability), otherwise="broken"))
-    checks.append(_attempt("nvrtc", lambda: "{}.{}".format(*cuda_build.nvrtc_version()), otherwise="missing"))
-    count, size = cuda_system.cache_contents()
-    detail = f"{cuda_build.cache_folder()}: {count} kernels, {size} bytes"
-    checks += [Check(name="cubin cache", state="ok", detail=detail), _cuda_provider()]
+        checks.append(_attempt(f"gpu {index}", partial(_gpu, gpu), otherwise="broken"))
+    checks.append(_attempt("nvrtc", lambda: "{}.{}".format(*build.nvrtc_version()), otherwise="missing"))
+    count, size = system.cache_contents()
+    checks.append(_ok("cubin cache", f"{build.cache_folder()}: {count} kernels, {size} bytes"))
+    checks.append(_cuda_provider())
     for capability in dict.fromkeys(gpu.capability for gpu in gpus if gpu.capability >= (8, 0)):
-        checks.append(Check(name="gemm routes", state="ok", detail=_routes(capability)))
+        checks.append(_ok("gemm routes", _routes(capability)))
     if gpus:
         checks.append(_attempt("gpu session", _gpu_session, otherwise="broken"))
     return checks
+
+
+def table(checks: Iterable[Check]) -> RenderableType:
+    """Returns the checks for a terminal, one line each, advice below what is not ok."""
+    rows = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        rows.add_column(overflow="fold")
+    for check in checks:
+        rows.add_row(check.name, Text(check.state, style=STYLES[check.state]), Text(printable(check.detail)))
+        if check.advice:
+            rows.add_row("", "", Text(f"-> {printable(check.advice)}"))
+    return rows
 
 
 def healthy(checks: Sequence[Check]) -> bool:
@@ -118,47 +126,34 @@ def _version(distributions: Sequence[str]) -> str | None:
     return None
 
 
-def _required(name: str, distributions: Sequence[str]) -> Check:
-    version = _version(distributions)
-    if version is None:
-        return Check(name=name, state="failed", detail="not installed", advice=f"pip install {name}")
-    return Check(name=name, state="ok", detail=version)
+def _ok(name: str, detail: str) -> Check:
+    return Check(name=name, state="ok", detail=detail)
 
 
-def _optional(name: str, distributions: Sequence[str], purpose: str, command: str) -> Check:
+def _package(name: str, distributions: Sequence[str], purpose: str, command: str) -> Check:
     version = _version(distributions)
-    if version is None:
-        return Check(name=name, state="missing", detail=f"not installed; {purpose}", advice=command)
-    return Check(name=name, state="ok", detail=version)
+    if version is not None:
+        return _ok(name, version)
+    detail = f"not installed; {purpose}" if purpose else "not installed"
+    return Check(name=name, state="missing" if purpose else "failed", detail=detail, advice=command)
 
 
 def _attempt(name: str, step: Callable[[], str], otherwise: State = "failed") -> Check:
     try:
-        return Check(name=name, state="ok", detail=step())
+        return _ok(name, step())
     except Mxfp8Error as error:
-        what, expected, advice = _parts(error)
-        detail = "; ".join(filter(None, (what, expected)))
-        return Check(name=name, state=otherwise, detail=detail or advice, advice=advice)
+        detail = f"{error.problem}; expected {error.expected}" if error.expected else error.problem
+        return Check(name=name, state=otherwise, detail=detail, advice=error.advice)
     except Exception as error:  # ONNX Runtime's and the loader's have no common base
         advice = "reinstall mxfp8-graph with pip" if otherwise == "failed" else "report this, with the output of doctor"
         return Check(name=name, state=otherwise, detail=str(error), advice=advice)
 
 
-def _parts(error: Mxfp8Error) -> tuple[str, str, str]:
-    """Returns what is, what was expected, and what to do: our messages have these parts."""
-    *what, advice = str(error).split("; ")
-    return "; ".join(what[:-1]), what[-1] if what else "", advice
-
-
 def _library() -> str:
-    from mxfp8_ops import cpu
-
     return str(cpu.library_path())
 
 
 def _kernels() -> str:
-    from mxfp8_ops import cpu
-
     forced = os.environ.get("MXFP8_ISA")
     why = f"MXFP8_ISA={forced}" if forced else "the best this processor has; MXFP8_ISA overrides it"
     return f"{cpu.isa()} ({why}); available: {', '.join(cpu.available_isas())}"
@@ -199,10 +194,9 @@ def _compare(where: str, run: Callable[[onnx.ModelProto, np.ndarray[Any, Any]], 
         )
 
 
-def _gpu(text: str, capability: tuple[int, int]) -> str:
-    from mxfp8_ops.cuda import build as cuda_build
-
-    return f"{text} {capability[0]}.{capability[1]} ({cuda_build.target(capability)})"
+def _gpu(gpu: system.Gpu) -> str:
+    capability = f"compute capability {gpu.capability[0]}.{gpu.capability[1]} ({build.target(gpu.capability)})"
+    return f"{gpu.name}, {gpu.processors} multiprocessors, {gpu.memory / 1e9:.0f} GB, {capability}"
 
 
 def _cuda_provider() -> Check:
@@ -218,18 +212,15 @@ def _cuda_provider() -> Check:
 
 
 def _routes(capability: tuple[int, int]) -> str:
-    from mxfp8_ops.cuda import build as cuda_build
-    from mxfp8_ops.cuda import dispatch as cuda_dispatch
-
     rows = []
-    for row in cuda_dispatch.ROUTES:
+    for row in dispatch.ROUTES:
         if capability < row.capability or (row.alone and capability != row.capability):
             continue
         conditions = [f"M <= {row.most_rows}"] if row.most_rows else []
         conditions += ["K % 32 = 0"] * row.whole_blocks + ["with torch or nvmath-python"] * row.library
         conditions += ["on request"] * row.opt_in
         rows.append(f"{row.kernel} ({', '.join(conditions)})" if conditions else row.kernel)
-    return f"{cuda_build.target(capability)}: the first that fits of {'; '.join(rows)}"
+    return f"{build.target(capability)}: the first that fits of {'; '.join(rows)}"
 
 
 def _gpu_session() -> str:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mxfp8_ops.errors import Mxfp8Error
+
 
 def temporary_beside(path: Path, suffix: str = "") -> Path:
     """Returns where to write what `path` is to hold; on the same file system, so that it can be renamed."""
@@ -26,3 +28,17 @@ def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all.
+
+    Raises:
+        Mxfp8Error: the folder is not writable, or the disk is full.
+    """
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = error.strerror or str(error)
+        raise Mxfp8Error(path, what, expected="a writable place", advice="choose another") from None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import formats
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, Option
 
 Array = npt.NDArray[Any]
 
@@ -105,11 +105,12 @@ def pack(
             part = cpu.pack(matrix, transposed=transposed, element_format=element_format, scale_rounding=scale_rounding)
             if part.first_nonfinite is not None and not allow_nonfinite:
                 row, column = part.first_nonfinite
+                allow = Option("allow_nonfinite", True)
                 raise NonFiniteError(
                     f"weight {name!r}",
                     f"{matrix[row, column]} at index {rows.index((*at, start + row, column))}",
                     expected="finite values",
-                    advice="repair the checkpoint, or pass --allow-nonfinite to let its block become NaN",
+                    advice=("repair the checkpoint, or pass ", allow, " to let its block become NaN"),
                 )
             if transposed:
                 blocks = slice(start // formats.BLOCK_SIZE, -(-stop // formats.BLOCK_SIZE))

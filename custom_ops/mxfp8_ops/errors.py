@@ -2,22 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that an advice names: by its Python name, unless the command line puts in its own."""
+
+    name: str
+    value: object = None
+    """What to pass; None if the advice names the option alone."""
+
+    def __str__(self) -> str:
+        """Returns the option as a Python caller writes it: `output`, `overwrite=True`, `shapes={"batch": 2}`."""
+        if self.value is None:
+            return self.name
+        if isinstance(self.value, Mapping):
+            entries = ", ".join(f'"{key}": {value}' for key, value in self.value.items())
+            return f"{self.name}={{{entries}}}"
+        return f'{self.name}="{self.value}"' if isinstance(self.value, str) else f"{self.name}={self.value}"
+
 
 class Mxfp8Error(ValueError):
     """Base of every error this project raises for bad input; catch this one to catch them all."""
 
-    def __init__(self, where: object, what: str = "", *, expected: str = "", advice: str = "") -> None:
+    def __init__(
+        self, where: object, what: str = "", *, expected: str = "", advice: str | Sequence[str | Option] = ""
+    ) -> None:
         """Makes the message of its four parts.
 
         Args:
             where: file, node, tensor, option or function; or the whole message, if there are no other parts.
             what: what is wrong there.
             expected: what would be right.
-            advice: what to do.
+            advice: what to do; in pieces where it names options.
         """
-        self.where, self.what, self.expected, self.advice = str(where), what, expected, advice
-        parts = (f"{where}: {what}" if what else self.where, f"expected {expected}" if expected else "", advice)
-        super().__init__("; ".join(filter(None, parts)))
+        self.where, self.what, self.expected = str(where), what, expected
+        self._advice = (advice,) if isinstance(advice, str) else tuple(advice)
+        super().__init__(self.message())
+
+    @property
+    def problem(self) -> str:
+        """Where and what, in the words of the message."""
+        return f"{self.where}: {self.what}" if self.what else self.where
+
+    @property
+    def advice(self) -> str:
+        """What to do, with options by their Python names."""
+        return self._advise(str)
+
+    def message(self, write: Callable[[Option], str] = str) -> str:
+        """Returns the whole message, with each option that the advice names as `write` gives it."""
+        expected = f"expected {self.expected}" if self.expected else ""
+        return "; ".join(filter(None, (self.problem, expected, self._advise(write))))
+
+    def _advise(self, write: Callable[[Option], str]) -> str:
+        return "".join(piece if isinstance(piece, str) else write(piece) for piece in self._advice)
+
+    @classmethod
+    def unknown(cls, where: object, name: object, known: Iterable[str]) -> Self:
+        """Returns the error for a name that is none of `known`."""
+        return cls(where, repr(name), expected=f"one of {', '.join(known)}", advice="correct the name")
+
+    @classmethod
+    def unreadable(cls, path: object, error: OSError, expected: str) -> Self:
+        """Returns the error for a file that the system does not let us read."""
+        return cls(path, error.strerror or str(error), expected=expected, advice="check the path")
+
+    @classmethod
+    def unwritable(cls, path: object, error: OSError, advice: str | Sequence[str | Option] = "choose another") -> Self:
+        """Returns the error for a file that the system does not let us write."""
+        what = f"cannot be written: {error.strerror or error}"
+        return cls(path, what, expected="a writable folder with enough space", advice=advice)
 
 
 class ShapeError(Mxfp8Error):

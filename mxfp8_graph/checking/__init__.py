@@ -1,9 +1,10 @@
 """Runs models and compares them: what `mxfp8-graph verify` and `run` do.
 
-verify.py        original against rewritten, output by output
+verify.py        original against rewritten, output by output; report.py: what it found
 node_check.py    every node's kernel against its function body
 runner.py        one model, timed
-sessions.py      ONNX Runtime sessions with and without the native library
+sessions.py      ONNX Runtime sessions with and without the native library; programs.py: exported torch programs
 inputs.py        inputs from a file or synthesised; input_sizes.py, index_ranges.py: which sizes and ids fit the model
 compare.py       two arrays in numbers
+text.py          what the command line prints
 """

@@ -15,13 +15,13 @@ class Difference:
     """`result` against `reference`, over the positions where both are finite."""
 
     relative_l2: float
-    """|result - reference| / |reference|, Euclidean norms; 0 when both are zero, infinite when only the latter is."""
+    """|result - reference| / |reference|, Euclidean norms; 0 if both are zero, infinite if only the reference is."""
     max_abs: float
     """Largest |result - reference|."""
     cosine: float
     """Cosine of the angle between the two; 1 when both are zero."""
     nonfinite: int
-    """Positions where one has a NaN or Inf and the other has not the same."""
+    """Positions where one has a NaN or Inf and the other something else."""
     compared: int
     """Positions where both are finite."""
     count: int

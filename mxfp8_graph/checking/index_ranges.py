@@ -108,7 +108,7 @@ class _Walk:
             self.ranges[name] = range(low, max(high, low + 1))
 
     def _length(self, node: NodeProto, table: int, axis_name: str | None) -> int:
-        """Returns how many entries the table has; 1, which any index of 0 fits, where nobody knows."""
+        """Returns how many entries the table has; 1 if that is unknown, since index 0 is always inside."""
         shape = self.shapes.get(node.input[table], ())
         axis = next((a.i for a in node.attribute if a.name == axis_name), 0)
         size = shape[axis] if -len(shape) <= axis < len(shape) else None

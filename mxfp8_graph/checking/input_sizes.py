@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.errors import Option, ShapeError
 
 Dim = int | str | None
 
@@ -30,13 +30,14 @@ class Sizes:
     """Sizes of all inputs, one size per dim_param throughout.
 
     The first rule that applies decides:
-
-
-    1. a fixed dimension; 2. `overrides`, by input and axis ("input_ids.1") or by dim_param ("batch");
-    3. a dim_param that is a sum or product of others ("past_sequence_length + sequence_length"): their value;
-    4. the total length ("total" in its name, or an attention mask's last dimension in a model with a KV cache):
-       past + sequence; 5. by the name: past or cache 8, batch 2, height, width or image 224, channels 3, sequence,
-       length, tokens, time or frames 16; 6. the first axis 2, axis 2 of a past key or value 8, any other 16.
+    1. A fixed dimension has its size.
+    2. `overrides`, by input and axis ("input_ids.1") or by dim_param ("batch").
+    3. A dim_param that is a sum or product of others ("past_sequence_length + sequence_length") has their value.
+    4. The total length ("total" in its name, or an attention mask's last dimension in a model with a KV cache) is
+       past + sequence.
+    5. By its name: past or cache 8, batch 2, height, width or image 224, channels 3, sequence, length, tokens, time or
+       frames 16.
+    6. The first axis 2, axis 2 of a past key or value 8, any other 16.
 
     Raises:
         ShapeError: an override names a dimension that no input has, or is negative.
@@ -68,13 +69,12 @@ class Sizes:
                 return self._size(name, 1, dims[1])
         return SEQUENCE
 
-    def hint(self, name: str) -> str:
-        """Returns how a user sets the free dimensions of input `name`: --dim batch=2 --dim input_ids.1=16."""
+    def option(self, name: str) -> Option:
+        """Returns how a user sets the free dimensions of input `name`: shapes={"batch": 2, "input_ids.1": 16}."""
         free = [(axis, dim) for axis, dim in enumerate(self._inputs[name]) if not isinstance(dim, int)]
-        return " ".join(
-            f"--dim {dim if dim in self._symbols() else f'{name}.{axis}'}={self._size(name, axis, dim)}"
-            for axis, dim in free
-        )
+        symbols = self._symbols()
+        sizes = {dim if dim in symbols else f"{name}.{axis}": self._size(name, axis, dim) for axis, dim in free}
+        return Option("shapes", sizes)
 
     def _size(self, name: str, axis: int, dim: Dim) -> int:
         if isinstance(dim, int):
@@ -125,12 +125,8 @@ class Sizes:
         for key, size in self._overrides.items():
             if key not in self._symbols() and key not in free:
                 known = ", ".join(sorted(self._symbols()) or sorted(free)) or "none: every dimension is fixed"
-                raise ShapeError(
-                    where,
-                    f"no dimension {key!r}",
-                    expected=f"one of {known} (or INPUT.AXIS)",
-                    advice="correct the name",
-                )
+                expected = f"one of {known} (or INPUT.AXIS)"
+                raise ShapeError(where, f"no dimension {key!r}", expected=expected, advice="correct the name")
             if size < 0:
                 raise ShapeError(where, f"dimension {key} = {size}", expected="0 or more", advice="correct it")
 

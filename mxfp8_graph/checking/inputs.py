@@ -18,14 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.checking.input_sizes import Sizes
-from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.errors import Option, ShapeError
 
 Array = npt.NDArray[Any]
 Inputs = dict[str, Array]
 
 BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
+
+PASS_OTHERS: Final = ("pass ", Option("inputs", "FILE.npz"), " or ", Option("shapes", {"NAME": "SIZE"}))
+"""Advice for inputs that a model refuses."""
 
 
 @dataclass(frozen=True)
@@ -63,32 +65,14 @@ def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]
                 advice="run this model from Python, with mxfp8_ops.ort.session",
             )
         if not tensor.HasField("shape"):
-            raise ShapeError(
-                where, f"input {value.name!r} has no shape", expected="one", advice="export the model with shapes"
-            )
+            what = f"input {value.name!r} has no shape"
+            raise ShapeError(where, what, expected="one", advice="export the model with shapes")
         dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
         specs.append(InputSpec(value.name, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type), dims))
     return specs
 
 
 def synthesise(
-    model: onnx.ModelProto, *, shapes: Mapping[str, int] | None = None, seed: int = 0, where: str = "model"
-) -> Inputs:
-    """Returns one array per input of `model`, the same for the same arguments.
-
-    Args:
-        model: the model; the data of large initializers may be absent.
-        shapes: sizes by dim_param ("batch") or by input and axis ("input_ids.1"), over the defaults of `Sizes`.
-        seed: of the random values.
-        where: what to call the model in errors.
-
-    Raises:
-        ShapeError: an input cannot be synthesised, or `shapes` names a dimension the model does not have.
-    """
-    return synthesise_for(input_specs(model, where), index_ranges(model), shapes=shapes, seed=seed, where=where)
-
-
-def synthesise_for(
     specs: list[InputSpec],
     ranges: Mapping[str, range],
     *,
@@ -96,7 +80,18 @@ def synthesise_for(
     seed: int = 0,
     where: str = "model",
 ) -> Inputs:
-    """Returns one array per spec; integers listed in `ranges` stay inside theirs. Otherwise as `synthesise`."""
+    """Returns one array per spec, the same for the same arguments.
+
+    Args:
+        specs: the inputs.
+        ranges: the values that integer inputs may take, where that is limited.
+        shapes: sizes by dim_param ("batch") or by input and axis ("input_ids.1"), over the defaults of `Sizes`.
+        seed: for the random values.
+        where: what to call the model in errors.
+
+    Raises:
+        ShapeError: an input cannot be synthesised, or `shapes` names a dimension the model does not have.
+    """
     sizes = Sizes({spec.name: spec.dims for spec in specs}, shapes or {}, where)
     rng = np.random.default_rng(seed)
     inputs: Inputs = {}
@@ -109,7 +104,7 @@ def synthesise_for(
                 where,
                 f"input {spec} would be {shape}",
                 expected="one that fits in memory",
-                advice=f"pass smaller sizes, {sizes.hint(spec.name)}",
+                advice=("pass smaller sizes, ", sizes.option(spec.name)),
             ) from None
     return inputs
 
@@ -142,21 +137,19 @@ def load_inputs(path: str | Path, specs: list[InputSpec]) -> Inputs:
     path = Path(path)
     try:
         file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ShapeError(
-                path, "a single array", expected="an .npz file with one array per input", advice="use numpy.savez"
-            )
-        with file:
-            arrays = {name: file[name] for name in file.files}
+        arrays = None
+        if isinstance(file, np.lib.npyio.NpzFile):
+            with file:
+                arrays = dict(file)
     except (OSError, EOFError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error) or "not an .npz file"
         raise ShapeError(path, str(reason), expected="a readable .npz file", advice="check the path") from None
-    except ShapeError:
-        raise
     except ValueError as error:
-        raise ShapeError(
-            path, str(error), expected="an .npz file of plain arrays", advice="save it with numpy.savez"
-        ) from None
+        advice = "save it with numpy.savez"
+        raise ShapeError(path, str(error), expected="an .npz file of plain arrays", advice=advice) from None
+    if arrays is None:
+        expected = "an .npz file with one array per input"
+        raise ShapeError(path, "a single array", expected=expected, advice="use numpy.savez")
     return check_inputs(arrays, specs, str(path))
 
 
@@ -170,12 +163,8 @@ def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str
     listing = ", ".join(map(str, specs)) or "no inputs"
     for label, names in (("no array for input", wanted - set(arrays)), ("no input called", set(arrays) - wanted)):
         if names:
-            raise ShapeError(
-                where,
-                f"{label} {', '.join(map(repr, sorted(names)))}",
-                expected=str(listing),
-                advice="name the arrays after the inputs",
-            )
+            what = f"{label} {', '.join(map(repr, sorted(names)))}"
+            raise ShapeError(where, what, expected=listing, advice="name the arrays after the inputs")
     seen: dict[str, tuple[int, str]] = {}
     checked: Inputs = {}
     for spec in specs:
@@ -183,12 +172,8 @@ def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str
         if spec.dtype == BFLOAT16 and array.dtype.itemsize == 2 and array.dtype.kind in "uV":
             array = array.view(BFLOAT16)
         if array.dtype != spec.dtype:
-            raise ShapeError(
-                where,
-                f"{spec.name!r} has dtype {array.dtype.name}",
-                expected=str(spec.dtype.name),
-                advice="convert it first",
-            )
+            what = f"{spec.name!r} has dtype {array.dtype.name}"
+            raise ShapeError(where, what, expected=spec.dtype.name, advice="convert it first")
         _check_shape(array.shape, spec, seen, where)
         checked[spec.name] = array
     return checked

@@ -14,6 +14,7 @@ ops that reduce the two results to one number. Nothing large leaves the session.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,11 @@ class NodeCheck:
         """Whether kernel and body agree: no value differs, or no difference is beyond the bound."""
         return self.excess <= (1 if self.is_gemm else 0)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the check with JSON types only: infinity is None."""
+        excess = self.excess if math.isfinite(self.excess) else None
+        return {"name": self.name, "op": self.op, "excess": excess, "passed": self.passed}
+
     def __str__(self) -> str:
         """Returns what is wrong, for a list of failures."""
         if self.is_gemm:
@@ -64,7 +70,7 @@ def check_nodes(model: ModelProto, inputs: Mapping[str, Any], folder: Path | Non
     Args:
         model: the rewritten model. It is not modified.
         inputs: what to run it on.
-        folder: where its external data lies.
+        folder: where its external data is.
         where: what to call it in errors.
 
     Raises:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_graph.checking.inputs import BFLOAT16, Array, Inputs, InputSpec
-from mxfp8_graph.checking.sessions import Timing
+from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
+from mxfp8_graph.checking.sessions import Timing, timed
 from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops.errors import BackendError
 
@@ -70,13 +69,8 @@ class TorchProgram:
     def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
         """Returns outputs and latencies of `repeat` runs after one that is not counted."""
         args, kwargs = self._arguments(inputs)
-        result = self._call(args, kwargs)
-        seconds = []
-        for _ in range(repeat):
-            start = time.perf_counter()
-            result = self._call(args, kwargs)
-            seconds.append(time.perf_counter() - start)
-        return Timing(self._arrays(result), tuple(seconds))
+        result, seconds = timed(lambda: self._call(args, kwargs), repeat)
+        return Timing(self._arrays(result), seconds)
 
     def _arguments(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
         leaves = [
@@ -94,7 +88,7 @@ class TorchProgram:
                 self.name,
                 f"torch cannot run it: {str(error).splitlines()[0]}",
                 expected="inputs the program accepts",
-                advice="pass --inputs FILE.npz or --dim NAME=SIZE",
+                advice=PASS_OTHERS,
             ) from None
 
     def _arrays(self, result: Any) -> Inputs:

@@ -18,12 +18,13 @@ from mxfp8_graph.checking.inputs import (
     describe,
     input_specs,
     load_inputs,
-    synthesise_for,
+    synthesise,
 )
 from mxfp8_graph.checking.sessions import Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import OpenedModel, open_path, open_proto
-from mxfp8_ops.errors import ContractError, ShapeError
+from mxfp8_ops import cpu
+from mxfp8_ops.errors import ContractError, Option, ShapeError
 
 Model = Any
 """A path, an `onnx.ModelProto` or a `torch.export.ExportedProgram`: torch is not imported to name the last."""
@@ -55,7 +56,7 @@ def run_model(
         model: path of any ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         inputs: an .npz file, or arrays by input name; synthesised if None.
         shapes: sizes of free dimensions for synthesised inputs; see `input_sizes.Sizes`.
-        seed: of synthesised inputs.
+        seed: for synthesised inputs.
         repeat: how many runs are counted, at least 1.
 
     Raises:
@@ -63,37 +64,21 @@ def run_model(
         ShapeError: `inputs` does not fit the model.
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
     """
-    from mxfp8_ops import cpu
-
-    runnable = open_runnable(model)
-    feeds = make_inputs(runnable, inputs, shapes, seed)
+    signature, runnable = open_runnable(model)
+    feeds = make_inputs(signature, inputs, shapes, seed)
     timing = runnable.time(feeds, repeat)
-    return RunReport(model=runnable.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing)
-
-
-class Feedable(Protocol):
-    """What is asked of a model to make inputs for it."""
-
-    @property
-    def name(self) -> str:
-        """What to call it in messages."""
-
-    @property
-    def specs(self) -> list[InputSpec]:
-        """Its inputs."""
-
-    @property
-    def ranges(self) -> Mapping[str, range]:
-        """The values its integer inputs may take, where that is limited."""
+    return RunReport(model=signature.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs of an ONNX model."""
+    """What a model takes."""
 
     name: str
+    """What to call the model in messages."""
     specs: list[InputSpec]
     ranges: Mapping[str, range]
+    """The values that integer inputs may take, where that is limited."""
 
     @classmethod
     def of(cls, source: OpenedModel) -> Signature:
@@ -101,7 +86,7 @@ class Signature:
         return cls(source.name, input_specs(source.proto, source.name), index_ranges(source.proto))
 
 
-class Runnable(Feedable, Protocol):
+class Runnable(Protocol):
     """A model that can be run, whichever framework runs it."""
 
     @property
@@ -113,30 +98,6 @@ class Runnable(Feedable, Protocol):
 
     def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
         """Returns outputs and latencies of `repeat` runs after one that is not counted."""
-
-
-class OnnxModel:
-    """An ONNX model in a session with our kernels."""
-
-    def __init__(self, model: str | Path | onnx.ModelProto) -> None:
-        signature = Signature.of(open_model(model))
-        self.name, self.specs, self.ranges = signature.name, signature.specs, signature.ranges
-        self._session = Session(
-            model if isinstance(model, onnx.ModelProto) else Path(model), kernels=True, where=self.name
-        )
-
-    @property
-    def output_names(self) -> list[str]:
-        """See `Runnable`."""
-        return self._session.output_names
-
-    def run(self, inputs: Mapping[str, Array]) -> Inputs:
-        """See `Runnable`."""
-        return self._session.run(inputs)
-
-    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
-        """See `Runnable`."""
-        return self._session.time(inputs, repeat)
 
 
 def is_program(model: Any) -> bool:
@@ -156,8 +117,8 @@ def is_program(model: Any) -> bool:
     return kind.is_program
 
 
-def open_runnable(model: Model) -> Runnable:
-    """Returns a model ready to run with our kernels.
+def open_runnable(model: Model) -> tuple[Signature, Runnable]:
+    """Returns (what a model takes, the model ready to run with our kernels).
 
     Raises:
         ContractError: it cannot be read.
@@ -166,12 +127,14 @@ def open_runnable(model: Model) -> Runnable:
     if is_program(model):
         from mxfp8_graph.checking.programs import TorchProgram
 
-        return TorchProgram(model)
-    return OnnxModel(model)
+        program = TorchProgram(model)
+        return Signature(program.name, program.specs, program.ranges), program
+    signature = Signature.of(open_model(model))
+    return signature, Session(model, kernels=True, where=signature.name)
 
 
 def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
-    """Returns the structure of an ONNX model, its data left where it lies.
+    """Returns the structure of an ONNX model; the data of large tensors is not read.
 
     Raises:
         ContractError: it cannot be read.
@@ -180,7 +143,7 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
 
 
 def make_inputs(
-    runnable: Feedable, inputs: str | Path | Mapping[str, Array] | None, shapes: Mapping[str, int] | None, seed: int
+    signature: Signature, inputs: str | Path | Mapping[str, Array] | None, shapes: Mapping[str, int] | None, seed: int
 ) -> Inputs:
     """Returns the given inputs, checked, or synthesised ones.
 
@@ -188,14 +151,14 @@ def make_inputs(
         ShapeError: they do not fit the model, or both inputs and shapes are given.
     """
     if inputs is None:
-        return synthesise_for(runnable.specs, runnable.ranges, shapes=shapes, seed=seed, where=runnable.name)
+        return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
     if shapes:
         raise ShapeError(
-            runnable.name,
+            signature.name,
             f"sizes {', '.join(shapes)} with given inputs",
             expected="one or the other",
-            advice="drop --dim: given inputs have their sizes",
+            advice=("drop ", Option("shapes"), ": given inputs have their sizes"),
         )
     if isinstance(inputs, (str, Path)):
-        return load_inputs(inputs, runnable.specs)
-    return check_inputs(inputs, runnable.specs, runnable.name)
+        return load_inputs(inputs, signature.specs)
+    return check_inputs(inputs, signature.specs, signature.name)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import onnx
@@ -19,15 +19,18 @@ import onnxruntime
 from google.protobuf.message import EncodeError
 from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
-from mxfp8_graph.checking.inputs import BFLOAT16, Array, Inputs
+from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
+from mxfp8_ops import ort
 from mxfp8_ops.errors import BackendError
 
-RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
+_RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
     *(e for e in vars(_state).values() if isinstance(e, type) and issubclass(e, Exception)),
     RuntimeError,
     ValueError,
 )
 """What ONNX Runtime raises; its classes have no common base of their own."""
+
+_Result = TypeVar("_Result")
 
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
 
@@ -36,10 +39,10 @@ class Session:
     """A model ready to run.
 
     Args:
-        model: a path, or a proto (then `folder` is where its external data lies).
+        model: a path or a proto.
         kernels: whether our native kernels are registered; without them ONNX Runtime runs the function bodies.
         where: what to call the model in errors.
-        folder: where the external data of a proto lies.
+        folder: where the external data of a proto is.
         optimize: whether ONNX Runtime may fuse and fold.
 
     Raises:
@@ -48,7 +51,7 @@ class Session:
 
     def __init__(
         self,
-        model: Path | onnx.ModelProto,
+        model: str | Path | onnx.ModelProto,
         *,
         kernels: bool,
         where: str = "model",
@@ -62,32 +65,22 @@ class Session:
         if folder is not None:
             options.add_session_config_entry(_FOLDER_KEY, str(folder.resolve()))
         if kernels:
-            from mxfp8_ops import ort
-
             ort.register(options)
-        self.where = where
+        self._where = where
         try:
-            content = str(model) if isinstance(model, Path) else model.SerializeToString()
+            content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
         except (EncodeError, ValueError):
-            raise BackendError(
-                where,
-                "more than 2 GB in memory",
-                expected="at most that",
-                advice="save it with external data, pass the path",
-            ) from None
+            advice = "save it with external data, pass the path"
+            raise BackendError(where, "more than 2 GB in memory", expected="at most that", advice=advice) from None
         try:
             self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-        except RUNTIME_ERRORS as error:
-            version = onnxruntime.__version__
-            raise BackendError(
-                f"{where}: ONNX Runtime {version} refuses the model; expected one it runs. {clean(error)}"
-            ) from None
-
-    @property
-    def output_names(self) -> list[str]:
-        """Names of the outputs that are tensors of numbers, in order."""
+        except _RUNTIME_ERRORS as error:
+            what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
+            raise BackendError(where, what, expected=f"one it runs. {_in_one_line(error)}") from None
         kinds = {output.name: output.type for output in self._session.get_outputs()}
-        return [name for name, kind in kinds.items() if kind.startswith("tensor(") and kind != "tensor(string)"]
+        numbers = [name for name, kind in kinds.items() if kind.startswith("tensor(") and kind != "tensor(string)"]
+        self.output_names = numbers
+        """Names of the outputs that are tensors of numbers, in order."""
 
     def run(self, inputs: Mapping[str, Array]) -> Inputs:
         """Returns the outputs by name; bfloat16 as ml_dtypes has it, float8 as uint8.
@@ -95,31 +88,27 @@ class Session:
         Raises:
             BackendError: the model fails on these inputs.
         """
-        names = self.output_names
-        return {name: _array(value) for name, value in zip(names, self._run(names, _feeds(inputs)), strict=True)}
+        return self._arrays(self._call(_feeds(inputs)))
 
     def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
         """Returns outputs and latencies of `repeat` runs after one that is not counted."""
-        names, feeds = self.output_names, _feeds(inputs)
-        values = self._run(names, feeds)
-        seconds = []
-        for _ in range(repeat):
-            start = time.perf_counter()
-            values = self._run(names, feeds)
-            seconds.append(time.perf_counter() - start)
-        outputs = {name: _array(value) for name, value in zip(names, values, strict=True)}
-        return Timing(outputs, tuple(seconds))
+        feeds = _feeds(inputs)
+        values, seconds = timed(lambda: self._call(feeds), repeat)
+        return Timing(self._arrays(values), seconds)
 
-    def _run(self, names: list[str], feeds: dict[str, Any]) -> list[Any]:
+    def _arrays(self, values: Iterable[Any]) -> Inputs:
+        return {name: _array(value) for name, value in zip(self.output_names, values, strict=True)}
+
+    def _call(self, feeds: dict[str, Any]) -> list[Any]:
         try:
-            return list(self._session.run_with_ort_values(names, feeds))
-        except RUNTIME_ERRORS as error:
+            return list(self._session.run_with_ort_values(self.output_names, feeds))
+        except _RUNTIME_ERRORS as error:
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in feeds.items()) or "no inputs"
             raise BackendError(
-                self.where,
+                self._where,
                 f"ONNX Runtime cannot run it on {shapes}",
                 expected="inputs the model accepts",
-                advice=f"pass --inputs FILE.npz or --dim NAME=SIZE. {clean(error)}",
+                advice=(*PASS_OTHERS, f". {_in_one_line(error)}"),
             ) from None
 
 
@@ -136,7 +125,18 @@ class Timing:
         return statistics.median(self.seconds)
 
 
-def clean(error: Exception) -> str:
+def timed(call: Callable[[], _Result], repeat: int) -> tuple[_Result, tuple[float, ...]]:
+    """Returns the last result of `repeat` calls after one that is not counted, and the seconds each call took."""
+    result = call()
+    seconds = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - start)
+    return result, tuple(seconds)
+
+
+def _in_one_line(error: Exception) -> str:
     """Returns ONNX Runtime's message in one line, without its error-code prefix and source lines."""
     text = " ".join(str(error).split())
     return text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
@@ -158,7 +158,7 @@ def _feeds(inputs: Mapping[str, Array]) -> dict[str, Any]:
 def _array(value: Any) -> Array:
     if value.data_type() != "tensor(bfloat16)":
         return np.asarray(value.numpy())
-    # ONNX Runtime does not give bfloat16 to NumPy, so the bytes are copied from where they lie.
+    # ONNX Runtime does not give bfloat16 to NumPy, so its bytes are copied.
     shape = tuple(value.shape())
     size = int(np.prod(shape, dtype=np.int64)) * BFLOAT16.itemsize
     return np.frombuffer(ctypes.string_at(value.data_ptr(), size), BFLOAT16).reshape(shape)

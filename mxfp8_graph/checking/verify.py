@@ -7,111 +7,20 @@ is the caller's to say (`max_rel_l2`). Kernel against body is judged node by nod
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import onnx
 
-from mxfp8_graph.checking.compare import Difference, difference
+from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, describe, input_specs
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
-from mxfp8_graph.checking.runner import Model, Runnable, Signature, is_program, make_inputs, open_model, open_runnable
+from mxfp8_graph.checking.report import OutputCheck, VerifyReport
+from mxfp8_graph.checking.runner import Model, Signature, is_program, make_inputs, open_model, open_runnable
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.report.data import check_report_path, write_atomically
+from mxfp8_ops import cpu
 from mxfp8_ops.errors import ShapeError
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputCheck:
-    """What became of one output."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    rewritten: Difference
-    """With our kernels, against the original."""
-    body: Difference | None = None
-    """Function bodies in stock ONNX Runtime, against the original; None for a torch program, which has none."""
-    kernel: Difference | None = None
-    """With our kernels, against the function bodies."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the check with JSON types only."""
-        return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "rewritten_vs_original": self.rewritten.to_dict(),
-            "body_vs_original": self.body.to_dict() if self.body else None,
-            "kernel_vs_body": self.kernel.to_dict() if self.kernel else None,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyReport:
-    """What verification found. It passed if `failures` is empty."""
-
-    original: str
-    rewritten: str
-    inputs: str
-    """The inputs in words."""
-    isa: str
-    """The instruction set the kernels ran on."""
-    outputs: tuple[OutputCheck, ...]
-    nodes: tuple[NodeCheck, ...]
-    failures: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing failed."""
-        return not self.failures
-
-    @property
-    def worst_relative_l2(self) -> float:
-        """The largest relative L2 error of an output against the original's."""
-        return max((output.rewritten.relative_l2 for output in self.outputs), default=0.0)
-
-    @property
-    def nodes_by_op(self) -> dict[str, tuple[NodeCheck, ...]]:
-        """The node checks by op type."""
-        return {op: tuple(n for n in self.nodes if n.op == op) for op in dict.fromkeys(n.op for n in self.nodes)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only."""
-        return {
-            "original": self.original,
-            "rewritten": self.rewritten,
-            "inputs": self.inputs,
-            "isa": self.isa,
-            "passed": self.passed,
-            "failures": list(self.failures),
-            "notes": list(self.notes),
-            "outputs": [output.to_dict() for output in self.outputs],
-            "nodes": [
-                {
-                    "name": n.name,
-                    "op": n.op,
-                    "excess": n.excess if n.excess < float("inf") else None,
-                    "passed": n.passed,
-                }
-                for n in self.nodes
-            ],
-        }
-
-    def write(self, path: str | Path) -> Path:
-        """Writes the report as JSON and returns the path.
-
-        Raises:
-            Mxfp8Error: it cannot be written there.
-        """
-        path = check_report_path(path, (".json",))
-        write_atomically(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
-        return path
 
 
 def verify(
@@ -135,7 +44,7 @@ def verify(
             then matched by name, or by position if the names differ. Function bodies are checked in ONNX models only.
         inputs: an .npz file, or arrays by input name; synthesised if None.
         shapes: sizes of free dimensions for synthesised inputs, by dim_param or INPUT.AXIS; see `input_sizes.Sizes`.
-        seed: of synthesised inputs.
+        seed: for synthesised inputs.
         max_rel_l2: limit for each output; None reports the error and judges nothing.
 
     Raises:
@@ -143,8 +52,6 @@ def verify(
         ShapeError: the two models have different inputs or outputs, or `inputs` does not fit them.
         BackendError: ONNX Runtime cannot run one of them, or the native library is missing.
     """
-    from mxfp8_ops import cpu
-
     if is_program(original) or is_program(rewritten):
         return _verify_programs(original, rewritten, inputs=inputs, shapes=shapes, seed=seed, max_rel_l2=max_rel_l2)
     before, after = open_model(original), open_model(rewritten)
@@ -183,29 +90,25 @@ def _verify_programs(
     max_rel_l2: float | None,
 ) -> VerifyReport:
     """Returns what `verify` does where at least one of the models is a torch program."""
-    from mxfp8_ops import cpu
-
-    before, after = open_runnable(original), open_runnable(rewritten)
-    feeds = make_inputs(before, inputs, shapes, seed)
+    (old, before), (new, after) = open_runnable(original), open_runnable(rewritten)
+    feeds = make_inputs(old, inputs, shapes, seed)
     notes: list[str] = []
-    renamed = _matched(before, after, "inputs", notes)
-    pairs = _matched(before, after, "outputs", notes)
+    models = (old.name, new.name)
+    new_input = _matched("inputs", [i.name for i in old.specs], [i.name for i in new.specs], models, notes)
+    new_output = _matched("outputs", before.output_names, after.output_names, models, notes)
     expected = before.run(feeds)
-    results = after.run({renamed[name]: array for name, array in feeds.items()})
+    results = after.run({new_input[name]: array for name, array in feeds.items()})
     failures, outputs = [], []
     for name, array in expected.items():
-        found = results[pairs[name]]
-        if (array.shape, array.dtype) != (found.shape, found.dtype):
-            what = f"{list(found.shape)} {found.dtype.name}"
-            failures.append(f"output {name!r}: {what}; expected {list(array.shape)} {array.dtype.name}")
+        found = results[new_output[name]]
+        if _kind(found) != _kind(array):
+            failures.append(f"output {name!r}: {_kind(found)}; expected {_kind(array)}")
             continue
-        outputs.append(
-            OutputCheck(name=name, dtype=array.dtype.name, shape=array.shape, rewritten=difference(array, found))
-        )
+        outputs.append(_check_output(name, array, found))
         failures += _output_failures(outputs[-1], max_rel_l2)
     return VerifyReport(
-        original=before.name,
-        rewritten=after.name,
+        original=old.name,
+        rewritten=new.name,
         inputs=describe(feeds),
         isa=cpu.isa(),
         outputs=tuple(outputs),
@@ -215,20 +118,16 @@ def _verify_programs(
     )
 
 
-def _matched(before: Runnable, after: Runnable, what: Literal["inputs", "outputs"], notes: list[str]) -> dict[str, str]:
-    """Returns which name of `after` stands for each name of `before`: the same one, or the one in its place.
+def _matched(
+    what: str, old: Sequence[str], new: Sequence[str], models: tuple[str, str], notes: list[str]
+) -> dict[str, str]:
+    """Returns which of the names `new` stands for each of `old`: the same one, or the one in its place.
 
     Raises:
-        ShapeError: there are more of them in one model than in the other.
+        ShapeError: one model has more of them than the other.
     """
-    old, new = (m.output_names if what == "outputs" else [s.name for s in m.specs] for m in (before, after))
     if len(old) != len(new):
-        raise ShapeError(
-            after.name,
-            f"{what} {', '.join(new) or 'none'}",
-            expected=f"those of {before.name}, {', '.join(old) or 'none'}",
-            advice="verify a model against the one it was made from",
-        )
+        raise _other_signature(what, old, new, models)
     if sorted(old) == sorted(new):
         return {name: name for name in old}
     notes.append(f"{what} have other names and are matched by position: {', '.join(old)} with {', '.join(new)}")
@@ -243,12 +142,17 @@ def _check_signatures(before: OpenedModel, after: OpenedModel) -> None:
         ("outputs", sorted(old_outputs) == sorted(new_outputs), old_outputs, new_outputs),
     ):
         if not same:
-            raise ShapeError(
-                after.name,
-                f"{what} {', '.join(map(str, new)) or 'none'}",
-                expected=f"those of {before.name}, {', '.join(map(str, old)) or 'none'}",
-                advice="verify a model against the one it was made from",
-            )
+            raise _other_signature(what, old, new, (before.name, after.name))
+
+
+def _other_signature(what: str, old: Sequence[object], new: Sequence[object], models: tuple[str, str]) -> ShapeError:
+    before, after = models
+    return ShapeError(
+        after,
+        f"{what} {', '.join(map(str, new)) or 'none'}",
+        expected=f"those of {before}, {', '.join(map(str, old)) or 'none'}",
+        advice="verify a model against the one it was made from",
+    )
 
 
 def _signature(specs: list[InputSpec]) -> dict[str, str]:
@@ -256,8 +160,7 @@ def _signature(specs: list[InputSpec]) -> dict[str, str]:
 
 
 def _run(model: Model, source: OpenedModel, inputs: Inputs, *, kernels: bool) -> Inputs:
-    session = Session(model if isinstance(model, onnx.ModelProto) else Path(model), kernels=kernels, where=source.name)
-    return session.run(inputs)
+    return Session(model, kernels=kernels, where=source.name).run(inputs)
 
 
 def _with_data(model: Model) -> onnx.ModelProto:
@@ -267,20 +170,24 @@ def _with_data(model: Model) -> onnx.ModelProto:
 def _shape_failures(expected: Array, result: Array, body: Array) -> list[str]:
     pairs = (("kernels", result), ("function bodies", body))
     return [
-        f"{list(array.shape)} {array.dtype.name} with {who}; expected {list(expected.shape)} {expected.dtype.name}"
+        f"{_kind(array)} with {who}; expected {_kind(expected)}"
         for who, array in pairs
-        if (array.shape, array.dtype) != (expected.shape, expected.dtype)
+        if _kind(array) != _kind(expected)
     ]
 
 
-def _check_output(name: str, expected: Array, result: Array, body: Array) -> OutputCheck:
+def _kind(array: Array) -> str:
+    return f"{list(array.shape)} {array.dtype.name}"
+
+
+def _check_output(name: str, expected: Array, result: Array, body: Array | None = None) -> OutputCheck:
     return OutputCheck(
         name=name,
         dtype=expected.dtype.name,
         shape=expected.shape,
         rewritten=difference(expected, result),
-        body=difference(expected, body),
-        kernel=difference(body, result),
+        body=difference(expected, body) if body is not None else None,
+        kernel=difference(body, result) if body is not None else None,
     )
 
 

@@ -1,6 +1,6 @@
 """A rewritten ExportedProgram -> the ONNX file that rewriting its ONNX export would have given.
 
-export.py       the way through
+export.py       to_onnx, step by step
 translation.py  which node each op becomes
 float8.py       gives elements, which torch keeps as uint8, their float8 types
 """

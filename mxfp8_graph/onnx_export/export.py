@@ -1,7 +1,7 @@
-"""to_onnx(): the way through the export, step by step.
+"""to_onnx(): writes a rewritten program as ONNX.
 
-torch's exporter translates the program with the ops as they are; then the elements get their float8 types, the model
-its function bodies and its record, and the tensors go to the file one by one.
+torch's exporter translates the program, op by op. Then the elements get their float8 types, the model gets its function
+bodies and the record of how it was made, and the tensors go to the file one by one.
 """
 
 from __future__ import annotations
@@ -59,12 +59,8 @@ def to_onnx(
     path = Path(path)
     newest = onnx.defs.onnx_opset_version()
     if not contract.MIN_OPSET <= opset <= newest:
-        raise ContractError(
-            "to_onnx",
-            f"opset {opset}",
-            expected=f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows",
-            advice="pass another opset",
-        )
+        expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
+        raise ContractError("to_onnx", f"opset {opset}", expected=expected, advice="pass another opset")
     exported = _program(program)
     recipe = _recorded_recipe(exported)
     names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}

@@ -17,7 +17,7 @@ from mxfp8_graph.file_writing import temporary_beside
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import as_bytes, byte_length, fetching, is_external, location, raw
 from mxfp8_graph.onnx_model.walk import iter_tensors
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, Option
 
 INLINE_LIMIT: Final = 1_900_000_000
 """protobuf cannot hold 2^31 bytes; the rest is room for the graph."""
@@ -159,12 +159,8 @@ def open_target(opened: OpenedModel, path: Path | None, *, external: bool, overw
         target = Target(opened, path, external=external)
         yield target
     except OSError as error:  # reading reports ContractError, so this is about writing
-        raise ContractError(
-            path,
-            f"cannot be written: {error.strerror or error}",
-            expected="a writable folder with enough space",
-            advice="free some space or pass another --output",
-        ) from None
+        advice = ("free some space or pass another ", Option("output"))
+        raise ContractError.unwritable(path, error, advice) from None
     finally:
         if target is not None:
             target.discard()
@@ -204,7 +200,7 @@ def _too_large(path: Path) -> ContractError:
         path,
         "the model does not fit into one protobuf file (2 GB)",
         expected="external data",
-        advice="pass --external-data always",
+        advice=("pass ", Option("external_data", "always")),
     )
 
 
@@ -215,18 +211,17 @@ def data_path_of(path: Path) -> Path:
 
 def _check_path(opened: OpenedModel, path: Path, *, external: bool, overwrite: bool) -> None:
     if path.is_dir():
-        raise ContractError(path, "a directory", expected="a file name", advice="pass --output DIRECTORY/MODEL.onnx")
+        inside = ("pass ", Option("output", "DIRECTORY/MODEL.onnx"))
+        raise ContractError(path, "a directory", expected="a file name", advice=inside)
     inputs = {Path(opened.name).resolve()} if opened.folder else set()
     if opened.folder is not None:
         for tensor in [*opened.tensors.values(), *iter_tensors(opened.proto)]:
             if is_external(tensor):
                 inputs.add((opened.folder / location(tensor)).resolve())
     if {path.resolve(), data_path_of(path).resolve()} & inputs:
-        raise ContractError(
-            path, "is the input or its external data", expected="another file", advice="pass another --output"
-        )
+        another = ("pass another ", Option("output"))
+        raise ContractError(path, "is the input or its external data", expected="another file", advice=another)
     for file in (path, data_path_of(path))[: 1 + external]:
         if file.exists() and not overwrite:
-            raise ContractError(
-                file, "exists already", expected="a new file", advice="pass --overwrite or another --output"
-            )
+            replace = ("pass ", Option("overwrite", True), " or another ", Option("output"))
+            raise ContractError(file, "exists already", expected="a new file", advice=replace)

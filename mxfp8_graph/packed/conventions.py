@@ -25,7 +25,7 @@ class Convention:
 
     name: str
     scale_suffix: str
-    """What follows the name of the elements, X.weight, in that of the scales."""
+    """What the name of the scales adds to that of the elements, X.weight."""
 
 
 COMPRESSED_TENSORS: Final = Convention("compressed-tensors", "_scale")
@@ -41,9 +41,7 @@ def named(name: str) -> Convention:
         ContractError: there is no such convention.
     """
     if name not in CONVENTIONS:
-        raise ContractError(
-            "convention", f"{name!r}", expected=f"one of {', '.join(CONVENTIONS)}", advice="correct the name"
-        )
+        raise ContractError.unknown("convention", name, CONVENTIONS)
     return CONVENTIONS[name]
 
 

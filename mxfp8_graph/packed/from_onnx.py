@@ -40,11 +40,11 @@ class _Use:
 
     node: onnx.NodeProto
     name: str
-    """Of the elements."""
+    """Name of the elements."""
     elements: onnx.TensorProto
     scales: onnx.TensorProto
     axis: int
-    """The blocked one."""
+    """Axis that is divided into blocks; negative."""
 
 
 def contents(source: OpenedModel) -> Contents:

@@ -23,7 +23,7 @@ _NAMES: Final = {name: op.weight for name, op in contract.TORCH_OPS.items() if o
 """What each op calls a weight's elements, its scales and its format."""
 
 _DTYPES: Final = {torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
-"""Those NumPy lacks; of the others torch and NumPy have the same names."""
+"""Dtypes that NumPy lacks; torch and NumPy call the others the same."""
 
 
 def contents(program: ExportedProgram, where: str) -> Contents:

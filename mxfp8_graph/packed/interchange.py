@@ -25,7 +25,7 @@ _FORMATS: Final = {fmt.safetensors_name: fmt.name for fmt in formats.ELEMENT_FOR
 _SCALE_DTYPES: Final = frozenset({safetensors.U8, safetensors.E8M0})
 
 CONFIG_KEY: Final = "quantization_config"
-"""Where the file's metadata has what belongs into the checkpoint's config.json."""
+"""Key in the file's metadata; its value belongs in the checkpoint's config.json."""
 
 
 def export_safetensors(
@@ -39,7 +39,7 @@ def export_safetensors(
     """Returns `path`, having written the weights of a rewritten model there as a safetensors checkpoint.
 
     Weights are called by the module that uses them ("model.layers.0.up.weight") where the model records it, else as
-    in the model. The file's metadata has the "quantization_config" that belongs into the checkpoint's config.json. One
+    in the model. The file's metadata has the "quantization_config" that belongs in the checkpoint's config.json. One
     tensor is in memory at a time.
 
     Args:
@@ -154,9 +154,7 @@ def _sharded(path: Path) -> dict[str, safetensors.Stored]:
         names: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(names.values()))
     except OSError as error:
-        raise ContractError(
-            path, str(error.strerror or error), expected="a readable file", advice="check the path"
-        ) from None
+        raise ContractError.unreadable(path, error, "a readable file") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ContractError(
             path,

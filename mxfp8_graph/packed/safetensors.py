@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops.errors import ContractError
+from mxfp8_graph.file_writing import replacing
+from mxfp8_ops.errors import ContractError, Option
 
 Array = npt.NDArray[Any]
 
@@ -66,7 +66,7 @@ class Entry:
     @property
     def byte_size(self) -> int:
         """Bytes of its data."""
-        return math.prod(self.shape) * int(DTYPES[self.dtype].itemsize)
+        return _byte_size(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Stored:
     shape: tuple[int, ...]
     path: Path
     offset: int
-    """From the start of the file."""
+    """Position of the data in the file."""
 
     def bytes(self) -> npt.NDArray[np.uint8]:
         """Returns the data, read now.
@@ -85,7 +85,7 @@ class Stored:
         Raises:
             ContractError: the file cannot be read, or became shorter.
         """
-        size = math.prod(self.shape) * int(DTYPES[self.dtype].itemsize)
+        size = _byte_size(self.dtype, self.shape)
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -103,29 +103,18 @@ def dtype_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, overwrite: bool) -> None:
-    """Writes a file, one tensor in memory at a time; to a temporary file first, which is then renamed.
+    """Writes a file whole or not at all, one tensor in memory at a time.
 
     Raises:
         ContractError: the file exists and `overwrite` is false, or it cannot be written.
     """
     if path.exists() and not overwrite:
-        raise ContractError(path, "exists already", expected="a new file", advice="pass overwrite or another path")
+        advice = ("pass ", Option("overwrite", True), " or another path")
+        raise ContractError(path, "exists already", expected="a new file", advice=advice)
     ordered = sorted(entries, key=lambda e: (-int(DTYPES[e.dtype].itemsize), e.name))  # wide dtypes first: all aligned
-    header: dict[str, Any] = {_METADATA: dict(metadata)}
-    offset = 0
-    for entry in ordered:
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.byte_size],
-        }
-        offset += entry.byte_size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            file.write(_header(ordered, metadata))
             for entry in ordered:
                 data = np.ascontiguousarray(entry.read())
                 if data.nbytes != entry.byte_size:
@@ -136,16 +125,8 @@ def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, 
                         advice="the model it comes from is damaged",
                     )
                 file.write(data.reshape(-1).view(np.uint8).data)
-        temporary.replace(path)
     except OSError as error:
-        raise ContractError(
-            path,
-            f"cannot be written: {error.strerror or error}",
-            expected="a writable folder with enough space",
-            advice="choose another",
-        ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise ContractError.unwritable(path, error) from None
 
 
 def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
@@ -160,11 +141,13 @@ def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-                raise _damaged(path, f"its header of {length} bytes does not fit into {size}")
-            header = json.loads(file.read(length))
+            content = file.read(length) if 2 <= length <= min(size - 8, _LONGEST_HEADER) else None
     except OSError as error:
         raise _unreadable(path, error) from None
+    if content is None:
+        raise _damaged(path, f"its header of {length} bytes does not fit into {size}")
+    try:
+        header = json.loads(content)
     except ValueError as error:
         raise _damaged(path, f"its header is not JSON ({error})") from None
     metadata = header.pop(_METADATA, {}) if isinstance(header, dict) else None
@@ -176,18 +159,31 @@ def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             if dtype in DTYPES:
                 tensors[name] = Stored(dtype, shape, path, 8 + length + start)
-                expected = start + math.prod(shape) * int(DTYPES[dtype].itemsize)
-                if stop != expected or start < 0 or 8 + length + stop > size:
+                if stop != start + _byte_size(dtype, shape) or start < 0 or 8 + length + stop > size:
                     raise _damaged(path, f"tensor {name!r} claims bytes {start} to {stop}")
         except (KeyError, TypeError) as error:
             raise _damaged(path, f"tensor {name!r} is not described as the format says ({error!r})") from None
     return tensors, metadata
 
 
+def _header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Returns what is before the data: a length, and that many bytes of JSON; blanks align the data."""
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.byte_size
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _byte_size(dtype: str, shape: Iterable[int]) -> int:
+    return math.prod(shape) * int(DTYPES[dtype].itemsize)
+
+
 def _unreadable(path: Path, error: OSError) -> ContractError:
-    return ContractError(
-        path, str(error.strerror or error), expected="a readable safetensors file", advice="check the path"
-    )
+    return ContractError.unreadable(path, error, "a readable safetensors file")
 
 
 def _damaged(path: Path, what: str) -> ContractError:

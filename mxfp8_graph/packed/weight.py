@@ -1,4 +1,4 @@
-"""A packed weight, read from where it lies when it is asked for."""
+"""A packed weight, whose data is read when it is asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops import formats
+from mxfp8_ops import cpu, formats
 from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
@@ -25,11 +25,11 @@ class PackedWeight:
     """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales. Nothing is in memory until it is read."""
 
     name: str
-    """Of the weight before it was packed, such as "layers.0.up.weight"."""
+    """Name of the weight before it was packed, such as "layers.0.up.weight"."""
     module: str | None
     """Path of the module that multiplies with it (the first, if several do), such as "layers.0.up", if known."""
     shape: tuple[int, ...]
-    """Of the elements."""
+    """Shape of the elements."""
     element_format: str
     """"e4m3" or "e5m2"."""
     weight_only: bool | None
@@ -70,8 +70,6 @@ class PackedWeight:
             ShapeError: another dtype.
             ContractError: the file that holds the weight cannot be read.
         """
-        from mxfp8_ops import cpu
-
         return cpu.dequantize(self.elements, self.scales, element_format=self.element_format, dtype=dtype)
 
 
@@ -97,7 +95,7 @@ class Contents:
     others: list[Tensor]
     """Parameters that were not packed."""
     recipe: str | None
-    """As JSON, if it is recorded."""
+    """The recipe as JSON, if it is recorded."""
 
 
 def original_name(elements: str) -> str:

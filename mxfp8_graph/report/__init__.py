@@ -1,1 +1,1 @@
-"""What a rewrite did, as data, words and a page."""
+"""What a rewrite did, as data, as text on a terminal, and as an HTML page."""

@@ -1,17 +1,19 @@
-"""What a rewrite did: every site, decision, reason, bytes and error, as data, JSON or one HTML page."""
+"""What a rewrite did: every site, decision, reason, bytes and error, as data, in words, as JSON or one HTML page."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from mxfp8_graph.policy.plan import Decision
+from rich import filesize
+
+from mxfp8_graph.file_writing import write_text
+from mxfp8_graph.policy.plan import Decision, MatMulSite
+from mxfp8_graph.report import html
 from mxfp8_ops.errors import Mxfp8Error
 
 SCHEMA: Final = 1
@@ -19,6 +21,19 @@ SCHEMA: Final = 1
 
 SUFFIXES: Final = (".json", ".html")
 """What `RewriteReport.write` can write."""
+
+_SITE: Final = ("name", "op", "module", "subgraph", "role", "m", "n", "k", "dtype", "weight", "shared_with", "has_bias")
+_DECISION: Final = ("quantize", "rule", "reason", "weight_only", "activation_format", "weight_format", "scale_rounding")
+"""What `SiteReport.to_dict` takes from a site and from its decision, in this order."""
+
+SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")
+"""Header of `SiteReport.row`."""
+
+WEIGHT_HEADER: Final[tuple[str, ...]] = ("before", "after", "rel. L2", "SQNR dB")
+"""Header of `SiteReport.weight_row`."""
+
+REASON_HEADER: Final[tuple[str, ...]] = ("decision", "sites", "reason")
+"""Header of `reason_rows`."""
 
 
 def sqnr_db(relative_l2: float) -> float:
@@ -36,8 +51,9 @@ class SiteReport:
     packed: str | None = None
     """Name of the initializer that holds the packed elements."""
     bytes_before: int = 0
+    """Size of the static operand as found."""
     bytes_after: int = 0
-    """Of the static operand: as found, and as elements plus scales."""
+    """Size of the static operand as elements and scales."""
     relative_l2: float | None = None
     """|w - dequantized| / |w| of the static operand; None without one."""
 
@@ -46,29 +62,27 @@ class SiteReport:
         """The same error as signal-to-quantization-noise ratio in dB."""
         return None if self.relative_l2 is None else sqnr_db(self.relative_l2)
 
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The site and its decision in words, as `SITE_HEADER` has them."""
+        decision, site = self.decision, self.decision.site
+        name = f"{site.subgraph}/{site.name}" if site.subgraph else site.name
+        verdict = "rewritten" if decision.quantize else "kept"
+        return (name, site.module, site.op, sizes(site), verdict, decision.rule, decision.reason)
+
+    @property
+    def weight_row(self) -> tuple[str, ...]:
+        """Bytes and errors in words, as `WEIGHT_HEADER` has them; empty where the site has no packed weight."""
+        before = size(self.bytes_before)
+        if self.relative_l2 is None:
+            return (before if self.bytes_before else "", "", "", "")
+        return (before, size(self.bytes_after), f"{self.relative_l2:.4f}", f"{sqnr_db(self.relative_l2):.1f}")
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the site, what was decided and what came of it, flat, with JSON types only."""
-        decision, site = self.decision, self.decision.site
         return {
-            "name": site.name,
-            "op": site.op,
-            "module": site.module,
-            "subgraph": site.subgraph,
-            "role": site.role,
-            "m": site.m,
-            "n": site.n,
-            "k": site.k,
-            "dtype": site.dtype,
-            "weight": site.weight,
-            "shared_with": site.shared_with,
-            "has_bias": site.has_bias,
-            "quantize": decision.quantize,
-            "rule": decision.rule,
-            "reason": decision.reason,
-            "weight_only": decision.weight_only,
-            "activation_format": decision.activation_format,
-            "weight_format": decision.weight_format,
-            "scale_rounding": decision.scale_rounding,
+            **{key: getattr(self.decision.site, key) for key in _SITE},
+            **{key: getattr(self.decision, key) for key in _DECISION},
             "nodes": list(self.nodes),
             "packed": self.packed,
             "bytes_before": self.bytes_before,
@@ -177,9 +191,9 @@ class RewriteReport:
 
     def to_html(self) -> str:
         """Returns one self-contained page: no scripts, nothing fetched."""
-        from mxfp8_graph.report.html import page
-
-        return page(self)
+        header, rows = filled((*SITE_HEADER, *WEIGHT_HEADER), [(*s.row, *s.weight_row) for s in self.sites])
+        tables = (("", (), facts(self)), ("Why", REASON_HEADER, reason_rows(self)), ("Sites", header, rows))
+        return html.page(f"{headline(self)}: {self.source}", tables, dimmed="kept")
 
     def write(self, path: str | Path) -> Path:
         """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
@@ -188,7 +202,7 @@ class RewriteReport:
             Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
         """
         path = check_report_path(path)
-        write_atomically(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json())
+        write_text(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json())
         return path
 
 
@@ -200,32 +214,66 @@ def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) ->
     """
     path = Path(path)
     if path.suffix.lower() not in suffixes:
-        raise Mxfp8Error(
-            path, f"report with suffix {path.suffix!r}", expected=str(" or ".join(suffixes)), advice="rename it"
-        )
+        what = f"report with suffix {path.suffix!r}"
+        raise Mxfp8Error(path, what, expected=" or ".join(suffixes), advice="rename it")
     if path.is_dir() or not path.parent.is_dir():
         what = "a folder" if path.is_dir() else f"no folder {path.parent}"
         raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
     return path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` to a temporary file beside `path`, then renames it: there is never half a file.
+def headline(report: RewriteReport) -> str:
+    """Returns the outcome in one line."""
+    recipe = report.recipe.get("name", "custom")
+    if report.already_rewritten:
+        return f"already rewritten with recipe {recipe}; nothing to do"
+    verb = "would be rewritten" if report.dry_run else "rewritten"
+    return f"{len(report.rewritten)} of {len(report.sites)} matmuls {verb} to MXFP8 with recipe {recipe}"
 
-    Raises:
-        Mxfp8Error: the folder is not writable, or the disk is full.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise Mxfp8Error(
-            path, str(error.strerror or error), expected="a writable place", advice="choose another"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+
+def facts(report: RewriteReport) -> list[tuple[str, str]]:
+    """Returns what there is to know beside the sites: size, weight error, time, notes, and where the result is."""
+    lines = [("size", size(report.bytes_before))]
+    if report.bytes_after is not None:
+        ratio = f" ({report.bytes_before / report.bytes_after:.2f}x smaller)" if report.bytes_after else ""
+        lines = [("size", f"{size(report.bytes_before)} -> {size(report.bytes_after)}{ratio}")]
+    if error := report.weight_error:
+        mean, worst = (f"{value:.4f} ({sqnr_db(value):.1f} dB)" for value in (error.mean, error.worst))
+        lines.append(("weight error", f"relative L2 mean {mean}, worst {worst} at {error.worst_site}"))
+    lines.append(("time", f"{report.seconds:.1f} s"))
+    lines += [("note", note) for note in report.notes]
+    if report.dry_run:
+        lines.append(("result", "nothing written (dry run)"))
+    elif report.already_rewritten:
+        lines.append(("result", f"nothing written; {report.source} is the result"))
+    elif report.output:
+        lines.append(("result", report.output))
+    return lines
+
+
+def reason_rows(report: RewriteReport) -> list[tuple[str, str, str]]:
+    """Returns how many sites were rewritten and kept for which reason, as `REASON_HEADER` has it."""
+    return [
+        (decision, str(len(sites)), reason)
+        for decision, groups in (("rewritten", report.rewritten_by_reason), ("kept", report.kept_by_reason))
+        for reason, sites in groups.items()
+    ]
+
+
+def sizes(site: MatMulSite) -> str:
+    """Returns M x N x K, "?" for a size that only a run of the model shows."""
+    return " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
+
+
+def size(count: int) -> str:
+    """Returns a number of bytes in words, in decimal units."""
+    return filesize.decimal(count)
+
+
+def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Returns a table without its columns that have only empty cells."""
+    used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
+    return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
 
 
 def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...]]:

@@ -1,13 +1,10 @@
-"""A rewrite report as one HTML page: no scripts, nothing fetched, readable in print."""
+"""Titled tables as one HTML page: no scripts, nothing fetched, readable in print."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
-
-from mxfp8_graph.report import text as tables
-from mxfp8_graph.report.data import RewriteReport, SiteReport
 
 _PAGE: Final = """<!DOCTYPE html>
 <html lang="en">
@@ -23,47 +20,34 @@ h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
 table {{ border-collapse: collapse; }}
 th, td {{ text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #8884; }}
 td {{ overflow-wrap: anywhere; }}
-.kept {{ opacity: .7; }}
+.{dimmed} {{ opacity: .7; }}
 </style>
 </head>
 <body>
 <h1>{title}</h1>
-{summary}
-<h2>Why</h2>
-{reasons}
-<h2>Sites</h2>
-{sites}
+{tables}
 </body>
 </html>
 """
 
-_SITE: Final = (*tables.SITE_HEADER, "before", "after", "rel. L2", "SQNR dB")
+Table = tuple[str, Sequence[str], Iterable[Sequence[str]]]
+"""Heading, header and rows; heading and header may be empty."""
 
 
-def page(report: RewriteReport) -> str:
-    """Returns the page: the closing table of the command line, the reasons, and every site."""
-    title = f"{tables.headline(report)}: {report.source}"
-    reasons = [
-        (decision, str(len(sites)), reason)
-        for decision, groups in (("rewritten", report.rewritten_by_reason), ("kept", report.kept_by_reason))
-        for reason, sites in groups.items()
-    ]
-    return _PAGE.format(
-        title=escape(title),
-        summary=_table((), tables.facts(report)),
-        reasons=_table(("decision", "sites", "reason"), reasons),
-        sites=_table(*tables.filled(_SITE, [_site(site) for site in report.sites])),
-    )
+def page(title: str, tables: Iterable[Table], *, dimmed: str) -> str:
+    """Returns the page; rows with a cell that says `dimmed`, one word, are paler than the others."""
+    parts = []
+    for heading, header, rows in tables:
+        parts += [f"<h2>{escape(heading)}</h2>"] if heading else []
+        parts.append(_table(header, rows, dimmed))
+    return _PAGE.format(title=escape(title), tables="\n".join(parts), dimmed=dimmed)
 
 
-def _site(site: SiteReport) -> tuple[str, ...]:
-    return (*tables.site_row(site), *tables.weight_row(site))
-
-
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], dimmed: str) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = [(list(row), "kept" if "kept" in row else "") for row in map(tuple, rows)]
-    lines = [
-        f'<tr class="{css}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells, css in body
-    ]
-    return "\n".join(["<table>", *([f"<tr>{head}</tr>"] if head else []), *lines, "</table>"])
+    lines = ["<table>"]
+    lines += [f"<tr>{head}</tr>"] if header else []
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        lines.append(f'<tr class="{dimmed if dimmed in row else ""}">{cells}</tr>')
+    return "\n".join([*lines, "</table>"])

@@ -88,12 +88,35 @@ def test_verify_writes_a_report_also_when_it_fails(pair: tuple[str, str]) -> Non
             ["--dim", "bath=2"],
             "error: m.onnx: no dimension 'bath'; expected one of batch (or INPUT.AXIS); correct the name",
         ),
+        (
+            ["--dim", "batch=2", "--inputs", "data.npz"],
+            "error: m.onnx: sizes batch with given inputs; expected one or the other; drop --dim: given inputs have "
+            "their sizes",
+        ),
+        (
+            ["--dim", "batch=1125899906842624"],
+            "error: m.onnx: input x float32 [batch, 64] would be (1125899906842624, 64); expected one that fits in "
+            "memory; pass smaller sizes, --dim batch=1125899906842624",
+        ),
         (["--report", "v.html"], "error: v.html: report with suffix '.html'; expected .json; rename it"),
     ],
-    ids=["inputs", "dim", "report"],
+    ids=["inputs", "dim", "both", "memory", "report"],
 )
 def test_verify_refuses(pair: tuple[str, str], arguments: list[str], message: str) -> None:
     assert refused("verify", *pair, *arguments) == message
+
+
+@pytest.mark.parametrize("option", [[], ["--dim", "n=3"]], ids=str)
+def test_inputs_the_model_fails_on(option: list[str]) -> None:
+    weights = {"shape": np.array([-1, 64]), "w": b.weight(64, 64)}
+    nodes = [b.node("Reshape", "x shape", "h"), b.node("MatMul", "h w", "m"), b.node("Relu", "m", "y")]
+    source = save(b.model(nodes, {"x": (np.float32, ["n"])}, {"y": (np.float32, [None, 64])}, weights))
+    message = refused("run", source, *option)
+    size = option[1].removeprefix("n=") if option else "2"
+    assert message.startswith(
+        f"error: m.onnx: ONNX Runtime cannot run it on x [{size}]; expected inputs the model accepts; "
+        "pass --inputs FILE.npz or --dim NAME=SIZE. "
+    )
 
 
 # --- run, doctor, library-path, --version ----------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_another_distribution_of_a_package_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Path:
-        raise BackendError("mxfp8_ops: no library; expected one; install the project with pip")
+        raise BackendError("mxfp8_ops", "no library", expected="one", advice="install the project with pip")
 
     monkeypatch.setattr(cpu, "library_path", missing)
     assert find("native library") == Check(
@@ -186,7 +186,8 @@ def test_a_session_on_the_gpu_that_does_not_run(gpus: list[cuda_system.Gpu], mon
     gpus.append(H200)
 
     def fails(model: bytes, *, device: str) -> Any:
-        raise BackendError("cuda: CuPy cannot be imported; expected CuPy 14 or later; pip install cupy-cuda13x")
+        advice = "pip install cupy-cuda13x"
+        raise BackendError("cuda", "CuPy cannot be imported", expected="CuPy 14 or later", advice=advice)
 
     monkeypatch.setattr(ort, "session", fails)
     assert find("gpu session") == Check(
@@ -200,7 +201,8 @@ def test_a_session_on_the_gpu_that_does_not_run(gpus: list[cuda_system.Gpu], mon
 
 def test_nvrtc_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> tuple[int, int]:
-        raise BackendError("cuda: no NVRTC; expected NVIDIA's run-time compiler; pip install nvidia-cuda-nvrtc")
+        advice = "pip install nvidia-cuda-nvrtc"
+        raise BackendError("cuda", "no NVRTC", expected="NVIDIA's run-time compiler", advice=advice)
 
     monkeypatch.setattr(cuda_build, "nvrtc_version", missing)
     assert (find("nvrtc").state, find("nvrtc").advice) == ("missing", "pip install nvidia-cuda-nvrtc")

@@ -10,9 +10,15 @@ import numpy as np
 import onnx
 import pytest
 
+from mxfp8_graph.checking import inputs as model_inputs
 from mxfp8_graph.checking.index_ranges import index_ranges
-from mxfp8_graph.checking.inputs import check_inputs, input_specs, load_inputs, synthesise
+from mxfp8_graph.checking.inputs import Inputs, check_inputs, input_specs, load_inputs
 from mxfp8_ops.errors import ShapeError
+
+
+def synthesise(model: onnx.ModelProto, *, where: str = "model", **settings: Any) -> Inputs:
+    """Returns inputs for a model."""
+    return model_inputs.synthesise(input_specs(model, where), index_ranges(model), where=where, **settings)
 
 
 def model_with(**inputs: tuple[Any, b.Shape]) -> onnx.ModelProto:
@@ -109,9 +115,8 @@ def test_a_given_size_that_fits_nothing(shapes: dict[str, int], message: str) ->
 
 
 def test_a_size_that_does_not_fit_in_memory() -> None:
-    with pytest.raises(
-        ShapeError, match=r"expected one that fits in memory; pass smaller sizes, --dim n=1125899906842624"
-    ):
+    advice = 'expected one that fits in memory; pass smaller sizes, shapes={"n": 1125899906842624}'
+    with pytest.raises(ShapeError, match=advice):
         synthesise(model_with(x=(np.float32, ["n", 1024])), shapes={"n": 1 << 50})
 
 

@@ -268,8 +268,9 @@ def test_swizzled_scales_are_refused(tmp_path: Path) -> None:
 )
 def test_files_of_another_kind_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(ContractError, match="expected a safetensors file; check that it is one"):
+    with pytest.raises(ContractError, match="expected a safetensors file; check that it is one") as caught:
         mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
+    assert str(caught.value).count("a.safetensors: ") == 1
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ class TestNonFinite:
     def expected(name: str, value: str, index: list[int]) -> str:
         return (
             f"weight {name!r}: {value} at index {index}; expected finite values; repair the checkpoint, or pass "
-            "--allow-nonfinite to let its block become NaN"
+            "allow_nonfinite=True to let its block become NaN"
         )
 
     @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

@@ -181,7 +181,7 @@ class TestExternalData:
         out = tmp_path / "m.mxfp8.onnx"
         assert message(path, external_data="never") == (
             f"{out}: the model does not fit into one protobuf file (2 GB); expected external data; "
-            "pass --external-data always"
+            'pass external_data="always"'
         )
         assert files(tmp_path) == ["m.onnx", "m.onnx.data"]
 
@@ -237,7 +237,7 @@ class TestRefusals:
     def test_the_input_is_never_the_output(self, tmp_path):
         path = save(matmul_model(), tmp_path / "m.onnx")
         before = path.read_bytes()
-        expected = f"{path}: is the input or its external data; expected another file; pass another --output"
+        expected = f"{path}: is the input or its external data; expected another file; pass another output"
         assert message(path, output=path, overwrite=True) == expected
         assert path.read_bytes() == before
 
@@ -260,7 +260,7 @@ class TestRefusals:
         path = save(matmul_model(), tmp_path / "m.onnx")
         out = tmp_path / "m.mxfp8.onnx"
         out.write_text("precious")
-        assert message(path) == f"{out}: exists already; expected a new file; pass --overwrite or another --output"
+        assert message(path) == f"{out}: exists already; expected a new file; pass overwrite=True or another output"
         assert out.read_text() == "precious"
         mxfp8_graph.rewrite(path, overwrite=True)
         check_result(out, matmul_model())
@@ -270,7 +270,7 @@ class TestRefusals:
         data = tmp_path / "out.onnx.data"
         data.write_text("precious")
         assert message(path, output=tmp_path / "out.onnx", external_data="always") == (
-            f"{data}: exists already; expected a new file; pass --overwrite or another --output"
+            f"{data}: exists already; expected a new file; pass overwrite=True or another output"
         )
         mxfp8_graph.rewrite(path, output=tmp_path / "out.onnx", external_data="never")
         assert data.read_text() == "precious"
@@ -284,7 +284,7 @@ class TestRefusals:
     def test_a_directory(self, tmp_path):
         path = save(matmul_model(), tmp_path / "m.onnx")
         assert message(path, output=tmp_path) == (
-            f"{tmp_path}: a directory; expected a file name; pass --output DIRECTORY/MODEL.onnx"
+            f'{tmp_path}: a directory; expected a file name; pass output="DIRECTORY/MODEL.onnx"'
         )
 
     def test_a_missing_folder(self, tmp_path):
@@ -292,7 +292,7 @@ class TestRefusals:
         out = tmp_path / "no" / "o.onnx"
         assert message(path, output=out) == (
             f"{out}: cannot be written: No such file or directory; expected a writable folder with enough space; free "
-            "some space or pass another --output"
+            "some space or pass another output"
         )
 
     def test_a_folder_that_is_a_file(self, tmp_path):
@@ -363,7 +363,7 @@ class TestInterruptions:
             assert stderr == ""
             assert stdout == (
                 f"{out}: cannot be written: File too large; expected a writable folder with enough space; free some "
-                "space or pass another --output\n"
+                "space or pass another output\n"
             )
             assert files(tmp_path) == ["m.onnx"]
 

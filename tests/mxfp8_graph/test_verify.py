@@ -14,8 +14,9 @@ from onnx import helper, numpy_helper
 
 import mxfp8_graph
 from mxfp8_graph.checking.compare import difference
+from mxfp8_graph.checking.report import VerifyReport
 from mxfp8_graph.checking.runner import run_model
-from mxfp8_graph.checking.verify import VerifyReport, verify
+from mxfp8_graph.checking.verify import verify
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
@@ -262,7 +263,9 @@ def test_models_with_different_signatures(rename: str, message: str) -> None:
 
 
 def test_sizes_for_given_inputs() -> None:
-    with pytest.raises(ShapeError, match="model: sizes batch with given inputs; expected one or the other; drop --dim"):
+    with pytest.raises(
+        ShapeError, match="model: sizes batch with given inputs; expected one or the other; drop shapes"
+    ):
         check(b.chain_model(), inputs={"x": np.zeros((1, 64), np.float32)}, shapes={"batch": 2})
 
 
@@ -286,7 +289,7 @@ def test_inputs_the_model_fails_on() -> None:
         check(model)
     assert str(caught.value).startswith(
         "model: ONNX Runtime cannot run it on x [2]; expected inputs the model accepts; "
-        "pass --inputs FILE.npz or --dim NAME=SIZE. "
+        'pass inputs="FILE.npz" or shapes={"NAME": SIZE}. '
     )
     assert check(model, shapes={"n": 128}).passed
 

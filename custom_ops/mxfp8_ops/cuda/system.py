@@ -83,11 +83,11 @@ def _driver() -> Any:
     try:
         return ctypes.CDLL(DRIVER)
     except OSError as error:
-        raise BackendError(
-            f"no CUDA driver ({error}); expected NVIDIA's {DRIVER}; install NVIDIA's driver, if this machine has a GPU"
-        ) from error
+        advice = "install NVIDIA's driver, if this machine has a GPU"
+        raise BackendError(f"no CUDA driver ({error})", expected=f"NVIDIA's {DRIVER}", advice=advice) from error
 
 
 def _check(status: int) -> None:
     if status:
-        raise BackendError(f"the CUDA driver gives CUDA error {status}; expected success; see what nvidia-smi says")
+        advice = "see what nvidia-smi says"
+        raise BackendError(f"the CUDA driver gives CUDA error {status}", expected="success", advice=advice)

@@ -1,0 +1,94 @@
+"""What a verification found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxfp8_graph.checking.compare import Difference
+from mxfp8_graph.checking.node_check import NodeCheck
+from mxfp8_graph.file_writing import write_text
+from mxfp8_graph.report.data import check_report_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputCheck:
+    """What became of one output."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rewritten: Difference
+    """With our kernels, against the original."""
+    body: Difference | None = None
+    """Function bodies in stock ONNX Runtime, against the original; None for a torch program, which has none."""
+    kernel: Difference | None = None
+    """With our kernels, against the function bodies."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the check with JSON types only."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "rewritten_vs_original": self.rewritten.to_dict(),
+            "body_vs_original": self.body.to_dict() if self.body else None,
+            "kernel_vs_body": self.kernel.to_dict() if self.kernel else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What verification found. It passed if `failures` is empty."""
+
+    original: str
+    rewritten: str
+    inputs: str
+    """The inputs in words."""
+    isa: str
+    """The instruction set the kernels ran on."""
+    outputs: tuple[OutputCheck, ...]
+    nodes: tuple[NodeCheck, ...]
+    failures: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+    @property
+    def worst_relative_l2(self) -> float:
+        """The largest relative L2 error of an output against the original's."""
+        return max((output.rewritten.relative_l2 for output in self.outputs), default=0.0)
+
+    @property
+    def nodes_by_op(self) -> dict[str, tuple[NodeCheck, ...]]:
+        """The node checks by op type."""
+        return {op: tuple(n for n in self.nodes if n.op == op) for op in dict.fromkeys(n.op for n in self.nodes)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only."""
+        return {
+            "original": self.original,
+            "rewritten": self.rewritten,
+            "inputs": self.inputs,
+            "isa": self.isa,
+            "passed": self.passed,
+            "failures": list(self.failures),
+            "notes": list(self.notes),
+            "outputs": [output.to_dict() for output in self.outputs],
+            "nodes": [node.to_dict() for node in self.nodes],
+        }
+
+    def write(self, path: str | Path) -> Path:
+        """Writes the report as JSON and returns the path.
+
+        Raises:
+            Mxfp8Error: it cannot be written there.
+        """
+        path = check_report_path(path, (".json",))
+        write_text(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        return path

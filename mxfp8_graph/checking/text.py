@@ -1,0 +1,61 @@
+"""What `verify` and `run` found, on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+
+from mxfp8_graph.checking.node_check import NodeCheck
+from mxfp8_graph.checking.report import VerifyReport
+from mxfp8_graph.checking.runner import RunReport
+from mxfp8_graph.report.data import filled
+from mxfp8_graph.report.text import grid, lines
+
+
+def verification(report: VerifyReport) -> RenderableType:
+    """Returns the outputs, what the nodes did, notes, failures and the verdict."""
+    header = ("output", "dtype", "shape", "rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "max error")
+    rows = [
+        (
+            output.name,
+            output.dtype,
+            _shape(output.shape),
+            f"{output.rewritten.relative_l2:.3g}",
+            f"{output.rewritten.max_abs:.3g}",
+            f"{output.rewritten.cosine:.6f}",
+            f"{output.kernel.relative_l2:.3g}" if output.kernel else "",
+            f"{output.kernel.max_abs:.3g}" if output.kernel else "",
+        )
+        for output in report.outputs
+    ]
+    pairs = [("inputs", report.inputs), ("kernels", report.isa)]
+    pairs += [("nodes", _node_line(op, nodes)) for op, nodes in report.nodes_by_op.items()]
+    pairs += [("note", note) for note in report.notes]
+    pairs += [("failed", failure) for failure in report.failures]
+    pairs.append(("verdict", "passed" if report.passed else "FAILED"))
+    return Group(grid(*filled(header, rows)), lines(pairs)) if rows else lines(pairs)
+
+
+def run(report: RunReport) -> RenderableType:
+    """Returns the outputs of a run, and how long it took."""
+    rows = [(name, array.dtype.name, _shape(array.shape)) for name, array in report.timing.outputs.items()]
+    seconds, median = report.timing.seconds, report.timing.median
+    spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
+    latency = f"median {median * 1e3:.3f} ms ({spread})"
+    pairs = [("inputs", report.inputs), ("kernels", report.isa), ("latency", latency)]
+    return Group(grid(("output", "dtype", "shape"), rows), lines(pairs))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:
+    """Returns what the kernels of one op did against their function bodies, in words."""
+    worst = max(node.excess for node in nodes)
+    if nodes[0].is_gemm:
+        bound = f"at most {worst:.2g} of the fp32 accumulation bound"
+        return f"{len(nodes)} {op}: kernel and function body differ by {bound}"
+    differing = f"{worst:.0f} values differ" if worst else "the same bytes"
+    return f"{len(nodes)} {op}: kernel against function body, {differing}"
