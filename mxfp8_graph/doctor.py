@@ -219,14 +219,16 @@ def _cuda_provider() -> Check:
 
 def _routes(capability: tuple[int, int]) -> str:
     from mxfp8_ops.cuda import build as cuda_build
-    from mxfp8_ops.cuda import dispatch as cuda_dispatch
+    from mxfp8_ops.cuda import planner
 
     rows = []
-    for row in cuda_dispatch.ROUTES:
+    for row in planner.routes():
         if capability < row.capability or (row.alone and capability != row.capability):
             continue
         conditions = [f"M <= {row.most_rows}"] if row.most_rows else []
-        conditions += ["K % 32 = 0"] * row.whole_blocks + ["with torch or nvmath-python"] * row.library
+        conditions += ["K % 32 = 0"] * row.whole_blocks
+        if row.libraries:
+            conditions.append("with cuBLAS" if row.libraries == planner.CUBLAS else "with torch or nvmath-python")
         conditions += ["on request"] * row.opt_in
         rows.append(f"{row.kernel} ({', '.join(conditions)})" if conditions else row.kernel)
     return f"{cuda_build.target(capability)}: the first that fits of {'; '.join(rows)}"

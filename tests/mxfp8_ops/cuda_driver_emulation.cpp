@@ -129,7 +129,7 @@ int cuMemsetD32Async(uint64_t address, unsigned value, size_t words, void* strea
 
 int cuStreamSynchronize(void* stream) { return usable(stream) ? 0 : kInvalidContext; }
 
-// A function is its number among cuda_kernels.instances(), plus one.
+// A function is its number among cuda_emulation.kernels(), plus one.
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
                    unsigned threads_z, unsigned shared, void* stream, void** parameters, void** extra) {
   const std::lock_guard<std::mutex> lock(mutex);

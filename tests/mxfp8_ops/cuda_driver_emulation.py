@@ -21,7 +21,6 @@ import pytest
 
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import instances as cuda_instances
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.ort import cuda_loader as ort_cuda
 
@@ -91,7 +90,7 @@ class Driver:
         self.library.cuMemAlloc_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
         self.library.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
         self.emulation = cuda_emulation.device().library
-        self.kernels = [launch.kernel for launch in cuda_instances.instances()]
+        self.kernels = cuda_emulation.kernels()
         self.loaded: list[str] = []
 
     def start(self, stream: int, *, run: bool = True) -> None:
@@ -143,10 +142,9 @@ class Driver:
     def context(self) -> int:
         return CONTEXT
 
-    def function(self, source: str, kernel: str) -> Any:
-        assert kernel.startswith(source)
+    def function(self, kernel: str) -> Any:
         if kernel not in self.kernels:
-            raise BackendError(f"cuda: {source}.cu, {kernel}, does not compile")
+            raise BackendError(f"cuda: {cuda_emulation.source_of(kernel)}.cu, {kernel}, does not compile")
         self.loaded.append(kernel)
         return types.SimpleNamespace(ptr=self.kernels.index(kernel) + 1)
 
