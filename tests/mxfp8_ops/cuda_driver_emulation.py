@@ -29,9 +29,8 @@ ANY_STREAM = 2**64 - 1
 THREAD_STREAM = 2
 """CU_STREAM_PER_THREAD, the stream of device "cuda-copies"."""
 
-
-ADDRESS = 1 << 40
-"""Stands for any address in a launch."""
+CLEAR = "clear"
+"""Stands for a kernel where words were cleared: `grid` of them."""
 
 
 class _Launch(ctypes.Structure):
@@ -39,7 +38,6 @@ class _Launch(ctypes.Structure):
         ("kernel", ctypes.c_int64),
         ("grid", ctypes.c_int64),
         ("stream", ctypes.c_int64),
-        ("addresses", ctypes.c_uint64),
         ("parameters", ctypes.c_uint64 * 16),
     )
 
@@ -51,7 +49,6 @@ class Launched:
     kernel: str
     grid: int
     parameters: tuple[int, ...]
-    """Addresses are all `ADDRESS`."""
     stream: int = field(default=0, compare=False)
 
 
@@ -102,15 +99,19 @@ class Driver:
         self.loaded.clear()
 
     @property
-    def launches(self) -> list[Launched]:
+    def work(self) -> list[Launched]:
+        """Returns the launches, and where memory was cleared, in order."""
         found = []
         for i in range(self.library.launch_count()):
             launch = self.library.launch(i)[0]
-            count = self.emulation.parameters(int(launch.kernel))
-            values = enumerate(launch.parameters[:count])
-            parameters = tuple(ADDRESS if launch.addresses >> i & 1 else value for i, value in values)
-            found.append(Launched(self.kernels[launch.kernel], launch.grid, parameters, launch.stream))
+            kernel = CLEAR if launch.kernel < 0 else self.kernels[launch.kernel]
+            count = 1 if launch.kernel < 0 else self.emulation.parameters(int(launch.kernel))
+            found.append(Launched(kernel, launch.grid, tuple(launch.parameters[:count]), launch.stream))
         return found
+
+    @property
+    def launches(self) -> list[Launched]:
+        return [work for work in self.work if work.kernel != CLEAR]
 
     @property
     def allocations(self) -> int:

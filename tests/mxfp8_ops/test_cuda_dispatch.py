@@ -101,6 +101,6 @@ def test_an_unknown_code_is_refused_and_never_taken_for_another(field):
                 plan(dtype, fmt)
 
 
-def test_a_product_with_more_thread_blocks_than_a_gpu_has_is_refused():
+def test_what_needs_more_thread_blocks_than_a_gpu_has_is_refused():
     with pytest.raises(ShapeError, match="refused the arguments"):
-        plan_gemm(("e4m3", "e4m3", "float32"), (2**40, 64, 64))
+        planner.quantize(planner.Quantize(1, 17, 0, planner.PLAIN, 16, 2**40, 32, 1, 16, 16))

@@ -39,7 +39,7 @@ constexpr mxfp8_cuda_route kRoutes[kRows] = {
     {"fold",           89,  0,       0,  16,    1,    kE4M3Only, kE4M3Only, kFp8,           1,      0},
     {"fused",          90,  1,    2048,   1,    1,    kExact,    kElements, 0,              1,      1},
     {"large",          80,  0,       0,   1,    0,    kExact,    kElements, MXFP8_CUBLAS,   0,      0},
-    {"slices",         80,  0,       0,   1,    1,    kExact,    kElements, 0,              0,      0},
+    {"slices",         80,  0, 1 << 24,   1,    1,    kExact,    kElements, 0,              0,      0},
     {"parts",          80,  0,       0,   1,    0,    kWide,     kElements, 0,              0,      0},
     {"float32",        80,  0,       0,   1,    0,    kAll,      kElements, 0,              0,      0},
 };
