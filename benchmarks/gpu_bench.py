@@ -1,6 +1,6 @@
 """Claim: the CUDA kernels against copy bandwidth and cuBLAS bfloat16, on one GPU, with the targets beside the numbers.
 
-Needs torch with CUDA and CuPy; no network: `make gpu-bench`. Each section of the table runs in a
+Needs torch with CUDA, CuPy and the native library; no network: `make gpu-bench`. Each section of the table runs in a
 process of its own, so that a crash or a hang costs no other section, and the table is written anew after each.
 gpu_cases.py says how things are measured.
 """

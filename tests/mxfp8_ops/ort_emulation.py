@@ -112,7 +112,7 @@ class CudaProvider:
         found, kernel = self.find(op.name, [*dtypes], outputs), c_void_p()
         tensors = [self.put(x, dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
         node = Node(attributes, tensors, outputs, wanted, constants)
-        self.memory = {f"input {i}": (tensor.address, x.nbytes) for i, (tensor, x) in enumerate(zip(tensors, inputs))}
+        self.memory = {f"input {i}": (tensors[i].address, x.nbytes) for i, x in enumerate(inputs)}
         handle = self.handle(node)
         try:
             self.check(self.call(found, CREATE_V2, c_void_p)(found, self.api, handle, ctypes.byref(kernel)))

@@ -113,9 +113,7 @@ def test_the_skinny_gemm_is_on_tensor_cores():
     assert ".ftz" not in ptx
 
 
-@pytest.mark.parametrize(
-    "kernel", [kernel for kernel in kernels() if source_of(kernel) == "gemm_fused"]
-)
+@pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if source_of(kernel) == "gemm_fused"])
 def test_the_fused_gemm_keeps_its_products_in_flight(kernel):
     """Two steps (or four) of two halves of four (or two) products, which ptxas does not make wait for each other."""
     cubin = cuda_build.compile_kernel("gemm_fused", kernel, "sm_90a", ("--ptxas-options=-v",))

@@ -255,7 +255,7 @@ def test_cuts_leave_no_multiprocessor_idle():
         assert planned(129, 257, 512) == ((2, 3), 3 * 2 * 2)
 
 
-def chosen(capability=(9, 0), kind="bfloat16", m=100, k=64, b_kind="e4m3", **options):  # noqa: PLR0917
+def chosen(capability=(9, 0), kind="bfloat16", m=100, k=64, b_kind="e4m3", **options):
     return route((kind, b_kind), (m, 16, k), capability=capability, **options)
 
 

@@ -127,7 +127,9 @@ def at(*arrays: Any) -> list[tuple[int, int]]:
 
 
 def tensor(a: np.ndarray) -> Any:
-    return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype.name == "bfloat16" else torch.from_numpy(a)
+    return (
+        torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype.name == "bfloat16" else torch.from_numpy(a)
+    )
 
 
 def taken(recorder: Recorder, run: Callable[[], dict[str, Any]]) -> Steps:

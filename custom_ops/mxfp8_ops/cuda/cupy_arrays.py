@@ -265,10 +265,8 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
     folded = kept[:2] if isinstance(kept, FoldedOperand) and b[0].ndim == 2 else (0, 0)
 
     def one(a: tuple[Any, ...], b: tuple[Any, ...], y: Any, m: int) -> None:
-        at = [t.data.ptr for t in (*a, *b)]
-        if len(a) == 1:
-            at.insert(1, 0)
-        product = Gemm(*codes, *at, bias_at, y.data.ptr, m, n, k, *wide, *folded)
+        operands = a[0].data.ptr, a[1].data.ptr if len(a) == 2 else 0, b[0].data.ptr, b[1].data.ptr
+        product = Gemm(*codes, *operands, bias_at, y.data.ptr, m, n, k, *wide, *folded)
         execution.run(
             planner.gemm(place, product), queue,
             lambda p, _: cublaslt.product(queue, cupy.cuda.runtime.getDevice(), p),

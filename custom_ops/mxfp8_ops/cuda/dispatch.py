@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from mxfp8_ops.cuda import planner
 from mxfp8_ops.cuda.planner import Place
 from mxfp8_ops.errors import BackendError
 
+T = TypeVar("T")
+
 _forced: Final[list[int]] = []
 _allowed: Final[list[int]] = []
-_cuts: Final[list[tuple[int, int, int, int]]] = [(0, 0, 0, 0)]
+_cuts: Final[list[tuple[int, int, int, int]]] = []
+_chosen: tuple[int, ...] = ()
+"""What `Place` says of these lists."""
 
 
 class Gpu(Protocol):
@@ -30,10 +34,7 @@ class Gpu(Protocol):
 def place(gpu: Gpu, libraries: int) -> Place:
     """Returns what the planner has to know besides a product: the device, its libraries, and what was chosen below."""
     major, minor = gpu.capability
-    rows = sum({1 << row for row in _allowed})
-    return Place(
-        10 * major + minor, gpu.processors, libraries, rows, _forced[-1] + 1 if _forced else 0, *_cuts[-1]
-    )  # fmt: skip
+    return Place(10 * major + minor, gpu.processors, libraries, *_chosen)
 
 
 @contextlib.contextmanager
@@ -43,11 +44,8 @@ def forced_route(kernel: str) -> Iterator[None]:
     Raises:
         BackendError: there is no such row.
     """
-    _forced.append(_row(kernel))
-    try:
+    with _kept_in(_forced, _row(kernel)):
         yield
-    finally:
-        _forced.pop()
 
 
 @contextlib.contextmanager
@@ -59,12 +57,8 @@ def allowed(kernel: str) -> Iterator[None]:
     Raises:
         BackendError: there is no such row.
     """
-    row = _row(kernel)
-    _allowed.append(row)
-    try:
+    with _kept_in(_allowed, _row(kernel)):
         yield
-    finally:
-        _allowed.remove(row)
 
 
 @contextlib.contextmanager
@@ -77,15 +71,31 @@ def fixed_cut(*, splits: int = 0, warps: int = 0, blocks: int = 0, parts_bytes: 
         blocks: 64-row blocks of the weight that a warpgroup of gemm_fused takes.
         parts_bytes: most bytes of the sums of bfloat16 parts.
     """
-    _cuts.append((splits, warps, blocks, parts_bytes))
+    with _kept_in(_cuts, (splits, warps, blocks, parts_bytes)):
+        yield
+
+
+@contextlib.contextmanager
+def _kept_in(choices: list[T], choice: T) -> Iterator[None]:
+    choices.append(choice)
+    _choose()
     try:
         yield
     finally:
-        _cuts.pop()
+        choices.remove(choice) if choices is _allowed else choices.pop()
+        _choose()
+
+
+def _choose() -> None:
+    global _chosen
+    rows = sum({1 << row for row in _allowed})
+    _chosen = (rows, _forced[-1] + 1 if _forced else 0, *(_cuts[-1] if _cuts else ()))
 
 
 def _row(kernel: str) -> int:
     names = [row.kernel for row in planner.routes()]
     if kernel not in names:
-        raise BackendError("cuda", f"route {kernel!r}", expected=f"one of {', '.join(names)}", advice="correct the name")
+        raise BackendError(
+            "cuda", f"route {kernel!r}", expected=f"one of {', '.join(names)}", advice="correct the name"
+        )
     return names.index(kernel)

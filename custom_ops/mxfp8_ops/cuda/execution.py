@@ -6,6 +6,7 @@ waits for the device. ONNX Runtime does the same plans without Python (src/cuda_
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -108,13 +109,14 @@ def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] 
     """
     memory, scratch = queue.allocate(plan.scratch_bytes) if plan.scratch_bytes else (None, 0)
     device, stream, names, result = queue.device, queue.stream, planner.kernels(), 0
-    for what, kernel, grid, block, shared, in_scratch, in_result, given in plan.steps():
-        arguments = tuple(
-            value + scratch if in_scratch >> i & 1 else result if in_result >> i & 1 else value
-            for i, value in enumerate(given)
-        )
+    for what, kernel, grid, block, shared, count, in_scratch, in_result, *arguments in planner.unpack(plan.packed):
+        del arguments[count:]
+        for i in _positions(in_scratch):
+            arguments[i] += scratch
+        for i in _positions(in_result):
+            arguments[i] = result
         if what == LAUNCH:
-            device.launch(Launch(names[kernel], grid, arguments, block, shared), stream)
+            device.launch(Launch(names[kernel], grid, tuple(arguments), block, shared), stream)
         elif what == CLEAR:
             device.clear(arguments[0], 4 * arguments[1], stream)
         elif what == MATMUL:
@@ -122,9 +124,15 @@ def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] 
             device.matmul_bf16(x, w, y, (m, n, k), dtype=NAMES[dtype], queue=queue)
         else:
             assert fp8_product is not None  # the planner was told of a library
-            kinds = map(NAMES.__getitem__, arguments[8:])
-            result = fp8_product(Fp8Product(what, *arguments[:8], *kinds), memory)
+            x, x_scales, b, b_scales, y, m, n, k, x_kind, b_kind, dtype = arguments
+            kinds = NAMES[x_kind], NAMES[b_kind], NAMES[dtype]
+            result = fp8_product(Fp8Product(what, x, x_scales, b, b_scales, y, m, n, k, *kinds), memory)
     del memory  # alive until everything that reads it is queued
+
+
+@functools.cache
+def _positions(bits: int) -> tuple[int, ...]:
+    return tuple(i for i in range(32) if bits >> i & 1)
 
 
 def wide_weight(queue: Queue, b_format: str, b: tuple[int, int], shape: tuple[int, int]) -> WideWeight:

@@ -1,7 +1,7 @@
 """What a GPU has to do for each operation, as data: the planner of the native library (src/cuda_host), through ctypes.
 
-CuPy, PyTorch and ONNX Runtime take their plans from it, so one product takes the same kernels everywhere. Plans are made
-of addresses and sizes; nothing here needs a GPU. `execution.run` does what a plan says.
+CuPy, PyTorch and ONNX Runtime take their plans from it, so one product takes the same kernels everywhere. Plans are
+made of addresses and sizes; nothing here needs a GPU. `execution.run` does what a plan says.
 """
 
 from __future__ import annotations
@@ -164,13 +164,13 @@ class Plan(NamedTuple):
     def steps(self) -> list[Step]:
         """Returns the steps."""
         return [
-            Step(what, kernel, grid, block, shared, in_scratch, in_result, arguments[:count])
-            for what, kernel, grid, block, shared, count, in_scratch, in_result, *arguments in _unpack(self.packed)
+            Step(what, kernel, grid, block, shared, in_scratch, in_result, tuple(arguments[:count]))
+            for what, kernel, grid, block, shared, count, in_scratch, in_result, *arguments in unpack(self.packed)
         ]
 
 
 class Route(NamedTuple):
-    """A row of the dispatch table (src/cuda_host/routes.cpp): which products it is for. The first that fits is taken."""
+    """A row of the dispatch table (src/cuda_host/routes.cpp): which products it is for. The first that fits counts."""
 
     kernel: str
     capability: tuple[int, int]
@@ -271,7 +271,8 @@ _PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
     struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
 )
 _STEP, _HEAD = struct.Struct("6i2I12q"), struct.Struct("6i2I")
-_unpack = _STEP.iter_unpack
+unpack: Final = _STEP.iter_unpack
+"""Takes `Plan.packed` apart: the fields of `mxfp8_cuda_step`, one tuple for each step."""
 
 
 class _Plan(Structure):
@@ -308,7 +309,8 @@ def _library() -> Any:
 
 
 def _made(where: str, status: int, plan: _Plan) -> Plan:
-    native.check(where, status)
+    if status:
+        native.check(where, status)
     size = plan.count * _STEP.size
     return Plan(ctypes.string_at(plan.steps, size) if size else b"", plan.scratch_bytes, plan.route)
 
@@ -318,8 +320,8 @@ def _no_route(place: Place, p: Gemm) -> BackendError:
     forced = f"the forced route {routes()[place.forced - 1].kernel!r} to fit" if place.forced else ""
     return BackendError(
         "cuda",
-        f"no route for {NAMES[p.x_kind]} times {NAMES[p.b_kind]}, M = {p.m}, N = {p.n}, K = {p.k} on compute capability "
-        f"{major}.{minor}",
+        f"no route for {NAMES[p.x_kind]} times {NAMES[p.b_kind]}, M = {p.m}, N = {p.n}, K = {p.k} on compute "
+        f"capability {major}.{minor}",
         expected=forced or "compute capability 8.0 or later",
         advice="use another device or route",
     )

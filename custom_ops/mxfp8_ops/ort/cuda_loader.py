@@ -1,6 +1,7 @@
 """Gives the native library what it needs to run the nodes on a GPU: the CUDA driver, and kernels compiled for it.
 
-The library asks for a GPU and its kernels while a session is made (src/cuda_host/mxfp8_cuda.h); nodes run without Python.
+The library asks for a GPU and its kernels while a session is made (src/cuda_host/mxfp8_cuda.h); nodes run without
+Python.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def quantize_both(
     results = *torch_shapes.quantize(x), *torch_shapes.quantize(x.t())
     rows, row_scales, columns, column_scales = (t.data_ptr() for t in results)
     request = planner.Quantize(
-        *_quantizer(x, element_format, scale_rounding), planner.TRANSPOSED, x.data_ptr(), 1, *x.shape, columns,
-        column_scales, rows, row_scales,
+        *_quantizer(x, element_format, scale_rounding), planner.TRANSPOSED, x.data_ptr(), 1, x.shape[0], x.shape[1],
+        columns, column_scales, rows, row_scales,
     )  # fmt: skip
     with _queue(x) as queue:
         execution.run(planner.quantize(request), queue)
