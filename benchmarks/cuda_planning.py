@@ -1,7 +1,7 @@
 """Claim: planning the launches of one CUDA gemm through ctypes takes at most 3 us of the processor; it needs no GPU.
 
-Floor: a call of the same library that does nothing. `plan` is what a product costs until its plan is there; `steps` adds
-taking it apart into one Python object for each kernel, which launching needs.
+Floor: a call of the same library that does nothing. `plan` is what a product costs until its plan is there; `steps`
+adds taking it apart into one Python object for each kernel, which launching needs.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def cuda_checks() -> list[Check]:
     detail = f"{cuda_build.cache_folder()}: {count} kernels, {size} bytes"
     checks += [Check(name="cubin cache", state="ok", detail=detail), _cuda_provider()]
     for capability in dict.fromkeys(gpu.capability for gpu in gpus if gpu.capability >= (8, 0)):
-        checks.append(Check(name="gemm routes", state="ok", detail=_routes(capability)))
+        checks.append(_attempt("gemm routes", partial(_routes, capability), otherwise="missing"))
     if gpus:
         checks.append(_attempt("gpu session", _gpu_session, otherwise="broken"))
     return checks
@@ -223,12 +223,13 @@ def _routes(capability: tuple[int, int]) -> str:
 
     rows = []
     for row in planner.routes():
+        if row.kernel == "slices":  # for who has no cuBLAS, which torch and CuPy bring
+            continue
         if capability < row.capability or (row.alone and capability != row.capability):
             continue
         conditions = [f"M <= {row.most_rows}"] if row.most_rows else []
         conditions += ["K % 32 = 0"] * row.whole_blocks
-        if row.libraries:
-            conditions.append("with cuBLAS" if row.libraries == planner.CUBLAS else "with torch or nvmath-python")
+        conditions += ["with torch or nvmath-python"] * bool(row.libraries & planner.CUBLASLT)
         conditions += ["on request"] * row.opt_in
         rows.append(f"{row.kernel} ({', '.join(conditions)})" if conditions else row.kernel)
     return f"{cuda_build.target(capability)}: the first that fits of {'; '.join(rows)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import struct
 import sys
 
@@ -38,6 +39,18 @@ def memory_instructions(code: bytes) -> collections.Counter[tuple[int, int]]:
     """Returns how often each (opcode, width) occurs in the one kernel of a cubin. An instruction has 16 bytes."""
     text = cuda_build.sections(code)[f".text.{cuda_build.entry(code)}"]
     return collections.Counter((low & 0xFFF, high >> 9 & 7) for low, high in struct.iter_unpack("<QQ", text))
+
+
+def resources(log: str) -> dict[str, int]:
+    """Returns what ptxas -v reported of one kernel: registers, stack, spill_stores, spill_loads, shared (bytes)."""
+    patterns = {
+        "registers": r"Used (\d+) registers",
+        "stack": r"(\d+) bytes stack frame",
+        "spill_stores": r"(\d+) bytes spill stores",
+        "spill_loads": r"(\d+) bytes spill loads",
+        "shared": r"(\d+) bytes smem",
+    }
+    return {name: int(found[1]) for name, pattern in patterns.items() if (found := re.search(pattern, log))}
 
 
 SAMPLE = (
@@ -77,7 +90,7 @@ def check(kernel: str, arch: str) -> None:
     """What ptxas reports, and which memory instructions the machine code really has."""
     source = source_of(kernel)
     cubin = cuda_build.compile_kernel(source, kernel, arch, ("--ptxas-options=-v",))
-    used = cuda_build.resources(cubin.log)
+    used = resources(cubin.log)
     assert used["registers"] <= 255, kernel
     assert used["stack"] == used["spill_stores"] == used["spill_loads"] == 0, f"{kernel}, {arch}: {used}"
     found = memory_instructions(cubin.code)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 from mxfp8_ops.cuda import planner
 from mxfp8_ops.cuda.planner import Place
 from mxfp8_ops.errors import BackendError
 
-T = TypeVar("T")
-
 _forced: Final[list[int]] = []
 _allowed: Final[list[int]] = []
 _cuts: Final[list[tuple[int, int, int, int]]] = []
-_chosen: tuple[int, ...] = ()
-"""What `Place` says of these lists."""
 
 
 class Gpu(Protocol):
@@ -34,7 +30,11 @@ class Gpu(Protocol):
 def place(gpu: Gpu, libraries: int) -> Place:
     """Returns what the planner has to know besides a product: the device, its libraries, and what was chosen below."""
     major, minor = gpu.capability
-    return Place(10 * major + minor, gpu.processors, libraries, *_chosen)
+    if not (_forced or _allowed or _cuts):
+        return Place(10 * major + minor, gpu.processors, libraries)
+    rows = sum({1 << row for row in _allowed})
+    forced, cut = _forced[-1] + 1 if _forced else 0, _cuts[-1] if _cuts else ()
+    return Place(10 * major + minor, gpu.processors, libraries, rows, forced, *cut)
 
 
 @contextlib.contextmanager
@@ -44,8 +44,11 @@ def forced_route(kernel: str) -> Iterator[None]:
     Raises:
         BackendError: there is no such row.
     """
-    with _kept_in(_forced, _row(kernel)):
+    _forced.append(_row(kernel))
+    try:
         yield
+    finally:
+        _forced.pop()
 
 
 @contextlib.contextmanager
@@ -57,8 +60,12 @@ def allowed(kernel: str) -> Iterator[None]:
     Raises:
         BackendError: there is no such row.
     """
-    with _kept_in(_allowed, _row(kernel)):
+    row = _row(kernel)
+    _allowed.append(row)
+    try:
         yield
+    finally:
+        _allowed.remove(row)
 
 
 @contextlib.contextmanager
@@ -71,25 +78,11 @@ def fixed_cut(*, splits: int = 0, warps: int = 0, blocks: int = 0, parts_bytes: 
         blocks: 64-row blocks of the weight that a warpgroup of gemm_fused takes.
         parts_bytes: most bytes of the sums of bfloat16 parts.
     """
-    with _kept_in(_cuts, (splits, warps, blocks, parts_bytes)):
-        yield
-
-
-@contextlib.contextmanager
-def _kept_in(choices: list[T], choice: T) -> Iterator[None]:
-    choices.append(choice)
-    _choose()
+    _cuts.append((splits, warps, blocks, parts_bytes))
     try:
         yield
     finally:
-        choices.remove(choice) if choices is _allowed else choices.pop()
-        _choose()
-
-
-def _choose() -> None:
-    global _chosen
-    rows = sum({1 << row for row in _allowed})
-    _chosen = (rows, _forced[-1] + 1 if _forced else 0, *(_cuts[-1] if _cuts else ()))
+        _cuts.pop()
 
 
 def _row(kernel: str) -> int:

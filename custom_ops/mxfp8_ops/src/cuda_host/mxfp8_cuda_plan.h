@@ -80,8 +80,8 @@ enum {
   MXFP8_MATMUL = 2,        // y = x w^T, bfloat16, summed in float32 throughout: x, w, y, m, n, k, dtype of y
   MXFP8_BLOCK_SCALED = 3,  // an FP8 product y = x b^T: x, x_scales, b, b_scales, y, m, n, k, format of x, of b, dtype
                            // of y; scales per block in the 128x4 layout
-  MXFP8_ROW_SCALED = 4,  // the same, with a float32 scale per row
-  MXFP8_UNSCALED = 5,    // the same, without scales
+  MXFP8_ROW_SCALED = 4,    // the same, with a float32 scale per row
+  MXFP8_UNSCALED = 5,      // the same, without scales
 };
 enum { MXFP8_MOST_ARGUMENTS = 12 };
 
