@@ -56,7 +56,7 @@ gpu-bench: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}
 
 bench: $(VENV)/.installed
-	@for script in gemm quantize models scaling torch_linear rewrite_speed; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+	@for script in gemm quantize models scaling torch_linear rewrite_speed cuda_planning; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 sanitize:
 	@for sanitizers in 'address;undefined' thread; do \

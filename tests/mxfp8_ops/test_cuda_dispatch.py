@@ -103,3 +103,12 @@ def test_an_unknown_code_is_refused_and_never_taken_for_another(field):
 def test_what_needs_more_thread_blocks_than_a_gpu_has_is_refused():
     with pytest.raises(ShapeError, match="refused the arguments"):
         planner.quantize(planner.Quantize(1, 17, 0, planner.PLAIN, 16, 2**40, 32, 1, 16, 16))
+
+
+def test_what_makes_no_sense_is_refused():
+    kinds = ("bfloat16", "e4m3", "float32")
+    for sizes, processors in (((-1, 16, 64), 132), ((1, 16, -64), 132), ((1, 16, 64), 0)):
+        with pytest.raises(ShapeError, match="refused the arguments"):
+            plan_gemm(kinds, sizes, processors=processors)
+    with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=3), pytest.raises(ShapeError, match="refused"):
+        plan_gemm(kinds, (100, 16, 64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Final, Protocol
 
@@ -29,12 +30,18 @@ class Gpu(Protocol):
 
 def place(gpu: Gpu, libraries: int) -> Place:
     """Returns what the planner has to know besides a product: the device, its libraries, and what was chosen below."""
-    major, minor = gpu.capability
+    plain = _place(gpu.capability, gpu.processors, libraries)
     if not (_forced or _allowed or _cuts):
-        return Place(10 * major + minor, gpu.processors, libraries)
+        return plain
     rows = sum({1 << row for row in _allowed})
     forced, cut = _forced[-1] + 1 if _forced else 0, _cuts[-1] if _cuts else ()
-    return Place(10 * major + minor, gpu.processors, libraries, rows, forced, *cut)
+    return Place(*plain[:3], rows, forced, *cut)
+
+
+@functools.lru_cache
+def _place(capability: tuple[int, int], processors: int, libraries: int) -> Place:
+    major, minor = capability
+    return Place(10 * major + minor, processors, libraries)
 
 
 @contextlib.contextmanager

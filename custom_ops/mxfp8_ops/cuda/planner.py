@@ -196,7 +196,7 @@ def gemm(place: Place, product: Gemm) -> Plan:
         ShapeError: an unknown dtype or format, or more thread blocks than a GPU has.
     """
     plan = _Plan()
-    status = _library().mxfp8_cuda_plan_gemm(_PLACE.pack(*place), _GEMM.pack(*product), plan)
+    status = _library().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), plan)
     if status == _NO_ROUTE:
         raise _no_route(place, product)
     return _made("gemm", status, plan)
@@ -273,6 +273,11 @@ _PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
 _STEP, _HEAD = struct.Struct("6i2I12q"), struct.Struct("6i2I")
 unpack: Final = _STEP.iter_unpack
 """Takes `Plan.packed` apart: the fields of `mxfp8_cuda_step`, one tuple for each step."""
+
+
+@functools.lru_cache
+def _packed_place(place: Place) -> bytes:
+    return _PLACE.pack(*place)
 
 
 class _Plan(Structure):

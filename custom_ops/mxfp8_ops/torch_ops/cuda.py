@@ -260,15 +260,15 @@ def _gemm(  # noqa: PLR0917 - one for both ops
         folded = kept.folded if kept else None
         operands = a[0].data_ptr(), a[1].data_ptr() if len(a) == 2 else 0, b[0].data_ptr(), b[1].data_ptr()
         product = Gemm(*codes, *operands, bias_at, y.data_ptr(), m, n, k, *wide, *(folded[:2] if folded else (0, 0)))
-        libraries = planner.CUBLAS | (scaled_mm.libraries() if len(a) == 2 else 0)
-        plan = planner.gemm(dispatch.place(queue.device, libraries), product)
+        if len(a) == 1:
+            execution.run(planner.gemm(dispatch.place(queue.device, planner.CUBLAS), product), queue)
+            return y
+        plan = planner.gemm(dispatch.place(queue.device, planner.CUBLAS | scaled_mm.libraries()), product)
         products = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ())))
         if plan.makes_its_result:
             del y  # its memory is what the result gets
-            execution.run(plan, queue, products)
-            return products.last.view(shape)
         execution.run(plan, queue, products)
-        return y
+        return products.last.view(shape) if plan.makes_its_result else y
 
 
 def _quantizer(x: Tensor, element_format: str, scale_rounding: str) -> tuple[int, int, int]:

@@ -266,6 +266,9 @@ Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
                {},
                {}};
   value_kind(g.y_dtype);
+  if (place.processors < 1 || std::min({g.m, g.n, g.k}) < 0) {
+    throw std::invalid_argument("mxfp8: a product of negative size, or on no multiprocessor; report this as a bug");
+  }
   if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
   if (g.folded != 0) p.folded = Folded{g.folded, g.folded_scales};
   return GemmPlanner(place).made(p);

@@ -1,5 +1,7 @@
 #include "kernels.h"
 
+#include <stdexcept>
+
 namespace mxfp8::cuda {
 namespace {
 
@@ -72,7 +74,12 @@ int kernel(Source source, std::initializer_list<int> choices) {
   const Family& family = families()[size_t(source)];
   int index = 0;
   size_t axis = 0;
-  for (const int choice : choices) index = index * int(family.axes[axis++].size()) + choice;
+  for (const int choice : choices) {
+    const int count = int(family.axes[axis++].size());
+    if (choice < 0 || choice >= count)
+      throw std::invalid_argument(std::string("mxfp8: no such instance of ") + family.name);
+    index = index * count + choice;
+  }
   return catalog().first[size_t(source)] + index;
 }
 

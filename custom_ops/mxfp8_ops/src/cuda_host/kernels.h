@@ -26,7 +26,7 @@ enum class Source {
 
 constexpr int kAny = -1;
 
-// The number of an instance; a format counts from 0.
+// The number of an instance; a format counts from 0. Throws std::invalid_argument if there is none.
 int kernel(Source, std::initializer_list<int> choices);
 
 // The numbers of all instances with these choices, of which some may be kAny.
