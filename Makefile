@@ -7,7 +7,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format gpu-test gpu-bench bench sanitize clean
+.PHONY: demo test test-slow check format gpu-library gpu-test gpu-bench bench sanitize clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -43,18 +43,20 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
-# On a machine with a GPU, PyTorch and CuPy: no virtual environment, no network. With cmake and onnxruntime, that too.
-gpu-test:
-	-cmake -S custom_ops -B build/gpu -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/gpu/mxfp8_ops >/dev/null && \
+# On a machine with a GPU, PyTorch, CuPy and cmake: no virtual environment, no network. With onnxruntime, that too.
+gpu-library:
+	cmake -S custom_ops -B build/gpu -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/gpu/mxfp8_ops >/dev/null && \
 	  cmake --build build/gpu --parallel >/dev/null
+
+gpu-test: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) tests/run_on_gpu.py --log $${OUT:-build/gpu}/gpu-test.txt \
 	  tests/mxfp8_ops/test_cuda_device.py tests/mxfp8_ops/test_cuda_device_fp8.py tests/mxfp8_ops/test_ort_device.py
 
-gpu-bench:
-	PYTHONPATH=.:custom_ops $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}
+gpu-bench: gpu-library
+	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}
 
 bench: $(VENV)/.installed
-	@for script in gemm quantize models scaling torch_linear op_overhead rewrite_speed many_matmuls; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+	@for script in gemm quantize models scaling torch_linear op_overhead rewrite_speed many_matmuls cuda_planning; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 sanitize:
 	@for sanitizers in 'address;undefined' thread; do \

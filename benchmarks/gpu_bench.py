@@ -1,6 +1,6 @@
 """Claim: the CUDA kernels against copy bandwidth and cuBLAS bfloat16, on one GPU, with the targets beside the numbers.
 
-Needs torch with CUDA and CuPy; no network, no CPU library: `make gpu-bench`. Each section of the table runs in a
+Needs torch with CUDA, CuPy and the native library; no network: `make gpu-bench`. Each section of the table runs in a
 process of its own, so that a crash or a hang costs no other section, and the table is written anew after each.
 gpu_cases.py says how things are measured.
 """
@@ -76,9 +76,9 @@ def training(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 
 
 def cuts(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """gemm_skinny, cut up in other ways than `cuda_skinny` does."""
-    for m, tiles in ((8, 1), (16, 2), (32, 4), (64, 8)):
-        yield cases.cuts(rounds, (m, size, size), [{"warps": count} for count in cases.cuda_skinny.WARPS[tiles]])
+    """gemm_skinny, cut up in other ways than the planner does (src/cuda_host/cuts.cpp)."""
+    for m, warps in ((8, (2, 1)), (16, (4, 2)), (32, (4, 2)), (64, (4, 2))):
+        yield cases.cuts(rounds, (m, size, size), [{"warps": count} for count in warps])
     for n, m in itertools.product((size // 8, size // 4, size // 2), (1, 16, 64)):
         yield cases.cuts(rounds, (m, n, size), [{"splits": count} for count in (1, 2, 4, 8)])
 
@@ -110,10 +110,11 @@ def prepare() -> tuple[str, int]:
     """
     from mxfp8_ops.cuda import build as cuda_build
     from mxfp8_ops.cuda import device as cuda_device
-    from mxfp8_ops.cuda import instances as cuda_instances
+    from mxfp8_ops.cuda import planner
 
     gpu = cuda_device.device(0)
-    kernels = [(launch.source, launch.kernel) for launch in cuda_instances.instances(gpu.capability)]
+    kernels = [(kernel.partition("<")[0], kernel) for kernel in planner.kernels()]
+    kernels = [kernel for kernel in kernels if gpu.capability == (9, 0) or kernel[0] != "gemm_fused"]
     return gpu.name, cuda_build.prepare(kernels, cuda_build.target(gpu.capability))
 
 

@@ -8,20 +8,19 @@ poisoned before they are checked.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mxfp8_ops import torch_ops  # noqa: F401 - registers
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import fused as cuda_fused
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda import skinny as cuda_skinny
-from mxfp8_ops.cuda.launches import Operand
+from mxfp8_ops import (
+    formats,
+    torch_ops,  # noqa: F401 - registers
+)
+from mxfp8_ops.cuda import dispatch, execution, planner
+from mxfp8_ops.cuda.planner import CODES
 from mxfp8_ops.numerics import scale_count
 from mxfp8_ops.torch_ops import cuda as torch_cuda
 
@@ -93,7 +92,7 @@ def copy_calls(nbytes: int) -> list[Call]:
     return [lambda p=pair: p[1].copy_(p[0]) for pair in pairs]
 
 
-def queue() -> cuda_kernels.Queue:
+def queue() -> execution.Queue:
     """Returns torch's current stream and allocator."""
     with torch_cuda._queue(torch.empty(0, device="cuda")) as found:
         return found
@@ -108,14 +107,14 @@ def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
     def both(x: torch.Tensor) -> Any:
         rows = torch.empty_like(x, dtype=torch.uint8), x.new_empty((m, scale_count(k)), dtype=torch.uint8)
         columns = torch.empty_like(x, dtype=torch.uint8), x.new_empty((scale_count(m), k), dtype=torch.uint8)
-        cuda_kernels.quantize_both(
-            queue(), Operand("bfloat16", x.data_ptr()), (m, k), (rows[0].data_ptr(), rows[1].data_ptr()),
-            (columns[0].data_ptr(), columns[1].data_ptr()), element_format="e4m3", scale_rounding="ceil",
-        )  # fmt: skip
+        to = (t.data_ptr() for t in (*columns, *rows))
+        kinds = CODES["bfloat16"], CODES["e4m3"], formats.scale_increment(formats.E4M3, "ceil")
+        request = planner.Quantize(*kinds, planner.PLAIN, x.data_ptr(), 1, m, k, *to)
+        execution.run(planner.quantize(request), queue())
         return rows, columns
 
     def fold(pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        return cuda_kernels.fold(queue(), Operand("e4m3", pair[0].data_ptr(), pair[1].data_ptr()), m, k)
+        return execution.fold(queue(), (pair[0].data_ptr(), pair[1].data_ptr()), (m, k))
 
     traffic = {"copy 1": n * 3 + n // 32, "copy 2": n * 4 + n // 16, "copy 3": n * 2 + n // 32}
     cases: dict[str, Sequence[Call]] = {
@@ -162,7 +161,7 @@ class Layers:
         """Returns calls of weight_gemm, by a row of the dispatch table, if one is named."""
 
         def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor]) -> Any:
-            with cuda_dispatch.forced_route(route) if route else contextlib.nullcontext():
+            with dispatch.forced_route(route) if route else contextlib.nullcontext():
                 return ops.weight_gemm(x, *p)
 
         return [lambda x=x, p=p: call(x, p) for x, p in zip(self.xs, self.packed, strict=True)]
@@ -171,7 +170,7 @@ class Layers:
         """Returns calls of quantize and gemm, by a row of the dispatch table, if one is named."""
 
         def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor]) -> Any:
-            with cuda_dispatch.forced_route(route) if route else contextlib.nullcontext():
+            with dispatch.forced_route(route) if route else contextlib.nullcontext():
                 return ops.gemm(*ops.quantize(x), *p, None, "e4m3", "e4m3", torch.bfloat16)
 
         return [lambda x=x, p=p: call(x, p) for x, p in zip(self.xs, self.packed, strict=True)]
@@ -198,23 +197,12 @@ def few_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[f
     return rows
 
 
-@contextlib.contextmanager
-def cut_as(change: dict[str, int]) -> Iterator[None]:
-    """Fixes a part of how gemm_skinny is cut up."""
-    rule = cuda_skinny.cut
-    cuda_skinny.cut = lambda *given: dataclasses.replace(rule(*given), **change)
-    try:
-        yield
-    finally:
-        cuda_skinny.cut = rule
-
-
 def cuts(rounds: int, size: tuple[int, int, int], changes: Sequence[dict[str, int]]) -> list[Row]:
     """Returns gemm_skinny cut up in other ways, against the way that is chosen."""
     m, n, k = size
 
     def call(x: torch.Tensor, p: tuple[torch.Tensor, torch.Tensor], change: dict[str, int]) -> Any:
-        with cut_as(change):
+        with dispatch.fixed_cut(**change):
             return ops.weight_gemm(x, *p)
 
     layers = Layers(m, n, k)
@@ -256,11 +244,17 @@ def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[
     if capability >= (8, 9):
         x, p = ops.quantize(layers.xs[0]), layers.packed[0]
         exact = ops.gemm(*x, *p).double()
-        with cuda_dispatch.forced_route("fold"):
+        with dispatch.forced_route("fold"):
             got = ops.gemm(*x, *p).double()
         error = ((got - exact).norm() / exact.norm()).item()
         rows.append(Row(f"fold, float32 result {label}", times["fold, with quantize"], error, "relative error"))
     return rows
+
+
+def fused_product(m: int, n: int, k: int) -> planner.Gemm:
+    """Returns a product of bfloat16 x, at no address in particular."""
+    kinds = CODES["bfloat16"], CODES["e4m3"], CODES["bfloat16"]
+    return planner.Gemm(*kinds, x=256, x_scales=0, b=256, b_scales=256, bias=0, y=256, m=m, n=n, k=k)
 
 
 def fused(rounds: int, size: tuple[int, int, int]) -> list[Row]:
@@ -269,17 +263,16 @@ def fused(rounds: int, size: tuple[int, int, int]) -> list[Row]:
         return []
     m, n, k = size
     layers, label = Layers(*size), f"M={m} N={n} K={k}"
-    with cuda_dispatch.forced_route("fused"):
+    with dispatch.forced_route("fused"):
         check(layers.xs[0], layers.packed[0])
-    chosen = cuda_fused.cut(size, torch.cuda.get_device_properties(0).multi_processor_count)
+    with dispatch.forced_route("fused"):
+        steps = planner.gemm(dispatch.place(queue().device, 0), fused_product(m, n, k)).steps()
+    blocks, splits = int(planner.kernels()[steps[2].kernel][-2]), steps[2].arguments[9]
 
     def cut(blocks: int, splits: int) -> Sequence[Call]:
         def call(run: Call) -> Any:
-            rule, cuda_fused.cut = cuda_fused.cut, lambda *_: cuda_fused.Cut(blocks, splits)
-            try:
+            with dispatch.fixed_cut(blocks=blocks, splits=splits):
                 return run()
-            finally:
-                cuda_fused.cut = rule
 
         return [lambda run=run: call(run) for run in layers.weight_only("fused")]
 
@@ -287,7 +280,7 @@ def fused(rounds: int, size: tuple[int, int, int]) -> list[Row]:
         {
             "cublas": layers.cublas(),
             "large, weight-only": layers.weight_only("large"),
-            f"fused, weight-only, {128 * chosen.blocks} rows in {chosen.splits} splits": layers.weight_only("fused"),
+            f"fused, weight-only, {128 * blocks} rows in {splits} splits": layers.weight_only("fused"),
             **{f"{route}, with quantize": layers.quantized(route) for route in ("large", "fused")},
             **{
                 f"fused with {128 * blocks} rows in {splits} splits": cut(blocks, splits)

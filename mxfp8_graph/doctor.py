@@ -20,7 +20,7 @@ from rich.text import Text
 from mxfp8_graph._version import __version__
 from mxfp8_graph.report.text import STYLES, printable
 from mxfp8_ops import contract, cpu, numerics
-from mxfp8_ops.cuda import build, dispatch, system
+from mxfp8_ops.cuda import build, planner, system
 from mxfp8_ops.errors import BackendError, Mxfp8Error
 
 State = Literal["ok", "missing", "broken", "failed"]
@@ -93,7 +93,7 @@ def _cuda_checks() -> list[Check]:
     checks.append(_ok("cubin cache", f"{build.cache_folder()}: {count} kernels, {size} bytes"))
     checks.append(_cuda_provider())
     for capability in dict.fromkeys(gpu.capability for gpu in gpus if gpu.capability >= (8, 0)):
-        checks.append(_ok("gemm routes", _routes(capability)))
+        checks.append(_attempt("gemm routes", partial(_routes, capability), otherwise="missing"))
     if gpus:
         checks.append(_attempt("gpu session", _gpu_session, otherwise="broken"))
     return checks
@@ -213,11 +213,14 @@ def _cuda_provider() -> Check:
 
 def _routes(capability: tuple[int, int]) -> str:
     rows = []
-    for row in dispatch.ROUTES:
+    for row in planner.routes():
+        if row.kernel == "slices":  # for who has no cuBLAS, which torch and CuPy bring
+            continue
         if capability < row.capability or (row.alone and capability != row.capability):
             continue
         conditions = [f"M <= {row.most_rows}"] if row.most_rows else []
-        conditions += ["K % 32 = 0"] * row.whole_blocks + ["with torch or nvmath-python"] * row.library
+        conditions += ["K % 32 = 0"] * row.whole_blocks
+        conditions += ["with torch or nvmath-python"] * bool(row.libraries & planner.CUBLASLT)
         conditions += ["on request"] * row.opt_in
         rows.append(f"{row.kernel} ({', '.join(conditions)})" if conditions else row.kernel)
     return f"{build.target(capability)}: the first that fits of {'; '.join(rows)}"

@@ -10,9 +10,9 @@
 
 namespace {
 
+// Kernel -1: zeros into `grid` words from the first parameter on.
 struct Launch {
   int64_t kernel, grid, stream;
-  uint64_t addresses;  // bit i: parameter i is an address in this memory
   uint64_t parameters[16];
 };
 
@@ -124,12 +124,13 @@ int cuMemsetD32Async(uint64_t address, unsigned value, size_t words, void* strea
   if (!usable(stream)) return kInvalidContext;
   if (!inside(address, 4 * words)) return kInvalidValue;
   for (size_t i = 0; i < words; ++i) reinterpret_cast<unsigned*>(address)[i] = value;
+  launches.push_back({-1, int64_t(words), int64_t(reinterpret_cast<intptr_t>(stream)), {address}});
   return 0;
 }
 
 int cuStreamSynchronize(void* stream) { return usable(stream) ? 0 : kInvalidContext; }
 
-// A function is its number among cuda_kernels.instances(), plus one.
+// A function is its number among cuda_emulation.kernels(), plus one.
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
                    unsigned threads_z, unsigned shared, void* stream, void** parameters, void** extra) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -137,15 +138,11 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
   if (x == 0 || y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || shared != 0 || extra != nullptr)
     return kInvalidValue;
   const int kernel = int(reinterpret_cast<intptr_t>(function)) - 1;
-  Launch made{kernel, x, int64_t(reinterpret_cast<intptr_t>(stream)), 0, {}};
+  Launch made{kernel, x, int64_t(reinterpret_cast<intptr_t>(stream)), {}};
   const int count = parameter_count(kernel);
   for (int i = 0; i < count; ++i) {
     std::memcpy(&made.parameters[i], parameters[i], 8);
-    if (inside(made.parameters[i], 1)) {
-      made.addresses |= uint64_t(1) << i;
-    } else if (made.parameters[i] > kLargest) {
-      return kIllegalAddress;
-    }
+    if (!inside(made.parameters[i], 1) && made.parameters[i] > kLargest) return kIllegalAddress;
   }
   launches.push_back(made);
   if (emulate == nullptr) return 0;  // only the launches are of interest

@@ -21,7 +21,6 @@ import pytest
 
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import instances as cuda_instances
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.ort import cuda_loader as ort_cuda
 
@@ -30,9 +29,8 @@ ANY_STREAM = 2**64 - 1
 THREAD_STREAM = 2
 """CU_STREAM_PER_THREAD, the stream of device "cuda-copies"."""
 
-
-ADDRESS = 1 << 40
-"""Stands for any address in a launch."""
+CLEAR = "clear"
+"""Stands for a kernel where words were cleared: `grid` of them."""
 
 
 class _Launch(ctypes.Structure):
@@ -40,7 +38,6 @@ class _Launch(ctypes.Structure):
         ("kernel", ctypes.c_int64),
         ("grid", ctypes.c_int64),
         ("stream", ctypes.c_int64),
-        ("addresses", ctypes.c_uint64),
         ("parameters", ctypes.c_uint64 * 16),
     )
 
@@ -52,7 +49,6 @@ class Launched:
     kernel: str
     grid: int
     parameters: tuple[int, ...]
-    """Addresses are all `ADDRESS`."""
     stream: int = field(default=0, compare=False)
 
 
@@ -91,7 +87,7 @@ class Driver:
         self.library.cuMemAlloc_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
         self.library.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
         self.emulation = cuda_emulation.device().library
-        self.kernels = [launch.kernel for launch in cuda_instances.instances()]
+        self.kernels = cuda_emulation.kernels()
         self.loaded: list[str] = []
 
     def start(self, stream: int, *, run: bool = True) -> None:
@@ -103,15 +99,19 @@ class Driver:
         self.loaded.clear()
 
     @property
-    def launches(self) -> list[Launched]:
+    def work(self) -> list[Launched]:
+        """Returns the launches, and where memory was cleared, in order."""
         found = []
         for i in range(self.library.launch_count()):
             launch = self.library.launch(i)[0]
-            count = self.emulation.parameters(int(launch.kernel))
-            values = enumerate(launch.parameters[:count])
-            parameters = tuple(ADDRESS if launch.addresses >> i & 1 else value for i, value in values)
-            found.append(Launched(self.kernels[launch.kernel], launch.grid, parameters, launch.stream))
+            kernel = CLEAR if launch.kernel < 0 else self.kernels[launch.kernel]
+            count = 1 if launch.kernel < 0 else self.emulation.parameters(int(launch.kernel))
+            found.append(Launched(kernel, launch.grid, tuple(launch.parameters[:count]), launch.stream))
         return found
+
+    @property
+    def launches(self) -> list[Launched]:
+        return [work for work in self.work if work.kernel != CLEAR]
 
     @property
     def allocations(self) -> int:
@@ -143,10 +143,9 @@ class Driver:
     def context(self) -> int:
         return CONTEXT
 
-    def function(self, source: str, kernel: str) -> Any:
-        assert kernel.startswith(source)
+    def function(self, kernel: str) -> Any:
         if kernel not in self.kernels:
-            raise BackendError(f"cuda: {source}.cu, {kernel}, does not compile")
+            raise BackendError(f"cuda: {cuda_emulation.source_of(kernel)}.cu, {kernel}, does not compile")
         self.loaded.append(kernel)
         return types.SimpleNamespace(ptr=self.kernels.index(kernel) + 1)
 

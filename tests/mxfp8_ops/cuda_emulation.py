@@ -1,6 +1,6 @@
 """Builds the CUDA kernels for the CPU with g++ and `cuda_emulation.h`, and launches them on host memory.
 
-`EmulatedDevice` is a `cuda_kernels.Device`, so the tests run the launch code of the package too.
+`EmulatedDevice` is an `execution.Device`, so the tests run the planner and what does its plans too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mxfp8_ops import formats
 from mxfp8_ops.cuda import build as cuda_build
-from mxfp8_ops.cuda import instances as cuda_instances
-from mxfp8_ops.cuda.launches import THREADS, Launch, Queue
+from mxfp8_ops.cuda import dispatch, planner
+from mxfp8_ops.cuda.execution import Launch, Queue
+from mxfp8_ops.cuda.planner import CODES
 
 HERE = Path(__file__).parent
 FLAGS = "MXFP8_TEST_EMULATION_FLAGS"
@@ -31,24 +34,32 @@ FLAGS = "MXFP8_TEST_EMULATION_FLAGS"
 OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off")
 
 
-def build(*extra: str) -> Path:
-    """Returns the library, built now unless a build of the same sources is in the temporary folder."""
+def source_of(kernel: str) -> str:
+    return kernel.partition("<")[0]
+
+
+def kernels(capability: tuple[int, int] = (9, 0)) -> list[str]:
+    """Returns every kernel that a device can run; one of 9.0 can run all there are."""
+    return [name for name in planner.kernels() if capability == (9, 0) or source_of(name) != "gemm_fused"]
+
+
+def build(names: list[str], *extra: str) -> Path:
+    """Returns a library of these kernels, built now unless one of the same sources is in the temporary folder."""
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("the emulation of CUDA threads needs g++ on Linux")
-    names = [(launch.source, launch.kernel) for launch in cuda_instances.instances()]
     lines = ['#include "cuda_emulation.h"']
-    lines += [f'#include "{source}.cu"' for source in dict.fromkeys(source for source, _ in names)]
+    lines += [f'#include "{source}.cu"' for source in dict.fromkeys(map(source_of, names))]
     lines += [
         'extern "C" int emulate(int index, unsigned grid, int threads, const uint64_t* arguments) {',
         "mma_calls = wgmma_calls = 0;",
         "switch (index) {",
     ]
-    for index, (_, kernel) in enumerate(names):
+    for index, kernel in enumerate(names):
         call = f"emulation::launch(grid, threads, [=] {{ emulation::call(&{kernel}, arguments); }});"
         lines.append(f"case {index}: {call} return 0;")
     lines += ["}", "return 1;", "}", 'extern "C" int parameters(int index) {', "switch (index) {"]
-    lines += [f"case {i}: return emulation::parameters(&{kernel});" for i, (_, kernel) in enumerate(names)]
+    lines += [f"case {i}: return emulation::parameters(&{kernel});" for i, kernel in enumerate(names)]
     lines += ["}", "return 0;", "}"]
     lines.append('extern "C" uint64_t emulated_mmas() { return mma_calls; }')
     lines.append('extern "C" void share(size_t bytes) { emulation::shared_bytes = bytes; }')
@@ -76,14 +87,16 @@ class EmulatedDevice:
     capability = (9, 0)
     processors = 3
 
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
+    def __init__(self, names: list[str], *flags: str) -> None:
+        self.library = ctypes.CDLL(str(build(names, *flags)))
         self.library.emulate.argtypes = (ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.c_void_p)
         self.library.share.argtypes = (ctypes.c_size_t,)
         self.library.emulated_mmas.restype = ctypes.c_uint64
-        self.indices = {launch.kernel: i for i, launch in enumerate(cuda_instances.instances())}
+        self.indices = {kernel: i for i, kernel in enumerate(names)}
         self.launched: list[str] = []
         self.ever_launched: set[str] = set()
+        self.repairs: list[int] = []
+        """The words that said whether a product had to be done again."""
 
     def mmas(self) -> int:
         """Returns how many tensor core instructions the warps of the last launch ran."""
@@ -91,13 +104,19 @@ class EmulatedDevice:
         return count // 32
 
     def launch(self, launch: Launch, stream: int) -> None:
-        assert launch.kernel.startswith(launch.source)
-        assert 0 < launch.grid < 2**31
-        self.launched.append(launch.kernel)
-        self.ever_launched.add(launch.kernel)
-        arguments = (ctypes.c_uint64 * len(launch.arguments))(*launch.arguments)
-        self.library.share(launch.shared)
-        assert self.library.emulate(self.indices[launch.kernel], launch.grid, THREADS, arguments) == 0
+        kernel, grid, arguments, block, shared = launch
+        assert 0 < grid < 2**31
+        assert block == 256
+        self.launched.append(kernel)
+        self.ever_launched.add(kernel)
+        if source_of(kernel) == "gemm_float32" and arguments[-1]:
+            self.repairs.append(ctypes.c_uint32.from_address(arguments[-1]).value)
+        self.library.share(shared)
+        values = (ctypes.c_uint64 * len(arguments))(*arguments)
+        assert self.library.emulate(self.indices[kernel], grid, block, values) == 0
+
+    def clear(self, address: int, size: int, stream: int) -> None:
+        ctypes.memset(address, 0, size)
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         self.launched.append(f"matmul_bf16 {dtype}")
@@ -114,18 +133,48 @@ class EmulatedDevice:
 
 @functools.cache
 def device() -> EmulatedDevice:
-    return EmulatedDevice(build(*os.environ.get(FLAGS, "").split()))
+    return EmulatedDevice(kernels(), *os.environ.get(FLAGS, "").split())
 
 
 def queue(on: EmulatedDevice | None = None) -> Queue:
     return Queue(on or device(), 0, allocate)
 
 
-def allocate(size: int, zero: bool) -> tuple[Any, int]:
+def allocate(size: int) -> tuple[Any, int]:
     memory = aligned(size)
-    if zero:
-        memory[:] = 0
     return memory, memory.ctypes.data
+
+
+def launch(kernel: str, grid: int, *arguments: int) -> None:
+    """Launches one kernel by hand."""
+    device().launch(Launch(kernel, grid, arguments), 0)
+
+
+def plan_gemm(
+    kinds: tuple[str, str, str],
+    sizes: tuple[int, int, int],
+    *,
+    address: int = 1 << 20,
+    capability: tuple[int, int] = (9, 0),
+    processors: int = 132,
+    libraries: int = planner.CUBLAS,
+    kept: bool = False,
+    forced: bool = True,
+) -> planner.Plan:
+    """Plans a product y [M, N] of kinds (x, b, y) on operands at one address, under what `dispatch` has been told."""
+    on = types.SimpleNamespace(capability=capability, processors=processors)
+    place = dispatch.place(on, libraries)
+    operands = (address, address if kinds[0] in formats.ELEMENT_FORMATS else 0, address, address, 0, 1 << 20)
+    product = planner.Gemm(*map(CODES.__getitem__, kinds), *operands, *sizes)
+    wide = (1 << 20, 1 << 20) if kept else (0, 0)
+    return planner.gemm(
+        place if forced else place._replace(forced=0), product._replace(wide=wide[0], wide_inexact=wide[1])
+    )
+
+
+def route(kinds: tuple[str, str], sizes: tuple[int, int, int], **options: Any) -> str:
+    """Returns the row of the dispatch table that a product takes."""
+    return planner.routes()[plan_gemm((*kinds, "float32"), sizes, **options).route].kernel
 
 
 def aligned(size: int, offset: int = 0) -> np.ndarray:

@@ -8,10 +8,9 @@ import cupy
 import numpy as np
 
 from mxfp8_ops import cuda
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda import dispatch, execution, planner
 from mxfp8_ops.cuda.cupy_arrays import _queue
-from mxfp8_ops.cuda.launches import Operand
+from mxfp8_ops.cuda.execution import Launch
 
 
 def values(*shape: int) -> cupy.ndarray:
@@ -27,27 +26,27 @@ def main() -> None:
             if not swizzled:
                 for axis, pair in enumerate(pairs):
                     cuda.dequantize(*pair, axis=axis)
-        to = [cupy.empty(size, np.uint8) for size in (x.size, x.size, x.size, x.size)]
-        addresses = [t.data.ptr for t in to]
-        cuda_kernels.quantize_both(
-            _queue(), Operand("float32", x.data.ptr), shape, (addresses[0], addresses[1]),
-            (addresses[2], addresses[3]), element_format="e4m3", scale_rounding="ceil", transposed=True,
-        )  # fmt: skip
+        rows, row_scales, columns, column_scales = (cupy.empty(x.size, np.uint8) for _ in range(4))
+        at = (t.data.ptr for t in (columns, column_scales, rows, row_scales))
+        request = planner.Quantize(1, 17, 0x1FFFFF, planner.TRANSPOSED, x.data.ptr, 1, *shape, *at)
+        execution.run(planner.quantize(request), _queue())
     for n, k in ((150, 544), (40, 8224)):  # the second: with K split
         b = cuda.quantize(values(n, k))
-        cuda_kernels.fold(_queue(), Operand("e4m3", b[0].data.ptr, b[1].data.ptr), n, k)
-        cuda_kernels.swizzle_scales(_queue(), Operand("e4m3", 0, b[1].data.ptr), n, k)
+        execution.fold(_queue(), (b[0].data.ptr, b[1].data.ptr), (n, k))
+        layout = cupy.empty(planner.swizzled_bytes(n, k), np.uint8)
+        arguments = (b[1].data.ptr, layout.data.ptr, *b[1].shape)
+        _queue().device.launch(Launch("swizzle_scales", -(-layout.size // 4096), arguments), _queue().stream)
         for m in (3, 16, 25, 64):
             cuda.gemm(*cuda.quantize(values(m, k)), *b)
-        with cuda_dispatch.forced_route("large"):
+        with dispatch.forced_route("large"):
             cuda.gemm(*cuda.quantize(values(70, k)), *b, values(n), dtype="float16")
         for m in (5, 70):
             cuda.weight_gemm(values(m, k), *b)
             cuda.weight_gemm(values(m, k).astype(np.float16), *b)
         if _queue().device.capability == (9, 0):
-            with cuda_dispatch.forced_route("fused"):
+            with dispatch.forced_route("fused"):
                 cuda.gemm(*cuda.quantize(values(70, k)), *b, values(n))
-        with cuda_dispatch.forced_route("float32"):
+        with dispatch.forced_route("float32"):
             cuda.weight_gemm(values(5, k), *b)
     cupy.cuda.runtime.deviceSynchronize()
     print("launched every kernel")

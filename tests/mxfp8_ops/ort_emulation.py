@@ -81,6 +81,7 @@ class CudaProvider:
         self.freed = 0
         self.asked_allocators = self.released_allocators = 0
         self.keep: list[Any] = []
+        self.memory: dict[str, tuple[int, int]] = {}  # of the last node: name -> address, bytes
         self.created: Callable[[], None] = lambda: None  # called between making a node and running it
         self.api = (c_void_p * 300)()
         self._fill()
@@ -111,6 +112,7 @@ class CudaProvider:
         found, kernel = self.find(op.name, [*dtypes], outputs), c_void_p()
         tensors = [self.put(x, dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
         node = Node(attributes, tensors, outputs, wanted, constants)
+        self.memory = {f"input {i}": (tensors[i].address, x.nbytes) for i, x in enumerate(inputs)}
         handle = self.handle(node)
         try:
             self.check(self.call(found, CREATE_V2, c_void_p)(found, self.api, handle, ctypes.byref(kernel)))
@@ -262,6 +264,7 @@ class CudaProvider:
             shape, dtype = tuple(dims[:rank]), node.output_dtypes[index]
             size = int(np.prod(shape)) * dtype_of(dtype).itemsize
             node.outputs[index] = Tensor(dtype, shape, self.driver.allocate(size) if size else 0)
+            self.memory[f"output {index}"] = (node.outputs[index].address, size)
             out[0] = self.handle(node.outputs[index])
             return 0
 
@@ -328,6 +331,7 @@ class CudaProvider:
             assert info == MEMORY_INFO
             self.scratch += size
             out[0] = self.driver.allocate(size)
+            self.memory["scratch"] = (out[0], size)
             return 0
 
         @entry(76, HANDLE, HANDLE)
@@ -360,6 +364,7 @@ class Cublas:
     def __init__(self) -> None:
         self.mode = 3
         self.modes: list[int] = []
+        self.products: list[tuple[int, ...]] = []  # x, w, y, m, n, k, type of y
         self.status = 0
         i, p = c_int, c_void_p
         scalar = POINTER(c_float)
@@ -387,6 +392,7 @@ class Cublas:
         handle, ta, tb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, _ = arguments
         assert (handle, self.mode, ta, tb, a_type, b_type, compute) == (CUBLAS, 16, 1, 0, 14, 14, 68)
         assert (alpha[0], beta[0], lda, ldb, ldc) == (1, 0, k, k, m)
+        self.products.append((b, a, c, n, m, k, c_type))
         bfloat16 = numerics.value_dtype("bfloat16")
 
         def matrix(address: int, dtype: Any, rows: int, columns: int) -> np.ndarray:

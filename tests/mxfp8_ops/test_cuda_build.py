@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import collections
+import re
 import struct
 import sys
 
 import pytest
+from cuda_emulation import kernels, source_of
 
 from mxfp8_ops.cuda import build as cuda_build
-from mxfp8_ops.cuda import instances as cuda_instances
-from mxfp8_ops.cuda import launches as cuda_kernels
 from mxfp8_ops.errors import BackendError
 
 LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387
@@ -41,6 +41,18 @@ def memory_instructions(code: bytes) -> collections.Counter[tuple[int, int]]:
     return collections.Counter((low & 0xFFF, high >> 9 & 7) for low, high in struct.iter_unpack("<QQ", text))
 
 
+def resources(log: str) -> dict[str, int]:
+    """Returns what ptxas -v reported of one kernel: registers, stack, spill_stores, spill_loads, shared (bytes)."""
+    patterns = {
+        "registers": r"Used (\d+) registers",
+        "stack": r"(\d+) bytes stack frame",
+        "spill_stores": r"(\d+) bytes spill stores",
+        "spill_loads": r"(\d+) bytes spill loads",
+        "shared": r"(\d+) bytes smem",
+    }
+    return {name: int(found[1]) for name, pattern in patterns.items() if (found := re.search(pattern, log))}
+
+
 SAMPLE = (
     "quantize_rows<BF16, E4M3, false, false>",
     "quantize_columns<BF16, E4M3, true, SWIZZLED, false>",
@@ -63,38 +75,40 @@ SAMPLE = (
 @pytest.mark.parametrize("arch", cuda_build.TARGETS)
 @pytest.mark.parametrize("kernel", SAMPLE)
 def test_kernels_compile_without_spills_and_access_16_bytes(arch, kernel):
-    check(next(launch for launch in cuda_instances.instances() if launch.kernel == kernel), arch)
+    assert kernel in kernels()
+    check(kernel, arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", cuda_build.TARGETS)
 def test_every_kernel_compiles_without_spills_and_accesses_16_bytes(arch):
-    for launch in cuda_instances.instances(CAPABILITIES[arch]):
-        check(launch, arch)
+    for kernel in kernels(CAPABILITIES[arch]):
+        check(kernel, arch)
 
 
-def check(launch: cuda_kernels.Launch, arch: str) -> None:
+def check(kernel: str, arch: str) -> None:
     """What ptxas reports, and which memory instructions the machine code really has."""
-    cubin = cuda_build.compile_kernel(launch.source, launch.kernel, arch, ("--ptxas-options=-v",))
-    used = cuda_build.resources(cubin.log)
-    assert used["registers"] <= 255, launch
-    assert used["stack"] == used["spill_stores"] == used["spill_loads"] == 0, f"{launch.kernel}, {arch}: {used}"
+    source = source_of(kernel)
+    cubin = cuda_build.compile_kernel(source, kernel, arch, ("--ptxas-options=-v",))
+    used = resources(cubin.log)
+    assert used["registers"] <= 255, kernel
+    assert used["stack"] == used["spill_stores"] == used["spill_loads"] == 0, f"{kernel}, {arch}: {used}"
     found = memory_instructions(cubin.code)
     local = [op for op, _ in found if op in (LOAD_LOCAL, STORE_LOCAL)]
-    assert not local, f"{launch.kernel}, {arch} uses local memory"
-    assert any(op == STORE for op, _ in found), launch.kernel
-    if launch.source == "gemm_float32" or launch.kernel.endswith("true>"):  # the ragged ones
+    assert not local, f"{kernel}, {arch} uses local memory"
+    assert any(op == STORE for op, _ in found), kernel
+    if source == "gemm_float32" or kernel.endswith("true>"):  # the ragged ones
         return
-    if launch.source in {"swizzle_scales", "tile"}:  # they read 4 or 8 bytes of each of 4 places
-        assert found[STORE, SIXTEEN_BYTES], f"{launch.kernel}, {arch}: {found}"
+    if source in {"swizzle_scales", "tile"}:  # they read 4 or 8 bytes of each of 4 places
+        assert found[STORE, SIXTEEN_BYTES], f"{kernel}, {arch}: {found}"
         return
-    assert found[LOAD, SIXTEEN_BYTES], f"{launch.kernel}, {arch}: {found}"
-    if launch.source == "gemm_skinny":
+    assert found[LOAD, SIXTEEN_BYTES], f"{kernel}, {arch}: {found}"
+    if source == "gemm_skinny":
         return
-    assert found[STORE, SIXTEEN_BYTES], f"{launch.kernel}, {arch}: {found}"
-    if launch.source.startswith("quantize"):
+    assert found[STORE, SIXTEEN_BYTES], f"{kernel}, {arch}: {found}"
+    if source.startswith("quantize"):
         narrow = sum(n for (op, width), n in found.items() if op == LOAD and width != SIXTEEN_BYTES)
-        assert narrow == 0, f"{launch.kernel}, {arch}: {found}"
+        assert narrow == 0, f"{kernel}, {arch}: {found}"
 
 
 @pytest.mark.parametrize("arch", cuda_build.TARGETS)
@@ -112,15 +126,13 @@ def test_the_skinny_gemm_is_on_tensor_cores():
     assert ".ftz" not in ptx
 
 
-@pytest.mark.parametrize(
-    "kernel", [launch.kernel for launch in cuda_instances.instances() if launch.source == "gemm_fused"]
-)
+@pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if source_of(kernel) == "gemm_fused"])
 def test_the_fused_gemm_keeps_its_products_in_flight(kernel):
     """Two steps (or four) of two halves of four (or two) products, which ptxas does not make wait for each other."""
     cubin = cuda_build.compile_kernel("gemm_fused", kernel, "sm_90a", ("--ptxas-options=-v",))
     assert "serialized" not in cubin.log, cubin.log  # C7510: "wgmma.mma_async instructions are serialized due to ..."
     assert sum(n for (op, _), n in memory_instructions(cubin.code).items() if op == WGMMA) == 16
-    check(cuda_kernels.Launch("gemm_fused", kernel, 1, ()), "sm_90a")
+    check(kernel, "sm_90a")
 
 
 def test_ptxas_says_if_it_serializes_products(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a GPU, against `numerics`: make gpu-test. Needs torch with CUDA and CuPy, not the CPU library."""
+"""The CUDA kernels on a GPU, against `numerics`: make gpu-test. Needs torch with CUDA, and CuPy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda_emulation import kernels, source_of
 
 from mxfp8_ops import cuda, numerics
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import fused as cuda_fused
-from mxfp8_ops.cuda import instances as cuda_instances
+from mxfp8_ops.cuda import dispatch
 
 torch = pytest.importorskip("torch")
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
@@ -38,8 +37,8 @@ CHUNK = 1 << 24
 def cubins():
     """Compiles everything at once, instead of each kernel where it is first used."""
     capability = torch.cuda.get_device_capability()
-    kernels = [(launch.source, launch.kernel) for launch in cuda_instances.instances(capability)]
-    cuda_build.prepare(kernels, cuda_build.target(capability))
+    names = [(source_of(kernel), kernel) for kernel in kernels(capability)]
+    cuda_build.prepare(names, cuda_build.target(capability))
 
 
 def array(t: torch.Tensor) -> np.ndarray:
@@ -263,7 +262,7 @@ def test_gemms_with_scales_and_elements_at_the_edges(x_kind, fmt, m):
 
 def test_every_route_gives_the_same_within_the_bound():
     for route in ("skinny", "large", "float32"):
-        with cuda_dispatch.forced_route(route):
+        with dispatch.forced_route(route):
             check_gemm(16, 96, 2048, "e4m3", "e4m3", torch.float32)
             check_gemm(16, 96, 2048, torch.bfloat16, "e4m3", torch.bfloat16)
 
@@ -278,19 +277,18 @@ hopper = pytest.mark.skipif(
 def test_the_fused_gemm_within_the_bound(x_kind, fmt):
     """Whole tiles and tails, fewer steps than it reads ahead, both instances, K in splits, and many thread blocks."""
     shapes = ((128, 256, 4096), (300, 257, 2048), (65, 200, 2080), (1, 1, 32), (130, 130, 96), (1000, 9000, 2048))
-    with cuda_dispatch.forced_route("fused"):
+    with dispatch.forced_route("fused"):
         for (m, n, k), dtype in zip(shapes, itertools.cycle(DTYPES)):
             check_gemm(m, n, k, x_kind, fmt, dtype, bias=m % 2 == 1)
 
 
 @hopper
-@pytest.mark.parametrize("blocks", cuda_fused.BLOCKS)
+@pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_the_fused_gemm_gives_the_same_each_time(monkeypatch, blocks, splits):
+def test_the_fused_gemm_gives_the_same_each_time(blocks, splits):
     """A race would not: the order of every sum is fixed."""
-    monkeypatch.setattr(cuda_fused, "cut", lambda *_: cuda_fused.Cut(blocks, splits))
     x, b = heavy(512, 4096, dtype=torch.bfloat16), ops.quantize(heavy(8192, 4096, seed=1))
-    with cuda_dispatch.forced_route("fused"):
+    with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=blocks, splits=splits):
         first = ops.weight_gemm(x, *b)
         for _ in range(50):
             assert torch.equal(ops.weight_gemm(x, *b), first)
@@ -308,7 +306,7 @@ def test_the_fused_gemm_is_repaired_where_bfloat16_does_not_do(fmt):
         b[1].clamp_(max=2)
         a[1].fill_(230)
 
-    with cuda_dispatch.forced_route("fused"):
+    with dispatch.forced_route("fused"):
         for change in (edge, tiny):
             check_gemm(70, 300, 1056, fmt, fmt, torch.float32, change=change)
 

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_emulation import route
 
 from mxfp8_ops import cuda, formats, numerics
 from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import folding
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda import skinny as cuda_skinny
-from mxfp8_ops.cuda.launches import Operand
+from mxfp8_ops.cuda import dispatch, execution, folding, planner
+from mxfp8_ops.cuda.execution import Launch
 
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
@@ -62,8 +60,7 @@ def test_fold_is_that_of_the_reference(k):
     elements, scales = ops.quantize(random_bits(64 * k, k).view(64, k))
     spread = torch.randint(0, 14, scales.shape, device="cuda", dtype=torch.uint8)
     for codes in (scales, torch.where(scales == 255, scales, 90 + spread)):
-        operand = Operand("e4m3", elements.data_ptr(), codes.data_ptr())
-        folded = cuda_kernels.fold(queue(), operand, 64, k)
+        folded = execution.fold(queue(), (elements.data_ptr(), codes.data_ptr()), (64, k))
         expected, row_scales = folding.fold(array(elements), array(codes))
         assert_same("elements", folded.memory[0].view(64, k), expected)
         assert_same("scales", folded.memory[1].view(torch.float32), numerics.decode_scale(row_scales))
@@ -72,8 +69,9 @@ def test_fold_is_that_of_the_reference(k):
 @pytest.mark.parametrize("shape", [(1, 1), (130, 5), (4096, 256)])
 def test_swizzled_scales(shape):
     scales = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
-    operand = Operand("e4m3", 0, scales.data_ptr())
-    memory, _ = cuda_kernels.swizzle_scales(queue(), operand, shape[0], 32 * shape[1])
+    memory = torch.empty(planner.swizzled_bytes(shape[0], 32 * shape[1]), device="cuda", dtype=torch.uint8)
+    arguments = (scales.data_ptr(), memory.data_ptr(), *shape)
+    queue().device.launch(Launch("swizzle_scales", -(-memory.numel() // 4096), arguments), queue().stream)
     assert_same("layout", memory, swizzle(array(scales)))
 
 
@@ -104,7 +102,7 @@ def test_folded_products(m, n, k, with_bias, dtype, capsys):  # noqa: PLR0917
     a, b = ops.quantize(heavy(m, k, seed=1) / 64), ops.quantize(heavy(n, k, seed=2))
     bias = heavy(n, seed=3) if with_bias else None
     exact = ops.gemm(*a, *b, bias, "e4m3", "e4m3", torch.float32).double()
-    with cuda_dispatch.forced_route("fold"):  # on Blackwell, fast_accumulate takes the exact row
+    with dispatch.forced_route("fold"):  # on Blackwell, fast_accumulate takes the exact row
         got = ops.gemm(*a, *b, bias, "e4m3", "e4m3", dtype)
     x, w = folded_values(*map(array, a)), folded_values(*map(array, b))
     y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else array(bias))
@@ -191,13 +189,11 @@ def test_skinny_products_of_real_size_are_right_and_always_the_same(m, x_kind):
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("warps", [1, 2, 4])
 @pytest.mark.parametrize("m", [8, 16, 32, 64])
-def test_skinny_products_with_every_cut(m, warps, splits, monkeypatch):
-    tiles = next(t for t in (1, 2, 4, 8) if m <= 8 * t)
-    if warps not in cuda_skinny.WARPS[tiles]:
+def test_skinny_products_with_every_cut(m, warps, splits):
+    if warps not in ((2, 1) if m <= 8 else (4, 2)):
         pytest.skip("not made for so many rows")
-    monkeypatch.setattr(cuda_skinny, "cut", lambda *_: cuda_skinny.Cut(tiles, warps, splits))
     x, b = heavy(m, 4128, dtype=torch.bfloat16), ops.quantize(heavy(333, 4128, seed=1))
-    with cuda_dispatch.forced_route("skinny"):
+    with dispatch.forced_route("skinny"), dispatch.fixed_cut(warps=warps, splits=splits):
         got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
     w = numerics.dequantize(*map(array, b))
     bound = numerics.gemm_error_bound(array(x), w)
@@ -215,7 +211,7 @@ def test_large_products_of_parts_are_as_good_as_float32(dtype, capsys):
     errors = [((y.double() - exact).norm() / exact.norm()).item() for y in (got, x.float() @ w.T)]
     with capsys.disabled():
         print(f"\nparts, {name(dtype)}: relative error {errors[0]:.2e}; cuBLAS in float32: {errors[1]:.2e}")
-    with cuda_dispatch.forced_route("float32"):
+    with dispatch.forced_route("float32"):
         again = ops.weight_gemm(x[:128], *b, None, "e4m3", torch.float32)
     assert ((again.double() - exact[:128]).abs() <= bound[:128]).all()
 
@@ -311,7 +307,7 @@ def test_compute_sanitizer_finds_nothing(tool):
 
 
 def test_shapes_above_are_what_the_table_sends_there():
-    product = {"kind": "e4m3", "m": 300, "k": 4096, "n": 256, "libraries": ("block_scaled", "fold")}
-    with cuda_dispatch.allowed("fold"):
-        chosen = cuda_dispatch.route(CAPABILITY, **product)
+    libraries = planner.CUBLAS | planner.SCALED_MM
+    with dispatch.allowed("fold"):
+        chosen = route(("e4m3", "e4m3"), (300, 256, 4096), capability=CAPABILITY, libraries=libraries)
     assert chosen == ("block_scaled" if CAPABILITY >= (10, 0) else "fold" if CAPABILITY >= (8, 9) else "large")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from cuda_emulation import plan_gemm, route
 
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.errors import BackendError
+from mxfp8_ops.cuda import dispatch, planner
+from mxfp8_ops.errors import BackendError, ShapeError
 
 
-def chosen(capability=(9, 0), kind="bfloat16", m=1, k=64, address=0, **options):
-    return cuda_dispatch.route(capability, kind, m, k, (address,), **options)
+def chosen(capability=(9, 0), kind="bfloat16", m=1, k=64, n=16, b_kind="e4m3", **options):  # noqa: PLR0917
+    return route((kind, b_kind), (m, n, k), capability=capability, **options)
 
 
 def test_routes():
@@ -17,47 +18,97 @@ def test_routes():
     assert chosen(m=65) == chosen(k=40) == chosen(address=8) == "large"
     assert chosen(kind="float16", m=32) == chosen(kind="float32", m=21) == "skinny"
     assert chosen(kind="float16", m=33) == chosen(kind="float32", m=22) == chosen(kind="float32", k=40) == "parts"
-    with cuda_dispatch.forced_route("float32"):
+    with dispatch.forced_route("float32"):
         assert chosen() == "float32"
         assert chosen(forced=False) == "skinny"
     with pytest.raises(BackendError, match=r"compute capability 7\.5; expected compute capability 8\.0"):
         chosen((7, 5))
 
 
+def test_without_cublas_products_go_in_slices_where_they_can():
+    none = {"libraries": 0}
+    assert chosen(m=65, **none) == chosen(kind="e5m2", m=1000, **none) == "slices"
+    assert chosen(m=64, **none) == "skinny"
+    assert chosen(kind="float32", m=22, **none) == "parts"
+    for other in ({"k": 40}, {"address": 8}):
+        assert chosen(m=65, **none, **other) == chosen(kind="float16", m=65, k=40, **none) == "float32"
+
+
 def test_library_routes_are_taken_only_by_those_who_bring_the_library():
-    both = {"kind": "e4m3", "m": 100, "n": 64, "libraries": ("block_scaled", "fold")}
-    assert chosen((10, 0), **both) == chosen((12, 0), **both | {"kind": "e5m2"}) == "block_scaled"
-    assert chosen((9, 0), **both) == "large"
-    for other in ({"libraries": ()}, {"n": 40}, {"b_kind": "e5m2"}, {"kind": "bfloat16"}, {"k": 40}, {"address": 8}):
-        assert chosen((10, 0), **both | other) == "large"
-    assert chosen((10, 0), **both | {"m": 64}) == "skinny"
+    for library in (planner.CUBLASLT, planner.SCALED_MM):
+        both = {"kind": "e4m3", "m": 100, "n": 64, "libraries": planner.CUBLAS | library}
+        assert chosen((10, 0), **both) == chosen((12, 0), **both | {"kind": "e5m2"}) == "block_scaled"
+        assert chosen((9, 0), **both) == "large"
+        for other in ({"n": 40}, {"b_kind": "e5m2"}, {"kind": "bfloat16"}, {"k": 40}, {"address": 8}):
+            assert chosen((10, 0), **both | other) == "large"
+        assert chosen((10, 0), **both | {"libraries": planner.CUBLAS}) == "large"
+        assert chosen((10, 0), **both | {"m": 64}) == "skinny"
 
 
 def test_folding_is_never_chosen_unasked():
-    both = {"kind": "e4m3", "m": 100, "n": 64, "libraries": ("block_scaled", "fold")}
-    with cuda_dispatch.allowed("fold"):
+    both = {"kind": "e4m3", "m": 100, "n": 64, "libraries": planner.CUBLAS | planner.CUBLASLT}
+    with dispatch.allowed("fold"):
         assert chosen((8, 9), **both) == chosen((9, 0), **both) == "fold"
         assert chosen((10, 0), **both) == "block_scaled"  # which is exact
         assert chosen((8, 0), **both) == "large"
         assert chosen(**both | {"m": 64}) == "skinny"  # as fast, and exact
-        for other in ({"libraries": ()}, {"n": 40}, {"b_kind": "e5m2"}, {"kind": "e5m2"}, {"k": 40}, {"address": 8}):
+        for other in (
+            {"libraries": planner.CUBLAS}, {"n": 40}, {"b_kind": "e5m2"}, {"kind": "e5m2"}, {"k": 40}, {"address": 8}
+        ):  # fmt: skip
             assert chosen(**both | other) == "large"
     assert chosen(**both) == "large"
-    with pytest.raises(BackendError, match="expected one of skinny, "), cuda_dispatch.allowed("fast"):
+    with pytest.raises(BackendError, match="expected one of skinny, "), dispatch.allowed("fast"):
         pass
 
 
 def test_a_forced_route_is_used_or_refused():
-    with cuda_dispatch.forced_route("large"):
-        assert cuda_dispatch.route((9, 0), "bfloat16", 1, 64) == "large"
+    with dispatch.forced_route("large"):
+        assert chosen() == "large"
         with pytest.raises(BackendError, match="forced route 'large'"):
-            cuda_dispatch.route((9, 0), "float32", 1, 64)
-    with cuda_dispatch.forced_route("fold"):
-        assert chosen(kind="e4m3", n=16, libraries=("fold",)) == "fold"
+            chosen(kind="float32")
+    with dispatch.forced_route("fold"):
+        assert chosen(kind="e4m3", libraries=planner.CUBLASLT) == "fold"
         with pytest.raises(BackendError, match="forced route 'fold'"):
-            chosen(kind="e4m3", n=16)
-    with (
-        pytest.raises(BackendError, match="expected one of skinny, block_scaled, fold, fused, large, parts, float32"),
-        cuda_dispatch.forced_route("fast"),
-    ):
+            chosen(kind="e4m3")
+    rows = "skinny, block_scaled, fold, fused, large, slices, parts, float32"
+    with pytest.raises(BackendError, match=f"expected one of {rows}"), dispatch.forced_route("fast"):
         pass
+
+
+def test_nothing_is_planned_for_what_is_empty():
+    for sizes in ((0, 5, 64), (5, 0, 64)):
+        assert plan_gemm(("bfloat16", "e4m3", "float32"), sizes) == planner.Plan(b"", 0, -1)
+
+
+@pytest.mark.parametrize("field", ["x_kind", "b_kind", "y_dtype"])
+def test_an_unknown_code_is_refused_and_never_taken_for_another(field):
+    codes = {"x_kind": planner.CODES["e4m3"], "b_kind": planner.CODES["e5m2"], "y_dtype": planner.CODES["float32"]}
+    product = planner.Gemm(**codes, x=16, x_scales=16, b=16, b_scales=16, bias=0, y=16, m=3, n=16, k=64)
+    place = planner.Place(90, 132, planner.CUBLAS)
+    assert planner.gemm(place, product).route == 0
+    wrong = {0, 2, 18, 20, -1, *({1, 10, 16} if field == "b_kind" else {17, 19} if field == "y_dtype" else ())}
+    for code in wrong:
+        with pytest.raises(ShapeError, match="refused the arguments"):
+            planner.gemm(place, product._replace(**{field: code}))
+    for plan in (
+        lambda dtype, fmt: planner.quantize(planner.Quantize(dtype, fmt, 0, planner.PLAIN, 16, 1, 32, 1, 16, 16)),
+        lambda dtype, fmt: planner.dequantize(planner.Dequantize(fmt, dtype, 16, 16, 1, 32, 1, 16)),
+    ):
+        assert plan(1, 17).steps()
+        for dtype, fmt in ((1, 18), (2, 17), (17, 17), (1, 1)):
+            with pytest.raises(ShapeError, match="refused the arguments"):
+                plan(dtype, fmt)
+
+
+def test_what_needs_more_thread_blocks_than_a_gpu_has_is_refused():
+    with pytest.raises(ShapeError, match="refused the arguments"):
+        planner.quantize(planner.Quantize(1, 17, 0, planner.PLAIN, 16, 2**40, 32, 1, 16, 16))
+
+
+def test_what_makes_no_sense_is_refused():
+    kinds = ("bfloat16", "e4m3", "float32")
+    for sizes, processors in (((-1, 16, 64), 132), ((1, 16, -64), 132), ((1, 16, 64), 0)):
+        with pytest.raises(ShapeError, match="refused the arguments"):
+            plan_gemm(kinds, sizes, processors=processors)
+    with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=3), pytest.raises(ShapeError, match="refused"):
+        plan_gemm(kinds, (100, 16, 64))

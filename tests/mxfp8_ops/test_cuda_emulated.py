@@ -7,13 +7,11 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_emulation import aligned, device, queue
+from cuda_emulation import aligned, device, kernels, launch, queue, source_of
 
-from mxfp8_ops import numerics
-from mxfp8_ops.cuda import folding
-from mxfp8_ops.cuda import instances as cuda_instances
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda.launches import Operand, Product
+from mxfp8_ops import formats, numerics
+from mxfp8_ops.cuda import execution, folding, planner
+from mxfp8_ops.cuda.planner import CODES
 from mxfp8_ops.numerics import scale_count
 
 FORMATS = ("e4m3", "e5m2")
@@ -81,6 +79,13 @@ def swizzle(scales: np.ndarray) -> np.ndarray:
     return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
 
 
+def quantize(x, fmt, rounding, layout, shape, out):  # noqa: PLR0917
+    """Queues `x` [outer, K, inner] into `out`: addresses of elements, scales and, if there are four, those of rows."""
+    increment = formats.scale_increment(formats.element_format(fmt), rounding)
+    request = planner.Quantize(CODES[x[0]], CODES[fmt], increment, layout, x[1], *shape, *out)
+    execution.run(planner.quantize(request), queue())
+
+
 # --- quantize --------------------------------------------------------------------------------------------------------
 
 
@@ -94,14 +99,9 @@ def check_quantize(x, fmt, rounding, *, axis=-1, swizzled=False, transposed=Fals
     if transposed:
         expected, expected_scales = expected.T, expected_scales.T
     source, elements, scales = placed(x, offset), aligned(x.size), aligned(expected_scales.size)
-    if swizzled:
-        scales[:] = 0
-    operand = Operand(x.dtype.name, source.ctypes.data)
+    layout = planner.SWIZZLED if swizzled else planner.TRANSPOSED if transposed else planner.PLAIN
     out = (elements.ctypes.data, scales.ctypes.data)
-    cuda_kernels.quantize(
-        queue(), operand, (outer, k, inner), out, element_format=fmt, scale_rounding=rounding, swizzled=swizzled,
-        transposed=transposed,
-    )  # fmt: skip
+    quantize((x.dtype.name, source.ctypes.data), fmt, rounding, layout, (outer, k, inner), out)
     what = f"{x.shape} {x.dtype} axis {axis}, {fmt}, {rounding}, {swizzled=}, {transposed=}, {offset=}"
     assert_same(f"scales, {what}", scales.reshape(expected_scales.shape), expected_scales)
     assert_same(f"elements, {what}", elements.reshape(expected.shape), expected)
@@ -164,21 +164,10 @@ def test_quantize_both_axes_in_one_pass(dtype, fmt, layout):
         if transposed:
             expected[2:] = expected[2].T, expected[3].T
         got = [aligned(array.size) for array in expected]
-        if swizzled:
-            got[1][:] = got[3][:] = 0
-        addresses = [array.ctypes.data for array in got]
-        operand = Operand(dtype, source.ctypes.data)
-        cuda_kernels.quantize_both(
-            queue(),
-            operand,
-            shape,
-            addresses[:2],
-            addresses[2:],
-            element_format=fmt,
-            scale_rounding="ceil",
-            swizzled=swizzled,
-            transposed=transposed,
-        )
+        rows, row_scales, columns, column_scales = (array.ctypes.data for array in got)
+        how = planner.SWIZZLED if swizzled else planner.TRANSPOSED if transposed else planner.PLAIN
+        out = (columns, column_scales, rows, row_scales)
+        quantize((dtype, source.ctypes.data), fmt, "ceil", how, (1, *shape), out)
         for name, actual, wanted in zip(("rows", "row scales", "columns", "column scales"), got, expected, strict=True):
             assert_same(f"{name}, {shape} {dtype}", actual.reshape(wanted.shape), wanted)
 
@@ -207,11 +196,11 @@ def test_dequantize_tails(dtype, fmt):
 def check_dequantize(elements, scales, fmt, dtype, axis):
     expected = numerics.dequantize(elements, scales, axis=axis, element_format=fmt, dtype=dtype)
     codes, codes_of_scales, flag = placed(elements), placed(scales), aligned(16)
-    flag[:] = 0
     y = aligned(expected.nbytes)
     shape = int(np.prod(elements.shape[:axis])), elements.shape[axis], int(np.prod(elements.shape[axis + 1 :]))
-    operand = Operand(fmt, codes.ctypes.data, codes_of_scales.ctypes.data)
-    cuda_kernels.dequantize(queue(), operand, shape, y.ctypes.data, dtype=dtype, inexact=flag.ctypes.data)
+    at = (codes.ctypes.data, codes_of_scales.ctypes.data)
+    request = planner.Dequantize(CODES[fmt], CODES[dtype], *at, *shape, y.ctypes.data, flag.ctypes.data)
+    execution.run(planner.dequantize(request), queue())
     assert_same(f"{elements.shape} {fmt} {dtype}", y.view(expected.dtype).reshape(expected.shape), expected)
     exact = numerics.dequantize(elements, scales, axis=axis, element_format=fmt)
     lost = (exact != expected.astype(np.float32)) & ~np.isnan(exact)
@@ -250,8 +239,7 @@ def test_fold(k):
     scales[4, : scales.shape[1] // 2] = 0  # what is far below the rest vanishes, its signs aside
     expected, codes = folding.fold(elements, scales)
     held = [placed(elements), placed(scales)]
-    operand = Operand("e4m3", *(array.ctypes.data for array in held))
-    folded = cuda_kernels.fold(queue(), operand, 5, k)
+    folded = execution.fold(queue(), (held[0].ctypes.data, held[1].ctypes.data), (5, k))
     assert_same(f"elements, K = {k}", folded.memory[0].reshape(5, k), expected)
     assert_same("row scales", folded.memory[1].view(np.float32), numerics.decode_scale(codes))
 
@@ -259,12 +247,19 @@ def test_fold(k):
 @pytest.mark.parametrize("shape", [(1, 1), (130, 5), (257, 12), (70, 256), (128, 4)])
 def test_swizzle_scales(shape):
     scales = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    held = placed(scales)
-    memory, address = cuda_kernels.swizzle_scales(
-        queue(), Operand("e4m3", 0, held.ctypes.data), shape[0], 32 * shape[1]
-    )
-    assert address == memory.ctypes.data
+    held, memory = placed(scales), aligned(planner.swizzled_bytes(shape[0], 32 * shape[1]))
+    launch("swizzle_scales", -(-memory.size // 4096), held.ctypes.data, memory.ctypes.data, *shape)
     assert_same("layout", memory, swizzle(scales))
+
+
+def finish(sums, y, dtype, *, scales=(0, 0), parts=(1, 0), bias=0, inexact=0):
+    """Launches what adds up sums [parts, M, N] at an address, into y [M, N]."""
+    m, n = y.shape
+    ragged = "true" if n % 8 else "false"
+    grid = -(-m * n // 2048)
+    launch(
+        f"finish<{ragged}>", grid, sums, *parts, *scales, bias, y.ctypes.data, m * n, n, CODES[dtype], inexact
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -274,14 +269,12 @@ def test_finish(n, dtype):
     scales = [np.exp2(np.arange(count) % 7 - 3).astype(np.float32) for count in (5, n)]
     held = [placed(array) for array in (sums, bias, *scales)]
     for with_bias, scaled in itertools.product((False, True), (False, True)):
-        y = aligned(5 * n * numerics.value_dtype(dtype).itemsize)
-        nothing = Operand("e4m3", 0)
-        product = Product(nothing, nothing, held[1].ctypes.data * with_bias, y.ctypes.data, dtype, 5, n, 1)
+        y = aligned(5 * n * numerics.value_dtype(dtype).itemsize).view(numerics.value_dtype(dtype)).reshape(5, n)
         factors = (held[2].ctypes.data, held[3].ctypes.data) if scaled else (0, 0)
-        cuda_kernels.finish(queue(), product, held[0].ctypes.data, factors)
+        finish(held[0].ctypes.data, y, dtype, scales=factors, bias=held[1].ctypes.data * with_bias)
         expected = sums * (scales[0][:, None] * scales[1] if scaled else 1) + (bias if with_bias else np.float32(-0.0))
         expected = expected.astype(numerics.value_dtype(dtype))
-        assert_same(f"{with_bias} {scaled}", y.view(expected.dtype).reshape(5, n), expected)
+        assert_same(f"{with_bias} {scaled}", y, expected)
 
 
 @pytest.mark.parametrize("n", [40, 37])
@@ -291,11 +284,10 @@ def test_finish_with_scales_whose_product_no_float32_holds(n):
     for exponent in (-130, -20, 0, 20, 126):
         sums = np.ldexp(np.random.default_rng(0).uniform(-2, 2, (7, n)), exponent).astype(np.float32)
         held = [placed(array) for array in (sums, *scales)]
-        y, nothing = aligned(sums.nbytes), Operand("e4m3", 0)
-        product = Product(nothing, nothing, 0, y.ctypes.data, "float32", 7, n, 1)
-        cuda_kernels.finish(queue(), product, held[0].ctypes.data, (held[1].ctypes.data, held[2].ctypes.data))
+        y = aligned(sums.nbytes).view(np.float32).reshape(7, n)
+        finish(held[0].ctypes.data, y, "float32", scales=(held[1].ctypes.data, held[2].ctypes.data))
         expected = sums.astype(np.float64) * scales[0][:, None] * scales[1].astype(np.float64)
-        assert_same(f"sums near 2^{exponent}", y.view(np.float32).reshape(7, n), expected.astype(np.float32))
+        assert_same(f"sums near 2^{exponent}", y, expected.astype(np.float32))
 
 
 # --- float32 and float16 in bfloat16 parts ---------------------------------------------------------------------------
@@ -309,9 +301,8 @@ def test_parts_add_up_to_every_finite_value(dtype, total, offset):
         x = edges((total,), dtype, seed)
         x[:8] = [0, -0.0, np.finfo(dtype).max, -np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal, 1, np.inf, 3]
         source, parts = placed(x, offset), aligned(2 * count * total)
-        kernel = f"bfloat16_parts<{cuda_kernels.KINDS[dtype]}, {'true' if offset or total % 16 else 'false'}>"
-        arguments = (source.ctypes.data, parts.ctypes.data, total)
-        device().launch(cuda_kernels.Launch("bfloat16_parts", kernel, 1, arguments), 0)
+        kind, ragged = {"float32": "F32", "float16": "F16"}[dtype], "true" if offset or total % 16 else "false"
+        launch(f"bfloat16_parts<{kind}, {ragged}>", 1, source.ctypes.data, parts.ctypes.data, total)
         got = parts.view(ml_dtypes.bfloat16).reshape(count, total).astype(np.float64)
         total_of_parts = sum(got[i] * 2.0 ** (-8 * i) for i in range(count))
         finite = np.isfinite(x)
@@ -326,25 +317,19 @@ def test_finish_says_whether_a_sum_is_not_finite(n, parts):
     for value in (1.0, np.inf, np.nan):
         sums = heavy_tailed((parts, 5, n))
         sums[-1, 3, 20] = value
-        held, y, flag = placed(sums), aligned(5 * n * 4), aligned(16)
+        held, y, flag = placed(sums), aligned(5 * n * 4).view(np.float32).reshape(5, n), aligned(16)
         flag[:] = 0
-        nothing = Operand("e4m3", 0)
-        product = Product(nothing, nothing, 0, y.ctypes.data, "float32", 5, n, 1)
-        cuda_kernels.finish(queue(), product, held.ctypes.data, parts=(parts, 8), inexact=flag.ctypes.data)
+        finish(held.ctypes.data, y, "float32", parts=(parts, 8), inexact=flag.ctypes.data)
         assert flag.view(np.uint32)[0] == (not np.isfinite(value))
         expected = sums[parts - 1]
         for i in range(parts - 2, -1, -1):
             expected = expected * np.float32(2.0**-8) + sums[i]
-        assert_same("sums", y.view(np.float32).reshape(5, n), expected)
+        assert_same("sums", y, expected)
 
 
 def test_every_kernel_ran():
     """Each instance of the package is launched by some shape above; this names the one that is not."""
     if len(device().ever_launched) < 10:
         pytest.skip("needs the tests above in the same process")
-    here = {
-        launch.kernel
-        for launch in cuda_instances.instances()
-        if "gemm" not in launch.source and launch.source != "tile"
-    }
+    here = {name for name in kernels() if "gemm" not in name and source_of(name) != "tile"}
     assert not here - device().ever_launched

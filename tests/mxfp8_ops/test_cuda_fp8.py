@@ -22,8 +22,7 @@ from test_cuda_frontends import array, back, stand_in, value
 from mxfp8_ops import cuda, formats, numerics
 from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import folding
+from mxfp8_ops.cuda import dispatch, folding
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -137,8 +136,8 @@ def emulated(monkeypatch):
 def queue_of_tensors() -> Any:
     """A queue whose memory is torch's, as that of torch_cuda is."""
 
-    def allocate(size: int, zero: bool) -> tuple[Any, int]:
-        memory = (torch.zeros if zero else torch.empty)(size, dtype=torch.uint8)
+    def allocate(size: int) -> tuple[Any, int]:
+        memory = torch.empty(size, dtype=torch.uint8)
         return memory, memory.data_ptr()
 
     return type(queue())(device(), 0, allocate)
@@ -376,7 +375,7 @@ def test_cupy_folds_only_when_asked(monkeypatch, cublaslt):
     codes, _ = operands()
     cuda.gemm(*map(array, codes))
     assert names(on)[0] == "dequantize"
-    with cuda_dispatch.forced_route("fold"):
+    with dispatch.forced_route("fold"):
         y = cuda.gemm(*(array(c[:3]) for c in codes[:2]), *map(array, codes[2:]))
     check(np.asarray(y), [codes[0][:3], codes[1][:3], *codes[2:]], None, "float32", None)
 

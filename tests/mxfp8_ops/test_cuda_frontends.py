@@ -20,8 +20,8 @@ from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
 from mxfp8_ops import cuda, numerics
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import launches as cuda_kernels
+from mxfp8_ops.cuda import dispatch
+from mxfp8_ops.cuda.execution import Launch, Queue
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -47,12 +47,17 @@ def array(x: Any) -> Array:
     return np.asarray(x).view(Array)
 
 
+cleared: list[tuple[int, int, int, int]] = []
+"""What the stand-in for CuPy was asked to set."""
+
+
 def stand_in() -> types.SimpleNamespace:
     runtime = types.SimpleNamespace(
         getDevice=lambda: 0,
         getDeviceCount=lambda: 1,
         getDeviceProperties=lambda index: {"major": 9, "minor": 0, "multiProcessorCount": 3, "name": b"stand-in"},
         runtimeGetVersion=lambda: 13020,
+        memsetAsync=lambda address, value, size, stream: cleared.append((address, value, size, stream)),
         CUDA_R_16BF=14,
         CUDA_R_32F=0,
     )
@@ -201,7 +206,7 @@ def test_cublas_is_called_for_x_times_w_transposed(monkeypatch, cublas, dtype):
     x, w = (heavy_tailed(shape).astype(ml_dtypes.bfloat16) for shape in ((3, 40), (7, 40)))
     y = np.zeros((3, 7), numerics.value_dtype(dtype))
     arguments, gpu = (x.ctypes.data, w.ctypes.data, y.ctypes.data, (3, 7, 40)), cuda_device.CudaDevice(0)
-    work = cuda_kernels.Queue(gpu, 5, lambda size, zero: (None, 4096))
+    work = Queue(gpu, 5, lambda size: (None, 4096))
     gpu.matmul_bf16(*arguments, dtype=dtype, queue=work)
     expected = (x.astype(np.float32) @ w.astype(np.float32).T).astype(y.dtype)
     np.testing.assert_allclose(y.astype(np.float32), expected.astype(np.float32), rtol=2**-7, atol=1e-4)
@@ -277,17 +282,23 @@ def calls(monkeypatch) -> list[Any]:
 def test_a_kernel_is_loaded_once_and_launched_on_the_stream(calls):
     gpu = cuda_device.CudaDevice(0)
     for _ in range(2):
-        gpu.launch(cuda_kernels.Launch("finish", "finish", 4, (1, 2)), stream=9)
+        gpu.launch(Launch("finish", 4, (1, 2)), stream=9)
     launched = ("entry", (4, 1, 1), (256, 1, 1), (1, 2), 0, 9)
     assert calls == [("load", b"finish|finish|sm_90a"), launched, launched]
+
+
+def test_memory_is_cleared_on_the_stream(calls):
+    cleared.clear()
+    cuda_device.CudaDevice(0).clear(4096, 8, stream=9)
+    assert cleared == [(4096, 0, 8, 9)]
 
 
 def test_a_kernel_that_needs_much_shared_memory_is_allowed_it_once(calls):
     gpu = cuda_device.CudaDevice(0)
     for _ in range(2):
-        gpu.launch(cuda_kernels.Launch("gemm_fused", "fused", 4, (1, 2), 99376), stream=9)
+        gpu.launch(Launch("gemm_fused<E4M3, 1>", 4, (1, 2), shared=99376), stream=9)
     launched = ("entry", (4, 1, 1), (256, 1, 1), (1, 2), 99376, 9)
-    assert calls == [("load", b"gemm_fused|fused|sm_90a"), (33, 8, 99376), launched, launched]
+    assert calls == [("load", b"gemm_fused|gemm_fused<E4M3, 1>|sm_90a"), (33, 8, 99376), launched, launched]
 
 
 def test_a_kernel_is_not_kept_before_it_is_allowed_its_shared_memory(monkeypatch, calls):
@@ -301,7 +312,7 @@ def test_a_kernel_is_not_kept_before_it_is_allowed_its_shared_memory(monkeypatch
     monkeypatch.setattr(cuda_device.cupy_module().cuda.driver, "funcSetAttribute", refuse)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="refused"):
-            gpu.launch(cuda_kernels.Launch("gemm_fused", "fused", 4, (1, 2), 99376), stream=9)
+            gpu.launch(Launch("gemm_fused<E4M3, 1>", 4, (1, 2), shared=99376), stream=9)
     assert [call[0] for call in calls] == ["load", "load"]
 
 
@@ -447,14 +458,14 @@ def test_torch_and_cupy_take_the_fused_gemm_where_it_is_allowed(emulated, cupy):
     }
     for name, (run, left, dtype) in runs.items():
         emulated.launched.clear()
-        with cuda_dispatch.allowed("fused"):
+        with dispatch.allowed("fused"):
             got = run()
         assert [kernel.partition("<")[0] for kernel in emulated.launched] == ["tile", "gemm_fused", "gemm_float32"]
         bound = numerics.gemm_error_bound(left, weight, dtype, bias.numpy())
         assert_within(name, got, numerics.weight_gemm(left, *arrays[2:], bias.numpy()), bound)
     torch_cuda.keep_wide(*b)
     emulated.launched.clear()
-    with cuda_dispatch.allowed("fused"):
+    with dispatch.allowed("fused"):
         torch_cuda.weight_gemm(x, *b)
     assert emulated.launched[0] == "matmul_bf16 bfloat16"
 
@@ -474,4 +485,4 @@ def test_torch_refuses_two_devices(emulated):
 
 
 def test_allocations_are_aligned():
-    assert allocate(5, True)[1] % 16 == 0
+    assert allocate(5)[1] % 16 == 0

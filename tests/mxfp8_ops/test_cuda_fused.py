@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -10,59 +10,62 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_emulation import device, queue
+from cuda_emulation import device, kernels, launch, plan_gemm, queue, route, source_of
 from test_cuda_emulated import DTYPES, FORMATS, heavy_tailed, placed
 from test_cuda_gemms import X_KINDS, check_gemm
 
 from mxfp8_ops import numerics
 from mxfp8_ops.cuda import build as cuda_build
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import fused as cuda_fused
-from mxfp8_ops.cuda import instances as cuda_instances
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda.launches import KINDS, Launch
+from mxfp8_ops.cuda import dispatch, execution, planner
+from mxfp8_ops.cuda.planner import CODES
 from mxfp8_ops.errors import BackendError
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
 
+BLOCKS = (1, 2)
+"""Instances of the kernel: how many 64 rows of the weight each of a thread block's two warpgroups takes."""
+
+
+@pytest.fixture(autouse=True)
+def fused(request):
+    """Takes the fused route, in the tests that ask for `flags`."""
+    with dispatch.forced_route("fused") if "flags" in request.fixturenames else contextlib.nullcontext():
+        yield
+
+
 @pytest.fixture
-def flags(monkeypatch) -> list[int]:
-    """Takes the fused route; collects whether each product asked to be repaired."""
-    found: list[int] = []
-    repair = cuda_kernels._float32
-
-    def noted(queue, p, only_if=0):
-        found.append(ctypes.c_uint32.from_address(only_if).value)
-        repair(queue, p, only_if)
-
-    monkeypatch.setattr(cuda_kernels, "_float32", noted)
-    with cuda_dispatch.forced_route("fused"):
-        yield found
+def flags() -> list[int]:
+    """Collects whether each product asked to be repaired."""
+    return []
 
 
-def cut_as(monkeypatch, blocks: int, splits: int) -> None:
-    monkeypatch.setattr(cuda_fused, "cut", lambda *_: cuda_fused.Cut(blocks, splits))
+def check_fused(flags, *product, **options):
+    """`check_gemm`, which notes whether the product asked to be repaired."""
+    names = check_gemm(*product, **options)
+    flags += device().repairs
+    return names
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
-@pytest.mark.parametrize("blocks", cuda_fused.BLOCKS)
-def test_fused_gemm(monkeypatch, flags, x_kind, fmt, blocks):
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_fused_gemm(flags, x_kind, fmt, blocks):
     """Tails of every dimension; fewer steps than are read ahead, and more than there are stages."""
-    cut_as(monkeypatch, blocks, 1)
     shapes = ((130, 300, 352), (5, 18, 32), (70, 40, 96), (129, 257, 1056), (1, 1, 64), (128, 256, 512))
     for (m, n, k), dtype in zip(shapes, itertools.cycle(DTYPES)):
-        assert check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 40) == ["tile", "gemm_fused", "gemm_float32"]
+        with dispatch.fixed_cut(blocks=blocks, splits=1):
+            names = check_fused(flags, m, n, k, x_kind, fmt, dtype, bias=n != 40)
+        assert names == ["tile", "gemm_fused", "gemm_float32"]
     assert flags == [0] * len(shapes)
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
-def test_fused_gemm_with_k_in_splits(monkeypatch, flags, x_kind, fmt):
+def test_fused_gemm_with_k_in_splits(flags, x_kind, fmt):
     """Splits of several steps, of one, and one that has nothing to do."""
     for (blocks, splits), dtype in zip(((1, 2), (2, 3), (1, 5)), DTYPES, strict=True):
-        cut_as(monkeypatch, blocks, splits)
         for m, n, k in ((66, 130, 224), (3, 264, 1120)):
-            names = check_gemm(m, n, k, x_kind, fmt, dtype, bias=m == 3)
+            with dispatch.fixed_cut(blocks=blocks, splits=splits):
+                names = check_fused(flags, m, n, k, x_kind, fmt, dtype, bias=m == 3)
             assert names == ["tile", "gemm_fused", "finish", "gemm_float32"]
     assert flags == [0] * 6
 
@@ -73,9 +76,12 @@ def test_fused_gemm_into_unaligned_memory(flags, dtype):
     x, b = heavy_tailed((9, 64)).astype(numerics.value_dtype("bfloat16")), numerics.quantize(heavy_tailed((16, 64), 1))
     held, size = [placed(array) for array in (x, *b)], numerics.value_dtype(dtype).itemsize
     y = placed(np.zeros(9 * 16 * size, np.uint8), size)
-    operand, weight = (cuda_kernels.Operand(kind, *(t.ctypes.data for t in given)) for kind, given in (
-        ("bfloat16", held[:1]), ("e4m3", held[1:])))  # fmt: skip
-    cuda_kernels.gemm(queue(), cuda_kernels.Product(operand, weight, 0, y.ctypes.data, dtype, 9, 16, 64))
+    at = (t.ctypes.data for t in held[1:])
+    product = planner.Gemm(
+        CODES["bfloat16"], CODES["e4m3"], CODES[dtype], held[0].ctypes.data, 0, *at, 0, y.ctypes.data, 9, 16, 64
+    )
+    execution.run(planner.gemm(dispatch.place(device(), planner.CUBLAS), product), queue())
+    assert device().launched[-2].startswith("gemm_fused")
     got = y.view(numerics.value_dtype(dtype)).reshape(9, 16).astype(np.float64)
     expected = numerics.weight_gemm(x, *b).astype(np.float64)
     bound = numerics.gemm_error_bound(x, numerics.dequantize(*b), dtype)
@@ -86,17 +92,17 @@ def test_fused_gemm_into_unaligned_memory(flags, dtype):
 
 
 @pytest.mark.parametrize(("fmt", "codes"), [("e4m3", (2, 135)), ("e5m2", (9, 143))])
-@pytest.mark.parametrize("blocks", cuda_fused.BLOCKS)
-def test_a_scale_outside_the_fast_range_is_repaired(monkeypatch, flags, fmt, codes, blocks):
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_a_scale_outside_the_fast_range_is_repaired(flags, fmt, codes, blocks):
     """Wherever in the weight it is; and the nearest scales inside the range are not."""
-    cut_as(monkeypatch, blocks, 1)
     for code, (row, block) in itertools.product((*codes, codes[0] + 1, codes[1] - 1), ((0, 0), (199, 4), (63, 10))):
 
         def change(x, x_scales, b, b_scales, at=(row, block), code=code):  # noqa: PLR0917 - check_gemm's and two more
             b[at[0], 32 * at[1]] = 1
             b_scales[at] = code
 
-        check_gemm(3, 200, 352, "bfloat16", fmt, "float32", change=change)
+        with dispatch.fixed_cut(blocks=blocks, splits=1):
+            check_fused(flags, 3, 200, 352, "bfloat16", fmt, "float32", change=change)
         assert flags.pop() == (code in codes)
 
 
@@ -107,7 +113,7 @@ def test_a_weight_that_is_nan_or_inf_is_repaired(flags, fmt):
         def change(x, x_scales, b, b_scales, at=at, code=code):  # noqa: PLR0917 - check_gemm's and two more
             b[at] = code
 
-        check_gemm(3, 18, 96, "bfloat16", fmt, "float32", change=change)
+        check_fused(flags, 3, 18, 96, "bfloat16", fmt, "float32", change=change)
         assert flags.pop() == (fmt == "e5m2" or code != 0x7C)
 
 
@@ -120,7 +126,7 @@ def test_blocks_of_zeros_are_not_repaired(flags, fmt):
             elements[1], scales[1] = 0, 0
             elements[2, :32], scales[2, 0] = 0x80, 0  # -0
 
-    check_gemm(5, 18, 96, fmt, fmt, "float32", change=change)
+    check_fused(flags, 5, 18, 96, fmt, fmt, "float32", change=change)
     assert flags == [0]
 
 
@@ -135,10 +141,10 @@ def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind):
     def tiny(x, x_scales, b, b_scales):
         x[0, 3], x_scales[0, 0], b_scales[:] = 3, 0, 130
 
-    check_gemm(5, 18, 96, x_kind, "e4m3", "float32", change=special)
+    check_fused(flags, 5, 18, 96, x_kind, "e4m3", "float32", change=special)
     assert flags.pop() == 0
     if x_kind != "bfloat16":
-        check_gemm(5, 18, 96, x_kind, "e4m3", "float32", change=tiny)
+        check_fused(flags, 5, 18, 96, x_kind, "e4m3", "float32", change=tiny)
         assert flags.pop() == 1
 
 
@@ -166,15 +172,17 @@ MISTAKES: dict[str, dict[str, str]] = {
 SCRIPT = """
 import sys
 from pathlib import Path
-from mxfp8_ops import cuda_build, cuda_dispatch, cuda_fused, cuda_instances, cuda_kernels
-cuda_fused.cut = lambda *_: cuda_fused.Cut(1, 1)
-cuda_build.SOURCES = Path(sys.argv[1])
-some = [launch for launch in cuda_instances.instances() if launch.kernel in {"tile<BF16>", "gemm_fused<E4M3, 1>"}]
-cuda_instances.instances = lambda: some
-cuda_kernels._float32 = lambda *given, **options: None
-from test_cuda_gemms import check_gemm
-with cuda_dispatch.forced_route("fused"):
-    check_gemm(130, 140, 1056, "bfloat16", "e4m3", "float32")
+import cuda_emulation
+from mxfp8_ops.cuda import build, dispatch
+build.SOURCES = Path(sys.argv[1])
+on = cuda_emulation.EmulatedDevice(["tile<BF16>", "gemm_fused<E4M3, 1>"])
+launch = on.launch
+on.launch = lambda work, stream: "gemm_float32" in work.kernel or launch(work, stream)
+cuda_emulation.device = lambda: on
+import test_cuda_gemms
+test_cuda_gemms.device = cuda_emulation.device
+with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=1, splits=1):
+    test_cuda_gemms.check_gemm(130, 140, 1056, "bfloat16", "e4m3", "float32")
 """
 
 
@@ -207,10 +215,11 @@ def test_tiles_have_x_in_the_order_of_k_and_of_the_swizzle(kind):
     if kind in FORMATS:
         codes = numerics.quantize(values, element_format=kind)
         values, held = numerics.dequantize(*codes, element_format=kind, dtype="bfloat16"), [*map(placed, codes)]
-    tiles, flag = placed(np.zeros(cuda_fused.tiles_size(m, k), np.uint8)), placed(np.zeros(16, np.uint8))
+    tiles, flag = placed(np.zeros(2 * 2 * 128 * 128, np.uint8)), placed(np.zeros(16, np.uint8))
     scales = held[1].ctypes.data if len(held) == 2 else 0
+    name = {"bfloat16": "BF16"}.get(kind, kind.upper())
     arguments = (held[0].ctypes.data, scales, tiles.ctypes.data, m, k, flag.ctypes.data)
-    device().launch(Launch("tile", f"tile<{KINDS[kind]}>", -(-4 * m * 2 // 256), arguments), 0)
+    launch(f"tile<{name}>", -(-4 * m * 2 // 256), *arguments)
     got = tiles.view(bfloat16).reshape(2, 2, 128, 8, 4, 2)  # tile, step, row, place, t, of the pair
     padded = np.zeros((256, 128), bfloat16)
     padded[:m, :k] = values
@@ -224,53 +233,62 @@ def test_tiles_have_x_in_the_order_of_k_and_of_the_swizzle(kind):
 # --- how it is cut, and when it is taken -----------------------------------------------------------------------------
 
 
+def planned(m, n, k):
+    """Returns (blocks, splits) of gemm_fused, and its thread blocks."""
+    with dispatch.forced_route("fused"):
+        step = plan_gemm(("bfloat16", "e4m3", "float32"), (m, n, k)).steps()[2]
+    kernel = planner.kernels()[step.kernel]
+    assert source_of(kernel) == "gemm_fused"
+    return (int(kernel[-2]), step.arguments[9]), step.grid
+
+
 def test_cuts_leave_no_multiprocessor_idle():
     def cut(m, n, k):
-        return cuda_fused.cut((m, n, k), 132)
+        return planned(m, n, k)[0]
 
-    assert cut(512, 8192, 8192) == cut(1024, 8192, 8192) == cuda_fused.Cut(2, 1)  # 128 and 256 thread blocks
-    assert cut(256, 8192, 8192) == cuda_fused.Cut(1, 1)
-    assert cut(128, 8192, 8192) == cuda_fused.Cut(1, 2)
-    assert cut(100, 1024, 8192).splits == 8
-    assert cut(100, 1024, 512) == cut(1, 1, 32) == cuda_fused.Cut(1, 1)
-    assert cuda_fused.Cut(2, 3).grid(129, 257) == 3 * 2 * 2
+    assert cut(512, 8192, 8192) == cut(1024, 8192, 8192) == (2, 1)  # 128 and 256 thread blocks
+    assert cut(256, 8192, 8192) == (1, 1)
+    assert cut(128, 8192, 8192) == (1, 2)
+    assert cut(100, 1024, 8192)[1] == 8
+    assert cut(100, 1024, 512) == cut(1, 1, 32) == (1, 1)
+    with dispatch.fixed_cut(blocks=2, splits=3):
+        assert planned(129, 257, 512) == ((2, 3), 3 * 2 * 2)
 
 
-def chosen(capability=(9, 0), kind="bfloat16", m=100, k=64, **options):
-    return cuda_dispatch.route(capability, kind, m, k, **options)
+def chosen(capability=(9, 0), kind="bfloat16", m=100, k=64, b_kind="e4m3", **options):
+    return route((kind, b_kind), (m, 16, k), capability=capability, **options)
 
 
 def test_the_fused_gemm_is_never_chosen_unasked_and_only_on_hopper():
     assert chosen() == "large"
-    with cuda_dispatch.allowed("fused"):
+    with dispatch.allowed("fused"):
         assert chosen() == chosen(m=2048) == chosen(kind="e5m2", b_kind="e5m2") == "fused"
         for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
             assert chosen(capability) == "large"
         assert chosen(m=64) == "skinny"
         assert chosen(m=2049) == chosen(k=40) == chosen(kept=True) == "large"
-    with cuda_dispatch.forced_route("fused"):
+    with dispatch.forced_route("fused"):
         assert chosen(m=1, kept=True) == "fused"
         with pytest.raises(BackendError, match="forced route 'fused'"):
             chosen((10, 0))
 
 
 def test_a_weight_that_is_kept_in_bfloat16_is_used():
-    with cuda_dispatch.allowed("fused"):
+    with dispatch.allowed("fused"):
         assert check_gemm(70, 40, 96, "bfloat16", "e4m3", "float32")[0] == "tile"
         assert check_gemm(70, 40, 96, "bfloat16", "e4m3", "float32", wide=True)[0].startswith("matmul_bf16")
 
 
 def test_only_a_device_that_can_run_it_compiles_it():
-    fused = {launch.kernel for launch in cuda_instances.instances() if launch.source == "gemm_fused"}
+    fused = {name for name in kernels() if source_of(name) == "gemm_fused"}
     assert len(fused) == 4
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        rest = {launch.kernel for launch in cuda_instances.instances(capability)}
-        assert {launch.kernel for launch in cuda_instances.instances()} - rest == fused
+        assert {*kernels()} - {*kernels(capability)} == fused
 
 
 def test_every_kernel_ran():
     """Each instance is launched by some shape above; this names the one that is not."""
     if not any(name.startswith("gemm_fused") for name in device().ever_launched):
         pytest.skip("needs the tests above in the same process")
-    here = {launch.kernel for launch in cuda_instances.instances() if launch.source in {"tile", "gemm_fused"}}
+    here = {name for name in kernels() if source_of(name) in {"tile", "gemm_fused"}}
     assert not here - device().ever_launched

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from cuda_emulation import aligned, device, queue
+from cuda_emulation import aligned, device, kernels, launch, plan_gemm, queue, source_of
 from test_cuda_emulated import DTYPES, FORMATS, assert_within, edges, heavy_tailed, placed
 
 from mxfp8_ops import numerics
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import instances as cuda_instances
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda import skinny as cuda_skinny
-from mxfp8_ops.cuda.launches import Operand, Product
+from mxfp8_ops.cuda import dispatch, execution, planner
+from mxfp8_ops.cuda.planner import CODES
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
@@ -44,12 +40,15 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, 
     addresses = [array.ctypes.data for array in held]
     x_scale_address = addresses[2] if x_scales is not None else 0
     rest = addresses[2 + (x_scales is not None) :]
-    operand, weight = Operand(x_kind, addresses[0], x_scale_address), Operand(fmt, addresses[1], rest[0])
-    to = queue(on)
-    kept = cuda_kernels.wide_weight(to, weight, n, k) if wide else None
+    to, weight = queue(on), (addresses[1], rest[0])
+    kept = execution.wide_weight(to, fmt, weight, (n, k)) if wide else (0, 0)
     on.launched.clear()
-    product = Product(operand, weight, rest[1] if bias is not None else 0, y.ctypes.data, dtype, m, n, k)
-    cuda_kernels.gemm(to, product, kept)
+    on.repairs.clear()
+    product = planner.Gemm(
+        CODES[x_kind], CODES[fmt], CODES[dtype], addresses[0], x_scale_address, *weight,
+        rest[1] if bias is not None else 0, y.ctypes.data, m, n, k, *kept[:2],
+    )  # fmt: skip
+    execution.run(planner.gemm(dispatch.place(on, planner.CUBLAS), product), to)
     actual = y.view(numerics.value_dtype(dtype)).reshape(m, n)
     assert_within(f"{m}x{n}x{k} {x_kind} {fmt} {dtype} {on.launched}", actual, expected, bound)
     return [name.partition("<")[0] for name in on.launched]
@@ -61,7 +60,7 @@ EVERY_KIND = ("float32", "float16", *X_KINDS)
 
 def most(m, x_kind):
     """As many rows of x, of which float32 and float16 have fewer, as the instances of gemm_skinny for m rows take."""
-    return m // cuda_skinny.PARTS.get(x_kind, 1) or 1
+    return m // {"float32": 3, "float16": 2}.get(x_kind, 1) or 1
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(EVERY_KIND, FORMATS)])
@@ -86,7 +85,7 @@ def test_skinny_gemm_with_every_split_of_its_warps(monkeypatch, x_kind, fmt):
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(EVERY_KIND, FORMATS)])
-def test_skinny_gemm_with_k_in_splits(monkeypatch, x_kind, fmt):
+def test_skinny_gemm_with_k_in_splits(x_kind, fmt):
     """Splits of several steps, of one, of a part of one, and one that has nothing to do; edge codes in the last."""
 
     def edge(x, x_scales, b, b_scales):
@@ -94,21 +93,20 @@ def test_skinny_gemm_with_k_in_splits(monkeypatch, x_kind, fmt):
         if x_scales is not None:
             x_scales[1, -2] = 1
 
-    rule = cuda_skinny.cut
     for splits in (2, 3, 7):
-        monkeypatch.setattr(cuda_skinny, "cut", lambda *given, splits=splits: replace(rule(*given), splits=splits))
         for (rows, n, k), dtype in zip(
             ((1, 33, 3104), (8, 16, 2048), (9, 20, 160), (30, 1, 32), (64, 40, 1056)), itertools.cycle(DTYPES)
         ):
             m = most(rows, x_kind)
             change = edge if n > 5 and m > 1 else None  # values that no float16 holds
-            names = check_gemm(m, n, k, x_kind, fmt, "float32" if change else dtype, bias=n != 16, change=change)
+            with dispatch.fixed_cut(splits=splits):
+                names = check_gemm(m, n, k, x_kind, fmt, "float32" if change else dtype, bias=n != 16, change=change)
             assert names == ["gemm_skinny", "finish"]
 
 
 def test_k_is_split_only_where_n_leaves_multiprocessors_idle_and_k_is_long():
     def splits(m, n, k, kind="e4m3"):
-        return cuda_skinny.cut((m, n, k), kind, 132).splits
+        return plan_gemm((kind, "e4m3", "float32"), (m, n, k)).steps()[0].arguments[-1]
 
     assert splits(1, 1024, 8192) == splits(64, 1024, 8192) == splits(64, 1024, 4096) == 4
     assert splits(1, 1024, 4096) == splits(16, 1024, 2048) == 1  # a second launch takes longer than it saves
@@ -152,8 +150,8 @@ def test_skinny_gemm_with_more_blocks_than_it_needs():
     x, w = heavy_tailed((10, 64)), heavy_tailed((40, 64), 1)
     codes = [*numerics.quantize(x), *numerics.quantize(w)]
     held, y = [placed(array) for array in codes], aligned(10 * 40 * 4)
-    arguments = (*(array.ctypes.data for array in held), 0, y.ctypes.data, 10, 40, 64, 1, 1)
-    device().launch(cuda_kernels.Launch("gemm_skinny", "gemm_skinny<E4M3, E4M3, 2>", 3, arguments), 0)
+    at = (array.ctypes.data for array in held)
+    launch("gemm_skinny<E4M3, E4M3, 2>", 3, *at, 0, y.ctypes.data, 10, 40, 64, CODES["float32"], 1)
     bound = numerics.gemm_error_bound(numerics.dequantize(*codes[:2]), numerics.dequantize(*codes[2:]))
     assert_within("y", y.view(np.float32).reshape(10, 40), numerics.gemm(*codes), bound)
 
@@ -209,22 +207,17 @@ def test_skinny_gemm_at_the_ends_of_the_fast_range(fmt):
 def test_the_repair_of_a_large_gemm_writes_only_if_it_is_asked_to():
     b, b_scales = (placed(codes) for codes in numerics.quantize(heavy_tailed((5, 32))))
     x, flag, y = placed(heavy_tailed((3, 32))), aligned(16), aligned(3 * 5 * 4)
-    product = Product(
-        Operand("float32", x.ctypes.data), Operand("e4m3", b.ctypes.data, b_scales.ctypes.data), 0, y.ctypes.data,
-        "float32", 3, 5, 32,
-    )  # fmt: skip
-    flag[:] = 0
-    cuda_kernels._float32(queue(), product, only_if=flag.ctypes.data)
-    assert (y == 0xAA).all()
-    flag[0] = 1
-    cuda_kernels._float32(queue(), product, only_if=flag.ctypes.data)
-    assert (y != 0xAA).any()
+    at = (x.ctypes.data, 0, b.ctypes.data, b_scales.ctypes.data, 0, y.ctypes.data)
+    for asked in (0, 1):
+        flag[:] = asked
+        launch("gemm_float32<F32, E4M3>", 1, *at, 3, 5, 32, CODES["float32"], flag.ctypes.data)
+        assert (y != 0xAA).any() == bool(asked)
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product((*DTYPES, *FORMATS), FORMATS)])
 def test_float32_gemm(x_kind, fmt):
     for (m, n, k), dtype in zip(((3, 70, 50), (66, 5, 33), (130, 65, 16)), DTYPES, strict=True):
-        with cuda_dispatch.forced_route("float32"):
+        with dispatch.forced_route("float32"):
             assert check_gemm(m, n, k, x_kind, fmt, dtype) == ["gemm_float32"]
 
 
@@ -272,7 +265,7 @@ def test_gemm_by_parts(x_kind, fmt):
 
 def test_gemm_by_parts_of_few_rows_when_it_must():
     """gemm_skinny wants x aligned, and takes the parts, which are."""
-    with cuda_dispatch.forced_route("parts"):
+    with dispatch.forced_route("parts"):
         for m, k in ((5, 96), (2, 8192)):
             names = check_gemm(m, 16, k, "float32", "e4m3", "float32")
             splits = ["finish"] if k == 8192 else []
@@ -280,7 +273,7 @@ def test_gemm_by_parts_of_few_rows_when_it_must():
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(("float32", "float16"), FORMATS)])
-def test_gemm_by_parts_with_every_value(monkeypatch, x_kind, fmt):
+def test_gemm_by_parts_with_every_value(x_kind, fmt):
     """Huge, subnormal, Inf and NaN values of x; weights that are Inf, NaN, or too small for bfloat16."""
 
     def values(x, x_scales, b, b_scales):
@@ -297,17 +290,15 @@ def test_gemm_by_parts_with_every_value(monkeypatch, x_kind, fmt):
     def tiny_weights(x, x_scales, b, b_scales):
         b_scales[:], x[:] = np.minimum(b_scales, 2), x.astype(np.float64) * (2.0**100 if x_kind == "float32" else 1)
 
-    rule = cuda_skinny.cut
     for change, m in itertools.product((values, finite, infinite_weights, tiny_weights), (5, 70)):
         check_gemm(m, 18, 96, x_kind, fmt, "float32", change=change)
-        monkeypatch.setattr(cuda_skinny, "cut", lambda *given: replace(rule(*given), splits=2))
-        check_gemm(5, 18, 1056, x_kind, fmt, "float32", change=change)
-        monkeypatch.setattr(cuda_skinny, "cut", rule)
+        with dispatch.fixed_cut(splits=2):
+            check_gemm(5, 18, 1056, x_kind, fmt, "float32", change=change)
 
 
-def test_gemm_by_parts_in_slices(monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "_PARTS_BYTES", 1)
-    names = check_gemm(150, 40, 96, "float32", "e4m3", "bfloat16")
+def test_gemm_by_parts_in_slices():
+    with dispatch.fixed_cut(parts_bytes=1):
+        names = check_gemm(150, 40, 96, "float32", "e4m3", "bfloat16")
     assert names.count("bfloat16_parts") == names.count("finish") == 3
     assert names[-1] == "gemm_float32"
 
@@ -320,5 +311,5 @@ def test_every_kernel_ran():
     """Each instance of the package is launched by some shape above; this names the one that is not."""
     if len(device().ever_launched) < 10:
         pytest.skip("needs the tests above in the same process")
-    here = {launch.kernel for launch in cuda_instances.instances() if launch.source in {"gemm_skinny", "gemm_float32"}}
+    here = {name for name in kernels() if source_of(name) in {"gemm_skinny", "gemm_float32"}}
     assert not here - device().ever_launched

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from cuda_emulation import FLAGS
 
+from mxfp8_ops import cpu
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
@@ -31,7 +33,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         FLAGS: "-g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
         "LD_PRELOAD": library,
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "custom_ops", HERE))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "custom_ops", HERE, cpu.library_path().parents[1]))),
     }
     return subprocess.run(
         [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
@@ -47,13 +49,13 @@ def test_all_emulated_kernels():
 
 def test_the_sanitizer_would_see_one_byte_too_many():
     script = """
-import numpy as np
 from cuda_emulation import aligned, queue
-from mxfp8_ops import cuda_kernels
+from mxfp8_ops.cuda import execution, planner
 x, elements, scales = aligned(4 * 1000 * 32), aligned(1000 * 32 - 1), aligned(1000)
 x[:] = 1
-cuda_kernels.quantize(queue(), cuda_kernels.Operand("float32", x.ctypes.data), (1000, 32, 1),
-                      (elements.ctypes.data, scales.ctypes.data), element_format="e4m3", scale_rounding="ceil")
+at = (array.ctypes.data for array in (elements, scales))
+request = planner.Quantize(1, 17, 0x1FFFFF, planner.PLAIN, x.ctypes.data, 1000, 32, 1, *at)
+execution.run(planner.quantize(request), queue())
 print("not seen")
 """
     done = run("-c", script)

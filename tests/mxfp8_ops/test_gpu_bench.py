@@ -170,8 +170,6 @@ def test_sections_ask_for_the_targets_of_an_h200(bench):
     asked: dict[str, Any] = {}
 
     class Recorder:
-        cuda_skinny = types.SimpleNamespace(WARPS={1: (2, 1), 2: (4, 2), 4: (4, 2), 8: (4, 2)})
-
         def __getattr__(self, name: str) -> Any:
             return lambda rounds, *given: asked.setdefault(f"{name} {given[0]}", given) and []
 

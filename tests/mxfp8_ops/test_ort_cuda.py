@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_driver_emulation import ADDRESS, Driver, Launched, machine
+from cuda_driver_emulation import Driver, machine
 from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed
 
 from mxfp8_ops import contract, cpu, numerics
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda.launches import Launch, Operand, Product, Queue
 from mxfp8_ops.ort import cuda_loader as ort_cuda
 
 E4M3, E5M2, UINT8 = contract.FLOAT8E4M3FN, contract.FLOAT8E5M2, contract.UINT8
@@ -195,101 +193,12 @@ def test_many_rows_without_cublas_go_in_slices(library, gpu, monkeypatch):
     assert provider.scratch == 0
 
 
-class Recorder:
-    """A device that only notes what is launched."""
-
-    capability, processors = (9, 0), 3
-
-    def __init__(self) -> None:
-        self.launches: list[Launched] = []
-
-    def launch(self, launch: Launch, stream: int) -> None:
-        parameters = tuple(ADDRESS if value >= ADDRESS else value for value in launch.arguments)
-        self.launches.append(Launched(launch.kernel, launch.grid, parameters))
-
-    def matmul_bf16(self, *arguments: Any, **options: Any) -> None:
-        pass
-
-
-def compare(gpu: Driver, what: str, queue_work: Any, run_node: Any) -> None:
-    """Fails unless the node launches what the other function queues; all addresses count as equal."""
-    recorder = Recorder()
-    queue_work(Queue(recorder, STREAM, lambda size, zero: (None, ADDRESS)))
-    gpu.start(STREAM, run=False)
-    run_node()
-    assert gpu.launches == recorder.launches, what
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("shape", [(700, 96, 1), (33, 50, 1), (3, 70, 528), (1, 64, 33), (4, 0, 1)])
-def test_quantize_and_dequantize_launch_what_cuda_kernels_does(provider, gpu, shape, fmt):
-    dims, scale_dims = (s[: 3 if shape[2] > 1 else 2] for s in (shape, (shape[0], -(-shape[1] // 32), shape[2])))
-    pair, attributes = (ADDRESS, ADDRESS), {"axis": 1, "output_dtype": CODES[fmt], "scale_rounding": "floor"}
-    options = {"element_format": fmt, "scale_rounding": "floor"}
-    compare(
-        gpu,
-        "quantize",
-        lambda queue: cuda_kernels.quantize(queue, Operand("float16", ADDRESS), shape, pair, **options),
-        lambda: provider.run(contract.QUANTIZE, [np.zeros(dims, np.float16)], [contract.FLOAT16], **attributes),
-    )
-    codes = [np.zeros(dims, np.uint8), np.zeros(scale_dims, np.uint8)]
-    compare(
-        gpu,
-        "dequantize",
-        lambda queue: cuda_kernels.dequantize(queue, Operand(fmt, *pair), shape, ADDRESS, dtype="bfloat16"),
-        lambda: provider.run(contract.DEQUANTIZE, codes, [CODES[fmt], UINT8], axis=1, output_dtype=contract.BFLOAT16),
-    )
-
-
 def test_few_columns_and_a_long_k_are_split(provider, gpu):
     for kind, dtype in (("bfloat16", "float32"), ("e4m3", "float16")):
         gpu.start(STREAM)
         check_gemm(provider, ((2, 8192), (13, 8192)), (kind, "e4m3"), dtype)
         assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["gemm_skinny", "finish"]
     assert provider.freed == 2
-
-
-SIZES = (
-    (1, 16, 8192),
-    (64, 40, 16384),
-    (1, 33, 96),
-    (9, 40, 64),
-    (64, 17, 2048),
-    (65, 272, 96),
-    (300, 64, 37),
-    (5, 7, 40),
-    (3, 5, 0),
-    (0, 5, 32),
-)
-
-
-@pytest.mark.parametrize("result", [("float32", False), ("float16", True), ("bfloat16", False)], ids=str)
-@pytest.mark.parametrize("kind", X_KINDS)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_gemms_launch_what_cuda_kernels_does(provider, gpu, size, kind, result):
-    compare_gemm(provider, gpu, size, kind, *result)
-
-
-def test_parts_of_many_values_go_in_slices(provider, gpu):
-    compare_gemm(provider, gpu, (65, 360_000, 32), "float32", "bfloat16", False)
-    assert [launch.kernel.partition("<")[0] for launch in gpu.launches].count("bfloat16_parts") == 2
-
-
-def compare_gemm(provider, gpu, size, kind, dtype, bias):  # noqa: PLR0917
-    m, n, k = size
-    quantized, address = kind in ("e4m3", "e5m2"), ADDRESS if k else 0
-    x = Operand(kind, address, address if quantized else 0)
-    y = Product(x, Operand("e5m2", address, address), ADDRESS if bias else 0, ADDRESS, dtype, m, n, k)
-    blocks = numerics.scale_count(k)
-    scales = [np.zeros((m, blocks), np.uint8)] if quantized else []
-    a = [np.zeros((m, k), np.uint8 if quantized else numerics.value_dtype(kind)), *scales]
-    b = [np.zeros((n, k), np.uint8), np.zeros((n, blocks), np.uint8)]
-    compare(
-        gpu,
-        "gemm",
-        lambda queue: cuda_kernels.gemm(queue, y),
-        lambda: gemm(provider, (a, b), np.zeros(n, np.float32) if bias else None, (kind, "e5m2"), dtype),
-    )
 
 
 def test_what_cannot_run_is_an_error_of_the_node(provider, gpu, cublas, monkeypatch):

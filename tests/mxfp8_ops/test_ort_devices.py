@@ -178,6 +178,7 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
     loader = ort_cuda._LOADER
     assert loader.gpu(2, ctypes.byref(gpu), ctypes.addressof(message), 100) == 0
     assert (gpu.context, gpu.processors, gpu.cublasGemmEx, gpu.cublasSetMathMode) == (0xC0, 132, 0xCB, None)
+    assert gpu.capability == 90
     assert loader.kernel(2, b"finish<true>", ctypes.byref(function), ctypes.addressof(message), 100) == 0
     assert function.value == 0xF00
     assert entered == [2, -1, 2, -1]

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import re
 import struct
 import sys
 import tempfile
@@ -238,15 +237,3 @@ def _text(nvrtc: Any, program: ctypes.c_void_p, what: str) -> bytes:
     buffer = ctypes.create_string_buffer(size.value)
     _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
     return buffer.raw
-
-
-def resources(log: str) -> dict[str, int]:
-    """Returns what ptxas -v reported of one kernel: registers, stack, spill_stores, spill_loads, shared (bytes)."""
-    patterns = {
-        "registers": r"Used (\d+) registers",
-        "stack": r"(\d+) bytes stack frame",
-        "spill_stores": r"(\d+) bytes spill stores",
-        "spill_loads": r"(\d+) bytes spill loads",
-        "shared": r"(\d+) bytes smem",
-    }
-    return {name: int(found[1]) for name, pattern in patterns.items() if (found := re.search(pattern, log))}

@@ -1,7 +1,7 @@
 """Products on FP8 tensor cores for CuPy, by cuBLASLt: the rows `block_scaled` and `fold` of the dispatch table.
 
 cuBLASLt is called through nvmath-python's bindings, on addresses (CuPy has no float8 dtype, which nvmath's own matmul
-would want). What the rows do is said in `torch_scaled.py`; scales per row exist in cuBLASLt on Hopper only, so
+would want). What the rows do is said in `torch_ops/scaled_mm.py`; scales per row exist in cuBLASLt on Hopper only, so
 elsewhere a folded product is summed in float32 and finish.cu applies them, which is right at any exponent.
 
 Not verified on hardware yet: see custom_ops/README.md.
@@ -9,7 +9,6 @@ Not verified on hardware yet: see custom_ops/README.md.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import threading
@@ -18,12 +17,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda.launches import FoldedOperand, Product, Queue
+from mxfp8_ops.cuda.execution import Fp8Product, Queue
+from mxfp8_ops.cuda.planner import BLOCK_SCALED, ROW_SCALED, UNSCALED
 from mxfp8_ops.errors import BackendError
-
-ROUTES: Final = ("block_scaled", "fold")
-"""The library rows of `cuda_dispatch.ROUTES` that this module brings."""
 
 _WORKSPACE: Final = 32 << 20
 """Bytes that cuBLASLt may ask for; what NVIDIA recommends for Hopper and later."""
@@ -31,7 +27,7 @@ _WORKSPACE: Final = 32 << 20
 _TYPES: Final = {"float32": 0, "float16": 2, "bfloat16": 14, "e4m3": 28, "e5m2": 29}
 """cudaDataType."""
 
-_MODES: Final = {"none": "SCALAR_32F", "rows": "OUTER_VEC_32F", "blocks": "VEC32_UE8M0"}
+_MODES: Final = {UNSCALED: "SCALAR_32F", ROW_SCALED: "OUTER_VEC_32F", BLOCK_SCALED: "VEC32_UE8M0"}
 """How operands are scaled, by the name of the cublasLtMatmulMatrixScale_t. Without a scale, that is 1."""
 
 _lock = threading.Lock()
@@ -41,33 +37,6 @@ _lock = threading.Lock()
 def available() -> bool:
     """Returns whether nvmath-python is installed."""
     return importlib.util.find_spec("nvmath") is not None
-
-
-def gemm(route: str, queue: Queue, index: int, p: Product, folded: FoldedOperand | None = None) -> None:
-    """Queues a product by one of `ROUTES` on device number `index`, which is current; `folded` is b, if kept folded.
-
-    Raises:
-        BackendError: nvmath-python is missing, or cuBLASLt cannot do the product.
-    """
-    if not p.m * p.n:
-        return
-    memory: tuple[Any, ...]
-    if route == "block_scaled":
-        mode, direct = "blocks", not p.bias
-        prepared = [cuda_kernels.swizzle_scales(queue, o, rows, p.k) for o, rows in ((p.x, p.m), (p.b, p.n))]
-        operands = tuple((o.data, at) for o, (_, at) in zip((p.x, p.b), prepared, strict=True))
-        memory, factors = tuple(prepared), (0, 0)
-    else:
-        direct = not p.bias and queue.device.capability[0] == 9
-        mode = "rows" if direct else "none"
-        x, b = cuda_kernels.fold(queue, p.x, p.m, p.k), folded or cuda_kernels.fold(queue, p.b, p.n, p.k)
-        operands = tuple((o.data, o.scales if direct else 0) for o in (x, b))
-        memory, factors = (x, b), (x.scales, b.scales)
-    sums, y = (None, p.y) if direct else queue.allocate(4 * p.m * p.n, False)
-    _matmul(queue, index, dataclasses.replace(p, y=y, dtype=p.dtype if direct else "float32"), operands, mode)
-    if not direct:
-        cuda_kernels.finish(queue, p, y, factors)
-    del memory, sums  # alive until everything that reads them is queued
 
 
 @dataclass(frozen=True)
@@ -81,25 +50,29 @@ class _Plan:
     workspace: int
 
 
-def _matmul(queue: Queue, index: int, p: Product, operands: tuple[tuple[int, int], ...], mode: str) -> None:
-    """Queues y = x b^T, x and b as (elements, scales)."""
+def product(queue: Queue, index: int, p: Fp8Product) -> int:
+    """Queues a product on device number `index`, which is current; returns the address of y.
+
+    Raises:
+        BackendError: nvmath-python is missing, or cuBLASLt cannot do the product.
+    """
     lt = _cublaslt()
-    (x, x_scales), (b, b_scales) = operands
     one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
     with _lock:
-        plan = _plan(index, (p.m, p.n, p.k), (p.x.kind, p.b.kind, p.dtype), mode)
-        _point(plan.description, b_scales, x_scales)
-        memory, workspace = queue.allocate(plan.workspace, False) if plan.workspace else (None, 0)
-        by, bx, to = plan.layouts
+        plan = _plan(index, (p.m, p.n, p.k), (p.x_kind, p.b_kind, p.dtype), p.how)
+        _point(plan.description, p.b_scales, p.x_scales)
+        memory, workspace = queue.allocate(plan.workspace) if plan.workspace else (None, 0)
+        b, x, y = plan.layouts
         lt.matmul(
-            _handle(index), plan.description, one.ctypes.data, b, by, x, bx, zero.ctypes.data, p.y, to, p.y, to,
+            _handle(index), plan.description, one.ctypes.data, p.b, b, p.x, x, zero.ctypes.data, p.y, y, p.y, y,
             plan.algorithm.ctypes.data, workspace, plan.workspace, queue.stream,
         )  # fmt: skip
-    del memory
+    del memory  # alive until the product is queued
+    return p.y
 
 
 @functools.lru_cache(maxsize=4096)  # some hundred bytes each, never given back: M may vary from call to call
-def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], mode: str) -> _Plan:
+def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], mode: int) -> _Plan:
     """Returns the plan of a product; scales must lie somewhere, so they are pointed to nowhere in particular first."""
     lt = _cublaslt()
     m, n, k = sizes
@@ -114,7 +87,7 @@ def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], 
     _set(lt.matmul_preference_set_attribute, preference, names.MAX_WORKSPACE_BYTES, _WORKSPACE, np.uint64)
     for letter in "ABCD":  # the default, 256, is more than a view of a larger array has
         _set(lt.matmul_preference_set_attribute, preference, names[f"MIN_ALIGNMENT_{letter}_BYTES"], 16, np.uint32)
-    if mode != "none":
+    if mode != UNSCALED:
         _point(description, 1 << 20, 1 << 20)
     result, found = lt.MatmulHeuristicResult(1), np.zeros(1, np.int32)
     try:
@@ -131,17 +104,17 @@ def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], 
     return _Plan(description, (layouts[0], layouts[1], layouts[2]), np.array(result.algo), size)
 
 
-def _describe(mode: str) -> int:
+def _describe(mode: int) -> int:
     lt = _cublaslt()
     names = lt.MatmulDescAttribute
     description: int = lt.matmul_desc_create(68, _TYPES["float32"])  # CUBLAS_COMPUTE_32F
     set_ = functools.partial(_set, lt.matmul_desc_set_attribute, description)
     set_(names.TRANSA, 1, np.int32)
     scale = int(getattr(lt.MatmulMatrixScale, _MODES[mode]))
-    if mode != "none":
+    if mode != UNSCALED:
         set_(names.A_SCALE_MODE, scale, np.int32)
         set_(names.B_SCALE_MODE, scale, np.int32)
-    if mode != "blocks":
+    if mode != BLOCK_SCALED:
         set_(names.FAST_ACCUM, 1, np.int8)
     return description
 
@@ -160,14 +133,14 @@ def _set(function: Any, of: int, name: Any, value: int, dtype: Any) -> None:
     function(of, int(name), buffer.ctypes.data, buffer.nbytes)
 
 
-def _refused(sizes: tuple[int, int, int], types: tuple[str, str, str], mode: str, why: str) -> BackendError:
+def _refused(sizes: tuple[int, int, int], types: tuple[str, str, str], mode: int, why: str) -> BackendError:
     m, n, k = sizes
     return BackendError(
         "cuda",
         f"cuBLASLt {_cublaslt().get_version()} refuses {types[0]} times {types[1]} -> {types[2]}, M = {m}, N = "
-        f"{n}, K = {k}, scales: {mode} ({why})",
+        f"{n}, K = {k}, scales: {_MODES[mode]} ({why})",
         expected="an FP8 product",
-        advice="upgrade nvidia-cublas, or use cuda_dispatch.forced_route('large')",
+        advice="upgrade nvidia-cublas, or use mxfp8_ops.cuda.dispatch.forced_route('large')",
     )
 
 

@@ -2,7 +2,7 @@
 
 `quantize` and `dequantize` give the same bytes; the gemms accumulate in float32 and stay within
 `numerics.gemm_error_bound`. Nothing here waits for the device. CuPy is imported on first use. The kernels are compiled
-on first use too (`cuda_build.py`), so run a shape once before capturing it into a CUDA graph.
+on first use too (`build.py`), so run a shape once before capturing it into a CUDA graph.
 
 Not verified on hardware yet: see custom_ops/README.md.
 """
@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from mxfp8_ops import formats, numerics
-from mxfp8_ops.cuda import cublaslt as cuda_lt
+from mxfp8_ops.cuda import cublaslt, dispatch, execution, planner
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda.launches import FoldedOperand, Operand, Product, Queue, WideWeight
+from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
+from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.errors import BackendError, ShapeError
 from mxfp8_ops.numerics import scale_count
 
@@ -41,7 +40,7 @@ def quantize(
         ContractError: unknown format or rounding.
         BackendError: no CuPy, or no GPU.
     """
-    formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
     numerics.check_value_dtype("quantize", x.dtype)
     axis = numerics.normalize_axis("quantize", x.ndim, axis)
     cupy = cuda_device.cupy_module()
@@ -49,16 +48,15 @@ def quantize(
     outer, k, inner = _split(x.shape, axis)
     if swizzled and x.ndim != 2:
         raise ShapeError("quantize", f"swizzled scales of shape {x.shape}", expected="a matrix", advice="reshape it")
-    scales = (
-        cupy.zeros(cuda_kernels.swizzled_size(inner if axis == 0 else outer, k), np.uint8)
-        if swizzled
-        else cupy.empty((*x.shape[:axis], scale_count(k), *x.shape[axis + 1 :]), np.uint8)
-    )
-    elements = cupy.empty(x.shape, np.uint8)
-    cuda_kernels.quantize(
-        _queue(), Operand(x.dtype.name, x.data.ptr), (outer, k, inner), (elements.data.ptr, scales.data.ptr),
-        element_format=element_format, scale_rounding=scale_rounding, swizzled=swizzled,
+    shape: Any = (*x.shape[:axis], scale_count(k), *x.shape[axis + 1 :])
+    if swizzled:
+        shape = planner.swizzled_bytes(inner if axis == 0 else outer, k)
+    elements, scales = cupy.empty(x.shape, np.uint8), cupy.empty(shape, np.uint8)
+    request = planner.Quantize(
+        CODES[x.dtype.name], CODES[element_format], increment, planner.SWIZZLED if swizzled else planner.PLAIN,
+        x.data.ptr, outer, k, inner, elements.data.ptr, scales.data.ptr,
     )  # fmt: skip
+    execution.run(planner.quantize(request), _queue())
     return elements, scales
 
 
@@ -72,7 +70,7 @@ def quantize_both(
         ContractError: unknown format or rounding.
         BackendError: no CuPy, or no GPU.
     """
-    formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
     numerics.check_value_dtype("quantize_both", x.dtype)
     if x.ndim != 2:
         raise ShapeError("quantize_both", f"x has shape {x.shape}", expected="a matrix", advice="reshape it")
@@ -81,15 +79,14 @@ def quantize_both(
     m, k = x.shape
     pairs = []
     for shape, rows, columns in (((m, scale_count(k)), m, k), ((scale_count(m), k), k, m)):
-        scales = (
-            cupy.zeros(cuda_kernels.swizzled_size(rows, columns), np.uint8) if swizzled else cupy.empty(shape, np.uint8)
-        )
-        pairs.append((cupy.empty(x.shape, np.uint8), scales))
-    addresses = [(elements.data.ptr, scales.data.ptr) for elements, scales in pairs]
-    cuda_kernels.quantize_both(
-        _queue(), Operand(x.dtype.name, x.data.ptr), (m, k), addresses[0], addresses[1],
-        element_format=element_format, scale_rounding=scale_rounding, swizzled=swizzled,
+        size = planner.swizzled_bytes(rows, columns) if swizzled else shape
+        pairs.append((cupy.empty(x.shape, np.uint8), cupy.empty(size, np.uint8)))
+    (rows_at, columns_at) = ((elements.data.ptr, scales.data.ptr) for elements, scales in pairs)
+    request = planner.Quantize(
+        CODES[x.dtype.name], CODES[element_format], increment, planner.SWIZZLED if swizzled else planner.PLAIN,
+        x.data.ptr, 1, m, k, *columns_at, *rows_at,
     )  # fmt: skip
+    execution.run(planner.quantize(request), _queue())
     return pairs[0], pairs[1]
 
 
@@ -116,8 +113,11 @@ def dequantize(
     cupy = cuda_device.cupy_module()
     elements, scales = cupy.ascontiguousarray(elements), cupy.ascontiguousarray(scales)
     y = cupy.empty(elements.shape, numerics.value_dtype(dtype))
-    operand = Operand(element_format, elements.data.ptr, scales.data.ptr)
-    cuda_kernels.dequantize(_queue(), operand, _split(elements.shape, axis), y.data.ptr, dtype=dtype)
+    request = planner.Dequantize(
+        CODES[element_format], CODES[dtype], elements.data.ptr, scales.data.ptr, *_split(elements.shape, axis),
+        y.data.ptr,
+    )  # fmt: skip
+    execution.run(planner.dequantize(request), _queue())
     return y
 
 
@@ -145,7 +145,7 @@ def gemm(
         a_format: element format of `a`.
         b_format: element format of `b`.
         dtype: of the result: "float32", "float16" or "bfloat16".
-        fast_accumulate: let the product take the row `fold` of `cuda_dispatch.ROUTES` if it fits: FP8 tensor cores
+        fast_accumulate: let the product take the row `fold` of the dispatch table if it fits: FP8 tensor cores
             before Blackwell, faster and not exact. Both operands get one scale per row (`folding.fold_error` gives
             the error of that), and the hardware's short accumulator sums (on Hopper about 2^-13 of the sum of
             magnitudes: usually the larger error, and not measured).
@@ -160,14 +160,14 @@ def gemm(
     _check_codes("gemm", a, a_scales, a.ndim - 1)
     if not fast_accumulate:
         return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
-    if not cuda_lt.available():
+    if not cublaslt.available():
         raise BackendError(
             "gemm",
             "fast_accumulate without nvmath-python",
             expected="it for cuBLASLt",
             advice="pip install 'nvmath-python[cu13]' (or [cu12]), or leave out fast_accumulate",
         )
-    with cuda_dispatch.allowed("fold"):
+    with dispatch.allowed("fold"):
         return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
 
 
@@ -204,7 +204,7 @@ def wide_weight(b: Any, b_scales: Any, *, b_format: str = "e4m3") -> WideWeight:
         BackendError: no CuPy, or no GPU.
     """
     _check_kept("wide_weight", b, b_scales)
-    return cuda_kernels.wide_weight(_queue(), Operand(b_format, b.data.ptr, b_scales.data.ptr), *b.shape)
+    return execution.wide_weight(_queue(), b_format, (b.data.ptr, b_scales.data.ptr), b.shape)
 
 
 def folded_weight(b: Any, b_scales: Any) -> FoldedOperand:
@@ -224,7 +224,7 @@ def folded_weight(b: Any, b_scales: Any) -> FoldedOperand:
             expected="K % 32 = 0 and 16-byte alignment",
             advice="other products are never folded",
         )
-    return cuda_kernels.fold(_queue(), Operand("e4m3", b.data.ptr, b_scales.data.ptr), *b.shape)
+    return execution.fold(_queue(), (b.data.ptr, b_scales.data.ptr), b.shape)
 
 
 def _gemm(  # noqa: PLR0917 - one for both gemms
@@ -257,20 +257,20 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
             advice="reshape one",
         ) from None
     y = cupy.empty((*leading, m, n), y_dtype)
-    libraries = cuda_lt.ROUTES if len(a) == 2 and cuda_lt.available() else ()
-    kept = kept if b[0].ndim == 2 else None
+    libraries = planner.CUBLAS | (planner.CUBLASLT if len(a) == 2 and cublaslt.available() else 0)
+    place = dispatch.place(queue.device, libraries)
+    codes = CODES[a_kind], CODES[b_format], CODES[dtype]
+    bias_at = 0 if bias is None else bias.data.ptr
+    wide = kept[:2] if isinstance(kept, WideWeight) and b[0].ndim == 2 else (0, 0)
+    folded = kept[:2] if isinstance(kept, FoldedOperand) and b[0].ndim == 2 else (0, 0)
 
     def one(a: tuple[Any, ...], b: tuple[Any, ...], y: Any, m: int) -> None:
-        x = Operand(a_kind, *(t.data.ptr for t in a))
-        weight = Operand(b_format, *(t.data.ptr for t in b))
-        address = 0 if bias is None else bias.data.ptr
-        product = Product(x, weight, address, y.data.ptr, dtype, m, n, k)
-        route = cuda_kernels.choose(queue.device.capability, product, libraries)
-        if route in cuda_lt.ROUTES:
-            folded = kept if isinstance(kept, FoldedOperand) else None
-            cuda_lt.gemm(route, queue, cupy.cuda.runtime.getDevice(), product, folded)
-        else:
-            cuda_kernels.gemm(queue, product, kept if isinstance(kept, WideWeight) else None)
+        operands = a[0].data.ptr, a[1].data.ptr if len(a) == 2 else 0, b[0].data.ptr, b[1].data.ptr
+        product = Gemm(*codes, *operands, bias_at, y.data.ptr, m, n, k, *wide, *folded)
+        execution.run(
+            planner.gemm(place, product), queue,
+            lambda p, _: cublaslt.product(queue, cupy.cuda.runtime.getDevice(), p),
+        )  # fmt: skip
 
     if b[0].ndim == 2:
         one(a, b, y, int(np.prod(leading, dtype=np.int64)) * m)
@@ -286,9 +286,8 @@ def _queue() -> Queue:
     return Queue(cuda_device.device(cupy.cuda.runtime.getDevice()), cupy.cuda.get_current_stream().ptr, _allocate)
 
 
-def _allocate(size: int, zero: bool) -> tuple[Any, int]:
-    cupy = cuda_device.cupy_module()
-    memory = (cupy.zeros if zero else cupy.empty)(size, np.uint8)
+def _allocate(size: int) -> tuple[Any, int]:
+    memory = cuda_device.cupy_module().empty(size, np.uint8)
     return memory, memory.data.ptr
 
 

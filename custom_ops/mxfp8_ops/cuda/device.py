@@ -1,4 +1,4 @@
-"""GPUs through CuPy, which is imported on first use: what `cuda_kernels.Device` asks of one, and which is current."""
+"""GPUs through CuPy, which is imported on first use: what `execution.Device` asks of one, and which is current."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_ops.cuda import build as cuda_build
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda.launches import Launch, Queue
+from mxfp8_ops.cuda import build
+from mxfp8_ops.cuda.execution import Launch, Queue
 from mxfp8_ops.errors import BackendError
 
 _DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
@@ -81,14 +80,18 @@ class CudaDevice:
         self.capability = (int(properties["major"]), int(properties["minor"]))
         self.processors = int(properties["multiProcessorCount"])
         self.name: str = properties["name"].decode()
-        self._target = cuda_build.target(self.capability)
+        self._target = build.target(self.capability)
         self._functions: dict[str, Any] = {}
 
     def launch(self, launch: Launch, stream: int) -> None:
         """Queues a kernel."""
-        function = self.function(launch.source, launch.kernel, launch.shared)
-        threads = (cuda_kernels.THREADS, 1, 1)
-        function((launch.grid, 1, 1), threads, launch.arguments, shared_mem=launch.shared, stream=_Stream(stream))
+        kernel, grid, arguments, block, shared = launch
+        function = self.function(kernel, shared)
+        function((grid, 1, 1), (block, 1, 1), arguments, shared_mem=shared, stream=_Stream(stream))
+
+    def clear(self, address: int, size: int, stream: int) -> None:
+        """Queues zeros into so many bytes."""
+        cupy_module().cuda.runtime.memsetAsync(address, 0, size, stream)
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
@@ -101,7 +104,7 @@ class CudaDevice:
         library, handle = _cublas(), cupy.cuda.device.get_cublas_handle()
         # Streams would share cuBLAS's own workspace, and CUDA graphs allocate one each. It forgets this one when it is
         # given a stream again.
-        memory, workspace = queue.allocate(_WORKSPACE, False)
+        memory, workspace = queue.allocate(_WORKSPACE)
         cublas.check_status(library.cublasSetStream_v2(handle, queue.stream))
         cublas.check_status(library.cublasSetWorkspace_v2(handle, workspace, _WORKSPACE))
         cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
@@ -117,14 +120,14 @@ class CudaDevice:
             cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
         del memory  # alive until the product is queued
 
-    def function(self, source: str, kernel: str, shared: int = 0) -> Any:
+    def function(self, kernel: str, shared: int = 0) -> Any:
         """Returns a kernel as a CuPy function, loading it if this is its first use; its launches ask for `shared`."""
         function = self._functions.get(kernel)
         if function is None:
-            code = cuda_build.cubin(source, kernel, self._target)
+            code = build.cubin(kernel.partition("<")[0], kernel, self._target)
             module = cupy_module().cuda.function.Module()
             module.load(code)
-            function = module.get_function(cuda_build.entry(code))
+            function = module.get_function(build.entry(code))
             if shared > _SHARED_BYTES:
                 driver = cupy_module().cuda.driver
                 most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import build
 from mxfp8_ops.errors import BackendError
 
 DRIVER: Final = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -60,7 +60,7 @@ def gpus() -> list[Gpu]:
 def cache_contents() -> tuple[int, int]:
     """Returns how many cubins are kept on disk, and their bytes."""
     try:
-        sizes = [path.stat().st_size for path in cuda_build.cache_folder().glob("*.cubin")]
+        sizes = [path.stat().st_size for path in build.cache_folder().glob("*.cubin")]
     except OSError:
         return 0, 0
     return len(sizes), sum(sizes)

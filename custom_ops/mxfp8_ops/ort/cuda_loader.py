@@ -1,6 +1,7 @@
 """Gives the native library what it needs to run the nodes on a GPU: the CUDA driver, and kernels compiled for it.
 
-The library asks for a GPU and its kernels while a session is made (src/ort/mxfp8_cuda.h); nodes run without Python.
+The library asks for a GPU and its kernels while a session is made (src/cuda_host/mxfp8_cuda.h); nodes run without
+Python.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ _CUBLAS: Final = ("cublasGemmEx", "cublasGetMathMode", "cublasSetMathMode")
 class _Gpu(Structure):
     """`mxfp8_cuda_gpu` of the C header; the last fields are the functions of `_CUBLAS`."""
 
-    _fields_ = (("context", c_void_p), ("processors", c_int), *((name, c_void_p) for name in _CUBLAS))
+    _fields_ = (
+        ("context", c_void_p),
+        ("processors", c_int),
+        ("capability", c_int),
+        *((name, c_void_p) for name in _CUBLAS),
+    )
 
 
 _GPU = CFUNCTYPE(c_int, c_int, POINTER(_Gpu), c_void_p, c_size_t)
@@ -84,6 +90,7 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
     def fill() -> None:
         with cuda_device.current(index) as device:
             gpu[0].context, gpu[0].processors = device.context(), device.processors
+            gpu[0].capability = 10 * device.capability[0] + device.capability[1]
         for name, function in _cublas().items():
             setattr(gpu[0], name, function)
 
@@ -92,9 +99,8 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
 
 def _kernel(index: int, kernel: bytes, function: Any, message: int, size: int) -> int:
     def fill() -> None:
-        name = kernel.decode()
         with cuda_device.current(index) as device:
-            function[0] = device.function(name.partition("<")[0], name).ptr
+            function[0] = device.function(kernel.decode()).ptr
 
     return _answer(fill, message, size)
 

@@ -30,7 +30,7 @@ cuda-copies  on GPU 0, with operands copied there and results back at each node;
 
 _CUDA_PROVIDER: Final = "CUDAExecutionProvider"
 _DEVICE: Final = "mxfp8.device"
-"""Configuration entry that tells the library where nodes run (src/ort/mxfp8_cuda.h)."""
+"""Configuration entry that tells the library where nodes run (src/cuda_host/mxfp8_cuda.h)."""
 
 _KEEP_WIDE: Final = "mxfp8.keep_wide"
 """Configuration entry that has it keep weights in bfloat16 too."""

@@ -1,4 +1,4 @@
-"""The torch ops on CUDA devices: the kernels of `cuda_kernels.py` on tensors' own memory, on torch's current stream.
+"""The torch ops on CUDA devices: the planner's kernels on tensors' own memory, on torch's current stream.
 
 Nothing is copied but strided inputs, and nothing waits for the device, so the ops can be captured into CUDA graphs once
 each shape has run (kernels compile and load on first use). Memory comes from torch's allocator.
@@ -9,7 +9,6 @@ Not verified on hardware yet: see custom_ops/README.md.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import warnings
 from collections.abc import Iterator
@@ -19,14 +18,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from mxfp8_ops import formats
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch as cuda_dispatch
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda.launches import FoldedOperand, Operand, Product, Queue, WideWeight
+from mxfp8_ops.cuda import dispatch, execution, planner
+from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
+from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.numerics import scale_count
 from mxfp8_ops.torch_ops import cpu as torch_kernels
-from mxfp8_ops.torch_ops import scaled_mm as torch_scaled
+from mxfp8_ops.torch_ops import scaled_mm
 from mxfp8_ops.torch_ops import shapes as torch_shapes
 from mxfp8_ops.torch_ops.shapes import Pair
 
@@ -68,12 +68,12 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
     elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(shape, dtype=torch.uint8, device=x.device)
     x = x.t() if transposed else x.contiguous()
+    request = planner.Quantize(
+        *_quantizer(x, element_format, scale_rounding), planner.TRANSPOSED if transposed else planner.PLAIN,
+        x.data_ptr(), *_split(x.shape, 0 if transposed else axis), elements.data_ptr(), scales.data_ptr(),
+    )  # fmt: skip
     with _queue(x) as queue:
-        cuda_kernels.quantize(
-            queue, Operand(NAMES[x.dtype], x.data_ptr()), _split(x.shape, 0 if transposed else axis),
-            (elements.data_ptr(), scales.data_ptr()), element_format=element_format, scale_rounding=scale_rounding,
-            transposed=transposed,
-        )  # fmt: skip
+        execution.run(planner.quantize(request), queue)
     return elements, scales
 
 
@@ -90,12 +90,13 @@ def quantize_both(
     torch_shapes.check_quantize_both(x, element_format, scale_rounding)
     x = x.contiguous()
     results = *torch_shapes.quantize(x), *torch_shapes.quantize(x.t())
+    rows, row_scales, columns, column_scales = (t.data_ptr() for t in results)
+    request = planner.Quantize(
+        *_quantizer(x, element_format, scale_rounding), planner.TRANSPOSED, x.data_ptr(), 1, x.shape[0], x.shape[1],
+        columns, column_scales, rows, row_scales,
+    )  # fmt: skip
     with _queue(x) as queue:
-        cuda_kernels.quantize_both(
-            queue, Operand(NAMES[x.dtype], x.data_ptr()), (x.shape[0], x.shape[1]),
-            (results[0].data_ptr(), results[1].data_ptr()), (results[2].data_ptr(), results[3].data_ptr()),
-            element_format=element_format, scale_rounding=scale_rounding, transposed=True,
-        )  # fmt: skip
+        execution.run(planner.quantize(request), queue)
     return results
 
 
@@ -118,10 +119,12 @@ def dequantize(
     _check_devices("dequantize", elements, scales)
     elements, scales = elements.contiguous(), scales.contiguous()
     y = torch.empty(elements.shape, dtype=dtype, device=elements.device)
-    operand = Operand(element_format, elements.data_ptr(), scales.data_ptr())
+    request = planner.Dequantize(
+        CODES[element_format], CODES[NAMES[dtype]], elements.data_ptr(), scales.data_ptr(),
+        *_split(elements.shape, axis % elements.dim()), y.data_ptr(),
+    )  # fmt: skip
     with _queue(elements) as queue:
-        shape = _split(elements.shape, axis % elements.dim())
-        cuda_kernels.dequantize(queue, operand, shape, y.data_ptr(), dtype=NAMES[dtype])
+        execution.run(planner.dequantize(request), queue)
     return y
 
 
@@ -169,12 +172,12 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
 def fast_accumulate() -> contextlib.AbstractContextManager[None]:
     """Lets gemms of E4M3 operands use FP8 tensor cores before Blackwell, inside a `with`: faster, and not exact.
 
-    Inside it, in every thread, products of quantized x that the row `fold` of `cuda_dispatch.ROUTES` fits take it: both
+    Inside it, in every thread, products of quantized x that the row `fold` of the dispatch table fits take it: both
     operands get one scale per row, and the hardware's short accumulator sums. `folding.fold_error` gives the error of
     the first step; the second is usually larger, on Hopper about 2^-13 of the sum of magnitudes, and was not measured.
     What a CUDA graph captured inside keeps to it. `keep_folded` saves folding a weight again and again.
     """
-    return cuda_dispatch.allowed("fold")
+    return dispatch.allowed("fold")
 
 
 def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
@@ -188,9 +191,8 @@ def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
         ShapeError: not a contiguous matrix, or the scales do not fit.
     """
     with _queue(b) as queue:
-        _entry(b, b_scales).wide = cuda_kernels.wide_weight(
-            queue, Operand(b_format, b.data_ptr(), b_scales.data_ptr()), *b.shape
-        )
+        entry = _entry(b, b_scales)
+        entry.wide = execution.wide_weight(queue, b_format, (b.data_ptr(), b_scales.data_ptr()), (*b.shape,))
 
 
 def keep_folded(b: Tensor, b_scales: Tensor) -> None:
@@ -204,9 +206,7 @@ def keep_folded(b: Tensor, b_scales: Tensor) -> None:
             "keep_folded", f"weight {tuple(b.shape)}", expected="K % 32 = 0", advice="other products are never folded"
         )
     with _queue(b) as queue:
-        _entry(b, b_scales).folded = cuda_kernels.fold(
-            queue, Operand("e4m3", b.data_ptr(), b_scales.data_ptr()), *b.shape
-        )
+        _entry(b, b_scales).folded = execution.fold(queue, (b.data_ptr(), b_scales.data_ptr()), (*b.shape,))
 
 
 def forget_kept() -> None:
@@ -241,33 +241,40 @@ def _gemm(  # noqa: PLR0917 - one for both ops
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns y of `shape`, [..., M, N] (or [N])."""
-    kind, b_format = kinds
     _check_devices("gemm", *a, *b, *(() if bias is None else (bias,)))
     n, k = shape[-1], a[0].shape[-1]
     a, b = tuple(t.contiguous() for t in a), (b[0].contiguous(), b[1].contiguous())
     bias = None if bias is None else bias.contiguous()
-    address, name = 0 if bias is None else bias.data_ptr(), NAMES[dtype]
+    codes, bias_at = (CODES[kinds[0]], CODES[kinds[1]], CODES[NAMES[dtype]]), 0 if bias is None else bias.data_ptr()
+    y = torch.empty(shape, dtype=dtype, device=b[0].device)
     with _queue(b[0]) as queue:
         if b[0].dim() != 2:
-            y = torch.empty(shape, dtype=dtype, device=b[0].device)
+            place = dispatch.place(queue.device, planner.CUBLAS)
             pairs = (a[0], a[-1])  # without scales, any address stands in for theirs
-            for m, x_data, x_scales, b_data, b_scales, y_data in torch_kernels._products(y, pairs, b):
-                x = Operand(kind, x_data, x_scales if len(a) == 2 else 0)
-                product = Product(x, Operand(b_format, b_data, b_scales), address, y_data, name, m, n, k)
-                cuda_kernels.gemm(queue, product)
+            for m, x, x_scales, w, w_scales, to in torch_kernels._products(y, pairs, b):
+                operands = x, x_scales if len(a) == 2 else 0, w, w_scales
+                execution.run(planner.gemm(place, Gemm(*codes, *operands, bias_at, to, m, n, k)), queue)
             return y
-        x, weight = Operand(kind, *(t.data_ptr() for t in a)), Operand(b_format, b[0].data_ptr(), b[1].data_ptr())
-        m = math.prod(shape[:-1]) if n else 0
-        product, kept = Product(x, weight, address, 0, name, m, n, k), _find(b)
-        if len(a) == 2 and m:
-            route = cuda_kernels.choose(queue.device.capability, product, torch_scaled.ROUTES)
-            if route in torch_scaled.ROUTES:
-                folded = kept.folded if kept else None
-                operands = (a[0].view(m, k), b[0])
-                return torch_scaled.gemm(route, queue, product, operands, dtype, folded).view(shape)
-        y = torch.empty(shape, dtype=dtype, device=b[0].device)
-        cuda_kernels.gemm(queue, dataclasses.replace(product, y=y.data_ptr()), kept.wide if kept else None)
-        return y
+        kept, m = _find(b), math.prod(shape[:-1])
+        wide = kept.wide[:2] if kept and kept.wide else (0, 0)
+        folded = kept.folded if kept else None
+        operands = a[0].data_ptr(), a[1].data_ptr() if len(a) == 2 else 0, b[0].data_ptr(), b[1].data_ptr()
+        product = Gemm(*codes, *operands, bias_at, y.data_ptr(), m, n, k, *wide, *(folded[:2] if folded else (0, 0)))
+        if len(a) == 1:
+            execution.run(planner.gemm(dispatch.place(queue.device, planner.CUBLAS), product), queue)
+            return y
+        plan = planner.gemm(dispatch.place(queue.device, planner.CUBLAS | scaled_mm.libraries()), product)
+        products = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ())))
+        if plan.makes_its_result:
+            del y  # its memory is what the result gets
+        execution.run(plan, queue, products)
+        return products.last.view(shape) if plan.makes_its_result else y
+
+
+def _quantizer(x: Tensor, element_format: str, scale_rounding: str) -> tuple[int, int, int]:
+    """Returns what `planner.Quantize` begins with."""
+    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    return CODES[NAMES[x.dtype]], CODES[element_format], increment
 
 
 def _versions(b: Pair) -> tuple[int, int]:
@@ -280,9 +287,8 @@ def _versions(b: Pair) -> tuple[int, int]:
 def _queue(x: Tensor) -> Iterator[Queue]:
     """Makes the device of `x` current and yields torch's current stream there."""
 
-    def allocate(size: int, zero: bool) -> tuple[Any, int]:
-        make = torch.zeros if zero else torch.empty
-        memory = make(size, dtype=torch.uint8, device=x.device)
+    def allocate(size: int) -> tuple[Any, int]:
+        memory = torch.empty(size, dtype=torch.uint8, device=x.device)
         return memory, memory.data_ptr()
 
     with torch.cuda.device(x.device):

@@ -13,93 +13,77 @@ Not verified on hardware yet: see custom_ops/README.md.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from mxfp8_ops.cuda import launches as cuda_kernels
-from mxfp8_ops.cuda.launches import FoldedOperand, Product, Queue
+from mxfp8_ops.cuda import planner
+from mxfp8_ops.cuda.execution import Fp8Product
 from mxfp8_ops.errors import BackendError
 
-ROUTES: Final = ("block_scaled", "fold")
-"""The library rows of `cuda_dispatch.ROUTES` that torch brings."""
-
 _ELEMENTS: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_RESULTS: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def gemm(  # noqa: PLR0917
-    route: str,
-    queue: Queue,
-    p: Product,
-    operands: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-    folded: FoldedOperand | None,
-) -> Tensor:
-    """Returns y [M, N] of a product, by one of `ROUTES`.
-
-    Args:
-        route: "block_scaled" or "fold".
-        queue: where the work goes.
-        p: the product, on addresses; its own y is not used.
-        operands: the elements of x [M, K] and b [N, K], uint8, whose addresses are in `p`.
-        dtype: of y.
-        folded: b, if it is kept folded.
-
-    Raises:
-        BackendError: a torch without torch.nn.functional.scaled_mm.
-    """
-    if route == "block_scaled":
-        return _block_scaled(queue, p, operands, dtype)
-    return _folded(queue, p, dtype, folded)
+def libraries() -> int:
+    """Returns what `planner.Place.libraries` says of torch."""
+    rows = _version(torch.version.cuda or "0") >= (12, 9)
+    return planner.SCALED_MM | (planner.SCALED_MM_ROWS if rows else 0)
 
 
-def _block_scaled(queue: Queue, p: Product, operands: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    names = _names()
-    x, b = operands[0].view(_ELEMENTS[p.x.kind]), operands[1].view(_ELEMENTS[p.b.kind])
-    x_scales, b_scales = (
-        cuda_kernels.swizzle_scales(queue, operand, rows, p.k)[0].view(torch.float8_e8m0fnu)
-        for operand, rows in ((p.x, p.m), (p.b, p.n))
-    )
-    block, layout = names.ScalingType.BlockWise1x32, names.SwizzleType.SWIZZLE_32_4_4
-    direct = not p.bias and dtype is not torch.float16
-    sums: Tensor = names.scaled_mm(
-        x, b.t(), x_scales, block, b_scales, block, layout, layout, output_dtype=dtype if direct else torch.float32
-    )
-    return sums if direct else _finish(queue, p, sums, dtype)
+class Products:
+    """Does the FP8 products of a plan, for `execution.run`."""
+
+    last: Tensor
+    """What the last of them made, [M, N]."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        """Remembers the tensors whose addresses the products may name, besides scratch memory."""
+        self._operands = {(t.data_ptr(), t.numel()): t for t in operands}
+
+    def __call__(self, p: Fp8Product, scratch: Tensor | None) -> int:
+        """Queues a product and returns the address of what it makes.
+
+        Raises:
+            BackendError: a torch without torch.nn.functional.scaled_mm.
+        """
+        names = _names()
+        x = self._tensor(p.x, p.m * p.k, scratch).view(_ELEMENTS[p.x_kind]).view(p.m, p.k)
+        b = self._tensor(p.b, p.n * p.k, scratch).view(_ELEMENTS[p.b_kind]).view(p.n, p.k)
+        layouts: tuple[Any, ...] = ()
+        if p.how == planner.BLOCK_SCALED:
+            recipe, layouts = names.ScalingType.BlockWise1x32, (names.SwizzleType.SWIZZLE_32_4_4,) * 2
+            x_scales, b_scales = (
+                self._tensor(at, planner.swizzled_bytes(rows, p.k), scratch).view(torch.float8_e8m0fnu)
+                for at, rows in ((p.x_scales, p.m), (p.b_scales, p.n))
+            )
+        elif p.how == planner.ROW_SCALED:
+            recipe = names.ScalingType.RowWise
+            x_scales = self._tensor(p.x_scales, 4 * p.m, scratch).view(torch.float32).view(p.m, 1)
+            b_scales = self._tensor(p.b_scales, 4 * p.n, scratch).view(torch.float32).view(1, p.n)
+        else:
+            recipe = names.ScalingType.TensorWise
+            x_scales = b_scales = torch.ones((), dtype=torch.float32, device=x.device)
+        self.last = names.scaled_mm(
+            x, b.t(), x_scales, recipe, b_scales, recipe, *layouts, output_dtype=_RESULTS[p.dtype],
+            use_fast_accum=p.how != planner.BLOCK_SCALED,
+        )  # fmt: skip
+        return self.last.data_ptr()
+
+    def _tensor(self, address: int, size: int, scratch: Tensor | None) -> Tensor:
+        """Returns `size` bytes at an address."""
+        if (address, size) in self._operands:
+            return self._operands[address, size].view(-1)
+        assert scratch is not None  # a plan has no other memory
+        return scratch[address - scratch.data_ptr() :][:size]
 
 
-def _folded(queue: Queue, p: Product, dtype: torch.dtype, folded: FoldedOperand | None) -> Tensor:
-    names = _names()
-    x = cuda_kernels.fold(queue, p.x, p.m, p.k)
-    b = folded or cuda_kernels.fold(queue, p.b, p.n, p.k)
-    x_elements, b_elements = (operand.memory[0].view(torch.float8_e4m3fn).view(-1, p.k) for operand in (x, b))
-    direct = not p.bias and dtype is torch.bfloat16 and queue.device.capability[0] == 9 and _cuda() >= (12, 9)
-    scales: tuple[Tensor, ...]
-    if direct:
-        recipe = names.ScalingType.RowWise
-        scales = x.memory[1].view(torch.float32).view(p.m, 1), b.memory[1].view(torch.float32).view(1, p.n)
-    else:
-        recipe = names.ScalingType.TensorWise
-        scales = (torch.ones((), dtype=torch.float32, device=x_elements.device),) * 2
-    sums: Tensor = names.scaled_mm(
-        x_elements, b_elements.t(), scales[0], recipe, scales[1], recipe,
-        output_dtype=torch.bfloat16 if direct else torch.float32, use_fast_accum=True,
-    )  # fmt: skip
-    return sums if direct else _finish(queue, p, sums, dtype, (x.scales, b.scales))
-
-
-def _finish(queue: Queue, p: Product, sums: Tensor, dtype: torch.dtype, scales: tuple[int, int] = (0, 0)) -> Tensor:
-    y = torch.empty_like(sums, dtype=dtype)
-    cuda_kernels.finish(queue, dataclasses.replace(p, y=y.data_ptr()), sums.data_ptr(), scales)
-    return y
-
-
-def _cuda() -> tuple[int, ...]:
-    """Returns the version of CUDA that torch was built with."""
-    return tuple(map(int, (torch.version.cuda or "0").split(".")))
+@functools.lru_cache
+def _version(cuda: str) -> tuple[int, ...]:
+    return tuple(map(int, cuda.split(".")))
 
 
 @functools.cache
@@ -110,6 +94,6 @@ def _names() -> Any:
             "cuda",
             f"torch {torch.__version__} has no torch.nn.functional.scaled_mm",
             expected="torch 2.10 or later for FP8 tensor cores",
-            advice="upgrade torch, or use cuda_dispatch.forced_route('large')",
+            advice="upgrade torch, or use mxfp8_ops.cuda.dispatch.forced_route('large')",
         )
     return torch.nn.functional

@@ -6,7 +6,7 @@
 //   inexact   a word that becomes 1 if y is wrong, because some of the weight is not `fast_elements` (wide.cuh). Then
 //             gemm_float32.cu has to do it again
 //   grid      splits * ceil(n / (128 * BLOCKS)) * ceil(m / 128) thread blocks of two warpgroups, those that share rows
-//             of the weight one after the other: it comes from memory once. cuda_fused.SHARED bytes of shared memory
+//             of the weight one after the other: it comes from memory once. kFusedShared bytes of shared memory
 //   bytes     33/32 n k for the weight; from the L2 cache that ceil(m / 128) times and 2 m k ceil(n / (128 * BLOCKS))
 //
 // Has not run on a GPU. On an H200, n = k = 8192, the floor is 69 MB at 4.3 TB/s, 16 us, or 2 m n k operations at the

@@ -8,7 +8,7 @@
 //   bytes     33/32 n k for the weight, once; x once per thread block, from the L2 cache: WARPS is a trade between that
 //             and how many multiprocessors have work; 8 m n for each split, if there are several, in the L2 cache
 //
-// Splits (cuda_skinny.py): as many as the multiprocessors have room for when n alone gives them too little
+// Splits (cuda_host/cuts.cpp): as many as the multiprocessors have room for when n alone gives them too little
 // to do, but never so many that a block's part of k is less than it reads ahead anyway (32 KiB), and several only if
 // each block then reads 96 KiB less. That is what the launch of finish.cu costs: a block streams about 32 KiB in one
 // latency of memory, 0.8 us. So the floor of n = 1024, k = 8192 on 132 multiprocessors is 64 blocks * 128 KiB at

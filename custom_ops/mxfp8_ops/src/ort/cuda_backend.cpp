@@ -1,36 +1,69 @@
-// The nodes on a GPU: where their operands lie and on which stream they run. Which kernels: cuda_launch.h.
+// The nodes on a GPU: where their operands lie and on which stream they run. What they launch is planned in cuda_host.
 #include <mutex>
 #include <optional>
 
 #include "../cpu/ops.h"
+#include "../cuda_host/executor.h"
 #include "backend.h"
-#include "cuda_launch.h"
 
 namespace mxfp8::ort {
 namespace {
 
+using cuda::CudaError;
+using cuda::Current;
+using cuda::Executor;
+using cuda::Gpu;
+using cuda::Plan;
+using cuda::Stream;
+
 constexpr int kCudaResourceVersion = 3, kCublasHandle = 10002;  // cuda_resource.h of ONNX Runtime
 
-// The kernels of one node: one of the three is there.
-struct NodeLaunches {
-  NodeLaunches(const Gpu& gpu, const Overload& node) {
-    const int first = node.inputs[0];
-    switch (node.op) {
-      case Op::kQuantize:
-        quantize.emplace(gpu, first, node.outputs[0]);
-        break;
-      case Op::kDequantize:
-        dequantize.emplace(gpu, first, node.outputs[0]);
-        break;
-      case Op::kGemm:
-      case Op::kWeightGemm:
-        gemm.emplace(gpu, first, node.inputs[node.op == Op::kGemm ? 2 : 1]);
-    }
+bool is_gemm(const Overload& node) { return node.op == Op::kGemm || node.op == Op::kWeightGemm; }
+
+// Position of B among the inputs of a gemm.
+size_t b_input(const Overload& node) { return node.op == Op::kGemm ? 2 : 1; }
+
+// The numbers of the kernels that a node may launch.
+std::vector<int> kernels_of(const Overload& node, const Gpu& gpu) {
+  const int first = node.inputs[0];
+  switch (node.op) {
+    case Op::kQuantize:
+      return cuda::quantize_kernels(first, node.outputs[0]);
+    case Op::kDequantize:
+      return cuda::dequantize_kernels(first, node.outputs[0]);
+    case Op::kGemm:
+    case Op::kWeightGemm:
+      break;
   }
-  std::optional<CudaQuantize> quantize;
-  std::optional<CudaDequantize> dequantize;
-  std::optional<CudaGemm> gemm;
+  const bool cublas = node.device == Device::kCuda && gpu.knows_cublas();
+  return cuda::gemm_kernels(first, node.inputs[b_input(node)], cublas);
+}
+
+Executor executor(const Overload& node, const Gpu& gpu) { return Executor(gpu, kernels_of(node, gpu)); }
+
+int64_t address(const void* data) { return reinterpret_cast<int64_t>(data); }
+
+Plan plan(const QuantizeArgs& q) {
+  return cuda::plan(mxfp8_cuda_quantize{q.dtype, q.format, q.increment, MXFP8_PLAIN, address(q.x), q.outer, q.k,
+                                        q.inner, address(q.elements), address(q.scales), 0, 0});
+}
+
+Plan plan(const DequantizeArgs& d, const uint32_t* inexact = nullptr) {
+  return cuda::plan(mxfp8_cuda_dequantize{d.format, d.dtype, address(d.elements), address(d.scales), d.outer, d.k,
+                                          d.inner, address(d.y), address(inexact)});
+}
+
+// B [N, K] in bfloat16.
+struct WideWeight {
+  void* data;
+  uint32_t* inexact;  // not 0 if bfloat16 cannot hold it
 };
+
+Plan plan(const mxfp8_cuda_place& place, const GemmArgs& g, const WideWeight& wide) {
+  return cuda::plan(place, mxfp8_cuda_gemm{g.a_format, g.b_format, g.y_dtype, address(g.a), address(g.a_scales),
+                                           address(g.b), address(g.b_scales), address(g.bias), address(g.y), g.m, g.n,
+                                           g.k, address(wide.data), address(wide.inexact), 0, 0});
+}
 
 int64_t scale_count(int64_t k) { return (k + kBlock - 1) / kBlock; }
 
@@ -119,8 +152,8 @@ void* cublas_of(const OrtKernelContext* context) {
 class CudaBackend : public Backend {
  public:
   CudaBackend(const std::string& where, const Overload& node, const OrtKernelInfo* info)
-      : memory_(info), gpu_(where, memory_.gpu()), launches_(gpu_, node) {
-    if (node.keep_wide && launches_.gemm) keep_wide(info, node.op == Op::kGemm ? 2 : 1);
+      : memory_(info), gpu_(where, memory_.gpu()), executor_(executor(node, gpu_)) {
+    if (node.keep_wide && is_gemm(node)) keep_wide(info, node);
   }
   ~CudaBackend() override {
     if (kept_ != 0) release(gpu_, {kept_});
@@ -133,39 +166,49 @@ class CudaBackend : public Backend {
     if (args.elements == nullptr) args.elements = unused.data();
     if (args.scales == nullptr) args.scales = unused.data();
     const Current current(gpu_);
-    (*launches_.quantize)(args, stream);
+    executor_.run(plan(args), {stream, nullptr, 0});
   }
 
   void dequantize(OrtKernelContext* context, const DequantizeArgs& args) const override {
     const Current current(gpu_);
-    (*launches_.dequantize)(args, stream_of(context));
+    executor_.run(plan(args), {stream_of(context), nullptr, 0});
   }
 
   void gemm(OrtKernelContext* context, const GemmArgs& args) const override {
     const Stream stream = stream_of(context);
     void* cublas = cublas_of(context);
-    const WideWeight* wide = kept_ == 0 ? nullptr : &wide_;
-    const size_t bytes = launches_.gemm->scratch_bytes(args, cublas != nullptr, wide != nullptr);
-    const Scratch scratch(memory_, context, stream, bytes);
+    const Plan planned = plan(executor_.place(cublas != nullptr), args, wide_);
+    const Scratch scratch(memory_, context, stream, size_t(planned.scratch_bytes));
     const Current current(gpu_);
-    (*launches_.gemm)(args, {stream, cublas, reinterpret_cast<char*>(scratch.data()), wide});
+    executor_.run(planned, {stream, cublas, uint64_t(address(scratch.data()))});
   }
 
  private:
   // Where B is a constant matrix - which lies on the GPU already -, makes it wide now.
-  void keep_wide(const OrtKernelInfo* info, size_t index) {
+  void keep_wide(const OrtKernelInfo* info, const Overload& node) {
+    const size_t index = b_input(node);
     const std::optional<Tensor> b = constant(info, index), scales = constant(info, index + 1);
     if (!b || !scales || b->dims.size() != 2) return;
     const int64_t n = b->dims[0], k = b->dims[1];
     if (n * k == 0 || scales->dims != Dims{n, scale_count(k)}) return;  // the second is an error when the node runs
+    if (!gpu_.knows_cublas()) {
+      throw CudaError(gpu_.where() + ": a weight is to be kept in bfloat16, but there is no cuBLAS that reads it; " +
+                      "expected that of ONNX Runtime's CUDA provider; leave keep_wide out");
+    }
     const Current current(gpu_);
     gpu_.check(gpu_.driver().allocate(&kept_, size_t(256 + 2 * n * k)), "allocate memory for a weight");
     wide_ = {reinterpret_cast<void*>(kept_ + 256), reinterpret_cast<uint32_t*>(kept_)};
     const Stream stream = nullptr;  // any would do: ONNX Runtime has waited for its copies of constants
     try {
-      gpu_.check(gpu_.driver().fill(kept_, 0, 1, stream), "clear memory");
-      launches_.gemm->widen(static_cast<const uint8_t*>(b->data), static_cast<const uint8_t*>(scales->data), n, k,
-                            wide_, stream);
+      const DequantizeArgs widened = {node.inputs[index],
+                                      static_cast<const uint8_t*>(b->data),
+                                      static_cast<const uint8_t*>(scales->data),
+                                      n,
+                                      k,
+                                      1,
+                                      MXFP8_BFLOAT16,
+                                      wide_.data};
+      executor_.run(plan(widened, wide_.inexact), {stream, nullptr, 0});
       gpu_.check(gpu_.driver().wait(stream), "dequantize a weight");
     } catch (...) {
       gpu_.driver().free(kept_);
@@ -175,7 +218,7 @@ class CudaBackend : public Backend {
 
   Memory memory_;
   Gpu gpu_;
-  NodeLaunches launches_;
+  Executor executor_;
   uint64_t kept_ = 0;  // memory of the word and the weight of wide_
   WideWeight wide_ = {};
 };
@@ -187,14 +230,29 @@ const Stream kThreadStream = reinterpret_cast<Stream>(2);  // CU_STREAM_PER_THRE
 
 int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// The memory of all nodes with copies: one node at a time uses it. It grows to what the largest node needs.
-struct Arena {
-  std::mutex mutex;
-  uint64_t data = 0;
-  int64_t bytes = 0;
+// Memory of all nodes with copies, of which one at a time runs. It grows to what the largest node needs.
+class Arena {
+ public:
+  uint64_t room(const Gpu& gpu, int64_t bytes) {
+    if (bytes > bytes_) {
+      if (data_ != 0) gpu.check(gpu.driver().free(data_), "free memory");
+      data_ = 0, bytes_ = 0;
+      gpu.check(gpu.driver().allocate(&data_, size_t(bytes)), "allocate memory");
+      bytes_ = bytes;
+    }
+    return data_;
+  }
+
+ private:
+  uint64_t data_ = 0;
+  int64_t bytes_ = 0;
 };
-Arena& arena() {
-  static Arena* const made = new Arena;  // outlives every session
+struct Shared {
+  std::mutex mutex;
+  Arena operands, scratch;
+};
+Shared& shared() {
+  static Shared* const made = new Shared;  // outlives every session
   return *made;
 }
 
@@ -209,15 +267,8 @@ struct Resident {
 class Turn {
  public:
   Turn(const Gpu& gpu, const std::vector<Resident>& residents, int64_t bytes)
-      : gpu_(gpu), residents_(residents), lock_(arena().mutex), current_(gpu) {
-    Arena& memory = arena();
-    if (bytes > memory.bytes) {
-      if (memory.data != 0) gpu.check(gpu.driver().free(memory.data), "free memory");
-      memory.data = 0, memory.bytes = 0;
-      gpu.check(gpu.driver().allocate(&memory.data, size_t(bytes)), "allocate memory");
-      memory.bytes = bytes;
-    }
-    next_ = memory.data;
+      : gpu_(gpu), residents_(residents), lock_(shared().mutex), current_(gpu) {
+    next_ = shared().operands.room(gpu, bytes);
   }
   ~Turn() { gpu_.driver().wait(kThreadStream); }  // also after an error: the memory must be free for the next node
   Turn(const Turn&) = delete;
@@ -243,7 +294,8 @@ class Turn {
     return reinterpret_cast<T*>(at);
   }
 
-  void finish() {
+  void run(const Executor& executor, const Plan& plan) {
+    executor.run(plan, {kThreadStream, nullptr, shared().scratch.room(gpu_, plan.scratch_bytes)});
     for (const Result& result : results_) {
       if (result.bytes == 0) continue;
       gpu_.check(gpu_.driver().copy_out(result.host, result.data, size_t(result.bytes), kThreadStream),
@@ -276,7 +328,7 @@ class Turn {
 class CopiesBackend : public Backend {
  public:
   CopiesBackend(const std::string& where, const Overload& node, const OrtKernelInfo* info)
-      : gpu_(where, kCopiesGpu), launches_(gpu_, node) {
+      : gpu_(where, kCopiesGpu), executor_(executor(node, gpu_)) {
     size_t inputs = 0;
     check(KernelInfo_GetInputCount(info, &inputs));
     try {
@@ -295,8 +347,7 @@ class CopiesBackend : public Backend {
     args.x = turn.in(args.x, x);
     args.elements = turn.out(args.elements, values);
     args.scales = turn.out(args.scales, scales);
-    (*launches_.quantize)(args, kThreadStream);
-    turn.finish();
+    turn.run(executor_, plan(args));
   }
 
   void dequantize(OrtKernelContext*, const DequantizeArgs& given) const override {
@@ -307,8 +358,7 @@ class CopiesBackend : public Backend {
     args.elements = turn.in(args.elements, values);
     args.scales = turn.in(args.scales, scales);
     args.y = turn.out(args.y, y);
-    (*launches_.dequantize)(args, kThreadStream);
-    turn.finish();
+    turn.run(executor_, plan(args));
   }
 
   void gemm(OrtKernelContext*, const GemmArgs& given) const override {
@@ -318,21 +368,15 @@ class CopiesBackend : public Backend {
     const int64_t a = args.m * args.k * (quantized ? 1 : int64_t(value_bytes(args.a_format)));
     const int64_t b = args.n * args.k, y = args.m * args.n * int64_t(value_bytes(args.y_dtype));
     const int64_t a_scales = quantized ? args.m * blocks : 0, b_scales = args.n * blocks, bias = 4 * args.n;
-    GemmArgs there = args;  // addresses on the GPU are aligned, or need no scratch memory
-    there.a = there.y = nullptr, there.b = nullptr;
-    const int64_t scratch = int64_t(launches_.gemm->scratch_bytes(there, false));
     Turn turn(gpu_, residents_,
-              rounded(a) + rounded(a_scales) + rounded(b) + rounded(b_scales) + rounded(bias) + rounded(y) +
-                  rounded(scratch));
+              rounded(a) + rounded(a_scales) + rounded(b) + rounded(b_scales) + rounded(bias) + rounded(y));
     args.a = turn.in(args.a, a);
     args.a_scales = turn.in(args.a_scales, a_scales);
     args.b = turn.in(args.b, b);
     args.b_scales = turn.in(args.b_scales, b_scales);
     args.bias = turn.in(args.bias, bias);
     args.y = turn.out(args.y, y);
-    char* const unused = nullptr;
-    (*launches_.gemm)(args, {kThreadStream, nullptr, scratch == 0 ? nullptr : turn.out(unused, scratch)});
-    turn.finish();
+    turn.run(executor_, plan(executor_.place(false), args, {}));
   }
 
  private:
@@ -357,7 +401,7 @@ class CopiesBackend : public Backend {
   }
 
   Gpu gpu_;
-  NodeLaunches launches_;
+  Executor executor_;
   std::vector<Resident> residents_;
 };
 

@@ -8,7 +8,7 @@
 #include <memory>
 #include <mutex>
 
-namespace mxfp8::ort {
+namespace mxfp8::cuda {
 namespace {
 
 // Replaced as a whole by mxfp8_cuda_open, and never released: nodes point to the driver they were made with.
@@ -82,11 +82,11 @@ void Gpu::fail(const char* doing, int status, const char* library) const {
                   "; expected success; run with CUDA_LAUNCH_BLOCKING=1 to see which kernel fails");
 }
 
-}  // namespace mxfp8::ort
+}  // namespace mxfp8::cuda
 
 extern "C" MXFP8_API int mxfp8_cuda_open(const char* driver, const mxfp8_cuda_loader* loader, char* message,
                                          size_t size) {
-  using namespace mxfp8::ort;
+  using namespace mxfp8::cuda;
   auto fresh = std::make_unique<Connection>();
   fresh->loader = *loader;
   const std::string wrong = open_driver(driver, &fresh->driver);

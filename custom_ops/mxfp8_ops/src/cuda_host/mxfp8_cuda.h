@@ -1,4 +1,5 @@
-// How CUDA kernels get into libmxfp8_ops. Plain C: ort.py does it for Python, any other language can do the same.
+// How CUDA kernels get into libmxfp8_ops, for ONNX Runtime. Plain C: ort/cuda_loader.py does it for Python, any other
+// language can do the same.
 //
 // The library holds no CUDA code and is linked against no CUDA library. mxfp8_cuda_open tells it where the CUDA driver
 // is, and gives it a loader: callbacks that describe a GPU and find the kernels of src/cuda, compiled for it. They are
@@ -15,7 +16,7 @@
 // "mxfp8.keep_wide" is "1", with "cuda", for sessions that keep constant weights [N, K] in bfloat16 too, made when the
 // session is: two more bytes a value, and products of many rows need not dequantize them.
 //
-// "cuda" multiplies on cuBLAS for many rows, if the loader knows it; see src/ort/cuda_launch.h for the routes.
+// "cuda" multiplies on cuBLAS for many rows, if the loader knows it; routes.cpp has the table of what runs where.
 #pragma once
 #include <stddef.h>
 
@@ -28,6 +29,7 @@ extern "C" {
 typedef struct {
   void* context;   // CUcontext: the primary context of the GPU, which stays alive
   int processors;  // its multiprocessors
+  int capability;  // its compute capability, 10 major + minor
   // cublasGemmEx, cublasGetMathMode and cublasSetMathMode of the cuBLAS that ONNX Runtime's CUDA provider uses (handles
   // of one cuBLAS crash another), or NULL.
   void* cublas_gemm_ex;

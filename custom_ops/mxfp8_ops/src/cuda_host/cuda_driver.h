@@ -5,11 +5,10 @@
 
 #include "mxfp8_cuda.h"
 
-namespace mxfp8::ort {
+namespace mxfp8::cuda {
 
 using CudaFunction = void*;  // CUfunction
 using Stream = void*;        // CUstream, which is cudaStream_t too
-constexpr int kThreads = 256;
 
 // What is used of the driver. Every function returns a CUresult, 0 for success; addresses on the GPU have 64 bits.
 struct Driver {
@@ -40,17 +39,10 @@ class Gpu {
   int index() const { return index_; }
   const mxfp8_cuda_gpu& properties() const { return properties_; }
   const Driver& driver() const { return *driver_; }
+  bool knows_cublas() const { return properties_.cublas_gemm_ex != nullptr; }
 
   // Loads a kernel. Throws CudaError if the loader cannot.
   CudaFunction kernel(const std::string& name) const;
-
-  // Queues a kernel whose parameters all have 8 bytes.
-  template <class... Parameters>
-  void launch(CudaFunction function, int64_t blocks, Stream stream, Parameters... parameters) const {
-    static_assert(((sizeof(Parameters) == 8) && ...), "the kernels take addresses and 64-bit integers");
-    void* pointers[] = {&parameters...};
-    check(driver_->launch(function, unsigned(blocks), 1, 1, kThreads, 1, 1, 0, stream, pointers, nullptr), "launch");
-  }
 
   // Throws CudaError unless the status is 0.
   void check(int status, const char* doing) const {
@@ -82,4 +74,4 @@ class Current {
   const Gpu& gpu_;
 };
 
-}  // namespace mxfp8::ort
+}  // namespace mxfp8::cuda

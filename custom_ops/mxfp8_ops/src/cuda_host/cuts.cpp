@@ -1,0 +1,62 @@
+#include "cuts.h"
+
+#include <algorithm>
+
+namespace mxfp8::cuda {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t skinny_warps(int tiles_log2, bool few) { return tiles_log2 == 0 ? (few ? 1 : 2) : few ? 2 : 4; }
+
+// Bytes of the weight that a block of gemm_skinny has on their way: a split that reads less gains nothing. And those
+// that it streams while the launch that adds up splits takes place, which is not measured yet.
+constexpr int64_t kAhead = 32 << 10, kSecondLaunch = 96 << 10;
+
+// For gemm_fused, in clocks of a multiprocessor; none is measured yet but the first, which is the most it can be.
+constexpr int64_t kStepClocks = 512;  // 128 rows by 128 rows of x for 64 values of K
+constexpr double kNarrow = 1.15;      // what 128 rows in a block instead of 256 cost: x is read twice as often
+constexpr int64_t kSecondLaunchClocks = 3500;
+constexpr double kCacheBytes = 2800;  // bytes of sums a clock that go to the L2 cache or come from there
+constexpr int64_t kLeastSteps = 16;   // of 64 values of K in a part: fewer are on their way at the start anyway
+
+}  // namespace
+
+// The more warps share x the better, if that leaves work for every multiprocessor; two blocks fit one when x is small,
+// and then both are wanted, for what they read ahead. Where even few warps leave multiprocessors idle, K is split: see
+// gemm_skinny.cu.
+SkinnyCut cut_skinny(const mxfp8_cuda_place& place, const Shape& s) {
+  int tiles_log2 = 0;
+  while (s.m * parts_of(s.x) > 8 << tiles_log2) ++tiles_log2;
+  const bool two_blocks = (is_element(s.x) ? 1 : 2) << tiles_log2 <= 2;
+  const int64_t wanted = place.processors * (two_blocks ? 2 : 1);
+  bool few = 10 * ceil_div(s.n, 16 * skinny_warps(tiles_log2, false)) < 9 * wanted;
+  if (place.warps != 0) few = place.warps < skinny_warps(tiles_log2, false);
+  const int64_t rows = 16 * skinny_warps(tiles_log2, few), blocks = ceil_div(s.n, rows), streamed = rows * s.k;
+  const int64_t splits = std::min(wanted / blocks, streamed / kAhead);
+  const bool worth = splits > 1 && streamed * (splits - 1) >= kSecondLaunch * splits;
+  return {tiles_log2, few, blocks, place.splits != 0 ? place.splits : worth ? splits : 1};
+}
+
+// The cut that should take the fewest clocks. A multiprocessor runs one thread block at a time, so what counts is how
+// many each has to run one after the other.
+FusedCut cut_fused(const mxfp8_cuda_place& place, const Shape& s) {
+  const int64_t steps = ceil_div(s.k, 64), most = std::max<int64_t>(1, std::min<int64_t>(8, steps / kLeastSteps));
+  FusedCut best = {};
+  double fewest = 0;
+  for (int64_t splits = 1; splits <= most; ++splits) {
+    for (int64_t blocks = 1; blocks <= 2; ++blocks) {
+      const FusedCut cut = {place.blocks != 0 ? place.blocks : blocks, place.splits != 0 ? place.splits : splits, 0};
+      const int64_t grid = cut.splits * ceil_div(s.m, kFusedTokens) * ceil_div(s.n, 128 * cut.blocks);
+      const double each =
+          double(ceil_div(steps, cut.splits) * cut.blocks * kStepClocks) * (cut.blocks == 1 ? kNarrow : 1);
+      const double sums =
+          cut.splits == 1 ? 0 : double(8 * cut.splits * s.m * s.n) / kCacheBytes + double(kSecondLaunchClocks);
+      const double clocks = double(ceil_div(grid, place.processors)) * each + sums;
+      if (best.grid == 0 || clocks < fewest) best = {cut.blocks, cut.splits, grid}, fewest = clocks;
+    }
+  }
+  return best;
+}
+
+}  // namespace mxfp8::cuda

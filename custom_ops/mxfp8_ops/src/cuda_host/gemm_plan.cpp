@@ -1,0 +1,304 @@
+// Plans of products: each row of the dispatch table (routes.cpp) as steps.
+#include <optional>
+
+#include "cuts.h"
+#include "steps.h"
+
+namespace mxfp8::cuda {
+namespace {
+
+constexpr int64_t kPartsBytes = 256 << 20;  // of the sums of parts at most: x goes in slices of so many rows
+
+int64_t value_bytes(Kind kind) { return kind == kF32 ? 4 : is_element(kind) ? 1 : 2; }
+
+struct Operand {
+  Kind kind;
+  Argument data, scales;
+};
+
+// A weight in bfloat16.
+struct Wide {
+  Argument data, inexact;  // a word that is not 0 if that cannot hold it
+};
+
+// An operand with one scale per row.
+struct Folded {
+  Argument data, scales;
+};
+
+struct Product {
+  Operand x, b;
+  Argument bias, y;
+  int64_t y_dtype, m, n, k;
+  std::optional<Wide> wide;      // b, if it is kept
+  std::optional<Folded> folded;  // the same
+
+  Shape shape() const { return {x.kind, b.kind, m, n, k, x.data.aligned(), b.data.aligned(), wide.has_value()}; }
+};
+
+// What float32 sums [parts, m, n] still need: part i counts 2^(-i shift).
+struct Sums {
+  Argument at;
+  int64_t parts = 1, shift = 0;
+  Argument row_scales = 0, column_scales = 0;
+  Argument inexact = 0;  // a word that becomes 1 when a sum is NaN or Inf
+};
+
+class GemmPlanner {
+ public:
+  explicit GemmPlanner(const mxfp8_cuda_place& place) : place_(place) {}
+
+  Plan made(const Product& p) {
+    if (p.m * p.n == 0) return steps_.finished();
+    const Row row = route(p, place_);
+    by(row, p);
+    return steps_.finished(row);
+  }
+
+ private:
+  static Row route(const Product& p, const mxfp8_cuda_place& place) {
+    const Row row = choose(place, p.shape());
+    if (row == kNoRow) {
+      throw NoRoute("mxfp8: no kernel for compute capability " + std::to_string(place.capability / 10) + "." +
+                    std::to_string(place.capability % 10) + "; expected 8.0 or later; use the CPU kernels");
+    }
+    return row;
+  }
+
+  void by(Row row, const Product& p) {
+    switch (row) {
+      case kSkinny:
+        return skinny(p, cut_skinny(place_, p.shape()));
+      case kBlockScaled:
+        return block_scaled(p);
+      case kFold:
+        return folded(p);
+      case kFused:
+        return fused(p);
+      case kLarge:
+        return large(p);
+      case kSlices:
+        return slices(p);
+      case kParts:
+        return parts(p);
+      case kFloat32:
+        return float32(p);
+      case kNoRow:
+      case kRows:
+        break;
+    }
+  }
+
+  void skinny(const Product& p, const SkinnyCut& cut) {
+    const Product to = into_sums(p, cut.splits);
+    const int instance = kernel(Source::kGemmSkinny, {p.x.kind, format_choice(p.b.kind), 2 * cut.tiles_log2 + cut.few});
+    steps_.launch(instance, cut.splits * cut.blocks,
+                  {p.x.data, p.x.scales, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, to.y_dtype, cut.splits});
+    if (cut.splits > 1) finish(p, {to.y, cut.splits});
+  }
+
+  void slices(const Product& p) {
+    for (int64_t row = 0; row < p.m; row += kSkinnyRows) {
+      const Product slice = rows_of(p, row, std::min(kSkinnyRows, p.m - row));
+      SkinnyCut cut = cut_skinny(place_, slice.shape());
+      cut.splits = 1;
+      skinny(slice, cut);
+    }
+  }
+
+  void fused(const Product& p) {
+    const FusedCut cut = cut_fused(place_, p.shape());
+    const int64_t steps = ceil_div(p.k, 64);
+    const Argument inexact = steps_.take(4), x = steps_.take(ceil_div(p.m, kFusedTokens) * kFusedTokens * steps * 128);
+    steps_.clear(inexact, 1);
+    steps_.launch(kernel(Source::kTile, {p.x.kind - kBF16}), ceil_div(4 * p.m * steps, kThreads),
+                  {p.x.data, p.x.scales, x, p.m, p.k, inexact});
+    const Product to = into_sums(p, cut.splits);
+    steps_.launch(kernel(Source::kGemmFused, {format_choice(p.b.kind), int(cut.blocks) - 1}), cut.grid,
+                  {x, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, to.y_dtype, cut.splits, inexact},
+                  kFusedShared);
+    if (cut.splits > 1) finish(p, {to.y, cut.splits});
+    float32(p, inexact);
+  }
+
+  void large(const Product& p) {
+    const bool direct = p.bias.null() && p.y_dtype != MXFP8_FLOAT16, quantized = is_element(p.x.kind);
+    const Argument words = !p.wide || quantized ? steps_.take(8) : Argument();
+    if (!words.null()) steps_.clear(words, 2);
+    const Wide b = p.wide ? *p.wide : widened(p.b, p.n, p.k, words);
+    const Wide x = quantized ? widened(p.x, p.m, p.k, words + 4) : Wide{p.x.data, 0};
+    const Argument y = direct ? p.y : steps_.take(4 * p.m * p.n);
+    steps_.add(MXFP8_MATMUL, {x.data, b.data, y, p.m, p.n, p.k, direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
+    if (!direct) finish(p, {y});
+    if (quantized) float32(p, x.inexact);
+    float32(p, b.inexact);
+  }
+
+  Wide widened(const Operand& x, int64_t rows, int64_t k, Argument inexact) {
+    const Argument to = steps_.take(2 * rows * k);
+    const bool ragged = k % 32 != 0 || unaligned({x.data});
+    const int instance = kernel(Source::kDequantize, {kBF16, format_choice(x.kind), true, ragged});
+    steps_.launch(instance, ceil_div(rows * k, 16 * kThreads), {x.data, x.scales, to, k, 1, rows * k, inexact});
+    return {to, inexact};
+  }
+
+  // float32 and float16 x: its bfloat16 parts are two or three rows for each, and finish.cu adds up.
+  void parts(const Product& p) {
+    const int64_t count = parts_of(p.x.kind), most = place_.parts_bytes != 0 ? place_.parts_bytes : kPartsBytes;
+    const int64_t rows = std::min(p.m, std::max(most / (4 * count * p.n), kSkinnyRows));
+    const Argument inexact = steps_.take(4);
+    const Argument data = steps_.take(2 * count * rows * p.k), sums = steps_.take(4 * count * rows * p.n);
+    steps_.clear(inexact, 1);
+    for (int64_t first = 0; first < p.m; first += rows) {
+      const Product slice = rows_of(p, first, std::min(rows, p.m - first));
+      const int64_t total = slice.m * p.k;
+      const bool ragged = total % 16 != 0 || unaligned({slice.x.data});
+      steps_.launch(kernel(Source::kBfloat16Parts, {p.x.kind, ragged}), ceil_div(total, 16 * kThreads),
+                    {slice.x.data, data, total});
+      Product inner = slice;
+      inner.x = {kBF16, data, 0}, inner.m = count * slice.m;
+      inner.bias = 0, inner.y = sums, inner.y_dtype = MXFP8_FLOAT32;
+      mxfp8_cuda_place unforced = place_;
+      unforced.forced = 0;
+      const int64_t mark = steps_.mark();
+      by(route(inner, unforced), inner);
+      steps_.release(mark);
+      Sums added = {sums, count, 8};
+      added.inexact = inexact;
+      finish(slice, added);
+    }
+    float32(p, inexact);
+  }
+
+  // Without `only_if`; with it, a word, only if that is not 0 then.
+  void float32(const Product& p, Argument only_if = 0) {
+    const int64_t tiles = ceil_div(p.m, 64) * ceil_div(p.n, 64);
+    steps_.launch(kernel(Source::kGemmFloat32, {p.x.kind, format_choice(p.b.kind)}),
+                  std::min(tiles, 4 * place_.processors),
+                  {p.x.data, p.x.scales, p.b.data, p.b.scales, p.bias, p.y, p.m, p.n, p.k, p.y_dtype, only_if});
+  }
+
+  void block_scaled(const Product& p) {
+    const Argument x_scales = swizzled(p.x, p.m, p.k), b_scales = swizzled(p.b, p.n, p.k);
+    const bool direct = p.bias.null() && (cublaslt() || p.y_dtype != MXFP8_FLOAT16);
+    const Argument y = fp8_product(MXFP8_BLOCK_SCALED, p, {p.x.data, x_scales}, {p.b.data, b_scales}, direct);
+    if (!direct) finish(p, {y});
+  }
+
+  Argument swizzled(const Operand& o, int64_t rows, int64_t k) {
+    const int64_t bytes = swizzled_bytes(rows, k);
+    const Argument to = steps_.take(bytes);
+    steps_.launch(kernel(Source::kSwizzleScales, {}), ceil_div(bytes, 16 * kThreads),
+                  {o.scales, to, rows, scale_count(k)});
+    return to;
+  }
+
+  // Libraries have scales per row on Hopper only; elsewhere finish.cu applies them, which is right at any exponent.
+  void folded(const Product& p) {
+    const Folded x = fold(p.x, p.m, p.k), b = p.folded ? *p.folded : fold(p.b, p.n, p.k);
+    const bool scaled_mm = (place_.libraries & MXFP8_SCALED_MM_ROWS) != 0 && p.y_dtype == MXFP8_BFLOAT16;
+    const bool direct = p.bias.null() && place_.capability / 10 == 9 && (cublaslt() || scaled_mm);
+    const Folded plain_x = {x.data, direct ? x.scales : 0}, plain_b = {b.data, direct ? b.scales : 0};
+    const Argument y = fp8_product(direct ? MXFP8_ROW_SCALED : MXFP8_UNSCALED, p, plain_x, plain_b, direct);
+    if (direct) return;
+    Sums sums = {y};
+    sums.row_scales = x.scales, sums.column_scales = b.scales;
+    finish(p, sums);
+  }
+
+  Folded fold(const Operand& o, int64_t rows, int64_t k) {
+    const Argument data = steps_.take(rows * k), scales = steps_.take(4 * rows);
+    steps_.launch(kernel(Source::kFold, {}), rows, {o.data, o.scales, data, scales, k});
+    return {data, scales};
+  }
+
+  bool cublaslt() const { return (place_.libraries & MXFP8_CUBLASLT) != 0; }
+
+  // Returns where the product is: in y if `direct`, else as float32 somewhere.
+  Argument fp8_product(int step, const Product& p, const Folded& x, const Folded& b, bool direct) {
+    const Argument y = !cublaslt() ? Argument(0, Argument::Base::kResult) : direct ? p.y : steps_.take(4 * p.m * p.n);
+    const int64_t codes[] = {0, 0, 0, MXFP8_E4M3, MXFP8_E5M2};
+    steps_.add(step, {x.data, x.scales, b.data, b.scales, y, p.m, p.n, p.k, codes[p.x.kind], codes[p.b.kind],
+                      direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
+    return y;
+  }
+
+  void finish(const Product& p, const Sums& s) {
+    const bool ragged = p.n % 8 != 0 || unaligned({s.at, p.bias, p.y, s.column_scales});
+    steps_.launch(
+        kernel(Source::kFinish, {ragged}), ceil_div(p.m * p.n, 8 * kThreads),
+        {s.at, s.parts, s.shift, s.row_scales, s.column_scales, p.bias, p.y, p.m * p.n, p.n, p.y_dtype, s.inexact});
+  }
+
+  // The product that puts the sums of several parts of K into scratch memory; `p` itself for one.
+  Product into_sums(const Product& p, int64_t splits) {
+    Product to = p;
+    if (splits > 1) to.y = steps_.take(4 * splits * p.m * p.n), to.bias = 0, to.y_dtype = MXFP8_FLOAT32;
+    return to;
+  }
+
+  static Product rows_of(const Product& p, int64_t first, int64_t count) {
+    Product slice = p;
+    slice.m = count;
+    slice.x.data = p.x.data + first * p.k * value_bytes(p.x.kind);
+    if (!p.x.scales.null()) slice.x.scales = p.x.scales + first * scale_count(p.k);
+    slice.y = p.y + first * p.n * value_bytes(kind_of(p.y_dtype));
+    return slice;
+  }
+
+  const mxfp8_cuda_place& place_;
+  Steps steps_;
+};
+
+void append(std::vector<int>* to, const std::vector<int>& more) { to->insert(to->end(), more.begin(), more.end()); }
+
+}  // namespace
+
+Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
+  Product p = {{kind_of(g.x_kind), g.x, g.x_scales},
+               {element_kind(g.b_kind), g.b, g.b_scales},
+               g.bias,
+               g.y,
+               g.y_dtype,
+               g.m,
+               g.n,
+               g.k,
+               {},
+               {}};
+  value_kind(g.y_dtype);
+  if (place.processors < 1 || std::min({g.m, g.n, g.k}) < 0) {
+    throw std::invalid_argument("mxfp8: a product of negative size, or on no multiprocessor; report this as a bug");
+  }
+  if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
+  if (g.folded != 0) p.folded = Folded{g.folded, g.folded_scales};
+  return GemmPlanner(place).made(p);
+}
+
+std::vector<int> quantize_kernels(int64_t x_dtype, int64_t format) {
+  const int x = value_kind(x_dtype), f = format_choice(element_kind(format));
+  std::vector<int> found = kernels_like(Source::kQuantizeRows, {x, f, false, kAny});
+  append(&found, kernels_like(Source::kQuantizeColumns, {x, f, false, MXFP8_PLAIN, kAny}));
+  return found;
+}
+
+std::vector<int> dequantize_kernels(int64_t format, int64_t y_dtype) {
+  return kernels_like(Source::kDequantize, {value_kind(y_dtype), format_choice(element_kind(format)), kAny, kAny});
+}
+
+std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
+  const Kind x = kind_of(x_kind), b = element_kind(b_kind);
+  const int f = format_choice(b);
+  std::vector<int> found = kernels_like(Source::kFinish, {kAny});
+  for (const int kind : {int(x), int(kBF16)}) {
+    if (kind != x && parts_of(x) == 1) continue;  // only float32 and float16 have parts
+    append(&found, kernels_like(Source::kGemmFloat32, {kind, f}));
+    append(&found, kernels_like(Source::kGemmSkinny, {kind, f, kAny}));
+  }
+  if (parts_of(x) > 1) append(&found, kernels_like(Source::kBfloat16Parts, {x, kAny}));
+  if (!cublas) return found;
+  append(&found, kernels_like(Source::kDequantize, {kBF16, f, true, kAny}));
+  if (is_element(x) && x != b) append(&found, kernels_like(Source::kDequantize, {kBF16, format_choice(x), true, kAny}));
+  return found;
+}
+
+}  // namespace mxfp8::cuda

@@ -1,0 +1,138 @@
+// What a GPU has to do for each operation, as data: the one planner of all hosts, in plain C.
+//
+// A plan is a list of steps: kernels of src/cuda to launch, words to clear, products that a library has to do. Plans
+// are made of addresses and sizes alone. Nothing here needs a GPU, a driver or a stream; whoever has them does the
+// steps in order, on one stream: executor.h for ONNX Runtime, mxfp8_ops/cuda/execution.py for CuPy and PyTorch. What
+// depends on data is decided on the device.
+//
+// Every field of what goes in has 8 bytes, so that any language can fill it as an array of 64-bit integers. An address
+// that is 0 stands for nothing. Dtypes and formats are the codes of mxfp8_ops.h; unknown ones are MXFP8_BAD_ARGUMENT.
+#pragma once
+#include "../cpu/mxfp8_ops.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// No row of the dispatch table fits: the device is too old, or the forced row cannot do the product.
+enum { MXFP8_NO_ROUTE = -4 };
+
+// Products of libraries that the caller can do.
+enum {
+  MXFP8_CUBLAS = 1,          // MXFP8_MATMUL
+  MXFP8_CUBLASLT = 2,        // the FP8 products, into memory that it is given
+  MXFP8_SCALED_MM = 4,       // the FP8 products, into memory of its own, which is float32 or bfloat16
+  MXFP8_SCALED_MM_ROWS = 8,  // with MXFP8_SCALED_MM: scales per row on compute capability 9
+};
+
+// Where a product runs and which choices are taken from the planner; all but the first three may be 0.
+typedef struct {
+  int64_t capability;  // compute capability, 10 major + minor
+  int64_t processors;  // multiprocessors
+  int64_t libraries;   // what can be done: MXFP8_CUBLAS ...
+  int64_t allowed;     // bit i: row i of the dispatch table may be taken though it is opt-in
+  int64_t forced;      // row i - 1 of the dispatch table is the one to take
+  // For measurements, how products are cut up: parts of K, warps of gemm_skinny that share x, 64-row blocks of
+  // gemm_fused, bytes of the sums of parts.
+  int64_t splits, warps, blocks, parts_bytes;
+} mxfp8_cuda_place;
+
+// y [m, n] = x [m, k] b [n, k]^T + bias [n] float32. x is values, or elements with scales; b elements with scales.
+typedef struct {
+  int64_t x_kind, b_kind, y_dtype;
+  int64_t x, x_scales, b, b_scales, bias, y;
+  int64_t m, n, k;
+  int64_t wide, wide_inexact;     // b in bfloat16, if it is kept, and a word that is not 0 if that cannot hold it
+  int64_t folded, folded_scales;  // b with one float32 scale per row, if it is kept
+} mxfp8_cuda_gemm;
+
+enum { MXFP8_PLAIN = 0, MXFP8_SWIZZLED = 1, MXFP8_TRANSPOSED = 2 };
+
+// x [outer, k, inner] quantized along k; with row_elements (outer = 1) also along inner, reading x once.
+typedef struct {
+  int64_t x_dtype, format;
+  int64_t increment;  // formats.scale_increment
+  // MXFP8_PLAIN: all as numerics.quantize has it. MXFP8_SWIZZLED: scales in cuBLASLt's 128x4 layout, for inner = 1
+  // those of the matrix [outer, k], for outer = 1 those of its transpose [inner, k]. MXFP8_TRANSPOSED (outer = 1):
+  // elements [inner, k] and scales [inner, ceil(k / 32)]; row_elements and row_scales are plain.
+  int64_t layout;
+  int64_t x, outer, k, inner;
+  int64_t elements, scales, row_elements, row_scales;
+} mxfp8_cuda_quantize;
+
+// y [outer, k, inner]. `inexact` is 0, or a word that becomes 1 if y is bfloat16 and does not hold every value, else 0.
+typedef struct {
+  int64_t format, y_dtype;
+  int64_t elements, scales, outer, k, inner;
+  int64_t y, inexact;
+} mxfp8_cuda_dequantize;
+
+// E4M3 elements [rows, k], k % 32 = 0, aligned to 16 -> folded [rows, k] with float32 row_scales [rows].
+typedef struct {
+  int64_t elements, scales, rows, k;
+  int64_t folded, row_scales;
+} mxfp8_cuda_fold;
+
+// What a step does, and its arguments.
+enum {
+  MXFP8_LAUNCH = 0,        // launch a kernel: its parameters
+  MXFP8_CLEAR = 1,         // write zeros: address, number of 32-bit words
+  MXFP8_MATMUL = 2,        // y = x w^T, bfloat16, summed in float32 throughout: x, w, y, m, n, k, dtype of y
+  MXFP8_BLOCK_SCALED = 3,  // an FP8 product y = x b^T: x, x_scales, b, b_scales, y, m, n, k, format of x, of b, dtype
+                           // of y; scales per block in the 128x4 layout
+  MXFP8_ROW_SCALED = 4,    // the same, with a float32 scale per row
+  MXFP8_UNSCALED = 5,      // the same, without scales
+};
+enum { MXFP8_MOST_ARGUMENTS = 12 };
+
+typedef struct {
+  int32_t step;
+  int32_t kernel;       // MXFP8_LAUNCH: its number, see mxfp8_cuda_kernel
+  int32_t grid, block;  // thread blocks, and threads in each
+  int32_t shared;       // bytes of shared memory beyond what the kernel declares
+  int32_t count;        // arguments
+  // Bit i: argument i is an offset into memory of `scratch_bytes`, aligned to 256; or it is 0 and stands for what the
+  // library product before this step made (MXFP8_SCALED_MM), which is y itself if no step follows.
+  uint32_t in_scratch, in_result;
+  int64_t arguments[MXFP8_MOST_ARGUMENTS];
+} mxfp8_cuda_step;
+
+typedef struct {
+  const mxfp8_cuda_step* steps;  // valid until the calling thread makes its next plan
+  int64_t count;
+  int64_t scratch_bytes;  // memory that the steps need from the first to the last
+  int64_t route;          // of a product: the row of the dispatch table, -1 if there is nothing to do
+} mxfp8_cuda_plan;
+
+MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place*, const mxfp8_cuda_gemm*, mxfp8_cuda_plan*);
+MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize*, mxfp8_cuda_plan*);
+MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, mxfp8_cuda_plan*);
+MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold*, mxfp8_cuda_plan*);
+
+// Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout.
+MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k);
+
+// The kernel of a number, as C++ writes it: "quantize_rows<F32, E4M3, false, false>"; its file has the name before the
+// "<". NULL past the last.
+MXFP8_API const char* mxfp8_cuda_kernel(int number);
+
+// A row of the dispatch table (routes.cpp): what products it is for.
+typedef struct {
+  const char* name;
+  int64_t capability;    // least compute capability, 10 major + minor
+  int64_t only_that;     // 1 if no later one will do: the kernel has instructions that only this one knows
+  int64_t most_rows;     // greatest M, 0 for any; float32 (float16) x, whose rows are three (two) of bfloat16: a third
+  int64_t n_multiple;    // N is a multiple of it
+  int64_t whole_blocks;  // 1 if K must be a multiple of 32 and both operands aligned to 16 bytes
+  int64_t x_kinds, b_kinds;  // what x and b may be: bits of F32, F16, BF16, E4M3, E5M2
+  int64_t libraries;         // it is a product of one of these libraries, which the caller has to bring; 0 for none
+  int64_t opt_in;            // 1 if it is taken only when allowed or forced
+  int64_t not_if_wide;       // 1 if it is not taken for a weight that is kept in bfloat16 too, unless forced
+} mxfp8_cuda_route;
+
+// NULL past the last row.
+MXFP8_API const mxfp8_cuda_route* mxfp8_cuda_route_at(int row);
+
+#ifdef __cplusplus
+}
+#endif

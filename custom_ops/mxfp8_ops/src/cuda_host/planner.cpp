@@ -1,0 +1,100 @@
+// Plans of what is not a product, and the C ABI of all plans.
+#include "planner.h"
+
+#include <new>
+
+#include "steps.h"
+
+namespace mxfp8::cuda {
+namespace {
+
+// Makes a plan in memory of the calling thread and shows it.
+template <class Make>
+int shown(mxfp8_cuda_plan* to, const Make& make) noexcept {
+  static thread_local Plan made;
+  try {
+    made = make();
+  } catch (const NoRoute&) {
+    return MXFP8_NO_ROUTE;
+  } catch (const std::bad_alloc&) {
+    return MXFP8_NO_MEMORY;
+  } catch (const std::exception&) {
+    return MXFP8_BAD_ARGUMENT;
+  }
+  *to = {made.steps.data(), int64_t(made.steps.size()), made.scratch_bytes, made.route};
+  return MXFP8_OK;
+}
+
+}  // namespace
+
+Plan plan(const mxfp8_cuda_quantize& q) {
+  const Kind x = value_kind(q.x_dtype), format = element_kind(q.format);
+  const bool both = q.row_elements != 0, swizzled = q.layout == MXFP8_SWIZZLED,
+             transposed = q.layout == MXFP8_TRANSPOSED;
+  if (q.layout < MXFP8_PLAIN || q.layout > MXFP8_TRANSPOSED ||
+      (q.layout != MXFP8_PLAIN && q.inner != 1 && q.outer != 1)) {
+    throw std::invalid_argument("mxfp8: no such layout of what is no matrix");
+  }
+  Steps steps;
+  if (q.outer * q.k * q.inner == 0) return steps.finished();
+  const bool rows = q.inner == 1 && !both;
+  if (swizzled) {
+    steps.clear(q.scales, (rows ? swizzled_bytes(q.outer, q.k) : swizzled_bytes(q.inner, q.k)) / 4);
+    if (both) steps.clear(q.row_scales, swizzled_bytes(q.k, q.inner) / 4);
+  }
+  if (rows) {
+    const bool ragged = q.k % 32 != 0 || unaligned({q.x, q.elements});
+    steps.launch(kernel(Source::kQuantizeRows, {x, format_choice(format), swizzled, ragged}),
+                 ceil_div(q.outer * scale_count(q.k) * 2, kThreads),
+                 {q.x, q.elements, q.scales, q.outer, q.k, q.increment});
+  } else {
+    const bool ragged = q.inner % (both ? 32 : 16) != 0 || (transposed && q.k % 32 != 0) ||
+                        unaligned({q.x, q.elements, q.scales, q.row_elements});
+    steps.launch(kernel(Source::kQuantizeColumns, {x, format_choice(format), both, int(q.layout), ragged}),
+                 q.outer * scale_count(q.k) * ceil_div(q.inner, 512),
+                 {q.x, q.elements, q.scales, q.row_elements, q.row_scales, q.k, q.inner, q.increment});
+  }
+  return steps.finished();
+}
+
+Plan plan(const mxfp8_cuda_dequantize& d) {
+  const Kind format = element_kind(d.format), y = value_kind(d.y_dtype);
+  const int64_t total = d.outer * d.k * d.inner;
+  const bool last = d.inner == 1;
+  const bool ragged = (last ? d.k % 32 : d.inner % 16) != 0 || unaligned({d.elements, d.y, last ? 0 : d.scales});
+  Steps steps;
+  if (d.inexact != 0) steps.clear(d.inexact, 1);
+  if (total == 0) return steps.finished();
+  steps.launch(kernel(Source::kDequantize, {y, format_choice(format), last, ragged}), ceil_div(total, 16 * kThreads),
+               {d.elements, d.scales, d.y, d.k, d.inner, total, d.inexact});
+  return steps.finished();
+}
+
+Plan plan(const mxfp8_cuda_fold& f) {
+  Steps steps;
+  if (f.rows * f.k == 0) return steps.finished();
+  steps.launch(kernel(Source::kFold, {}), f.rows, {f.elements, f.scales, f.folded, f.row_scales, f.k});
+  return steps.finished();
+}
+
+}  // namespace mxfp8::cuda
+
+using namespace mxfp8::cuda;
+
+extern "C" {
+
+MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, const mxfp8_cuda_gemm* gemm, mxfp8_cuda_plan* to) {
+  return shown(to, [&] { return plan(*place, *gemm); });
+}
+MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize* quantize, mxfp8_cuda_plan* to) {
+  return shown(to, [&] { return plan(*quantize); });
+}
+MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize* dequantize, mxfp8_cuda_plan* to) {
+  return shown(to, [&] { return plan(*dequantize); });
+}
+MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold* fold, mxfp8_cuda_plan* to) {
+  return shown(to, [&] { return plan(*fold); });
+}
+MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k) { return swizzled_bytes(rows, k); }
+
+}  // extern "C"

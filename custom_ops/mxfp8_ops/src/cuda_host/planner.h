@@ -1,0 +1,33 @@
+// The planner: mxfp8_cuda_plan.h for C++.
+#pragma once
+#include <stdexcept>
+#include <vector>
+
+#include "mxfp8_cuda_plan.h"
+
+namespace mxfp8::cuda {
+
+constexpr int kThreads = 256;  // of a thread block, in every kernel
+
+struct Plan {
+  std::vector<mxfp8_cuda_step> steps;
+  int64_t scratch_bytes = 0;
+  int route = -1;
+};
+
+struct NoRoute : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Throw std::invalid_argument for unknown codes and for what does not fit a launch; the first also NoRoute.
+Plan plan(const mxfp8_cuda_place&, const mxfp8_cuda_gemm&);
+Plan plan(const mxfp8_cuda_quantize&);
+Plan plan(const mxfp8_cuda_dequantize&);
+Plan plan(const mxfp8_cuda_fold&);
+
+// The numbers of the kernels that plans of a node may launch, on any shape and at any address.
+std::vector<int> quantize_kernels(int64_t x_dtype, int64_t format);
+std::vector<int> dequantize_kernels(int64_t format, int64_t y_dtype);
+std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas);
+
+}  // namespace mxfp8::cuda

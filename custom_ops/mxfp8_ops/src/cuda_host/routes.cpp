@@ -1,0 +1,118 @@
+#include "routes.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace mxfp8::cuda {
+namespace {
+
+constexpr int64_t bit(Kind kind) { return int64_t(1) << kind; }
+constexpr int64_t kElements = bit(kE4M3) | bit(kE5M2), kE4M3Only = bit(kE4M3), kWide = bit(kF32) | bit(kF16);
+constexpr int64_t kExact = bit(kBF16) | kElements;  // what bfloat16 tensor cores multiply exactly, apart from scales
+constexpr int64_t kAll = kWide | kExact;            // that the kernels look out for
+constexpr int64_t kFp8 = MXFP8_CUBLASLT | MXFP8_SCALED_MM;
+
+// The first row that fits wins.
+//
+// skinny        gemm_skinny.cu: reads the packed weight once, bfloat16 tensor cores; for few rows.
+// block_scaled  the MXFP8 product of Blackwell's tensor cores: torch's scaled_mm, or cuBLASLt through nvmath-python;
+//               swizzle_scales.cu lays out the scales.
+// fold          fold.cu, then an FP8 product with one scale per row, by the same libraries. Not exact
+//               (folding.fold_error), so only where it is allowed; gemm's `fast_accumulate` does that.
+// fused         gemm_fused.cu: decodes the packed weight on its way to Hopper's tensor cores; exact. Where `large` has
+// no
+//               bfloat16 weight at hand, and up to where dequantizing it costs less than it does here. Has not run on a
+//               GPU yet, so only where it is allowed.
+// large         dequantize.cu to bfloat16, then cuBLAS; gemm_float32.cu repairs it if bfloat16 could not hold an
+// operand. slices        gemm_skinny.cu on 64 rows at a time, where no cuBLAS is at hand. parts bfloat16_parts.cu: a
+// float32 is the sum of three bfloat16 values, a float16 of two; a row above multiplies
+//               them, three (two) rows for each row of x, and finish.cu adds up. gemm_float32.cu repairs what is not
+//               finite. For few rows, `skinny` does all of that itself.
+// float32       gemm_float32.cu: ordinary cores, anything else.
+//
+// clang-format off
+constexpr mxfp8_cuda_route kRoutes[kRows] = {
+    // name          from  only    M     N %  whole   x          b          library       opt-in  not if
+    //                     that               blocks                                              wide
+    {"skinny",         80,  0,      64,   1,    1,    kAll,      kElements, 0,              0,      0},
+    {"block_scaled",  100,  0,       0,  16,    1,    kElements, kE4M3Only, kFp8,           0,      0},
+    {"fold",           89,  0,       0,  16,    1,    kE4M3Only, kE4M3Only, kFp8,           1,      0},
+    {"fused",          90,  1,    2048,   1,    1,    kExact,    kElements, 0,              1,      1},
+    {"large",          80,  0,       0,   1,    0,    kExact,    kElements, MXFP8_CUBLAS,   0,      0},
+    {"slices",         80,  0, 1 << 24,   1,    1,    kExact,    kElements, 0,              0,      0},
+    {"parts",          80,  0,       0,   1,    0,    kWide,     kElements, 0,              0,      0},
+    {"float32",        80,  0,       0,   1,    0,    kAll,      kElements, 0,              0,      0},
+};
+// clang-format on
+
+bool fits(Row at, const mxfp8_cuda_place& place, const Shape& s) {
+  const mxfp8_cuda_route& row = kRoutes[at];
+  const bool forced = place.forced == at + 1;
+  if (row.opt_in && !forced && (place.allowed >> at & 1) == 0) return false;
+  if (row.not_if_wide && s.wide && !forced) return false;
+  if (row.only_that ? place.capability != row.capability : place.capability < row.capability) return false;
+  if (row.libraries != 0 && (row.libraries & place.libraries) == 0) return false;
+  if ((row.x_kinds & bit(s.x)) == 0 || (row.b_kinds & bit(s.b)) == 0) return false;
+  if (row.most_rows != 0 && s.m * parts_of(s.x) > row.most_rows) return false;
+  const bool whole = s.k % 32 == 0 && s.k < (1 << 25) && s.x_aligned && s.b_aligned;
+  if (s.n % row.n_multiple != 0 || (row.whole_blocks && !whole)) return false;
+  if (at == kLarge) return s.m <= INT32_MAX && s.n <= INT32_MAX && s.k <= INT32_MAX;  // what cuBLAS can be told
+  if (at == kParts) {
+    mxfp8_cuda_place unforced = place;
+    unforced.forced = 0;
+    const Row of_parts = choose(unforced, {kBF16, s.b, parts_of(s.x) * s.m, s.n, s.k, true, s.b_aligned, s.wide});
+    return of_parts != kFloat32 && of_parts != kNoRow;
+  }
+  return true;
+}
+
+}  // namespace
+
+Kind kind_of(int64_t code) {
+  switch (code) {
+    case MXFP8_FLOAT32:
+      return kF32;
+    case MXFP8_FLOAT16:
+      return kF16;
+    case MXFP8_BFLOAT16:
+      return kBF16;
+    case MXFP8_E4M3:
+      return kE4M3;
+    case MXFP8_E5M2:
+      return kE5M2;
+  }
+  throw std::invalid_argument("mxfp8: dtype " + std::to_string(code) +
+                              "; expected a code of mxfp8_ops.h; report this as a bug");
+}
+
+Kind value_kind(int64_t dtype) {
+  const Kind kind = kind_of(dtype);
+  if (is_element(kind)) {
+    throw std::invalid_argument(
+        "mxfp8: an element format where values are; expected a value dtype; report this as a bug");
+  }
+  return kind;
+}
+
+Kind element_kind(int64_t format) {
+  const Kind kind = kind_of(format);
+  if (!is_element(kind)) {
+    throw std::invalid_argument("mxfp8: a value dtype where elements are; expected a format; report this as a bug");
+  }
+  return kind;
+}
+
+Row choose(const mxfp8_cuda_place& place, const Shape& s) {
+  if (s.k == 0) return kFloat32;  // nothing but the bias
+  for (int row = 0; row < kRows; ++row) {
+    if (place.forced != 0 && place.forced != row + 1) continue;
+    if (fits(Row(row), place, s)) return Row(row);
+  }
+  return kNoRow;
+}
+
+}  // namespace mxfp8::cuda
+
+extern "C" MXFP8_API const mxfp8_cuda_route* mxfp8_cuda_route_at(int row) {
+  return row >= 0 && row < mxfp8::cuda::kRows ? &mxfp8::cuda::kRoutes[row] : nullptr;
+}

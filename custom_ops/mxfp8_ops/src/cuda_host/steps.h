@@ -1,0 +1,78 @@
+// How a plan is put together: addresses, scratch memory, steps.
+#pragma once
+#include <algorithm>
+#include <initializer_list>
+
+#include "kernels.h"
+#include "planner.h"
+
+namespace mxfp8::cuda {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t scale_count(int64_t k) { return ceil_div(k, 32); }
+inline int64_t swizzled_bytes(int64_t rows, int64_t k) {
+  return ceil_div(rows, 128) * 128 * (ceil_div(scale_count(k), 4) * 4);
+}
+
+// A number, an address, or an address that only whoever does the plan knows: so far into the scratch memory, or where
+// the library product before put its result.
+struct Argument {
+  enum class Base { kNone, kScratch, kResult };
+  Argument(int64_t value = 0, Base base = Base::kNone) : value(value), base(base) {}  // NOLINT: numbers are arguments
+  Argument operator+(int64_t bytes) const { return {value + bytes, base}; }
+  bool null() const { return base == Base::kNone && value == 0; }
+  bool aligned() const { return value % 16 == 0; }
+
+  int64_t value;
+  Base base;
+};
+
+inline bool unaligned(std::initializer_list<Argument> addresses) {
+  return !std::all_of(addresses.begin(), addresses.end(), [](const Argument& a) { return a.aligned(); });
+}
+
+class Steps {
+ public:
+  Steps() { plan_.steps.reserve(8); }  // more than most plans have
+  void launch(int kernel, int64_t grid, std::initializer_list<Argument> arguments, int shared = 0) {
+    if (grid > INT32_MAX) {
+      throw std::invalid_argument(
+          "mxfp8: a product or tensor of more thread blocks than a GPU has; use a smaller batch");
+    }
+    mxfp8_cuda_step& step = add(MXFP8_LAUNCH, arguments);
+    step.kernel = kernel, step.grid = int32_t(grid), step.block = kThreads, step.shared = shared;
+  }
+  void clear(Argument address, int64_t words) { add(MXFP8_CLEAR, {address, words}); }
+  mxfp8_cuda_step& add(int what, std::initializer_list<Argument> arguments) {
+    mxfp8_cuda_step step = {};
+    step.step = what;
+    for (const Argument& argument : arguments) {
+      step.in_scratch |= uint32_t(argument.base == Argument::Base::kScratch) << step.count;
+      step.in_result |= uint32_t(argument.base == Argument::Base::kResult) << step.count;
+      step.arguments[step.count++] = argument.value;
+    }
+    plan_.steps.push_back(step);
+    return plan_.steps.back();
+  }
+
+  // Scratch memory, aligned to 256; what was taken after `mark` may be taken again after `release`.
+  Argument take(int64_t bytes) {
+    const int64_t at = taken_;
+    taken_ += ceil_div(bytes, 256) * 256;
+    plan_.scratch_bytes = std::max(plan_.scratch_bytes, taken_);
+    return {at, Argument::Base::kScratch};
+  }
+  int64_t mark() const { return taken_; }
+  void release(int64_t mark) { taken_ = mark; }
+
+  Plan&& finished(int route = -1) {
+    plan_.route = route;
+    return std::move(plan_);
+  }
+
+ private:
+  Plan plan_;
+  int64_t taken_ = 0;
+};
+
+}  // namespace mxfp8::cuda

@@ -1,0 +1,241 @@
+"""CuPy, PyTorch and ONNX Runtime do the same steps for the same operation, each on addresses of its own.
+
+Every operand has its own memory, so a pointer that is passed in another's place shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_driver_emulation import CLEAR, Driver, machine
+from cuda_emulation import aligned
+from ort_emulation import STREAM, Cublas, CudaProvider
+from test_cuda_frontends import array, stand_in
+
+from mxfp8_ops import contract, cpu, cuda, numerics
+from mxfp8_ops.cuda import cublaslt
+from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda.execution import Launch, Queue
+from mxfp8_ops.cuda.planner import CODES
+from mxfp8_ops.numerics import scale_count
+from mxfp8_ops.ort import cuda_loader as ort_cuda
+
+torch = pytest.importorskip("torch")
+torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
+
+FORMATS = ("e4m3", "e5m2")
+X_KINDS = ("float32", "float16", "bfloat16", *FORMATS)
+MATMUL = "matmul"
+Memory = dict[str, tuple[int, int]]
+"""Name of an operand -> its address, bytes."""
+Steps = list[tuple[str, int, tuple[Any, ...]]]
+"""Kernel, grid, arguments; addresses as (operand, offset)."""
+
+
+class Recorder:
+    """A device that only notes what is queued."""
+
+    capability, processors = Driver.capability, Driver.processors
+
+    def __init__(self) -> None:
+        self.steps: Steps = []
+        self.kept: list[np.ndarray] = []
+        self.memory: Memory = {}
+
+    def allocate(self, size: int) -> tuple[Any, int]:
+        self.kept.append(memory := aligned(size))
+        self.memory["scratch"] = memory.ctypes.data, size
+        return memory, memory.ctypes.data
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        self.steps.append((launch.kernel, launch.grid, launch.arguments))
+
+    def clear(self, address: int, size: int, stream: int) -> None:
+        self.steps.append((CLEAR, size // 4, (address,)))
+
+    def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
+        self.steps.append((MATMUL, 0, (x, w, y, *sizes, 14 if dtype == "bfloat16" else 0)))
+
+
+def named(steps: Steps, memory: Memory) -> Steps:
+    """Returns steps whose addresses are (operand, offset); what is empty has none."""
+
+    def name(value: int) -> Any:
+        for operand, (address, size) in memory.items():
+            if value == address and not size:
+                return 0
+            if address <= value < address + size:
+                return operand, value - address
+        assert value < 2**32, f"{value:#x} is no operand of {memory}"
+        return value
+
+    return [(kernel, grid, tuple(map(name, arguments))) for kernel, grid, arguments in steps]
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    """Behind CuPy and torch."""
+    made = Recorder()
+    queue = Queue(made, STREAM, made.allocate)
+    monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue))
+    monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
+    monkeypatch.setattr("mxfp8_ops.cuda.cupy_arrays._queue", lambda: queue)
+    monkeypatch.setattr(cublaslt, "available", lambda: False)
+    return made
+
+
+@pytest.fixture
+def ort_steps(monkeypatch, tmp_path_factory) -> Iterator[Callable[..., Steps]]:
+    """Makes and runs a node of ONNX Runtime; returns its steps, products of cuBLAS after the others."""
+    cublas = Cublas()
+    monkeypatch.setattr(ort_cuda, "_cublas", cublas.addresses)
+    with machine(monkeypatch) as gpu:
+        library = tmp_path_factory.mktemp("library") / "mxfp8_ops.so"
+        provider = CudaProvider(Path(shutil.copy(cpu.library_path(), library)), gpu)
+        ort_cuda.give(provider.library)
+
+        def steps(op: contract.Op, names: list[str], inputs: list[np.ndarray], codes: list[int], **given: Any) -> Steps:
+            gpu.start(STREAM, run=False)
+            cublas.products.clear()
+            provider.memory.clear()
+            provider.run(op, inputs, codes, **given)
+            found = [(work.kernel, work.grid, work.parameters) for work in gpu.work]
+            found += [(MATMUL, 0, product) for product in cublas.products]
+            called = {f"input {i}": name for i, name in enumerate(names)} | {"scratch": "scratch"}
+            outputs = ("elements", "scales") if op is contract.QUANTIZE else ("y",)
+            called |= {f"output {i}": name for i, name in enumerate(outputs)}
+            return named(found, {called[key]: at for key, at in provider.memory.items()})
+
+        yield steps
+
+
+def products_last(steps: Steps) -> Steps:
+    """Returns the steps as `ort_steps` orders them; where they stand between the others, results show."""
+    return sorted(steps, key=lambda step: step[0] == MATMUL)
+
+
+def at(*arrays: Any) -> list[tuple[int, int]]:
+    """Returns the address and bytes of arrays or tensors."""
+    return [(a.ctypes.data, a.nbytes) if isinstance(a, np.ndarray) else (a.data_ptr(), a.nbytes) for a in arrays]
+
+
+def tensor(a: np.ndarray) -> Any:
+    return (
+        torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype.name == "bfloat16" else torch.from_numpy(a)
+    )
+
+
+def taken(recorder: Recorder, run: Callable[[], dict[str, Any]]) -> Steps:
+    """Returns what `run` queues; it returns its operands by name."""
+    recorder.steps, recorder.memory = [], {}
+    operands = run()
+    memory = dict(zip(operands, at(*operands.values()), strict=True)) | recorder.memory
+    return named(recorder.steps, memory)
+
+
+SIZES = (
+    (1, 16, 8192),
+    (64, 40, 16384),
+    (1, 33, 96),
+    (9, 40, 64),
+    (64, 17, 2048),
+    (65, 272, 96),
+    (300, 64, 37),
+    (5, 7, 40),
+    (3, 5, 0),
+    (0, 5, 32),
+)
+
+
+@pytest.mark.parametrize("result", [("float32", False), ("float16", True), ("bfloat16", False)], ids=str)
+@pytest.mark.parametrize("kind", X_KINDS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_gemms(recorder, ort_steps, size, kind, result):
+    check_gemm(recorder, ort_steps, size, kind, *result)
+
+
+def test_parts_of_many_values_go_in_slices(recorder, ort_steps):
+    steps = check_gemm(recorder, ort_steps, (65, 360_000, 32), "float32", "bfloat16", False)
+    assert [kernel.partition("<")[0] for kernel, *_ in steps].count("bfloat16_parts") == 2
+
+
+def check_gemm(recorder, ort_steps, size, kind, dtype, with_bias):  # noqa: PLR0917
+    m, n, k = size
+    quantized, blocks = kind in FORMATS, scale_count(k)
+    operands = {"x": np.zeros((m, k), np.uint8 if quantized else numerics.value_dtype(kind))}
+    if quantized:
+        operands["x_scales"] = np.zeros((m, blocks), np.uint8)
+    operands |= {"b": np.zeros((n, k), np.uint8), "b_scales": np.zeros((n, blocks), np.uint8)}
+    if with_bias:
+        operands["bias"] = np.zeros(n, np.float32)
+    codes = [CODES[kind], contract.UINT8, CODES["e5m2"], contract.UINT8, contract.FLOAT]
+    if not quantized:
+        del codes[1]
+    op = contract.GEMM if quantized else contract.WEIGHT_GEMM
+    expected = ort_steps(op, [*operands], [*operands.values()], codes[: len(operands)], output_dtype=CODES[dtype])
+
+    formats = {"a_format": kind, "b_format": "e5m2"} if quantized else {"b_format": "e5m2"}
+
+    def by_cupy() -> dict[str, Any]:
+        held = {name: array(a) for name, a in operands.items()}
+        y = (cuda.gemm if quantized else cuda.weight_gemm)(*held.values(), **formats, dtype=dtype)
+        return held | {"y": y}
+
+    def by_torch() -> dict[str, Any]:
+        held = {name: tensor(a) for name, a in operands.items()}
+        run = torch_cuda.gemm if quantized else torch_cuda.weight_gemm
+        return held | {"y": run(*held.values(), **formats, dtype=getattr(torch, dtype))}
+
+    for run in (by_cupy, by_torch):
+        assert products_last(taken(recorder, run)) == expected, run.__name__
+    assert bool(expected) == bool(m)
+    return expected
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(700, 96, 1), (33, 50, 1), (3, 70, 528), (1, 64, 33), (4, 0, 1)], ids=str)
+def test_quantize_and_dequantize(recorder, ort_steps, shape, fmt):
+    dims, scale_dims = (s[: 3 if shape[2] > 1 else 2] for s in (shape, (shape[0], scale_count(shape[1]), shape[2])))
+    x = np.zeros(dims, np.float16)
+    given = {"axis": 1, "output_dtype": CODES[fmt], "scale_rounding": "floor"}
+    expected = ort_steps(contract.QUANTIZE, ["x"], [x], [contract.FLOAT16], **given)
+
+    def by_cupy() -> dict[str, Any]:
+        pair = cuda.quantize(array(x), axis=1, element_format=fmt, scale_rounding="floor")
+        return {"x": x, "elements": pair[0], "scales": pair[1]}
+
+    def by_torch() -> dict[str, Any]:
+        pair = torch_cuda.quantize(torch.from_numpy(x), 1, fmt, "floor")
+        return {"x": x, "elements": pair[0], "scales": pair[1]}
+
+    for run in (by_cupy, by_torch):
+        assert taken(recorder, run) == expected, run.__name__
+
+    codes = {"elements": np.zeros(dims, np.uint8), "scales": np.zeros(scale_dims, np.uint8)}
+    given = {"axis": 1, "output_dtype": contract.BFLOAT16}
+    expected = ort_steps(contract.DEQUANTIZE, [*codes], [*codes.values()], [CODES[fmt], contract.UINT8], **given)
+
+    def back_by_cupy() -> dict[str, Any]:
+        y = cuda.dequantize(*map(array, codes.values()), axis=1, element_format=fmt, dtype="bfloat16")
+        return codes | {"y": y}
+
+    def back_by_torch() -> dict[str, Any]:
+        y = torch_cuda.dequantize(*map(torch.from_numpy, codes.values()), 1, fmt, torch.bfloat16)
+        return codes | {"y": y}
+
+    for run in (back_by_cupy, back_by_torch):
+        assert taken(recorder, run) == expected, run.__name__
+    assert bool(expected) == bool(x.size)
+
+
+def test_swapped_operands_would_show():
+    memory = {"x": (1 << 20, 64), "b": (1 << 21, 64)}
+    steps = [named([("kernel", 1, addresses)], memory) for addresses in itertools.permutations((1 << 20, 1 << 21))]
+    assert steps[0] != steps[1]
