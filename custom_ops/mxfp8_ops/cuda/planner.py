@@ -6,26 +6,22 @@ made of addresses and sizes; nothing here needs a GPU. `execution.run` does what
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
-from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_void_p
-from types import MappingProxyType
+from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_int64
 from typing import Any, Final, NamedTuple
 
 from mxfp8_ops import contract, formats
 from mxfp8_ops.cpu import native
 from mxfp8_ops.errors import BackendError
 
-CODES: Final = MappingProxyType(
-    {
-        **{name: code for code, name in contract.VALUE_NAMES.items()},
-        **{name: row.onnx_dtype for name, row in formats.ELEMENT_FORMATS.items()},
-    }
-)
+CODES: Final = {
+    **{name: code for code, name in contract.VALUE_NAMES.items()},
+    **{name: row.onnx_dtype for name, row in formats.ELEMENT_FORMATS.items()},
+}
 """What the library calls each value dtype and element format: its onnx.TensorProto.DataType."""
 
-NAMES: Final = MappingProxyType({code: name for name, code in CODES.items()})
+NAMES: Final = {code: name for name, code in CODES.items()}
 
 CUBLAS: Final = 1
 """`Place.libraries`: bfloat16 products."""
@@ -143,15 +139,17 @@ class Step(NamedTuple):
     arguments: tuple[int, ...]
 
 
-class Plan(NamedTuple):
-    """What to do, in order, on one stream."""
+class Plan(Structure):
+    """What to do, in order, on one stream: `mxfp8_cuda_plan`."""
 
     packed: bytes
-    """The steps as the library gave them."""
+    """The steps as the library gave them; see `unpack`."""
     scratch_bytes: int
     """Memory that the steps need, aligned to 256."""
     route: int
     """Row of the dispatch table, -1 if there is nothing to do or to choose."""
+
+    _fields_ = (("_steps", POINTER(c_char)), ("_count", c_int64), ("scratch_bytes", c_int64), ("route", c_int64))
 
     @property
     def makes_its_result(self) -> bool:
@@ -195,7 +193,7 @@ def gemm(place: Place, product: Gemm) -> Plan:
         BackendError: the device is too old, or the forced row of the dispatch table cannot do it.
         ShapeError: an unknown dtype or format, or more thread blocks than a GPU has.
     """
-    plan = _Plan()
+    plan = Plan()
     status = _library().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), plan)
     if status == _NO_ROUTE:
         raise _no_route(place, product)
@@ -208,7 +206,7 @@ def quantize(request: Quantize) -> Plan:
     Raises:
         ShapeError: an unknown dtype, format or layout, or more thread blocks than a GPU has.
     """
-    plan = _Plan()
+    plan = Plan()
     return _made("quantize", _library().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), plan), plan)
 
 
@@ -218,7 +216,7 @@ def dequantize(request: Dequantize) -> Plan:
     Raises:
         ShapeError: an unknown dtype or format, or more thread blocks than a GPU has.
     """
-    plan = _Plan()
+    plan = Plan()
     return _made("dequantize", _library().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), plan), plan)
 
 
@@ -228,7 +226,7 @@ def fold(request: Fold) -> Plan:
     Raises:
         ShapeError: more rows than a GPU has thread blocks.
     """
-    plan = _Plan()
+    plan = Plan()
     return _made("fold", _library().mxfp8_cuda_plan_fold(_FOLD.pack(*request), plan), plan)
 
 
@@ -280,10 +278,6 @@ def _packed_place(place: Place) -> bytes:
     return _PLACE.pack(*place)
 
 
-class _Plan(Structure):
-    _fields_ = (("steps", c_void_p), ("count", c_int64), ("scratch_bytes", c_int64), ("route", c_int64))
-
-
 class _Route(Structure):
     """`mxfp8_cuda_route`."""
 
@@ -299,10 +293,10 @@ def _library() -> Any:
     """Returns the native library, the planner's functions typed. Requests go in as the bytes of their fields."""
     library = native.load()
     signatures: dict[str, tuple[Any, ...]] = {
-        "mxfp8_cuda_plan_gemm": (c_int, c_char_p, c_char_p, POINTER(_Plan)),
-        "mxfp8_cuda_plan_quantize": (c_int, c_char_p, POINTER(_Plan)),
-        "mxfp8_cuda_plan_dequantize": (c_int, c_char_p, POINTER(_Plan)),
-        "mxfp8_cuda_plan_fold": (c_int, c_char_p, POINTER(_Plan)),
+        "mxfp8_cuda_plan_gemm": (c_int, c_char_p, c_char_p, POINTER(Plan)),
+        "mxfp8_cuda_plan_quantize": (c_int, c_char_p, POINTER(Plan)),
+        "mxfp8_cuda_plan_dequantize": (c_int, c_char_p, POINTER(Plan)),
+        "mxfp8_cuda_plan_fold": (c_int, c_char_p, POINTER(Plan)),
         "mxfp8_cuda_swizzled_bytes": (c_int64, c_int64, c_int64),
         "mxfp8_cuda_kernel": (c_char_p, c_int),
         "mxfp8_cuda_route_at": (POINTER(_Route), c_int),
@@ -313,11 +307,12 @@ def _library() -> Any:
     return library
 
 
-def _made(where: str, status: int, plan: _Plan) -> Plan:
+def _made(where: str, status: int, plan: Plan) -> Plan:
+    """Returns the plan with steps of its own: the library's are gone with the thread's next plan."""
     if status:
         native.check(where, status)
-    size = plan.count * _STEP.size
-    return Plan(ctypes.string_at(plan.steps, size) if size else b"", plan.scratch_bytes, plan.route)
+    plan.packed = plan._steps[: plan._count * _STEP.size] if plan._count else b""
+    return plan
 
 
 def _no_route(place: Place, p: Gemm) -> BackendError:
