@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from harness import noise_notes, publish, take_turns
 
-from mxfp8_ops.cpu import native
+from mxfp8_ops import native
 from mxfp8_ops.cuda import dispatch, planner
 from mxfp8_ops.cuda.planner import CODES, Gemm
 

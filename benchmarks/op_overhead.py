@@ -15,8 +15,7 @@ import torch
 from harness import Timing, noise_notes, publish, take_turns
 
 import mxfp8_ops.torch_ops  # noqa: F401  registers torch.ops.mxfp8
-from mxfp8_ops import contract
-from mxfp8_ops.cpu import native
+from mxfp8_ops import contract, native
 
 Call = Callable[[], Any]
 

@@ -14,8 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_ops import cpu, numerics
-from mxfp8_ops.cpu import native
+from mxfp8_ops import cpu, native, numerics
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
 FORMATS = ("e4m3", "e5m2")

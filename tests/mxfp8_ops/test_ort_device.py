@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mxfp8_ops import contract, numerics, ort
-from mxfp8_ops.cpu import native
+from mxfp8_ops import contract, native, numerics, ort
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.ort import cuda_loader as ort_cuda

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mxfp8_ops import checks, formats, numerics
-from mxfp8_ops.cpu import native
+from mxfp8_ops import checks, formats, native, numerics
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
 from mxfp8_ops.numerics import Array, Codes

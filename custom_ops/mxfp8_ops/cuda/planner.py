@@ -11,8 +11,7 @@ import struct
 from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_int64
 from typing import Any, Final, NamedTuple
 
-from mxfp8_ops import contract, formats
-from mxfp8_ops.cpu import native
+from mxfp8_ops import contract, formats, native
 from mxfp8_ops.errors import BackendError
 
 CODES: Final = {

@@ -15,7 +15,7 @@ from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_v
 from pathlib import Path
 from typing import Any, Final
 
-from mxfp8_ops.cpu import native
+from mxfp8_ops import native
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.cuda.system import DRIVER

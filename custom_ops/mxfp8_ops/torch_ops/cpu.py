@@ -15,8 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mxfp8_ops import native
 from mxfp8_ops.checks import scale_count, scale_shape, split_at
-from mxfp8_ops.cpu import native
 from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
 from mxfp8_ops.torch_ops import shapes
 from mxfp8_ops.torch_ops.products import Product, products

@@ -1,4 +1,4 @@
-// The C ABI of libmxfp8_ops: what cpu/native.py calls through ctypes, and what any other language may call.
+// The C ABI of libmxfp8_ops: what native.py calls through ctypes, and what any other language may call.
 //
 // Every function has the meaning of its namesake in numerics.py. Pointers are to contiguous memory unless a stride is
 // given. A function returns 0, or a negative code below; it never throws, never allocates for its result, and keeps no
