@@ -186,12 +186,8 @@ def _compare(where: str, run: Callable[[onnx.ModelProto, np.ndarray[Any, Any]], 
     expected = numerics.gemm(*numerics.quantize(x), elements, scales)
     bound = numerics.gemm_error_bound(numerics.dequantize(*numerics.quantize(x)), numerics.dequantize(elements, scales))
     if not (np.abs(got - expected) <= bound).all():
-        raise BackendError(
-            where,
-            f"a 2 x 3 x 40 gemm gives {got.ravel().tolist()}",
-            expected=str(expected.ravel().tolist()),
-            advice="report this, with the output of doctor",
-        )
+        what, right = f"a 2 x 3 x 40 gemm gives {got.ravel().tolist()}", str(expected.ravel().tolist())
+        raise BackendError(where, what, expected=right, advice="report this, with the output of doctor")
 
 
 def _gpu(gpu: system.Gpu) -> str:

@@ -75,12 +75,9 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
         if same and not options.training:
             return True
         asked = f"training with {recipe.name!r}" if options.training else repr(recipe.name)
-        raise RecipeError(
-            options.name,
-            f"Recipe mismatch for {made.node!r}: packed with {recipe_name(made.recipe)!r}, asked for {asked}",
-            expected=f"the original {what}, since packed weights cannot be packed again",
-            advice="rewrite that one",
-        )
+        found = f"Recipe mismatch for {made.node!r}: packed with {recipe_name(made.recipe)!r}, asked for {asked}"
+        expected = f"the original {what}, since packed weights cannot be packed again"
+        raise RecipeError(options.name, found, expected=expected, advice="rewrite that one")
     if not same:
         changed = f"Recipe type changed from {recipe_name(made.recipe)} to {recipe.name}"
         warnings.warn(changed, stacklevel=4)  # the caller of mxfp8_graph.rewrite
@@ -96,7 +93,7 @@ def require_eligible(decisions: Sequence[Decision], options: Options, *, wanted:
         what, advice = f"none of its {count} is eligible", "see the reasons and adapt the recipe"
     else:
         what, advice = f"no {wanted}", "nothing to rewrite"
-    raise NothingEligibleError(f"{options.name}: {what}; expected at least one; {advice}", decisions)
+    raise NothingEligibleError(options.name, what, advice, decisions)
 
 
 def replace_each(

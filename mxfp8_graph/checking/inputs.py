@@ -58,12 +58,8 @@ def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]
         if not value.type.HasField("tensor_type") or tensor.elem_type == onnx.TensorProto.STRING:
             kind = value.type.WhichOneof("value") or "untyped"
             what = "strings" if kind == "tensor_type" else kind.removesuffix("_type").replace("_", " ")
-            raise ShapeError(
-                where,
-                f"input {value.name!r} is {what}",
-                expected="a tensor of numbers",
-                advice="run this model from Python, with mxfp8_ops.ort.session",
-            )
+            advice = "run this model from Python, with mxfp8_ops.ort.session"
+            raise ShapeError(where, f"input {value.name!r} is {what}", expected="a tensor of numbers", advice=advice)
         if not tensor.HasField("shape"):
             what = f"input {value.name!r} has no shape"
             raise ShapeError(where, what, expected="one", advice="export the model with shapes")
@@ -100,12 +96,9 @@ def synthesise(
         try:
             inputs[spec.name] = _fill(spec, shape, ranges.get(spec.name), sizes.past, rng)
         except MemoryError:
-            raise ShapeError(
-                where,
-                f"input {spec} would be {shape}",
-                expected="one that fits in memory",
-                advice=("pass smaller sizes, ", sizes.option(spec.name)),
-            ) from None
+            what = f"input {spec} would be {shape}"
+            advice = ("pass smaller sizes, ", sizes.option(spec.name))
+            raise ShapeError(where, what, expected="one that fits in memory", advice=advice) from None
     return inputs
 
 
@@ -189,12 +182,8 @@ def _check_shape(shape: tuple[int, ...], spec: InputSpec, seen: dict[str, tuple[
         if isinstance(dim, str):
             first, owner = seen.setdefault(dim, (size, spec.name))
             if first != size:
-                raise ShapeError(
-                    where,
-                    f"{spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}",
-                    expected="one size for both",
-                    advice="correct one of them",
-                )
+                what = f"{spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}"
+                raise ShapeError(where, what, expected="one size for both", advice="correct one of them")
 
 
 def describe(inputs: Mapping[str, Array]) -> str:

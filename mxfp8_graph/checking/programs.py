@@ -84,12 +84,8 @@ class TorchProgram:
             with torch.inference_mode():
                 return self._module(*args, **kwargs)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            raise BackendError(
-                self.name,
-                f"torch cannot run it: {str(error).splitlines()[0]}",
-                expected="inputs the program accepts",
-                advice=PASS_OTHERS,
-            ) from None
+            what = f"torch cannot run it: {str(error).splitlines()[0]}"
+            raise BackendError(self.name, what, expected="inputs the program accepts", advice=PASS_OTHERS) from None
 
     def _arrays(self, result: Any) -> Inputs:
         leaves = pytree.tree_leaves(result)

@@ -81,9 +81,9 @@ class Signature:
     """The values that integer inputs may take, where that is limited."""
 
     @classmethod
-    def of(cls, source: OpenedModel) -> Signature:
+    def of(cls, opened: OpenedModel) -> Signature:
         """Returns the inputs of an opened model."""
-        return cls(source.name, input_specs(source.proto, source.name), index_ranges(source.proto))
+        return cls(opened.name, input_specs(opened.proto, opened.name), index_ranges(opened.proto))
 
 
 class Runnable(Protocol):
@@ -108,12 +108,9 @@ def is_program(model: Any) -> bool:
     """
     kind = kind_of(model)
     if kind in {Kind.GRAPHSURGEON, Kind.UNKNOWN}:
-        raise ContractError(
-            "model",
-            f"a {type(model).__name__}",
-            expected="a path, an onnx.ModelProto or an ExportedProgram",
-            advice="onnx_graphsurgeon.export_onnx it first" if kind is Kind.GRAPHSURGEON else "load the model first",
-        )
+        what = f"a {type(model).__name__}"
+        advice = "onnx_graphsurgeon.export_onnx it first" if kind is Kind.GRAPHSURGEON else "load the model first"
+        raise ContractError("model", what, expected="a path, an onnx.ModelProto or an ExportedProgram", advice=advice)
     return kind.is_program
 
 
@@ -153,12 +150,9 @@ def make_inputs(
     if inputs is None:
         return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
     if shapes:
-        raise ShapeError(
-            signature.name,
-            f"sizes {', '.join(shapes)} with given inputs",
-            expected="one or the other",
-            advice=("drop ", Option("shapes"), ": given inputs have their sizes"),
-        )
+        what = f"sizes {', '.join(shapes)} with given inputs"
+        advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
+        raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
     if isinstance(inputs, (str, Path)):
         return load_inputs(inputs, signature.specs)
     return check_inputs(inputs, signature.specs, signature.name)

@@ -104,12 +104,9 @@ class Session:
             return list(self._session.run_with_ort_values(self.output_names, feeds))
         except _RUNTIME_ERRORS as error:
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in feeds.items()) or "no inputs"
-            raise BackendError(
-                self._where,
-                f"ONNX Runtime cannot run it on {shapes}",
-                expected="inputs the model accepts",
-                advice=(*PASS_OTHERS, f". {_in_one_line(error)}"),
-            ) from None
+            what = f"ONNX Runtime cannot run it on {shapes}"
+            advice = (*PASS_OTHERS, f". {_in_one_line(error)}")
+            raise BackendError(self._where, what, expected="inputs the model accepts", advice=advice) from None
 
 
 @dataclass(frozen=True)

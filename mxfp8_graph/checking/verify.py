@@ -136,7 +136,7 @@ def _matched(
 
 def _check_signatures(before: OpenedModel, after: OpenedModel) -> None:
     old_inputs, new_inputs = input_specs(before.proto, before.name), input_specs(after.proto, after.name)
-    old_outputs, new_outputs = ([o.name for o in source.proto.graph.output] for source in (before, after))
+    old_outputs, new_outputs = ([o.name for o in opened.proto.graph.output] for opened in (before, after))
     for what, same, old, new in (
         ("inputs", _signature(old_inputs) == _signature(new_inputs), old_inputs, new_inputs),
         ("outputs", sorted(old_outputs) == sorted(new_outputs), old_outputs, new_outputs),
@@ -147,20 +147,17 @@ def _check_signatures(before: OpenedModel, after: OpenedModel) -> None:
 
 def _other_signature(what: str, old: Sequence[object], new: Sequence[object], models: tuple[str, str]) -> ShapeError:
     before, after = models
-    return ShapeError(
-        after,
-        f"{what} {', '.join(map(str, new)) or 'none'}",
-        expected=f"those of {before}, {', '.join(map(str, old)) or 'none'}",
-        advice="verify a model against the one it was made from",
-    )
+    what = f"{what} {', '.join(map(str, new)) or 'none'}"
+    expected = f"those of {before}, {', '.join(map(str, old)) or 'none'}"
+    return ShapeError(after, what, expected=expected, advice="verify a model against the one it was made from")
 
 
 def _signature(specs: list[InputSpec]) -> dict[str, str]:
     return {spec.name: spec.dtype.name for spec in specs}
 
 
-def _run(model: Model, source: OpenedModel, inputs: Inputs, *, kernels: bool) -> Inputs:
-    return Session(model, kernels=kernels, where=source.name).run(inputs)
+def _run(model: Model, opened: OpenedModel, inputs: Inputs, *, kernels: bool) -> Inputs:
+    return Session(model, kernels=kernels, where=opened.name).run(inputs)
 
 
 def _with_data(model: Model) -> onnx.ModelProto:

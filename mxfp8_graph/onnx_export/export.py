@@ -65,11 +65,11 @@ def to_onnx(
     recipe = _recorded_recipe(exported)
     names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
     model = _translate(exported, opset, {key: value for key, value in names.items() if value is not None})
-    source, tensors = _skeleton(model)
-    _complete(source.proto, opset, recipe)
-    external = external_data == "always" or (external_data == "auto" and source.byte_size > INLINE_LIMIT)
-    with open_target(source, path, external=external, overwrite=overwrite) as target:
-        for tensor in source.proto.graph.initializer:
+    opened, tensors = _skeleton(model)
+    _complete(opened.proto, opset, recipe)
+    external = external_data == "always" or (external_data == "auto" and opened.byte_size > INLINE_LIMIT)
+    with open_target(opened, path, external=external, overwrite=overwrite) as target:
+        for tensor in opened.proto.graph.initializer:
             if tensor.name in tensors:
                 target.store(tensor, tensors.pop(tensor.name).numpy())
         target.finish()
@@ -79,21 +79,17 @@ def to_onnx(
 def _program(program: Any) -> ExportedProgram:
     kind = kind_of(program)
     if not (kind.is_file or kind is Kind.PROGRAM):
-        raise ContractError(
-            "to_onnx",
-            f"a {type(program).__name__}",
-            expected="a rewritten ExportedProgram or the path of one",
-            advice="pass what mxfp8_graph.rewrite gave back",
-        )
+        what = f"a {type(program).__name__}"
+        expected = "a rewritten ExportedProgram or the path of one"
+        raise ContractError("to_onnx", what, expected=expected, advice="pass what mxfp8_graph.rewrite gave back")
     try:
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
 
         from mxfp8_ops import torch_ops  # noqa: F401
     except ImportError as error:
-        raise BackendError(
-            "to_onnx", str(error), expected="torch and onnxscript", advice="pip install 'mxfp8-graph[torch]'"
-        ) from error
+        advice = "pip install 'mxfp8-graph[torch]'"
+        raise BackendError("to_onnx", str(error), expected="torch and onnxscript", advice=advice) from error
     if not kind.is_file:
         exported: ExportedProgram = program
         return exported
@@ -137,12 +133,8 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
             packed = packed or op.node is not None
             recipe = recipe or (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
     if not packed:
-        raise ContractError(
-            "to_onnx",
-            "the program has no mxfp8 op",
-            expected="a rewritten one",
-            advice="call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is",
-        )
+        advice = "call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is"
+        raise ContractError("to_onnx", "the program has no mxfp8 op", expected="a rewritten one", advice=advice)
     return recipe
 
 
@@ -164,22 +156,15 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
             )
     except torch.onnx.OnnxExporterError as error:
         cause = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ContractError(
-            "to_onnx",
-            f"torch {torch.__version__} cannot export the program: {cause}",
-            expected="ops that have an ONNX form",
-            advice="change the model to do without this one",
-        ) from error
+        what = f"torch {torch.__version__} cannot export the program: {cause}"
+        advice = "change the model to do without this one"
+        raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error
     assert exported is not None  # None is for exports that write a file themselves
     model: ir.Model = exported.model
     found = model.opset_imports.get("", 0)
     if found != opset:
-        raise ContractError(
-            "to_onnx",
-            f"onnxscript cannot bring the model from opset {found} to {opset}",
-            expected="ops that both have",
-            advice="pass another opset",
-        )
+        what = f"onnxscript cannot bring the model from opset {found} to {opset}"
+        raise ContractError("to_onnx", what, expected="ops that both have", advice="pass another opset")
     float8.retype(model)
     return model
 
@@ -216,10 +201,10 @@ def _skeleton(model: ir.Model) -> tuple[OpenedModel, dict[str, ir.TensorProtocol
     for name, tensor in tensors.items():
         dims = tensor.shape.numpy()
         proto.graph.initializer.add(name=name, data_type=int(tensor.dtype), dims=dims)
-    source = OpenedModel(
+    opened = OpenedModel(
         "program", proto, {}, None, size + proto.ByteSize(), uses_external_data=False, weights_are_inputs=False
     )
-    return source, tensors
+    return opened, tensors
 
 
 def _complete(model: onnx.ModelProto, opset: int, recipe: str | None) -> None:

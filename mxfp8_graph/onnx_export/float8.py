@@ -100,12 +100,9 @@ def _give(value: ir.Value, demands: dict[str, list[_Use]]) -> None:
         if not others:
             value.graph.initializers.pop(str(value.name))
     else:
-        raise ContractError(
-            "to_onnx",
-            f"elements {value.name!r} are also read {_readers(others)}",
-            expected="one element format, and no reader but mxfp8 ops and views",
-            advice="dequantize them for other ops",
-        )
+        what = f"elements {value.name!r} are also read {_readers(others)}"
+        expected = "one element format, and no reader but mxfp8 ops and views"
+        raise ContractError("to_onnx", what, expected=expected, advice="dequantize them for other ops")
 
 
 def _set_type(value: ir.Value, name: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from mxfp8_graph.naming import unique_name
+from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import byte_length, read
 from mxfp8_graph.onnx_model.walk import iter_graphs
@@ -114,9 +114,7 @@ class Editor:
 
     def _fresh(self, wanted: str) -> str:
         """Returns `wanted`, or `wanted` with a number, that no tensor or node of the model is called."""
-        name = unique_name(wanted, self._names)
-        self._names.add(name)
-        return name
+        return take_name(wanted, self._names)
 
     def _put(self, site: OnnxSite, decision: Decision, inputs: Sequence[str], build: Builder) -> None:
         """Adds the gemm, and after it what it cannot do: its dtype, the swap back, alpha and C where not absorbed."""

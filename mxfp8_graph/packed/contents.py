@@ -33,12 +33,8 @@ def contents(model: Any) -> Contents:
     """Returns everything a model stores; see `unpack`."""
     kind = kind_of(model)
     if kind is Kind.UNKNOWN:
-        raise ContractError(
-            "unpack",
-            f"a {type(model).__name__}",
-            expected="a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram",
-            advice="load the model first",
-        )
+        expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram"
+        raise ContractError("unpack", f"a {type(model).__name__}", expected=expected, advice="load the model first")
     if kind.is_program:
         from mxfp8_graph.torch_program import load  # says what to install where torch is missing
 

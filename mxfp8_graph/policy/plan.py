@@ -67,8 +67,8 @@ class Decision:
 class NothingEligibleError(Mxfp8Error):
     """No site of the model is rewritten; `decisions` says why, site by site."""
 
-    def __init__(self, message: str, decisions: Sequence[Decision]) -> None:
-        super().__init__(message)
+    def __init__(self, where: object, what: str, advice: str, decisions: Sequence[Decision]) -> None:
+        super().__init__(where, what, expected="at least one", advice=advice)
         self.decisions = tuple(decisions)
 
 
@@ -128,12 +128,8 @@ def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rul
     settings = rule.settings if rule else {}
     weight_only = settings.get("weight_only", recipe.weight_only)
     if weight_only and site.weight is None:
-        return Decision(
-            site=site,
-            quantize=False,
-            rule=rule_name,
-            reason="weight_only, and this product has no static weight; set weight_only: false for it to quantize it",
-        )
+        reason = "weight_only, and this product has no static weight; set weight_only: false for it to quantize it"
+        return Decision(site=site, quantize=False, rule=rule_name, reason=reason)
     return Decision(
         site=site,
         quantize=True,
@@ -176,7 +172,7 @@ def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
     for field in ("include", "exclude"):
         for index, pattern in enumerate(getattr(recipe, field)):
             if not any(_named(pattern, site) for site in sites):
-                raise RecipeError(_unused(recipe, f"{field}.{index}: {pattern!r} matches none", names))
+                raise _unused(recipe, f"{field}.{index}: {pattern!r} matches none", names)
     reached: set[int] = set()
     matched: set[int] = set()
     for site in sites:
@@ -186,15 +182,13 @@ def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
             reached.add(hits[0])
     for index, rule in enumerate(recipe.rules):
         if index not in matched:
-            raise RecipeError(_unused(recipe, f"rules.{index}: {rule} matches none", names))
+            raise _unused(recipe, f"rules.{index}: {rule} matches none", names)
         if index not in reached:
             taken = f"rules.{index}: {rule} decides none (earlier rules or exclude take all it matches)"
-            raise RecipeError(_unused(recipe, taken, names))
+            raise _unused(recipe, taken, names)
 
 
-def _unused(recipe: Recipe, what: str, names: Sequence[str]) -> str:
+def _unused(recipe: Recipe, what: str, names: Sequence[str]) -> RecipeError:
     shown = ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
-    return (
-        f"recipe {recipe.name!r}: {what} of the model's matmuls; expected at least one; correct or remove it. "
-        f"Matmuls: {shown or 'none'}"
-    )
+    what, advice = f"{what} of the model's matmuls", f"correct or remove it. Matmuls: {shown or 'none'}"
+    return RecipeError(f"recipe {recipe.name!r}", what, expected="at least one", advice=advice)

@@ -124,12 +124,9 @@ class Editor:
         arguments = (*before, *last.arguments)
         value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
         if value.dtype != expected.dtype or value.dim() != expected.dim():
-            raise ContractError(
-                output.name,
-                f"rewritten it gives {value.dtype} {list(value.shape)}",
-                expected=f"{expected.dtype} {list(expected.shape)}",
-                advice="exclude this node in the recipe and report it as a bug",
-            )
+            what = f"rewritten it gives {value.dtype} {list(value.shape)}"
+            advice = "exclude this node in the recipe and report it as a bug"
+            raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
         output.target, output.args, output.kwargs = last.op, arguments, last.keywords
         record.mark(output, self._made)
         if output is not site.node:

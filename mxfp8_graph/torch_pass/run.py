@@ -23,7 +23,7 @@ from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, Option
 
 
 def rewrite_torch(
@@ -63,7 +63,8 @@ def rewrite_torch(
 def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
     """Raises ContractError if the output cannot be written or is the input."""
     if isinstance(model, Path) and output.resolve() == model.resolve():
-        raise ContractError(output, "is the input", expected="another file", advice="pass another output")
+        advice = ("pass another ", Option("output"))
+        raise ContractError(output, "is the input", expected="another file", advice=advice)
     check_target(output, overwrite=overwrite)
 
 
@@ -97,7 +98,7 @@ def _decide(sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Dec
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
         unfit = site.unfit or (training.obstacle(site) if options.training else None)
         if decision.quantize and unfit:
-            decisions[index] = training.kept(decision, unfit)
+            decisions[index] = replace(decision, quantize=False, rule="structure", reason=unfit)
         elif decision.quantize and isinstance(site, TorchSite) and site.packed:
             decisions[index] = replace(decision, weight_format=site.packed)
     if options.training:
