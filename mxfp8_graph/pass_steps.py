@@ -21,6 +21,20 @@ from mxfp8_ops.errors import RecipeError
 Site = TypeVar("Site")
 
 
+@dataclass(frozen=True)
+class PackedNames:
+    """A packed weight in the rewritten model."""
+
+    elements: str
+    """Name of the initializer or buffer with the elements."""
+    scales: str
+    """Name of the one with the scales."""
+    byte_size: int
+    """Bytes of both."""
+    relative_l2: float | None
+    """Rounding error of the weight, where it is known."""
+
+
 @dataclass(kw_only=True)
 class Reporter:
     """Makes the report of one rewrite. The clock starts with it, before the model is opened."""
@@ -119,6 +133,20 @@ def replace_each(
         if progress is not None:
             progress(decision.site.name, done, total)
     return reports
+
+
+def replaced(decision: Decision, nodes: Sequence[str], weight: PackedNames | None) -> SiteReport:
+    """Returns what became of a site that `nodes` stand for now."""
+    if weight is None:
+        return SiteReport(decision=decision, nodes=tuple(nodes))
+    return SiteReport(
+        decision=decision,
+        nodes=tuple(nodes),
+        packed=weight.elements,
+        bytes_before=decision.site.weight_bytes,
+        bytes_after=weight.byte_size,
+        relative_l2=weight.relative_l2,
+    )
 
 
 def _untouched(decision: Decision) -> SiteReport:

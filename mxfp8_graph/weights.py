@@ -32,6 +32,11 @@ class Packed:
     """Sum of (w - dequantized)^2."""
 
     @property
+    def byte_size(self) -> int:
+        """Bytes of elements and scales."""
+        return self.elements.nbytes + self.scales.nbytes
+
+    @property
     def relative_l2(self) -> float:
         """|w - dequantized| / |w|; 0 for an all-zero weight."""
         return float((self.noise / self.signal) ** 0.5) if self.signal else 0.0

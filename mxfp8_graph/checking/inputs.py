@@ -18,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.checking.input_sizes import Sizes
+from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_ops.errors import Option, ShapeError
 
 Array = npt.NDArray[Any]
@@ -66,6 +68,41 @@ def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]
         dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
         specs.append(InputSpec(value.name, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type), dims))
     return specs
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a model takes."""
+
+    name: str
+    """What to call the model in messages."""
+    specs: list[InputSpec]
+    ranges: Mapping[str, range]
+    """The values that integer inputs may take, where that is limited."""
+
+    @classmethod
+    def of(cls, opened: OpenedModel) -> Signature:
+        """Returns the inputs of an opened model."""
+        return cls(opened.name, input_specs(opened.proto, opened.name), index_ranges(opened.proto))
+
+
+def make_inputs(
+    signature: Signature, inputs: str | Path | Mapping[str, Array] | None, shapes: Mapping[str, int] | None, seed: int
+) -> Inputs:
+    """Returns the given inputs, checked, or synthesised ones.
+
+    Raises:
+        ShapeError: they do not fit the model, or both inputs and shapes are given.
+    """
+    if inputs is None:
+        return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
+    if shapes:
+        what = f"sizes {', '.join(shapes)} with given inputs"
+        advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
+        raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
+    if isinstance(inputs, (str, Path)):
+        return load_inputs(inputs, signature.specs)
+    return check_inputs(inputs, signature.specs, signature.name)
 
 
 def synthesise(

@@ -63,12 +63,15 @@ class OpenedModel:
         raise ContractError(self.name, what, expected="one", advice="re-export the model with an opset")
 
 
-def open_path(path: Path) -> OpenedModel:
-    """Returns the model in a file; external data is not read.
+def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
+    """Returns the model in a file or in memory; external data is not read, and a caller's proto is never modified.
 
     Raises:
         ContractError: the file is missing, unreadable, empty or not an ONNX model.
     """
+    if isinstance(model, onnx.ModelProto):
+        return _open(model, "model", None, model.ByteSize())
+    path = Path(model)
     if path.is_dir():
         raise ContractError(path, "a directory", expected="an ONNX file", advice="name the .onnx file inside it")
     try:
@@ -79,18 +82,13 @@ def open_path(path: Path) -> OpenedModel:
     if size == 0:
         raise ContractError(path, "the file is empty", expected="an ONNX model", advice="export it again")
     try:
-        model = onnx.ModelProto.FromString(content)
+        proto = onnx.ModelProto.FromString(content)
     except DecodeError:
         what = "not a complete ONNX file (protobuf cannot be decoded)"
         advice = "check that the file is one and was copied whole"
         raise ContractError(path, what, expected="an ONNX model", advice=advice) from None
     del content
-    return _open(model, str(path), path.parent, size)
-
-
-def open_proto(model: onnx.ModelProto) -> OpenedModel:
-    """Returns a model that is in memory; the caller's proto is never modified."""
-    return _open(model, "model", None, model.ByteSize())
+    return _open(proto, str(path), path.parent, size)
 
 
 def _open(model: onnx.ModelProto, name: str, folder: Path | None, size: int) -> OpenedModel:

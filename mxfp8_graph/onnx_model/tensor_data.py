@@ -61,11 +61,7 @@ def read(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Array:
 
 
 def raw(tensor: onnx.TensorProto, folder: Path | None, model: str) -> bytes:
-    """Returns the values of a stored tensor as little-endian bytes, in one read of exactly those if they are external.
-
-    Raises:
-        ContractError: see `read`.
-    """
+    """Returns the values of a stored tensor as little-endian bytes, in one read of exactly those; errors as `read`."""
     if is_external(tensor):
         path, offset, length = locate(tensor, folder, model)
         with _reading(path, tensor, model), path.open("rb") as file:
@@ -81,11 +77,7 @@ def raw(tensor: onnx.TensorProto, folder: Path | None, model: str) -> bytes:
 
 @contextlib.contextmanager
 def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Iterator[Fetch]:
-    """Yields a function that reads any run of the values of `tensor`, into one buffer that is used again.
-
-    Raises:
-        ContractError: see `read`.
-    """
+    """Yields a function that reads any run of the values of `tensor` into one buffer; errors as `read`."""
     if not is_external(tensor) or onnx.TensorProto.DataType.Name(tensor.data_type) in _BITS:
         values = read(tensor, folder, model).reshape(-1)
         yield lambda first, count: values[first : first + count]
@@ -115,11 +107,7 @@ def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Itera
 
 
 def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[Path, int, int]:
-    """Returns (file, offset, length) of an external tensor, having checked that the file holds that much.
-
-    Raises:
-        ContractError: see `read`.
-    """
+    """Returns (file, offset, length) of an external tensor, once it is known that the file has it; errors as `read`."""
     where = f"{model}: tensor {tensor.name!r}"
     name = location(tensor)
     if folder is None:

@@ -77,13 +77,9 @@ def _refuse_other_ops(opened: OpenedModel, function: onnx.FunctionProto, opset: 
     for op in sorted({node.op_type for node in function.node if node.domain in STANDARD}):
         versions = {_since(op, opset), _since(op, opened.opset)}
         if len(versions) > 1:
-            raise ContractError(
-                opened.name,
-                f"local function {function.name!r} is of opset {opset}, in which {op} is another than in the "
-                f"model's opset {opened.opset}",
-                expected="one opset for both",
-                advice="export the model again",
-            )
+            other = f"in which {op} is another than in the model's opset {opened.opset}"
+            what = f"local function {function.name!r} is of opset {opset}, {other}"
+            raise ContractError(opened.name, what, expected="one opset for both", advice="export the model again")
 
 
 def _since(op: str, opset: int) -> int:
@@ -158,13 +154,10 @@ def _refuse_stale(opened: OpenedModel, graph: onnx.GraphProto, opset: int) -> No
             continue
         schema = onnx.defs.get_schema(node.op_type, MIN_OPSET)
         if stale := sorted({a.name for a in node.attribute} - set(schema.attributes)):
-            raise ContractError(
-                opened.name,
-                f"node {node.name or node.output[0]!r} ({node.op_type}) has attribute {stale[0]!r} of opset "
-                f"{opset}, which onnx's converter left unconverted",
-                expected=f"opset {MIN_OPSET} or above",
-                advice="export the model again with one",
-            )
+            attribute = f"attribute {stale[0]!r} of opset {opset}, which onnx's converter left unconverted"
+            what = f"node {node.name or node.output[0]!r} ({node.op_type}) has {attribute}"
+            expected = f"opset {MIN_OPSET} or above"
+            raise ContractError(opened.name, what, expected=expected, advice="export the model again with one")
 
 
 def _last_line(error: Exception) -> str:

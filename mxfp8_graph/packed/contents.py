@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -43,9 +42,7 @@ def contents(model: Any) -> Contents:
 
         return from_torch.contents(load(model), str(model)) if kind.is_file else from_torch.contents(model, "program")
     from mxfp8_graph.onnx_model import graphsurgeon
-    from mxfp8_graph.onnx_model.open import open_path, open_proto
+    from mxfp8_graph.onnx_model.open import open_model
     from mxfp8_graph.packed import from_onnx
 
-    if kind.is_file:
-        return from_onnx.contents(open_path(Path(model)))
-    return from_onnx.contents(open_proto(graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model))
+    return from_onnx.contents(open_model(graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model))

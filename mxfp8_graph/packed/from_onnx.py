@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import onnx
 
-from mxfp8_graph import provenance
 from mxfp8_graph.naming import take_name
+from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw, read
 from mxfp8_graph.onnx_model.walk import module_path, stored_in, subgraphs
@@ -68,8 +68,8 @@ def contents(opened: OpenedModel) -> Contents:
         for tensor in opened.proto.graph.initializer
         if tensor.name not in packed and tensor.data_type in _FLOATS and tensor.dims
     ]
-    recipe = next((p.value for p in opened.proto.metadata_props if p.key == provenance.RECIPE_KEY), None)
-    return Contents(where=opened.name, weights={w.name: w for w in weights.values()}, others=others, recipe=recipe)
+    by_name, recipe = {weight.name: weight for weight in weights.values()}, record.recipe_of(opened.proto)
+    return Contents(where=opened.name, weights=by_name, others=others, recipe=recipe)
 
 
 def _uses(graph: onnx.GraphProto, visible: Visible) -> Iterator[_Use]:

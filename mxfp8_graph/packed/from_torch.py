@@ -24,11 +24,7 @@ _NAMES: Final = {name: op.weight for name, op in contract.TORCH_OPS.items() if o
 
 
 def contents(program: ExportedProgram, where: str) -> Contents:
-    """Returns what an exported program stores.
-
-    Raises:
-        BackendError: this torch is not one the pass knows.
-    """
+    """Returns what an exported program stores."""
     internals.check_torch()
     view = Program(program)
     weights: dict[str, PackedWeight] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
@@ -62,6 +62,10 @@ class Decision:
     activation_format: str = "e4m3"
     weight_format: str = "e4m3"
     scale_rounding: str = "ceil"
+
+
+_SETTINGS: Final = ("weight_only", "activation_format", "weight_format", "scale_rounding")
+"""What a recipe, and a rule for its sites, may set about how a site is quantized."""
 
 
 class NothingEligibleError(Mxfp8Error):
@@ -126,20 +130,11 @@ def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
 
 def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rule: Rule | None = None) -> Decision:
     settings = rule.settings if rule else {}
-    weight_only = settings.get("weight_only", recipe.weight_only)
-    if weight_only and site.weight is None:
+    chosen = {name: settings.get(name, getattr(recipe, name)) for name in _SETTINGS}
+    if chosen["weight_only"] and site.weight is None:
         reason = "weight_only, and this product has no static weight; set weight_only: false for it to quantize it"
         return Decision(site=site, quantize=False, rule=rule_name, reason=reason)
-    return Decision(
-        site=site,
-        quantize=True,
-        rule=rule_name,
-        reason=reason,
-        weight_only=weight_only,
-        activation_format=settings.get("activation_format", recipe.activation_format),
-        weight_format=settings.get("weight_format", recipe.weight_format),
-        scale_rounding=settings.get("scale_rounding", recipe.scale_rounding),
-    )
+    return Decision(site=site, quantize=True, rule=rule_name, reason=reason, **chosen)
 
 
 def _named(pattern: str, site: MatMulSite) -> bool:

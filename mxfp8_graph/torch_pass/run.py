@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,13 +32,7 @@ def rewrite_torch(
 ) -> tuple[Path | ExportedProgram | None, RewriteReport]:
     """Returns (the output's path, or the rewritten program if no output is asked for, or None on a dry run; report).
 
-    A program in memory is not modified.
-
-    Raises:
-        ContractError: the program cannot be read or packed, or the output not written.
-        RecipeError: a rule decides nothing, or the program was rewritten with another recipe.
-        NothingEligibleError: no matmul of the program is rewritten.
-        BackendError: this torch is not one the pass knows.
+    A program in memory is not modified. Errors: see `mxfp8_graph.rewrite`, and `internals.check_torch`.
     """
     reporter = Reporter(recipe=recipe, options=options)
     if options.output is not None:
@@ -127,13 +122,11 @@ def _replaced(
             return training.apply(program, site, decision, recipe, made)
         return editor.apply(site, decision)
 
-    def keep(site: Site) -> None:
-        training.undo(program, site)
-
-    reports = replace_each(sites, decisions, change, keep=keep, progress=options.progress)
+    undo = partial(training.undo, program)
+    reports = replace_each(sites, decisions, change, keep=undo, progress=options.progress)
     editor.finish()
     if not options.training:
-        program.freeze()
+        program.freeze()  # no gradient passes through packed matmuls
     return reports
 
 

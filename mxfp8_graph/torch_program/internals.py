@@ -60,7 +60,7 @@ def clone(module: GraphModule) -> GraphModule:
     for graph_module in module.modules():
         if isinstance(graph_module, GraphModule):
             shared[id(graph_module.meta)] = {k: v for k, v in graph_module.meta.items() if k != "unflattened_module"}
-    with _quiet():
+    with quiet():
         copied: GraphModule = copy.deepcopy(module, shared)
     for path, old in module.named_modules():
         if isinstance(old, GraphModule):
@@ -83,7 +83,7 @@ def updated(
 ) -> ExportedProgram:
     """Returns `program` with another graph and other weights; outputs, ranges and module calls stay."""
     signature = ExportGraphSignature(input_specs=list(inputs), output_specs=program.graph_signature.output_specs)
-    with _quiet():
+    with quiet():
         new: ExportedProgram = program._update(module, signature, state_dict=dict(state), constants=dict(constants))
     return new
 
@@ -112,7 +112,7 @@ def container_modules(program: ExportedProgram) -> list[str]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences what torch says about its own use of deprecated names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -150,7 +150,7 @@ def expose_einsum(program: ExportedProgram) -> ExportedProgram:
     from torch._export.utils import _get_decomp_for_cia
 
     op = torch.ops.aten.einsum.default
-    with _quiet():
+    with quiet():
         exposed: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
     return exposed
 
