@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 from rich.console import RenderableType
 from rich.table import Table
@@ -23,6 +24,7 @@ from mxfp8_ops import contract, cpu, numerics
 from mxfp8_ops.cuda import build, planner, system
 from mxfp8_ops.errors import BackendError, Mxfp8Error
 
+Array = npt.NDArray[Any]
 State = Literal["ok", "missing", "broken", "failed"]
 
 
@@ -160,24 +162,16 @@ def _kernels() -> str:
 
 
 def _session() -> str:
-    """Runs MXFP8Quantize and MXFP8Gemm, without function bodies to fall back on, and compares with the reference.
-
-    Raises:
-        BackendError: ONNX Runtime cannot run them, or the result is wrong.
-    """
+    """Runs MXFP8Quantize and MXFP8Gemm, without function bodies to fall back on, and compares with the reference."""
     from mxfp8_graph.checking.sessions import Session
 
-    def run(model: onnx.ModelProto, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        result: np.ndarray[Any, Any] = Session(model, kernels=True, where="session").run({"x": x})["y"]
-        return result
-
-    _compare("session", run)
+    _compare("session", lambda model, x: Session(model, kernels=True, where="session").run({"x": x})["y"])
     import onnxruntime
 
     return f"ONNX Runtime {onnxruntime.__version__} runs the kernels, and they give what the reference gives"
 
 
-def _compare(where: str, run: Callable[[onnx.ModelProto, np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> None:
+def _compare(where: str, run: Callable[[onnx.ModelProto, Array], Array]) -> None:
     """Raises BackendError unless `run` gives what the reference gives."""
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((2, 40), np.float32), rng.standard_normal((3, 40), np.float32)
@@ -186,12 +180,8 @@ def _compare(where: str, run: Callable[[onnx.ModelProto, np.ndarray[Any, Any]], 
     expected = numerics.gemm(*numerics.quantize(x), elements, scales)
     bound = numerics.gemm_error_bound(numerics.dequantize(*numerics.quantize(x)), numerics.dequantize(elements, scales))
     if not (np.abs(got - expected) <= bound).all():
-        raise BackendError(
-            where,
-            f"a 2 x 3 x 40 gemm gives {got.ravel().tolist()}",
-            expected=str(expected.ravel().tolist()),
-            advice="report this, with the output of doctor",
-        )
+        what, right = f"a 2 x 3 x 40 gemm gives {got.ravel().tolist()}", str(expected.ravel().tolist())
+        raise BackendError(where, what, expected=right, advice="report this, with the output of doctor")
 
 
 def _gpu(gpu: system.Gpu) -> str:
@@ -232,9 +222,8 @@ def _gpu_session() -> str:
 
     device = "cuda" if _cuda_provider().state == "ok" else "cuda-copies"
 
-    def run(model: onnx.ModelProto, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        result: np.ndarray[Any, Any] = ort.session(model.SerializeToString(), device=device).run(None, {"x": x})[0]
-        return result
+    def run(model: onnx.ModelProto, x: Array) -> Array:
+        return np.asarray(ort.session(model.SerializeToString(), device=device).run(None, {"x": x})[0])
 
     _compare("gpu session", run)
     return f"device {device!r} runs the kernels, and they give what the reference gives"

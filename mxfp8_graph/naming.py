@@ -12,3 +12,10 @@ def unique_name(wanted: str, taken: Container[str], separator: str = "_") -> str
         count += 1
         name = f"{wanted}{separator}{count}"
     return name
+
+
+def take_name(wanted: str, taken: set[str], separator: str = "_") -> str:
+    """Returns `unique_name`, which is in `taken` from now on."""
+    name = unique_name(wanted, taken, separator)
+    taken.add(name)
+    return name

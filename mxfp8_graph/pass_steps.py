@@ -21,6 +21,20 @@ from mxfp8_ops.errors import RecipeError
 Site = TypeVar("Site")
 
 
+@dataclass(frozen=True)
+class PackedNames:
+    """A packed weight in the rewritten model."""
+
+    elements: str
+    """Name of the initializer or buffer with the elements."""
+    scales: str
+    """Name of the one with the scales."""
+    byte_size: int
+    """Bytes of both."""
+    relative_l2: float | None
+    """Rounding error of the weight, where it is known."""
+
+
 @dataclass(kw_only=True)
 class Reporter:
     """Makes the report of one rewrite. The clock starts with it, before the model is opened."""
@@ -75,12 +89,9 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
         if same and not options.training:
             return True
         asked = f"training with {recipe.name!r}" if options.training else repr(recipe.name)
-        raise RecipeError(
-            options.name,
-            f"Recipe mismatch for {made.node!r}: packed with {recipe_name(made.recipe)!r}, asked for {asked}",
-            expected=f"the original {what}, since packed weights cannot be packed again",
-            advice="rewrite that one",
-        )
+        found = f"Recipe mismatch for {made.node!r}: packed with {recipe_name(made.recipe)!r}, asked for {asked}"
+        expected = f"the original {what}, since packed weights cannot be packed again"
+        raise RecipeError(options.name, found, expected=expected, advice="rewrite that one")
     if not same:
         changed = f"Recipe type changed from {recipe_name(made.recipe)} to {recipe.name}"
         warnings.warn(changed, stacklevel=4)  # the caller of mxfp8_graph.rewrite
@@ -96,7 +107,7 @@ def require_eligible(decisions: Sequence[Decision], options: Options, *, wanted:
         what, advice = f"none of its {count} is eligible", "see the reasons and adapt the recipe"
     else:
         what, advice = f"no {wanted}", "nothing to rewrite"
-    raise NothingEligibleError(f"{options.name}: {what}; expected at least one; {advice}", decisions)
+    raise NothingEligibleError(options.name, what, advice, decisions)
 
 
 def replace_each(
@@ -122,6 +133,20 @@ def replace_each(
         if progress is not None:
             progress(decision.site.name, done, total)
     return reports
+
+
+def replaced(decision: Decision, nodes: Sequence[str], weight: PackedNames | None) -> SiteReport:
+    """Returns what became of a site that `nodes` stand for now."""
+    if weight is None:
+        return SiteReport(decision=decision, nodes=tuple(nodes))
+    return SiteReport(
+        decision=decision,
+        nodes=tuple(nodes),
+        packed=weight.elements,
+        bytes_before=decision.site.weight_bytes,
+        bytes_after=weight.byte_size,
+        relative_l2=weight.relative_l2,
+    )
 
 
 def _untouched(decision: Decision) -> SiteReport:

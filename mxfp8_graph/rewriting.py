@@ -55,16 +55,12 @@ def rewrite(
     chosen = load_recipe(recipe)
     kind = kind_of(model)
     if kind is Kind.UNKNOWN:
-        raise ContractError(
-            "rewrite",
-            f"model is a {type(model).__name__}",
-            expected="a path, an onnx.ModelProto or an onnx_graphsurgeon.Graph",
-            advice="load the model first",
-        )
+        what = f"model is a {type(model).__name__}"
+        expected = "a path, an onnx.ModelProto or an onnx_graphsurgeon.Graph"
+        raise ContractError("rewrite", what, expected=expected, advice="load the model first")
     if training and not kind.is_program:
-        raise ContractError(
-            "rewrite", "training=True for an ONNX model", expected="an exported program", advice="export with torch"
-        )
+        what = "training=True for an ONNX model"
+        raise ContractError("rewrite", what, expected="an exported program", advice="export with torch")
     name = "program" if kind.is_program else "model"
     if kind.is_file:
         model = Path(model)

@@ -10,8 +10,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops import formats
+from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError, Option
+from mxfp8_ops.formats import BLOCK_SIZE
 
 Array = npt.NDArray[Any]
 
@@ -29,6 +30,11 @@ class Packed:
     """Sum of w^2."""
     noise: float
     """Sum of (w - dequantized)^2."""
+
+    @property
+    def byte_size(self) -> int:
+        """Bytes of elements and scales."""
+        return self.elements.nbytes + self.scales.nbytes
 
     @property
     def relative_l2(self) -> float:
@@ -60,7 +66,7 @@ def packed_bytes(shape: Sequence[int], *, transposed: bool) -> int:
     """
     *lead, height, width = shape
     n, k = (width, height) if transposed else (height, width)
-    return math.prod(lead) * n * (k + -(-k // formats.BLOCK_SIZE))
+    return math.prod(lead) * n * (k + scale_count(k))
 
 
 def pack(
@@ -92,10 +98,10 @@ def pack(
     *lead, height, width = rows.shape
     n, k = (width, height) if transposed else (height, width)
     elements = np.empty((*lead, n, k), np.uint8)
-    scales = np.empty((*lead, n, -(-k // formats.BLOCK_SIZE)), np.uint8)
+    scales = np.empty((*lead, n, scale_count(k)), np.uint8)
     signal = noise = 0.0
     # Slices along K are whole blocks; 4 bytes is the widest value.
-    step = -(-SLICE_BYTES // (4 * width * formats.BLOCK_SIZE)) * formats.BLOCK_SIZE
+    step = -(-SLICE_BYTES // (4 * width * BLOCK_SIZE)) * BLOCK_SIZE
     for at in np.ndindex(*lead):
         for start in range(0, height, step):
             stop = min(start + step, height)
@@ -106,14 +112,11 @@ def pack(
             if part.first_nonfinite is not None and not allow_nonfinite:
                 row, column = part.first_nonfinite
                 allow = Option("allow_nonfinite", True)
-                raise NonFiniteError(
-                    f"weight {name!r}",
-                    f"{matrix[row, column]} at index {rows.index((*at, start + row, column))}",
-                    expected="finite values",
-                    advice=("repair the checkpoint, or pass ", allow, " to let its block become NaN"),
-                )
+                what = f"{matrix[row, column]} at index {rows.index((*at, start + row, column))}"
+                advice = ("repair the checkpoint, or pass ", allow, " to let its block become NaN")
+                raise NonFiniteError(f"weight {name!r}", what, expected="finite values", advice=advice)
             if transposed:
-                blocks = slice(start // formats.BLOCK_SIZE, -(-stop // formats.BLOCK_SIZE))
+                blocks = slice(start // BLOCK_SIZE, scale_count(stop))
                 elements[at][:, start:stop], scales[at][:, blocks] = part.elements, part.scales
             else:
                 elements[at][start:stop], scales[at][start:stop] = part.elements, part.scales

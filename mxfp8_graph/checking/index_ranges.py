@@ -49,7 +49,7 @@ def index_ranges(model: ModelProto) -> dict[str, range]:
     """
     model = _inlined(model)
     walk = _Walk(model)
-    for name in (i.name for i in model.graph.input if _is_integer(i)):
+    for name in (i.name for i in model.graph.input if _is_integer(i.type.tensor_type.elem_type)):
         walk.origins[name] = {(name, 0)}
     walk.graph(model.graph)
     return walk.ranges
@@ -153,14 +153,10 @@ def _small_constants(model: ModelProto) -> Iterator[tuple[str, int]]:
                     yield node.output[0], attribute.i
         for name, tensor in tensors:
             single = int(np.prod(list(tensor.dims), dtype=np.int64)) == 1
-            if single and tensor.data_location != onnx.TensorProto.EXTERNAL and _integer(tensor.data_type):
+            if single and tensor.data_location != onnx.TensorProto.EXTERNAL and _is_integer(tensor.data_type):
                 yield name, int(numpy_helper.to_array(tensor).item())
 
 
-def _is_integer(value: onnx.ValueInfoProto) -> bool:
-    return _integer(value.type.tensor_type.elem_type)
-
-
-def _integer(dtype: int) -> bool:
+def _is_integer(dtype: int) -> bool:
     proto = onnx.TensorProto
     return dtype in {proto.INT8, proto.INT16, proto.INT32, proto.INT64, proto.UINT8, proto.UINT16, proto.UINT32}

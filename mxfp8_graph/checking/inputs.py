@@ -18,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.checking.input_sizes import Sizes
+from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_ops.errors import Option, ShapeError
 
 Array = npt.NDArray[Any]
@@ -58,18 +60,49 @@ def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]
         if not value.type.HasField("tensor_type") or tensor.elem_type == onnx.TensorProto.STRING:
             kind = value.type.WhichOneof("value") or "untyped"
             what = "strings" if kind == "tensor_type" else kind.removesuffix("_type").replace("_", " ")
-            raise ShapeError(
-                where,
-                f"input {value.name!r} is {what}",
-                expected="a tensor of numbers",
-                advice="run this model from Python, with mxfp8_ops.ort.session",
-            )
+            advice = "run this model from Python, with mxfp8_ops.ort.session"
+            raise ShapeError(where, f"input {value.name!r} is {what}", expected="a tensor of numbers", advice=advice)
         if not tensor.HasField("shape"):
             what = f"input {value.name!r} has no shape"
             raise ShapeError(where, what, expected="one", advice="export the model with shapes")
         dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
         specs.append(InputSpec(value.name, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type), dims))
     return specs
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a model takes."""
+
+    name: str
+    """What to call the model in messages."""
+    specs: list[InputSpec]
+    ranges: Mapping[str, range]
+    """The values that integer inputs may take, where that is limited."""
+
+    @classmethod
+    def of(cls, opened: OpenedModel) -> Signature:
+        """Returns the inputs of an opened model."""
+        return cls(opened.name, input_specs(opened.proto, opened.name), index_ranges(opened.proto))
+
+
+def make_inputs(
+    signature: Signature, inputs: str | Path | Mapping[str, Array] | None, shapes: Mapping[str, int] | None, seed: int
+) -> Inputs:
+    """Returns the given inputs, checked, or synthesised ones.
+
+    Raises:
+        ShapeError: they do not fit the model, or both inputs and shapes are given.
+    """
+    if inputs is None:
+        return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
+    if shapes:
+        what = f"sizes {', '.join(shapes)} with given inputs"
+        advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
+        raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
+    if isinstance(inputs, (str, Path)):
+        return load_inputs(inputs, signature.specs)
+    return check_inputs(inputs, signature.specs, signature.name)
 
 
 def synthesise(
@@ -100,12 +133,9 @@ def synthesise(
         try:
             inputs[spec.name] = _fill(spec, shape, ranges.get(spec.name), sizes.past, rng)
         except MemoryError:
-            raise ShapeError(
-                where,
-                f"input {spec} would be {shape}",
-                expected="one that fits in memory",
-                advice=("pass smaller sizes, ", sizes.option(spec.name)),
-            ) from None
+            what = f"input {spec} would be {shape}"
+            advice = ("pass smaller sizes, ", sizes.option(spec.name))
+            raise ShapeError(where, what, expected="one that fits in memory", advice=advice) from None
     return inputs
 
 
@@ -189,12 +219,8 @@ def _check_shape(shape: tuple[int, ...], spec: InputSpec, seen: dict[str, tuple[
         if isinstance(dim, str):
             first, owner = seen.setdefault(dim, (size, spec.name))
             if first != size:
-                raise ShapeError(
-                    where,
-                    f"{spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}",
-                    expected="one size for both",
-                    advice="correct one of them",
-                )
+                what = f"{spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}"
+                raise ShapeError(where, what, expected="one size for both", advice="correct one of them")
 
 
 def describe(inputs: Mapping[str, Array]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
-from mxfp8_graph.checking.sessions import Timing, timed
+from mxfp8_graph.checking.sessions import Runnable
 from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops.errors import BackendError
 
@@ -28,12 +28,8 @@ _MOVES: Final = frozenset(
 """aten ops whose result holds the values of their first argument."""
 
 
-class TorchProgram:
-    """A program, in memory or in a .pt2 file, ready to run.
-
-    Raises:
-        ContractError: the file cannot be read.
-    """
+class TorchProgram(Runnable):
+    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file."""
 
     def __init__(self, model: str | Path | ExportedProgram) -> None:
         if isinstance(model, ExportedProgram):
@@ -52,53 +48,28 @@ class TorchProgram:
             for s in program.graph_signature.output_specs
             if s.kind.name == "USER_OUTPUT"
         ]
+        self.output_names = [name for name in self._outputs if name is not None]
 
-    @property
-    def output_names(self) -> list[str]:
-        """Names of the tensors the program returns, in order."""
-        return [name for name in self._outputs if name is not None]
-
-    def run(self, inputs: Mapping[str, Array]) -> Inputs:
-        """Returns the outputs by name; bfloat16 as ml_dtypes has it.
-
-        Raises:
-            BackendError: the program fails on these inputs.
-        """
-        return self._arrays(self._call(*self._arguments(inputs)))
-
-    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
-        """Returns outputs and latencies of `repeat` runs after one that is not counted."""
-        args, kwargs = self._arguments(inputs)
-        result, seconds = timed(lambda: self._call(args, kwargs), repeat)
-        return Timing(self._arrays(result), seconds)
-
-    def _arguments(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
+    def _feeds(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
         leaves = [
             s.arg.value if isinstance(s.arg, ConstantArgument) else _tensor(inputs[s.arg.name]) for s in self._inputs
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
         return args, kwargs
 
-    def _call(self, args: Any, kwargs: Any) -> Any:
+    def _call(self, feeds: tuple[Any, Any]) -> Any:
+        args, kwargs = feeds
         try:
             with torch.inference_mode():
                 return self._module(*args, **kwargs)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            raise BackendError(
-                self.name,
-                f"torch cannot run it: {str(error).splitlines()[0]}",
-                expected="inputs the program accepts",
-                advice=PASS_OTHERS,
-            ) from None
+            what = f"torch cannot run it: {str(error).splitlines()[0]}"
+            raise BackendError(self.name, what, expected="inputs the program accepts", advice=PASS_OTHERS) from None
 
-    def _arrays(self, result: Any) -> Inputs:
-        leaves = pytree.tree_leaves(result)
-        pairs = zip(self._outputs, leaves, strict=True)
-        return {
-            name: to_numpy(leaf.contiguous())
-            for name, leaf in pairs
-            if name is not None and isinstance(leaf, torch.Tensor)
-        }
+    def _arrays(self, results: Any) -> Inputs:
+        named = zip(self._outputs, pytree.tree_leaves(results), strict=True)
+        tensors = ((name, leaf) for name, leaf in named if name is not None and isinstance(leaf, torch.Tensor))
+        return {name: to_numpy(leaf.contiguous()) for name, leaf in tensors}
 
 
 def _spec(placeholder: torch.fx.Node) -> InputSpec:

@@ -5,26 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import onnx
-
-from mxfp8_graph.checking.index_ranges import index_ranges
-from mxfp8_graph.checking.inputs import (
-    Array,
-    Inputs,
-    InputSpec,
-    check_inputs,
-    describe,
-    input_specs,
-    load_inputs,
-    synthesise,
-)
-from mxfp8_graph.checking.sessions import Session, Timing
+from mxfp8_graph.checking.inputs import Array, Signature, describe, make_inputs
+from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.onnx_model.open import OpenedModel, open_path, open_proto
+from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_ops import cpu
-from mxfp8_ops.errors import ContractError, Option, ShapeError
+from mxfp8_ops.errors import ContractError
 
 Model = Any
 """A path, an `onnx.ModelProto` or a `torch.export.ExportedProgram`: torch is not imported to name the last."""
@@ -70,36 +58,6 @@ def run_model(
     return RunReport(model=signature.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing)
 
 
-@dataclass(frozen=True)
-class Signature:
-    """What a model takes."""
-
-    name: str
-    """What to call the model in messages."""
-    specs: list[InputSpec]
-    ranges: Mapping[str, range]
-    """The values that integer inputs may take, where that is limited."""
-
-    @classmethod
-    def of(cls, source: OpenedModel) -> Signature:
-        """Returns the inputs of an opened model."""
-        return cls(source.name, input_specs(source.proto, source.name), index_ranges(source.proto))
-
-
-class Runnable(Protocol):
-    """A model that can be run, whichever framework runs it."""
-
-    @property
-    def output_names(self) -> list[str]:
-        """Names of the outputs `run` returns, in order."""
-
-    def run(self, inputs: Mapping[str, Array]) -> Inputs:
-        """Returns the outputs by name."""
-
-    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
-        """Returns outputs and latencies of `repeat` runs after one that is not counted."""
-
-
 def is_program(model: Any) -> bool:
     """Whether `model` is a .pt2 file or an ExportedProgram; asks without importing torch.
 
@@ -108,12 +66,9 @@ def is_program(model: Any) -> bool:
     """
     kind = kind_of(model)
     if kind in {Kind.GRAPHSURGEON, Kind.UNKNOWN}:
-        raise ContractError(
-            "model",
-            f"a {type(model).__name__}",
-            expected="a path, an onnx.ModelProto or an ExportedProgram",
-            advice="onnx_graphsurgeon.export_onnx it first" if kind is Kind.GRAPHSURGEON else "load the model first",
-        )
+        what = f"a {type(model).__name__}"
+        advice = "onnx_graphsurgeon.export_onnx it first" if kind is Kind.GRAPHSURGEON else "load the model first"
+        raise ContractError("model", what, expected="a path, an onnx.ModelProto or an ExportedProgram", advice=advice)
     return kind.is_program
 
 
@@ -131,34 +86,3 @@ def open_runnable(model: Model) -> tuple[Signature, Runnable]:
         return Signature(program.name, program.specs, program.ranges), program
     signature = Signature.of(open_model(model))
     return signature, Session(model, kernels=True, where=signature.name)
-
-
-def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
-    """Returns the structure of an ONNX model; the data of large tensors is not read.
-
-    Raises:
-        ContractError: it cannot be read.
-    """
-    return open_proto(model) if isinstance(model, onnx.ModelProto) else open_path(Path(model))
-
-
-def make_inputs(
-    signature: Signature, inputs: str | Path | Mapping[str, Array] | None, shapes: Mapping[str, int] | None, seed: int
-) -> Inputs:
-    """Returns the given inputs, checked, or synthesised ones.
-
-    Raises:
-        ShapeError: they do not fit the model, or both inputs and shapes are given.
-    """
-    if inputs is None:
-        return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
-    if shapes:
-        raise ShapeError(
-            signature.name,
-            f"sizes {', '.join(shapes)} with given inputs",
-            expected="one or the other",
-            advice=("drop ", Option("shapes"), ": given inputs have their sizes"),
-        )
-    if isinstance(inputs, (str, Path)):
-        return load_inputs(inputs, signature.specs)
-    return check_inputs(inputs, signature.specs, signature.name)

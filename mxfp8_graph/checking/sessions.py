@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -30,13 +31,61 @@ _RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
 )
 """What ONNX Runtime raises; its classes have no common base of their own."""
 
-_Result = TypeVar("_Result")
-
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
 
 
-class Session:
-    """A model ready to run.
+@dataclass(frozen=True)
+class Timing:
+    """Outputs of the last run, and the seconds each run took."""
+
+    outputs: Inputs
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median seconds."""
+        return statistics.median(self.seconds)
+
+
+class Runnable(ABC):
+    """A model ready to run, whichever framework runs it."""
+
+    output_names: list[str]
+    """Names of the outputs that are tensors of numbers, in order."""
+
+    def run(self, inputs: Mapping[str, Array]) -> Inputs:
+        """Returns the outputs by name; bfloat16 as ml_dtypes has it, float8 of ONNX Runtime as uint8.
+
+        Raises:
+            BackendError: the model fails on these inputs.
+        """
+        return self._arrays(self._call(self._feeds(inputs)))
+
+    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
+        """Returns outputs and latencies of `repeat` runs after one that is not counted."""
+        feeds = self._feeds(inputs)
+        results, seconds = self._call(feeds), []
+        for _ in range(repeat):
+            start = time.perf_counter()
+            results = self._call(feeds)
+            seconds.append(time.perf_counter() - start)
+        return Timing(self._arrays(results), tuple(seconds))
+
+    @abstractmethod
+    def _feeds(self, inputs: Mapping[str, Array]) -> Any:
+        """Returns inputs as `_call` takes them."""
+
+    @abstractmethod
+    def _call(self, feeds: Any) -> Any:
+        """Runs the model once."""
+
+    @abstractmethod
+    def _arrays(self, results: Any) -> Inputs:
+        """Returns what `_call` gave, by name."""
+
+
+class Session(Runnable):
+    """A model in ONNX Runtime.
 
     Args:
         model: a path or a proto.
@@ -80,60 +129,21 @@ class Session:
         kinds = {output.name: output.type for output in self._session.get_outputs()}
         numbers = [name for name, kind in kinds.items() if kind.startswith("tensor(") and kind != "tensor(string)"]
         self.output_names = numbers
-        """Names of the outputs that are tensors of numbers, in order."""
 
-    def run(self, inputs: Mapping[str, Array]) -> Inputs:
-        """Returns the outputs by name; bfloat16 as ml_dtypes has it, float8 as uint8.
+    def _feeds(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
+        return {name: _ort_value(array) for name, array in inputs.items()}
 
-        Raises:
-            BackendError: the model fails on these inputs.
-        """
-        return self._arrays(self._call(_feeds(inputs)))
-
-    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
-        """Returns outputs and latencies of `repeat` runs after one that is not counted."""
-        feeds = _feeds(inputs)
-        values, seconds = timed(lambda: self._call(feeds), repeat)
-        return Timing(self._arrays(values), seconds)
-
-    def _arrays(self, values: Iterable[Any]) -> Inputs:
-        return {name: _array(value) for name, value in zip(self.output_names, values, strict=True)}
+    def _arrays(self, results: Iterable[Any]) -> Inputs:
+        return {name: _array(value) for name, value in zip(self.output_names, results, strict=True)}
 
     def _call(self, feeds: dict[str, Any]) -> list[Any]:
         try:
             return list(self._session.run_with_ort_values(self.output_names, feeds))
         except _RUNTIME_ERRORS as error:
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in feeds.items()) or "no inputs"
-            raise BackendError(
-                self._where,
-                f"ONNX Runtime cannot run it on {shapes}",
-                expected="inputs the model accepts",
-                advice=(*PASS_OTHERS, f". {_in_one_line(error)}"),
-            ) from None
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Outputs of the last run, and the seconds each run took."""
-
-    outputs: Inputs
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Median seconds."""
-        return statistics.median(self.seconds)
-
-
-def timed(call: Callable[[], _Result], repeat: int) -> tuple[_Result, tuple[float, ...]]:
-    """Returns the last result of `repeat` calls after one that is not counted, and the seconds each call took."""
-    result = call()
-    seconds = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        result = call()
-        seconds.append(time.perf_counter() - start)
-    return result, tuple(seconds)
+            what = f"ONNX Runtime cannot run it on {shapes}"
+            advice = (*PASS_OTHERS, f". {_in_one_line(error)}")
+            raise BackendError(self._where, what, expected="inputs the model accepts", advice=advice) from None
 
 
 def _in_one_line(error: Exception) -> str:
@@ -142,17 +152,13 @@ def _in_one_line(error: Exception) -> str:
     return text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
 
 
-def _feeds(inputs: Mapping[str, Array]) -> dict[str, Any]:
-    feeds = {}
-    for name, array in inputs.items():
-        kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-        raw = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes a scalar 1-D
-        if array.dtype.kind == "V" or array.dtype == BFLOAT16:
-            raw = raw.view(np.dtype(f"u{array.dtype.itemsize}"))
-            feeds[name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, kind)
-        else:
-            feeds[name] = onnxruntime.OrtValue.ortvalue_from_numpy(raw)
-    return feeds
+def _ort_value(array: Array) -> Any:
+    raw = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes a scalar 1-D
+    if array.dtype.kind != "V" and array.dtype != BFLOAT16:
+        return onnxruntime.OrtValue.ortvalue_from_numpy(raw)
+    kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    raw = raw.view(np.dtype(f"u{array.dtype.itemsize}"))
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, kind)
 
 
 def _array(value: Any) -> Array:

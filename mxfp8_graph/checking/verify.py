@@ -7,18 +7,19 @@ is the caller's to say (`max_rel_l2`). Kernel against body is judged node by nod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import onnx
 
 from mxfp8_graph.checking.compare import difference
-from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, describe, input_specs
+from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, Signature, describe, input_specs, make_inputs
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.checking.report import OutputCheck, VerifyReport
-from mxfp8_graph.checking.runner import Model, Signature, is_program, make_inputs, open_model, open_runnable
+from mxfp8_graph.checking.runner import Model, is_program, open_runnable
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ShapeError
 
@@ -52,11 +53,12 @@ def verify(
         ShapeError: the two models have different inputs or outputs, or `inputs` does not fit them.
         BackendError: ONNX Runtime cannot run one of them, or the native library is missing.
     """
+    feed = partial(make_inputs, inputs=inputs, shapes=shapes, seed=seed)
     if is_program(original) or is_program(rewritten):
-        return _verify_programs(original, rewritten, inputs=inputs, shapes=shapes, seed=seed, max_rel_l2=max_rel_l2)
+        return _verify_programs(original, rewritten, feed, max_rel_l2)
     before, after = open_model(original), open_model(rewritten)
     _check_signatures(before, after)
-    feeds = make_inputs(Signature.of(before), inputs, shapes, seed)
+    feeds = feed(Signature.of(before))
     expected = _run(original, before, feeds, kernels=False)
     results = _run(rewritten, after, feeds, kernels=True)
     bodies = _run(rewritten, after, feeds, kernels=False)
@@ -81,17 +83,11 @@ def verify(
 
 
 def _verify_programs(
-    original: Model,
-    rewritten: Model,
-    *,
-    inputs: str | Path | Mapping[str, Array] | None,
-    shapes: Mapping[str, int] | None,
-    seed: int,
-    max_rel_l2: float | None,
+    original: Model, rewritten: Model, feed: Callable[[Signature], Inputs], max_rel_l2: float | None
 ) -> VerifyReport:
     """Returns what `verify` does where at least one of the models is a torch program."""
     (old, before), (new, after) = open_runnable(original), open_runnable(rewritten)
-    feeds = make_inputs(old, inputs, shapes, seed)
+    feeds = feed(old)
     notes: list[str] = []
     models = (old.name, new.name)
     new_input = _matched("inputs", [i.name for i in old.specs], [i.name for i in new.specs], models, notes)
@@ -121,11 +117,7 @@ def _verify_programs(
 def _matched(
     what: str, old: Sequence[str], new: Sequence[str], models: tuple[str, str], notes: list[str]
 ) -> dict[str, str]:
-    """Returns which of the names `new` stands for each of `old`: the same one, or the one in its place.
-
-    Raises:
-        ShapeError: one model has more of them than the other.
-    """
+    """Returns which of the names `new` stands for each of `old`: the same one, or the one in its place."""
     if len(old) != len(new):
         raise _other_signature(what, old, new, models)
     if sorted(old) == sorted(new):
@@ -136,7 +128,7 @@ def _matched(
 
 def _check_signatures(before: OpenedModel, after: OpenedModel) -> None:
     old_inputs, new_inputs = input_specs(before.proto, before.name), input_specs(after.proto, after.name)
-    old_outputs, new_outputs = ([o.name for o in source.proto.graph.output] for source in (before, after))
+    old_outputs, new_outputs = ([o.name for o in opened.proto.graph.output] for opened in (before, after))
     for what, same, old, new in (
         ("inputs", _signature(old_inputs) == _signature(new_inputs), old_inputs, new_inputs),
         ("outputs", sorted(old_outputs) == sorted(new_outputs), old_outputs, new_outputs),
@@ -147,20 +139,17 @@ def _check_signatures(before: OpenedModel, after: OpenedModel) -> None:
 
 def _other_signature(what: str, old: Sequence[object], new: Sequence[object], models: tuple[str, str]) -> ShapeError:
     before, after = models
-    return ShapeError(
-        after,
-        f"{what} {', '.join(map(str, new)) or 'none'}",
-        expected=f"those of {before}, {', '.join(map(str, old)) or 'none'}",
-        advice="verify a model against the one it was made from",
-    )
+    what = f"{what} {', '.join(map(str, new)) or 'none'}"
+    expected = f"those of {before}, {', '.join(map(str, old)) or 'none'}"
+    return ShapeError(after, what, expected=expected, advice="verify a model against the one it was made from")
 
 
 def _signature(specs: list[InputSpec]) -> dict[str, str]:
     return {spec.name: spec.dtype.name for spec in specs}
 
 
-def _run(model: Model, source: OpenedModel, inputs: Inputs, *, kernels: bool) -> Inputs:
-    return Session(model, kernels=kernels, where=source.name).run(inputs)
+def _run(model: Model, opened: OpenedModel, inputs: Inputs, *, kernels: bool) -> Inputs:
+    return Session(model, kernels=kernels, where=opened.name).run(inputs)
 
 
 def _with_data(model: Model) -> onnx.ModelProto:

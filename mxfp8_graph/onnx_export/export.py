@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,10 +16,10 @@ import onnx
 
 from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
+from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
-from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.onnx_model.write import INLINE_LIMIT, open_target
-from mxfp8_ops import contract, onnx_functions
+from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ContractError
 
 if TYPE_CHECKING:
@@ -65,11 +64,13 @@ def to_onnx(
     recipe = _recorded_recipe(exported)
     names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
     model = _translate(exported, opset, {key: value for key, value in names.items() if value is not None})
-    source, tensors = _skeleton(model)
-    _complete(source.proto, opset, recipe)
-    external = external_data == "always" or (external_data == "auto" and source.byte_size > INLINE_LIMIT)
-    with open_target(source, path, external=external, overwrite=overwrite) as target:
-        for tensor in source.proto.graph.initializer:
+    opened, tensors = _skeleton(model)
+    record.complete(opened.proto, opset, recipe)
+    oldest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+    opened.proto.ir_version = max(opened.proto.ir_version, oldest, 10)  # 10: the first with float8 in functions
+    external = external_data == "always" or (external_data == "auto" and opened.byte_size > INLINE_LIMIT)
+    with open_target(opened, path, external=external, overwrite=overwrite) as target:
+        for tensor in opened.proto.graph.initializer:
             if tensor.name in tensors:
                 target.store(tensor, tensors.pop(tensor.name).numpy())
         target.finish()
@@ -79,21 +80,17 @@ def to_onnx(
 def _program(program: Any) -> ExportedProgram:
     kind = kind_of(program)
     if not (kind.is_file or kind is Kind.PROGRAM):
-        raise ContractError(
-            "to_onnx",
-            f"a {type(program).__name__}",
-            expected="a rewritten ExportedProgram or the path of one",
-            advice="pass what mxfp8_graph.rewrite gave back",
-        )
+        what = f"a {type(program).__name__}"
+        expected = "a rewritten ExportedProgram or the path of one"
+        raise ContractError("to_onnx", what, expected=expected, advice="pass what mxfp8_graph.rewrite gave back")
     try:
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
 
         from mxfp8_ops import torch_ops  # noqa: F401
     except ImportError as error:
-        raise BackendError(
-            "to_onnx", str(error), expected="torch and onnxscript", advice="pip install 'mxfp8-graph[torch]'"
-        ) from error
+        advice = "pip install 'mxfp8-graph[torch]'"
+        raise BackendError("to_onnx", str(error), expected="torch and onnxscript", advice=advice) from error
     if not kind.is_file:
         exported: ExportedProgram = program
         return exported
@@ -103,11 +100,7 @@ def _program(program: Any) -> ExportedProgram:
 
 
 def _recorded_recipe(program: ExportedProgram) -> str | None:
-    """Returns the recipe that packed `program`, as JSON, or None if it is not recorded.
-
-    Raises:
-        ContractError: nothing is packed, or some linears are still in their training form.
-    """
+    """Returns the recipe that packed `program`, as JSON, or None if it is not recorded. Refuses what ONNX lacks."""
     import torch
 
     from mxfp8_graph.torch_program import internals
@@ -119,30 +112,21 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
             if op is None:
                 continue
             if op.trains:
+                what = "mxfp8.linear_train, which quantizes its weight at every step and has no ONNX form"
+                advice = "rewrite the program again, without training"
                 raise ContractError(
-                    "to_onnx",
-                    f"node {node.name!r} is mxfp8.linear_train, which quantizes its weight at every step and has "
-                    "no ONNX form",
-                    expected="packed weights",
-                    advice="rewrite the program again, without training",
+                    "to_onnx", f"node {node.name!r} is {what}", expected="packed weights", advice=advice
                 )
             if op.node is None and op.multiplies:
-                raise ContractError(
-                    "to_onnx",
-                    f"node {node.name!r} is mxfp8.{op.name}, whose groups have sizes that are known at run "
-                    "time only, and has no ONNX form",
-                    expected="experts in high precision",
-                    advice="exclude them in the recipe, and export the model with a form of experts that ONNX has",
-                )
+                what = f"mxfp8.{op.name}, whose groups have sizes that are known at run time only, and has no ONNX form"
+                expected = "experts in high precision"
+                advice = "exclude them in the recipe, and export the model with a form of experts that ONNX has"
+                raise ContractError("to_onnx", f"node {node.name!r} is {what}", expected=expected, advice=advice)
             packed = packed or op.node is not None
             recipe = recipe or (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
     if not packed:
-        raise ContractError(
-            "to_onnx",
-            "the program has no mxfp8 op",
-            expected="a rewritten one",
-            advice="call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is",
-        )
+        advice = "call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is"
+        raise ContractError("to_onnx", "the program has no mxfp8 op", expected="a rewritten one", advice=advice)
     return recipe
 
 
@@ -164,22 +148,15 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
             )
     except torch.onnx.OnnxExporterError as error:
         cause = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ContractError(
-            "to_onnx",
-            f"torch {torch.__version__} cannot export the program: {cause}",
-            expected="ops that have an ONNX form",
-            advice="change the model to do without this one",
-        ) from error
+        what = f"torch {torch.__version__} cannot export the program: {cause}"
+        advice = "change the model to do without this one"
+        raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error
     assert exported is not None  # None is for exports that write a file themselves
     model: ir.Model = exported.model
     found = model.opset_imports.get("", 0)
     if found != opset:
-        raise ContractError(
-            "to_onnx",
-            f"onnxscript cannot bring the model from opset {found} to {opset}",
-            expected="ops that both have",
-            advice="pass another opset",
-        )
+        what = f"onnxscript cannot bring the model from opset {found} to {opset}"
+        raise ContractError("to_onnx", what, expected="ops that both have", advice="pass another opset")
     float8.retype(model)
     return model
 
@@ -187,13 +164,13 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences what torch's exporter says about other packages and about itself."""
+    from mxfp8_graph.torch_program import internals
+
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with internals.quiet():
             yield
     finally:
         logger.setLevel(level)
@@ -216,20 +193,7 @@ def _skeleton(model: ir.Model) -> tuple[OpenedModel, dict[str, ir.TensorProtocol
     for name, tensor in tensors.items():
         dims = tensor.shape.numpy()
         proto.graph.initializer.add(name=name, data_type=int(tensor.dtype), dims=dims)
-    source = OpenedModel(
+    opened = OpenedModel(
         "program", proto, {}, None, size + proto.ByteSize(), uses_external_data=False, weights_are_inputs=False
     )
-    return source, tensors
-
-
-def _complete(model: onnx.ModelProto, opset: int, recipe: str | None) -> None:
-    """Adds the function bodies, imports, IR version and the record of how the model was made."""
-    used = {node.op_type for graph in iter_graphs(model.graph) for node in graph.node if node.domain == contract.DOMAIN}
-    model.functions.extend(onnx_functions.functions(opset, sorted(used)))
-    imports = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
-    if not any(entry.domain == contract.DOMAIN for entry in model.opset_import):
-        model.opset_import.append(imports[1])
-    oldest = onnx.helper.find_min_ir_version_for(imports[:1])
-    model.ir_version = max(model.ir_version, oldest, 10)  # 10: the first with float8 in functions
-    recorded = {entry.key: entry.value for entry in model.metadata_props}
-    onnx.helper.set_model_props(model, {**recorded, **provenance.entries(recipe)})
+    return opened, tensors

@@ -64,21 +64,17 @@ def _demand(demands: dict[ir.Value, dict[str, list[_Use]]], use: _Use, name: str
     elif producer.op_type in _VIEWS and producer.domain == "":
         _demand(demands, (producer, 0), name)
         return
+    source = f"{producer.name!r} ({producer.op_type})"
     if producer.op_type.startswith("Gather"):
-        raise ContractError(
-            "to_onnx",
-            f"node {node.name!r} reads experts that {producer.name!r} ({producer.op_type}) picks while the model "
-            "runs, and ONNX cannot gather float8",
-            expected="experts in high precision",
-            advice="exclude them in the recipe",
+        what = f"reads experts that {source} picks while the model runs, and ONNX cannot gather float8"
+        expected, advice = "experts in high precision", "exclude them in the recipe"
+    else:
+        what, advice = (
+            f"reads {name} elements {value.name!r}, which come from {source}",
+            "quantize after that op instead",
         )
-    raise ContractError(
-        "to_onnx",
-        f"node {node.name!r} reads {name} elements {value.name!r}, which come from {producer.name!r} "
-        f"({producer.op_type})",
-        expected="elements of that format from mxfp8.quantize or a buffer, through nothing but views",
-        advice="quantize after that op instead",
-    )
+        expected = "elements of that format from mxfp8.quantize or a buffer, through nothing but views"
+    raise ContractError("to_onnx", f"node {node.name!r} {what}", expected=expected, advice=advice)
 
 
 def _give(value: ir.Value, demands: dict[str, list[_Use]]) -> None:
@@ -100,12 +96,9 @@ def _give(value: ir.Value, demands: dict[str, list[_Use]]) -> None:
         if not others:
             value.graph.initializers.pop(str(value.name))
     else:
-        raise ContractError(
-            "to_onnx",
-            f"elements {value.name!r} are also read {_readers(others)}",
-            expected="one element format, and no reader but mxfp8 ops and views",
-            advice="dequantize them for other ops",
-        )
+        what = f"elements {value.name!r} are also read {_readers(others)}"
+        expected = "one element format, and no reader but mxfp8 ops and views"
+        raise ContractError("to_onnx", what, expected=expected, advice="dequantize them for other ops")
 
 
 def _set_type(value: ir.Value, name: str) -> None:

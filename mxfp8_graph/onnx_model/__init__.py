@@ -5,5 +5,6 @@ walk.py          its graphs, subgraphs and stored tensors
 tensor_data.py   reads tensors, from the model or from external files
 upgrade.py       inlines local functions, converts old opsets
 write.py         writes a model and its tensors
+record.py        which recipe made a model
 graphsurgeon.py  models as onnx-graphsurgeon graphs
 """

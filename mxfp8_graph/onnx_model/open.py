@@ -59,54 +59,42 @@ class OpenedModel:
         for entry in self.proto.opset_import:
             if entry.domain in STANDARD:
                 return int(entry.version)
-        raise ContractError(
-            self.name,
-            "no opset import for the default domain",
-            expected="one",
-            advice="re-export the model with an opset",
-        )
+        what = "no opset import for the default domain"
+        raise ContractError(self.name, what, expected="one", advice="re-export the model with an opset")
 
 
-def open_path(path: Path) -> OpenedModel:
-    """Returns the model in a file; external data is not read.
+def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
+    """Returns the model in a file or in memory; external data is not read, and a caller's proto is never modified.
 
     Raises:
         ContractError: the file is missing, unreadable, empty or not an ONNX model.
     """
+    if isinstance(model, onnx.ModelProto):
+        return _open(model, "model", None, model.ByteSize())
+    path = Path(model)
     if path.is_dir():
         raise ContractError(path, "a directory", expected="an ONNX file", advice="name the .onnx file inside it")
     try:
         size = path.stat().st_size
         content = path.read_bytes()
     except OSError as error:
-        raise ContractError(
-            path, str(error.strerror), expected="a readable ONNX file", advice="check the path"
-        ) from None
+        raise ContractError.unreadable(path, error, "a readable ONNX file") from None
     if size == 0:
         raise ContractError(path, "the file is empty", expected="an ONNX model", advice="export it again")
     try:
-        model = onnx.ModelProto.FromString(content)
+        proto = onnx.ModelProto.FromString(content)
     except DecodeError:
-        raise ContractError(
-            path,
-            "not a complete ONNX file (protobuf cannot be decoded)",
-            expected="an ONNX model",
-            advice="check that the file is one and was copied whole",
-        ) from None
+        what = "not a complete ONNX file (protobuf cannot be decoded)"
+        advice = "check that the file is one and was copied whole"
+        raise ContractError(path, what, expected="an ONNX model", advice=advice) from None
     del content
-    return _open(model, str(path), path.parent, size)
-
-
-def open_proto(model: onnx.ModelProto) -> OpenedModel:
-    """Returns a model that is in memory; the caller's proto is never modified."""
-    return _open(model, "model", None, model.ByteSize())
+    return _open(proto, str(path), path.parent, size)
 
 
 def _open(model: onnx.ModelProto, name: str, folder: Path | None, size: int) -> OpenedModel:
     if not model.ir_version or not model.HasField("graph"):
-        raise ContractError(
-            name, "not an ONNX model (no IR version or no graph)", expected="an ONNX model", advice="export it again"
-        )
+        what = "not an ONNX model (no IR version or no graph)"
+        raise ContractError(name, what, expected="an ONNX model", advice="export it again")
     if not model.graph.output:
         raise ContractError(name, "the graph has no outputs", expected="at least one", advice="export the model again")
     skeleton = onnx.ModelProto()

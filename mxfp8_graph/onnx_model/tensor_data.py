@@ -61,11 +61,7 @@ def read(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Array:
 
 
 def raw(tensor: onnx.TensorProto, folder: Path | None, model: str) -> bytes:
-    """Returns the values of a stored tensor as little-endian bytes, in one read of exactly those if they are external.
-
-    Raises:
-        ContractError: see `read`.
-    """
+    """Returns the values of a stored tensor as little-endian bytes, in one read of exactly those; errors as `read`."""
     if is_external(tensor):
         path, offset, length = locate(tensor, folder, model)
         with _reading(path, tensor, model), path.open("rb") as file:
@@ -81,11 +77,7 @@ def raw(tensor: onnx.TensorProto, folder: Path | None, model: str) -> bytes:
 
 @contextlib.contextmanager
 def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Iterator[Fetch]:
-    """Yields a function that reads any run of the values of `tensor`, into one buffer that is used again.
-
-    Raises:
-        ContractError: see `read`.
-    """
+    """Yields a function that reads any run of the values of `tensor` into one buffer; errors as `read`."""
     if not is_external(tensor) or onnx.TensorProto.DataType.Name(tensor.data_type) in _BITS:
         values = read(tensor, folder, model).reshape(-1)
         yield lambda first, count: values[first : first + count]
@@ -115,55 +107,36 @@ def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Itera
 
 
 def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[Path, int, int]:
-    """Returns (file, offset, length) of an external tensor, having checked that the file holds that much.
-
-    Raises:
-        ContractError: see `read`.
-    """
+    """Returns (file, offset, length) of an external tensor, once it is known that the file has it; errors as `read`."""
     where = f"{model}: tensor {tensor.name!r}"
     name = location(tensor)
     if folder is None:
-        raise ContractError(
-            where,
-            f"lies in external file {name!r}, and a model in memory has no folder to look in",
-            expected="a path",
-            advice="pass the model's path instead",
-        )
+        what = f"lies in external file {name!r}, and a model in memory has no folder to look in"
+        raise ContractError(where, what, expected="a path", advice="pass the model's path instead")
     path = (folder / name).resolve()
     # In the cache of the Hugging Face hub, model and data are links into one other folder: that counts as inside too.
     homes = (folder.resolve(), Path(model).resolve().parent)
     inside = bool(name) and ".." not in Path(name).parts and not Path(name).is_absolute()
     if not inside or not any(path.is_relative_to(home) for home in homes):
-        raise ContractError(
-            where,
-            f"external file {name!r}",
-            expected=f"a file inside {folder}",
-            advice="move the data next to the model",
-        )
+        what = f"external file {name!r}"
+        raise ContractError(where, what, expected=f"a file inside {folder}", advice="move the data next to the model")
     expected = byte_length(tensor)
     entries = {entry.key: entry.value for entry in tensor.external_data}
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", expected))
     except ValueError:
-        raise ContractError(
-            where, "external offset or length is not a number", expected="integers", advice="export the model again"
-        ) from None
+        what = "external offset or length is not a number"
+        raise ContractError(where, what, expected="integers", advice="export the model again") from None
     if length != expected:
+        fitting = f"{expected} for its shape and dtype"
         raise ContractError(
-            where,
-            f"external data of {length} bytes",
-            expected=f"{expected} for its shape and dtype",
-            advice="export the model again",
+            where, f"external data of {length} bytes", expected=fitting, advice="export the model again"
         )
     with _reading(path, tensor, model):
         size = path.stat().st_size
     if offset < 0 or offset + length > size:
-        raise ContractError(
-            where,
-            f"needs bytes {offset} to {offset + length} of {path}, which has {size}",
-            expected="the whole file",
-            advice="copy the external data again",
-        )
+        what = f"needs bytes {offset} to {offset + length} of {path}, which has {size}"
+        raise ContractError(where, what, expected="the whole file", advice="copy the external data again")
     return path, offset, length
 
 
@@ -181,18 +154,10 @@ def _reading(path: Path, tensor: onnx.TensorProto, model: str) -> Iterator[None]
     try:
         yield
     except OSError as error:
-        raise ContractError(
-            model,
-            f"tensor {tensor.name!r}: cannot read external file {path}: {error.strerror}",
-            expected="the file next to the model",
-            advice="copy it there",
-        ) from None
+        what = f"tensor {tensor.name!r}: cannot read external file {path}: {error.strerror}"
+        raise ContractError(model, what, expected="the file next to the model", advice="copy it there") from None
 
 
 def _shrunk(path: Path, tensor: onnx.TensorProto, model: str) -> ContractError:
-    return ContractError(
-        model,
-        f"tensor {tensor.name!r}: {path} became shorter while it was read",
-        expected="the whole file",
-        advice="copy the external data again",
-    )
+    what = f"tensor {tensor.name!r}: {path} became shorter while it was read"
+    return ContractError(model, what, expected="the whole file", advice="copy the external data again")

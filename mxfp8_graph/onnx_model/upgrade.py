@@ -11,7 +11,7 @@ from collections.abc import Container
 import onnx
 from onnx import inliner, version_converter
 
-from mxfp8_graph.naming import unique_name
+from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_graphs, subgraphs
 from mxfp8_ops.contract import MIN_OPSET
@@ -31,12 +31,8 @@ def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
     opset = opened.opset
     newest = onnx.defs.onnx_opset_version()
     if not 1 <= opset <= newest:
-        raise ContractError(
-            opened.name,
-            f"opset {opset}",
-            expected=f"1 to {newest}, which onnx {onnx.__version__} knows",
-            advice="upgrade onnx",
-        )
+        expected = f"1 to {newest}, which onnx {onnx.__version__} knows"
+        raise ContractError(opened.name, f"opset {opset}", expected=expected, advice="upgrade onnx")
     _inline(opened, matmul_ops, everything=opset < MIN_OPSET)
     if opset < MIN_OPSET:
         _convert(opened, opset)
@@ -81,13 +77,9 @@ def _refuse_other_ops(opened: OpenedModel, function: onnx.FunctionProto, opset: 
     for op in sorted({node.op_type for node in function.node if node.domain in STANDARD}):
         versions = {_since(op, opset), _since(op, opened.opset)}
         if len(versions) > 1:
-            raise ContractError(
-                opened.name,
-                f"local function {function.name!r} is of opset {opset}, in which {op} is another than in the "
-                f"model's opset {opened.opset}",
-                expected="one opset for both",
-                advice="export the model again",
-            )
+            other = f"in which {op} is another than in the model's opset {opened.opset}"
+            what = f"local function {function.name!r} is of opset {opset}, {other}"
+            raise ContractError(opened.name, what, expected="one opset for both", advice="export the model again")
 
 
 def _since(op: str, opset: int) -> int:
@@ -98,12 +90,9 @@ def _convert(opened: OpenedModel, opset: int) -> None:
     try:
         converted = version_converter.convert_version(opened.proto, MIN_OPSET)
     except (RuntimeError, version_converter.ConvertError) as error:
-        raise ContractError(
-            opened.name,
-            f"opset {opset}, and onnx's converter cannot bring it to {MIN_OPSET}: {_last_line(error)}",
-            expected=f"opset {MIN_OPSET} or above",
-            advice="export the model again with one",
-        ) from None
+        what = f"opset {opset}, and onnx's converter cannot bring it to {MIN_OPSET}: {_last_line(error)}"
+        expected = f"opset {MIN_OPSET} or above"
+        raise ContractError(opened.name, what, expected=expected, advice="export the model again with one") from None
     _graft(opened.proto.graph, converted.graph, {n.name for g in iter_graphs(opened.proto.graph) for n in g.node})
     for entry in opened.proto.opset_import:
         if entry.domain in STANDARD:
@@ -123,8 +112,7 @@ def _graft(original: onnx.GraphProto, converted: onnx.GraphProto, names: set[str
         before = known.get(tuple(node.output))
         if before is None:
             if node.name:
-                node.name = unique_name(node.name, names)
-                names.add(node.name)
+                node.name = take_name(node.name, names)
             nodes.append(node)
             continue
         kept = onnx.NodeProto()
@@ -166,13 +154,10 @@ def _refuse_stale(opened: OpenedModel, graph: onnx.GraphProto, opset: int) -> No
             continue
         schema = onnx.defs.get_schema(node.op_type, MIN_OPSET)
         if stale := sorted({a.name for a in node.attribute} - set(schema.attributes)):
-            raise ContractError(
-                opened.name,
-                f"node {node.name or node.output[0]!r} ({node.op_type}) has attribute {stale[0]!r} of opset "
-                f"{opset}, which onnx's converter left unconverted",
-                expected=f"opset {MIN_OPSET} or above",
-                advice="export the model again with one",
-            )
+            attribute = f"attribute {stale[0]!r} of opset {opset}, which onnx's converter left unconverted"
+            what = f"node {node.name or node.output[0]!r} ({node.op_type}) has {attribute}"
+            expected = f"opset {MIN_OPSET} or above"
+            raise ContractError(opened.name, what, expected=expected, advice="export the model again with one")
 
 
 def _last_line(error: Exception) -> str:

@@ -183,11 +183,9 @@ def wants_external(
     """
     if path is None:
         if choice == "always":
+            what = "external_data 'always' without an output"
             raise ContractError(
-                opened.name,
-                "external_data 'always' without an output",
-                expected="a path to put it next to",
-                advice="pass output",
+                opened.name, what, expected="a path to put it next to", advice=("pass ", Option("output"))
             )
         return False
     if choice == "never" and byte_size > INLINE_LIMIT:
@@ -196,12 +194,8 @@ def wants_external(
 
 
 def _too_large(path: Path) -> ContractError:
-    return ContractError(
-        path,
-        "the model does not fit into one protobuf file (2 GB)",
-        expected="external data",
-        advice=("pass ", Option("external_data", "always")),
-    )
+    what = "the model does not fit into one protobuf file (2 GB)"
+    return ContractError(path, what, expected="external data", advice=("pass ", Option("external_data", "always")))
 
 
 def data_path_of(path: Path) -> Path:

@@ -21,7 +21,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
-from mxfp8_graph.naming import unique_name
+from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import module_path, stored_in, subgraphs
 from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand, form_of, operands_of
@@ -124,8 +124,7 @@ def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
             inner = gs_node.attrs.get(name)
             if isinstance(inner, gs.Graph):
                 steps = (scope.path, node.name or node.output[0], name)
-                path = unique_name("/".join(filter(None, steps)), paths, "#")
-                paths.add(path)
+                path = take_name("/".join(filter(None, steps)), paths, "#")
                 visible = {**scope.visible, **_stored(graph)}
                 yield from _scopes(Scope(path, scope.depth + 1, inner, graph, visible), paths)
 
@@ -150,10 +149,8 @@ class _Finder:
         output = node.outputs[0].name
         absorbed = None if swapped else self._absorbed(node, form, scope, n, dtype)
         added = absorbed or Added(addend=None if form.c is None else form.c.name, output=output)
-        name = unique_name(node.name or f"{node.op}_{output}", self._names, "#")
-        self._names.add(name)
         matmul = MatMulSite(
-            name=name,
+            name=take_name(node.name or f"{node.op}_{output}", self._names, "#"),
             op=node.op,
             module=module_path(scope.proto.node[index]),
             subgraph=scope.path,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from mxfp8_graph.naming import unique_name
+from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import byte_length, read
 from mxfp8_graph.onnx_model.walk import iter_graphs
@@ -27,13 +27,11 @@ from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.prune import prune
 from mxfp8_graph.onnx_pass.static_operands import Static
 from mxfp8_graph.onnx_pass.weight_rows import apply, open_rows
+from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.weights import pack, packed_bytes
 from mxfp8_ops import contract, formats, onnx_functions
-
-Names = tuple[str, str, float]
-"""Names of the initializers with a weight's elements and scales; and the relative L2 error."""
 
 
 def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Sequence[Decision]) -> int:
@@ -45,7 +43,7 @@ def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Seque
         if (static := site.w.static) is None:
             continue
         if decision.quantize:
-            packed[_key(site, decision, static)] = packed_bytes(static.shape, transposed=site.w.transposed)
+            packed[_key(site, static, decision)] = packed_bytes(static.shape, transposed=site.w.transposed)
             replaced[id(static.tensor)] = byte_length(static.tensor)
         else:
             kept.add(id(static.tensor))
@@ -62,26 +60,22 @@ class Editor:
         self._allow_nonfinite = allow_nonfinite
         self._names = {name for graph in iter_graphs(opened.proto.graph) for name in _names(graph)}
         self._edits: dict[str, ScopeEdit] = {}
-        self._packed: dict[tuple[object, ...], Names] = {}
+        self._packed: dict[tuple[object, ...], PackedNames] = {}
         self._biases: dict[tuple[object, ...], str] = {}
         self._suspects: set[str] = set()
-        self._ops: set[str] = set()
+        """What the replaced nodes read and made, and nothing may use any more."""
 
     def apply(self, site: OnnxSite, decision: Decision) -> SiteReport:
-        """Packs the site's weight, plans its new nodes, and returns what became of it.
-
-        Raises:
-            ContractError: the weight cannot be read, or holds a NaN or Inf.
-        """
+        """Packs the site's weight, plans its new nodes, and returns what became of it; errors as `pack`."""
         edit = self._edits.setdefault(site.scope.path, ScopeEdit(site.scope))
         build = Builder(edit, site.index, self._fresh)
         inputs = [build.k_last(site.x)]
         if not decision.weight_only:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding)
-        static = site.w.static
-        packed = self._pack(site, decision, static) if static else None
-        if packed:
-            inputs += packed[:2]
+        packed = None
+        if (static := site.w.static) is not None:
+            packed = self._pack(site, static, decision)
+            inputs += [packed.elements, packed.scales]
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding)
         if site.added.bias is not None:
@@ -92,37 +86,23 @@ class Editor:
         for index in gone:
             self._suspects.update(site.scope.proto.node[index].input)
             self._suspects.update(site.scope.proto.node[index].output)
-        return SiteReport(
-            decision=decision,
-            nodes=tuple(new.name for new in build.new),
-            packed=packed[0] if packed else None,
-            bytes_before=static.byte_size if static else 0,
-            bytes_after=packed_bytes(static.shape, transposed=site.w.transposed) if static else 0,
-            relative_l2=packed[2] if packed else None,
-        )
+        return replaced(decision, [node.name for node in build.new], packed)
 
     def finish(self) -> None:
-        """Puts the new nodes in place, removes what nothing uses any more, and adds the function bodies."""
-        model = self._opened.proto
+        """Puts the new nodes in place, and removes what nothing uses any more."""
         # Inner graphs first: rebuilding an outer one copies what is inside.
         for edit in sorted(self._edits.values(), key=lambda e: -e.scope.depth):
             edit.rebuild()
         prune(self._opened, self._suspects)
-        if not any(entry.domain == contract.DOMAIN for entry in model.opset_import):
-            model.opset_import.add(domain=contract.DOMAIN, version=contract.VERSION)
-        model.functions.extend(onnx_functions.functions(self._opened.opset, sorted(self._ops)))
 
     def _fresh(self, wanted: str) -> str:
         """Returns `wanted`, or `wanted` with a number, that no tensor or node of the model is called."""
-        name = unique_name(wanted, self._names)
-        self._names.add(name)
-        return name
+        return take_name(wanted, self._names)
 
     def _put(self, site: OnnxSite, decision: Decision, inputs: Sequence[str], build: Builder) -> None:
         """Adds the gemm, and after it what it cannot do: its dtype, the swap back, alpha and C where not absorbed."""
         node = site.scope.proto.node[site.index]
         op = contract.WEIGHT_GEMM if decision.weight_only else contract.GEMM
-        self._ops |= {op.name} if decision.weight_only else {op.name, contract.QUANTIZE.name}
         dtype = onnx_functions.weight_gemm_dtype(site.dtype) if decision.weight_only else site.dtype
         steps: list[tuple[str, Any]] = []
         if dtype != site.dtype:
@@ -140,9 +120,9 @@ class Editor:
         gemm.doc_string = node.doc_string
         build.epilogue(site, output, steps)
 
-    def _pack(self, site: OnnxSite, decision: Decision, static: Static) -> Names:
-        """Returns what `Names` says of the packed weight; packs each weight once."""
-        key = _key(site, decision, static)
+    def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> PackedNames:
+        """Returns the site's packed weight; packs each weight once."""
+        key = _key(site, static, decision)
         if key not in self._packed:
             stored, folder, model = self._stored(static), self._opened.folder, self._opened.name
             with open_rows(stored, static.steps, folder, model) as (rows, flipped):
@@ -159,7 +139,7 @@ class Editor:
             dtypes = formats.element_format(decision.weight_format).onnx_dtype, contract.UINT8
             for name, dtype, data in zip(names, dtypes, (result.elements, result.scales), strict=True):
                 self._target.store(static.owner.initializer.add(name=name, data_type=dtype, dims=data.shape), data)
-            self._packed[key] = (*names, result.relative_l2)
+            self._packed[key] = PackedNames(*names, result.byte_size, result.relative_l2)
         return self._packed[key]
 
     def _bias(self, site: OnnxSite, static: Static) -> str:
@@ -184,7 +164,7 @@ class Editor:
         return self._opened.tensors.get(static.name, static.tensor)
 
 
-def _key(site: OnnxSite, decision: Decision, static: Static) -> tuple[object, ...]:
+def _key(site: OnnxSite, static: Static, decision: Decision) -> tuple[object, ...]:
     """Returns what sites that can share one packed weight have in common."""
     settings = (decision.weight_format, decision.scale_rounding, site.form.alpha, site.w.transposed)
     return (id(static.owner), static.name, static.steps, *settings)

@@ -25,11 +25,7 @@ Steps = tuple[tuple[str, tuple[int, ...]], ...]
 
 @contextlib.contextmanager
 def open_rows(tensor: onnx.TensorProto, steps: Steps, folder: Path | None, model: str) -> Iterator[tuple[Rows, bool]]:
-    """Yields (the values of `tensor` after `steps` as rows, whether those are the columns of the result).
-
-    Raises:
-        ContractError: see `tensor_data.read`.
-    """
+    """Yields (the values of `tensor` after `steps` as rows, whether those are the columns of the result)."""
     straight = _straighten(tuple(tensor.dims), steps)
     if straight is None:
         data = np.ascontiguousarray(apply(steps, read(tensor, folder, model)))

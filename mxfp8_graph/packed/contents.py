@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -33,12 +32,8 @@ def contents(model: Any) -> Contents:
     """Returns everything a model stores; see `unpack`."""
     kind = kind_of(model)
     if kind is Kind.UNKNOWN:
-        raise ContractError(
-            "unpack",
-            f"a {type(model).__name__}",
-            expected="a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram",
-            advice="load the model first",
-        )
+        expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram"
+        raise ContractError("unpack", f"a {type(model).__name__}", expected=expected, advice="load the model first")
     if kind.is_program:
         from mxfp8_graph.torch_program import load  # says what to install where torch is missing
 
@@ -47,9 +42,7 @@ def contents(model: Any) -> Contents:
 
         return from_torch.contents(load(model), str(model)) if kind.is_file else from_torch.contents(model, "program")
     from mxfp8_graph.onnx_model import graphsurgeon
-    from mxfp8_graph.onnx_model.open import open_path, open_proto
+    from mxfp8_graph.onnx_model.open import open_model
     from mxfp8_graph.packed import from_onnx
 
-    if kind.is_file:
-        return from_onnx.contents(open_path(Path(model)))
-    return from_onnx.contents(open_proto(graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model))
+    return from_onnx.contents(open_model(graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model))

@@ -14,13 +14,14 @@ from typing import Final
 import numpy as np
 import onnx
 
-from mxfp8_graph import provenance
-from mxfp8_graph.naming import unique_name
+from mxfp8_graph.naming import take_name
+from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw, read
 from mxfp8_graph.onnx_model.walk import module_path, stored_in, subgraphs
 from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name
 from mxfp8_ops import contract, formats
+from mxfp8_ops.checks import scale_shape
 
 TRT_DOMAIN: Final = "trt"
 TRT_DEQUANTIZE: Final = "TRT_MXFP8DequantizeLinear"
@@ -47,30 +48,28 @@ class _Use:
     """Axis that is divided into blocks; negative."""
 
 
-def contents(source: OpenedModel) -> Contents:
+def contents(opened: OpenedModel) -> Contents:
     """Returns what an ONNX model stores."""
     weights: dict[int, PackedWeight] = {}
     taken: set[str] = set()
     packed: set[str] = set()
-    for use in _uses(source.proto.graph, {}):
+    for use in _uses(opened.proto.graph, {}):
         key = id(use.elements)
         only = _weight_only(use.node)
         if key not in weights:
             packed |= {use.name, use.scales.name}
-            name = unique_name(original_name(use.name), taken)
-            taken.add(name)
-            weights[key] = _weight(source, use, name)
+            weights[key] = _weight(opened, use, take_name(original_name(use.name), taken))
         elif weights[key].weight_only and only is False:
             weights[key] = replace(weights[key], weight_only=False)
-    names = {tensor.name for tensor in source.proto.graph.initializer}
-    users = {name: node for node in reversed(source.proto.graph.node) for name in node.input}
+    names = {tensor.name for tensor in opened.proto.graph.initializer}
+    users = {name: node for node in reversed(opened.proto.graph.node) for name in node.input}
     others = [
-        _other(source, tensor, plain_name(tensor.name, names), users.get(tensor.name))
-        for tensor in source.proto.graph.initializer
+        _other(opened, tensor, plain_name(tensor.name, names), users.get(tensor.name))
+        for tensor in opened.proto.graph.initializer
         if tensor.name not in packed and tensor.data_type in _FLOATS and tensor.dims
     ]
-    recipe = next((p.value for p in source.proto.metadata_props if p.key == provenance.RECIPE_KEY), None)
-    return Contents(where=source.name, weights={w.name: w for w in weights.values()}, others=others, recipe=recipe)
+    by_name, recipe = {weight.name: weight for weight in weights.values()}, record.recipe_of(opened.proto)
+    return Contents(where=opened.name, weights=by_name, others=others, recipe=recipe)
 
 
 def _uses(graph: onnx.GraphProto, visible: Visible) -> Iterator[_Use]:
@@ -100,17 +99,16 @@ def _weight_only(node: onnx.NodeProto) -> bool | None:
     return op.weight_only if op is not None and op.is_gemm else None
 
 
-def _weight(source: OpenedModel, use: _Use, name: str) -> PackedWeight:
+def _weight(opened: OpenedModel, use: _Use, name: str) -> PackedWeight:
     dims = list(use.elements.dims)
-    blocks = list(dims)
-    blocks[use.axis] = -(-dims[use.axis] // formats.BLOCK_SIZE)
+    blocks = scale_shape(tuple(dims), use.axis)
 
     def elements() -> Codes:
-        return np.moveaxis(_codes(source, use.elements), use.axis, -1)
+        return np.moveaxis(_codes(opened, use.elements), use.axis, -1)
 
     def scales() -> Codes:
         # TransformerEngine pads the scales; what is beyond the blocks means nothing.
-        codes = _codes(source, use.scales)
+        codes = _codes(opened, use.scales)
         codes = codes.reshape([*[1] * (len(blocks) - codes.ndim), *codes.shape])
         return np.moveaxis(codes[tuple(slice(size) for size in blocks)], use.axis, -1)
 
@@ -126,16 +124,16 @@ def _weight(source: OpenedModel, use: _Use, name: str) -> PackedWeight:
     )
 
 
-def _codes(source: OpenedModel, tensor: onnx.TensorProto) -> Codes:
-    stored = source.tensors.get(tensor.name, tensor)
-    return np.frombuffer(raw(stored, source.folder, source.name), np.uint8).reshape(tuple(stored.dims))
+def _codes(opened: OpenedModel, tensor: onnx.TensorProto) -> Codes:
+    stored = opened.tensors.get(tensor.name, tensor)
+    return np.frombuffer(raw(stored, opened.folder, opened.name), np.uint8).reshape(tuple(stored.dims))
 
 
-def _other(source: OpenedModel, tensor: onnx.TensorProto, name: str, user: onnx.NodeProto | None) -> Tensor:
+def _other(opened: OpenedModel, tensor: onnx.TensorProto, name: str, user: onnx.NodeProto | None) -> Tensor:
     return Tensor(
         name=name,
         module=module_path(user) or None if user is not None else None,
         dtype=np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)),
         shape=tuple(tensor.dims),
-        read=lambda: read(source.tensors.get(tensor.name, tensor), source.folder, source.name),
+        read=lambda: read(opened.tensors.get(tensor.name, tensor), opened.folder, opened.name),
     )

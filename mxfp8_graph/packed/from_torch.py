@@ -5,33 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from mxfp8_graph.naming import unique_name
+from mxfp8_graph.naming import take_name
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor, original_name, plain_name
 from mxfp8_graph.torch_pass.static_operands import GATHERS
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_graph.torch_program.values import to_numpy
 from mxfp8_ops import contract
+from mxfp8_ops.checks import dtype_name
 
 _NAMES: Final = {name: op.weight for name, op in contract.TORCH_OPS.items() if op.weight is not None}
 """What each op calls a weight's elements, its scales and its format."""
 
-_DTYPES: Final = {torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
-"""Dtypes that NumPy lacks; torch and NumPy call the others the same."""
-
 
 def contents(program: ExportedProgram, where: str) -> Contents:
-    """Returns what an exported program stores.
-
-    Raises:
-        BackendError: this torch is not one the pass knows.
-    """
+    """Returns what an exported program stores."""
     internals.check_torch()
     view = Program(program)
     weights: dict[str, PackedWeight] = {}
@@ -47,8 +40,7 @@ def contents(program: ExportedProgram, where: str) -> Contents:
                 continue
             packed |= {elements, scales}
             if elements not in weights:
-                name = unique_name(original_name(elements), taken)
-                taken.add(name)
+                name = take_name(original_name(elements), taken)
                 weights[elements] = _weight(view, node, name, (elements, scales))
             elif weights[elements].weight_only and _weight_only(node) is False:
                 weights[elements] = replace(weights[elements], weight_only=False)
@@ -71,13 +63,12 @@ def _stored(view: Program, node: Any) -> str | None:
 
 
 def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> PackedWeight:
-    op = internals.op_name(node)
     elements, scales = (view.tensor(buffer) for buffer in buffers)
     return PackedWeight(
         name=name,
         module=_module(node),
         shape=tuple(elements.shape),
-        element_format=internals.argument(node, _NAMES[op][2]),
+        element_format=internals.argument(node, _NAMES[internals.op_name(node)][2]),
         weight_only=_weight_only(node),
         read_elements=lambda: to_numpy(elements.contiguous()),
         read_scales=lambda: to_numpy(scales.contiguous()),
@@ -97,11 +88,6 @@ def _module(node: Node | None) -> str | None:
 
 
 def _other(name: str, module: str | None, tensor: torch.Tensor) -> Tensor:
-    dtype = _DTYPES.get(tensor.dtype) or np.dtype(str(tensor.dtype).removeprefix("torch."))
-    return Tensor(
-        name=name,
-        module=module,
-        dtype=dtype,
-        shape=tuple(tensor.shape),
-        read=lambda: to_numpy(tensor.contiguous()),
-    )
+    dtype = np.dtype(dtype_name(tensor.dtype))  # bfloat16 too, which ml_dtypes has taught NumPy
+    shape = tuple(tensor.shape)
+    return Tensor(name=name, module=module, dtype=dtype, shape=shape, read=lambda: to_numpy(tensor.contiguous()))

@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mxfp8_graph import provenance
-from mxfp8_graph.naming import unique_name
+from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.contents import contents
 from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, named, quantization_config
 from mxfp8_graph.packed.weight import PackedWeight, Tensor
 from mxfp8_ops import formats
+from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
 
 _FORMATS: Final = {fmt.safetensors_name: fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
@@ -54,37 +55,31 @@ def export_safetensors(
     """
     path = Path(path)
     chosen = named(convention)
-    source = contents(model)
-    if not source.weights:
-        raise ContractError(
-            source.where, "no packed weights", expected="a rewritten model", advice="call mxfp8_graph.rewrite first"
-        )
+    found = contents(model)
+    if not found.weights:
+        what = "no packed weights"
+        raise ContractError(found.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
     weights: dict[str, PackedWeight] = {}
-    for weight in source.weights.values():
+    for weight in found.weights.values():
         weights[unique_name(weight.parameter, weights)] = weight
     taken = set(weights)
     entries = []
     for name, weight in weights.items():
-        *lead, k = weight.shape
-        blocks = (*lead, -(-k // formats.BLOCK_SIZE))
-        dtype = formats.element_format(weight.element_format).safetensors_name
+        dtype, scales = formats.element_format(weight.element_format).safetensors_name, name + chosen.scale_suffix
+        blocks = scale_shape(weight.shape, -1)
         entries.append(safetensors.Entry(name, dtype, weight.shape, partial(getattr, weight, "elements")))
-        entries.append(
-            safetensors.Entry(name + chosen.scale_suffix, safetensors.U8, blocks, partial(getattr, weight, "scales"))
-        )
-    for tensor in [] if weights_only else source.others:
-        other = safetensors.dtype_name(tensor.dtype)
+        entries.append(safetensors.Entry(scales, safetensors.U8, blocks, partial(getattr, weight, "scales")))
+    for tensor in [] if weights_only else found.others:
+        other = safetensors.NAMES.get(tensor.dtype)
         if other is not None:
-            name = _other_name(tensor, taken)
-            taken.add(name)
-            entries.append(safetensors.Entry(name, other, tensor.shape, tensor.read))
+            entries.append(safetensors.Entry(_other_name(tensor, taken), other, tensor.shape, tensor.read))
     modules: dict[bool, list[str]] = {True: [], False: []}
     for name, weight in weights.items():
         modules[bool(weight.weight_only)].append(name.removesuffix(".weight"))
     metadata = {
         "format": "pt",  # transformers insists on it
         CONFIG_KEY: json.dumps(quantization_config(chosen, quantized=modules[False], weight_only=modules[True])),
-        **provenance.entries(source.recipe),
+        **provenance.entries(found.recipe),
     }
     safetensors.write(path, entries, metadata, overwrite=overwrite)
     return path
@@ -109,34 +104,26 @@ def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
         if elements.dtype in _FORMATS and scales is not None and scales.dtype in _SCALE_DTYPES:
             weights[name] = _weight(path, name, elements, scales)
     if not weights:
-        raise ContractError(
-            path,
-            "no MXFP8 weight",
-            expected="X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8",
-            advice="name a checkpoint with MXFP8 weights",
-        )
+        expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
+        raise ContractError(path, "no MXFP8 weight", expected=expected, advice="name a checkpoint with MXFP8 weights")
     return MappingProxyType(weights)
 
 
 def _other_name(tensor: Tensor, taken: set[str]) -> str:
-    """Returns what to call a tensor that is not packed.
+    """Returns what to call a tensor that is not packed, and takes the name.
 
     A tied embedding that is stored under the name of the output projection goes by the module that looks it up.
     """
     tied = tensor.name in taken and tensor.module is not None
-    return unique_name(f"{tensor.module}.weight" if tied else tensor.name, taken)
+    return take_name(f"{tensor.module}.weight" if tied else tensor.name, taken)
 
 
 def _weight(path: Path, name: str, elements: safetensors.Stored, scales: safetensors.Stored) -> PackedWeight:
-    *lead, k = elements.shape or (0,)
-    blocks = (*lead, -(-k // formats.BLOCK_SIZE))
+    blocks = scale_shape(elements.shape or (0,), -1)
     if scales.shape != blocks:
-        raise ContractError(
-            path,
-            f"weight {name!r} of shape {list(elements.shape)} has scales of shape {list(scales.shape)}",
-            expected=f"{list(blocks)}, one per {formats.BLOCK_SIZE} values of the last axis",
-            advice="store them unswizzled",
-        )
+        what = f"weight {name!r} of shape {list(elements.shape)} has scales of shape {list(scales.shape)}"
+        expected = f"{list(blocks)}, one per {formats.BLOCK_SIZE} values of the last axis"
+        raise ContractError(path, what, expected=expected, advice="store them unswizzled")
     return PackedWeight(
         name=name,
         module=name.removesuffix(".weight") if name.endswith(".weight") else None,
@@ -156,12 +143,9 @@ def _sharded(path: Path) -> dict[str, safetensors.Stored]:
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ContractError(
-            path,
-            "not the index of a checkpoint",
-            expected="JSON with a weight_map",
-            advice="name a .safetensors.index.json",
-        ) from None
+        what = "not the index of a checkpoint"
+        expected = "JSON with a weight_map"
+        raise ContractError(path, what, expected=expected, advice="name a .safetensors.index.json") from None
     stored: dict[str, safetensors.Stored] = {}
     for file in files:
         stored |= safetensors.read(path.parent / file)[0]

@@ -48,7 +48,9 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
 )
 """The format's dtypes that NumPy and ml_dtypes can hold."""
 
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+"""What the format calls each of them."""
+
 _METADATA: Final = "__metadata__"
 _LONGEST_HEADER: Final = 100_000_000
 """What the safetensors package accepts."""
@@ -97,11 +99,6 @@ class Stored:
         return np.frombuffer(content, np.uint8)
 
 
-def dtype_name(dtype: np.dtype[Any]) -> str | None:
-    """Returns what the format calls `dtype`, or None if it has no name for it."""
-    return _NAMES.get(dtype)
-
-
 def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, overwrite: bool) -> None:
     """Writes a file whole or not at all, one tensor in memory at a time.
 
@@ -118,12 +115,9 @@ def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, 
             for entry in ordered:
                 data = np.ascontiguousarray(entry.read())
                 if data.nbytes != entry.byte_size:
-                    raise ContractError(
-                        path,
-                        f"tensor {entry.name!r} has {data.nbytes} bytes",
-                        expected=f"{entry.byte_size} for its shape",
-                        advice="the model it comes from is damaged",
-                    )
+                    what = f"tensor {entry.name!r} has {data.nbytes} bytes"
+                    expected = f"{entry.byte_size} for its shape"
+                    raise ContractError(path, what, expected=expected, advice="the model it comes from is damaged")
                 file.write(data.reshape(-1).view(np.uint8).data)
     except OSError as error:
         raise ContractError.unwritable(path, error) from None

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import cpu, formats
+from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
@@ -53,8 +54,7 @@ class PackedWeight:
         Raises:
             ContractError: the file that holds it cannot be read.
         """
-        *lead, k = self.shape
-        return _checked(self.name, "scales", self.read_scales(), (*lead, -(-k // formats.BLOCK_SIZE)))
+        return _checked(self.name, "scales", self.read_scales(), scale_shape(self.shape, -1))
 
     @property
     def parameter(self) -> str:
@@ -112,10 +112,7 @@ def plain_name(name: str, taken: Collection[str]) -> str:
 
 def _checked(name: str, what: str, codes: Codes, shape: tuple[int, ...]) -> Codes:
     if codes.shape != shape:
-        raise ContractError(
-            f"weight {name!r}",
-            f"{what} of shape {list(codes.shape)}",
-            expected=f"{list(shape)}, K last and one scale per {formats.BLOCK_SIZE} values of K",
-            advice="the model is not an MXFP8 one, or is damaged",
-        )
+        what, advice = f"{what} of shape {list(codes.shape)}", "the model is not an MXFP8 one, or is damaged"
+        expected = f"{list(shape)}, K last and one scale per {formats.BLOCK_SIZE} values of K"
+        raise ContractError(f"weight {name!r}", what, expected=expected, advice=advice)
     return codes

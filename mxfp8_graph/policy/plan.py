@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
@@ -64,11 +64,15 @@ class Decision:
     scale_rounding: str = "ceil"
 
 
+_SETTINGS: Final = ("weight_only", "activation_format", "weight_format", "scale_rounding")
+"""What a recipe, and a rule for its sites, may set about how a site is quantized."""
+
+
 class NothingEligibleError(Mxfp8Error):
     """No site of the model is rewritten; `decisions` says why, site by site."""
 
-    def __init__(self, message: str, decisions: Sequence[Decision]) -> None:
-        super().__init__(message)
+    def __init__(self, where: object, what: str, advice: str, decisions: Sequence[Decision]) -> None:
+        super().__init__(where, what, expected="at least one", advice=advice)
         self.decisions = tuple(decisions)
 
 
@@ -126,24 +130,11 @@ def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
 
 def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rule: Rule | None = None) -> Decision:
     settings = rule.settings if rule else {}
-    weight_only = settings.get("weight_only", recipe.weight_only)
-    if weight_only and site.weight is None:
-        return Decision(
-            site=site,
-            quantize=False,
-            rule=rule_name,
-            reason="weight_only, and this product has no static weight; set weight_only: false for it to quantize it",
-        )
-    return Decision(
-        site=site,
-        quantize=True,
-        rule=rule_name,
-        reason=reason,
-        weight_only=weight_only,
-        activation_format=settings.get("activation_format", recipe.activation_format),
-        weight_format=settings.get("weight_format", recipe.weight_format),
-        scale_rounding=settings.get("scale_rounding", recipe.scale_rounding),
-    )
+    chosen = {name: settings.get(name, getattr(recipe, name)) for name in _SETTINGS}
+    if chosen["weight_only"] and site.weight is None:
+        reason = "weight_only, and this product has no static weight; set weight_only: false for it to quantize it"
+        return Decision(site=site, quantize=False, rule=rule_name, reason=reason)
+    return Decision(site=site, quantize=True, rule=rule_name, reason=reason, **chosen)
 
 
 def _named(pattern: str, site: MatMulSite) -> bool:
@@ -176,7 +167,7 @@ def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
     for field in ("include", "exclude"):
         for index, pattern in enumerate(getattr(recipe, field)):
             if not any(_named(pattern, site) for site in sites):
-                raise RecipeError(_unused(recipe, f"{field}.{index}: {pattern!r} matches none", names))
+                raise _unused(recipe, f"{field}.{index}: {pattern!r} matches none", names)
     reached: set[int] = set()
     matched: set[int] = set()
     for site in sites:
@@ -186,15 +177,13 @@ def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
             reached.add(hits[0])
     for index, rule in enumerate(recipe.rules):
         if index not in matched:
-            raise RecipeError(_unused(recipe, f"rules.{index}: {rule} matches none", names))
+            raise _unused(recipe, f"rules.{index}: {rule} matches none", names)
         if index not in reached:
             taken = f"rules.{index}: {rule} decides none (earlier rules or exclude take all it matches)"
-            raise RecipeError(_unused(recipe, taken, names))
+            raise _unused(recipe, taken, names)
 
 
-def _unused(recipe: Recipe, what: str, names: Sequence[str]) -> str:
+def _unused(recipe: Recipe, what: str, names: Sequence[str]) -> RecipeError:
     shown = ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
-    return (
-        f"recipe {recipe.name!r}: {what} of the model's matmuls; expected at least one; correct or remove it. "
-        f"Matmuls: {shown or 'none'}"
-    )
+    what, advice = f"{what} of the model's matmuls", f"correct or remove it. Matmuls: {shown or 'none'}"
+    return RecipeError(f"recipe {recipe.name!r}", what, expected="at least one", advice=advice)

@@ -214,22 +214,13 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, (str, Path)):
-        raise RecipeError(
-            "recipe",
-            f"a {type(recipe).__name__}",
-            expected="a preset's name, a file, or a Recipe",
-            advice="pass Recipe(**fields)",
-        )
+        expected = "a preset's name, a file, or a Recipe"
+        raise RecipeError("recipe", f"a {type(recipe).__name__}", expected=expected, advice="pass Recipe(**fields)")
     name, path = str(recipe), Path(recipe)
     if name in presets.PRESETS:
         return Recipe(name=name, **presets.PRESETS[name])
     if path.suffix not in recipe_file.SUFFIXES:
-        raise RecipeError(
-            "recipe",
-            f"{name!r}",
-            expected=f"one of {presets.choices()}",
-            advice="correct the name",
-        )
+        raise RecipeError("recipe", repr(name), expected=f"one of {presets.choices()}", advice="correct the name")
     data, lines = recipe_file.read(path)
     try:
         return Recipe.model_validate({"name": path.stem, **data})

@@ -12,17 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.report.data import (
-    REASON_HEADER,
-    SITE_HEADER,
-    WEIGHT_HEADER,
-    RewriteReport,
-    facts,
-    filled,
-    headline,
-    reason_rows,
-    sizes,
-)
+from mxfp8_graph.report import data
+from mxfp8_graph.report.data import SITE_HEADER, RewriteReport
 
 STYLES: Final = {
     "rewritten": "green",
@@ -38,24 +29,24 @@ STYLES: Final = {
 def closing(report: RewriteReport) -> RenderableType:
     """Returns the table that ends a rewrite: sites grouped by reason, then `facts`."""
     if report.already_rewritten:
-        return lines((("", headline(report)), *facts(report)[-1:]))
-    table = grid(REASON_HEADER, reason_rows(report))
-    return Group(Text(printable(headline(report))), table, lines(facts(report)))
+        return lines((("", data.headline(report)), *data.facts(report)[-1:]))
+    table = grid(data.REASON_HEADER, data.reason_rows(report))
+    return Group(Text(printable(data.headline(report))), table, lines(data.facts(report)))
 
 
 def plan(report: RewriteReport, *, weights: bool = False) -> Text:
     """Returns one line per site; with `weights` also bytes and errors."""
     header, rows = SITE_HEADER, [site.row for site in report.sites]
     if weights:
-        header = (*header[:5], *WEIGHT_HEADER, *header[5:])
+        header = (*header[:5], *data.WEIGHT_HEADER, *header[5:])
         rows = [(*row[:5], *site.weight_row, *row[5:]) for site, row in zip(report.sites, rows, strict=True)]
-    return columns(*filled(header, rows))
+    return columns(*data.filled(header, rows))
 
 
 def reasons(decisions: Iterable[Decision]) -> Text:
     """Returns why nothing is eligible: one line per site."""
-    rows = [(d.site.name, d.site.module, d.site.op, sizes(d.site), d.rule, d.reason) for d in decisions]
-    return columns(*filled((*SITE_HEADER[:4], "rule", "reason"), rows))
+    rows = [(d.site.name, d.site.module, d.site.op, data.sizes(d.site), d.rule, d.reason) for d in decisions]
+    return columns(*data.filled((*SITE_HEADER[:4], "rule", "reason"), rows))
 
 
 def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.naming import unique_name
+from mxfp8_graph.naming import take_name
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
@@ -33,7 +33,7 @@ from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
 from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, identity
 from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program, Scope
-from mxfp8_graph.torch_program.values import dtype_name
+from mxfp8_ops.checks import dtype_name
 
 _TRANSFORMED: Final = "inside vmap, which the program still holds as such; call run_decompositions({}) first"
 
@@ -116,11 +116,6 @@ class _Finder:
                 elif node in self._forms:
                     yield self._describe(node, self._forms[node], scope, transformed)
 
-    def _unique(self, wanted: str) -> str:
-        name = unique_name(wanted, self._names, "#")
-        self._names.add(name)
-        return name
-
     def _attention(self, node: Node, scope: Scope, transformed: str | None) -> Iterator[AttentionSite]:
         """Yields the scores and the values product, under the names that `attention.expand` gives them."""
         query, key, value = (internals.argument(node, name).meta["val"] for name in ("query", "key", "value"))
@@ -131,7 +126,7 @@ class _Finder:
         for name, role, weight in products:
             m, n, k = eligibility.sizes(query.shape, weight)
             matmul = MatMulSite(
-                name=self._unique(name),
+                name=take_name(name, self._names, "#"),
                 op=internals.op_name(node),
                 module=internals.module_path(node),
                 subgraph=scope.path,
@@ -152,7 +147,7 @@ class _Finder:
         op = "einsum" if internals.is_from_einsum(node) else self._program.labels.get(node, internals.op_name(node))
         dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
         matmul = MatMulSite(
-            name=self._unique(node.name),
+            name=take_name(node.name, self._names, "#"),
             op="linear" if op == LINEAR_TRAIN else op,
             module=internals.module_path(node),
             subgraph=scope.path,

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import SiteReport
@@ -32,22 +33,10 @@ from mxfp8_graph.torch_pass.weight_rows import rows_of
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program, Scope
 from mxfp8_graph.torch_program.values import storage_of
-from mxfp8_graph.weights import pack, packed_bytes
+from mxfp8_graph.weights import pack
 from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """Buffers that hold a packed weight."""
-
-    elements: str
-    """Name of the buffer with the elements."""
-    scales: str
-    """Name of the buffer with the scales."""
-    relative_l2: float | None
-    """Rounding error of the weight, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ class Editor:
         self._program = program
         self._made = made
         self._allow_nonfinite = allow_nonfinite
-        self._packed: dict[tuple[object, ...], _Packed] = {}
+        self._packed: dict[tuple[object, ...], PackedNames] = {}
         self._biases: dict[tuple[object, ...], str] = {}
         self._shared: dict[Scope, Shared] = {}
         self._epochs: dict[Node, int] = {}
@@ -78,12 +67,7 @@ class Editor:
         """Storages of the tensors that were packed."""
 
     def apply(self, site: TorchSite, decision: Decision) -> SiteReport:
-        """Packs the site's weight, puts the new nodes in, and returns what became of it.
-
-        Raises:
-            ContractError: the weight cannot be read, or holds a NaN or Inf.
-        """
-        static = site.w.static
+        """Packs the site's weight, puts the new nodes in, and returns what became of it; errors as `pack`."""
         build = Builder(self._program, site.node, self._shared.setdefault(site.scope, {}))
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
         epoch = self._epoch(site.node)
@@ -91,21 +75,14 @@ class Editor:
         if not decision.weight_only:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         packed = None
-        if static is not None:
+        if (static := site.w.static) is not None:
             packed = self._pack(site, static, decision)
             inputs += [self._weight(site, name, static.gather) for name in (packed.elements, packed.scales)]
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
         inputs += self._bias(site, build)
         self._put(site, _gemm(site, decision, inputs), build)
-        return SiteReport(
-            decision=decision,
-            nodes=tuple(node.name for node in [*build.new, site.added.output]),
-            packed=packed.elements if packed else None,
-            bytes_before=site.matmul.weight_bytes,
-            bytes_after=packed_bytes(static.shape, transposed=site.w.transposed) if static else 0,
-            relative_l2=packed.relative_l2 if packed else None,
-        )
+        return replaced(decision, [node.name for node in [*build.new, site.added.output]], packed)
 
     def finish(self) -> None:
         """Removes what nothing uses any more."""
@@ -124,18 +101,15 @@ class Editor:
         arguments = (*before, *last.arguments)
         value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
         if value.dtype != expected.dtype or value.dim() != expected.dim():
-            raise ContractError(
-                output.name,
-                f"rewritten it gives {value.dtype} {list(value.shape)}",
-                expected=f"{expected.dtype} {list(expected.shape)}",
-                advice="exclude this node in the recipe and report it as a bug",
-            )
+            what = f"rewritten it gives {value.dtype} {list(value.shape)}"
+            advice = "exclude this node in the recipe and report it as a bug"
+            raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
         output.target, output.args, output.kwargs = last.op, arguments, last.keywords
         record.mark(output, self._made)
         if output is not site.node:
             site.node.graph.erase_node(site.node)
 
-    def _pack(self, site: TorchSite, static: Static, decision: Decision) -> _Packed:
+    def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
         transposed, alpha = site.w.transposed, site.form.alpha
         settings = (decision.weight_format, decision.scale_rounding, alpha, transposed)
@@ -161,9 +135,10 @@ class Editor:
         self._packed[key] = self._store(static.name, elements, scales, result.relative_l2)
         return self._packed[key]
 
-    def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> _Packed:
+    def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> PackedNames:
         """Makes a packed weight buffers of the program."""
-        packed = _Packed(self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales"), relative_l2)
+        names = self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales")
+        packed = PackedNames(*names, elements.nbytes + scales.nbytes, relative_l2)
         self._program.add_buffer(packed.elements, elements)
         self._program.add_buffer(packed.scales, scales)
         return packed

@@ -8,6 +8,7 @@ from typing import Any, Final
 from torch.fx import Node
 
 from mxfp8_graph.policy.roles import RoleOps
+from mxfp8_graph.torch_pass.matmul_forms import FORMS
 from mxfp8_graph.torch_pass.static_operands import StaticOperands
 from mxfp8_graph.torch_program import higher_order, internals
 from mxfp8_graph.torch_program.program import Program, Scope
@@ -15,8 +16,9 @@ from mxfp8_ops import contract
 
 ROLE_OPS: Final = RoleOps(
     compute=contract.TORCH_GEMMS
+    | FORMS.keys()
     | internals.op_names(
-        "linear matmul mm addmm bmm baddbmm mv addmv einsum bilinear _grouped_mm transformers::grouped_mm_fallback "
+        "addmv einsum bilinear _grouped_mm transformers::grouped_mm_fallback "
         "scaled_dot_product_attention "
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention flex_attention "

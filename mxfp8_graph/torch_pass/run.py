@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, Option
 
 
 def rewrite_torch(
@@ -31,13 +32,7 @@ def rewrite_torch(
 ) -> tuple[Path | ExportedProgram | None, RewriteReport]:
     """Returns (the output's path, or the rewritten program if no output is asked for, or None on a dry run; report).
 
-    A program in memory is not modified.
-
-    Raises:
-        ContractError: the program cannot be read or packed, or the output not written.
-        RecipeError: a rule decides nothing, or the program was rewritten with another recipe.
-        NothingEligibleError: no matmul of the program is rewritten.
-        BackendError: this torch is not one the pass knows.
+    A program in memory is not modified. Errors: see `mxfp8_graph.rewrite`, and `internals.check_torch`.
     """
     reporter = Reporter(recipe=recipe, options=options)
     if options.output is not None:
@@ -63,7 +58,8 @@ def rewrite_torch(
 def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
     """Raises ContractError if the output cannot be written or is the input."""
     if isinstance(model, Path) and output.resolve() == model.resolve():
-        raise ContractError(output, "is the input", expected="another file", advice="pass another output")
+        advice = ("pass another ", Option("output"))
+        raise ContractError(output, "is the input", expected="another file", advice=advice)
     check_target(output, overwrite=overwrite)
 
 
@@ -97,7 +93,7 @@ def _decide(sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Dec
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
         unfit = site.unfit or (training.obstacle(site) if options.training else None)
         if decision.quantize and unfit:
-            decisions[index] = training.kept(decision, unfit)
+            decisions[index] = replace(decision, quantize=False, rule="structure", reason=unfit)
         elif decision.quantize and isinstance(site, TorchSite) and site.packed:
             decisions[index] = replace(decision, weight_format=site.packed)
     if options.training:
@@ -126,13 +122,11 @@ def _replaced(
             return training.apply(program, site, decision, recipe, made)
         return editor.apply(site, decision)
 
-    def keep(site: Site) -> None:
-        training.undo(program, site)
-
-    reports = replace_each(sites, decisions, change, keep=keep, progress=options.progress)
+    undo = partial(training.undo, program)
+    reports = replace_each(sites, decisions, change, keep=undo, progress=options.progress)
     editor.finish()
     if not options.training:
-        program.freeze()
+        program.freeze()  # no gradient passes through packed matmuls
     return reports
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from mxfp8_ops import formats
+from mxfp8_ops.checks import scale_count
 
 _TILE_ROWS: Final = 128
 _TILE_COLUMNS: Final = 4
@@ -46,7 +47,7 @@ def obstacle(tensor: Any) -> str | None:
 def unpacked(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (elements uint8 [N, K], scales uint8 [N, K / 32]) of an MXTensor without an `obstacle`."""
     rows, columns = tensor.qdata.shape
-    count = -(-columns // formats.BLOCK_SIZE)
+    count = scale_count(columns)
     scales = tensor.scale.detach().contiguous().view(torch.uint8)
     if tensor.is_swizzled_scales:
         scales = unswizzled(scales, rows, count)

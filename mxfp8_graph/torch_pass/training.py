@@ -8,7 +8,6 @@ bmm(x, w [B, K, N])         -> linear_train(x, transpose(w))
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -62,19 +61,13 @@ def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
     """Raises RecipeError if a decision asks for what training does not have."""
     for decision in decisions:
         if decision.quantize and decision.weight_only:
-            raise RecipeError(
-                f"recipe {recipe.name!r}",
-                f"weight_only for {decision.site.name!r}",
-                expected="activations in MXFP8 too, since training quantizes both operands of every product",
-                advice="remove weight_only",
-            )
+            what = f"weight_only for {decision.site.name!r}"
+            expected = "activations in MXFP8 too, since training quantizes both operands of every product"
+            raise RecipeError(f"recipe {recipe.name!r}", what, expected=expected, advice="remove weight_only")
         if decision.quantize and "e5m2" in {decision.activation_format, decision.weight_format}:
-            raise RecipeError(
-                f"recipe {recipe.name!r}",
-                f"e5m2 for {decision.site.name!r}",
-                expected="e4m3, since training takes its formats from fp8_format (HYBRID: E5M2 gradients)",
-                advice="set that instead",
-            )
+            what = f"e5m2 for {decision.site.name!r}"
+            expected = "e4m3, since training takes its formats from fp8_format (HYBRID: E5M2 gradients)"
+            raise RecipeError(f"recipe {recipe.name!r}", what, expected=expected, advice="set that instead")
 
 
 def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe, made: Made) -> SiteReport:
@@ -104,11 +97,6 @@ def undo(program: Program, site: Site) -> None:
             transposed = Builder(program, node).permute(weight, (0, 2, 1))
             node.target, node.args, node.kwargs = _ATEN.bmm.default, (x, transposed), {}
         record.unmark(node)
-
-
-def kept(decision: Decision, reason: str) -> Decision:
-    """Returns `decision` turned down for a structural reason."""
-    return replace(decision, quantize=False, rule="structure", reason=reason)
 
 
 def _weight(w: Operand, build: Builder) -> Node:

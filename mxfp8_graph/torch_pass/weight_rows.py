@@ -25,12 +25,9 @@ def rows_of(static: Static, stored: torch.Tensor) -> tuple[Rows, bool]:
         ContractError: `stored` has no values (it is on the meta device, or fake).
     """
     if not internals.has_values(stored):
-        raise ContractError(
-            f"weight {static.name!r}",
-            "has a shape but no values",
-            expected="a program that holds its weights",
-            advice="export the model with real tensors",
-        )
+        what = "has a shape but no values"
+        advice = "export the model with real tensors"
+        raise ContractError(f"weight {static.name!r}", what, expected="a program that holds its weights", advice=advice)
     data = to_numpy(static.apply(stored))
     *_, height, width = data.strides
     flipped = height == data.itemsize and width != data.itemsize

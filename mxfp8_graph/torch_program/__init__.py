@@ -13,12 +13,9 @@ from mxfp8_ops.errors import BackendError
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise BackendError(
-        "torch",
-        "not installed",
-        expected="it for exported programs and .pt2 files",
-        advice="pip install 'mxfp8-graph[torch]'",
-    ) from error
+    what = "not installed"
+    expected = "it for exported programs and .pt2 files"
+    raise BackendError("torch", what, expected=expected, advice="pip install 'mxfp8-graph[torch]'") from error
 
 from mxfp8_graph.torch_program.files import load, save
 

@@ -20,7 +20,7 @@ from mxfp8_ops import (
     contract,
     torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
 )
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, Option
 
 EXTRA_FILE: Final = "mxfp8_graph.json"
 """Name of the extra file in the archive: how the program was made, and which modules define its containers."""
@@ -51,19 +51,11 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
         with replacing(path, suffix=".pt2") as temporary:  # torch writes to no other suffix
             torch.export.save(program, temporary, extra_files={EXTRA_FILE: json.dumps(entries)})
     except OSError as error:
-        raise ContractError(
-            path,
-            f"cannot be written: {error.strerror or error}",
-            expected="a writable folder with enough space",
-            advice="free some space or choose another",
-        ) from None
+        raise ContractError.unwritable(path, error, "free some space or choose another") from None
     except Exception as error:
-        raise ContractError(
-            path,
-            f"torch cannot serialize the program: {_first_line(error)}",
-            expected="containers that pytree knows and registered ops",
-            advice="see the cause above",
-        ) from error
+        what = f"torch cannot serialize the program: {_first_line(error)}"
+        expected = "containers that pytree knows and registered ops"
+        raise ContractError(path, what, expected=expected, advice="see the cause above") from error
     return path
 
 
@@ -80,30 +72,19 @@ def load(path: str | Path) -> ExportedProgram:
     version = int(entries.get(provenance.CONTRACT_KEY, contract.VERSION))
     if version > contract.VERSION:
         made_by = entries.get(provenance.VERSION_KEY, "a newer mxfp8-graph")
-        raise ContractError(
-            path,
-            f"node contract {version}, made by mxfp8-graph {made_by}",
-            expected=f"at most {contract.VERSION}",
-            advice="upgrade mxfp8-graph",
-        )
+        what = f"node contract {version}, made by mxfp8-graph {made_by}"
+        raise ContractError(path, what, expected=f"at most {contract.VERSION}", advice="upgrade mxfp8-graph")
     unknown = _import(entries.get(_MODULES_KEY, []))
     try:
         program, _ = internals.load_archive(path)
     except Exception as error:
         advice = f"import {', '.join(unknown)} first" if unknown else "see the cause above"
-        raise ContractError(
-            path,
-            f"torch {torch.__version__} cannot read the program: {_first_line(error)}",
-            expected="ops and containers that are registered, and a file of this torch or an older one",
-            advice=str(advice),
-        ) from error
+        what = f"torch {torch.__version__} cannot read the program: {_first_line(error)}"
+        expected = "ops and containers that are registered, and a file of this torch or an older one"
+        raise ContractError(path, what, expected=expected, advice=advice) from error
     if program is None:
-        raise ContractError(
-            path,
-            "holds no exported program (a compiled package?)",
-            expected="one",
-            advice="save it with mxfp8_graph.save",
-        )
+        what = "holds no exported program (a compiled package?)"
+        raise ContractError(path, what, expected="one", advice="save it with mxfp8_graph.save")
     return program
 
 
@@ -120,7 +101,8 @@ def check_target(path: str | Path, *, overwrite: bool) -> Path:
         what = "a directory" if path.is_dir() else f"no folder {path.parent}"
         raise ContractError(path, what, expected="a file in an existing folder", advice="correct the path")
     if path.exists() and not overwrite:
-        raise ContractError(path, "exists already", expected="a new file", advice="pass overwrite=True or another path")
+        advice = ("pass ", Option("overwrite", True), " or another path")
+        raise ContractError(path, "exists already", expected="a new file", advice=advice)
     return path
 
 
@@ -132,9 +114,7 @@ def _entries(path: Path) -> Mapping[str, Any]:
         with path.open("rb") as file:
             start = file.read(4)
     except OSError as error:
-        raise ContractError(
-            path, str(error.strerror), expected="a readable .pt2 file", advice="check the path"
-        ) from None
+        raise ContractError.unreadable(path, error, "a readable .pt2 file") from None
     try:
         with zipfile.ZipFile(path) as archive:
             name = next((n for n in archive.namelist() if n.endswith(f"/extra/{EXTRA_FILE}")), None)
@@ -142,16 +122,11 @@ def _entries(path: Path) -> Mapping[str, Any]:
     except (zipfile.BadZipFile, EOFError):
         if start == b"PK\x03\x04":
             raise ContractError(path, "cut short", expected="a whole .pt2 file", advice="copy it again") from None
-        raise ContractError(
-            path,
-            "not a .pt2 file",
-            expected="what mxfp8_graph.save or torch.export.save writes",
-            advice="check the path",
-        ) from None
+        expected = "what mxfp8_graph.save or torch.export.save writes"
+        raise ContractError(path, "not a .pt2 file", expected=expected, advice="check the path") from None
     except ValueError as error:
-        raise ContractError(
-            path, f"its {EXTRA_FILE} is not JSON ({error})", expected="it whole", advice="save again"
-        ) from None
+        what = f"its {EXTRA_FILE} is not JSON ({error})"
+        raise ContractError(path, what, expected="it whole", advice="save again") from None
     return entries if isinstance(entries, dict) else {}
 
 

@@ -19,20 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from mxfp8_ops.errors import BackendError
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputSpec
+from torch.fx import GraphModule, Node
 
-try:
-    import torch
-    from torch.export import ExportedProgram
-    from torch.export.graph_signature import ExportGraphSignature, InputSpec
-    from torch.fx import GraphModule, Node
-except ImportError as error:  # pragma: no cover
-    raise BackendError(
-        "torch",
-        f"cannot be imported ({error})",
-        expected="torch 2.9 or newer",
-        advice="pip install 'mxfp8-graph[torch]'",
-    ) from error
+from mxfp8_ops.errors import BackendError
 
 OLDEST: Final = (2, 9)
 """Older versions lack the serialization of custom metadata."""
@@ -50,15 +42,12 @@ def check_torch() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     works = f"torch {_dotted(OLDEST)} to {_dotted(NEWEST_TESTED)}"
     if version < OLDEST:
-        raise BackendError(f"torch {torch.__version__}", "too old", expected=str(works), advice="pip install -U torch")
+        raise BackendError(f"torch {torch.__version__}", "too old", expected=works, advice="pip install -U torch")
     update = getattr(ExportedProgram, "_update", None)
     if update is None or not set(_UPDATE) <= set(inspect.signature(update).parameters):
-        raise BackendError(
-            f"torch {torch.__version__}",
-            "ExportedProgram._update is not the one this pass knows",
-            expected=str(works),
-            advice="install one of those, or a newer mxfp8-graph",
-        )
+        what = "ExportedProgram._update is not the one this pass knows"
+        advice = "install one of those, or a newer mxfp8-graph"
+        raise BackendError(f"torch {torch.__version__}", what, expected=works, advice=advice)
     if version > NEWEST_TESTED:
         return f"torch {torch.__version__} is newer than the last one tested ({_dotted(NEWEST_TESTED)})"
     return None
@@ -71,7 +60,7 @@ def clone(module: GraphModule) -> GraphModule:
     for graph_module in module.modules():
         if isinstance(graph_module, GraphModule):
             shared[id(graph_module.meta)] = {k: v for k, v in graph_module.meta.items() if k != "unflattened_module"}
-    with _quiet():
+    with quiet():
         copied: GraphModule = copy.deepcopy(module, shared)
     for path, old in module.named_modules():
         if isinstance(old, GraphModule):
@@ -94,7 +83,7 @@ def updated(
 ) -> ExportedProgram:
     """Returns `program` with another graph and other weights; outputs, ranges and module calls stay."""
     signature = ExportGraphSignature(input_specs=list(inputs), output_specs=program.graph_signature.output_specs)
-    with _quiet():
+    with quiet():
         new: ExportedProgram = program._update(module, signature, state_dict=dict(state), constants=dict(constants))
     return new
 
@@ -123,7 +112,7 @@ def container_modules(program: ExportedProgram) -> list[str]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences what torch says about its own use of deprecated names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -141,12 +130,8 @@ def fake_mode(module: GraphModule) -> Any:
 
     mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.meta.get("val") is not None])
     if mode is None:
-        raise BackendError(
-            "program",
-            "its nodes carry no fake tensors",
-            expected="a program as torch.export makes it",
-            advice="export it again",
-        )
+        what = "its nodes carry no fake tensors"
+        raise BackendError("program", what, expected="a program as torch.export makes it", advice="export it again")
     return mode
 
 
@@ -165,7 +150,7 @@ def expose_einsum(program: ExportedProgram) -> ExportedProgram:
     from torch._export.utils import _get_decomp_for_cia
 
     op = torch.ops.aten.einsum.default
-    with _quiet():
+    with quiet():
         exposed: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
     return exposed
 

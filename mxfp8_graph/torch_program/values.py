@@ -1,4 +1,4 @@
-"""Tensors as NumPy sees them, without copies; their dtypes by name; where their memory begins."""
+"""Tensors as NumPy sees them, without copies; where their memory begins."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ import numpy.typing as npt
 import torch
 
 Array = npt.NDArray[Any]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:

@@ -19,7 +19,7 @@ from oracle import check_well_formed, expect, normal, relu, run
 
 import mxfp8_graph
 from mxfp8_graph.onnx_model import write
-from mxfp8_graph.onnx_model.open import open_proto
+from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_pass.find import find_sites
 from mxfp8_graph.onnx_pass.replace import bytes_after
 from mxfp8_graph.policy.plan import plan
@@ -198,7 +198,7 @@ class TestExternalData:
         weights = {"w": weight(70, 96), "v": weight(70, 3 * 96)}
         proto = model(nodes, {"x": (F32, ["m", 70])}, {"y": (F32, ["m", 96])}, weights)
         recipe = mxfp8_graph.Recipe(name="r", exclude=excluded)
-        opened = open_proto(proto)
+        opened = open_model(proto)
         sites = find_sites(opened)
         size = bytes_after(opened, sites, plan([site.matmul for site in sites], recipe))
         rewritten, _ = mxfp8_graph.rewrite(proto, recipe)

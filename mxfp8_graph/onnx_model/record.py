@@ -1,0 +1,30 @@
+"""Which recipe made a model: kept in the model's metadata. And what the nodes it holds ask of a model."""
+
+from __future__ import annotations
+
+import onnx
+
+from mxfp8_graph import provenance
+from mxfp8_graph.onnx_model.walk import iter_graphs
+from mxfp8_ops import contract, onnx_functions
+
+
+def find(model: onnx.ModelProto) -> provenance.Made | None:
+    """Returns how `model` was rewritten before, or None if it was not."""
+    node = next((n for graph in iter_graphs(model.graph) for n in graph.node if n.domain == contract.DOMAIN), None)
+    return None if node is None else provenance.Made(node=node.name or node.output[0], recipe=recipe_of(model))
+
+
+def recipe_of(model: onnx.ModelProto) -> str | None:
+    """Returns the recipe that made `model` as JSON, or None if it is not recorded."""
+    return next((p.value for p in model.metadata_props if p.key == provenance.RECIPE_KEY), None)
+
+
+def complete(model: onnx.ModelProto, opset: int, recipe: str | None) -> None:
+    """Adds function bodies for the nodes of a rewritten model, the import of their domain, and how it was made."""
+    used = {node.op_type for graph in iter_graphs(model.graph) for node in graph.node if node.domain == contract.DOMAIN}
+    model.functions.extend(onnx_functions.functions(opset, sorted(used)))
+    if not any(entry.domain == contract.DOMAIN for entry in model.opset_import):
+        model.opset_import.add(domain=contract.DOMAIN, version=contract.VERSION)
+    recorded = {entry.key: entry.value for entry in model.metadata_props}
+    onnx.helper.set_model_props(model, {**recorded, **provenance.entries(recipe)})
