@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from mxfp8_ops.cuda import planner
 from mxfp8_ops.cuda.execution import Fp8Product
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.formats import DTYPES
-
-_TYPES: Final = {name: getattr(torch, row.numpy_name) for name, row in DTYPES.items()}
-"""Dtype in torch of each value dtype and element format."""
 
 
 def libraries() -> int:
@@ -52,8 +49,8 @@ class Products:
             BackendError: a torch without torch.nn.functional.scaled_mm.
         """
         names = _names()
-        x = self._tensor(p.x, p.m * p.k, scratch).view(_TYPES[p.x_kind]).view(p.m, p.k)
-        b = self._tensor(p.b, p.n * p.k, scratch).view(_TYPES[p.b_kind]).view(p.n, p.k)
+        x = self._tensor(p.x, p.m * p.k, scratch).view(_dtype(p.x_kind)).view(p.m, p.k)
+        b = self._tensor(p.b, p.n * p.k, scratch).view(_dtype(p.b_kind)).view(p.n, p.k)
         layouts: tuple[Any, ...] = ()
         if p.how == planner.BLOCK_SCALED:
             recipe, layouts = names.ScalingType.BlockWise1x32, (names.SwizzleType.SWIZZLE_32_4_4,) * 2
@@ -69,7 +66,7 @@ class Products:
             recipe = names.ScalingType.TensorWise
             x_scales = b_scales = torch.ones((), dtype=torch.float32, device=x.device)
         self.last = names.scaled_mm(
-            x, b.t(), x_scales, recipe, b_scales, recipe, *layouts, output_dtype=_TYPES[p.dtype],
+            x, b.t(), x_scales, recipe, b_scales, recipe, *layouts, output_dtype=_dtype(p.dtype),
             use_fast_accum=p.how != planner.BLOCK_SCALED,
         )  # fmt: skip
         return self.last.data_ptr()
@@ -80,6 +77,10 @@ class Products:
             return self._operands[address, size].view(-1)
         assert scratch is not None  # a plan has no other memory
         return scratch[address - scratch.data_ptr() :][:size]
+
+
+def _dtype(kind: str) -> Any:
+    return getattr(torch, DTYPES[kind].numpy_name)
 
 
 @functools.lru_cache
