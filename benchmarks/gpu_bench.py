@@ -8,10 +8,12 @@ gpu_cases.py says how things are measured.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import importlib.metadata
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -108,14 +110,14 @@ def prepare() -> tuple[str, int]:
     Raises:
         BackendError: no GPU, no CuPy or no NVRTC.
     """
-    from mxfp8_ops.cuda import build as cuda_build
-    from mxfp8_ops.cuda import device as cuda_device
-    from mxfp8_ops.cuda import planner
+    from mxfp8_ops.cuda import build, device, planner
 
-    gpu = cuda_device.device(0)
+    gpu = device.device(0)
+    arch = build.target(gpu.capability)
     kernels = [(kernel.partition("<")[0], kernel) for kernel in planner.kernels()]
     kernels = [kernel for kernel in kernels if gpu.capability == (9, 0) or kernel[0] != "gemm_fused"]
-    return gpu.name, cuda_build.prepare(kernels, cuda_build.target(gpu.capability))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # into the cache on disk
+        return gpu.name, len([*pool.map(lambda kernel: len(build.cubin(*kernel, arch)), kernels)])
 
 
 def run(command: list[str], seconds: float) -> str:

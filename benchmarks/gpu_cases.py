@@ -19,9 +19,9 @@ from mxfp8_ops import (
     formats,
     torch_ops,  # noqa: F401 - registers
 )
+from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import dispatch, execution, planner
 from mxfp8_ops.cuda.planner import CODES
-from mxfp8_ops.numerics import scale_count
 from mxfp8_ops.torch_ops import cuda as torch_cuda
 
 ops = torch.ops.mxfp8

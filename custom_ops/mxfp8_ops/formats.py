@@ -120,6 +120,7 @@ E5M2: Final = ElementFormat(
 
 VALUE_DTYPES: Final[Mapping[str, ValueDtype]] = MappingProxyType({d.name: d for d in (FLOAT32, FLOAT16, BFLOAT16)})
 ELEMENT_FORMATS: Final[Mapping[str, ElementFormat]] = MappingProxyType({f.name: f for f in (E4M3, E5M2)})
+DTYPES: Final[Mapping[str, Dtype]] = MappingProxyType({**VALUE_DTYPES, **ELEMENT_FORMATS})
 
 SCALE_ROUNDINGS: Final = ("ceil", "floor", "even")
 """How amax becomes a scale.
@@ -143,12 +144,7 @@ def scale_increment(fmt: ElementFormat, scale_rounding: str) -> int:
         return 0
     if scale_rounding == "even":
         return 1 << (22 - fmt.mantissa_bits)  # half a unit in the last place of the element's mantissa
-    raise ContractError(
-        "scale_rounding",
-        f"{scale_rounding!r}",
-        expected=f"one of {', '.join(SCALE_ROUNDINGS)}",
-        advice="correct the name",
-    )
+    raise ContractError.unknown("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
 
 
 def element_format(name: str) -> ElementFormat:
@@ -160,6 +156,4 @@ def element_format(name: str) -> ElementFormat:
     try:
         return ELEMENT_FORMATS[name]
     except KeyError:
-        raise ContractError(
-            "element_format", f"{name!r}", expected=f"one of {', '.join(ELEMENT_FORMATS)}", advice="correct the name"
-        ) from None
+        raise ContractError.unknown("element_format", name, ELEMENT_FORMATS) from None

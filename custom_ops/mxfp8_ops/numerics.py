@@ -15,13 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import formats
-from mxfp8_ops.checks import (
-    check_gemm_shapes as check_gemm_shapes,  # noqa: PLC0414 - read from here by the CUDA backend, as are those below
-)
-from mxfp8_ops.checks import check_scales, gemm_shape
-from mxfp8_ops.checks import check_value_dtype as check_value_dtype  # noqa: PLC0414
-from mxfp8_ops.checks import normalize_axis as normalize_axis  # noqa: PLC0414
-from mxfp8_ops.checks import scale_count as scale_count  # noqa: PLC0414
+from mxfp8_ops.checks import check_scales, check_value_dtype, gemm_shape, normalize_axis, scale_count
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_BIAS, SCALE_NAN, ElementFormat
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from cuda_emulation import kernels, source_of
 
-from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import build
 from mxfp8_ops.errors import BackendError
 
 LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387
@@ -19,7 +19,7 @@ LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387
 WGMMA = 0xDF0
 """Opcode of HGMMA, on sm_90a."""
 
-CAPABILITIES = {cuda_build.target(c): c for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))}
+CAPABILITIES = {build.target(c): c for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))}
 
 SIXTEEN_BYTES = 6
 """Bits 73..75 of a memory instruction: 0, 1 one byte; 2, 3 two; 4 four; 5 eight; 6 sixteen."""
@@ -28,7 +28,7 @@ SIXTEEN_BYTES = 6
 @pytest.fixture(scope="module", autouse=True)
 def nvrtc():
     try:
-        version = cuda_build.nvrtc_version()
+        version = build.nvrtc_version()
     except BackendError as error:
         pytest.skip(str(error))
     if version < (12, 8):
@@ -37,7 +37,7 @@ def nvrtc():
 
 def memory_instructions(code: bytes) -> collections.Counter[tuple[int, int]]:
     """Returns how often each (opcode, width) occurs in the one kernel of a cubin. An instruction has 16 bytes."""
-    text = cuda_build.sections(code)[f".text.{cuda_build.entry(code)}"]
+    text = build.sections(code)[f".text.{build.entry(code)}"]
     return collections.Counter((low & 0xFFF, high >> 9 & 7) for low, high in struct.iter_unpack("<QQ", text))
 
 
@@ -72,7 +72,7 @@ SAMPLE = (
 """One or two instances of every source; the slow test takes all of them."""
 
 
-@pytest.mark.parametrize("arch", cuda_build.TARGETS)
+@pytest.mark.parametrize("arch", build.TARGETS)
 @pytest.mark.parametrize("kernel", SAMPLE)
 def test_kernels_compile_without_spills_and_access_16_bytes(arch, kernel):
     assert kernel in kernels()
@@ -80,7 +80,7 @@ def test_kernels_compile_without_spills_and_access_16_bytes(arch, kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", cuda_build.TARGETS)
+@pytest.mark.parametrize("arch", build.TARGETS)
 def test_every_kernel_compiles_without_spills_and_accesses_16_bytes(arch):
     for kernel in kernels(CAPABILITIES[arch]):
         check(kernel, arch)
@@ -89,7 +89,7 @@ def test_every_kernel_compiles_without_spills_and_accesses_16_bytes(arch):
 def check(kernel: str, arch: str) -> None:
     """What ptxas reports, and which memory instructions the machine code really has."""
     source = source_of(kernel)
-    cubin = cuda_build.compile_kernel(source, kernel, arch, ("--ptxas-options=-v",))
+    cubin = build.compile_kernel(source, kernel, arch, ("--ptxas-options=-v",))
     used = resources(cubin.log)
     assert used["registers"] <= 255, kernel
     assert used["stack"] == used["spill_stores"] == used["spill_loads"] == 0, f"{kernel}, {arch}: {used}"
@@ -111,9 +111,9 @@ def check(kernel: str, arch: str) -> None:
         assert narrow == 0, f"{kernel}, {arch}: {found}"
 
 
-@pytest.mark.parametrize("arch", cuda_build.TARGETS)
+@pytest.mark.parametrize("arch", build.TARGETS)
 def test_the_quantizer_converts_in_hardware_where_there_is_an_instruction(arch):
-    ptx = cuda_build.compile_kernel(
+    ptx = build.compile_kernel(
         "quantize_rows", "quantize_rows<BF16, E4M3, false, false>", arch.replace("sm", "compute")
     ).code.decode()
     assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch != "sm_80")
@@ -121,7 +121,7 @@ def test_the_quantizer_converts_in_hardware_where_there_is_an_instruction(arch):
 
 
 def test_the_skinny_gemm_is_on_tensor_cores():
-    ptx = cuda_build.compile_kernel("gemm_skinny", "gemm_skinny<BF16, E4M3, 1>", "compute_90a").code.decode()
+    ptx = build.compile_kernel("gemm_skinny", "gemm_skinny<BF16, E4M3, 1>", "compute_90a").code.decode()
     assert ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") >= 8
     assert ".ftz" not in ptx
 
@@ -129,7 +129,7 @@ def test_the_skinny_gemm_is_on_tensor_cores():
 @pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if source_of(kernel) == "gemm_fused"])
 def test_the_fused_gemm_keeps_its_products_in_flight(kernel):
     """Two steps (or four) of two halves of four (or two) products, which ptxas does not make wait for each other."""
-    cubin = cuda_build.compile_kernel("gemm_fused", kernel, "sm_90a", ("--ptxas-options=-v",))
+    cubin = build.compile_kernel("gemm_fused", kernel, "sm_90a", ("--ptxas-options=-v",))
     assert "serialized" not in cubin.log, cubin.log  # C7510: "wgmma.mma_async instructions are serialized due to ..."
     assert sum(n for (op, _), n in memory_instructions(cubin.code).items() if op == WGMMA) == 16
     check(kernel, "sm_90a")
@@ -137,55 +137,55 @@ def test_the_fused_gemm_keeps_its_products_in_flight(kernel):
 
 def test_ptxas_says_if_it_serializes_products(tmp_path, monkeypatch):
     """The log that the test above reads: sums that are used between a product and its end."""
-    for path in cuda_build.SOURCES.iterdir():
+    for path in build.SOURCES.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     kernel = tmp_path / "gemm_fused.cu"
     kernel.write_text(kernel.read_text().replace("wgmma_commit();", "sums[0][0] += 1.0f; wgmma_commit();"))
-    monkeypatch.setattr(cuda_build, "SOURCES", tmp_path)
-    cubin = cuda_build.compile_kernel("gemm_fused", "gemm_fused<E4M3, 1>", "sm_90a", ("--ptxas-options=-v",))
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    cubin = build.compile_kernel("gemm_fused", "gemm_fused<E4M3, 1>", "sm_90a", ("--ptxas-options=-v",))
     assert "serialized" in cubin.log
 
 
 def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = cuda_build.cubin("finish", "finish<true>", "sm_90a")
+    code = build.cubin("finish", "finish<true>", "sm_90a")
     (kept,) = (tmp_path / "mxfp8-graph" / "cuda").iterdir()
     assert kept.read_bytes() == code
     assert kept.name.startswith("finish-sm_90a-")
-    monkeypatch.setattr(cuda_build, "compile_kernel", None)
-    assert cuda_build.cubin("finish", "finish<true>", "sm_90a") == code
+    monkeypatch.setattr(build, "compile_kernel", None)
+    assert build.cubin("finish", "finish<true>", "sm_90a") == code
 
 
 def test_the_cache_tells_kernels_architectures_and_sources_apart(tmp_path, monkeypatch):
-    keys = {cuda_build._key("finish", "finish<true>", "sm_90a"), cuda_build._key("finish", "finish<true>", "sm_80")}
-    for path in cuda_build.SOURCES.iterdir():
+    keys = {build._key("finish", "finish<true>", "sm_90a"), build._key("finish", "finish<true>", "sm_80")}
+    for path in build.SOURCES.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(cuda_build, "SOURCES", tmp_path)
-    assert cuda_build._key("finish", "finish<true>", "sm_90a") in keys
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    assert build._key("finish", "finish<true>", "sm_90a") in keys
     (tmp_path / "codec.cuh").write_bytes((tmp_path / "codec.cuh").read_bytes() + b"\n")
-    assert cuda_build._key("finish", "finish<true>", "sm_90a") not in keys
+    assert build._key("finish", "finish<true>", "sm_90a") not in keys
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert cuda_build.cubin("finish", "finish<true>", "sm_90a")
+    assert build.cubin("finish", "finish<true>", "sm_90a")
     assert "compiled again next time" in capsys.readouterr().err
 
 
 def test_what_does_not_compile_says_why():
     with pytest.raises(BackendError, match=r"finish\.cu, nothing, does not compile for sm_90a:\n.*nothing"):
-        cuda_build.compile_kernel("finish", "nothing", "sm_90a")
+        build.compile_kernel("finish", "nothing", "sm_90a")
 
 
 def test_targets():
-    assert [cuda_build.target(c) for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))] == [*cuda_build.TARGETS]
+    assert [build.target(c) for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))] == [*build.TARGETS]
     with pytest.raises(BackendError, match=r"compute capability 7\.5; expected 8\.0"):
-        cuda_build.target((7, 5))
+        build.target((7, 5))
 
 
 def test_without_nvrtc_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(cuda_build, "_VERSIONS", ("0",))
+    monkeypatch.setattr(build, "_VERSIONS", ("0",))
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(BackendError, match="pip install nvidia-cuda-nvrtc"):
-        cuda_build._nvrtc.__wrapped__()
+        build._nvrtc.__wrapped__()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
+import os
 
 import ml_dtypes
 import numpy as np
@@ -10,9 +12,8 @@ import pytest
 from cuda_emulation import kernels, source_of
 
 from mxfp8_ops import cuda, numerics
-from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import build, dispatch
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch
 
 torch = pytest.importorskip("torch")
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
@@ -37,8 +38,10 @@ CHUNK = 1 << 24
 def cubins():
     """Compiles everything at once, instead of each kernel where it is first used."""
     capability = torch.cuda.get_device_capability()
-    names = [(source_of(kernel), kernel) for kernel in kernels(capability)]
-    cuda_build.prepare(names, cuda_build.target(capability))
+    arch = build.target(capability)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(lambda kernel: len(build.cubin(source_of(kernel), kernel, arch)), kernels(capability)):
+            pass
 
 
 def array(t: torch.Tensor) -> np.ndarray:

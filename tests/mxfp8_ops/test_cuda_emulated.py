@@ -10,9 +10,9 @@ import pytest
 from cuda_emulation import aligned, device, kernels, launch, queue, source_of
 
 from mxfp8_ops import formats, numerics
+from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import execution, folding, planner
 from mxfp8_ops.cuda.planner import CODES
-from mxfp8_ops.numerics import scale_count
 
 FORMATS = ("e4m3", "e5m2")
 ROUNDINGS = ("ceil", "floor", "even")

@@ -19,7 +19,8 @@ from cuda_emulation import EmulatedDevice, device, queue
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
 from test_cuda_frontends import array, back, stand_in, value
 
-from mxfp8_ops import cuda, formats, numerics
+from mxfp8_ops import checks, cuda, formats, numerics
+from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.cuda import dispatch, folding
@@ -74,7 +75,7 @@ def check(got: np.ndarray, codes: list[np.ndarray], bias: np.ndarray | None, dty
 
 
 def unswizzled(layout: np.ndarray, rows: int, k: int) -> np.ndarray:
-    blocks = numerics.scale_count(k)
+    blocks = checks.scale_count(k)
     every = layout.reshape(-(-rows // 128), -(-blocks // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
     scales = every.reshape(-(-rows // 128) * 128, -1)[:rows, :blocks]
     assert_same("layout", layout, swizzle(np.ascontiguousarray(scales)))
@@ -158,7 +159,7 @@ def test_torch_block_scaled_products_on_blackwell(monkeypatch, emulated, dtype, 
     direct = bias is None and dtype != torch.float16
     assert names(on) == ["swizzle_scales", "swizzle_scales", *([] if direct else ["finish"])]
     assert y.dtype == dtype
-    check(back(y), codes, bias, torch_cuda.NAMES[dtype], x_format)
+    check(back(y), codes, bias, dtype_name(dtype), x_format)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -173,7 +174,7 @@ def test_torch_folded_products(monkeypatch, emulated, dtype, with_bias, capabili
         y = torch_cuda.gemm(*tensors(codes), None if bias is None else torch.from_numpy(bias), dtype=dtype)
     direct = bias is None and dtype == torch.bfloat16 and (capability, version) == ((9, 0), "13.0")
     assert names(on) == ["fold", "fold", *([] if direct else ["finish"])]
-    check(back(y), codes, bias, torch_cuda.NAMES[dtype], None)
+    check(back(y), codes, bias, dtype_name(dtype), None)
 
 
 def test_torch_products_keep_their_leading_dimensions(monkeypatch, emulated):

@@ -18,14 +18,14 @@ from cuda_emulation import EmulatedDevice, allocate, device, queue
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
 
 from mxfp8_ops import cuda, numerics
-from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.checks import dtype_name
+from mxfp8_ops.cuda import build, dispatch
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch
 from mxfp8_ops.cuda.execution import Launch, Queue
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
-torch_kernels = pytest.importorskip("mxfp8_ops.torch_ops.cpu")
+torch_cpu = pytest.importorskip("mxfp8_ops.torch_ops.cpu")
 torch_training = pytest.importorskip("mxfp8_ops.torch_ops.training")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
@@ -274,8 +274,8 @@ def calls(monkeypatch) -> list[Any]:
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, funcSetAttribute=lambda *given: made.append(given)
     )
     monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
-    monkeypatch.setattr(cuda_build, "cubin", lambda source, kernel, arch: f"{source}|{kernel}|{arch}".encode())
-    monkeypatch.setattr(cuda_build, "entry", lambda code: "entry")
+    monkeypatch.setattr(build, "cubin", lambda source, kernel, arch: f"{source}|{kernel}|{arch}".encode())
+    monkeypatch.setattr(build, "entry", lambda code: "entry")
     return made
 
 
@@ -352,7 +352,7 @@ def test_torch_quantize_and_dequantize_on_every_layout(emulated, dtype):
             for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
                 assert_same(name, a.numpy(), b)
             y = torch_cuda.dequantize(*got, axis, fmt, dtype)
-            name = torch_cuda.NAMES[dtype]
+            name = dtype_name(dtype)
             assert_same("y", back(y), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=name))
 
 
@@ -396,7 +396,7 @@ def test_a_training_step_reads_each_gradient_once(emulated, monkeypatch):
         emulated.launched.clear()
         got = step(namespace(torch_cuda))
         launched = [name for name in emulated.launched if name.startswith("quantize")]
-        wanted = step(namespace(torch_kernels))
+        wanted = step(namespace(torch_cpu))
     rows = "quantize_rows<F32, E4M3, false, false>"
     columns = "quantize_columns<F32, E4M3, false, TRANSPOSED, false>"
     assert launched == [rows, rows, columns, "quantize_columns<F32, E5M2, true, TRANSPOSED, false>", columns]

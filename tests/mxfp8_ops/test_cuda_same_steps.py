@@ -20,11 +20,10 @@ from ort_emulation import STREAM, Cublas, CudaProvider
 from test_cuda_frontends import array, stand_in
 
 from mxfp8_ops import contract, cpu, cuda, numerics
-from mxfp8_ops.cuda import cublaslt
-from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.checks import scale_count
+from mxfp8_ops.cuda import cublaslt, device
 from mxfp8_ops.cuda.execution import Launch, Queue
 from mxfp8_ops.cuda.planner import CODES
-from mxfp8_ops.numerics import scale_count
 from mxfp8_ops.ort import cuda_loader as ort_cuda
 
 torch = pytest.importorskip("torch")
@@ -85,7 +84,7 @@ def recorder(monkeypatch) -> Recorder:
     made = Recorder()
     queue = Queue(made, STREAM, made.allocate)
     monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue))
-    monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
+    monkeypatch.setattr(device, "cupy_module", stand_in)
     monkeypatch.setattr("mxfp8_ops.cuda.cupy_arrays._queue", lambda: queue)
     monkeypatch.setattr(cublaslt, "available", lambda: False)
     return made

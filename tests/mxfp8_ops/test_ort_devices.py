@@ -16,7 +16,7 @@ from test_ort import assert_within, heavy_tailed, node, weight_only
 from test_ort import model as onnx_model
 
 from mxfp8_ops import contract, cpu, numerics, ort
-from mxfp8_ops.cuda import build as cuda_build
+from mxfp8_ops.cuda import build
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.ort import cuda_loader as ort_cuda
@@ -77,7 +77,7 @@ def test_without_a_driver_the_device_says_why(gpu, monkeypatch):
 
 
 def test_without_nvrtc_the_device_says_what_to_install(gpu, monkeypatch):
-    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: fail("cuda: no NVRTC; pip install it"))
+    monkeypatch.setattr(build, "nvrtc_version", lambda: fail("cuda: no NVRTC; pip install it"))
     with pytest.raises(BackendError, match="cuda: no NVRTC; pip install it"):
         ort.session(model(), device="cuda-copies")
 
@@ -171,8 +171,8 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
     )
     monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
     monkeypatch.setattr(cuda_device, "device", cuda_device.CudaDevice)
-    monkeypatch.setattr(cuda_build, "cubin", lambda source, kernel, arch: f"{source} {kernel} {arch}".encode())
-    monkeypatch.setattr(cuda_build, "entry", lambda code: "entry")
+    monkeypatch.setattr(build, "cubin", lambda source, kernel, arch: f"{source} {kernel} {arch}".encode())
+    monkeypatch.setattr(build, "entry", lambda code: "entry")
     monkeypatch.setattr(ort_cuda, "_cublas", lambda: {"cublasGemmEx": 0xCB})
     gpu, function, message = ort_cuda._Gpu(), ctypes.c_void_p(), ctypes.create_string_buffer(100)
     loader = ort_cuda._LOADER
@@ -182,7 +182,7 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
     assert loader.kernel(2, b"finish<true>", ctypes.byref(function), ctypes.addressof(message), 100) == 0
     assert function.value == 0xF00
     assert entered == [2, -1, 2, -1]
-    monkeypatch.setattr(cuda_build, "cubin", lambda *names: fail("cuda: no NVRTC; " + "x" * 200))
+    monkeypatch.setattr(build, "cubin", lambda *names: fail("cuda: no NVRTC; " + "x" * 200))
     assert loader.kernel(2, b"finish<true>", ctypes.byref(function), ctypes.addressof(message), 100) == 1
     assert message.value.startswith(b"cuda: no NVRTC; xxx")
     assert len(message.value) == 99

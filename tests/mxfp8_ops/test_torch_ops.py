@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mxfp8_ops import numerics
+from mxfp8_ops.cuda import device
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -302,11 +303,10 @@ def test_errors_say_what_is_and_what_is_expected(call: Callable[[], Any], error:
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
 def test_a_cuda_tensor_meets_a_kernel_that_says_what_to_do(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mxfp8::{name}", "CUDA")
-    from mxfp8_ops.cuda import device as cuda_device
 
-    if not cuda_device.available():
+    if not device.available():
         with pytest.raises(BackendError, match=r"cuda: .*; expected .*; .*use the CPU kernels|pip install cupy"):
-            cuda_device.device(0)
+            device.device(0)
 
 
 # --- Cost ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ no architecture-specific targets (sm_90a). It needs NVRTC alone: no GPU, no driv
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import functools
 import hashlib
@@ -14,7 +13,6 @@ import os
 import struct
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -86,22 +84,6 @@ def cubin(source: str, kernel: str, arch: str) -> bytes:
     code = compile_kernel(source, kernel, arch).code
     _write(path, code)
     return code
-
-
-def prepare(kernels: Iterable[tuple[str, str]], arch: str) -> int:
-    """Puts the machine code of many kernels into the cache at once, on all processors; returns how many there are.
-
-    For measurements and tests, which otherwise compile each kernel when they come to it.
-
-    Args:
-        kernels: (source, kernel) each, as for `cubin`.
-        arch: the target, such as "sm_90a".
-
-    Raises:
-        BackendError: NVRTC is missing, or refuses a source.
-    """
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return len([*pool.map(lambda kernel: len(cubin(kernel[0], kernel[1], arch)), kernels)])
 
 
 def compile_kernel(source: str, kernel: str, arch: str, extra: tuple[str, ...] = ()) -> Cubin:

@@ -20,12 +20,10 @@ import numpy as np
 from mxfp8_ops.cuda.execution import Fp8Product, Queue
 from mxfp8_ops.cuda.planner import BLOCK_SCALED, ROW_SCALED, UNSCALED
 from mxfp8_ops.errors import BackendError
+from mxfp8_ops.formats import DTYPES, FLOAT32
 
 _WORKSPACE: Final = 32 << 20
 """Bytes that cuBLASLt may ask for; what NVIDIA recommends for Hopper and later."""
-
-_TYPES: Final = {"float32": 0, "float16": 2, "bfloat16": 14, "e4m3": 28, "e5m2": 29}
-"""cudaDataType."""
 
 _MODES: Final = {UNSCALED: "SCALAR_32F", ROW_SCALED: "OUTER_VEC_32F", BLOCK_SCALED: "VEC32_UE8M0"}
 """How operands are scaled, by the name of the cublasLtMatmulMatrixScale_t. Without a scale, that is 1."""
@@ -76,7 +74,7 @@ def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], 
     """Returns the plan of a product; scales must lie somewhere, so they are pointed to nowhere in particular first."""
     lt = _cublaslt()
     m, n, k = sizes
-    x_type, b_type, y_type = (_TYPES[name] for name in types)
+    x_type, b_type, y_type = (DTYPES[name].cuda_data_type for name in types)
     # cuBLAS is column-major: y^T [N, M] = b [N, K] x^T, where our row-major b is its transposed first operand.
     description = _describe(mode)
     layouts = tuple(
@@ -107,7 +105,7 @@ def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], 
 def _describe(mode: int) -> int:
     lt = _cublaslt()
     names = lt.MatmulDescAttribute
-    description: int = lt.matmul_desc_create(68, _TYPES["float32"])  # CUBLAS_COMPUTE_32F
+    description: int = lt.matmul_desc_create(68, FLOAT32.cuda_data_type)  # CUBLAS_COMPUTE_32F
     set_ = functools.partial(_set, lt.matmul_desc_set_attribute, description)
     set_(names.TRANSA, 1, np.int32)
     scale = int(getattr(lt.MatmulMatrixScale, _MODES[mode]))

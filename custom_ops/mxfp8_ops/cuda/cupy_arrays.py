@@ -1,61 +1,50 @@
 """The functions of `numerics.py` on CuPy arrays: same names, same arguments, on the GPU and the current stream.
 
-`quantize` and `dequantize` give the same bytes; the gemms accumulate in float32 and stay within
-`numerics.gemm_error_bound`. Nothing here waits for the device. CuPy is imported on first use. The kernels are compiled
-on first use too (`build.py`), so run a shape once before capturing it into a CUDA graph.
+`quantize` and `dequantize` give the same bytes, but any NaN of the latter is one NaN; the gemms accumulate in float32
+and stay within `numerics.gemm_error_bound`. Nothing here waits for the device. CuPy is imported on first use. The
+kernels are compiled on first use too (`build.py`), so run a shape once before capturing it into a CUDA graph.
+
+Errors are those of `numerics.py`, and BackendError where there is no CuPy or no GPU.
 
 Not verified on hardware yet: see custom_ops/README.md.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 from typing import Any
 
 import numpy as np
 
-from mxfp8_ops import formats, numerics
-from mxfp8_ops.cuda import cublaslt, dispatch, execution, planner
-from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops import checks, formats, numerics
+from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, planner
 from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
 from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.errors import BackendError, ShapeError
-from mxfp8_ops.numerics import scale_count
 
 
 def quantize(
     x: Any, *, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil", swizzled: bool = False
 ) -> tuple[Any, Any]:
-    """Returns (elements, scales), as `numerics.quantize` does, bit for bit.
+    """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numerics.quantize` does.
 
-    Args:
-        x: CuPy array [..., K, ...] float32, float16 or bfloat16.
-        axis: the blocked axis (that of length K).
-        element_format: "e4m3" or "e5m2".
-        scale_rounding: "ceil", "floor" or "even".
-        swizzled: return the scales of a matrix as a vector in cuBLASLt's 128x4 layout, padded with zeros.
+    `swizzled` gives the scales of a matrix as a vector in cuBLASLt's 128x4 layout, padded with zeros.
 
     Raises:
-        ShapeError: wrong dtype, a scalar, or no such axis; or swizzled scales of what is no matrix.
-        ContractError: unknown format or rounding.
-        BackendError: no CuPy, or no GPU.
+        ShapeError: also for swizzled scales of what is no matrix.
     """
-    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
-    numerics.check_value_dtype("quantize", x.dtype)
-    axis = numerics.normalize_axis("quantize", x.ndim, axis)
-    cupy = cuda_device.cupy_module()
+    kinds = _quantizer("quantize", x, element_format, scale_rounding, swizzled)
+    axis = checks.normalize_axis("quantize", x.ndim, axis)
+    cupy = device.cupy_module()
     x = cupy.ascontiguousarray(x)
-    outer, k, inner = _split(x.shape, axis)
+    outer, k, inner = checks.split_at(x.shape, axis)
     if swizzled and x.ndim != 2:
         raise ShapeError("quantize", f"swizzled scales of shape {x.shape}", expected="a matrix", advice="reshape it")
-    shape: Any = (*x.shape[:axis], scale_count(k), *x.shape[axis + 1 :])
+    shape: Any = checks.scale_shape(x.shape, axis)
     if swizzled:
         shape = planner.swizzled_bytes(inner if axis == 0 else outer, k)
     elements, scales = cupy.empty(x.shape, np.uint8), cupy.empty(shape, np.uint8)
-    request = planner.Quantize(
-        CODES[x.dtype.name], CODES[element_format], increment, planner.SWIZZLED if swizzled else planner.PLAIN,
-        x.data.ptr, outer, k, inner, elements.data.ptr, scales.data.ptr,
-    )  # fmt: skip
+    request = planner.Quantize(*kinds, x.data.ptr, outer, k, inner, elements.data.ptr, scales.data.ptr)
     execution.run(planner.quantize(request), _queue())
     return elements, scales
 
@@ -63,59 +52,35 @@ def quantize(
 def quantize_both(
     x: Any, *, element_format: str = "e4m3", scale_rounding: str = "ceil", swizzled: bool = False
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Returns quantize(x, axis=1) and quantize(x, axis=0) of a matrix, which is read once.
-
-    Raises:
-        ShapeError: wrong dtype, or not a matrix.
-        ContractError: unknown format or rounding.
-        BackendError: no CuPy, or no GPU.
-    """
-    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
-    numerics.check_value_dtype("quantize_both", x.dtype)
+    """Returns quantize(x, axis=1) and quantize(x, axis=0) of a matrix, which is read once."""
+    kinds = _quantizer("quantize_both", x, element_format, scale_rounding, swizzled)
     if x.ndim != 2:
         raise ShapeError("quantize_both", f"x has shape {x.shape}", expected="a matrix", advice="reshape it")
-    cupy = cuda_device.cupy_module()
+    cupy = device.cupy_module()
     x = cupy.ascontiguousarray(x)
     m, k = x.shape
     pairs = []
-    for shape, rows, columns in (((m, scale_count(k)), m, k), ((scale_count(m), k), k, m)):
-        size = planner.swizzled_bytes(rows, columns) if swizzled else shape
+    for axis, rows, columns in ((1, m, k), (0, k, m)):
+        size = planner.swizzled_bytes(rows, columns) if swizzled else checks.scale_shape(x.shape, axis)
         pairs.append((cupy.empty(x.shape, np.uint8), cupy.empty(size, np.uint8)))
     (rows_at, columns_at) = ((elements.data.ptr, scales.data.ptr) for elements, scales in pairs)
-    request = planner.Quantize(
-        CODES[x.dtype.name], CODES[element_format], increment, planner.SWIZZLED if swizzled else planner.PLAIN,
-        x.data.ptr, 1, m, k, *columns_at, *rows_at,
-    )  # fmt: skip
-    execution.run(planner.quantize(request), _queue())
+    execution.run(planner.quantize(planner.Quantize(*kinds, x.data.ptr, 1, m, k, *columns_at, *rows_at)), _queue())
     return pairs[0], pairs[1]
 
 
 def dequantize(
     elements: Any, scales: Any, *, axis: int = -1, element_format: str = "e4m3", dtype: str = "float32"
 ) -> Any:
-    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does; any NaN is one NaN.
-
-    Args:
-        elements: CuPy array, uint8 [..., K, ...].
-        scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
-        axis: the blocked axis.
-        element_format: "e4m3" or "e5m2".
-        dtype: "float32", "float16" or "bfloat16".
-
-    Raises:
-        ShapeError: the scales do not fit the elements.
-        ContractError: unknown format.
-        BackendError: no CuPy, or no GPU.
-    """
+    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does."""
     formats.element_format(element_format)
-    axis = numerics.normalize_axis("dequantize", elements.ndim, axis)
-    _check_codes("dequantize", elements, scales, axis)
-    cupy = cuda_device.cupy_module()
+    axis = checks.normalize_axis("dequantize", elements.ndim, axis)
+    checks.check_codes("dequantize", elements, scales, axis)
+    cupy = device.cupy_module()
     elements, scales = cupy.ascontiguousarray(elements), cupy.ascontiguousarray(scales)
     y = cupy.empty(elements.shape, numerics.value_dtype(dtype))
     request = planner.Dequantize(
-        CODES[element_format], CODES[dtype], elements.data.ptr, scales.data.ptr, *_split(elements.shape, axis),
-        y.data.ptr,
+        CODES[element_format], CODES[dtype], elements.data.ptr, scales.data.ptr,
+        *checks.split_at(elements.shape, axis), y.data.ptr,
     )  # fmt: skip
     execution.run(planner.dequantize(request), _queue())
     return y
@@ -134,17 +99,17 @@ def gemm(
     fast_accumulate: bool = False,
     kept: WideWeight | FoldedOperand | None = None,
 ) -> Any:
-    """Returns dequantize(a) @ dequantize(b).T + bias; arguments and errors as those of `numerics.gemm`.
+    """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numerics.gemm`.
 
     Args:
-        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
-        a_scales: uint8 [..., M, ceil(K / 32)].
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
-        b_scales: uint8 [..., N, ceil(K / 32)].
+        a: elements of the first operand.
+        a_scales: its scales.
+        b: elements of the second operand.
+        b_scales: its scales.
         bias: float32 [N], or None.
         a_format: element format of `a`.
         b_format: element format of `b`.
-        dtype: of the result: "float32", "float16" or "bfloat16".
+        dtype: dtype of the result.
         fast_accumulate: let the product take the row `fold` of the dispatch table if it fits: FP8 tensor cores
             before Blackwell, faster and not exact. Both operands get one scale per row (`folding.fold_error` gives
             the error of that), and the hardware's short accumulator sums (on Hopper about 2^-13 of the sum of
@@ -152,12 +117,9 @@ def gemm(
         kept: the weight as `wide_weight` or `folded_weight` keeps it, for the rows that can use it.
 
     Raises:
-        ShapeError: shapes do not fit.
-        ContractError: unknown format.
-        BackendError: no CuPy, no GPU, or fast_accumulate without nvmath-python.
+        BackendError: also for fast_accumulate without nvmath-python.
     """
     formats.element_format(a_format)
-    _check_codes("gemm", a, a_scales, a.ndim - 1)
     if not fast_accumulate:
         return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
     if not cublaslt.available():
@@ -181,16 +143,11 @@ def weight_gemm(
     dtype: str = "float32",
     kept: WideWeight | None = None,
 ) -> Any:
-    """Returns x @ dequantize(b).T + bias; arguments and errors as those of `numerics.weight_gemm`.
+    """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`.
 
     `kept` is the weight as `wide_weight` keeps it, for the row `large`.
-
-    Raises:
-        ShapeError: shapes do not fit.
-        ContractError: unknown format.
-        BackendError: no CuPy, or no GPU.
     """
-    numerics.check_value_dtype("gemm", x.dtype)
+    checks.check_value_dtype("gemm", x.dtype)
     return _gemm((x,), (b, b_scales), (x.dtype.name, b_format), bias, dtype, kept)
 
 
@@ -201,7 +158,6 @@ def wide_weight(b: Any, b_scales: Any, *, b_format: str = "e4m3") -> WideWeight:
 
     Raises:
         ShapeError: not a contiguous matrix, or the scales do not fit.
-        BackendError: no CuPy, or no GPU.
     """
     _check_kept("wide_weight", b, b_scales)
     return execution.wide_weight(_queue(), b_format, (b.data.ptr, b_scales.data.ptr), b.shape)
@@ -214,7 +170,6 @@ def folded_weight(b: Any, b_scales: Any) -> FoldedOperand:
 
     Raises:
         ShapeError: not a contiguous matrix with K % 32 = 0 and aligned to 16 bytes, or the scales do not fit.
-        BackendError: no CuPy, or no GPU.
     """
     _check_kept("folded_weight", b, b_scales)
     if b.shape[1] % 32 or b.data.ptr % 16:
@@ -237,26 +192,18 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
 ) -> Any:
     a_kind, b_format = kinds
     formats.element_format(b_format)
-    numerics.check_gemm_shapes("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
-    _check_codes("gemm", b[0], b[1], b[0].ndim - 1)
+    shape = checks.gemm_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
+    for operand in (a, b):
+        if len(operand) == 2:
+            checks.check_codes("gemm", *operand, -1)
     y_dtype = numerics.value_dtype(dtype)
-    cupy, queue = cuda_device.cupy_module(), _queue()
-    vector = a[0].ndim == 1
-    a = tuple(cupy.ascontiguousarray(t[None] if vector else t) for t in a)
+    cupy, queue = device.cupy_module(), _queue()
+    result = cupy.empty(shape, y_dtype)
+    y = result[..., None, :] if a[0].ndim == 1 else result
+    a = tuple(cupy.ascontiguousarray(t[None] if t.ndim == 1 else t) for t in a)
     b = cupy.ascontiguousarray(b[0]), cupy.ascontiguousarray(b[1])
     bias = None if bias is None else cupy.ascontiguousarray(bias, np.float32)
-    m, k = a[0].shape[-2:]
-    n = b[0].shape[-2]
-    try:
-        leading = np.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
-    except ValueError:
-        raise ShapeError(
-            "gemm",
-            f"operands {a[0].shape} and {b[0].shape}",
-            expected="leading dimensions that broadcast",
-            advice="reshape one",
-        ) from None
-    y = cupy.empty((*leading, m, n), y_dtype)
+    n, k = b[0].shape[-2:]
     libraries = planner.CUBLAS | (planner.CUBLASLT if len(a) == 2 and cublaslt.available() else 0)
     place = dispatch.place(queue.device, libraries)
     codes = CODES[a_kind], CODES[b_format], CODES[dtype]
@@ -273,26 +220,32 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
         )  # fmt: skip
 
     if b[0].ndim == 2:
-        one(a, b, y, int(np.prod(leading, dtype=np.int64)) * m)
-    else:
-        every_a, every_b = ([cupy.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b))
-        for i in itertools.product(*map(range, leading)):
-            one(tuple(t[i] for t in every_a), tuple(t[i] for t in every_b), y[i], m)
-    return y[..., 0, :] if vector else y
+        one(a, b, y, math.prod(y.shape[:-1]))
+        return result
+    leading, m = y.shape[:-2], y.shape[-2]
+    every_a, every_b = ([cupy.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b))
+    for i in np.ndindex(leading):
+        one(tuple(t[i] for t in every_a), tuple(t[i] for t in every_b), y[i], m)
+    return result
+
+
+def _quantizer(
+    where: str, x: Any, element_format: str, scale_rounding: str, swizzled: bool
+) -> tuple[int, int, int, int]:
+    """Returns what `planner.Quantize` begins with."""
+    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    checks.check_value_dtype(where, x.dtype)
+    return CODES[x.dtype.name], CODES[element_format], increment, planner.SWIZZLED if swizzled else planner.PLAIN
 
 
 def _queue() -> Queue:
-    cupy = cuda_device.cupy_module()
-    return Queue(cuda_device.device(cupy.cuda.runtime.getDevice()), cupy.cuda.get_current_stream().ptr, _allocate)
+    cupy = device.cupy_module()
+    return Queue(device.device(cupy.cuda.runtime.getDevice()), cupy.cuda.get_current_stream().ptr, _allocate)
 
 
 def _allocate(size: int) -> tuple[Any, int]:
-    memory = cuda_device.cupy_module().empty(size, np.uint8)
+    memory = device.cupy_module().empty(size, np.uint8)
     return memory, memory.data.ptr
-
-
-def _split(shape: tuple[int, ...], axis: int) -> tuple[int, int, int]:
-    return int(np.prod(shape[:axis], dtype=np.int64)), shape[axis], int(np.prod(shape[axis + 1 :], dtype=np.int64))
 
 
 def _check_kept(where: str, b: Any, b_scales: Any) -> None:
@@ -300,16 +253,4 @@ def _check_kept(where: str, b: Any, b_scales: Any) -> None:
         raise ShapeError(
             where, f"weight {b.shape}", expected="a C-contiguous matrix", advice="pass ascontiguousarray of it"
         )
-    _check_codes(where, b, b_scales, 1)
-
-
-def _check_codes(where: str, elements: Any, scales: Any, axis: int) -> None:
-    expected = (*elements.shape[:axis], scale_count(elements.shape[axis]), *elements.shape[axis + 1 :])
-    if scales.shape != expected or elements.dtype != np.uint8 or scales.dtype != np.uint8:
-        raise ShapeError(
-            where,
-            f"scales {scales.dtype} {scales.shape} for elements {elements.dtype} {elements.shape} blocked along "
-            f"axis {axis}",
-            expected=f"uint8 {expected} and uint8",
-            advice="pass what quantize returned",
-        )
+    checks.check_codes(where, b, b_scales, 1)

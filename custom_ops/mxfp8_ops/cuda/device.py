@@ -15,6 +15,7 @@ import numpy as np
 from mxfp8_ops.cuda import build
 from mxfp8_ops.cuda.execution import Launch, Queue
 from mxfp8_ops.errors import BackendError
+from mxfp8_ops.formats import BFLOAT16, VALUE_DTYPES
 
 _DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
 """cublasMath_t: sums of split-K stay in float32."""
@@ -100,7 +101,7 @@ class CudaDevice:
 
         m, n, k = sizes
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-        kind = {"bfloat16": cupy.cuda.runtime.CUDA_R_16BF, "float32": cupy.cuda.runtime.CUDA_R_32F}
+        x_type, y_type = BFLOAT16.cuda_data_type, VALUE_DTYPES[dtype].cuda_data_type
         library, handle = _cublas(), cupy.cuda.device.get_cublas_handle()
         # Streams would share cuBLAS's own workspace, and CUDA graphs allocate one each. It forgets this one when it is
         # given a stream again.
@@ -111,8 +112,8 @@ class CudaDevice:
         try:
             # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
             status = library.cublasGemmEx(
-                handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, kind["bfloat16"], k,
-                x, kind["bfloat16"], k, zero.ctypes.data, y, kind[dtype], n, cublas.CUBLAS_COMPUTE_32F,
+                handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, x_type, k,
+                x, x_type, k, zero.ctypes.data, y, y_type, n, cublas.CUBLAS_COMPUTE_32F,
                 cublas.CUBLAS_GEMM_DEFAULT,
             )  # fmt: skip
             cublas.check_status(status)

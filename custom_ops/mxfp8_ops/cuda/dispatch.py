@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final
 
 from mxfp8_ops.cuda import planner
+from mxfp8_ops.cuda.execution import Device
 from mxfp8_ops.cuda.planner import Place
 from mxfp8_ops.errors import BackendError
 
@@ -16,19 +17,7 @@ _allowed: Final[list[int]] = []
 _cuts: Final[list[tuple[int, int, int, int]]] = []
 
 
-class Gpu(Protocol):
-    """What decides about products of a device."""
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability."""
-
-    @property
-    def processors(self) -> int:
-        """Number of multiprocessors."""
-
-
-def place(gpu: Gpu, libraries: int) -> Place:
+def place(gpu: Device, libraries: int) -> Place:
     """Returns what the planner has to know besides a product: the device, its libraries, and what was chosen below."""
     plain = _place(gpu.capability, gpu.processors, libraries)
     if not (_forced or _allowed or _cuts):
@@ -95,7 +84,6 @@ def fixed_cut(*, splits: int = 0, warps: int = 0, blocks: int = 0, parts_bytes: 
 def _row(kernel: str) -> int:
     names = [row.kernel for row in planner.routes()]
     if kernel not in names:
-        raise BackendError(
-            "cuda", f"route {kernel!r}", expected=f"one of {', '.join(names)}", advice="correct the name"
-        )
+        known = f"one of {', '.join(names)}"
+        raise BackendError("cuda", f"route {kernel!r}", expected=known, advice="correct the name")
     return names.index(kernel)

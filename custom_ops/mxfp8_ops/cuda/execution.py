@@ -109,8 +109,8 @@ def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] 
     """
     memory, scratch = queue.allocate(plan.scratch_bytes) if plan.scratch_bytes else (None, 0)
     device, stream, names, result = queue.device, queue.stream, planner.kernels(), 0
-    for what, kernel, grid, block, shared, count, in_scratch, in_result, *arguments in planner.unpack(plan.packed):
-        del arguments[count:]
+    for what, kernel, grid, block, shared, in_scratch, in_result, values in plan.steps():
+        arguments = [*values]
         for i in _positions(in_scratch):
             arguments[i] += scratch
         for i in _positions(in_result):

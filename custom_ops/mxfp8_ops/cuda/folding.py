@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mxfp8_ops import formats, numerics
+from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_NAN
-from mxfp8_ops.numerics import Codes, scale_count
+from mxfp8_ops.numerics import Codes
 
 _LARGEST_SHIFT = 32
 """448 * 2^-32 rounds to zero, so no larger shift makes a difference."""

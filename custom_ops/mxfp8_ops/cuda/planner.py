@@ -8,124 +8,58 @@ from __future__ import annotations
 
 import functools
 import struct
-from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_int64
+from collections import namedtuple
+from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_int64, string_at
 from typing import Any, Final, NamedTuple
 
-from mxfp8_ops import contract, formats, native
+from mxfp8_ops import formats, native
 from mxfp8_ops.errors import BackendError
 
-CODES: Final = {
-    **{name: code for code, name in contract.VALUE_NAMES.items()},
-    **{name: row.onnx_dtype for name, row in formats.ELEMENT_FORMATS.items()},
-}
+CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
 """What the library calls each value dtype and element format: its onnx.TensorProto.DataType."""
 
 NAMES: Final = {code: name for name, code in CODES.items()}
 
-CUBLAS: Final = 1
-"""`Place.libraries`: bfloat16 products."""
-CUBLASLT: Final = 2
-"""FP8 products, into memory that the library is given."""
-SCALED_MM: Final = 4
-"""FP8 products, into memory of the library's own."""
-SCALED_MM_ROWS: Final = 8
-"""With `SCALED_MM`: scales per row on Hopper."""
+CUBLAS, CUBLASLT, SCALED_MM, SCALED_MM_ROWS = 1, 2, 4, 8
+"""`Place.libraries`: MXFP8_CUBLAS and those that follow it in mxfp8_cuda_plan.h."""
 
 LAUNCH, CLEAR, MATMUL, BLOCK_SCALED, ROW_SCALED, UNSCALED = range(6)
-"""`Step.what`."""
+"""`Step.what`: MXFP8_LAUNCH ..."""
 
 PLAIN, SWIZZLED, TRANSPOSED = range(3)
-"""`Quantize.layout`."""
+"""`Quantize.layout`: MXFP8_PLAIN ..."""
 
 _NO_ROUTE: Final = -4
 
+# Requests: the structs of mxfp8_cuda_plan.h, which says what the fields mean. They go in as the bytes of their fields.
+Place = namedtuple(
+    "Place",
+    "capability processors libraries allowed forced splits warps blocks parts_bytes",
+    defaults=(0, 0, 0, 0, 0, 0),
+)
+Gemm = namedtuple(
+    "Gemm",
+    "x_kind b_kind y_dtype x x_scales b b_scales bias y m n k wide wide_inexact folded folded_scales",
+    defaults=(0, 0, 0, 0),
+)
+Quantize = namedtuple(
+    "Quantize",
+    "x_dtype format increment layout x outer k inner elements scales row_elements row_scales",
+    defaults=(0, 0),
+)
+Dequantize = namedtuple("Dequantize", "format y_dtype elements scales outer k inner y inexact", defaults=(0,))
+Fold = namedtuple("Fold", "elements scales rows k folded row_scales")
 
-class Place(NamedTuple):
-    """Where a product runs and what was chosen for it: `mxfp8_cuda_place` of mxfp8_cuda_plan.h."""
-
-    capability: int
-    """10 major + minor."""
-    processors: int
-    libraries: int
-    allowed: int = 0
-    """Bits of rows of the dispatch table."""
-    forced: int = 0
-    """Number of a row, counted from 1."""
-    splits: int = 0
-    warps: int = 0
-    blocks: int = 0
-    parts_bytes: int = 0
-
-
-class Gemm(NamedTuple):
-    """A product y = x b^T + bias: `mxfp8_cuda_gemm`. Kinds are `CODES`, operands addresses, 0 for what there is not."""
-
-    x_kind: int
-    b_kind: int
-    y_dtype: int
-    x: int
-    x_scales: int
-    b: int
-    b_scales: int
-    bias: int
-    y: int
-    m: int
-    n: int
-    k: int
-    wide: int = 0
-    wide_inexact: int = 0
-    folded: int = 0
-    folded_scales: int = 0
-
-
-class Quantize(NamedTuple):
-    """x [outer, k, inner] along k, and with `row_elements` along inner too: `mxfp8_cuda_quantize`."""
-
-    x_dtype: int
-    format: int
-    increment: int
-    """`formats.scale_increment`."""
-    layout: int
-    x: int
-    outer: int
-    k: int
-    inner: int
-    elements: int
-    scales: int
-    row_elements: int = 0
-    row_scales: int = 0
-
-
-class Dequantize(NamedTuple):
-    """(elements, scales) [outer, k, inner] to y: `mxfp8_cuda_dequantize`."""
-
-    format: int
-    y_dtype: int
-    elements: int
-    scales: int
-    outer: int
-    k: int
-    inner: int
-    y: int
-    inexact: int = 0
-
-
-class Fold(NamedTuple):
-    """E4M3 elements [rows, k] to one scale per row: `mxfp8_cuda_fold`."""
-
-    elements: int
-    scales: int
-    rows: int
-    k: int
-    folded: int
-    row_scales: int
+_PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
+    struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
+)
+_STEP: Final = struct.Struct("6i2I12q")
 
 
 class Step(NamedTuple):
     """A step of a plan: `mxfp8_cuda_step`."""
 
     what: int
-    """`LAUNCH` or another of those."""
     kernel: int
     """Number in `kernels`, of a `LAUNCH`."""
     grid: int
@@ -142,7 +76,7 @@ class Plan(Structure):
     """What to do, in order, on one stream: `mxfp8_cuda_plan`."""
 
     packed: bytes
-    """The steps as the library gave them; see `unpack`."""
+    """The steps as the library gave them."""
     scratch_bytes: int
     """Memory that the steps need, aligned to 256."""
     route: int
@@ -153,36 +87,38 @@ class Plan(Structure):
     @property
     def makes_its_result(self) -> bool:
         """Whether y is what a library product makes in memory of its own (`SCALED_MM`), and not written to."""
-        if not self.packed:
-            return False
-        what, *_, in_result = _HEAD.unpack_from(self.packed, len(self.packed) - _STEP.size)
-        return bool(what >= BLOCK_SCALED and in_result)
+        return any(step.what >= BLOCK_SCALED and step.in_result for step in self.steps()[-1:])
 
     def steps(self) -> list[Step]:
         """Returns the steps."""
         return [
             Step(what, kernel, grid, block, shared, in_scratch, in_result, tuple(arguments[:count]))
-            for what, kernel, grid, block, shared, count, in_scratch, in_result, *arguments in unpack(self.packed)
+            for what, kernel, grid, block, shared, count, in_scratch, in_result, *arguments in _STEP.iter_unpack(
+                self.packed
+            )
         ]
 
 
 class Route(NamedTuple):
-    """A row of the dispatch table (src/cuda_host/routes.cpp): which products it is for. The first that fits counts."""
+    """A row of the dispatch table: `mxfp8_cuda_route`, which says more. The first that fits a product counts."""
 
     kernel: str
     capability: tuple[int, int]
     """Least compute capability."""
-    alone: bool
+    alone: int
     """Whether no later one will do."""
     most_rows: int
-    """Greatest M, 0 for any; of float32 (float16) x, whose rows are three (two) of bfloat16, a third (half) of it."""
+    """Greatest M, 0 for any."""
     n_multiple: int
-    whole_blocks: bool
+    whole_blocks: int
     """Whether K must be a multiple of 32 and both operands aligned to 16 bytes."""
+    x_kinds: int
+    b_kinds: int
     libraries: int
     """Bits of the libraries of which the caller has to bring one; 0 if it needs none."""
-    opt_in: bool
+    opt_in: int
     """Whether it is taken only when allowed or forced."""
+    not_if_wide: int
 
 
 def gemm(place: Place, product: Gemm) -> Plan:
@@ -200,31 +136,19 @@ def gemm(place: Place, product: Gemm) -> Plan:
 
 
 def quantize(request: Quantize) -> Plan:
-    """Returns the plan of `numerics.quantize` along one axis or, of a matrix, along both.
-
-    Raises:
-        ShapeError: an unknown dtype, format or layout, or more thread blocks than a GPU has.
-    """
+    """Returns the plan of `numerics.quantize` along one axis or, of a matrix, along both; ShapeError as `gemm`."""
     plan = Plan()
     return _made("quantize", _library().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), plan), plan)
 
 
 def dequantize(request: Dequantize) -> Plan:
-    """Returns the plan of `numerics.dequantize`.
-
-    Raises:
-        ShapeError: an unknown dtype or format, or more thread blocks than a GPU has.
-    """
+    """Returns the plan of `numerics.dequantize`; ShapeError as `gemm`."""
     plan = Plan()
     return _made("dequantize", _library().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), plan), plan)
 
 
 def fold(request: Fold) -> Plan:
-    """Returns the plan of `folding.fold`.
-
-    Raises:
-        ShapeError: more rows than a GPU has thread blocks.
-    """
+    """Returns the plan of `folding.fold`; ShapeError as `gemm`."""
     plan = Plan()
     return _made("fold", _library().mxfp8_cuda_plan_fold(_FOLD.pack(*request), plan), plan)
 
@@ -252,24 +176,12 @@ def routes() -> tuple[Route, ...]:
     """Returns the dispatch table."""
     found: list[Route] = []
     while row := _library().mxfp8_cuda_route_at(len(found)):
-        r = row.contents
-        found.append(
-            Route(
-                r.name.decode(), divmod(r.capability, 10), bool(r.only_that), r.most_rows, r.n_multiple,
-                bool(r.whole_blocks), r.libraries, bool(r.opt_in),
-            )
-        )  # fmt: skip
+        name, capability, *rest = row[: len(Route._fields)]
+        found.append(Route(string_at(name).decode(), divmod(capability, 10), *rest))
     return tuple(found)
 
 
 # --- the library -----------------------------------------------------------------------------------------------------
-
-_PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
-    struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
-)
-_STEP, _HEAD = struct.Struct("6i2I12q"), struct.Struct("6i2I")
-unpack: Final = _STEP.iter_unpack
-"""Takes `Plan.packed` apart: the fields of `mxfp8_cuda_step`, one tuple for each step."""
 
 
 @functools.lru_cache
@@ -277,19 +189,9 @@ def _packed_place(place: Place) -> bytes:
     return _PLACE.pack(*place)
 
 
-class _Route(Structure):
-    """`mxfp8_cuda_route`."""
-
-    _fields_ = (
-        ("name", c_char_p),
-        *((name, c_int64) for name in ("capability", "only_that", "most_rows", "n_multiple", "whole_blocks")),
-        *((name, c_int64) for name in ("x_kinds", "b_kinds", "libraries", "opt_in", "not_if_wide")),
-    )
-
-
 @functools.cache
 def _library() -> Any:
-    """Returns the native library, the planner's functions typed. Requests go in as the bytes of their fields."""
+    """Returns the native library, the planner's functions typed."""
     library = native.load()
     signatures: dict[str, tuple[Any, ...]] = {
         "mxfp8_cuda_plan_gemm": (c_int, c_char_p, c_char_p, POINTER(Plan)),
@@ -298,7 +200,7 @@ def _library() -> Any:
         "mxfp8_cuda_plan_fold": (c_int, c_char_p, POINTER(Plan)),
         "mxfp8_cuda_swizzled_bytes": (c_int64, c_int64, c_int64),
         "mxfp8_cuda_kernel": (c_char_p, c_int),
-        "mxfp8_cuda_route_at": (POINTER(_Route), c_int),
+        "mxfp8_cuda_route_at": (POINTER(c_int64), c_int),
     }
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)

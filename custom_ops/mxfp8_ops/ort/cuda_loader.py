@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_ops import native
-from mxfp8_ops.cuda import build as cuda_build
-from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import build, device
 from mxfp8_ops.cuda.system import DRIVER
 from mxfp8_ops.errors import BackendError
 
@@ -52,9 +51,9 @@ def connect() -> None:
     Raises:
         BackendError: no CuPy, no GPU or one that is too old, no driver, no NVRTC, or the native library is missing.
     """
-    if not cuda_device.available():
-        cuda_device.device(0)  # says why
-    cuda_build.nvrtc_version()  # missing, it should be said before a node is made
+    if not device.available():
+        device.device(0)  # says why
+    build.nvrtc_version()  # missing, it should be said before a node is made
     give(native.load())
 
 
@@ -88,9 +87,9 @@ def _answer(fill: Callable[[], None], message: int, size: int) -> int:
 
 def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
     def fill() -> None:
-        with cuda_device.current(index) as device:
-            gpu[0].context, gpu[0].processors = device.context(), device.processors
-            gpu[0].capability = 10 * device.capability[0] + device.capability[1]
+        with device.current(index) as found:
+            gpu[0].context, gpu[0].processors = found.context(), found.processors
+            gpu[0].capability = 10 * found.capability[0] + found.capability[1]
         for name, function in _cublas().items():
             setattr(gpu[0], name, function)
 
@@ -99,8 +98,8 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
 
 def _kernel(index: int, kernel: bytes, function: Any, message: int, size: int) -> int:
     def fill() -> None:
-        with cuda_device.current(index) as device:
-            function[0] = device.function(kernel.decode()).ptr
+        with device.current(index) as found:
+            function[0] = found.function(kernel.decode()).ptr
 
     return _answer(fill, message, size)
 

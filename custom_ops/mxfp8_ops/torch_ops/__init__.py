@@ -59,9 +59,9 @@ def _on_cuda(name: str) -> Callable[..., Any]:
     """Returns the CUDA kernel of an op, which needs CuPy; nothing of it is imported before its first call."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        from mxfp8_ops.torch_ops import cuda as torch_cuda
+        from mxfp8_ops.torch_ops import cuda
 
-        return getattr(torch_cuda, name)(*args, **kwargs)
+        return getattr(cuda, name)(*args, **kwargs)
 
     return kernel
 

@@ -25,8 +25,6 @@ from mxfp8_ops.torch_ops.shapes import DTYPE_CODES, NO_GRADIENT, Pair
 _FORMAT_CODES: Final = {name: fmt.onnx_dtype for name, fmt in ELEMENT_FORMATS.items()}
 _ROUNDING_CODES: Final = {name: code for code, name in enumerate(SCALE_ROUNDINGS)}
 
-_NO_GRADIENT, _products = NO_GRADIENT, products  # for torch_ops/cuda.py
-
 
 def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
     """Returns (elements, scales) of `x` [..., K, ...].

@@ -3,6 +3,9 @@
 Nothing is copied but strided inputs, and nothing waits for the device, so the ops can be captured into CUDA graphs once
 each shape has run (kernels compile and load on first use). Memory comes from torch's allocator.
 
+Meaning, shapes and errors are those of `cpu.py`; ShapeError also where tensors are on several devices, and BackendError
+where there is no CuPy or the GPU is too old.
+
 Not verified on hardware yet: see custom_ops/README.md.
 """
 
@@ -13,24 +16,20 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxfp8_ops import formats
-from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch, execution, planner
+from mxfp8_ops.checks import scale_shape, split_at
+from mxfp8_ops.cuda import device, dispatch, execution, planner
 from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
 from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.errors import ShapeError
-from mxfp8_ops.numerics import scale_count
-from mxfp8_ops.torch_ops import cpu as torch_kernels
-from mxfp8_ops.torch_ops import scaled_mm
-from mxfp8_ops.torch_ops import shapes as torch_shapes
-from mxfp8_ops.torch_ops.shapes import Pair
-
-NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+from mxfp8_ops.torch_ops import scaled_mm, shapes
+from mxfp8_ops.torch_ops.products import products
+from mxfp8_ops.torch_ops.shapes import DTYPE_CODES, NO_GRADIENT, Pair
 
 
 @dataclass
@@ -48,29 +47,21 @@ _kept: dict[tuple[int, int, torch.Size], _Kept] = {}
 
 
 def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
-    """Returns (elements, scales), as `numerics.quantize` does, bit for bit; see `torch_kernels.quantize`.
-
-    Raises:
-        ShapeError: wrong dtype, a scalar, or no such axis.
-        ContractError: unknown format or rounding.
-        BackendError: no CuPy, or a GPU that is too old.
-    """
-    axis = torch_shapes.check_quantize(x, axis, element_format, scale_rounding)
+    """Returns (elements, scales) of `x` [..., K, ...], as `numerics.quantize` does, bit for bit."""
+    axis = shapes.check_quantize(x, axis, element_format, scale_rounding)
     if x.requires_grad and torch.is_grad_enabled():
-        warnings.warn(torch_kernels._NO_GRADIENT, stacklevel=2)
+        warnings.warn(NO_GRADIENT, stacklevel=2)
     transposed = x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
     if transposed and axis == 0:
-        # Quantized as it lies, then bytes are transposed instead of values.
+        # Blocks are contiguous in memory: quantize the transpose, then transpose bytes instead of values.
         elements, scales = quantize(x.t(), 1, element_format, scale_rounding)
         return elements.t().contiguous(), scales.t().contiguous()
-    shape = [*x.shape]
-    shape[axis] = scale_count(shape[axis])
     elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(scale_shape(x.shape, axis), dtype=torch.uint8, device=x.device)
     x = x.t() if transposed else x.contiguous()
     request = planner.Quantize(
         *_quantizer(x, element_format, scale_rounding), planner.TRANSPOSED if transposed else planner.PLAIN,
-        x.data_ptr(), *_split(x.shape, 0 if transposed else axis), elements.data_ptr(), scales.data_ptr(),
+        x.data_ptr(), *split_at(x.shape, 0 if transposed else axis), elements.data_ptr(), scales.data_ptr(),
     )  # fmt: skip
     with _queue(x) as queue:
         execution.run(planner.quantize(request), queue)
@@ -80,16 +71,10 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
 def quantize_both(
     x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once; see `torch_kernels.quantize_both`.
-
-    Raises:
-        ShapeError: wrong dtype, or not a matrix.
-        ContractError: unknown format or rounding.
-        BackendError: no CuPy, or a GPU that is too old.
-    """
-    torch_shapes.check_quantize_both(x, element_format, scale_rounding)
+    """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once: (elements, scales) of either."""
+    shapes.check_quantize_both(x, element_format, scale_rounding)
     x = x.contiguous()
-    results = *torch_shapes.quantize(x), *torch_shapes.quantize(x.t())
+    results = *shapes.quantize(x), *shapes.quantize(x.t())
     rows, row_scales, columns, column_scales = (t.data_ptr() for t in results)
     request = planner.Quantize(
         *_quantizer(x, element_format, scale_rounding), planner.TRANSPOSED, x.data_ptr(), 1, x.shape[0], x.shape[1],
@@ -107,21 +92,15 @@ def dequantize(
     element_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns the values that (elements, scales) stand for; see `torch_kernels.dequantize`.
-
-    Raises:
-        ShapeError: wrong dtypes or devices, or the scales do not fit the elements.
-        ContractError: unknown format.
-        BackendError: no CuPy, or a GPU that is too old.
-    """
+    """Returns the values that (elements, scales) stand for, in float32 if `dtype` is None."""
     dtype = dtype or torch.float32
-    torch_shapes.check_dequantize(elements, scales, axis, element_format, dtype)
+    shapes.check_dequantize(elements, scales, axis, element_format, dtype)
     _check_devices("dequantize", elements, scales)
     elements, scales = elements.contiguous(), scales.contiguous()
     y = torch.empty(elements.shape, dtype=dtype, device=elements.device)
     request = planner.Dequantize(
-        CODES[element_format], CODES[NAMES[dtype]], elements.data_ptr(), scales.data_ptr(),
-        *_split(elements.shape, axis % elements.dim()), y.data_ptr(),
+        CODES[element_format], DTYPE_CODES[dtype], elements.data_ptr(), scales.data_ptr(),
+        *split_at(elements.shape, axis % elements.dim()), y.data_ptr(),
     )  # fmt: skip
     with _queue(elements) as queue:
         execution.run(planner.dequantize(request), queue)
@@ -138,16 +117,10 @@ def gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns dequantize(a) @ dequantize(b).T + bias; see `torch_kernels.gemm`.
-
-    Raises:
-        ShapeError: shapes, dtypes or devices do not fit.
-        ContractError: unknown format.
-        BackendError: no CuPy, or a GPU that is too old.
-    """
+    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if `dtype` is None."""
     dtype = dtype or torch.float32
-    shape = torch_shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
-    return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, shape, dtype)
+    shape = shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
+    return _gemm((a, a_scales), (b, b_scales), (CODES[a_format], CODES[b_format]), bias, shape, dtype)
 
 
 def weight_gemm(  # noqa: PLR0917 - the op's schema
@@ -158,15 +131,9 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns x @ dequantize(b).T + bias; see `torch_kernels.weight_gemm`.
-
-    Raises:
-        ShapeError: shapes, dtypes or devices do not fit.
-        ContractError: unknown format.
-        BackendError: no CuPy, or a GPU that is too old.
-    """
-    shape = torch_shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
-    return _gemm((x,), (b, b_scales), (NAMES[x.dtype], b_format), bias, shape, dtype or x.dtype)
+    """Returns x @ dequantize(b).T + bias, in the dtype of `x` if `dtype` is None."""
+    shape = shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
+    return _gemm((x,), (b, b_scales), (DTYPE_CODES[x.dtype], CODES[b_format]), bias, shape, dtype or x.dtype)
 
 
 def fast_accumulate() -> contextlib.AbstractContextManager[None]:
@@ -216,7 +183,7 @@ def forget_kept() -> None:
 
 def _entry(b: Tensor, b_scales: Tensor) -> _Kept:
     """Returns the weight's entry in `_kept`, a new one if there is none for its present contents."""
-    torch_shapes.check_codes("keep", b, b_scales, -1)
+    shapes.check_codes("keep", b, b_scales, -1)
     if b.dim() != 2 or not (b.is_contiguous() and b_scales.is_contiguous()):
         raise ShapeError(
             "keep", f"weight {tuple(b.shape)}", expected="a contiguous matrix", advice="pass .contiguous()"
@@ -235,7 +202,7 @@ def _find(b: Pair) -> _Kept | None:
 def _gemm(  # noqa: PLR0917 - one for both ops
     a: tuple[Tensor, ...],
     b: Pair,
-    kinds: tuple[str, str],
+    kinds: tuple[int, int],
     bias: Tensor | None,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -245,13 +212,13 @@ def _gemm(  # noqa: PLR0917 - one for both ops
     n, k = shape[-1], a[0].shape[-1]
     a, b = tuple(t.contiguous() for t in a), (b[0].contiguous(), b[1].contiguous())
     bias = None if bias is None else bias.contiguous()
-    codes, bias_at = (CODES[kinds[0]], CODES[kinds[1]], CODES[NAMES[dtype]]), 0 if bias is None else bias.data_ptr()
+    codes, bias_at = (*kinds, DTYPE_CODES[dtype]), 0 if bias is None else bias.data_ptr()
     y = torch.empty(shape, dtype=dtype, device=b[0].device)
     with _queue(b[0]) as queue:
         if b[0].dim() != 2:
             place = dispatch.place(queue.device, planner.CUBLAS)
             pairs = (a[0], a[-1])  # without scales, any address stands in for theirs
-            for m, x, x_scales, w, w_scales, to in torch_kernels._products(y, pairs, b):
+            for m, x, x_scales, w, w_scales, to in products(y, pairs, b):
                 operands = x, x_scales if len(a) == 2 else 0, w, w_scales
                 execution.run(planner.gemm(place, Gemm(*codes, *operands, bias_at, to, m, n, k)), queue)
             return y
@@ -264,17 +231,17 @@ def _gemm(  # noqa: PLR0917 - one for both ops
             execution.run(planner.gemm(dispatch.place(queue.device, planner.CUBLAS), product), queue)
             return y
         plan = planner.gemm(dispatch.place(queue.device, planner.CUBLAS | scaled_mm.libraries()), product)
-        products = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ())))
+        fp8_products = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ())))
         if plan.makes_its_result:
             del y  # its memory is what the result gets
-        execution.run(plan, queue, products)
-        return products.last.view(shape) if plan.makes_its_result else y
+        execution.run(plan, queue, fp8_products)
+        return fp8_products.last.view(shape) if plan.makes_its_result else y
 
 
 def _quantizer(x: Tensor, element_format: str, scale_rounding: str) -> tuple[int, int, int]:
     """Returns what `planner.Quantize` begins with."""
     increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
-    return CODES[NAMES[x.dtype]], CODES[element_format], increment
+    return DTYPE_CODES[x.dtype], CODES[element_format], increment
 
 
 def _versions(b: Pair) -> tuple[int, int]:
@@ -293,11 +260,7 @@ def _queue(x: Tensor) -> Iterator[Queue]:
 
     with torch.cuda.device(x.device):
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        yield Queue(cuda_device.device(torch.cuda.current_device()), stream, allocate)
-
-
-def _split(shape: torch.Size, axis: int) -> tuple[int, int, int]:
-    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+        yield Queue(device.device(torch.cuda.current_device()), stream, allocate)
 
 
 def _check_devices(where: str, *tensors: Tensor) -> None:

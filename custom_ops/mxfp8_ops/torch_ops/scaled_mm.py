@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from torch import Tensor
 from mxfp8_ops.cuda import planner
 from mxfp8_ops.cuda.execution import Fp8Product
 from mxfp8_ops.errors import BackendError
-
-_ELEMENTS: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_RESULTS: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from mxfp8_ops.formats import DTYPES
 
 
 def libraries() -> int:
@@ -51,8 +49,8 @@ class Products:
             BackendError: a torch without torch.nn.functional.scaled_mm.
         """
         names = _names()
-        x = self._tensor(p.x, p.m * p.k, scratch).view(_ELEMENTS[p.x_kind]).view(p.m, p.k)
-        b = self._tensor(p.b, p.n * p.k, scratch).view(_ELEMENTS[p.b_kind]).view(p.n, p.k)
+        x = self._tensor(p.x, p.m * p.k, scratch).view(_dtype(p.x_kind)).view(p.m, p.k)
+        b = self._tensor(p.b, p.n * p.k, scratch).view(_dtype(p.b_kind)).view(p.n, p.k)
         layouts: tuple[Any, ...] = ()
         if p.how == planner.BLOCK_SCALED:
             recipe, layouts = names.ScalingType.BlockWise1x32, (names.SwizzleType.SWIZZLE_32_4_4,) * 2
@@ -68,7 +66,7 @@ class Products:
             recipe = names.ScalingType.TensorWise
             x_scales = b_scales = torch.ones((), dtype=torch.float32, device=x.device)
         self.last = names.scaled_mm(
-            x, b.t(), x_scales, recipe, b_scales, recipe, *layouts, output_dtype=_RESULTS[p.dtype],
+            x, b.t(), x_scales, recipe, b_scales, recipe, *layouts, output_dtype=_dtype(p.dtype),
             use_fast_accum=p.how != planner.BLOCK_SCALED,
         )  # fmt: skip
         return self.last.data_ptr()
@@ -79,6 +77,10 @@ class Products:
             return self._operands[address, size].view(-1)
         assert scratch is not None  # a plan has no other memory
         return scratch[address - scratch.data_ptr() :][:size]
+
+
+def _dtype(kind: str) -> Any:
+    return getattr(torch, DTYPES[kind].numpy_name)
 
 
 @functools.lru_cache

@@ -150,9 +150,7 @@ def check_weight_gemm(  # noqa: PLR0917 - the op's schema
 def check_linear_train(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scale_rounding: str) -> None:
     """Raises as `linear_train` does."""
     if fp8_format not in GRADIENT_FORMATS:
-        raise ContractError(
-            "fp8_format", f"{fp8_format!r}", expected=f"one of {', '.join(GRADIENT_FORMATS)}", advice="correct the name"
-        )
+        raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
     formats.scale_increment(formats.E4M3, scale_rounding)
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         check_dtype("linear_train", tensor.dtype)

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
+#include "planner.h"
+
 namespace mxfp8::cuda {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t skinny_warps(int tiles_log2, bool few) { return tiles_log2 == 0 ? (few ? 1 : 2) : few ? 2 : 4; }
 

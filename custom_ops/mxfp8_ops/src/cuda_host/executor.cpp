@@ -6,7 +6,7 @@ namespace mxfp8::cuda {
 namespace {
 
 constexpr int kCublasTranspose = 1, kCublasNoTranspose = 0, kCublasCompute32F = 68, kCublasDefaultAlgorithm = -1;
-constexpr int kCudaR16BF = 14, kCudaR32F = 0;
+constexpr int kCudaR16BF = 14, kCudaR32F = 0;           // cudaDataType
 constexpr int kDisallowReducedPrecisionReduction = 16;  // sums of split-K stay in float32
 
 void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }

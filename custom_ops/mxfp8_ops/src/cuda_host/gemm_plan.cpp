@@ -9,8 +9,7 @@ namespace {
 
 constexpr int64_t kPartsBytes = 256 << 20;  // of the sums of parts at most: x goes in slices of so many rows
 
-int64_t value_bytes(Kind kind) { return kind == kF32 ? 4 : is_element(kind) ? 1 : 2; }
-
+// Values, elements with a scale for each block, or elements folded to a float32 scale for each row.
 struct Operand {
   Kind kind;
   Argument data, scales;
@@ -21,17 +20,12 @@ struct Wide {
   Argument data, inexact;  // a word that is not 0 if that cannot hold it
 };
 
-// An operand with one scale per row.
-struct Folded {
-  Argument data, scales;
-};
-
 struct Product {
   Operand x, b;
   Argument bias, y;
   int64_t y_dtype, m, n, k;
-  std::optional<Wide> wide;      // b, if it is kept
-  std::optional<Folded> folded;  // the same
+  std::optional<Wide> wide;       // b, if it is kept
+  std::optional<Operand> folded;  // the same
 
   Shape shape() const { return {x.kind, b.kind, m, n, k, x.data.aligned(), b.data.aligned(), wide.has_value()}; }
 };
@@ -158,10 +152,8 @@ class GemmPlanner {
       Product inner = slice;
       inner.x = {kBF16, data, 0}, inner.m = count * slice.m;
       inner.bias = 0, inner.y = sums, inner.y_dtype = MXFP8_FLOAT32;
-      mxfp8_cuda_place unforced = place_;
-      unforced.forced = 0;
       const int64_t mark = steps_.mark();
-      by(route(inner, unforced), inner);
+      by(route(inner, unforced(place_)), inner);
       steps_.release(mark);
       Sums added = {sums, count, 8};
       added.inexact = inexact;
@@ -181,7 +173,8 @@ class GemmPlanner {
   void block_scaled(const Product& p) {
     const Argument x_scales = swizzled(p.x, p.m, p.k), b_scales = swizzled(p.b, p.n, p.k);
     const bool direct = p.bias.null() && (cublaslt() || p.y_dtype != MXFP8_FLOAT16);
-    const Argument y = fp8_product(MXFP8_BLOCK_SCALED, p, {p.x.data, x_scales}, {p.b.data, b_scales}, direct);
+    const Argument y =
+        fp8_product(MXFP8_BLOCK_SCALED, p, {p.x.kind, p.x.data, x_scales}, {p.b.kind, p.b.data, b_scales}, direct);
     if (!direct) finish(p, {y});
   }
 
@@ -195,30 +188,31 @@ class GemmPlanner {
 
   // Libraries have scales per row on Hopper only; elsewhere finish.cu applies them, which is right at any exponent.
   void folded(const Product& p) {
-    const Folded x = fold(p.x, p.m, p.k), b = p.folded ? *p.folded : fold(p.b, p.n, p.k);
+    const Operand x = fold(p.x, p.m, p.k), b = p.folded ? *p.folded : fold(p.b, p.n, p.k);
     const bool scaled_mm = (place_.libraries & MXFP8_SCALED_MM_ROWS) != 0 && p.y_dtype == MXFP8_BFLOAT16;
     const bool direct = p.bias.null() && place_.capability / 10 == 9 && (cublaslt() || scaled_mm);
-    const Folded plain_x = {x.data, direct ? x.scales : 0}, plain_b = {b.data, direct ? b.scales : 0};
-    const Argument y = fp8_product(direct ? MXFP8_ROW_SCALED : MXFP8_UNSCALED, p, plain_x, plain_b, direct);
-    if (direct) return;
+    if (direct) {
+      fp8_product(MXFP8_ROW_SCALED, p, x, b, direct);
+      return;
+    }
+    const Argument y = fp8_product(MXFP8_UNSCALED, p, {x.kind, x.data, 0}, {b.kind, b.data, 0}, direct);
     Sums sums = {y};
     sums.row_scales = x.scales, sums.column_scales = b.scales;
     finish(p, sums);
   }
 
-  Folded fold(const Operand& o, int64_t rows, int64_t k) {
+  Operand fold(const Operand& o, int64_t rows, int64_t k) {
     const Argument data = steps_.take(rows * k), scales = steps_.take(4 * rows);
     steps_.launch(kernel(Source::kFold, {}), rows, {o.data, o.scales, data, scales, k});
-    return {data, scales};
+    return {o.kind, data, scales};
   }
 
   bool cublaslt() const { return (place_.libraries & MXFP8_CUBLASLT) != 0; }
 
   // Returns where the product is: in y if `direct`, else as float32 somewhere.
-  Argument fp8_product(int step, const Product& p, const Folded& x, const Folded& b, bool direct) {
+  Argument fp8_product(int step, const Product& p, const Operand& x, const Operand& b, bool direct) {
     const Argument y = !cublaslt() ? Argument(0, Argument::Base::kResult) : direct ? p.y : steps_.take(4 * p.m * p.n);
-    const int64_t codes[] = {0, 0, 0, MXFP8_E4M3, MXFP8_E5M2};
-    steps_.add(step, {x.data, x.scales, b.data, b.scales, y, p.m, p.n, p.k, codes[p.x.kind], codes[p.b.kind],
+    steps_.add(step, {x.data, x.scales, b.data, b.scales, y, p.m, p.n, p.k, row_of(x.kind).code, row_of(b.kind).code,
                       direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
     return y;
   }
@@ -240,9 +234,9 @@ class GemmPlanner {
   static Product rows_of(const Product& p, int64_t first, int64_t count) {
     Product slice = p;
     slice.m = count;
-    slice.x.data = p.x.data + first * p.k * value_bytes(p.x.kind);
+    slice.x.data = p.x.data + first * p.k * row_of(p.x.kind).bytes;
     if (!p.x.scales.null()) slice.x.scales = p.x.scales + first * scale_count(p.k);
-    slice.y = p.y + first * p.n * value_bytes(kind_of(p.y_dtype));
+    slice.y = p.y + first * p.n * row_of(kind_of(p.y_dtype)).bytes;
     return slice;
   }
 
@@ -255,22 +249,13 @@ void append(std::vector<int>* to, const std::vector<int>& more) { to->insert(to-
 }  // namespace
 
 Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
-  Product p = {{kind_of(g.x_kind), g.x, g.x_scales},
-               {element_kind(g.b_kind), g.b, g.b_scales},
-               g.bias,
-               g.y,
-               g.y_dtype,
-               g.m,
-               g.n,
-               g.k,
-               {},
-               {}};
-  value_kind(g.y_dtype);
+  const Operand x = {kind_of(g.x_kind), g.x, g.x_scales}, b = {element_kind(g.b_kind), g.b, g.b_scales};
+  Product p = {x, b, g.bias, g.y, row_of(value_kind(g.y_dtype)).code, g.m, g.n, g.k, {}, {}};
   if (place.processors < 1 || std::min({g.m, g.n, g.k}) < 0) {
     throw std::invalid_argument("mxfp8: a product of negative size, or on no multiprocessor; report this as a bug");
   }
   if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
-  if (g.folded != 0) p.folded = Folded{g.folded, g.folded_scales};
+  if (g.folded != 0) p.folded = Operand{b.kind, g.folded, g.folded_scales};
   return GemmPlanner(place).made(p);
 }
 

@@ -1,29 +1,35 @@
 #include "kernels.h"
 
-#include <stdexcept>
-
 namespace mxfp8::cuda {
 namespace {
 
-using Axis = std::vector<const char*>;
+using Axis = std::vector<std::string>;
 
 struct Family {
   const char* name;
   std::vector<Axis> axes;
 };
 
+// What templates call the dtypes from `begin` on.
+Axis kinds_from(Kind begin, Kind end = kKinds) {
+  Axis names;
+  for (Kind kind = begin; kind < end; ++kind) names.push_back(row_of(kind).cuda);
+  return names;
+}
+
 // By Source.
 const std::vector<Family>& families() {
-  static const Axis flag = {"false", "true"}, values = {"F32", "F16", "BF16"}, formats = {"E4M3", "E5M2"},
-                    kinds = {"F32", "F16", "BF16", "E4M3", "E5M2"}, layouts = {"PLAIN", "SWIZZLED", "TRANSPOSED"},
+  static_assert(kF32 == 0 && kF16 == 1 && kBF16 == 2, "kBfloat16Parts and kTile count from kF32 and kBF16");
+  static const Axis flag = {"false", "true"}, values = kinds_from(0, kValueKinds), formats = kinds_from(kValueKinds),
+                    kinds = kinds_from(0), layouts = {"PLAIN", "SWIZZLED", "TRANSPOSED"},
                     // Tiles of 8 rows of x, and how many warps share them unless that is the template's default.
       tiles = {"1, 2", "1", "2", "2, 2", "4", "4, 2", "8", "8, 2"};
   static const std::vector<Family> all = {
       {"fold", {}},
       {"swizzle_scales", {}},
       {"finish", {flag}},
-      {"bfloat16_parts", {{"F32", "F16"}, flag}},
-      {"tile", {{"BF16", "E4M3", "E5M2"}}},
+      {"bfloat16_parts", {kinds_from(kF32, kBF16), flag}},
+      {"tile", {kinds_from(kBF16)}},
       {"quantize_rows", {values, formats, flag, flag}},
       {"quantize_columns", {values, formats, flag, layouts, flag}},
       {"dequantize", {values, formats, flag, flag}},
@@ -36,30 +42,24 @@ const std::vector<Family>& families() {
 
 struct Catalog {
   std::vector<std::string> names;
-  std::vector<int> first;                 // number of each Source's first instance
-  std::vector<std::vector<int>> choices;  // by number
+  std::vector<int> first;  // number of each Source's first instance
 };
 
 Catalog make_catalog() {
   Catalog made;
   for (const Family& family : families()) {
     made.first.push_back(int(made.names.size()));
-    size_t count = 1;
-    for (const Axis& axis : family.axes) count *= axis.size();
-    for (size_t i = 0; i < count; ++i) {
-      std::vector<int> choices(family.axes.size());
-      size_t rest = i;
-      for (size_t a = family.axes.size(); a-- > 0; rest /= family.axes[a].size()) {
-        choices[a] = int(rest % family.axes[a].size());
+    std::vector<std::string> names = {family.name};
+    for (const Axis& axis : family.axes) {
+      std::vector<std::string> longer;
+      for (const std::string& name : names) {
+        for (const std::string& choice : axis)
+          longer.push_back(name + (&axis == &family.axes[0] ? "<" : ", ") + choice);
       }
-      std::string name = family.name;
-      for (size_t a = 0; a < choices.size(); ++a)
-        name += (a == 0 ? "<" : ", ") + std::string(family.axes[a][size_t(choices[a])]);
-      made.names.push_back(choices.empty() ? name : name + ">");
-      made.choices.push_back(choices);
+      names = longer;
     }
+    for (const std::string& name : names) made.names.push_back(family.axes.empty() ? name : name + ">");
   }
-  made.first.push_back(int(made.names.size()));
   return made;
 }
 
@@ -84,15 +84,18 @@ int kernel(Source source, std::initializer_list<int> choices) {
 }
 
 std::vector<int> kernels_like(Source source, const std::vector<int>& choices) {
-  const Catalog& all = catalog();
-  std::vector<int> found;
-  for (int number = all.first[size_t(source)]; number < all.first[size_t(source) + 1]; ++number) {
-    bool like = true;
-    for (size_t i = 0; i < choices.size(); ++i) {
-      like = like && (choices[i] == kAny || choices[i] == all.choices[size_t(number)][i]);
+  std::vector<int> found = {0};
+  for (size_t axis = 0; axis < choices.size(); ++axis) {
+    const int count = int(families()[size_t(source)].axes[axis].size());
+    std::vector<int> longer;
+    for (const int index : found) {
+      for (int choice = 0; choice < count; ++choice) {
+        if (choices[axis] == kAny || choices[axis] == choice) longer.push_back(index * count + choice);
+      }
     }
-    if (like) found.push_back(number);
+    found = longer;
   }
+  for (int& number : found) number += catalog().first[size_t(source)];
   return found;
 }
 

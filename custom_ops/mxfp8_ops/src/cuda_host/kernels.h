@@ -1,7 +1,6 @@
 // Every kernel of src/cuda, by number: files and what their templates are made for.
 #pragma once
 #include <initializer_list>
-#include <string>
 #include <vector>
 
 #include "routes.h"
@@ -14,7 +13,7 @@ enum class Source {
   kSwizzleScales,
   kFinish,           // ragged
   kBfloat16Parts,    // F32, F16; ragged
-  kTile,             // BF16, E4M3, E5M2
+  kTile,             // BF16, then the formats
   kQuantizeRows,     // value dtype, format, swizzled, ragged
   kQuantizeColumns,  // value dtype, format, rows too, layout (MXFP8_PLAIN ...), ragged
   kDequantize,       // value dtype, format, last axis, ragged
@@ -29,10 +28,10 @@ constexpr int kAny = -1;
 // The number of an instance; a format counts from 0. Throws std::invalid_argument if there is none.
 int kernel(Source, std::initializer_list<int> choices);
 
-// The numbers of all instances with these choices, of which some may be kAny.
+// The numbers of all instances with these choices, one for each axis, of which some may be kAny.
 std::vector<int> kernels_like(Source, const std::vector<int>& choices);
 
-inline int format_choice(Kind format) { return format - kE4M3; }
+inline int format_choice(Kind format) { return format - kValueKinds; }
 
 // Names as C++ writes them, by number.
 const std::vector<std::string>& kernel_names();

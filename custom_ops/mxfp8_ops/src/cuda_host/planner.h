@@ -3,11 +3,15 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../contract.h"
 #include "mxfp8_cuda_plan.h"
 
 namespace mxfp8::cuda {
 
 constexpr int kThreads = 256;  // of a thread block, in every kernel
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t scale_count(int64_t k) { return ceil_div(k, kBlock); }
 
 struct Plan {
   std::vector<mxfp8_cuda_step> steps;

@@ -1,17 +1,16 @@
 #include "routes.h"
 
-#include <stdexcept>
-#include <string>
-
 namespace mxfp8::cuda {
 namespace {
 
 constexpr int64_t bit(Kind kind) { return int64_t(1) << kind; }
-constexpr int64_t kElements = bit(kE4M3) | bit(kE5M2), kE4M3Only = bit(kE4M3), kWide = bit(kF32) | bit(kF16);
+constexpr int64_t kElements = bit(kKinds) - bit(kValueKinds), kE4M3Only = bit(kE4M3), kWide = bit(kF32) | bit(kF16);
 constexpr int64_t kExact = bit(kBF16) | kElements;  // what bfloat16 tensor cores multiply exactly, apart from scales
 constexpr int64_t kAll = kWide | kExact;            // that the kernels look out for
+constexpr int64_t kMxfp8 = bit(kE4M3) | bit(kind_of(MXFP8_E5M2));  // what libraries multiply
 constexpr int64_t kFp8 = MXFP8_CUBLASLT | MXFP8_SCALED_MM;
 
+// clang-format off
 // The first row that fits wins.
 //
 // skinny        gemm_skinny.cu: reads the packed weight once, bfloat16 tensor cores; for few rows.
@@ -20,22 +19,20 @@ constexpr int64_t kFp8 = MXFP8_CUBLASLT | MXFP8_SCALED_MM;
 // fold          fold.cu, then an FP8 product with one scale per row, by the same libraries. Not exact
 //               (folding.fold_error), so only where it is allowed; gemm's `fast_accumulate` does that.
 // fused         gemm_fused.cu: decodes the packed weight on its way to Hopper's tensor cores; exact. Where `large` has
-// no
-//               bfloat16 weight at hand, and up to where dequantizing it costs less than it does here. Has not run on a
-//               GPU yet, so only where it is allowed.
+//               no bfloat16 weight at hand, and up to where dequantizing it costs less than it does here. Has not run
+//               on a GPU yet, so only where it is allowed.
 // large         dequantize.cu to bfloat16, then cuBLAS; gemm_float32.cu repairs it if bfloat16 could not hold an
-// operand. slices        gemm_skinny.cu on 64 rows at a time, where no cuBLAS is at hand. parts bfloat16_parts.cu: a
-// float32 is the sum of three bfloat16 values, a float16 of two; a row above multiplies
-//               them, three (two) rows for each row of x, and finish.cu adds up. gemm_float32.cu repairs what is not
-//               finite. For few rows, `skinny` does all of that itself.
+//               operand.
+// slices        gemm_skinny.cu on 64 rows at a time, where no cuBLAS is at hand.
+// parts         bfloat16_parts.cu: a float32 is the sum of three bfloat16 values, a float16 of two; a row above
+//               multiplies them, three (two) rows for each row of x, and finish.cu adds up. gemm_float32.cu repairs what
+//               is not finite. For few rows, `skinny` does all of that itself.
 // float32       gemm_float32.cu: ordinary cores, anything else.
-//
-// clang-format off
 constexpr mxfp8_cuda_route kRoutes[kRows] = {
     // name          from  only    M     N %  whole   x          b          library       opt-in  not if
     //                     that               blocks                                              wide
     {"skinny",         80,  0,      64,   1,    1,    kAll,      kElements, 0,              0,      0},
-    {"block_scaled",  100,  0,       0,  16,    1,    kElements, kE4M3Only, kFp8,           0,      0},
+    {"block_scaled",  100,  0,       0,  16,    1,    kMxfp8,    kE4M3Only, kFp8,           0,      0},
     {"fold",           89,  0,       0,  16,    1,    kE4M3Only, kE4M3Only, kFp8,           1,      0},
     {"fused",          90,  1,    2048,   1,    1,    kExact,    kElements, 0,              1,      1},
     {"large",          80,  0,       0,   1,    0,    kExact,    kElements, MXFP8_CUBLAS,   0,      0},
@@ -58,32 +55,14 @@ bool fits(Row at, const mxfp8_cuda_place& place, const Shape& s) {
   if (s.n % row.n_multiple != 0 || (row.whole_blocks && !whole)) return false;
   if (at == kLarge) return s.m <= INT32_MAX && s.n <= INT32_MAX && s.k <= INT32_MAX;  // what cuBLAS can be told
   if (at == kParts) {
-    mxfp8_cuda_place unforced = place;
-    unforced.forced = 0;
-    const Row of_parts = choose(unforced, {kBF16, s.b, parts_of(s.x) * s.m, s.n, s.k, true, s.b_aligned, s.wide});
+    const Row of_parts =
+        choose(unforced(place), {kBF16, s.b, parts_of(s.x) * s.m, s.n, s.k, true, s.b_aligned, s.wide});
     return of_parts != kFloat32 && of_parts != kNoRow;
   }
   return true;
 }
 
 }  // namespace
-
-Kind kind_of(int64_t code) {
-  switch (code) {
-    case MXFP8_FLOAT32:
-      return kF32;
-    case MXFP8_FLOAT16:
-      return kF16;
-    case MXFP8_BFLOAT16:
-      return kBF16;
-    case MXFP8_E4M3:
-      return kE4M3;
-    case MXFP8_E5M2:
-      return kE5M2;
-  }
-  throw std::invalid_argument("mxfp8: dtype " + std::to_string(code) +
-                              "; expected a code of mxfp8_ops.h; report this as a bug");
-}
 
 Kind value_kind(int64_t dtype) {
   const Kind kind = kind_of(dtype);

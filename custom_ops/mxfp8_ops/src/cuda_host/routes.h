@@ -1,18 +1,36 @@
 // The dispatch table: which row of it a product takes.
 #pragma once
+#include <iterator>
+#include <stdexcept>
+#include <string>
+
+#include "../contract.h"
 #include "mxfp8_cuda_plan.h"
 
 namespace mxfp8::cuda {
 
-// Positions of dtypes and element formats in tables: their bits in mxfp8_cuda_route, and how kernels.h counts them.
-enum Kind { kF32, kF16, kBF16, kE4M3, kE5M2 };
+// Position of a dtype among kValueDtypes, then kElementFormats: its bit in mxfp8_cuda_route, and how kernels.h counts.
+using Kind = int;
+constexpr int kValueKinds = int(std::size(kValueDtypes)), kKinds = kValueKinds + int(std::size(kElementFormats));
+
+constexpr const Dtype& row_of(Kind kind) {
+  return kind < kValueKinds ? kValueDtypes[kind] : kElementFormats[kind - kValueKinds];
+}
+constexpr bool is_element(Kind kind) { return kind >= kValueKinds; }
 
 // Throws std::invalid_argument for an unknown code, or one that is no value dtype or no element format.
-Kind kind_of(int64_t code);
+constexpr Kind kind_of(int64_t code) {
+  for (Kind kind = 0; kind < kKinds; ++kind) {
+    if (row_of(kind).code == code) return kind;
+  }
+  throw std::invalid_argument("mxfp8: dtype " + std::to_string(code) +
+                              "; expected a code of mxfp8_ops.h; report this as a bug");
+}
 Kind value_kind(int64_t dtype);
 Kind element_kind(int64_t format);
 
-inline bool is_element(Kind kind) { return kind >= kE4M3; }
+constexpr Kind kF32 = kind_of(MXFP8_FLOAT32), kF16 = kind_of(MXFP8_FLOAT16), kBF16 = kind_of(MXFP8_BFLOAT16),
+               kE4M3 = kind_of(MXFP8_E4M3);
 
 // How many rows of bfloat16 a row of x is.
 inline int64_t parts_of(Kind kind) { return kind == kF32 ? 3 : kind == kF16 ? 2 : 1; }
@@ -28,6 +46,12 @@ struct Shape {
   bool x_aligned, b_aligned;  // to 16 bytes
   bool wide;                  // b is kept in bfloat16 too
 };
+
+// The same place, free to take any row.
+inline mxfp8_cuda_place unforced(mxfp8_cuda_place place) {
+  place.forced = 0;
+  return place;
+}
 
 // The first row that fits, or the forced one; kNoRow if there is none.
 Row choose(const mxfp8_cuda_place&, const Shape&);

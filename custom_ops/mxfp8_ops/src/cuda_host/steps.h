@@ -8,8 +8,6 @@
 
 namespace mxfp8::cuda {
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t scale_count(int64_t k) { return ceil_div(k, 32); }
 inline int64_t swizzled_bytes(int64_t rows, int64_t k) {
   return ceil_div(rows, 128) * 128 * (ceil_div(scale_count(k), 4) * 4);
 }

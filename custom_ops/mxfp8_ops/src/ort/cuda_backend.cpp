@@ -14,14 +14,10 @@ using cuda::Current;
 using cuda::Executor;
 using cuda::Gpu;
 using cuda::Plan;
+using cuda::scale_count;
 using cuda::Stream;
 
 constexpr int kCudaResourceVersion = 3, kCublasHandle = 10002;  // cuda_resource.h of ONNX Runtime
-
-bool is_gemm(const Overload& node) { return node.op == Op::kGemm || node.op == Op::kWeightGemm; }
-
-// Position of B among the inputs of a gemm.
-size_t b_input(const Overload& node) { return node.op == Op::kGemm ? 2 : 1; }
 
 // The numbers of the kernels that a node may launch.
 std::vector<int> kernels_of(const Overload& node, const Gpu& gpu) {
@@ -36,7 +32,7 @@ std::vector<int> kernels_of(const Overload& node, const Gpu& gpu) {
       break;
   }
   const bool cublas = node.device == Device::kCuda && gpu.knows_cublas();
-  return cuda::gemm_kernels(first, node.inputs[b_input(node)], cublas);
+  return cuda::gemm_kernels(first, node.inputs[size_t(row_of(node.op).b)], cublas);
 }
 
 Executor executor(const Overload& node, const Gpu& gpu) { return Executor(gpu, kernels_of(node, gpu)); }
@@ -64,8 +60,6 @@ Plan plan(const mxfp8_cuda_place& place, const GemmArgs& g, const WideWeight& wi
                                            address(g.b), address(g.b_scales), address(g.bias), address(g.y), g.m, g.n,
                                            g.k, address(wide.data), address(wide.inexact), 0, 0});
 }
-
-int64_t scale_count(int64_t k) { return (k + kBlock - 1) / kBlock; }
 
 // An input that never changes, or nothing.
 std::optional<Tensor> constant(const OrtKernelInfo* info, size_t index) {
@@ -153,7 +147,7 @@ class CudaBackend : public Backend {
  public:
   CudaBackend(const std::string& where, const Overload& node, const OrtKernelInfo* info)
       : memory_(info), gpu_(where, memory_.gpu()), executor_(executor(node, gpu_)) {
-    if (node.keep_wide && is_gemm(node)) keep_wide(info, node);
+    if (node.keep_wide && row_of(node.op).b >= 0) keep_wide(info, node);
   }
   ~CudaBackend() override {
     if (kept_ != 0) release(gpu_, {kept_});
@@ -186,7 +180,7 @@ class CudaBackend : public Backend {
  private:
   // Where B is a constant matrix - which lies on the GPU already -, makes it wide now.
   void keep_wide(const OrtKernelInfo* info, const Overload& node) {
-    const size_t index = b_input(node);
+    const auto index = size_t(row_of(node.op).b);
     const std::optional<Tensor> b = constant(info, index), scales = constant(info, index + 1);
     if (!b || !scales || b->dims.size() != 2) return;
     const int64_t n = b->dims[0], k = b->dims[1];
