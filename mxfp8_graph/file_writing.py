@@ -11,8 +11,11 @@ from mxfp8_ops.errors import Mxfp8Error
 
 
 def temporary_beside(path: Path, suffix: str = "") -> Path:
-    """Returns where to write what `path` is to hold; on the same file system, so that it can be renamed."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp{suffix}")
+    """Returns where to write what `path` is to hold; on the same file system, so that it can be renamed.
+
+    `suffix` is for writers that insist on theirs; torch also names the folder in a .pt2 archive after the file.
+    """
+    return path.with_name(f".{path.stem if suffix else path.name}.{os.getpid()}.tmp{suffix}")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ ROLE_OPS: Final = RoleOps(
     to_softmax=frozenset({"Add", "Sub", "Mul", "Div", "Where", "Clip", "Max", "Min", "Tanh", "Expand", "Concat"}),
     from_softmax=frozenset({"Dropout", "Where", "Mul", "Slice", "Split"}),
     affine=frozenset({"Add", "Sub", "Mul", "Div"}),
+    add="Add",
     tanh="Tanh",
     multiply="Mul",
 )

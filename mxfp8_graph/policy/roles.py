@@ -61,8 +61,9 @@ class RoleOps:
     """May also stand between a softmax and its product with V."""
     affine: frozenset[str]
     """Add, subtract, multiply, divide: two operands."""
-    tanh: str
+    add: str
     multiply: str
+    tanh: str
 
 
 class Roles(Generic[Op, Value]):
@@ -116,11 +117,12 @@ class Roles(Generic[Op, Value]):
         )
 
     def _is_affine(self, op: Op, value: Value) -> bool:
-        """Whether `op` adds a constant to `value` or scales it by one; x * x does neither."""
-        others = [operand for operand in self._graph.operands(op) if operand is not value]
+        """Whether `op` adds a constant to `value` or scales it by one: x + x does, x * x does not."""
+        operands, name = self._graph.operands(op), self._graph.name(op)
+        others = [operand for operand in operands if operand is not value]
         return (
-            self._graph.name(op) in self._ops.affine
-            and len(others) == len(self._graph.operands(op)) - 1
+            name in self._ops.affine
+            and (len(others) == len(operands) - 1 or name == self._ops.add)
             and all(map(self._graph.is_constant, others))
         )
 

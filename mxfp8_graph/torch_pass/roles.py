@@ -40,6 +40,7 @@ ROLE_OPS: Final = RoleOps(
     ),
     from_softmax=internals.op_names("native_dropout where masked_fill mul slice split split_with_sizes expand"),
     affine=internals.op_names("add sub mul div"),
+    add="add",
     tanh="tanh",
     multiply="mul",
 )

@@ -68,9 +68,9 @@ class TestOutputProjections:
         ops = [node("Softmax", "h", "p"), node("TopK", "p five", "y i", axis=-1)]
         assert behind(*ops, y=("m", 5), five=np.array([5])) == "output_projection"
 
-    @pytest.mark.parametrize("op", ["Mul", "Add"])
-    def test_its_result_with_itself_makes_it_a_linear(self, op):
-        assert behind(node(op, "h h", "y")) == "linear"
+    @pytest.mark.parametrize(("op", "role"), [("Mul", "linear"), ("Add", "output_projection")])
+    def test_its_square_makes_it_a_linear_and_its_double_does_not(self, op, role):
+        assert behind(node(op, "h h", "y")) == role
 
     @pytest.mark.parametrize("after", [[node("Neg", "t", "y")], [node("Mul", "t t", "y")]], ids=["used", "squared"])
     def test_a_tanh_that_is_not_scaled_up_again_is_no_soft_cap(self, after):

@@ -18,6 +18,7 @@ OPS = RoleOps(
     to_softmax=frozenset({"where"}),
     from_softmax=frozenset({"dropout"}),
     affine=frozenset({"add", "mul"}),
+    add="add",
     tanh="tanh",
     multiply="mul",
 )

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from onnx import TensorProto
 
-import mxfp8_ops
 from mxfp8_ops import contract, formats, numerics
 from mxfp8_ops.contract import Op, Port
 
@@ -109,12 +108,13 @@ def test_every_node_has_one_torch_op() -> None:
 
 # --- C++ ---------------------------------------------------------------------------------------------------------
 
-SOURCES = Path(mxfp8_ops.__path__[0]) / "src"
+CUSTOM_OPS = Path(__file__).parents[2] / "custom_ops"
+"""The checkout: an installed package has no sources."""
 
 
 def generator() -> Any:
     """Returns custom_ops/contract_header.py, which is not installed."""
-    path = Path(mxfp8_ops.__path__[0]).parent / "contract_header.py"
+    path = CUSTOM_OPS / "contract_header.py"
     spec = importlib.util.spec_from_file_location("contract_header", path)
     assert spec is not None
     assert spec.loader is not None
@@ -124,5 +124,5 @@ def generator() -> Any:
 
 
 def test_the_header_for_cpp_is_current() -> None:
-    text = (SOURCES / "contract.h").read_text(encoding="utf-8")
+    text = (CUSTOM_OPS / "mxfp8_ops" / "src" / "contract.h").read_text(encoding="utf-8")
     assert text == generator().header(), "run python custom_ops/contract_header.py"

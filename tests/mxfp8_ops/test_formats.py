@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from onnx import TensorProto
 
-import mxfp8_ops
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 from mxfp8_ops.formats import E4M3, E5M2, Dtype, ElementFormat, ValueDtype
+
+PACKAGE = Path(__file__).parents[2] / "custom_ops" / "mxfp8_ops"
+"""The package in the checkout: an installed one has no C++ sources."""
 
 ROWS = pytest.mark.parametrize(
     "row", [*formats.VALUE_DTYPES.values(), *formats.ELEMENT_FORMATS.values()], ids=lambda row: row.name
@@ -93,7 +95,7 @@ def test_torch_has_the_dtype(row: Dtype) -> None:
 
 @ROWS
 def test_the_cuda_kernels_have_the_type(row: Dtype) -> None:
-    text = (Path(mxfp8_ops.__path__[0]) / "src/cuda/codec.cuh").read_text(encoding="utf-8")
+    text = (PACKAGE / "src/cuda/codec.cuh").read_text(encoding="utf-8")
     found = re.search(rf"struct {row.cuda_name} {{(.*?)\n}};", text, re.DOTALL)
     assert found is not None
     values = dict(re.findall(r"(\w+) = (\w+)", found[1]))
@@ -111,6 +113,9 @@ E3M4 = """E3M4: Final = ElementFormat(
     onnx_name="FLOAT8E3M4", onnx_dtype=99, cuda_name="E3M4", cuda_data_type=-1, safetensors_name="F8_E3M4",
 )
 VALUE_DTYPES: Final"""
+
+PATH_ONLY = "import sys; sys.meta_path[:] = [finder for finder in sys.meta_path if isinstance(finder, type)]\n"
+"""Leaves Python's own ways to find modules: that of an editable install would come before the copy's."""
 
 CHECK = """
 import ml_dtypes
@@ -173,9 +178,9 @@ for rounding in formats.SCALE_ROUNDINGS:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of custom_ops with one format more: a row, and the name of its code in C."""
-    source = Path(mxfp8_ops.__path__[0])
-    shutil.copytree(source, tmp_path / "mxfp8_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    shutil.copy(source.parent / "contract_header.py", tmp_path)
+    shutil.copytree(PACKAGE, tmp_path / "mxfp8_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(PACKAGE.parent / "contract_header.py", tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(PATH_ONLY, encoding="utf-8")
     for file, old, new in (
         ("formats.py", "VALUE_DTYPES: Final", E3M4),
         ("formats.py", "(E4M3, E5M2)})", "(E4M3, E5M2, E3M4)})"),
