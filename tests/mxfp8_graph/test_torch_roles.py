@@ -36,7 +36,7 @@ def behind(after: Function) -> str:
         (lambda h: h * 2.0, "output_projection"),
         (lambda h: 2.0 * torch.tanh(h / 2.0), "output_projection"),
         (lambda h: h * h, "linear"),
-        (lambda h: h + h, "linear"),
+        (lambda h: h + h, "output_projection"),
         (torch.tanh, "linear"),
         (lambda h: torch.tanh(h).square(), "linear"),
         (lambda h: torch.tanh(h) * torch.tanh(h), "linear"),
