@@ -99,7 +99,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
     if bias is not None:
         bias = bias.contiguous()
     # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
-    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, (a, a_scales), (b, b_scales)):
+    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, n, (a, a_scales), (b, b_scales)):
         status = native.load().mxfp8_gemm(
             _FORMAT_CODES[a_format], a_data, a_scales_data or y_data, _FORMAT_CODES[b_format], b_data, b_scales_data,
             None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype], y_data, n, torch.get_num_threads(),
@@ -128,7 +128,7 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
         x = x.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    for m, x_data, _, b_data, b_scales_data, y_data in products(y, (x, x), (b, b_scales)):
+    for m, x_data, _, b_data, b_scales_data, y_data in products(y, n, (x, x), (b, b_scales)):
         status = native.load().mxfp8_weight_gemm(
             DTYPE_CODES[x.dtype], x_data, stride, _FORMAT_CODES[b_format], b_data, b_scales_data,
             None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype], y_data, n,

@@ -214,7 +214,7 @@ def _gemm(  # noqa: PLR0917 - one for both ops
     with _queue(b[0]) as queue:
         libraries = planner.CUBLAS | (scaled_mm.libraries() if fp8 and b[0].dim() == 2 else 0)
         place = dispatch.place(queue.device, libraries)
-        for m, x, x_scales, w, w_scales, to in products(y, pairs, b):
+        for m, x, x_scales, w, w_scales, to in products(y, n, pairs, b):
             operands = x, x_scales if len(a) == 2 else 0, w, w_scales
             product = Gemm(*codes, *operands, bias_at, to, m, n, k, *wide, *(folded[:2] if folded else (0, 0)))
             plan = planner.gemm(place, product)

@@ -13,10 +13,9 @@ Product = tuple[int, int, int, int, int, int]
 """M, then the addresses of a, its scales, b, its scales, y."""
 
 
-def products(y: Tensor, a: Pair, b: Pair) -> Iterable[Product]:
-    """Returns M and the addresses of each matrix product that `y` is made of; all tensors are contiguous."""
+def products(y: Tensor, n: int, a: Pair, b: Pair) -> Iterable[Product]:
+    """Returns M and the addresses of each matrix product that `y` [..., N] is made of; all tensors are contiguous."""
     if b[0].dim() == 2:
-        n = y.shape[-1]
         m = y.numel() // n if n else 0
         return ((m, a[0].data_ptr(), a[1].data_ptr(), b[0].data_ptr(), b[1].data_ptr(), y.data_ptr()),)
     return _batched(y, a, b)
