@@ -139,30 +139,11 @@ def gemm(
 
 
 def weight_gemm(
-    x: Array,
-    b: Codes,
-    b_scales: Codes,
-    bias: Array | None = None,
-    *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
+    x: Array, b: Codes, b_scales: Codes, bias: Array | None = None, *, b_format: str = "e4m3", dtype: str = "float32"
 ) -> Array:
     """Returns x @ dequantize(b).T + bias, with the sums in float64.
 
-    Args:
-        x: [..., M, K] (or [K]) float32, float16 or bfloat16, used as it is.
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `x`.
-        b_scales: uint8 [..., N, ceil(K / 32)].
-        bias: float32 [N], or None.
-        b_format: element format of `b`.
-        dtype: dtype of the result, "float32", "float16" or "bfloat16".
-
-    Returns:
-        [..., M, N].
-
-    Raises:
-        ShapeError: shapes do not fit.
-        ContractError: unknown format.
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16, used as it is.
     """
     check_value_dtype("gemm", x.dtype)
     gemm_shape("gemm", x.shape, b.shape, None if bias is None else bias.shape)

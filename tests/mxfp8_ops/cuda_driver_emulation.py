@@ -1,4 +1,4 @@
-"""A machine with a GPU, for `ort_cuda`: a driver and a CuPy device over the emulated kernels."""
+"""A machine with a GPU, for `cuda_loader`: a driver and a CuPy device over the emulated kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
-from mxfp8_ops.ort import cuda_loader as ort_cuda
+from mxfp8_ops.ort import cuda_loader
 
 CONTEXT = 0x1234
 ANY_STREAM = 2**64 - 1
@@ -138,7 +138,7 @@ class Driver:
     def read(self, address: int, size: int) -> bytes:
         return ctypes.string_at(address, size) if size else b""
 
-    # What ort_cuda asks a `cuda_device.CudaDevice`.
+    # What cuda_loader asks a `device.CudaDevice`.
 
     def context(self) -> int:
         return CONTEXT
@@ -169,9 +169,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, stream: int = THREAD_STREAM) -> Ite
     monkeypatch.setattr(cuda_device, "available", lambda: True)
     monkeypatch.setattr(cuda_device, "current", current)
     monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(ort_cuda, "DRIVER", str(gpu.path))
-    ort_cuda.connect.cache_clear()
+    monkeypatch.setattr(cuda_loader, "DRIVER", str(gpu.path))
+    cuda_loader.connect.cache_clear()
     gpu.start(stream)
     yield gpu
-    ort_cuda.connect.cache_clear()
+    cuda_loader.connect.cache_clear()
     assert gpu.library.context_depth() == 0

@@ -24,7 +24,7 @@ from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import cublaslt, device
 from mxfp8_ops.cuda.execution import Launch, Queue
 from mxfp8_ops.cuda.planner import CODES
-from mxfp8_ops.ort import cuda_loader as ort_cuda
+from mxfp8_ops.ort import cuda_loader
 
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
@@ -94,11 +94,11 @@ def recorder(monkeypatch) -> Recorder:
 def ort_steps(monkeypatch, tmp_path_factory) -> Iterator[Callable[..., Steps]]:
     """Makes and runs a node of ONNX Runtime; returns its steps, products of cuBLAS after the others."""
     cublas = Cublas()
-    monkeypatch.setattr(ort_cuda, "_cublas", cublas.addresses)
+    monkeypatch.setattr(cuda_loader, "_cublas", cublas.addresses)
     with machine(monkeypatch) as gpu:
         library = tmp_path_factory.mktemp("library") / "mxfp8_ops.so"
         provider = CudaProvider(Path(shutil.copy(cpu.library_path(), library)), gpu)
-        ort_cuda.give(provider.library)
+        cuda_loader.give(provider.library)
 
         def steps(op: contract.Op, names: list[str], inputs: list[np.ndarray], codes: list[int], **given: Any) -> Steps:
             gpu.start(STREAM, run=False)

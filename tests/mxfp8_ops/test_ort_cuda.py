@@ -15,7 +15,7 @@ from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError
 from test_cuda_emulated import assert_same, assert_within, heavy_tailed
 
 from mxfp8_ops import contract, cpu, numerics
-from mxfp8_ops.ort import cuda_loader as ort_cuda
+from mxfp8_ops.ort import cuda_loader
 
 E4M3, E5M2, UINT8 = contract.FLOAT8E4M3FN, contract.FLOAT8E5M2, contract.UINT8
 CODES = {"e4m3": E4M3, "e5m2": E5M2, **{name: code for code, name in contract.VALUE_NAMES.items()}}
@@ -35,7 +35,7 @@ def library(tmp_path_factory) -> Path:
 @pytest.fixture
 def cublas(monkeypatch) -> Cublas:
     cublas = Cublas()
-    monkeypatch.setattr(ort_cuda, "_cublas", cublas.addresses)
+    monkeypatch.setattr(cuda_loader, "_cublas", cublas.addresses)
     return cublas
 
 
@@ -43,7 +43,7 @@ def cublas(monkeypatch) -> Cublas:
 def provider(library, gpu, cublas) -> Iterator[CudaProvider]:
     gpu.start(STREAM)
     provider = CudaProvider(library, gpu)
-    ort_cuda.give(provider.library)
+    cuda_loader.give(provider.library)
     before = gpu.allocations
     yield provider
     assert gpu.allocations == before
@@ -136,7 +136,7 @@ def keeping(gpu, cublas, tmp_path) -> Iterator[CudaProvider]:
     """A provider whose nodes keep constant weights; a library has one table of overloads, so this has its own."""
     before = gpu.allocations
     provider = CudaProvider(Path(shutil.copy(cpu.library_path(), tmp_path / "library.so")), gpu, keep_wide=True)
-    ort_cuda.give(provider.library)
+    cuda_loader.give(provider.library)
     yield provider
     assert gpu.allocations == before
 
@@ -172,16 +172,16 @@ def test_weights_that_are_no_constant_matrix_are_not_kept(keeping, gpu):
 
 def test_a_weight_cannot_be_kept_without_cublas(keeping, gpu, monkeypatch):
     gpu.start(LEGACY_STREAM)
-    monkeypatch.setattr(ort_cuda, "_cublas", dict)
+    monkeypatch.setattr(cuda_loader, "_cublas", dict)
     with pytest.raises(NodeError, match=r"'the node': a weight is to be kept in bfloat16, but there is no cuBLAS"):
         check_gemm(keeping, ((3, 64), (40, 64)), ("bfloat16", "e4m3"), "float32", constants=frozenset({1, 2}))
 
 
 def test_many_rows_without_cublas_go_in_slices(library, gpu, monkeypatch):
-    monkeypatch.setattr(ort_cuda, "_cublas", dict)
+    monkeypatch.setattr(cuda_loader, "_cublas", dict)
     gpu.start(STREAM)
     provider = CudaProvider(library, gpu, cublas=0)
-    ort_cuda.give(provider.library)
+    cuda_loader.give(provider.library)
     for kind, dtype in (("bfloat16", "float32"), ("e4m3", "float16")):
         gpu.start(STREAM)
         check_gemm(provider, ((150, 64), (40, 64)), (kind, "e5m2"), dtype)

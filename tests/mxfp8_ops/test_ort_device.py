@@ -22,7 +22,7 @@ import pytest
 from mxfp8_ops import contract, native, numerics, ort
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
-from mxfp8_ops.ort import cuda_loader as ort_cuda
+from mxfp8_ops.ort import cuda_loader
 
 onnxruntime = pytest.importorskip("onnxruntime")
 import test_ort  # noqa: E402
@@ -169,7 +169,9 @@ def cublas_functions() -> dict[str, int]:
     for name in ("libcublas.so.13", "libcublas.so.12"):
         with contextlib.suppress(OSError):
             library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-            return {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in ort_cuda._CUBLAS}
+            return {
+                name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in cuda_loader._CUBLAS
+            }
     pytest.skip("CuPy has loaded no cuBLAS that is found by its name")
 
 
@@ -182,11 +184,11 @@ def provider(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> I
     if request.param == "cublas":
         handle = cupy.cuda.device.get_cublas_handle()
         cublas.setStream(handle, stream.ptr)
-        monkeypatch.setattr(ort_cuda, "_cublas", cublas_functions)
+        monkeypatch.setattr(cuda_loader, "_cublas", cublas_functions)
     memory = CupyMemory()
     library = Path(shutil.copy(native.library_path(), tmp_path))
     provider = CudaProvider(library, memory, stream=stream.ptr, cublas=handle)
-    ort_cuda.give(provider.library)
+    cuda_loader.give(provider.library)
     yield provider
     assert not memory.held
 

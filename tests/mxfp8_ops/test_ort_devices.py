@@ -19,7 +19,7 @@ from mxfp8_ops import contract, cpu, numerics, ort
 from mxfp8_ops.cuda import build
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
-from mxfp8_ops.ort import cuda_loader as ort_cuda
+from mxfp8_ops.ort import cuda_loader
 
 
 @pytest.fixture
@@ -59,19 +59,19 @@ def test_cuda_in_an_onnxruntime_without_it(gpu):
 
 @pytest.mark.parametrize("device", ["cuda", "cuda-copies"])
 def test_without_a_gpu_the_device_says_why(with_provider, monkeypatch, device):
-    ort_cuda.connect.cache_clear()
+    cuda_loader.connect.cache_clear()
     monkeypatch.setattr(cuda_device, "cupy_module", no_gpu)
     with pytest.raises(BackendError, match="cuda: no GPU; expected a CUDA device; use the CPU kernels"):
         ort.session(model(), device=device)
 
 
 def test_without_a_driver_the_device_says_why(gpu, monkeypatch):
-    monkeypatch.setattr(ort_cuda, "DRIVER", "libnothing.so.1")
+    monkeypatch.setattr(cuda_loader, "DRIVER", "libnothing.so.1")
     with pytest.raises(
         BackendError, match=r"cuda: no driver \(libnothing\.so\.1: cannot open .*\); .*install the driver"
     ):
         ort.session(model(), device="cuda-copies")
-    monkeypatch.setattr(ort_cuda, "DRIVER", str(cpu.library_path()))
+    monkeypatch.setattr(cuda_loader, "DRIVER", str(cpu.library_path()))
     with pytest.raises(BackendError, match=r"cuda: no driver \(.* has no cuCtxPushCurrent_v2\); expected NVIDIA's"):
         ort.session(model(), device="cuda-copies")
 
@@ -84,7 +84,7 @@ def test_without_nvrtc_the_device_says_what_to_install(gpu, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider' is not in available:UserWarning")
 def test_a_cuda_provider_without_a_gpu_warns_and_runs_on_the_processor(with_provider, monkeypatch):
-    ort_cuda.connect.cache_clear()
+    cuda_loader.connect.cache_clear()
     monkeypatch.setattr(cuda_device, "cupy_module", no_gpu)
     with pytest.warns(UserWarning, match="the MXFP8 nodes run on the CPU: cuda: no GPU; expected a CUDA device"):
         session = ort.session(model(), providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
@@ -173,9 +173,9 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
     monkeypatch.setattr(cuda_device, "device", cuda_device.CudaDevice)
     monkeypatch.setattr(build, "cubin", lambda source, kernel, arch: f"{source} {kernel} {arch}".encode())
     monkeypatch.setattr(build, "entry", lambda code: "entry")
-    monkeypatch.setattr(ort_cuda, "_cublas", lambda: {"cublasGemmEx": 0xCB})
-    gpu, function, message = ort_cuda._Gpu(), ctypes.c_void_p(), ctypes.create_string_buffer(100)
-    loader = ort_cuda._LOADER
+    monkeypatch.setattr(cuda_loader, "_cublas", lambda: {"cublasGemmEx": 0xCB})
+    gpu, function, message = cuda_loader._Gpu(), ctypes.c_void_p(), ctypes.create_string_buffer(100)
+    loader = cuda_loader._LOADER
     assert loader.gpu(2, ctypes.byref(gpu), ctypes.addressof(message), 100) == 0
     assert (gpu.context, gpu.processors, gpu.cublasGemmEx, gpu.cublasSetMathMode) == (0xC0, 132, 0xCB, None)
     assert gpu.capability == 90

@@ -46,16 +46,11 @@ def quantize(
     axis = checks.normalize_axis("quantize", x.ndim, axis)
     x = np.ascontiguousarray(x)
     elements, scales = np.empty(x.shape, np.uint8), np.empty(checks.scale_shape(x.shape, axis), np.uint8)
+    codes = fmt.onnx_dtype, SCALE_ROUNDINGS.index(scale_rounding)
     status = native.load().mxfp8_quantize(
-        VALUE_DTYPES[x.dtype.name].onnx_dtype,
-        x.ctypes.data,
-        *checks.split_at(x.shape, axis),
-        fmt.onnx_dtype,
-        SCALE_ROUNDINGS.index(scale_rounding),
-        elements.ctypes.data,
-        scales.ctypes.data,
-        threads,
-    )
+        VALUE_DTYPES[x.dtype.name].onnx_dtype, x.ctypes.data, *checks.split_at(x.shape, axis), *codes,
+        elements.ctypes.data, scales.ctypes.data, threads,
+    )  # fmt: skip
     native.check("quantize", status)
     return elements, scales
 
@@ -76,14 +71,9 @@ def dequantize(
     elements, scales = np.ascontiguousarray(elements), np.ascontiguousarray(scales)
     y = np.empty(elements.shape, numerics.value_dtype(dtype))
     status = native.load().mxfp8_dequantize(
-        fmt.onnx_dtype,
-        elements.ctypes.data,
-        scales.ctypes.data,
-        *checks.split_at(elements.shape, axis),
-        VALUE_DTYPES[dtype].onnx_dtype,
-        y.ctypes.data,
-        threads,
-    )
+        fmt.onnx_dtype, elements.ctypes.data, scales.ctypes.data, *checks.split_at(elements.shape, axis),
+        VALUE_DTYPES[dtype].onnx_dtype, y.ctypes.data, threads,
+    )  # fmt: skip
     native.check("dequantize", status)
     return y
 
@@ -136,12 +126,7 @@ def weight_gemm(
 
 
 def pack(
-    w: Array,
-    *,
-    transposed: bool = False,
-    element_format: str = "e4m3",
-    scale_rounding: str = "ceil",
-    threads: int = 0,
+    w: Array, *, transposed: bool = False, element_format: str = "e4m3", scale_rounding: str = "ceil", threads: int = 0
 ) -> Packed:
     """Returns a weight quantized along K and stored [N, K], also if `w` is transposed, with the error this made.
 
@@ -169,19 +154,9 @@ def pack(
     elements, scales = np.empty((n, k), np.uint8), np.empty((n, checks.scale_count(k)), np.uint8)
     stats = native.PackStats()
     status = native.load().mxfp8_pack(
-        VALUE_DTYPES[w.dtype.name].onnx_dtype,
-        w.ctypes.data,
-        stride,
-        transposed,
-        n,
-        k,
-        fmt.onnx_dtype,
-        SCALE_ROUNDINGS.index(scale_rounding),
-        elements.ctypes.data,
-        scales.ctypes.data,
-        byref(stats),
-        threads,
-    )
+        VALUE_DTYPES[w.dtype.name].onnx_dtype, w.ctypes.data, stride, transposed, n, k, fmt.onnx_dtype,
+        SCALE_ROUNDINGS.index(scale_rounding), elements.ctypes.data, scales.ctypes.data, byref(stats), threads,
+    )  # fmt: skip
     native.check("pack", status)
     first = None if stats.first_nonfinite < 0 else divmod(stats.first_nonfinite, w.shape[1])
     return Packed(elements, scales, stats.signal, stats.noise, first)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mxfp8_ops import formats, numerics
-from mxfp8_ops.checks import scale_count
-from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.checks import check_scales, normalize_axis
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_NAN
 from mxfp8_ops.numerics import Codes
 
@@ -62,15 +61,9 @@ def fold(elements: Codes, scales: Codes) -> tuple[Codes, Codes]:
     Raises:
         ShapeError: the scales do not fit the elements.
     """
-    k = elements.shape[-1] if elements.ndim else 0
-    expected = (*elements.shape[:-1], scale_count(k))
-    if not elements.ndim or scales.shape != expected:
-        raise ShapeError(
-            "fold",
-            f"scales have shape {scales.shape}",
-            expected=f"{expected} for elements {elements.shape} blocked along the last axis",
-            advice="pass the scales quantize returned",
-        )
+    axis = normalize_axis("fold", elements.ndim, -1)
+    check_scales("fold", elements.shape, scales.shape, axis)
+    k = elements.shape[axis]
     row_scales = np.where(scales == SCALE_NAN, 0, scales).max(-1, initial=0).astype(np.uint8)
     shifts = np.minimum(row_scales[..., None].astype(np.int64) - scales, _LARGEST_SHIFT)
     factors = np.ldexp(np.float32(1), -np.maximum(shifts, 0)).astype(np.float32)

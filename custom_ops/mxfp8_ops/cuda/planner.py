@@ -31,7 +31,7 @@ PLAIN, SWIZZLED, TRANSPOSED = range(3)
 
 _NO_ROUTE: Final = -4
 
-# Requests: the structs of mxfp8_cuda_plan.h, which says what the fields mean. They go in as the bytes of their fields.
+# The structs of mxfp8_cuda_plan.h, which says what the fields mean. Requests go in as the bytes of their fields.
 Place = namedtuple(
     "Place",
     "capability processors libraries allowed forced splits warps blocks parts_bytes",
@@ -49,27 +49,12 @@ Quantize = namedtuple(
 )
 Dequantize = namedtuple("Dequantize", "format y_dtype elements scales outer k inner y inexact", defaults=(0,))
 Fold = namedtuple("Fold", "elements scales rows k folded row_scales")
+Step = namedtuple("Step", "what kernel grid block shared in_scratch in_result arguments")
 
 _PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
     struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
 )
 _STEP: Final = struct.Struct("6i2I12q")
-
-
-class Step(NamedTuple):
-    """A step of a plan: `mxfp8_cuda_step`."""
-
-    what: int
-    kernel: int
-    """Number in `kernels`, of a `LAUNCH`."""
-    grid: int
-    block: int
-    shared: int
-    in_scratch: int
-    """Bits of the arguments that are offsets into the scratch memory."""
-    in_result: int
-    """Bits of the arguments that stand for what the library product before made."""
-    arguments: tuple[int, ...]
 
 
 class Plan(Structure):
@@ -100,24 +85,18 @@ class Plan(Structure):
 
 
 class Route(NamedTuple):
-    """A row of the dispatch table: `mxfp8_cuda_route`, which says more. The first that fits a product counts."""
+    """A row of the dispatch table: `mxfp8_cuda_route`, which says what the fields mean."""
 
     kernel: str
     capability: tuple[int, int]
-    """Least compute capability."""
     alone: int
-    """Whether no later one will do."""
     most_rows: int
-    """Greatest M, 0 for any."""
     n_multiple: int
     whole_blocks: int
-    """Whether K must be a multiple of 32 and both operands aligned to 16 bytes."""
     x_kinds: int
     b_kinds: int
     libraries: int
-    """Bits of the libraries of which the caller has to bring one; 0 if it needs none."""
     opt_in: int
-    """Whether it is taken only when allowed or forced."""
     not_if_wide: int
 
 
@@ -173,7 +152,7 @@ def kernels() -> tuple[str, ...]:
 
 @functools.cache
 def routes() -> tuple[Route, ...]:
-    """Returns the dispatch table."""
+    """Returns the dispatch table (src/cuda_host/routes.cpp). The first row that fits a product counts."""
     found: list[Route] = []
     while row := _library().mxfp8_cuda_route_at(len(found)):
         name, capability, *rest = row[: len(Route._fields)]

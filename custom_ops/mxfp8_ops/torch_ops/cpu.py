@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
-from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -19,7 +18,7 @@ from mxfp8_ops import native
 from mxfp8_ops.checks import scale_count, scale_shape, split_at
 from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
 from mxfp8_ops.torch_ops import shapes
-from mxfp8_ops.torch_ops.products import Product, products
+from mxfp8_ops.torch_ops.products import products
 from mxfp8_ops.torch_ops.shapes import DTYPE_CODES, NO_GRADIENT, Pair
 
 _FORMAT_CODES: Final = {name: fmt.onnx_dtype for name, fmt in ELEMENT_FORMATS.items()}
@@ -65,18 +64,13 @@ def quantize_both(
 
 
 def dequantize(
-    elements: Tensor,
-    scales: Tensor,
-    axis: int = -1,
-    element_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
+    elements: Tensor, scales: Tensor, axis: int = -1, element_format: str = "e4m3", dtype: torch.dtype | None = None
 ) -> Tensor:
     """Returns the values that (elements, scales) stand for, in float32 if `dtype` is None."""
-    dtype = dtype or torch.float32
-    shapes.check_dequantize(elements, scales, axis, element_format, dtype)
+    axis, dtype = shapes.check_dequantize(elements, scales, axis, element_format, dtype)
     shape = tuple(elements.shape)
     y = torch.empty(*shape, dtype=dtype)
-    outer, k, inner = split_at(shape, axis % len(shape))
+    outer, k, inner = split_at(shape, axis)
     elements, scales = elements.contiguous(), scales.contiguous()
     status = native.load().mxfp8_dequantize(
         _FORMAT_CODES[element_format], elements.data_ptr(), scales.data_ptr(), outer, k, inner, DTYPE_CODES[dtype],
@@ -98,21 +92,14 @@ def gemm(  # noqa: PLR0917 - the op's schema
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if `dtype` is None."""
-    dtype = dtype or torch.float32
-    shape = shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
+    shape, dtype = shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
     y = torch.empty(*shape, dtype=dtype)
     n, k = shape[-1], a.shape[-1]
     a, a_scales, b, b_scales = a.contiguous(), a_scales.contiguous(), b.contiguous(), b_scales.contiguous()
-    each: Iterable[Product]
-    if b.dim() == 2:
-        m = y.numel() // n if n else 0
-        each = ((m, a.data_ptr(), a_scales.data_ptr(), b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
-    else:
-        each = products(y, (a, a_scales), (b, b_scales))
     if bias is not None:
         bias = bias.contiguous()
     # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
-    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in each:
+    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, n, (a, a_scales), (b, b_scales)):
         status = native.load().mxfp8_gemm(
             _FORMAT_CODES[a_format], a_data, a_scales_data or y_data, _FORMAT_CODES[b_format], b_data, b_scales_data,
             None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype], y_data, n, torch.get_num_threads(),
@@ -131,25 +118,20 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns x @ dequantize(b).T + bias, in the dtype of `x` if `dtype` is None; rows of `x` may be strided."""
-    shape = shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
-    y = torch.empty(*shape, dtype=dtype or x.dtype)
+    shape, dtype = shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
+    y = torch.empty(*shape, dtype=dtype)
     n, k = shape[-1], x.shape[-1]
     b, b_scales, stride = b.contiguous(), b_scales.contiguous(), k
-    each: Iterable[Product]
-    if b.dim() == 2:
-        if not x.is_contiguous():
-            x, stride = _strided_rows(x)
-        m = y.numel() // n if n else 0
-        each = ((m, x.data_ptr(), 0, b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
+    if b.dim() == 2 and not x.is_contiguous():
+        x, stride = _strided_rows(x)
     else:
         x = x.contiguous()
-        each = products(y, (x, x), (b, b_scales))
     if bias is not None:
         bias = bias.contiguous()
-    for m, x_data, _, b_data, b_scales_data, y_data in each:
+    for m, x_data, _, b_data, b_scales_data, y_data in products(y, n, (x, x), (b, b_scales)):
         status = native.load().mxfp8_weight_gemm(
             DTYPE_CODES[x.dtype], x_data, stride, _FORMAT_CODES[b_format], b_data, b_scales_data,
-            None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype or x.dtype], y_data, n,
+            None if bias is None else bias.data_ptr(), m, n, k, DTYPE_CODES[dtype], y_data, n,
             torch.get_num_threads(),
         )  # fmt: skip
         if status:

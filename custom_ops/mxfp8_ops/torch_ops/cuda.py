@@ -12,7 +12,6 @@ Not verified on hardware yet: see custom_ops/README.md.
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,9 +71,8 @@ def quantize_both(
     x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once: (elements, scales) of either."""
-    shapes.check_quantize_both(x, element_format, scale_rounding)
+    results = shapes.quantize_both(x, element_format, scale_rounding)
     x = x.contiguous()
-    results = *shapes.quantize(x), *shapes.quantize(x.t())
     rows, row_scales, columns, column_scales = (t.data_ptr() for t in results)
     request = planner.Quantize(
         *_quantizer(x, element_format, scale_rounding), planner.TRANSPOSED, x.data_ptr(), 1, x.shape[0], x.shape[1],
@@ -86,21 +84,16 @@ def quantize_both(
 
 
 def dequantize(
-    elements: Tensor,
-    scales: Tensor,
-    axis: int = -1,
-    element_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
+    elements: Tensor, scales: Tensor, axis: int = -1, element_format: str = "e4m3", dtype: torch.dtype | None = None
 ) -> Tensor:
     """Returns the values that (elements, scales) stand for, in float32 if `dtype` is None."""
-    dtype = dtype or torch.float32
-    shapes.check_dequantize(elements, scales, axis, element_format, dtype)
+    axis, dtype = shapes.check_dequantize(elements, scales, axis, element_format, dtype)
     _check_devices("dequantize", elements, scales)
     elements, scales = elements.contiguous(), scales.contiguous()
     y = torch.empty(elements.shape, dtype=dtype, device=elements.device)
     request = planner.Dequantize(
         CODES[element_format], DTYPE_CODES[dtype], elements.data_ptr(), scales.data_ptr(),
-        *split_at(elements.shape, axis % elements.dim()), y.data_ptr(),
+        *split_at(elements.shape, axis), y.data_ptr(),
     )  # fmt: skip
     with _queue(elements) as queue:
         execution.run(planner.dequantize(request), queue)
@@ -118,8 +111,7 @@ def gemm(  # noqa: PLR0917 - the op's schema
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if `dtype` is None."""
-    dtype = dtype or torch.float32
-    shape = shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
+    shape, dtype = shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
     return _gemm((a, a_scales), (b, b_scales), (CODES[a_format], CODES[b_format]), bias, shape, dtype)
 
 
@@ -132,8 +124,8 @@ def weight_gemm(  # noqa: PLR0917 - the op's schema
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns x @ dequantize(b).T + bias, in the dtype of `x` if `dtype` is None."""
-    shape = shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
-    return _gemm((x,), (b, b_scales), (DTYPE_CODES[x.dtype], CODES[b_format]), bias, shape, dtype or x.dtype)
+    shape, dtype = shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
+    return _gemm((x,), (b, b_scales), (DTYPE_CODES[x.dtype], CODES[b_format]), bias, shape, dtype)
 
 
 def fast_accumulate() -> contextlib.AbstractContextManager[None]:
@@ -214,28 +206,24 @@ def _gemm(  # noqa: PLR0917 - one for both ops
     bias = None if bias is None else bias.contiguous()
     codes, bias_at = (*kinds, DTYPE_CODES[dtype]), 0 if bias is None else bias.data_ptr()
     y = torch.empty(shape, dtype=dtype, device=b[0].device)
+    kept = _find(b) if b[0].dim() == 2 else None
+    wide = kept.wide[:2] if kept and kept.wide else (0, 0)
+    folded = kept.folded if kept else None
+    pairs = a[0], a[-1]  # without scales, any address stands in for theirs
+    fp8 = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ()))) if len(a) == 2 else None
     with _queue(b[0]) as queue:
-        if b[0].dim() != 2:
-            place = dispatch.place(queue.device, planner.CUBLAS)
-            pairs = (a[0], a[-1])  # without scales, any address stands in for theirs
-            for m, x, x_scales, w, w_scales, to in products(y, pairs, b):
-                operands = x, x_scales if len(a) == 2 else 0, w, w_scales
-                execution.run(planner.gemm(place, Gemm(*codes, *operands, bias_at, to, m, n, k)), queue)
-            return y
-        kept, m = _find(b), math.prod(shape[:-1])
-        wide = kept.wide[:2] if kept and kept.wide else (0, 0)
-        folded = kept.folded if kept else None
-        operands = a[0].data_ptr(), a[1].data_ptr() if len(a) == 2 else 0, b[0].data_ptr(), b[1].data_ptr()
-        product = Gemm(*codes, *operands, bias_at, y.data_ptr(), m, n, k, *wide, *(folded[:2] if folded else (0, 0)))
-        if len(a) == 1:
-            execution.run(planner.gemm(dispatch.place(queue.device, planner.CUBLAS), product), queue)
-            return y
-        plan = planner.gemm(dispatch.place(queue.device, planner.CUBLAS | scaled_mm.libraries()), product)
-        fp8_products = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ())))
-        if plan.makes_its_result:
-            del y  # its memory is what the result gets
-        execution.run(plan, queue, fp8_products)
-        return fp8_products.last.view(shape) if plan.makes_its_result else y
+        libraries = planner.CUBLAS | (scaled_mm.libraries() if fp8 and b[0].dim() == 2 else 0)
+        place = dispatch.place(queue.device, libraries)
+        for m, x, x_scales, w, w_scales, to in products(y, n, pairs, b):
+            operands = x, x_scales if len(a) == 2 else 0, w, w_scales
+            product = Gemm(*codes, *operands, bias_at, to, m, n, k, *wide, *(folded[:2] if folded else (0, 0)))
+            plan = planner.gemm(place, product)
+            if fp8 and plan.makes_its_result:
+                del y  # its memory is what the result gets
+                execution.run(plan, queue, fp8)
+                return fp8.last.view(shape)
+            execution.run(plan, queue, fp8)
+    return y
 
 
 def _quantizer(x: Tensor, element_format: str, scale_rounding: str) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -13,8 +13,15 @@ Product = tuple[int, int, int, int, int, int]
 """M, then the addresses of a, its scales, b, its scales, y."""
 
 
-def products(y: Tensor, a: Pair, b: Pair) -> Iterator[Product]:
-    """Yields M and the addresses of each matrix product that `y` is made of; all tensors are contiguous."""
+def products(y: Tensor, n: int, a: Pair, b: Pair) -> Iterable[Product]:
+    """Returns M and the addresses of each matrix product that `y` [..., N] is made of; all tensors are contiguous."""
+    if b[0].dim() == 2:
+        m = y.numel() // n if n else 0
+        return ((m, a[0].data_ptr(), a[1].data_ptr(), b[0].data_ptr(), b[1].data_ptr(), y.data_ptr()),)
+    return _batched(y, a, b)
+
+
+def _batched(y: Tensor, a: Pair, b: Pair) -> Iterator[Product]:
     vector = a[0].dim() == 1
     leading = tuple(y.shape[: -1 if vector else -2])
     operands = [t[None] if vector else t for t in a] + list(b)

@@ -50,44 +50,22 @@ def quantize_both(
     return *quantize(x, -1, element_format, scale_rounding), *quantize(x.t(), -1, element_format, scale_rounding)
 
 
-def dequantize(
-    elements: Tensor,
-    scales: Tensor,
-    axis: int = -1,
-    element_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def dequantize(elements: Tensor, *rest: Any) -> Tensor:
     """Returns an empty result of `mxfp8::dequantize`."""
-    dtype = dtype or torch.float32
-    check_dequantize(elements, scales, axis, element_format, dtype)
+    _, dtype = check_dequantize(elements, *rest)
     return elements.new_empty(elements.shape, dtype=dtype)
 
 
-def gemm(  # noqa: PLR0917 - the op's schema
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def gemm(a: Tensor, *rest: Any) -> Tensor:
     """Returns an empty result of `mxfp8::gemm`."""
-    dtype = dtype or torch.float32
-    return a.new_empty(check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype), dtype=dtype)
+    shape, dtype = check_gemm(a, *rest)
+    return a.new_empty(shape, dtype=dtype)
 
 
-def weight_gemm(  # noqa: PLR0917 - the op's schema
-    x: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
-    b_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def weight_gemm(x: Tensor, *rest: Any) -> Tensor:
     """Returns an empty result of `mxfp8::weight_gemm`."""
-    return x.new_empty(check_weight_gemm(x, b, b_scales, bias, b_format, dtype), dtype=dtype)
+    shape, dtype = check_weight_gemm(x, *rest)
+    return x.new_empty(shape, dtype=dtype)
 
 
 def linear_train(
@@ -112,11 +90,16 @@ def check_quantize_both(x: Tensor, element_format: str, scale_rounding: str) -> 
         raise ShapeError("quantize_both", f"x has shape {tuple(x.shape)}", expected="a matrix", advice="reshape it")
 
 
-def check_dequantize(elements: Tensor, scales: Tensor, axis: int, element_format: str, dtype: torch.dtype) -> None:
-    """Raises as `dequantize` does."""
+def check_dequantize(
+    elements: Tensor, scales: Tensor, axis: int = -1, element_format: str = "e4m3", dtype: torch.dtype | None = None
+) -> tuple[int, torch.dtype]:
+    """Returns `axis` as 0..rank-1 and the dtype of the result; raises as `dequantize` does."""
     formats.element_format(element_format)
+    dtype = dtype or torch.float32
     check_dtype("dequantize", dtype)
-    check_codes("dequantize", elements, scales, checks.normalize_axis("dequantize", elements.dim(), axis))
+    axis = checks.normalize_axis("dequantize", elements.dim(), axis)
+    check_codes("dequantize", elements, scales, axis)
+    return axis, dtype
 
 
 def check_gemm(  # noqa: PLR0917 - the op's schema
@@ -124,27 +107,33 @@ def check_gemm(  # noqa: PLR0917 - the op's schema
     a_scales: Tensor,
     b: Tensor,
     b_scales: Tensor,
-    bias: Tensor | None,
-    a_format: str,
-    b_format: str,
-    dtype: torch.dtype,
-) -> tuple[int, ...]:
-    """Returns the shape of the result; raises as `gemm` does."""
+    bias: Tensor | None = None,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Returns shape and dtype of the result; raises as `gemm` does."""
     formats.element_format(a_format)
     formats.element_format(b_format)
+    dtype = dtype or torch.float32
     check_dtype("gemm", dtype)
-    return gemm_shape("gemm", a, a_scales, b, b_scales, bias)
+    return gemm_shape("gemm", a, a_scales, b, b_scales, bias), dtype
 
 
 def check_weight_gemm(  # noqa: PLR0917 - the op's schema
-    x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None, b_format: str, dtype: torch.dtype | None
-) -> tuple[int, ...]:
-    """Returns the shape of the result; raises as `weight_gemm` does."""
+    x: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Returns shape and dtype of the result; raises as `weight_gemm` does."""
     formats.element_format(b_format)
     check_dtype("weight_gemm", x.dtype)
     if dtype is not None:
         check_dtype("weight_gemm", dtype)
-    return gemm_shape("weight_gemm", x, None, b, b_scales, bias)
+    return gemm_shape("weight_gemm", x, None, b, b_scales, bias), dtype or x.dtype
 
 
 def check_linear_train(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scale_rounding: str) -> None:

@@ -36,7 +36,6 @@ class Gpu {
   Gpu(const std::string& where, int index);
 
   const std::string& where() const { return where_; }
-  int index() const { return index_; }
   const mxfp8_cuda_gpu& properties() const { return properties_; }
   const Driver& driver() const { return *driver_; }
   bool knows_cublas() const { return properties_.cublas_gemm_ex != nullptr; }

@@ -20,7 +20,6 @@ class Executor {
   // Loads the kernels of these numbers. Throws CudaError if the loader cannot.
   Executor(const Gpu&, const std::vector<int>& kernels);
 
-  const Gpu& gpu() const { return gpu_; }
   // For the planner: this GPU, with cuBLAS if the caller has a handle and the loader knows it.
   mxfp8_cuda_place place(bool cublas_handle) const;
 

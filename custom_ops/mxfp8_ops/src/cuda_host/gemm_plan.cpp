@@ -60,27 +60,14 @@ class GemmPlanner {
   }
 
   void by(Row row, const Product& p) {
-    switch (row) {
-      case kSkinny:
-        return skinny(p, cut_skinny(place_, p.shape()));
-      case kBlockScaled:
-        return block_scaled(p);
-      case kFold:
-        return folded(p);
-      case kFused:
-        return fused(p);
-      case kLarge:
-        return large(p);
-      case kSlices:
-        return slices(p);
-      case kParts:
-        return parts(p);
-      case kFloat32:
-        return float32(p);
-      case kNoRow:
-      case kRows:
-        break;
-    }
+    if (row == kSkinny) return skinny(p, cut_skinny(place_, p.shape()));
+    if (row == kBlockScaled) return block_scaled(p);
+    if (row == kFold) return folded(p);
+    if (row == kFused) return fused(p);
+    if (row == kLarge) return large(p);
+    if (row == kSlices) return slices(p);
+    if (row == kParts) return parts(p);
+    float32(p);  // takes any product
   }
 
   void skinny(const Product& p, const SkinnyCut& cut) {
@@ -244,8 +231,6 @@ class GemmPlanner {
   Steps steps_;
 };
 
-void append(std::vector<int>* to, const std::vector<int>& more) { to->insert(to->end(), more.begin(), more.end()); }
-
 }  // namespace
 
 Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
@@ -257,33 +242,6 @@ Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
   if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
   if (g.folded != 0) p.folded = Operand{b.kind, g.folded, g.folded_scales};
   return GemmPlanner(place).made(p);
-}
-
-std::vector<int> quantize_kernels(int64_t x_dtype, int64_t format) {
-  const int x = value_kind(x_dtype), f = format_choice(element_kind(format));
-  std::vector<int> found = kernels_like(Source::kQuantizeRows, {x, f, false, kAny});
-  append(&found, kernels_like(Source::kQuantizeColumns, {x, f, false, MXFP8_PLAIN, kAny}));
-  return found;
-}
-
-std::vector<int> dequantize_kernels(int64_t format, int64_t y_dtype) {
-  return kernels_like(Source::kDequantize, {value_kind(y_dtype), format_choice(element_kind(format)), kAny, kAny});
-}
-
-std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
-  const Kind x = kind_of(x_kind), b = element_kind(b_kind);
-  const int f = format_choice(b);
-  std::vector<int> found = kernels_like(Source::kFinish, {kAny});
-  for (const int kind : {int(x), int(kBF16)}) {
-    if (kind != x && parts_of(x) == 1) continue;  // only float32 and float16 have parts
-    append(&found, kernels_like(Source::kGemmFloat32, {kind, f}));
-    append(&found, kernels_like(Source::kGemmSkinny, {kind, f, kAny}));
-  }
-  if (parts_of(x) > 1) append(&found, kernels_like(Source::kBfloat16Parts, {x, kAny}));
-  if (!cublas) return found;
-  append(&found, kernels_like(Source::kDequantize, {kBF16, f, true, kAny}));
-  if (is_element(x) && x != b) append(&found, kernels_like(Source::kDequantize, {kBF16, format_choice(x), true, kAny}));
-  return found;
 }
 
 }  // namespace mxfp8::cuda

@@ -68,6 +68,24 @@ const Catalog& catalog() {
   return made;
 }
 
+constexpr int kAny = -1;
+
+// Appends the numbers of all instances with these choices, one for each axis, of which some may be kAny.
+void append(std::vector<int>* to, Source source, const std::vector<int>& choices) {
+  std::vector<int> found = {0};
+  for (size_t axis = 0; axis < choices.size(); ++axis) {
+    const int count = int(families()[size_t(source)].axes[axis].size());
+    std::vector<int> longer;
+    for (const int index : found) {
+      for (int choice = 0; choice < count; ++choice) {
+        if (choices[axis] == kAny || choices[axis] == choice) longer.push_back(index * count + choice);
+      }
+    }
+    found = longer;
+  }
+  for (const int index : found) to->push_back(catalog().first[size_t(source)] + index);
+}
+
 }  // namespace
 
 int kernel(Source source, std::initializer_list<int> choices) {
@@ -83,19 +101,34 @@ int kernel(Source source, std::initializer_list<int> choices) {
   return catalog().first[size_t(source)] + index;
 }
 
-std::vector<int> kernels_like(Source source, const std::vector<int>& choices) {
-  std::vector<int> found = {0};
-  for (size_t axis = 0; axis < choices.size(); ++axis) {
-    const int count = int(families()[size_t(source)].axes[axis].size());
-    std::vector<int> longer;
-    for (const int index : found) {
-      for (int choice = 0; choice < count; ++choice) {
-        if (choices[axis] == kAny || choices[axis] == choice) longer.push_back(index * count + choice);
-      }
-    }
-    found = longer;
+std::vector<int> quantize_kernels(int64_t x_dtype, int64_t format) {
+  const int x = value_kind(x_dtype), f = format_choice(element_kind(format));
+  std::vector<int> found;
+  append(&found, Source::kQuantizeRows, {x, f, false, kAny});
+  append(&found, Source::kQuantizeColumns, {x, f, false, MXFP8_PLAIN, kAny});
+  return found;
+}
+
+std::vector<int> dequantize_kernels(int64_t format, int64_t y_dtype) {
+  std::vector<int> found;
+  append(&found, Source::kDequantize, {value_kind(y_dtype), format_choice(element_kind(format)), kAny, kAny});
+  return found;
+}
+
+std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
+  const Kind x = kind_of(x_kind), b = element_kind(b_kind);
+  const int f = format_choice(b);
+  std::vector<int> found;
+  append(&found, Source::kFinish, {kAny});
+  for (const Kind kind : {x, kBF16}) {
+    if (kind != x && parts_of(x) == 1) continue;  // only float32 and float16 have parts
+    append(&found, Source::kGemmFloat32, {kind, f});
+    append(&found, Source::kGemmSkinny, {kind, f, kAny});
   }
-  for (int& number : found) number += catalog().first[size_t(source)];
+  if (parts_of(x) > 1) append(&found, Source::kBfloat16Parts, {x, kAny});
+  if (!cublas) return found;
+  append(&found, Source::kDequantize, {kBF16, f, true, kAny});
+  if (is_element(x) && x != b) append(&found, Source::kDequantize, {kBF16, format_choice(x), true, kAny});
   return found;
 }
 

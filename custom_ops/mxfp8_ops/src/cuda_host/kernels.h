@@ -20,18 +20,17 @@ enum class Source {
   kGemmFloat32,      // kind of x, format
   kGemmFused,        // format, 64-row blocks - 1
   kGemmSkinny,       // kind of x, format, 2 log2(tiles) + 1 if few warps share x
-  kCount
 };
-
-constexpr int kAny = -1;
 
 // The number of an instance; a format counts from 0. Throws std::invalid_argument if there is none.
 int kernel(Source, std::initializer_list<int> choices);
 
-// The numbers of all instances with these choices, one for each axis, of which some may be kAny.
-std::vector<int> kernels_like(Source, const std::vector<int>& choices);
-
 inline int format_choice(Kind format) { return format - kValueKinds; }
+
+// The numbers of the kernels that plans of a node may launch, on any shape and at any address.
+std::vector<int> quantize_kernels(int64_t x_dtype, int64_t format);
+std::vector<int> dequantize_kernels(int64_t format, int64_t y_dtype);
+std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas);
 
 // Names as C++ writes them, by number.
 const std::vector<std::string>& kernel_names();

@@ -124,7 +124,7 @@ typedef struct {
   int64_t most_rows;     // greatest M, 0 for any; float32 (float16) x, whose rows are three (two) of bfloat16: a third
   int64_t n_multiple;    // N is a multiple of it
   int64_t whole_blocks;  // 1 if K must be a multiple of 32 and both operands aligned to 16 bytes
-  int64_t x_kinds, b_kinds;  // what x and b may be: bits of F32, F16, BF16, E4M3, E5M2
+  int64_t x_kinds, b_kinds;  // what x and b may be: bits of kValueDtypes, then of kElementFormats (contract.h)
   int64_t libraries;         // it is a product of one of these libraries, which the caller has to bring; 0 for none
   int64_t opt_in;            // 1 if it is taken only when allowed or forced
   int64_t not_if_wide;       // 1 if it is not taken for a weight that is kept in bfloat16 too, unless forced

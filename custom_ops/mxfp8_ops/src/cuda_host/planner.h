@@ -29,9 +29,4 @@ Plan plan(const mxfp8_cuda_quantize&);
 Plan plan(const mxfp8_cuda_dequantize&);
 Plan plan(const mxfp8_cuda_fold&);
 
-// The numbers of the kernels that plans of a node may launch, on any shape and at any address.
-std::vector<int> quantize_kernels(int64_t x_dtype, int64_t format);
-std::vector<int> dequantize_kernels(int64_t format, int64_t y_dtype);
-std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas);
-
 }  // namespace mxfp8::cuda

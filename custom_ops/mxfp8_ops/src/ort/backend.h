@@ -15,8 +15,8 @@ class Backend {
   virtual ~Backend() = default;
   // args.elements or args.scales is null if nobody asked for that output.
   virtual void quantize(OrtKernelContext*, QuantizeArgs args) const = 0;
-  virtual void dequantize(OrtKernelContext*, const DequantizeArgs&) const = 0;
-  virtual void gemm(OrtKernelContext*, const GemmArgs&) const = 0;
+  virtual void dequantize(OrtKernelContext*, DequantizeArgs args) const = 0;
+  virtual void gemm(OrtKernelContext*, GemmArgs args) const = 0;
 };
 
 // Throws NodeError, which begins with `where`, if MXFP8_ISA names an instruction set this machine lacks.

@@ -33,11 +33,11 @@ class CpuBackend : public Backend {
     mxfp8::quantize(kernels_, session_threads(context), args);
   }
 
-  void dequantize(OrtKernelContext* context, const DequantizeArgs& args) const override {
+  void dequantize(OrtKernelContext* context, DequantizeArgs args) const override {
     mxfp8::dequantize(kernels_, session_threads(context), args);
   }
 
-  void gemm(OrtKernelContext* context, const GemmArgs& args) const override {
+  void gemm(OrtKernelContext* context, GemmArgs args) const override {
     mxfp8::gemm(kernels_, session_threads(context), args);
   }
 

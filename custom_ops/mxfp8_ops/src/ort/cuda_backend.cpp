@@ -4,6 +4,7 @@
 
 #include "../cpu/ops.h"
 #include "../cuda_host/executor.h"
+#include "../cuda_host/kernels.h"
 #include "backend.h"
 
 namespace mxfp8::ort {
@@ -14,7 +15,6 @@ using cuda::Current;
 using cuda::Executor;
 using cuda::Gpu;
 using cuda::Plan;
-using cuda::scale_count;
 using cuda::Stream;
 
 constexpr int kCudaResourceVersion = 3, kCublasHandle = 10002;  // cuda_resource.h of ONNX Runtime
@@ -163,12 +163,12 @@ class CudaBackend : public Backend {
     executor_.run(plan(args), {stream, nullptr, 0});
   }
 
-  void dequantize(OrtKernelContext* context, const DequantizeArgs& args) const override {
+  void dequantize(OrtKernelContext* context, DequantizeArgs args) const override {
     const Current current(gpu_);
     executor_.run(plan(args), {stream_of(context), nullptr, 0});
   }
 
-  void gemm(OrtKernelContext* context, const GemmArgs& args) const override {
+  void gemm(OrtKernelContext* context, GemmArgs args) const override {
     const Stream stream = stream_of(context);
     void* cublas = cublas_of(context);
     const Plan planned = plan(executor_.place(cublas != nullptr), args, wide_);
@@ -194,14 +194,8 @@ class CudaBackend : public Backend {
     wide_ = {reinterpret_cast<void*>(kept_ + 256), reinterpret_cast<uint32_t*>(kept_)};
     const Stream stream = nullptr;  // any would do: ONNX Runtime has waited for its copies of constants
     try {
-      const DequantizeArgs widened = {node.inputs[index],
-                                      static_cast<const uint8_t*>(b->data),
-                                      static_cast<const uint8_t*>(scales->data),
-                                      n,
-                                      k,
-                                      1,
-                                      MXFP8_BFLOAT16,
-                                      wide_.data};
+      const auto *elements = static_cast<const uint8_t*>(b->data), *codes = static_cast<const uint8_t*>(scales->data);
+      const DequantizeArgs widened = {node.inputs[index], elements, codes, n, k, 1, MXFP8_BFLOAT16, wide_.data};
       executor_.run(plan(widened, wide_.inexact), {stream, nullptr, 0});
       gpu_.check(gpu_.driver().wait(stream), "dequantize a weight");
     } catch (...) {
@@ -344,8 +338,7 @@ class CopiesBackend : public Backend {
     turn.run(executor_, plan(args));
   }
 
-  void dequantize(OrtKernelContext*, const DequantizeArgs& given) const override {
-    DequantizeArgs args = given;
+  void dequantize(OrtKernelContext*, DequantizeArgs args) const override {
     const int64_t values = args.outer * args.k * args.inner, scales = args.outer * scale_count(args.k) * args.inner;
     const int64_t y = values * int64_t(value_bytes(args.dtype));
     Turn turn(gpu_, residents_, rounded(values) + rounded(scales) + rounded(y));
@@ -355,8 +348,7 @@ class CopiesBackend : public Backend {
     turn.run(executor_, plan(args));
   }
 
-  void gemm(OrtKernelContext*, const GemmArgs& given) const override {
-    GemmArgs args = given;
+  void gemm(OrtKernelContext*, GemmArgs args) const override {
     const bool quantized = args.a_scales != nullptr;
     const int64_t blocks = scale_count(args.k);
     const int64_t a = args.m * args.k * (quantized ? 1 : int64_t(value_bytes(args.a_format)));

@@ -64,7 +64,7 @@ int64_t product(Dims::const_iterator begin, Dims::const_iterator end) {
 }
 
 Dims scale_dims(Dims dims, int64_t axis) {
-  dims[size_t(axis)] = (dims[size_t(axis)] + kBlock - 1) / kBlock;
+  dims[size_t(axis)] = scale_count(dims[size_t(axis)]);
   return dims;
 }
 
@@ -168,7 +168,7 @@ void gemm_node(const Kernel& kernel, OrtKernelContext* context) {
     batches = 1;
   }
   const int y_dtype = int(kernel.attributes.output_dtype);
-  const int64_t blocks = (k + kBlock - 1) / kBlock;
+  const int64_t blocks = scale_count(k);
   const int64_t a_bytes = quantized ? 1 : int64_t(value_bytes(a.dtype));
   const int64_t y_bytes = int64_t(value_bytes(y_dtype));
   for (int64_t batch = 0; batch < batches; ++batch) {

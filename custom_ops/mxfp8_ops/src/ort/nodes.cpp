@@ -46,12 +46,9 @@ std::string to_string(const Dims& dims) {
 
 Tensor describe(const OrtValue* value) {
   Tensor tensor;
-  Shape* shape = nullptr;
-  check(GetTensorTypeAndShape(value, &shape));
-  struct Release {
-    Shape* shape;
-    ~Release() { ReleaseTensorTypeAndShapeInfo(shape); }
-  } release{shape};
+  OwnedShape owned;
+  check(GetTensorTypeAndShape(value, &owned.shape));
+  const Shape* shape = owned.shape;
   size_t rank = 0;
   check(GetDimensionsCount(shape, &rank));
   tensor.dims.resize(rank);

@@ -61,6 +61,8 @@ int rounding_code(const std::string& name);
 // `axis` as 0..rank-1. Throws NodeError.
 int64_t normalize_axis(const std::string& where, int64_t axis, int64_t rank);
 
+inline int64_t scale_count(int64_t k) { return (k + kBlock - 1) / kBlock; }
+
 // ONNX Runtime's status of a call inside a body that catches it.
 struct StatusError {
   OrtStatus* status;
@@ -68,6 +70,14 @@ struct StatusError {
 inline void check(OrtStatus* status) {
   if (status != nullptr) throw StatusError{status};
 }
+
+// Releases a shape that the caller owns.
+struct OwnedShape {
+  Shape* shape = nullptr;
+  ~OwnedShape() {
+    if (shape != nullptr) ReleaseTensorTypeAndShapeInfo(shape);
+  }
+};
 
 // Runs a callback's body: nothing it throws crosses into ONNX Runtime.
 template <class Body>

@@ -44,12 +44,9 @@ void set_output(OrtShapeInferContext* context, size_t index, int dtype, Symbolic
     sizes.push_back(dim.size);
     symbols.push_back(dim.symbol.c_str());
   }
-  Shape* shape = nullptr;
-  check(CreateTensorTypeAndShapeInfo(&shape));
-  struct Release {
-    Shape* shape;
-    ~Release() { ReleaseTensorTypeAndShapeInfo(shape); }
-  } release{shape};
+  OwnedShape owned;
+  check(CreateTensorTypeAndShapeInfo(&owned.shape));
+  Shape* shape = owned.shape;
   check(SetTensorElementType(shape, dtype));
   check(SetDimensions(shape, sizes.data(), sizes.size()));
   check(SetSymbolicDimensions(shape, symbols.data(), symbols.size()));
@@ -70,7 +67,7 @@ void read(const OrtShapeInferContext* context, const char* name, int64_t* value)
 }
 
 Dim scale_dim(const Dim& dim) {
-  if (dim.size >= 0) return {(dim.size + kBlock - 1) / kBlock, ""};
+  if (dim.size >= 0) return {scale_count(dim.size), ""};
   // Named after its source, so that equal K give equal numbers of blocks.
   return {-1, dim.symbol.empty() ? "" : "mxfp8_blocks_of_" + dim.symbol};
 }

@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "../cpu/mxfp8_ops.h"
+#include "../contract.h"
 
 namespace {
 
@@ -27,7 +27,6 @@ using Bytes = std::vector<uint8_t>;
 using Random = std::mt19937_64;
 
 const int kValues[] = {MXFP8_FLOAT32, MXFP8_FLOAT16, MXFP8_BFLOAT16};
-const int kElements[] = {MXFP8_E4M3, MXFP8_E5M2};
 
 [[noreturn]] void fail(const std::string& what) {
   std::fprintf(stderr, "stress: %s\n", what.c_str());
@@ -133,8 +132,8 @@ Bytes run_gemm(const Call& c, int threads) {
 Call random_call(Random& random) {
   Call c;
   c.dtype = one_of(random, kValues);
-  c.format = one_of(random, kElements);
-  c.b_format = one_of(random, kElements);
+  c.format = one_of(random, mxfp8::kElementFormats).code;
+  c.b_format = one_of(random, mxfp8::kElementFormats).code;
   c.y_dtype = one_of(random, kValues);
   c.rounding = int(random() % 3);
   const int64_t sizes[] = {1, 2, 31, 32, 33, 63, 64, 65, 100, 512, 600, 1030};
