@@ -73,12 +73,7 @@ def is_program(model: Any) -> bool:
 
 
 def open_runnable(model: Model) -> tuple[Signature, Runnable]:
-    """Returns (what a model takes, the model ready to run with our kernels).
-
-    Raises:
-        ContractError: it cannot be read.
-        BackendError: its framework refuses it, or is missing.
-    """
+    """Returns (what a model takes, the model ready to run with our kernels); errors as `run_model`."""
     if is_program(model):
         from mxfp8_graph.checking.programs import TorchProgram
 

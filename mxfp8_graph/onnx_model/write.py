@@ -73,7 +73,7 @@ class Target:
         self._put_in_place(self.path)
 
     def probe(self) -> None:
-        """Opens what `finish` would write to, for a dry run: what cannot be written is to be known then."""
+        """Opens what `finish` would write to: a dry run must tell what cannot be written."""
         if self.path is not None:
             self._open(self.path).close()
 
@@ -142,7 +142,7 @@ class Target:
             self._temporary.pop(data_path_of(path)).replace(data_path_of(path))
         self._temporary.pop(path).replace(path)
         if self._data is None and overwrites:
-            data_path_of(path).unlink(missing_ok=True)  # of the old result, and of no use to the new one
+            data_path_of(path).unlink(missing_ok=True)  # it belongs to the old model
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import onnx
 
 from mxfp8_graph.onnx_model.tensor_data import fetching, read
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.weights import Rows
 
 Array = npt.NDArray[Any]
@@ -88,7 +89,7 @@ def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], b
             if flipped:
                 return None
             shape = argument
-        elif argument == (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2):
+        elif len(shape) >= 2 and argument == k_last(range(len(shape))):
             flipped = not flipped
         elif argument != tuple(range(len(shape))):
             return None

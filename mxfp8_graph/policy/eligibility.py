@@ -62,6 +62,11 @@ def sizes(x: Sequence[Any] | None, w: Sequence[Any] | None) -> tuple[Dim, Dim, D
     return rows(x[:-1]) if x is not None else None, n, k
 
 
+def k_last(axes: Sequence[Any], transposed: bool = True) -> tuple[Any, ...]:
+    """Returns sizes or axes [..., K, N] as [..., N, K], if `transposed`; those of a vector as they are."""
+    return (*axes[:-2], axes[-1], axes[-2]) if transposed and len(axes) >= 2 else tuple(axes)
+
+
 def rows(lead: Sequence[Any]) -> Dim:
     """Returns how many rows dimensions make together: a number, or the product as text if one is no number."""
     dims = [_dim(size) for size in lead]

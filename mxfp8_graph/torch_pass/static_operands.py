@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_graph.torch_program.values import storage_of
@@ -213,7 +214,7 @@ def permutation(node: Node, rank: int) -> tuple[int, ...] | None:
     op = internals.op_name(node)
     axes = list(range(rank))
     if op == "mT" or (op in {"t", "numpy_T"} and rank == 2):
-        return (*axes[:-2], axes[-1], axes[-2])
+        return k_last(axes)
     if op in {"transpose", "swapaxes"}:
         one, two = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
         axes[one], axes[two] = axes[two], axes[one]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import torch
 
@@ -11,7 +13,7 @@ from mxfp8_graph.torch_program.values import to_numpy
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 
-_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+_CASTS: Final = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
 def rows_of(static: Static, stored: torch.Tensor) -> tuple[Rows, bool]:
