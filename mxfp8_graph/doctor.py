@@ -200,7 +200,7 @@ def _cuda_provider() -> Check:
 def _routes(capability: tuple[int, int]) -> str:
     rows = []
     for row in planner.routes():
-        if row.kernel == "slices":  # for who has no cuBLAS, which torch and CuPy bring
+        if row.kernel == "slices":  # for machines without cuBLAS, which torch and CuPy bring
             continue
         if capability < row.capability or (row.alone and capability != row.capability):
             continue

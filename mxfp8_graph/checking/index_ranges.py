@@ -43,8 +43,7 @@ Origins = dict[str, set[tuple[str, int]]]
 def index_ranges(model: ModelProto) -> dict[str, range]:
     """Returns, for each integer input that indexes tables, the values that stay inside the smallest of them.
 
-    Args:
-        model: the model; the data of large initializers may be absent.
+    The data of large initializers may be absent.
     """
     model = _inlined(model)
     walk = _Walk(model)

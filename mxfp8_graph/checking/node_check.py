@@ -66,11 +66,7 @@ class NodeCheck:
 def check_nodes(model: ModelProto, inputs: Mapping[str, Any], folder: Path | None, where: str) -> list[NodeCheck]:
     """Returns one check per MXFP8 node of the main graph; nodes in subgraphs are not reached.
 
-    Args:
-        model: the rewritten model. It is not modified.
-        inputs: what to run it on.
-        folder: where its external data is.
-        where: what to call it in errors.
+    The model, whose external data is in `folder`, is not modified. Errors call it `where`.
 
     Raises:
         BackendError: the model cannot be instrumented or run.

@@ -59,11 +59,7 @@ def run_model(
 
 
 def is_program(model: Any) -> bool:
-    """Whether `model` is a .pt2 file or an ExportedProgram; asks without importing torch.
-
-    Raises:
-        ContractError: it is nothing that can be run.
-    """
+    """Whether `model` is a .pt2 file or an ExportedProgram; ContractError if it is nothing that can be run."""
     kind = kind_of(model)
     if kind in {Kind.GRAPHSURGEON, Kind.UNKNOWN}:
         what = f"a {type(model).__name__}"

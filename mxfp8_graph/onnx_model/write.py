@@ -169,13 +169,7 @@ def open_target(opened: OpenedModel, path: Path | None, *, external: bool, overw
 def wants_external(
     opened: OpenedModel, byte_size: int, path: Path | None, choice: Literal["auto", "always", "never"]
 ) -> bool:
-    """Returns whether the result's tensors go to an external file: as the model has them, or near protobuf's 2 GB.
-
-    Args:
-        opened: the model as it was opened.
-        byte_size: how large the result becomes.
-        path: where it is to be written; None if it stays in memory.
-        choice: what the caller wants.
+    """Returns whether a result of that size goes to an external file: as the model does, or near protobuf's 2 GB.
 
     Raises:
         ContractError: external data is asked for, and there is no path to put it next to; or it is not, and there is

@@ -79,12 +79,9 @@ class Builder:
         return list(self._shared[key])
 
     def epilogue(self, site: OnnxSite, tensor: str, steps: Sequence[tuple[str, Any]]) -> None:
-        """Adds the nodes that lead from the gemm's result to the site's.
+        """Adds the nodes that lead from the gemm's result, `tensor`, to the site's.
 
-        Args:
-            site: the matmul.
-            tensor: the gemm's result.
-            steps: ("Cast", dtype), ("Transpose", perm), ("Mul", factor) or ("Add", (tensor, its factor)).
+        Steps are ("Cast", dtype), ("Transpose", perm), ("Mul", factor) and ("Add", (tensor, its factor)).
         """
         for number, (op, argument) in enumerate(steps, 1):
             result = site.added.output

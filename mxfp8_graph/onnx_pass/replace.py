@@ -36,7 +36,7 @@ from mxfp8_ops import contract, formats, onnx_functions
 
 
 def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Sequence[Decision]) -> int:
-    """Returns how many bytes the result takes, but for its new nodes and weights that something else uses too."""
+    """Returns how many bytes the result takes, without its new nodes and weights that something else uses too."""
     packed: dict[tuple[object, ...], int] = {}
     replaced: dict[int, int] = {}
     kept: set[int] = set()

@@ -36,10 +36,7 @@ CONVENTIONS: Final[Mapping[str, Convention]] = MappingProxyType({c.name: c for c
 def quantization_config(chosen: Convention, quantized: Sequence[str], weight_only: Sequence[str]) -> dict[str, Any]:
     """Returns what belongs under "quantization_config" in the checkpoint's config.json.
 
-    Args:
-        chosen: the convention.
-        quantized: modules whose activations are quantized too.
-        weight_only: modules whose activations are not.
+    `quantized` are the modules whose activations are quantized too, `weight_only` the others.
     """
     if chosen is SCALE_INV:
         return {

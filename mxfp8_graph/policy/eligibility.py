@@ -39,14 +39,7 @@ def weight_blocker(shape: Sequence[int]) -> str | None:
 
 
 def is_bias(shape: Sequence[int], dtype: str | None, *, n: Dim, rank: int) -> bool:
-    """Returns whether a static tensor adds one value per column, or one to all, and leaves the result's shape.
-
-    Args:
-        shape: of the static tensor.
-        dtype: its name.
-        n: columns of the result.
-        rank: rank of the result.
-    """
+    """Whether adding such a static tensor to a result of that rank and N adds one value per column, or one to all."""
     per_column = not shape or shape[-1] in {1, n}
     return dtype in VALUE_NAMES.values() and math.prod(shape[:-1]) == 1 and len(shape) <= rank and per_column
 

@@ -207,7 +207,7 @@ class RewriteReport:
 
 
 def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> Path:
-    """Returns `path` if a report can be written there, to be asked before the work and not after it.
+    """Returns `path` if a report can be written there. Ask before the work, not after it.
 
     Raises:
         Mxfp8Error: another suffix than one of `suffixes`, or no such folder.

@@ -19,10 +19,6 @@ _CASTS: Final = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 def rows_of(static: Static, stored: torch.Tensor) -> tuple[Rows, bool]:
     """Returns (the operand [..., R, C] as rows contiguous in memory, whether those are its columns).
 
-    Args:
-        static: the operand.
-        stored: the tensor it comes from.
-
     Raises:
         ContractError: `stored` has no values (it is on the meta device, or fake).
     """
