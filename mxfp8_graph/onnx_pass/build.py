@@ -68,11 +68,8 @@ class Builder:
         key = (contract.QUANTIZE.name, name, element_format, scale_rounding)
         if key not in self._shared:
             outputs = [self._fresh(f"{name}_mxfp8"), self._fresh(f"{name}_mxfp8_scales")]
-            attributes = {
-                **contract.QUANTIZE.attributes,
-                "output_dtype": formats.element_format(element_format).onnx_dtype,
-                "scale_rounding": scale_rounding,
-            }
+            dtype = formats.element_format(element_format).onnx_dtype
+            attributes = {**contract.QUANTIZE.attributes, "output_dtype": dtype, "scale_rounding": scale_rounding}
             label = self._fresh(f"{name}_mxfp8_quantize")
             self.add(contract.QUANTIZE.name, [name], outputs, name=label, domain=contract.DOMAIN, **attributes)
             self._shared[key] = outputs

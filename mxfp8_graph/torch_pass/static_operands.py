@@ -152,6 +152,11 @@ class StaticOperands:
             stack += fresh
         return [source for source in seen if source.op == "placeholder"]
 
+    def writer_of(self, node: Node) -> tuple[str, str] | None:
+        """Returns (name, op) if `node` is a stored tensor that an op of the program changes."""
+        name = self._program.stored_name(_behind_views(node))
+        return (name, self._written[name]) if name in self._written else None
+
     def _depends_on_no_input(self, node: Node) -> bool:
         if node.op == "placeholder":
             return self._stored(node) is not None
@@ -164,11 +169,6 @@ class StaticOperands:
         if name is None or name in self._written or not isinstance(value, torch.Tensor):
             return None
         return Static(name=name, shape=tuple(value.shape), dtype=value.dtype)
-
-    def writer_of(self, node: Node) -> tuple[str, str] | None:
-        """Returns (name, op) if `node` is a stored tensor that an op of the program changes."""
-        name = self._program.stored_name(_behind_views(node))
-        return (name, self._written[name]) if name in self._written else None
 
 
 def _behind_views(node: Node) -> Node:
