@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
-from mxfp8_graph.onnx_model.tensor_data import fetching, read
+from mxfp8_graph.onnx_model.tensor_data import Array, fetching, read
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.weights import Rows
 
-Array = npt.NDArray[Any]
 Steps = tuple[tuple[str, tuple[int, ...]], ...]
 """("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
 
