@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 import onnx
+from onnx import TensorProto, helper
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -44,21 +45,16 @@ _CUDA_ONLY: Final = "needed for CUDA kernels only"
 
 _ONNXRUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino")
 
+_CUPYS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+_GET_CUPY: Final = "cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12)"
+
 _PACKAGES: Final = (
-    ("numpy", ("numpy",), "", "pip install numpy"),
-    ("ml_dtypes", ("ml_dtypes",), "", "pip install ml_dtypes"),
-    ("onnx", ("onnx",), "", "pip install onnx"),
-    ("onnx-graphsurgeon", ("onnx-graphsurgeon",), "", "pip install onnx-graphsurgeon"),
-    ("onnxruntime", _ONNXRUNTIMES, "", "pip install onnxruntime"),
-    ("torch", ("torch",), "needed for PyTorch models only", "pip install 'mxfp8-graph[torch]'"),
-    (
-        "cupy",
-        ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
-        _CUDA_ONLY,
-        "pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12)",
-    ),
+    *((name, (name,), "", name) for name in ("numpy", "ml_dtypes", "onnx", "onnx-graphsurgeon")),
+    ("onnxruntime", _ONNXRUNTIMES, "", "onnxruntime"),
+    ("torch", ("torch",), "needed for PyTorch models only", "'mxfp8-graph[torch]'"),
+    ("cupy", _CUPYS, _CUDA_ONLY, _GET_CUPY),
 )
-"""Name, distributions that provide it, what it is for ("" if everything needs it), how to get it."""
+"""Name, distributions that provide it, what it is for ("" if everything needs it), what to install."""
 
 
 def diagnose() -> list[Check]:
@@ -132,12 +128,12 @@ def _ok(name: str, detail: str) -> Check:
     return Check(name=name, state="ok", detail=detail)
 
 
-def _package(name: str, distributions: Sequence[str], purpose: str, command: str) -> Check:
+def _package(name: str, distributions: Sequence[str], purpose: str, wanted: str) -> Check:
     version = _version(distributions)
     if version is not None:
         return _ok(name, version)
     detail = f"not installed; {purpose}" if purpose else "not installed"
-    return Check(name=name, state="missing" if purpose else "failed", detail=detail, advice=command)
+    return Check(name=name, state="missing" if purpose else "failed", detail=detail, advice=f"pip install {wanted}")
 
 
 def _attempt(name: str, step: Callable[[], str], otherwise: State = "failed") -> Check:
@@ -204,7 +200,7 @@ def _cuda_provider() -> Check:
 def _routes(capability: tuple[int, int]) -> str:
     rows = []
     for row in planner.routes():
-        if row.kernel == "slices":  # for who has no cuBLAS, which torch and CuPy bring
+        if row.kernel == "slices":  # for machines without cuBLAS, which torch and CuPy bring
             continue
         if capability < row.capability or (row.alone and capability != row.capability):
             continue
@@ -231,7 +227,6 @@ def _gpu_session() -> str:
 
 def _model(elements: numerics.Codes, scales: numerics.Codes) -> onnx.ModelProto:
     """Returns y = gemm(quantize(x), weight) as a model that needs the native kernels."""
-    from onnx import TensorProto, helper
 
     def node(op: contract.Op, inputs: list[str], outputs: list[str]) -> onnx.NodeProto:
         attributes: dict[str, Any] = dict(op.attributes)

@@ -71,13 +71,9 @@ class Reporter:
 
 
 def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, what: str) -> bool:
-    """Whether `recipe` made the model; warns if another recipe prepared it for training.
+    """Whether `recipe` made the model, as `made` tells; warns if another recipe prepared it for training.
 
-    Args:
-        made: how the model was rewritten before, or None if it was not.
-        recipe: what is asked for now.
-        options: how.
-        what: "model" or "program", for the message.
+    `what` is "model" or "program", for the message.
 
     Raises:
         RecipeError: another recipe packed its weights, or they are to be trained; they cannot be packed again.

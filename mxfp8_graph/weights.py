@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from mxfp8_ops import cpu
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError, Option
 from mxfp8_ops.formats import BLOCK_SIZE
@@ -93,8 +94,6 @@ def pack(
     Raises:
         NonFiniteError: the weight holds a NaN or Inf and `allow_nonfinite` is false.
     """
-    from mxfp8_ops import cpu
-
     *lead, height, width = rows.shape
     n, k = (width, height) if transposed else (height, width)
     elements = np.empty((*lead, n, k), np.uint8)

@@ -45,10 +45,5 @@ def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Differe
     relative = distance / norm_a if norm_a else (math.inf if distance else 0.0)
     largest = float(np.abs(b - a).max(initial=0))
     return Difference(
-        relative_l2=relative,
-        max_abs=largest,
-        cosine=cosine,
-        nonfinite=nonfinite,
-        compared=a.size,
-        count=same.size,
+        relative_l2=relative, max_abs=largest, cosine=cosine, nonfinite=nonfinite, compared=a.size, count=same.size
     )

@@ -6,25 +6,24 @@ them by a constant (Add, Sub), into subgraphs and local functions, to the ops th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, inliner, numpy_helper, shape_inference
 
-from mxfp8_graph.onnx_model.walk import iter_graphs, subgraphs
+from mxfp8_graph.onnx_model.tensor_data import is_external
+from mxfp8_graph.onnx_model.walk import iter_graphs, stored_in, subgraphs
 from mxfp8_ops import contract
 
 _MOVES: Final = {
     **dict.fromkeys(
-        ("Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Expand", "Transpose", "Slice", "Tile"), (0,)
+        ["Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Expand", "Transpose", "Slice", "Tile"], (0,)
     ),
-    **dict.fromkeys(("Split", "Compress", "Pad", "Clip", "Gather", "GatherElements", "GatherND"), (0,)),
+    **dict.fromkeys(["Split", "Compress", "Pad", "Clip", "Gather", "GatherElements", "GatherND"], (0,)),
+    **dict.fromkeys(["Concat", "Min", "Max"]),
     "Where": (1, 2),
-    "Concat": None,
-    "Min": None,
-    "Max": None,
 }
 """Op -> the inputs whose values the outputs are made of; None is all of them."""
 
@@ -44,8 +43,7 @@ Origins = dict[str, set[tuple[str, int]]]
 def index_ranges(model: ModelProto) -> dict[str, range]:
     """Returns, for each integer input that indexes tables, the values that stay inside the smallest of them.
 
-    Args:
-        model: the model; the data of large initializers may be absent.
+    The data of large initializers may be absent.
     """
     model = _inlined(model)
     walk = _Walk(model)
@@ -143,17 +141,8 @@ def _shapes(model: ModelProto) -> Iterator[tuple[str, tuple[int | None, ...]]]:
 def _small_constants(model: ModelProto) -> Iterator[tuple[str, int]]:
     """Yields the integer constants that have one value."""
     for graph in iter_graphs(model.graph):
-        tensors = [(t.name, t) for t in graph.initializer]
-        for node in graph.node:
-            if node.op_type == "Constant" and node.attribute:
-                attribute = node.attribute[0]
-                if attribute.name == "value":
-                    tensors.append((node.output[0], attribute.t))
-                elif attribute.name == "value_int":
-                    yield node.output[0], attribute.i
-        for name, tensor in tensors:
-            single = int(np.prod(list(tensor.dims), dtype=np.int64)) == 1
-            if single and tensor.data_location != onnx.TensorProto.EXTERNAL and _is_integer(tensor.data_type):
+        for name, tensor in stored_in(graph).items():
+            if math.prod(tensor.dims) == 1 and not is_external(tensor) and _is_integer(tensor.data_type):
                 yield name, int(numpy_helper.to_array(tensor).item())
 
 

@@ -115,12 +115,7 @@ def synthesise(
 ) -> Inputs:
     """Returns one array per spec, the same for the same arguments.
 
-    Args:
-        specs: the inputs.
-        ranges: the values that integer inputs may take, where that is limited.
-        shapes: sizes by dim_param ("batch") or by input and axis ("input_ids.1"), over the defaults of `Sizes`.
-        seed: for the random values.
-        where: what to call the model in errors.
+    `shapes` are sizes by dim_param ("batch") or by input and axis ("input_ids.1"), over the defaults of `Sizes`.
 
     Raises:
         ShapeError: an input cannot be synthesised, or `shapes` names a dimension the model does not have.

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.onnx_model.walk import subgraphs
+from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs
 from mxfp8_ops import contract, numerics, onnx_functions
 from mxfp8_ops.contract import DEQUANTIZE, QUANTIZE
 
@@ -67,11 +66,7 @@ class NodeCheck:
 def check_nodes(model: ModelProto, inputs: Mapping[str, Any], folder: Path | None, where: str) -> list[NodeCheck]:
     """Returns one check per MXFP8 node of the main graph; nodes in subgraphs are not reached.
 
-    Args:
-        model: the rewritten model. It is not modified.
-        inputs: what to run it on.
-        folder: where its external data is.
-        where: what to call it in errors.
+    The model, whose external data is in `folder`, is not modified. Errors call it `where`.
 
     Raises:
         BackendError: the model cannot be instrumented or run.
@@ -88,12 +83,8 @@ def check_nodes(model: ModelProto, inputs: Mapping[str, Any], folder: Path | Non
 
 def nodes_in_subgraphs(model: ModelProto) -> int:
     """Returns how many MXFP8 nodes are inside If, Loop and Scan bodies."""
-
-    def count(graph: onnx.GraphProto) -> int:
-        own = sum(node.domain == contract.DOMAIN for node in graph.node)
-        return own + sum(count(inner) for node in graph.node for _, inner in subgraphs(node))
-
-    return sum(count(inner) for node in model.graph.node for _, inner in subgraphs(node))
+    _, *inner = iter_graphs(model.graph)
+    return sum(node.domain == contract.DOMAIN for graph in inner for node in graph.node)
 
 
 def _result(index: int) -> str:
@@ -103,7 +94,7 @@ def _result(index: int) -> str:
 def _instrumented(model: ModelProto, nodes: list[NodeProto]) -> ModelProto:
     copy = ModelProto()
     copy.CopyFrom(model)
-    opset = next(entry.version for entry in copy.opset_import if entry.domain in {"", "ai.onnx"})
+    opset = next(entry.version for entry in copy.opset_import if entry.domain in STANDARD)
     carried = {function.name: function for function in model.functions if function.domain == contract.DOMAIN}
     for name in sorted({node.op_type for node in nodes} | {DEQUANTIZE.name}):
         body = copy.functions.add()
@@ -181,7 +172,9 @@ class _Check:
         same = self("Or", self("Equal", a, b), self("And", self("IsNaN", a), self("IsNaN", b)))
         ratio = self("Div", self("Abs", self("Sub", a, b)), self("Mul", per_side, self.constant(2)))
         ratio = self("Where", same, self.constant(0), self("Where", self("IsNaN", ratio), self.constant(np.inf), ratio))
-        flat = self("Concat", self("Reshape", ratio, self.shape()), self.constant([0.0]), axis=0)  # never empty
+        flat = self(
+            "Concat", self("Reshape", ratio, self.constant([-1], np.int64)), self.constant([0.0]), axis=0
+        )  # never empty
         return self("ReduceMax", flat, keepdims=0)
 
     def _operands(self) -> tuple[str, str, str]:
@@ -197,17 +190,10 @@ class _Check:
         settings = {**DEQUANTIZE.attributes, "axis": -1, "output_dtype": contract.FLOAT}
         return self(DEQUANTIZE.name, elements, scales, domain=BODY_DOMAIN, **settings)
 
-    def shape(self) -> str:
-        """Returns the constant [-1]."""
-        return self._constant(np.array([-1], np.int64))
-
-    def constant(self, value: float | list[float]) -> str:
-        """Returns a float32 constant."""
-        return self._constant(np.asarray(value, np.float32))
-
-    def _constant(self, value: Any) -> str:
+    def constant(self, value: float | list[float], dtype: type[np.generic] = np.float32) -> str:
+        """Returns the name of a constant."""
         name = self._unique("constant")
-        self.constants.append(numpy_helper.from_array(value, name))
+        self.constants.append(numpy_helper.from_array(np.asarray(value, dtype), name))
         return name
 
     def __call__(self, op: str, *inputs: str, domain: str = "", **attributes: Any) -> str:

@@ -59,11 +59,7 @@ def run_model(
 
 
 def is_program(model: Any) -> bool:
-    """Whether `model` is a .pt2 file or an ExportedProgram; asks without importing torch.
-
-    Raises:
-        ContractError: it is nothing that can be run.
-    """
+    """Whether `model` is a .pt2 file or an ExportedProgram; ContractError if it is nothing that can be run."""
     kind = kind_of(model)
     if kind in {Kind.GRAPHSURGEON, Kind.UNKNOWN}:
         what = f"a {type(model).__name__}"
@@ -73,12 +69,7 @@ def is_program(model: Any) -> bool:
 
 
 def open_runnable(model: Model) -> tuple[Signature, Runnable]:
-    """Returns (what a model takes, the model ready to run with our kernels).
-
-    Raises:
-        ContractError: it cannot be read.
-        BackendError: its framework refuses it, or is missing.
-    """
+    """Returns (what a model takes, the model ready to run with our kernels); errors as `run_model`."""
     if is_program(model):
         from mxfp8_graph.checking.programs import TorchProgram
 

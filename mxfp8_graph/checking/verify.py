@@ -157,12 +157,8 @@ def _with_data(model: Model) -> onnx.ModelProto:
 
 
 def _shape_failures(expected: Array, result: Array, body: Array) -> list[str]:
-    pairs = (("kernels", result), ("function bodies", body))
-    return [
-        f"{_kind(array)} with {who}; expected {_kind(expected)}"
-        for who, array in pairs
-        if _kind(array) != _kind(expected)
-    ]
+    wanted, found = _kind(expected), (("kernels", _kind(result)), ("function bodies", _kind(body)))
+    return [f"{kind} with {who}; expected {wanted}" for who, kind in found if kind != wanted]
 
 
 def _kind(array: Array) -> str:

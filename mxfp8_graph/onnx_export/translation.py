@@ -82,6 +82,8 @@ def _schema(op: contract.Op) -> onnx.defs.OpSchema:
         option = schema.FormalParameterOption.Optional if row.optional else schema.FormalParameterOption.Single
         return schema.FormalParameter(row.name, name, param_option=option)
 
+    defaults = {**op.attributes, FORMATS: ""}.items()
+    attributes = {n: schema.AttrType.STRING if isinstance(v, str) else schema.AttrType.INT for n, v in defaults}
     return schema(
         op.name,
         contract.DOMAIN,
@@ -90,10 +92,5 @@ def _schema(op: contract.Op) -> onnx.defs.OpSchema:
         inputs=[port(row, f"I{index}") for index, row in enumerate(op.inputs)],
         outputs=[port(row, f"O{index}") for index, row in enumerate(op.outputs)],
         type_constraints=types,
-        attributes=[
-            schema.Attribute(
-                name, schema.AttrType.STRING if isinstance(default, str) else schema.AttrType.INT, "", required=False
-            )
-            for name, default in {**op.attributes, FORMATS: ""}.items()
-        ],
+        attributes=[schema.Attribute(name, kind, "", required=False) for name, kind in attributes.items()],
     )

@@ -19,11 +19,7 @@ from mxfp8_ops.errors import ContractError
 
 
 def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
-    """Inlines and converts `opened.proto` in place where that is needed, and notes what was done.
-
-    Args:
-        opened: the model.
-        matmul_ops: types of the ops for whose sake a local function is inlined.
+    """Inlines functions with `matmul_ops` and converts the opset, in place where that is needed; notes what was done.
 
     Raises:
         ContractError: the opset is unknown, or onnx's converter cannot convert the model.

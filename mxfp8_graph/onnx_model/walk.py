@@ -15,7 +15,7 @@ STANDARD: Final = frozenset({None, "", "ai.onnx"})
 
 
 def copy_fields(target: Any, origin: Any, skip: Container[str]) -> None:
-    """Copies every set field of one protobuf message to another of the same type, but those in `skip`."""
+    """Copies every set field of one protobuf message to another of the same type, except those in `skip`."""
     for descriptor, value in origin.ListFields():
         if descriptor.name in skip:
             continue

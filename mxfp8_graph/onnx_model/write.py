@@ -73,7 +73,7 @@ class Target:
         self._put_in_place(self.path)
 
     def probe(self) -> None:
-        """Opens what `finish` would write to, for a dry run: what cannot be written is to be known then."""
+        """Opens what `finish` would write to: a dry run must tell what cannot be written."""
         if self.path is not None:
             self._open(self.path).close()
 
@@ -142,7 +142,7 @@ class Target:
             self._temporary.pop(data_path_of(path)).replace(data_path_of(path))
         self._temporary.pop(path).replace(path)
         if self._data is None and overwrites:
-            data_path_of(path).unlink(missing_ok=True)  # of the old result, and of no use to the new one
+            data_path_of(path).unlink(missing_ok=True)  # it belongs to the old model
 
 
 @contextlib.contextmanager
@@ -169,13 +169,7 @@ def open_target(opened: OpenedModel, path: Path | None, *, external: bool, overw
 def wants_external(
     opened: OpenedModel, byte_size: int, path: Path | None, choice: Literal["auto", "always", "never"]
 ) -> bool:
-    """Returns whether the result's tensors go to an external file: as the model has them, or near protobuf's 2 GB.
-
-    Args:
-        opened: the model as it was opened.
-        byte_size: how large the result becomes.
-        path: where it is to be written; None if it stays in memory.
-        choice: what the caller wants.
+    """Returns whether a result of that size goes to an external file: as the model does, or near protobuf's 2 GB.
 
     Raises:
         ContractError: external data is asked for, and there is no path to put it next to; or it is not, and there is

@@ -68,23 +68,17 @@ class Builder:
         key = (contract.QUANTIZE.name, name, element_format, scale_rounding)
         if key not in self._shared:
             outputs = [self._fresh(f"{name}_mxfp8"), self._fresh(f"{name}_mxfp8_scales")]
-            attributes = {
-                **contract.QUANTIZE.attributes,
-                "output_dtype": formats.element_format(element_format).onnx_dtype,
-                "scale_rounding": scale_rounding,
-            }
+            dtype = formats.element_format(element_format).onnx_dtype
+            attributes = {**contract.QUANTIZE.attributes, "output_dtype": dtype, "scale_rounding": scale_rounding}
             label = self._fresh(f"{name}_mxfp8_quantize")
             self.add(contract.QUANTIZE.name, [name], outputs, name=label, domain=contract.DOMAIN, **attributes)
             self._shared[key] = outputs
         return list(self._shared[key])
 
     def epilogue(self, site: OnnxSite, tensor: str, steps: Sequence[tuple[str, Any]]) -> None:
-        """Adds the nodes that lead from the gemm's result to the site's.
+        """Adds the nodes that lead from the gemm's result, `tensor`, to the site's.
 
-        Args:
-            site: the matmul.
-            tensor: the gemm's result.
-            steps: ("Cast", dtype), ("Transpose", perm), ("Mul", factor) or ("Add", (tensor, its factor)).
+        Steps are ("Cast", dtype), ("Transpose", perm), ("Mul", factor) and ("Add", (tensor, its factor)).
         """
         for number, (op, argument) in enumerate(steps, 1):
             result = site.added.output

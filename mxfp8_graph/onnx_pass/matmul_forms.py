@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 
 from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_graph.onnx_pass.static_operands import Static, StaticOperands
+from mxfp8_graph.policy.eligibility import k_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ FORMS: Final[dict[str, Callable[[gs.Node], Form | None]]] = {"MatMul": _matmul, 
 
 
 def _static(tensor: gs.Tensor, static: Static, transposed: bool) -> Operand:
-    shape = _k_last(static.shape, transposed)
+    shape = k_last(static.shape, transposed)
     return Operand(name=tensor.name, rank=len(static.shape), shape=shape, transposed=transposed, static=static)
 
 
@@ -104,18 +105,12 @@ def _run_time(tensor: gs.Tensor, transposed: bool, rank: int | None) -> Operand:
     """Returns an operand computed at run time. A Transpose in front of it and the one it needs become one, or none."""
     rank = rank or (None if tensor.shape is None else len(tensor.shape))
     transposed = transposed and rank != 1
-    shape = None if tensor.shape is None else _k_last(tensor.shape, transposed)
+    shape = None if tensor.shape is None else k_last(tensor.shape, transposed)
     if not transposed or rank is None or rank < 2:
         return Operand(name=tensor.name, rank=rank, shape=shape, transposed=transposed)
-    swap = (*range(rank - 2), rank - 1, rank - 2)
     producer = tensor.inputs[0] if tensor.inputs else None
     if producer is None or producer.op != "Transpose" or producer.domain not in STANDARD:
-        return Operand(name=tensor.name, rank=rank, shape=shape, transposed=True, perm=swap)
-    before = tuple(producer.attrs.get("perm") or reversed(range(rank)))
-    perm = tuple(before[axis] for axis in swap)
+        return Operand(name=tensor.name, rank=rank, shape=shape, transposed=True, perm=k_last(range(rank)))
+    perm = k_last(tuple(producer.attrs.get("perm") or reversed(range(rank))))
     name, needed = producer.inputs[0].name, None if perm == tuple(range(rank)) else perm
     return Operand(name=name, rank=rank, shape=shape, transposed=True, perm=needed)
-
-
-def _k_last(shape: Sequence[Any], transposed: bool) -> Sequence[Any]:
-    return (*shape[:-2], shape[-1], shape[-2]) if transposed and len(shape) >= 2 else shape

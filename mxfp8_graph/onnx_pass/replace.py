@@ -28,6 +28,7 @@ from mxfp8_graph.onnx_pass.prune import prune
 from mxfp8_graph.onnx_pass.static_operands import Static
 from mxfp8_graph.onnx_pass.weight_rows import apply, open_rows
 from mxfp8_graph.pass_steps import PackedNames, replaced
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.weights import pack, packed_bytes
@@ -35,7 +36,7 @@ from mxfp8_ops import contract, formats, onnx_functions
 
 
 def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Sequence[Decision]) -> int:
-    """Returns how many bytes the result takes, but for its new nodes and weights that something else uses too."""
+    """Returns how many bytes the result takes, without its new nodes and weights that something else uses too."""
     packed: dict[tuple[object, ...], int] = {}
     replaced: dict[int, int] = {}
     kept: set[int] = set()
@@ -108,8 +109,7 @@ class Editor:
         if dtype != site.dtype:
             steps.append(("Cast", site.dtype))
         if site.swapped:
-            rank = max(site.x.rank or 2, site.w.rank or 2)
-            steps.append(("Transpose", (*range(rank - 2), rank - 1, rank - 2)))
+            steps.append(("Transpose", k_last(range(max(site.x.rank or 2, site.w.rank or 2)))))
         if site.form.alpha != 1.0 and site.w.static is None:
             steps.append(("Mul", site.form.alpha))
         if site.added.addend is not None:

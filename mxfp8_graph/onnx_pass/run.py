@@ -35,7 +35,7 @@ def rewrite_onnx(
     upgrade(opened, FORMS)
     sites = find_sites(opened)
     decisions = plan([site.matmul for site in sites], recipe)
-    require_eligible(decisions, options, wanted="MatMul or Gemm in the model")
+    require_eligible(decisions, options, wanted=f"{' or '.join(FORMS)} in the model")
     external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
         if options.dry_run:

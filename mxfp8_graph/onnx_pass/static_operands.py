@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
+from mxfp8_graph.onnx_model.tensor_data import Array
 from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_graph.onnx_pass.weight_rows import Steps, apply
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
-from mxfp8_graph.onnx_model.tensor_data import fetching, read
+from mxfp8_graph.onnx_model.tensor_data import Array, fetching, read
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.weights import Rows
 
-Array = npt.NDArray[Any]
 Steps = tuple[tuple[str, tuple[int, ...]], ...]
 """("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
 
@@ -88,7 +86,7 @@ def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], b
             if flipped:
                 return None
             shape = argument
-        elif argument == (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2):
+        elif len(shape) >= 2 and argument == k_last(range(len(shape))):
             flipped = not flipped
         elif argument != tuple(range(len(shape))):
             return None

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mxfp8_ops import formats
-from mxfp8_ops.errors import ContractError
 
 
 @dataclass(frozen=True)
@@ -34,24 +33,10 @@ SCALE_INV: Final = Convention("scale-inv", "_scale_inv")
 CONVENTIONS: Final[Mapping[str, Convention]] = MappingProxyType({c.name: c for c in (COMPRESSED_TENSORS, SCALE_INV)})
 
 
-def named(name: str) -> Convention:
-    """Returns the row of `CONVENTIONS` called `name`.
-
-    Raises:
-        ContractError: there is no such convention.
-    """
-    if name not in CONVENTIONS:
-        raise ContractError.unknown("convention", name, CONVENTIONS)
-    return CONVENTIONS[name]
-
-
 def quantization_config(chosen: Convention, quantized: Sequence[str], weight_only: Sequence[str]) -> dict[str, Any]:
     """Returns what belongs under "quantization_config" in the checkpoint's config.json.
 
-    Args:
-        chosen: the convention.
-        quantized: modules whose activations are quantized too.
-        weight_only: modules whose activations are not.
+    `quantized` are the modules whose activations are quantized too, `weight_only` the others.
     """
     if chosen is SCALE_INV:
         return {

@@ -16,7 +16,7 @@ from mxfp8_graph import provenance
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.contents import contents
-from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, named, quantization_config
+from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, quantization_config
 from mxfp8_graph.packed.weight import PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
@@ -54,7 +54,9 @@ def export_safetensors(
         ContractError: the model holds no packed weights or cannot be read, or the file cannot be written.
     """
     path = Path(path)
-    chosen = named(convention)
+    if convention not in CONVENTIONS:
+        raise ContractError.unknown("convention", convention, CONVENTIONS)
+    chosen = CONVENTIONS[convention]
     found = contents(model)
     if not found.weights:
         what = "no packed weights"

@@ -16,12 +16,10 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from mxfp8_graph.file_writing import replacing
+from mxfp8_graph.packed.weight import Array, Codes
 from mxfp8_ops.errors import ContractError, Option
-
-Array = npt.NDArray[Any]
 
 E4M3, E5M2, E8M0, U8 = "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"
 
@@ -81,7 +79,7 @@ class Stored:
     offset: int
     """Position of the data in the file."""
 
-    def bytes(self) -> npt.NDArray[np.uint8]:
+    def bytes(self) -> Codes:
         """Returns the data, read now.
 
         Raises:

@@ -39,14 +39,7 @@ def weight_blocker(shape: Sequence[int]) -> str | None:
 
 
 def is_bias(shape: Sequence[int], dtype: str | None, *, n: Dim, rank: int) -> bool:
-    """Returns whether a static tensor adds one value per column, or one to all, and leaves the result's shape.
-
-    Args:
-        shape: of the static tensor.
-        dtype: its name.
-        n: columns of the result.
-        rank: rank of the result.
-    """
+    """Whether adding such a static tensor to a result of that rank and N adds one value per column, or one to all."""
     per_column = not shape or shape[-1] in {1, n}
     return dtype in VALUE_NAMES.values() and math.prod(shape[:-1]) == 1 and len(shape) <= rank and per_column
 
@@ -60,6 +53,11 @@ def sizes(x: Sequence[Any] | None, w: Sequence[Any] | None) -> tuple[Dim, Dim, D
     """
     n, k = (_dim(w[-2]), _dim(w[-1])) if w is not None and len(w) >= 2 else (None, None)
     return rows(x[:-1]) if x is not None else None, n, k
+
+
+def k_last(axes: Sequence[Any], transposed: bool = True) -> tuple[Any, ...]:
+    """Returns sizes or axes [..., K, N] as [..., N, K], if `transposed`; those of a vector as they are."""
+    return (*axes[:-2], axes[-1], axes[-2]) if transposed and len(axes) >= 2 else tuple(axes)
 
 
 def rows(lead: Sequence[Any]) -> Dim:

@@ -100,11 +100,7 @@ def explained(
 ) -> RecipeError:
     """Returns pydantic's findings as an error with one line each: "<file>:<line>: <key>: <what>; <expected>; <advice>".
 
-    Args:
-        error: what pydantic raised.
-        where: the file, or the class that was called.
-        model: what was to be made.
-        lines: the line of every key in the file.
+    `where` is the file, or the class that was called.
     """
     return RecipeError("\n".join(_explain(one, where, model, lines or {}) for one in error.errors()))
 

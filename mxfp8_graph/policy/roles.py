@@ -30,7 +30,7 @@ class GraphView(Protocol[Op, Value]):
         """Returns the op that makes `value`, or None for an input."""
 
     def operands(self, op: Op) -> Sequence[Value]:
-        """Returns what `op` takes, in order, one that is taken twice twice."""
+        """Returns what `op` takes, in order; what it takes twice is there twice."""
 
     def name(self, op: Op) -> str:
         """Returns the op type, as `RoleOps` spells it."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from rich import filesize
+from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
@@ -207,7 +207,7 @@ class RewriteReport:
 
 
 def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> Path:
-    """Returns `path` if a report can be written there, to be asked before the work and not after it.
+    """Returns `path` if a report can be written there. Ask before the work, not after it.
 
     Raises:
         Mxfp8Error: another suffix than one of `suffixes`, or no such folder.
@@ -263,11 +263,6 @@ def reason_rows(report: RewriteReport) -> list[tuple[str, str, str]]:
 def sizes(site: MatMulSite) -> str:
     """Returns M x N x K, "?" for a size that only a run of the model shows."""
     return " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
-
-
-def size(count: int) -> str:
-    """Returns a number of bytes in words, in decimal units."""
-    return filesize.decimal(count)
 
 
 def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -9,16 +9,18 @@ The node itself becomes the values product and keeps its name; the scores produc
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 from torch.fx import Node
 
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.torch_pass import matmul_forms
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program
 
-_ATEN = torch.ops.aten
+_ATEN: Final = torch.ops.aten
 
 
 def scores_name(node: Node) -> str:
@@ -41,8 +43,7 @@ def expand(program: Program, node: Node) -> None:
     query, key, value = (internals.argument(node, name) for name in ("query", "key", "value"))
     if internals.argument(node, "enable_gqa", False):
         key, value = (_repeated(build, query, tensor) for tensor in (key, value))
-    rank = key.meta["val"].dim()
-    transposed = build.permute(key, (*range(rank - 2), rank - 1, rank - 2))
+    transposed = build.permute(key, k_last(range(key.meta["val"].dim())))
     scores = build.add(scores_name(node), _ATEN.matmul.default, query, transposed)
     program.labels[scores] = program.labels[node] = matmul_forms.ATTENTION
     masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, _scale(node, query)))

@@ -80,11 +80,7 @@ class Builder:
     def quantize(self, node: Node, element_format: str, scale_rounding: str, epoch: int) -> list[Node]:
         """Returns the activation's elements and scales.
 
-        Args:
-            node: the activation.
-            element_format: "e4m3" or "e5m2".
-            scale_rounding: "ceil", "floor" or "even".
-            epoch: how many in-place ops came before; the activation may have changed between two of them.
+        `epoch` is how many in-place ops came before: the activation may have changed between two of them.
         """
         name, op = f"{node.name}_mxfp8", torch.ops.mxfp8.quantize.default
         settings = internals.unusual(op, {"element_format": element_format, "scale_rounding": scale_rounding})

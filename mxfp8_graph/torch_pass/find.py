@@ -114,7 +114,7 @@ class _Finder:
                 if is_attention(node):
                     yield from self._attention(node, scope, transformed)
                 elif node in self._forms:
-                    yield self._describe(node, self._forms[node], scope, transformed)
+                    yield self.describe(node, self._forms[node], scope, transformed)
 
     def _attention(self, node: Node, scope: Scope, transformed: str | None) -> Iterator[AttentionSite]:
         """Yields the scores and the values product, under the names that `attention.expand` gives them."""
@@ -139,7 +139,8 @@ class _Finder:
             )
             yield AttentionSite(matmul=matmul, node=node, unfit=attention.obstacle(node))
 
-    def _describe(self, node: Node, form: Form, scope: Scope, transformed: str | None) -> TorchSite:
+    def describe(self, node: Node, form: Form, scope: Scope, transformed: str | None) -> TorchSite:
+        """Returns the site of one matmul."""
         x, w, swapped = operands_of(form, self._statics)
         static = w.static
         m, n, k = eligibility.sizes(x.shape, w.shape)

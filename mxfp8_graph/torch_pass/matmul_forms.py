@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, permutation
 from mxfp8_graph.torch_program import internals
 
@@ -88,11 +89,10 @@ class Operand:
     @property
     def shape(self) -> Sequence[Any]:
         """Sizes with K last."""
-        if self.static is None:
-            sizes = self.node.meta["val"].shape
-            return sizes if self.perm is None else [sizes[axis] for axis in self.perm]
-        sizes = self.static.shape
-        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed and len(sizes) >= 2 else sizes
+        if self.static is not None:
+            return k_last(self.static.shape, self.transposed)
+        sizes = self.node.meta["val"].shape
+        return sizes if self.perm is None else [sizes[axis] for axis in self.perm]
 
 
 def form_of(node: Node) -> Form | None:
@@ -143,9 +143,8 @@ def _run_time(node: Node, transposed: bool) -> Operand:
     rank = node.meta["val"].dim()
     if not transposed or rank < 2:
         return Operand(node=node)
-    swap = (*range(rank - 2), rank - 1, rank - 2)
     before = permutation(node, rank)
     if before is None:
-        return Operand(node=node, perm=swap)
-    perm = tuple(before[axis] for axis in swap)
+        return Operand(node=node, perm=k_last(range(rank)))
+    perm = k_last(before)
     return Operand(node=node.all_input_nodes[0], perm=None if perm == tuple(range(rank)) else perm)

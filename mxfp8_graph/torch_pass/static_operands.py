@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_graph.torch_program.values import storage_of
@@ -151,6 +152,11 @@ class StaticOperands:
             stack += fresh
         return [source for source in seen if source.op == "placeholder"]
 
+    def writer_of(self, node: Node) -> tuple[str, str] | None:
+        """Returns (name, op) if `node` is a stored tensor that an op of the program changes."""
+        name = self._program.stored_name(_behind_views(node))
+        return (name, self._written[name]) if name in self._written else None
+
     def _depends_on_no_input(self, node: Node) -> bool:
         if node.op == "placeholder":
             return self._stored(node) is not None
@@ -163,11 +169,6 @@ class StaticOperands:
         if name is None or name in self._written or not isinstance(value, torch.Tensor):
             return None
         return Static(name=name, shape=tuple(value.shape), dtype=value.dtype)
-
-    def writer_of(self, node: Node) -> tuple[str, str] | None:
-        """Returns (name, op) if `node` is a stored tensor that an op of the program changes."""
-        name = self._program.stored_name(_behind_views(node))
-        return (name, self._written[name]) if name in self._written else None
 
 
 def _behind_views(node: Node) -> Node:
@@ -213,7 +214,7 @@ def permutation(node: Node, rank: int) -> tuple[int, ...] | None:
     op = internals.op_name(node)
     axes = list(range(rank))
     if op == "mT" or (op in {"t", "numpy_T"} and rank == 2):
-        return (*axes[:-2], axes[-1], axes[-2])
+        return k_last(axes)
     if op in {"transpose", "swapaxes"}:
         one, two = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
         axes[one], axes[two] = axes[two], axes[one]

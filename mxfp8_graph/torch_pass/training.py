@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import Made
@@ -106,5 +107,4 @@ def _weight(w: Operand, build: Builder) -> Node:
         return node
     if internals.op_name(node) == "t":
         return node.all_input_nodes[0]
-    rank = node.meta["val"].dim()
-    return build.permute(node, (*range(rank - 2), rank - 1, rank - 2))
+    return build.permute(node, k_last(range(node.meta["val"].dim())))

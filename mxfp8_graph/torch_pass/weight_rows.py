@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import torch
 
@@ -11,15 +13,11 @@ from mxfp8_graph.torch_program.values import to_numpy
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 
-_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+_CASTS: Final = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
 def rows_of(static: Static, stored: torch.Tensor) -> tuple[Rows, bool]:
     """Returns (the operand [..., R, C] as rows contiguous in memory, whether those are its columns).
-
-    Args:
-        static: the operand.
-        stored: the tensor it comes from.
 
     Raises:
         ContractError: `stored` has no values (it is on the meta device, or fake).

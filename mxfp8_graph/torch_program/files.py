@@ -33,7 +33,7 @@ _KNOWN_PACKAGES: Final = frozenset({"torch", "transformers"})
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
     """Returns the .pt2 file a program was written to; `mxfp8_graph.load` reads it, in any process.
 
-    An error leaves an existing file as it was, and no half of a new one.
+    After an error an existing file is as it was, and there is no half of a new one.
 
     Args:
         program: rewritten or not.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from commands import refused
 
 torch = pytest.importorskip("torch")
 
@@ -95,6 +96,19 @@ def test_the_file_says_what_made_it(rewritten: ExportedProgram, tmp_path: Path) 
     assert mxfp8_graph.rewrite(loaded)[1].already_rewritten
     with pytest.raises(RecipeError, match="Recipe mismatch for 'linear': packed with 'mxfp8', asked for 'ocp'"):
         mxfp8_graph.rewrite(loaded, "ocp")
+
+
+def test_the_command_line_names_its_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mxfp8_graph.save(export(Model(), X), "m.pt2")
+    Path("m.mxfp8.pt2").touch()
+    exists = "m.mxfp8.pt2: exists already; expected a new file; pass"
+    assert refused("rewrite", "m.pt2") == f"error: {exists} --overwrite or another path"
+    with pytest.raises(ContractError, match=f"^{exists} overwrite=True or another path$"):
+        mxfp8_graph.rewrite("m.pt2")
+    assert refused("rewrite", "m.pt2", "-o", "m.pt2") == (
+        "error: m.pt2: is the input; expected another file; pass another --output"
+    )
 
 
 def test_rewriting_files(tmp_path: Path) -> None:
