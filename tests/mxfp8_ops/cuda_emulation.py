@@ -159,6 +159,7 @@ def plan_gemm(
     processors: int = 132,
     libraries: int = planner.CUBLAS,
     kept: bool = False,
+    inexact: int = 1 << 20,
     forced: bool = True,
 ) -> planner.Plan:
     """Plans a product y [M, N] of kinds (x, b, y) on operands at one address, under what `dispatch` has been told."""
@@ -166,7 +167,7 @@ def plan_gemm(
     place = dispatch.place(on, libraries)
     operands = (address, address if kinds[0] in formats.ELEMENT_FORMATS else 0, address, address, 0, 1 << 20)
     product = planner.Gemm(*map(CODES.__getitem__, kinds), *operands, *sizes)
-    wide = (1 << 20, 1 << 20) if kept else (0, 0)
+    wide = (1 << 20, inexact) if kept else (0, 0)
     return planner.gemm(
         place if forced else place._replace(forced=0), product._replace(wide=wide[0], wide_inexact=wide[1])
     )

@@ -106,9 +106,22 @@ def test_what_needs_more_thread_blocks_than_a_gpu_has_is_refused():
         planner.quantize(planner.Quantize(1, 17, 0, planner.PLAIN, 16, 2**40, 32, 1, 16, 16))
 
 
+@pytest.mark.parametrize("sizes", [(-1, 32, 1), (2**40, 2**40, 1)], ids=["negative", "too many values"])
+def test_sizes_of_no_tensor_are_refused(sizes):
+    with pytest.raises(ShapeError, match="refused the arguments"):
+        planner.quantize(planner.Quantize(1, 17, 0, planner.PLAIN, 16, *sizes, 16, 16))
+    with pytest.raises(ShapeError, match="refused the arguments"):
+        planner.dequantize(planner.Dequantize(17, 1, 16, 16, *sizes, 16, 0))
+
+
+def test_a_weight_that_bfloat16_is_known_to_hold_needs_no_repair():
+    plan = plan_gemm(("bfloat16", "e4m3", "float32"), (100, 64, 64), kept=True, inexact=0)
+    assert [step.what for step in plan.steps()] == [planner.MATMUL]
+
+
 def test_what_makes_no_sense_is_refused():
     kinds = ("bfloat16", "e4m3", "float32")
-    for sizes, processors in (((-1, 16, 64), 132), ((1, 16, -64), 132), ((1, 16, 64), 0)):
+    for sizes, processors in (((-1, 16, 64), 132), ((1, 16, -64), 132), ((2**40, 2**40, 32), 132), ((1, 16, 64), 0)):
         with pytest.raises(ShapeError, match="refused the arguments"):
             plan_gemm(kinds, sizes, processors=processors)
     with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=3), pytest.raises(ShapeError, match="refused"):

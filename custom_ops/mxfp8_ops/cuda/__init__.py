@@ -4,6 +4,8 @@ Importing this imports no CuPy and needs no GPU; the first call does.
 """
 
 from mxfp8_ops.cuda.cupy_arrays import (
+    FoldedOperand,
+    WideWeight,
     dequantize,
     folded_weight,
     gemm,
@@ -13,4 +15,4 @@ from mxfp8_ops.cuda.cupy_arrays import (
     wide_weight,
 )
 
-__all__ = ["dequantize", "folded_weight", "gemm", "quantize", "quantize_both", "weight_gemm", "wide_weight"]
+__all__ = ["FoldedOperand", "WideWeight", "dequantize", "folded_weight", "gemm", "quantize", "quantize_both", "weight_gemm", "wide_weight"]

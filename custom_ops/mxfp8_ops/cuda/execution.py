@@ -55,7 +55,7 @@ class Queue:
     device: Device
     stream: int
     allocate: Callable[[int], tuple[Any, int]]
-    """Bytes -> (what keeps the memory alive, its address, aligned to 16)."""
+    """Bytes -> (what keeps the memory alive, its address, aligned to 256)."""
 
 
 class Fp8Product(NamedTuple):

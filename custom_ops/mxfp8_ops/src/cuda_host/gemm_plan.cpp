@@ -112,7 +112,7 @@ class GemmPlanner {
     steps_.add(MXFP8_MATMUL, {x.data, b.data, y, p.m, p.n, p.k, direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
     if (!direct) finish(p, {y});
     if (quantized) float32(p, x.inexact);
-    float32(p, b.inexact);
+    if (!b.inexact.null()) float32(p, b.inexact);  // 0: who keeps the weight knows that bfloat16 holds it
   }
 
   Wide widened(const Operand& x, int64_t rows, int64_t k, Argument inexact) {
@@ -236,9 +236,8 @@ class GemmPlanner {
 Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
   const Operand x = {kind_of(g.x_kind), g.x, g.x_scales}, b = {element_kind(g.b_kind), g.b, g.b_scales};
   Product p = {x, b, g.bias, g.y, row_of(value_kind(g.y_dtype)).code, g.m, g.n, g.k, {}, {}};
-  if (place.processors < 1 || std::min({g.m, g.n, g.k}) < 0) {
-    throw std::invalid_argument("mxfp8: a product of negative size, or on no multiprocessor; report this as a bug");
-  }
+  if (place.processors < 1) throw std::invalid_argument("mxfp8: a GPU without multiprocessors; report this as a bug");
+  for (const int64_t operand : {volume({g.m, g.n}), volume({g.m, g.k}), volume({g.n, g.k})}) volume({8, operand});
   if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
   if (g.folded != 0) p.folded = Operand{b.kind, g.folded, g.folded_scales};
   return GemmPlanner(place).made(p);

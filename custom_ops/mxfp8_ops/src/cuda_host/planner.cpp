@@ -36,7 +36,7 @@ Plan plan(const mxfp8_cuda_quantize& q) {
     throw std::invalid_argument("mxfp8: no such layout of what is no matrix");
   }
   Steps steps;
-  if (q.outer * q.k * q.inner == 0) return steps.finished();
+  if (volume({q.outer, q.k, q.inner}) == 0) return steps.finished();
   const bool rows = q.inner == 1 && !both;
   if (swizzled) {
     steps.clear(q.scales, (rows ? swizzled_bytes(q.outer, q.k) : swizzled_bytes(q.inner, q.k)) / 4);
@@ -59,7 +59,7 @@ Plan plan(const mxfp8_cuda_quantize& q) {
 
 Plan plan(const mxfp8_cuda_dequantize& d) {
   const Kind format = element_kind(d.format), y = value_kind(d.y_dtype);
-  const int64_t total = d.outer * d.k * d.inner;
+  const int64_t total = volume({d.outer, d.k, d.inner});
   const bool last = d.inner == 1;
   const bool ragged = (last ? d.k % 32 : d.inner % 16) != 0 || unaligned({d.elements, d.y, last ? 0 : d.scales});
   Steps steps;
@@ -72,7 +72,7 @@ Plan plan(const mxfp8_cuda_dequantize& d) {
 
 Plan plan(const mxfp8_cuda_fold& f) {
   Steps steps;
-  if (f.rows * f.k == 0) return steps.finished();
+  if (volume({f.rows, f.k}) == 0) return steps.finished();
   steps.launch(kernel(Source::kFold, {}), f.rows, {f.elements, f.scales, f.folded, f.row_scales, f.k});
   return steps.finished();
 }

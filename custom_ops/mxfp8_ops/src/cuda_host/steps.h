@@ -12,6 +12,17 @@ inline int64_t swizzled_bytes(int64_t rows, int64_t k) {
   return ceil_div(rows, 128) * 128 * (ceil_div(scale_count(k), 4) * 4);
 }
 
+// How many values sizes stand for; throws std::invalid_argument for one below 0, or if 63 bits do not hold the number.
+inline int64_t volume(std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  for (const int64_t size : sizes) {
+    if (size < 0 || __builtin_mul_overflow(product, size, &product)) {
+      throw std::invalid_argument("mxfp8: a size below 0, or more values than 63 bits count; report this as a bug");
+    }
+  }
+  return product;
+}
+
 // A number, an address, or an address that only whoever does the plan knows: so far into the scratch memory, or where
 // the library product before put its result.
 struct Argument {
