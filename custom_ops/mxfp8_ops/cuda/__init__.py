@@ -4,8 +4,6 @@ Importing this imports no CuPy and needs no GPU; the first call does.
 """
 
 from mxfp8_ops.cuda.cupy_arrays import (
-    FoldedOperand,
-    WideWeight,
     dequantize,
     folded_weight,
     gemm,
@@ -14,5 +12,16 @@ from mxfp8_ops.cuda.cupy_arrays import (
     weight_gemm,
     wide_weight,
 )
+from mxfp8_ops.cuda.execution import FoldedOperand, WideWeight
 
-__all__ = ["FoldedOperand", "WideWeight", "dequantize", "folded_weight", "gemm", "quantize", "quantize_both", "weight_gemm", "wide_weight"]
+__all__ = [
+    "FoldedOperand",
+    "WideWeight",
+    "dequantize",
+    "folded_weight",
+    "gemm",
+    "quantize",
+    "quantize_both",
+    "weight_gemm",
+    "wide_weight",
+]
