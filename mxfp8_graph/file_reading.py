@@ -85,7 +85,7 @@ def open_regular(path: str | Path, *, buffering: int = -1) -> BinaryIO:
         OSError: the file cannot be opened, or is something else than a regular file; `strerror` says what.
     """
     try:
-        _require_regular(os.stat(path), path)
+        _require_regular(Path(path).stat(), path)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except ValueError:  # a NUL, or what the file system's encoding lacks
         raise OSError(errno.EINVAL, "no name that a file can have", str(path)) from None
