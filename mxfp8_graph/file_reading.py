@@ -45,19 +45,24 @@ class Pins:
     def __init__(self) -> None:
         self._states: dict[Path, State] = {}
 
-    def open(self, path: Path, *, buffering: int = -1) -> BinaryIO:
+    def open(self, path: Path) -> BinaryIO:
         """Returns an open file, the same one as before if it was opened before.
 
         Raises:
             OSError: as `open_regular`.
             ContractError: the file changed since it was first opened.
         """
-        file = open_regular(path, buffering=buffering)
+        file = open_regular(path)
         found = State.of(os.fstat(file.fileno()))
         if self._states.setdefault(path, found) != found:
             file.close()
             raise _changed(path)
         return file
+
+    def check_open(self, file: BinaryIO) -> None:
+        """Raises ContractError if a file that `open` returned is no longer what it was."""
+        if State.of(os.fstat(file.fileno())) != self._states[Path(file.name)]:
+            raise _changed(Path(file.name))
 
     def check(self) -> None:
         """Raises ContractError if a file that was opened is no longer what it was, or no longer there."""
@@ -78,7 +83,7 @@ class Pins:
         return any((state.device, state.inode) == (found.st_dev, found.st_ino) for state in self._states.values())
 
 
-def open_regular(path: str | Path, *, buffering: int = -1) -> BinaryIO:
+def open_regular(path: str | Path) -> BinaryIO:
     """Returns a regular file, open for reading; symbolic links are followed. Never waits for a FIFO's other end.
 
     Raises:
@@ -86,15 +91,19 @@ def open_regular(path: str | Path, *, buffering: int = -1) -> BinaryIO:
     """
     try:
         _require_regular(Path(path).stat(), path)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - Path.open takes no opener
     except ValueError:  # a NUL, or what the file system's encoding lacks
         raise OSError(errno.EINVAL, "no name that a file can have", str(path)) from None
     try:
-        _require_regular(os.fstat(descriptor), path)  # it may have been exchanged since
-        return os.fdopen(descriptor, "rb", buffering)
-    except BaseException:
-        os.close(descriptor)
+        _require_regular(os.fstat(file.fileno()), path)  # it may have been exchanged since
+    except OSError:
+        file.close()
         raise
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def _require_regular(found: os.stat_result, path: str | Path) -> None:

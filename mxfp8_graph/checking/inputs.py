@@ -20,6 +20,7 @@ import onnx
 
 from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.checking.input_sizes import Sizes
+from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_ops.errors import Option, ShapeError
 
@@ -161,11 +162,9 @@ def load_inputs(path: str | Path, specs: list[InputSpec]) -> Inputs:
     """
     path = Path(path)
     try:
-        file = np.load(path, allow_pickle=False)
-        arrays = None
-        if isinstance(file, np.lib.npyio.NpzFile):
-            with file:
-                arrays = dict(file)
+        with open_regular(path) as source:
+            file = np.load(source, allow_pickle=False)
+            arrays = dict(file) if isinstance(file, np.lib.npyio.NpzFile) else None
     except (OSError, EOFError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error) or "not an .npz file"
         raise ShapeError(path, str(reason), expected="a readable .npz file", advice="check the path") from None

@@ -62,7 +62,7 @@ def verify(
     expected = _run(original, before, feeds, kernels=False)
     results = _run(rewritten, after, feeds, kernels=True)
     bodies = _run(rewritten, after, feeds, kernels=False)
-    nodes = check_nodes(_with_data(rewritten), feeds, after.folder, after.name)
+    nodes = check_nodes(_with_data(rewritten), feeds, after.folder.path if after.folder else None, after.name)
     failures = [
         f"output {n!r}: {text}" for n in expected for text in _shape_failures(expected[n], results[n], bodies[n])
     ]

@@ -13,6 +13,7 @@ from typing import Final
 import onnx
 from google.protobuf.message import DecodeError
 
+from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.onnx_model.tensor_data import byte_length, is_external
 from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_tensors
 from mxfp8_ops.errors import ContractError
@@ -39,8 +40,8 @@ class OpenedModel:
     """The skeleton; a rewrite edits it in place."""
     tensors: dict[str, onnx.TensorProto]
     """What the skeleton leaves out, by name."""
-    folder: Path | None
-    """Where external data is looked up; None for a model that came without a path."""
+    folder: ModelFolder | None
+    """Where external data is, and the files that were read; None for a model that came without a path."""
     byte_size: int
     """Size of the model, external data included."""
     uses_external_data: bool
@@ -74,12 +75,14 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
     path = Path(model)
     if path.is_dir():
         raise ContractError(path, "a directory", expected="an ONNX file", advice="name the .onnx file inside it")
+    folder = ModelFolder(path)
     try:
-        size = path.stat().st_size
-        content = path.read_bytes()
+        with folder.files.open(path) as file:
+            content = file.read()
+            folder.files.check_open(file)
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable ONNX file") from None
-    if size == 0:
+    if not content:
         raise ContractError(path, "the file is empty", expected="an ONNX model", advice="export it again")
     try:
         proto = onnx.ModelProto.FromString(content)
@@ -87,11 +90,12 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
         what = "not a complete ONNX file (protobuf cannot be decoded)"
         advice = "check that the file is one and was copied whole"
         raise ContractError(path, what, expected="an ONNX model", advice=advice) from None
+    size = len(content)
     del content
-    return _open(proto, str(path), path.parent, size)
+    return _open(proto, str(path), folder, size)
 
 
-def _open(model: onnx.ModelProto, name: str, folder: Path | None, size: int) -> OpenedModel:
+def _open(model: onnx.ModelProto, name: str, folder: ModelFolder | None, size: int) -> OpenedModel:
     if not model.ir_version or not model.HasField("graph"):
         what = "not an ONNX model (no IR version or no graph)"
         raise ContractError(name, what, expected="an ONNX model", advice="export it again")

@@ -6,14 +6,14 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
+from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
@@ -42,16 +42,17 @@ def location(tensor: onnx.TensorProto) -> str:
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
-def read(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Array:
+def read(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Array:
     """Returns the values of a stored tensor.
 
     Args:
         tensor: with its data, or saying in which external file it lies.
-        folder: where external files are looked up; None for a model that came without a path.
+        folder: where external files are; None for a model that came without a path.
         model: the model's path, or what to call a model without one.
 
     Raises:
-        ContractError: the external file is missing, unreadable, too short, or outside the model's folder.
+        ContractError: the external file is missing, unreadable, too short, outside the model's folder, a link, or no
+            longer what it was when first read.
     """
     if is_external(tensor):
         whole = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
@@ -60,15 +61,15 @@ def read(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Array:
     return numpy_helper.to_array(tensor)
 
 
-def raw(tensor: onnx.TensorProto, folder: Path | None, model: str) -> bytes:
+def raw(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> bytes:
     """Returns the values of a stored tensor as little-endian bytes, in one read of exactly those; errors as `read`."""
     if is_external(tensor):
-        path, offset, length = locate(tensor, folder, model)
-        with _reading(path, tensor, model), path.open("rb") as file:
-            file.seek(offset)
-            content = file.read(length)
-        if len(content) < length:
-            raise _shrunk(path, tensor, model)
+        with opened(tensor, folder, model) as (file, offset, length):
+            with _reading(tensor, model, file.name):
+                file.seek(offset)
+                content = file.read(length)
+            if len(content) < length:
+                raise _shrunk(file, tensor, model)
         return content
     if tensor.HasField("raw_data"):
         return bytes(tensor.raw_data)
@@ -76,13 +77,12 @@ def raw(tensor: onnx.TensorProto, folder: Path | None, model: str) -> bytes:
 
 
 @contextlib.contextmanager
-def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Iterator[Fetch]:
+def fetching(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Iterator[Fetch]:
     """Yields a function that reads any run of the values of `tensor` into one buffer; errors as `read`."""
     if not is_external(tensor) or onnx.TensorProto.DataType.Name(tensor.data_type) in _BITS:
         values = read(tensor, folder, model).reshape(-1)
         yield lambda first, count: values[first : first + count]
         return
-    path, base, _ = locate(tensor, folder, model)
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
     buffer = np.empty(0, dtype)
 
@@ -91,35 +91,29 @@ def fetching(tensor: onnx.TensorProto, folder: Path | None, model: str) -> Itera
         if buffer.size < count:
             buffer = np.empty(count, dtype)
         start, length = base + first * dtype.itemsize, count * dtype.itemsize
-        with _reading(path, tensor, model):
-            file.seek(start)
-            got = file.readinto(buffer[:count].view(np.uint8).data)
+        with _reading(tensor, model, file.name):
+            got = os.preadv(file.fileno(), [buffer[:count].view(np.uint8).data], start)
             if hasattr(os, "posix_fadvise"):  # let the disk work while this run is packed
                 os.posix_fadvise(file.fileno(), start + length, length, os.POSIX_FADV_WILLNEED)
         if got < length:
-            raise _shrunk(path, tensor, model)
+            raise _shrunk(file, tensor, model)
         return buffer[:count]
 
-    with _reading(path, tensor, model):
-        file = path.open("rb", buffering=0)
-    with file:
+    with opened(tensor, folder, model) as (file, base, _):
         yield fetch
 
 
-def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[Path, int, int]:
-    """Returns (file, offset, length) of an external tensor, once it is known that the file has it; errors as `read`."""
+@contextlib.contextmanager
+def opened(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Iterator[tuple[BinaryIO, int, int]]:
+    """Yields (the file of an external tensor, offset, length), once it is known that the file has it; errors as `read`.
+
+    At the end the file must be what it was.
+    """
     where = f"{model}: tensor {tensor.name!r}"
     name = location(tensor)
     if folder is None:
         what = f"lies in external file {name!r}, and a model in memory has no folder to look in"
         raise ContractError(where, what, expected="a path", advice="pass the model's path instead")
-    path = (folder / name).resolve()
-    # In the cache of the Hugging Face hub, model and data are links into one other folder: that counts as inside too.
-    homes = (folder.resolve(), Path(model).resolve().parent)
-    inside = bool(name) and ".." not in Path(name).parts and not Path(name).is_absolute()
-    if not inside or not any(path.is_relative_to(home) for home in homes):
-        what = f"external file {name!r}"
-        raise ContractError(where, what, expected=f"a file inside {folder}", advice="move the data next to the model")
     expected = byte_length(tensor)
     entries = {entry.key: entry.value for entry in tensor.external_data}
     try:
@@ -132,12 +126,15 @@ def locate(tensor: onnx.TensorProto, folder: Path | None, model: str) -> tuple[P
         raise ContractError(
             where, f"external data of {length} bytes", expected=fitting, advice="export the model again"
         )
-    with _reading(path, tensor, model):
-        size = path.stat().st_size
-    if offset < 0 or offset + length > size:
-        what = f"needs bytes {offset} to {offset + length} of {path}, which has {size}"
-        raise ContractError(where, what, expected="the whole file", advice="copy the external data again")
-    return path, offset, length
+    with _reading(tensor, model):
+        file = folder.open(name, where)
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if offset < 0 or offset + length > size:
+            what = f"needs bytes {offset} to {offset + length} of {file.name}, which has {size}"
+            raise ContractError(where, what, expected="the whole file", advice="copy the external data again")
+        yield file, offset, length
+        folder.files.check_open(file)
 
 
 def as_bytes(tensor: onnx.TensorProto) -> onnx.TensorProto:
@@ -149,15 +146,15 @@ def as_bytes(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 
 @contextlib.contextmanager
-def _reading(path: Path, tensor: onnx.TensorProto, model: str) -> Iterator[None]:
-    """Reports an OSError while `path` is read as what it means for `tensor`."""
+def _reading(tensor: onnx.TensorProto, model: str, path: str = "") -> Iterator[None]:
+    """Reports an OSError while an external file is opened or read as what it means for `tensor`."""
     try:
         yield
     except OSError as error:
-        what = f"tensor {tensor.name!r}: cannot read external file {path}: {error.strerror}"
+        what = f"tensor {tensor.name!r}: cannot read external file {error.filename or path}: {error.strerror}"
         raise ContractError(model, what, expected="the file next to the model", advice="copy it there") from None
 
 
-def _shrunk(path: Path, tensor: onnx.TensorProto, model: str) -> ContractError:
-    what = f"tensor {tensor.name!r}: {path} became shorter while it was read"
+def _shrunk(file: BinaryIO, tensor: onnx.TensorProto, model: str) -> ContractError:
+    what = f"tensor {tensor.name!r}: {file.name} became shorter while it was read"
     return ContractError(model, what, expected="the whole file", advice="copy the external data again")

@@ -205,7 +205,7 @@ def _check_path(opened: OpenedModel, path: Path, *, external: bool, overwrite: b
     if opened.folder is not None:
         for tensor in [*opened.tensors.values(), *iter_tensors(opened.proto)]:
             if is_external(tensor):
-                inputs.add((opened.folder / location(tensor)).resolve())
+                inputs.add((opened.folder.path / location(tensor)).resolve())
     if {path.resolve(), data_path_of(path).resolve()} & inputs:
         another = ("pass another ", Option("output"))
         raise ContractError(path, "is the input or its external data", expected="another file", advice=another)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import onnx
 
+from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.onnx_model.tensor_data import Array, fetching, read
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.weights import Rows
@@ -22,7 +22,9 @@ Steps = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @contextlib.contextmanager
-def open_rows(tensor: onnx.TensorProto, steps: Steps, folder: Path | None, model: str) -> Iterator[tuple[Rows, bool]]:
+def open_rows(
+    tensor: onnx.TensorProto, steps: Steps, folder: ModelFolder | None, model: str
+) -> Iterator[tuple[Rows, bool]]:
     """Yields (the values of `tensor` after `steps` as rows, whether those are the columns of the result)."""
     straight = _straighten(tuple(tensor.dims), steps)
     if straight is None:

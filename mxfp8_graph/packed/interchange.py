@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, Final
 
 from mxfp8_graph import provenance
+from mxfp8_graph.file_reading import Pins
+from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.contents import contents
@@ -99,7 +101,7 @@ def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
         ContractError: a file cannot be read, or there is no MXFP8 weight in it.
     """
     path = Path(path)
-    stored = _sharded(path) if path.suffix == ".json" else safetensors.read(path)[0]
+    stored = _sharded(path) if path.suffix == ".json" else safetensors.read(path, Pins())[0]
     weights = {}
     for name, elements in stored.items():
         scales = next((s for c in CONVENTIONS.values() if (s := stored.get(name + c.scale_suffix))), None)
@@ -139,9 +141,11 @@ def _weight(path: Path, name: str, elements: safetensors.Stored, scales: safeten
 
 def _sharded(path: Path) -> dict[str, safetensors.Stored]:
     """Returns the tensors of every file an index names."""
+    folder = ModelFolder(path)
     try:
-        names: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(names.values()))
+        with folder.files.open(path) as file:
+            names: dict[str, str] = json.load(file)["weight_map"]
+        shards = sorted({str(PurePath(name)) for name in names.values()})
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -149,6 +153,10 @@ def _sharded(path: Path) -> dict[str, safetensors.Stored]:
         expected = "JSON with a weight_map"
         raise ContractError(path, what, expected=expected, advice="name a .safetensors.index.json") from None
     stored: dict[str, safetensors.Stored] = {}
-    for file in files:
-        stored |= safetensors.read(path.parent / file)[0]
+    for shard in shards:
+        try:
+            found = folder.locate(shard, str(path))
+        except OSError as error:
+            raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
+        stored |= safetensors.read(found, folder.files)[0]
     return stored

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
+from mxfp8_graph.file_reading import Pins
 from mxfp8_graph.file_writing import replacing
 from mxfp8_graph.packed.weight import Array, Codes
 from mxfp8_ops.errors import ContractError, Option
@@ -76,6 +78,8 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     path: Path
+    files: Pins
+    """Where `path` is as it was when its header was read."""
     offset: int
     """Position of the data in the file."""
 
@@ -83,13 +87,14 @@ class Stored:
         """Returns the data, read now.
 
         Raises:
-            ContractError: the file cannot be read, or became shorter.
+            ContractError: the file cannot be read, or changed.
         """
         size = _byte_size(self.dtype, self.shape)
         try:
-            with self.path.open("rb") as file:
+            with self.files.open(self.path) as file:
                 file.seek(self.offset)
                 content = file.read(size)
+                self.files.check_open(file)
         except OSError as error:
             raise _unreadable(self.path, error) from None
         if len(content) < size:
@@ -121,17 +126,17 @@ def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, 
         raise ContractError.unwritable(path, error) from None
 
 
-def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def read(path: Path, files: Pins) -> tuple[dict[str, Stored], dict[str, str]]:
     """Returns (the tensors of a file by name, its metadata); no tensor is read.
 
-    Tensors of dtypes that NumPy cannot hold are left out.
+    Tensors of dtypes that NumPy cannot hold are left out. `files` notices when the file changes.
 
     Raises:
         ContractError: the file cannot be read, or is no safetensors file.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with files.open(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             content = file.read(length) if 2 <= length <= min(size - 8, _LONGEST_HEADER) else None
     except OSError as error:
@@ -150,7 +155,7 @@ def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         try:
             dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             if dtype in DTYPES:
-                tensors[name] = Stored(dtype, shape, path, 8 + length + start)
+                tensors[name] = Stored(dtype, shape, path, files, 8 + length + start)
                 if stop != start + _byte_size(dtype, shape) or start < 0 or 8 + length + stop > size:
                     raise _damaged(path, f"tensor {name!r} claims bytes {start} to {stop}")
         except (KeyError, TypeError) as error:

@@ -15,6 +15,7 @@ import pydantic
 import yaml
 from pydantic import BaseModel
 
+from mxfp8_graph.file_reading import open_regular
 from mxfp8_ops.errors import RecipeError
 
 if sys.version_info >= (3, 11):
@@ -38,7 +39,8 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
         RecipeError: the file cannot be read, or is not a mapping in YAML or TOML; quotes the file and the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            text = file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RecipeError(path, reason, expected="a readable recipe file", advice="check the path") from None

@@ -14,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from mxfp8_graph import provenance
+from mxfp8_graph.file_reading import Pins
 from mxfp8_graph.file_writing import replacing
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_ops import (
@@ -68,7 +69,8 @@ def load(path: str | Path) -> ExportedProgram:
         ContractError: the file is missing, not a .pt2, cut short, of a newer contract, or torch cannot read it.
     """
     path = Path(path)
-    entries = _entries(path)
+    pins = Pins()
+    entries = _entries(path, pins)
     version = int(entries.get(provenance.CONTRACT_KEY, contract.VERSION))
     if version > contract.VERSION:
         made_by = entries.get(provenance.VERSION_KEY, "a newer mxfp8-graph")
@@ -82,6 +84,7 @@ def load(path: str | Path) -> ExportedProgram:
         what = f"torch {torch.__version__} cannot read the program: {_first_line(error)}"
         expected = "ops and containers that are registered, and a file of this torch or an older one"
         raise ContractError(path, what, expected=expected, advice=advice) from error
+    pins.check()
     if program is None:
         what = "holds no exported program (a compiled package?)"
         raise ContractError(path, what, expected="one", advice="save it with mxfp8_graph.save")
@@ -106,12 +109,12 @@ def check_target(path: str | Path, *, overwrite: bool) -> Path:
     return path
 
 
-def _entries(path: Path) -> Mapping[str, Any]:
+def _entries(path: Path, pins: Pins) -> Mapping[str, Any]:
     """Returns what `save` recorded in a file, empty if something else wrote it."""
     if path.is_dir():
         raise ContractError(path, "a directory", expected="a .pt2 file", advice="name the file inside it")
     try:
-        with path.open("rb") as file:
+        with pins.open(path) as file:
             start = file.read(4)
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable .pt2 file") from None

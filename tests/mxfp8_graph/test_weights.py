@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +15,7 @@ from builders import weight
 from onnx import helper, numpy_helper
 
 from mxfp8_graph import weights
+from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_pass.weight_rows import open_rows
 from mxfp8_graph.weights import NonFiniteError, Packed, pack, packed_bytes
@@ -34,8 +37,12 @@ def stored(array: np.ndarray, folder: Path | None, name: str = "w") -> onnx.Tens
     return tensor
 
 
+def folder_of(path: Path | None) -> ModelFolder | None:
+    return ModelFolder(path / "m") if path is not None else None
+
+
 def packed(array: np.ndarray, transposed: bool, folder: Path | None, steps: Any = (), **options: Any) -> Packed:
-    with open_rows(stored(array, folder), steps, folder, "model") as (rows, flipped):
+    with open_rows(stored(array, folder), steps, folder_of(folder), "model") as (rows, flipped):
         return pack(rows, transposed=transposed != flipped, **options)
 
 
@@ -140,9 +147,10 @@ class TestTensorData:
     def test_values_and_bytes(self, tmp_path):
         w = weight(5, 7)
         tensor = stored(w, tmp_path)
-        np.testing.assert_array_equal(tensor_data.read(tensor, tmp_path, "m"), w)
-        assert tensor_data.raw(tensor, tmp_path, "m") == w.tobytes()
-        assert tensor_data.locate(tensor, tmp_path, "m") == ((tmp_path / "w.data").resolve(), 100, 140)
+        np.testing.assert_array_equal(tensor_data.read(tensor, folder_of(tmp_path), "m"), w)
+        assert tensor_data.raw(tensor, folder_of(tmp_path), "m") == w.tobytes()
+        with tensor_data.opened(tensor, folder_of(tmp_path), "m") as (file, *where):
+            assert (file.name, *where) == (str((tmp_path / "w.data").resolve()), 100, 140)
 
     @pytest.mark.parametrize(
         ("dtype", "count", "length"),
@@ -155,7 +163,7 @@ class TestTensorData:
     def test_4_bit_values(self, tmp_path):
         values = np.array([[1, -2, 3], [-8, 7, 0]]).astype(ml_dtypes.int4)
         tensor = stored(values, tmp_path)
-        np.testing.assert_array_equal(tensor_data.read(tensor, tmp_path, "m"), values)
+        np.testing.assert_array_equal(tensor_data.read(tensor, folder_of(tmp_path), "m"), values)
 
     def test_typed_fields_become_bytes(self):
         tensor = helper.make_tensor("t", onnx.TensorProto.FLOAT16, [3], [1.0, 2.0, -0.5])
@@ -163,7 +171,7 @@ class TestTensorData:
 
     def test_a_run_of_values_at_any_place(self, tmp_path):
         w = weight(50, 20)
-        with tensor_data.fetching(stored(w, tmp_path), tmp_path, "m") as fetch:
+        with tensor_data.fetching(stored(w, tmp_path), folder_of(tmp_path), "m") as fetch:
             for first, count in ((0, 1000), (3, 7), (999, 1), (500, 500)):
                 np.testing.assert_array_equal(fetch(first, count), w.reshape(-1)[first : first + count])
 
@@ -171,14 +179,21 @@ class TestTensorData:
     def test_a_file_that_shrinks_after_it_was_measured(self, tmp_path, monkeypatch, read):
         tensor = stored(weight(50, 20), tmp_path)
         data = tmp_path / "w.data"
-        found = tensor_data.locate(tensor, tmp_path, "m")
+        shrunk = contextlib.closing(data.open("rb"))
         data.write_bytes(data.read_bytes()[:200])
-        monkeypatch.setattr(tensor_data, "locate", lambda *_: found)
+
+        @contextlib.contextmanager
+        def measured_before(*_: Any) -> Iterator[Any]:
+            with shrunk as file:
+                yield file, 100, 4000
+
+        monkeypatch.setattr(tensor_data, "opened", measured_before)
         with pytest.raises(ContractError) as caught:  # noqa: PT012
             if read == "raw":
-                tensor_data.raw(tensor, tmp_path, "m")
-            with tensor_data.fetching(tensor, tmp_path, "m") as fetch:
-                fetch(0, 1000)
+                tensor_data.raw(tensor, folder_of(tmp_path), "m")
+            else:
+                with tensor_data.fetching(tensor, folder_of(tmp_path), "m") as fetch:
+                    fetch(0, 1000)
         assert str(caught.value) == (
             f"m: tensor 'w': {data} became shorter while it was read; expected the whole file; copy the external data "
             "again"
