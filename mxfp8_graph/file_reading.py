@@ -6,9 +6,11 @@ for ever or do harm by being opened.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
@@ -74,13 +76,14 @@ class Pins:
             if found != state:
                 raise _changed(path)
 
-    def same_file(self, path: Path) -> bool:
-        """Whether `path` is one of the files that were opened, under whatever name."""
-        try:
-            found = path.stat()
-        except (OSError, ValueError):
-            return False
-        return any((state.device, state.inode) == (found.st_dev, found.st_ino) for state in self._states.values())
+
+def is_any_of(path: Path, files: Iterable[Path]) -> bool:
+    """Whether `path` is one of `files`, under whatever name: a result must not replace what it is made from."""
+    for file in files:
+        with contextlib.suppress(OSError, ValueError):  # one that is not there is not the same
+            if path.samefile(file):
+                return True
+    return False
 
 
 def open_regular(path: str | Path) -> BinaryIO:

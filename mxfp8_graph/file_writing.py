@@ -1,36 +1,32 @@
-"""Files are written beside their place and renamed: nobody ever sees half a file."""
+"""Writes one file whole or not at all: see `file_drafts.py` for how."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from mxfp8_graph.file_drafts import Drafts
+from mxfp8_graph.file_leftovers import clean_up
 from mxfp8_ops.errors import Mxfp8Error
 
 
-def temporary_beside(path: Path, suffix: str = "") -> Path:
-    """Returns where to write what `path` is to hold; on the same file system, so that it can be renamed.
-
-    `suffix` is for writers that insist on theirs; torch also names the folder in a .pt2 archive after the file.
-    """
-    return path.with_name(f".{path.stem if suffix else path.name}.{os.getpid()}.tmp{suffix}")
-
-
 @contextlib.contextmanager
-def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
-    """Yields a temporary file's path to write to; what is there afterwards takes the place of `path`.
+def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
+    """Yields a file to write to, which takes the place of `path` at the end.
 
-    After an error `path` is what it was, and the temporary file is gone. An OSError is the caller's to explain.
+    After an error `path` is what it was, and nothing else is left.
+
+    Raises:
+        FileExistsError: there is something by then, and `overwrite` is false.
+        OSError: it cannot be written; the caller's to explain.
     """
-    temporary = temporary_beside(path, suffix)
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    clean_up(path.parent)
+    with Drafts() as drafts:
+        file = drafts.open(path)
+        yield file
+        drafts.put(file, path, overwrite=overwrite)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -40,8 +36,8 @@ def write_text(path: Path, text: str) -> None:
         Mxfp8Error: the folder is not writable, or the disk is full.
     """
     try:
-        with replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        with replacing(path) as file:
+            file.write(text.encode("utf-8"))
     except OSError as error:
         what = error.strerror or str(error)
         raise Mxfp8Error(path, what, expected="a writable place", advice="choose another") from None

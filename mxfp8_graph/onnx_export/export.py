@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from mxfp8_graph import provenance
+from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
-from mxfp8_graph.onnx_model.write import INLINE_LIMIT, open_target
+from mxfp8_graph.onnx_model.write import INLINE_LIMIT, data_path_of, open_target
 from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ContractError
 
@@ -61,6 +62,10 @@ def to_onnx(
         expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
         raise ContractError("to_onnx", f"opset {opset}", expected=expected, advice="pass another opset")
     exported = _program(program)
+    if isinstance(program, (str, Path)) and any(
+        is_any_of(file, [Path(program)]) for file in (path, data_path_of(path))
+    ):
+        raise ContractError(path, "is the program", expected="another file", advice="pass another path")
     recipe = _recorded_recipe(exported)
     names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
     model = _translate(exported, opset, {key: value for key, value in names.items() if value is not None})

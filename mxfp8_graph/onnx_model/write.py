@@ -1,4 +1,4 @@
-"""Writes a model and its tensors: to temporary files, then renamed, so that nobody ever sees half a file."""
+"""Writes a model and its tensors to drafts, and puts both in place together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from google.protobuf.message import EncodeError
 
-from mxfp8_graph.file_writing import temporary_beside
+from mxfp8_graph.file_drafts import Drafts
+from mxfp8_graph.file_leftovers import clean_up
+from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import as_bytes, byte_length, fetching, is_external, location, raw
 from mxfp8_graph.onnx_model.walk import iter_tensors
@@ -30,14 +32,17 @@ _CHUNK: Final = 16 << 20
 
 
 class Target:
-    """Where one result goes: `store` takes new tensors as they come, `finish` the rest, and renames the files."""
+    """Where one result goes: `store` takes new tensors as they come, `finish` the rest, and puts the files in place."""
 
-    def __init__(self, opened: OpenedModel, path: Path | None, *, external: bool) -> None:
+    def __init__(
+        self, opened: OpenedModel, path: Path | None, drafts: Drafts, *, external: bool, overwrite: bool
+    ) -> None:
         self.path = path
         self.byte_size = 0
         self._opened = opened
-        self._temporary: dict[Path, Path] = {}
-        self._data = self._open(data_path_of(path)) if path is not None and external else None
+        self._drafts = drafts
+        self._overwrite = overwrite
+        self._data = drafts.open(data_path_of(path), "data") if path is not None and external else None
         """The external file; None if the tensors stay in the proto."""
 
     def store(self, tensor: onnx.TensorProto, data: npt.NDArray[Any]) -> None:
@@ -49,10 +54,11 @@ class Target:
         self._data.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
     def finish(self) -> None:
-        """Stores the tensors that are still where they were, writes the model and renames the files.
+        """Stores the tensors that are still where they were, writes the model and puts the files in place.
 
         Raises:
-            ContractError: a tensor cannot be read, or the model is too large for one file.
+            ContractError: a tensor cannot be read, the input changed meanwhile, or the model is too large for one file.
+            OSError: the result cannot be written; FileExistsError if there is one by now that must not be replaced.
         """
         model = self._opened.proto
         for tensor in model.graph.initializer:
@@ -61,29 +67,51 @@ class Target:
         self._transfer_others()
         if self.path is None:
             self.byte_size = model.ByteSize()
-            return
-        try:
-            content = model.SerializeToString()
-        except (EncodeError, ValueError):
-            raise _too_large(self.path) from None
-        with self._open(self.path) as file:
-            file.write(content)
-        if self._data is not None:
-            self._data.close()
-        self._put_in_place(self.path)
+        elif self._data is None:
+            self._finish_one(self.path)
+        else:
+            self._finish_pair(self.path, self._data)
 
     def probe(self) -> None:
         """Opens what `finish` would write to: a dry run must tell what cannot be written."""
         if self.path is not None:
-            self._open(self.path).close()
+            self._drafts.open(self.path)
 
-    def discard(self) -> None:
-        """Removes the temporary files that are left."""
-        if self._data is not None:
-            self._data.close()
-        for temporary in self._temporary.values():
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+    def _finish_one(self, path: Path) -> None:
+        overwrites, data_path = path.exists(), data_path_of(path)
+        file = self._written(path, "new")
+        self.byte_size = file.tell()
+        self._check_input()
+        self._drafts.put(file, path, overwrite=self._overwrite)
+        if overwrites and (data_path.is_file() or data_path.is_symlink()):
+            data_path.unlink()  # it belongs to the old model
+
+    def _finish_pair(self, path: Path, data: BinaryIO) -> None:
+        bridge = self._written(path, "bridge") if self._overwrite else None
+        data_path = data_path_of(path)
+        for tensor in filter(is_external, iter_tensors(self._opened.proto)):
+            _set_location(tensor, data_path.name)
+        file = self._written(path, "new")
+        self.byte_size = data.tell() + file.tell()
+        self._check_input()
+        if bridge is None:
+            self._drafts.put_new_pair(data, data_path, file, path)
+        else:
+            self._drafts.replace_pair(data, data_path, (bridge, file), path)
+
+    def _written(self, path: Path, role: Literal["new", "bridge"]) -> BinaryIO:
+        """Returns the draft that the model was written to."""
+        try:
+            content = self._opened.proto.SerializeToString()
+        except (EncodeError, ValueError):
+            raise _too_large(path) from None
+        file = self._drafts.open(path, role)
+        file.write(content)
+        return file
+
+    def _check_input(self) -> None:
+        if self._opened.folder is not None:
+            self._opened.folder.files.check()
 
     def _transfer(self, tensor: onnx.TensorProto, stored: onnx.TensorProto) -> None:
         """Gives `tensor` the data of `stored` unchanged. Strings stay in the proto: they have no external form."""
@@ -104,22 +132,18 @@ class Target:
                     self._data.write(fetch(start, min(_CHUNK, length - start)).data)
 
     def _transfer_others(self) -> None:
-        """Moves what subgraphs, functions and Constant nodes keep in external files, and names the final data file."""
-        own = data_path_of(self.path) if self.path else None
-        written = self._temporary[own].name if own in self._temporary else None
+        """Moves what subgraphs, functions and Constant nodes keep in external files."""
+        written = Path(self._data.name).name if self._data is not None else None
         for tensor in filter(is_external, iter_tensors(self._opened.proto)):
             if location(tensor) != written:
                 stored = onnx.TensorProto()
                 stored.CopyFrom(tensor)
                 self._transfer(tensor, stored)
-            for entry in tensor.external_data:
-                if own and entry.key == "location":
-                    entry.value = own.name
 
-    def _begin(self, file: IO[bytes], tensor: onnx.TensorProto, length: int) -> None:
+    def _begin(self, file: BinaryIO, tensor: onnx.TensorProto, length: int) -> None:
         """Brings `file` to the next aligned offset and says in `tensor` that its data lies there.
 
-        Until the files are renamed, what this writes lies in the temporary file, whose name no model read can have.
+        Until the files are in place, what this writes lies in the draft, whose name no model read can have.
         """
         offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
         file.truncate(offset)
@@ -130,40 +154,25 @@ class Target:
         for key, value in (("location", Path(file.name).name), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
 
-    def _open(self, path: Path) -> IO[bytes]:
-        self._temporary[path] = temporary_beside(path)
-        return self._temporary[path].open("wb")
-
-    def _put_in_place(self, path: Path) -> None:
-        self.byte_size = sum(temporary.stat().st_size for temporary in self._temporary.values())
-        overwrites = path.exists()
-        if self._data is not None:
-            path.unlink(missing_ok=True)  # an old model must never be seen beside new data
-            self._temporary.pop(data_path_of(path)).replace(data_path_of(path))
-        self._temporary.pop(path).replace(path)
-        if self._data is None and overwrites:
-            data_path_of(path).unlink(missing_ok=True)  # it belongs to the old model
-
 
 @contextlib.contextmanager
 def open_target(opened: OpenedModel, path: Path | None, *, external: bool, overwrite: bool) -> Iterator[Target]:
-    """Yields the target of a rewrite; whatever goes wrong inside, no temporary file stays.
+    """Yields the target of a rewrite; whatever goes wrong inside, no draft stays.
 
     Raises:
         ContractError: the output exists and `overwrite` is false, is the input or its data, or cannot be written.
     """
     if path is not None:
+        clean_up(path.parent)
         _check_path(opened, path, external=external, overwrite=overwrite)
-    target: Target | None = None
     try:
-        target = Target(opened, path, external=external)
-        yield target
+        with Drafts() as drafts:
+            yield Target(opened, path, drafts, external=external, overwrite=overwrite)
+    except FileExistsError as error:  # since it was checked
+        raise _exists(error.filename) from None
     except OSError as error:  # reading reports ContractError, so this is about writing
         advice = ("free some space or pass another ", Option("output"))
         raise ContractError.unwritable(path, error, advice) from None
-    finally:
-        if target is not None:
-            target.discard()
 
 
 def wants_external(
@@ -201,15 +210,29 @@ def _check_path(opened: OpenedModel, path: Path, *, external: bool, overwrite: b
     if path.is_dir():
         inside = ("pass ", Option("output", "DIRECTORY/MODEL.onnx"))
         raise ContractError(path, "a directory", expected="a file name", advice=inside)
-    inputs = {Path(opened.name).resolve()} if opened.folder else set()
-    if opened.folder is not None:
-        for tensor in [*opened.tensors.values(), *iter_tensors(opened.proto)]:
-            if is_external(tensor):
-                inputs.add((opened.folder.path / location(tensor)).resolve())
-    if {path.resolve(), data_path_of(path).resolve()} & inputs:
+    inputs = input_files(opened)
+    if is_any_of(path, inputs) or is_any_of(data_path_of(path), inputs):
         another = ("pass another ", Option("output"))
         raise ContractError(path, "is the input or its external data", expected="another file", advice=another)
     for file in (path, data_path_of(path))[: 1 + external]:
-        if file.exists() and not overwrite:
-            replace = ("pass ", Option("overwrite", True), " or another ", Option("output"))
-            raise ContractError(file, "exists already", expected="a new file", advice=replace)
+        if os.path.lexists(file) and not overwrite:
+            raise _exists(file)
+
+
+def input_files(opened: OpenedModel) -> set[Path]:
+    """Returns the files that a model and its tensors lie in; none for a model that came without a path."""
+    if opened.folder is None:
+        return set()
+    tensors = [*opened.tensors.values(), *iter_tensors(opened.proto)]
+    return {Path(opened.name), *(opened.folder.path / location(tensor) for tensor in tensors if is_external(tensor))}
+
+
+def _exists(path: Path) -> ContractError:
+    replace = ("pass ", Option("overwrite", True), " or another ", Option("output"))
+    return ContractError(path, "exists already", expected="a new file", advice=replace)
+
+
+def _set_location(tensor: onnx.TensorProto, name: str) -> None:
+    for entry in tensor.external_data:
+        if entry.key == "location":
+            entry.value = name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -40,7 +42,9 @@ def contents(model: Any) -> Contents:
         # isort: split
         from mxfp8_graph.packed import from_torch
 
-        return from_torch.contents(load(model), str(model)) if kind.is_file else from_torch.contents(model, "program")
+        if not kind.is_file:
+            return from_torch.contents(model, "program")
+        return replace(from_torch.contents(load(model), str(model)), files=frozenset({Path(model)}))
     from mxfp8_graph.onnx_model import graphsurgeon
     from mxfp8_graph.onnx_model.open import open_model
     from mxfp8_graph.packed import from_onnx

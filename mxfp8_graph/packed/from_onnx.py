@@ -19,6 +19,7 @@ from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw, read
 from mxfp8_graph.onnx_model.walk import module_path, stored_in, subgraphs
+from mxfp8_graph.onnx_model.write import input_files
 from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_shape
@@ -69,7 +70,10 @@ def contents(opened: OpenedModel) -> Contents:
         if tensor.name not in packed and tensor.data_type in _FLOATS and tensor.dims
     ]
     by_name, recipe = {weight.name: weight for weight in weights.values()}, record.recipe_of(opened.proto)
-    return Contents(where=opened.name, weights=by_name, others=others, recipe=recipe)
+    found = Contents(where=opened.name, weights=by_name, others=others, recipe=recipe)
+    if opened.folder is None:
+        return found
+    return replace(found, files=frozenset(input_files(opened)), check=opened.folder.files.check)
 
 
 def _uses(graph: onnx.GraphProto, visible: Visible) -> Iterator[_Use]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_reading import Pins
+from mxfp8_graph.file_reading import Pins, is_any_of
 from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
@@ -63,6 +63,9 @@ def export_safetensors(
     if not found.weights:
         what = "no packed weights"
         raise ContractError(found.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
+    if is_any_of(path, found.files):
+        what = "is the model or its external data"
+        raise ContractError(path, what, expected="another file", advice="pass another path")
     weights: dict[str, PackedWeight] = {}
     for weight in found.weights.values():
         weights[unique_name(weight.parameter, weights)] = weight
@@ -85,7 +88,7 @@ def export_safetensors(
         CONFIG_KEY: json.dumps(quantization_config(chosen, quantized=modules[False], weight_only=modules[True])),
         **provenance.entries(found.recipe),
     }
-    safetensors.write(path, entries, metadata, overwrite=overwrite)
+    safetensors.write(path, entries, metadata, overwrite=overwrite, check=found.check)
     return path
 
 

@@ -102,18 +102,19 @@ class Stored:
         return np.frombuffer(content, np.uint8)
 
 
-def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, overwrite: bool) -> None:
-    """Writes a file whole or not at all, one tensor in memory at a time.
+def write(
+    path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, overwrite: bool, check: Callable[[], None]
+) -> None:
+    """Writes a file whole or not at all, one tensor in memory at a time. `check` may refuse it when all are written.
 
     Raises:
         ContractError: the file exists and `overwrite` is false, or it cannot be written.
     """
-    if path.exists() and not overwrite:
-        advice = ("pass ", Option("overwrite", True), " or another path")
-        raise ContractError(path, "exists already", expected="a new file", advice=advice)
+    if os.path.lexists(path) and not overwrite:
+        raise _exists(path)
     ordered = sorted(entries, key=lambda e: (-int(DTYPES[e.dtype].itemsize), e.name))  # wide dtypes first: all aligned
     try:
-        with replacing(path) as temporary, temporary.open("wb") as file:
+        with replacing(path, overwrite=overwrite) as file:
             file.write(_header(ordered, metadata))
             for entry in ordered:
                 data = np.ascontiguousarray(entry.read())
@@ -122,8 +123,16 @@ def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, 
                     expected = f"{entry.byte_size} for its shape"
                     raise ContractError(path, what, expected=expected, advice="the model it comes from is damaged")
                 file.write(data.reshape(-1).view(np.uint8).data)
+            check()
+    except FileExistsError:  # since it was checked
+        raise _exists(path) from None
     except OSError as error:
         raise ContractError.unwritable(path, error) from None
+
+
+def _exists(path: Path) -> ContractError:
+    advice = ("pass ", Option("overwrite", True), " or another path")
+    return ContractError(path, "exists already", expected="a new file", advice=advice)
 
 
 def read(path: Path, files: Pins) -> tuple[dict[str, Stored], dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -96,6 +97,10 @@ class Contents:
     """Parameters that were not packed."""
     recipe: str | None
     """The recipe as JSON, if it is recorded."""
+    files: frozenset[Path] = frozenset()
+    """What the model lies in."""
+    check: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Raises ContractError if a file that was read changed since."""
 
 
 def original_name(elements: str) -> str:

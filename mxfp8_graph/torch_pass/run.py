@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
+from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
 from mxfp8_graph.policy.plan import Decision, plan
@@ -57,7 +58,7 @@ def rewrite_torch(
 
 def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
     """Raises ContractError if the output cannot be written or is the input."""
-    if isinstance(model, Path) and output.resolve() == model.resolve():
+    if isinstance(model, Path) and is_any_of(output, [model]):
         advice = ("pass another ", Option("output"))
         raise ContractError(output, "is the input", expected="another file", advice=advice)
     check_target(output, overwrite=overwrite)

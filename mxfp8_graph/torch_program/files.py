@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
+import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import torch
 from torch.export import ExportedProgram
@@ -49,8 +51,13 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     entries: dict[str, Any] = provenance.entries(made.recipe if made else None)
     entries[_MODULES_KEY] = internals.container_modules(program)
     try:
-        with replacing(path, suffix=".pt2") as temporary:  # torch writes to no other suffix
-            torch.export.save(program, temporary, extra_files={EXTRA_FILE: json.dumps(entries)})
+        with replacing(path, overwrite=overwrite) as file:
+            sink: Any = _Sink(file)
+            torch.export.save(program, sink, extra_files={EXTRA_FILE: json.dumps(entries)})
+            if sink.error is not None:
+                raise sink.error
+    except FileExistsError:  # since it was checked
+        raise _exists(path) from None
     except OSError as error:
         raise ContractError.unwritable(path, error, "free some space or choose another") from None
     except Exception as error:
@@ -58,6 +65,31 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
         expected = "containers that pytree knows and registered ops"
         raise ContractError(path, what, expected=expected, advice="see the cause above") from error
     return path
+
+
+class _Sink(io.RawIOBase):
+    """A file that keeps its first error, or interrupt, for later: with one, torch's writer ends the process."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.error: BaseException | None = None
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True  # torch asks, and goes back to the start at the end
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return offset
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except BaseException as error:
+                self.error = error
+        return len(data)
 
 
 def load(path: str | Path) -> ExportedProgram:
@@ -103,10 +135,14 @@ def check_target(path: str | Path, *, overwrite: bool) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         what = "a directory" if path.is_dir() else f"no folder {path.parent}"
         raise ContractError(path, what, expected="a file in an existing folder", advice="correct the path")
-    if path.exists() and not overwrite:
-        advice = ("pass ", Option("overwrite", True), " or another path")
-        raise ContractError(path, "exists already", expected="a new file", advice=advice)
+    if os.path.lexists(path) and not overwrite:
+        raise _exists(path)
     return path
+
+
+def _exists(path: Path) -> ContractError:
+    advice = ("pass ", Option("overwrite", True), " or another path")
+    return ContractError(path, "exists already", expected="a new file", advice=advice)
 
 
 def _entries(path: Path, pins: Pins) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from commands import refused
+from faults import files_of_at_most
 
 torch = pytest.importorskip("torch")
 
@@ -191,16 +192,17 @@ def test_places_that_cannot_be_written(tmp_path: Path, rewritten: ExportedProgra
     assert mxfp8_graph.save(rewritten, path, overwrite=True) == path
 
 
-def test_no_half_file_is_left(tmp_path: Path, rewritten: ExportedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(program: Any, path: Path, **kwargs: Any) -> None:
-        path.write_bytes(b"PK\x03\x04")
-        raise OSError(28, "No space left on device")
-
+@pytest.mark.parametrize("room", [0, 1000, 10_000])
+def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path: Path, rewritten: ExportedProgram, room: int) -> None:
+    """torch's own writer ends the process when it cannot write."""
     path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
     before = path.read_bytes()
-    monkeypatch.setattr(torch.export, "save", half)
-    with pytest.raises(ContractError, match="cannot be written: No space left on device"):
+    with files_of_at_most(room), pytest.raises(ContractError) as caught:
         mxfp8_graph.save(rewritten, path, overwrite=True)
+    assert str(caught.value) == (
+        f"{path}: cannot be written: File too large; expected a writable folder with enough space; free some space or "
+        "choose another"
+    )
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
 
