@@ -67,18 +67,21 @@ def _try_lock(lock: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Holds back what SIGINT and SIGTERM raise, until its end: steps that belong together are done together."""
+def uninterrupted() -> Iterator[list[Any]]:
+    """Holds back what SIGINT and SIGTERM raise, until its end: steps that belong together are done together.
+
+    Yields the list of the signals that came so far.
+    """
+    held: list[Any] = []
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals do not raise here
+        yield held  # signals do not raise here
         return
-    held: list[tuple[int, Any]] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     raising = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in raising:
         signal.signal(number, lambda *call: held.append(call))
     try:
-        yield
+        yield held
     finally:
         for number, handler in raising.items():
             signal.signal(number, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -10,6 +11,12 @@ from typing import BinaryIO
 from mxfp8_graph.file_drafts import Drafts
 from mxfp8_graph.file_leftovers import clean_up
 from mxfp8_ops.errors import Mxfp8Error
+
+
+def is_taken(path: Path) -> bool:
+    """Whether there is something at `path`, once the leftovers of dead processes are gone."""
+    clean_up(path.parent)
+    return os.path.lexists(path)
 
 
 @contextlib.contextmanager

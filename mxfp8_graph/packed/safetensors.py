@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from mxfp8_graph.file_reading import Pins
-from mxfp8_graph.file_writing import replacing
+from mxfp8_graph.file_writing import is_taken, replacing
 from mxfp8_graph.packed.weight import Array, Codes
 from mxfp8_ops.errors import ContractError, Option
 
@@ -110,7 +110,7 @@ def write(
     Raises:
         ContractError: the file exists and `overwrite` is false, or it cannot be written.
     """
-    if os.path.lexists(path) and not overwrite:
+    if not overwrite and is_taken(path):
         raise _exists(path)
     ordered = sorted(entries, key=lambda e: (-int(DTYPES[e.dtype].itemsize), e.name))  # wide dtypes first: all aligned
     try:

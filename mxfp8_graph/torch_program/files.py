@@ -6,9 +6,8 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -16,8 +15,9 @@ import torch
 from torch.export import ExportedProgram
 
 from mxfp8_graph import provenance
+from mxfp8_graph.file_locks import uninterrupted
 from mxfp8_graph.file_reading import Pins
-from mxfp8_graph.file_writing import replacing
+from mxfp8_graph.file_writing import is_taken, replacing
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_ops import (
     contract,
@@ -52,8 +52,9 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     entries[_MODULES_KEY] = internals.container_modules(program)
     try:
         with replacing(path, overwrite=overwrite) as file:
-            sink: Any = _Sink(file)
-            torch.export.save(program, sink, extra_files={EXTRA_FILE: json.dumps(entries)})
+            with uninterrupted() as interrupts:
+                sink: Any = _Sink(file, interrupts)
+                torch.export.save(program, sink, extra_files={EXTRA_FILE: json.dumps(entries)})
             if sink.error is not None:
                 raise sink.error
     except FileExistsError:  # since it was checked
@@ -68,11 +69,15 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
 
 
 class _Sink(io.RawIOBase):
-    """A file that keeps its first error, or interrupt, for later: with one, torch's writer ends the process."""
+    """A file that keeps its first error for later, and takes no more after it, or after the first of `interrupts`.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.error: BaseException | None = None
+    torch's writer ends the process when a file raises something.
+    """
+
+    def __init__(self, file: BinaryIO, interrupts: Sequence[Any]) -> None:
+        self.error: OSError | None = None
         self._file = file
+        self._interrupts = interrupts
 
     def writable(self) -> bool:
         return True
@@ -84,10 +89,10 @@ class _Sink(io.RawIOBase):
         return offset
 
     def write(self, data: Any) -> int:
-        if self.error is None:
+        if self.error is None and not self._interrupts:
             try:
                 self._file.write(data)
-            except BaseException as error:
+            except OSError as error:
                 self.error = error
         return len(data)
 
@@ -135,7 +140,7 @@ def check_target(path: str | Path, *, overwrite: bool) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         what = "a directory" if path.is_dir() else f"no folder {path.parent}"
         raise ContractError(path, what, expected="a file in an existing folder", advice="correct the path")
-    if os.path.lexists(path) and not overwrite:
+    if not overwrite and is_taken(path):
         raise _exists(path)
     return path
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import files, files_of_at_most
+from full_disk import files, files_of_at_most
 
 from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe

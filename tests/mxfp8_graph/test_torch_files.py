@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from commands import refused
-from faults import files_of_at_most
+from full_disk import files_of_at_most
 
 torch = pytest.importorskip("torch")
 
