@@ -36,6 +36,28 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
             yield f"{attribute.name}[{index}]", graph
 
 
+def iter_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yields `nodes` and those of every subgraph below them."""
+    for node in nodes:
+        yield node
+        for _, inner in subgraphs(node):
+            yield from iter_nodes(inner.node)
+
+
+FunctionKey = tuple[str, str, str]
+"""What tells a local function from others: domain, name, overload."""
+
+
+def function_key(function: onnx.FunctionProto) -> FunctionKey:
+    """Returns the key of a local function."""
+    return "" if function.domain in STANDARD else function.domain, function.name, function.overload
+
+
+def called_function(node: onnx.NodeProto) -> FunctionKey:
+    """Returns the key of the local function that `node` calls, if the model has such a function."""
+    return "" if node.domain in STANDARD else node.domain, node.op_type, node.overload
+
+
 def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yields `graph` and every subgraph below it."""
     yield graph
