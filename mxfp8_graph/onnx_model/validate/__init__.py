@@ -15,5 +15,7 @@ places.py      how errors say where
 """
 
 from mxfp8_graph.onnx_model.validate.check import validate
+from mxfp8_graph.onnx_model.validate.limits import MOST_DIMS
+from mxfp8_graph.onnx_model.validate.tensors import DTYPES
 
-__all__ = ["validate"]
+__all__ = ["DTYPES", "MOST_DIMS", "validate"]

@@ -34,8 +34,8 @@ def validate(model: onnx.ModelProto, name: str, folder: Path | None) -> None:
 
     def checker(imports: Mapping[str, int]) -> CheckNode:
         def check(node: onnx.NodeProto, where: Place) -> None:
-            if not functions.check_call(node, where):
-                check_node(node, imports, where, typed=typed)
+            functions.check_call(node, where)
+            check_node(node, imports, where, typed=typed)
 
         return check
 

@@ -53,18 +53,17 @@ class Functions:
                 found.update(self._calls[key])
         return found
 
-    def check_call(self, node: onnx.NodeProto, place: Place) -> bool:
-        """Returns whether `node` calls a local function; ContractError if it passes or takes too many values."""
-        function = self.by_key.get(called_function(node))
+    def check_call(self, node: onnx.NodeProto, place: Place) -> None:
+        """Raises ContractError if `node` calls a local function and passes or takes more values than it has."""
+        function = self.by_key.get(called_function(node)) if self.by_key else None
         if function is None:
-            return False
+            return
         for kind, names, formal in (
             ("input", node.input, function.input),
             ("output", node.output, function.output),
         ):
             if len(names) > len(formal):
                 raise place.node_error(node, count(len(names), kind), f"at most {len(formal)}, as its function has")
-        return True
 
     def _called(self, nodes: Iterable[onnx.NodeProto]) -> Iterator[FunctionKey]:
         if self.by_key:
@@ -79,7 +78,9 @@ class Functions:
         if sum(sizes[key] for key in self._in_graph) > most or max(sizes.values()) > most:
             raise place.error("local functions expand to too many nodes", f"at most {most}")
         if max(depths.values()) > MOST_CALLS_DEEP:
-            raise place.error(f"local functions call each other {max(depths.values())} deep", f"at most {MOST_CALLS_DEEP}")
+            raise place.error(
+                f"local functions call each other {max(depths.values())} deep", f"at most {MOST_CALLS_DEEP}"
+            )
 
     def _folded(self, value: Callable[[FunctionKey, list[int]], int]) -> dict[FunctionKey, int]:
         """Returns a number per function, made of those of the functions it calls."""

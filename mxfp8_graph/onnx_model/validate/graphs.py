@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 
 import onnx
 
-from mxfp8_graph.onnx_model.validate.places import Place, node_label
-from mxfp8_graph.onnx_model.walk import subgraphs
+from mxfp8_graph.onnx_model.validate.places import Place
+from mxfp8_graph.onnx_model.walk import node_label, subgraphs
 
 CheckNode = Callable[[onnx.NodeProto, Place], None]
 Scopes = tuple[AbstractSet[str], ...]
@@ -91,9 +91,7 @@ def _check_nodes(
     return late
 
 
-def _check_one(
-    node: onnx.NodeProto, place: Place, check: CheckNode, around: Scopes, defined: set[str]
-) -> None:
+def _check_one(node: onnx.NodeProto, place: Place, check: CheckNode, around: Scopes, defined: set[str]) -> None:
     check(node, place)
     if node.attribute:
         for name, inner in subgraphs(node):

@@ -22,7 +22,7 @@ _VALUE_FIELDS: Final = {
 """Where attributes keep what has no default."""
 
 
-def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *, typed: bool = True) -> None:
+def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *, typed: bool) -> None:
     """Raises ContractError if a node is not what the schema of its op says; ops that onnx does not know may be anything.
 
     Args:
@@ -55,9 +55,7 @@ def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *,
         _check_bodies(node, opsets, place)
 
 
-def _check_count(
-    node: onnx.NodeProto, names: Sequence[str], limits: tuple[int, int], kind: str, place: Place
-) -> None:
+def _check_count(node: onnx.NodeProto, names: Sequence[str], limits: tuple[int, int], kind: str, place: Place) -> None:
     least, most = limits
     if not least <= len(names) <= most:
         expected = f"at least {least}" if most >= MANY else f"{least}" if least == most else f"{least} to {most}"
@@ -92,9 +90,7 @@ def _check_against(node: onnx.NodeProto, schema: Schema, place: Place, typed: bo
             raise place.node_error(node, f"attribute {name!r}", f"one of {', '.join(schema.attributes) or 'none'}")
         if attribute.type != kind and (typed or attribute.type):
             found = _Attribute.AttributeType.Name(attribute.type)
-            raise place.node_error(
-                node, f"attribute {name!r} is of kind {found}", _Attribute.AttributeType.Name(kind)
-            )
+            raise place.node_error(node, f"attribute {name!r} is of kind {found}", _Attribute.AttributeType.Name(kind))
     if missing := schema.needed_attributes - names:
         raise place.node_error(node, f"has no attribute {min(missing)!r}", "one")
 

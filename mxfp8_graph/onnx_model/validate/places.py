@@ -7,6 +7,7 @@ from typing import Final
 
 import onnx
 
+from mxfp8_graph.onnx_model.walk import node_label
 from mxfp8_ops.errors import ContractError
 
 EXPORT_AGAIN: Final = "export the model again"
@@ -33,16 +34,13 @@ class Place:
     def node_error(self, node: onnx.NodeProto, what: str, expected: str) -> ContractError:
         """Returns the error for something wrong with one node of the graph."""
         path = "/".join((*self.inside, node_label(node)))
-        return ContractError(f"{self.model}: node {path!r} ({node.op_type})", what, expected=expected, advice=EXPORT_AGAIN)
+        return ContractError(
+            f"{self.model}: node {path!r} ({node.op_type})", what, expected=expected, advice=EXPORT_AGAIN
+        )
 
     def tensor_error(self, name: str, what: str, expected: str) -> ContractError:
         """Returns the error for something wrong with a stored tensor."""
         return ContractError(f"{self.model}: tensor {name!r}", what, expected=expected, advice=EXPORT_AGAIN)
-
-
-def node_label(node: onnx.NodeProto) -> str:
-    """Returns what to call a node: its name, or else its first output or its op."""
-    return str(node.name or next(iter(node.output), "") or node.op_type or "?")
 
 
 def count(number: int, thing: str) -> str:
