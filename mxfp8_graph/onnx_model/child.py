@@ -109,7 +109,7 @@ def _limit(seconds: int) -> None:
 
 def _read(reading: int, deadline: float) -> bytes:
     """Returns what the child writes; what there is by then if it has not ended at the deadline."""
-    chunks = []
+    chunks: list[bytes] = []
     while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
         chunk = os.read(reading, _CHUNK)
         if not chunk:

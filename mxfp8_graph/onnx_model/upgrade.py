@@ -96,7 +96,8 @@ def _refuse_other_ops(opened: OpenedModel, function: onnx.FunctionProto, opset: 
 
 
 def _since(op: str, opset: int) -> int:
-    return int(onnx.defs.get_schema(op, opset).since_version) if onnx.defs.has(op, opset) else 0
+    known = 0 < opset <= onnx.defs.onnx_opset_version() and onnx.defs.has(op, opset)
+    return int(onnx.defs.get_schema(op, opset).since_version) if known else 0
 
 
 def _convert(opened: OpenedModel, opset: int) -> None:

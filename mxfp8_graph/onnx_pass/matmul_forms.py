@@ -109,9 +109,10 @@ def _run_time(tensor: gs.Tensor, transposed: bool, rank: int | None) -> Operand:
     if not transposed or rank is None or rank < 2:
         return Operand(name=tensor.name, rank=rank, shape=shape, transposed=transposed)
     producer = tensor.inputs[0] if tensor.inputs else None
-    transposes = producer is not None and producer.op == "Transpose" and producer.domain in STANDARD
-    axes = permutation(producer, rank) if transposes else None
-    if axes is None:
+    axes = None
+    if producer is not None and producer.op == "Transpose" and producer.domain in STANDARD:
+        axes = permutation(producer, rank)
+    if producer is None or axes is None:
         return Operand(name=tensor.name, rank=rank, shape=shape, transposed=True, perm=k_last(range(rank)))
     perm = k_last(axes)
     name, needed = producer.inputs[0].name, None if perm == tuple(range(rank)) else perm

@@ -75,7 +75,7 @@ def _check_nodes(
 ) -> list[tuple[onnx.NodeProto, str]]:
     """Checks nodes in order, and adds what they make to `defined`.
 
-    Returns those that use a name that only a later node makes, and that name. They, and what they make, are not checked.
+    Returns those that use a name that only a later node makes, and that name. They are not checked.
     """
     late: list[tuple[onnx.NodeProto, str]] = []
     made: set[str] = set()

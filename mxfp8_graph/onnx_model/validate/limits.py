@@ -1,4 +1,4 @@
-"""How deep a model may be nested: everything that walks one, here and in onnx, calls itself per level."""
+"""Types of values, and how deep a model may be nested: whatever walks one, here and in onnx, calls itself per level."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ MOST_LEVELS: Final = 33
 
 MOST_TYPE_LEVELS: Final = 16
 """Sequences of sequences of ..."""
+
+_DTYPES: Final = frozenset(onnx.TensorProto.DataType.values())
+"""The undefined one among them: exporters use it for what they do not know."""
 
 MOST_DIMS: Final = 32
 """Dimensions of a stored tensor: NumPy before 2.0 has no more."""
@@ -37,8 +40,7 @@ def check_nesting(model: onnx.ModelProto, place: Place) -> None:
                     values += _values(inner)
     for infos in values:
         for info in infos:
-            if info.type.WhichOneof("value") not in {"tensor_type", None}:
-                _check_type(info, place)
+            _check_type(info, place)
 
 
 def _values(graph: onnx.GraphProto) -> Iterator[Iterable[onnx.ValueInfoProto]]:
@@ -54,3 +56,5 @@ def _check_type(info: onnx.ValueInfoProto, place: Place) -> None:
             raise place.error(what, "fewer")
         inner = getattr(kind, which)
         kind = inner.value_type if which == "map_type" else inner.elem_type
+    if which in {"tensor_type", "sparse_tensor_type"} and (dtype := getattr(kind, which).elem_type) not in _DTYPES:
+        raise place.error(f"value {info.name!r} has unknown dtype {dtype}", "one of onnx.TensorProto.DataType")

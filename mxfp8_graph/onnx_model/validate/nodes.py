@@ -10,6 +10,7 @@ import onnx
 from mxfp8_graph.onnx_model.validate.places import Place, count
 from mxfp8_graph.onnx_model.validate.schemas import MANY, Schema, schema_of
 from mxfp8_graph.onnx_model.walk import STANDARD, subgraphs
+from mxfp8_ops import contract
 
 _Attribute = onnx.AttributeProto
 
@@ -23,7 +24,7 @@ _VALUE_FIELDS: Final = {
 
 
 def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *, typed: bool) -> None:
-    """Raises ContractError if a node is not what the schema of its op says; ops that onnx does not know may be anything.
+    """Raises ContractError if a node is not what the schema of its op says; ops without one may be anything.
 
     Args:
         node: any.
@@ -38,6 +39,8 @@ def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *,
     domain = "" if node.domain in STANDARD else node.domain
     schema = schema_of(node.op_type, domain, opsets.get(domain, 0))
     if schema is None:
+        if domain == contract.DOMAIN:
+            raise place.node_error(node, f"no node of domain {domain!r}", f"one of {', '.join(contract.OPS)}")
         return
     _check_count(node, node.input, schema.inputs, "input", place)
     _check_count(node, node.output, schema.outputs, "output", place)

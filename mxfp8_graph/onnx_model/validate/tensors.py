@@ -20,11 +20,7 @@ _Proto = onnx.TensorProto
 
 DTYPES: Final = frozenset(set(_Proto.DataType.values()) - {_Proto.UNDEFINED})
 
-_PER_ENTRY: Final = {
-    _Proto.DataType.Value(name): per_entry
-    for name, per_entry in {"INT4": 2, "UINT4": 2, "FLOAT4E2M1": 2, "INT2": 4, "UINT2": 4}.items()
-    if name in _Proto.DataType.keys()  # noqa: SIM118: an enum wrapper, no dict
-}
+_PER_ENTRY: Final = {"INT4": 2, "UINT4": 2, "FLOAT4E2M1": 2, "INT2": 4, "UINT2": 4}
 """How many values of a dtype share an entry of the field that holds them."""
 
 
@@ -80,7 +76,7 @@ def _field(tensor: onnx.TensorProto) -> tuple[str, int]:
     count = math.prod(tensor.dims)
     if tensor.data_type in {_Proto.COMPLEX64, _Proto.COMPLEX128}:
         return field, 2 * count
-    return field, -(-count // _PER_ENTRY.get(tensor.data_type, 1))
+    return field, -(-count // _PER_ENTRY.get(_Proto.DataType.Name(tensor.data_type), 1))
 
 
 def _plural(unit: str) -> str:
