@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, inliner, numpy_helper, shape_inference
+from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 
+from mxfp8_graph.onnx_model import onnx_calls
 from mxfp8_graph.onnx_model.tensor_data import is_external
 from mxfp8_graph.onnx_model.walk import iter_graphs, stored_in, subgraphs
 from mxfp8_ops import contract
+from mxfp8_ops.errors import ContractError
 
 _MOVES: Final = {
     **dict.fromkeys(
@@ -35,6 +37,12 @@ _TABLES: Final = {
     "EmbedLayerNormalization": ((2, 0, None), (3, 7, None), (4, 1, None)),
 }
 """Op -> (input that is the table, input that indexes it, attribute that says along which axis)."""
+
+_MOST_INDEX: Final = 2**62
+"""Far from what overflows 64 bits."""
+
+_MOST_ORIGINS: Final = 1000
+"""A value made of more than this is not followed: sums of sums may double it with each."""
 
 Origins = dict[str, set[tuple[str, int]]]
 """Value name -> (graph input it comes from, what was added to it)."""
@@ -67,8 +75,10 @@ class _Walk:
             for table, index, axis in _TABLES.get(node.op_type, ()):
                 if index < len(node.input) and table < len(node.input):
                     self._bound(node.input[index], self._length(node, table, axis))
-            if node.op_type == "OneHot" and (depth := self.constants.get(node.input[1])) is not None:
-                self._bound(node.input[0], depth)
+            if node.op_type == "OneHot" and len(node.input) > 1:
+                depth = self.constants.get(node.input[1])
+                if depth is not None:
+                    self._bound(node.input[0], depth)
             self._follow(node)
 
     def _follow(self, node: NodeProto) -> None:
@@ -76,7 +86,7 @@ class _Walk:
             at = _MOVES[node.op_type]
             moved = node.input if at is None else [node.input[i] for i in at if i < len(node.input)]
             self._join(moved, node.output)
-        elif node.op_type in {"Add", "Sub"}:
+        elif node.op_type in {"Add", "Sub"} and len(node.input) == 2:
             sign = 1 if node.op_type == "Add" else -1
             left, right = node.input
             if (constant := self.constants.get(right)) is not None:
@@ -94,7 +104,7 @@ class _Walk:
 
     def _join(self, sources: Iterable[str], targets: Iterable[str], shift: int = 0) -> None:
         found = {(name, by + shift) for source in sources for name, by in self.origins.get(source, ())}
-        if found:
+        if 0 < len(found) <= _MOST_ORIGINS:
             for target in targets:
                 self.origins.setdefault(target, set()).update(found)
 
@@ -103,6 +113,8 @@ class _Walk:
             low, high = max(0, -shift), length - shift
             known = self.ranges.get(name, range(low, high))
             low, high = max(known.start, low), min(known.stop, high)
+            if high > _MOST_INDEX:
+                continue
             self.ranges[name] = range(low, max(high, low + 1))
 
     def _length(self, node: NodeProto, table: int, axis_name: str | None) -> int:
@@ -122,9 +134,9 @@ def _inlined(model: ModelProto) -> ModelProto:
     copy.functions.extend(foreign)
     try:
         if foreign:
-            copy = inliner.inline_local_functions(copy)
-        return shape_inference.infer_shapes(copy, data_prop=True)
-    except (shape_inference.InferenceError, RuntimeError, ValueError):
+            copy = onnx_calls.inline(copy, [(function.domain, function.name) for function in foreign], "model")
+        return onnx_calls.infer_shapes(copy, "model", [])
+    except ContractError:
         return copy  # tables that are initializers have their shapes anyway
 
 

@@ -63,12 +63,19 @@ def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]
             what = "strings" if kind == "tensor_type" else kind.removesuffix("_type").replace("_", " ")
             advice = "run this model from Python, with mxfp8_ops.ort.session"
             raise ShapeError(where, f"input {value.name!r} is {what}", expected="a tensor of numbers", advice=advice)
-        if not tensor.HasField("shape"):
-            what = f"input {value.name!r} has no shape"
-            raise ShapeError(where, what, expected="one", advice="export the model with shapes")
-        dims = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+        for what, missing in (("shape", not tensor.HasField("shape")), ("dtype", not tensor.elem_type)):
+            if missing:
+                advice = "export the model with shapes"
+                raise ShapeError(where, f"input {value.name!r} has no {what}", expected="one", advice=advice)
+        dims = tuple(_dim(d) for d in tensor.shape.dim)
         specs.append(InputSpec(value.name, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type), dims))
     return specs
+
+
+def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    if dim.HasField("dim_value"):
+        return dim.dim_value if dim.dim_value >= 0 else None  # some exporters write -1 for a size they do not know
+    return dim.dim_param or None
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ def synthesise(
         shape = sizes.shape(spec.name)
         try:
             inputs[spec.name] = _fill(spec, shape, ranges.get(spec.name), sizes.past, rng)
-        except MemoryError:
+        except (MemoryError, ValueError):  # NumPy's ValueError is about sizes that no array can have
             what = f"input {spec} would be {shape}"
             advice = ("pass smaller sizes, ", sizes.option(spec.name))
             raise ShapeError(where, what, expected="one that fits in memory", advice=advice) from None

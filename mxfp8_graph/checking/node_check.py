@@ -122,7 +122,8 @@ class _Check:
         self._index = index
         self._count = 0
         self._x = node.input[0]
-        self.attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        self.attributes: dict[str, Any] = {**self._op.attributes, **given}
 
     def build(self) -> None:
         """Adds the twin and the comparison; the result is called `_result(index)`."""

@@ -1,4 +1,7 @@
-"""onnx_graphsurgeon graphs: to ONNX models and back, with the metadata that its importer and exporter drop."""
+"""onnx_graphsurgeon graphs: to ONNX models and back, with the metadata that its importer and exporter drop.
+
+What graphsurgeon raises has no common base: here it becomes one clear error.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,23 @@ from typing import Any, Final
 
 import onnx
 
+from mxfp8_ops.errors import ContractError
+
 _METADATA: Final = "metadata_props"
 """The attribute a graph is given: the model's metadata, our record of how it was rewritten among them."""
 
 
 def to_proto(graph: Any) -> onnx.ModelProto:
-    """Returns an `onnx_graphsurgeon.Graph` as a model."""
+    """Returns an `onnx_graphsurgeon.Graph` as a model; ContractError if graphsurgeon cannot make one of it."""
     import onnx_graphsurgeon as gs
 
-    proto: onnx.ModelProto = gs.export_onnx(graph)
+    try:
+        proto: onnx.ModelProto = gs.export_onnx(graph)
+    except Exception as error:
+        what = f"onnx_graphsurgeon cannot export it: {type(error).__name__}: {error}"
+        raise ContractError(
+            "model", what, expected="a complete graph", advice="see onnx_graphsurgeon.export_onnx"
+        ) from None
     onnx.helper.set_model_props(proto, vars(graph).get(_METADATA, {}))
     return proto
 
@@ -26,3 +37,23 @@ def to_graph(proto: onnx.ModelProto) -> Any:
     graph = gs.import_onnx(proto)
     setattr(graph, _METADATA, {entry.key: entry.value for entry in proto.metadata_props})
     return graph
+
+
+def view(proto: onnx.ModelProto, name: str) -> Any:
+    """Returns a model as an `onnx_graphsurgeon.Graph` to look at.
+
+    Raises:
+        ContractError: graphsurgeon does not understand the model, which errors call `name`.
+    """
+    import onnx_graphsurgeon as gs
+    from onnx_graphsurgeon.logger import G_LOGGER
+
+    severity = G_LOGGER.severity
+    G_LOGGER.severity = G_LOGGER.ERROR  # it warns of float8 and of missing shapes, neither of which concerns a user
+    try:
+        return gs.import_onnx(proto)
+    except Exception as error:
+        what = f"onnx_graphsurgeon cannot read it: {type(error).__name__}: {error}"
+        raise ContractError(name, what, expected="a valid model", advice="see onnx.checker") from None
+    finally:
+        G_LOGGER.severity = severity

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.onnx_model.tensor_data import byte_length, is_external
+from mxfp8_graph.onnx_model.validate import validate
 from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_tensors
 from mxfp8_ops.errors import ContractError
 
@@ -96,18 +97,14 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
 
 
 def _open(model: onnx.ModelProto, name: str, folder: ModelFolder | None, size: int) -> OpenedModel:
-    if not model.ir_version or not model.HasField("graph"):
-        what = "not an ONNX model (no IR version or no graph)"
-        raise ContractError(name, what, expected="an ONNX model", advice="export it again")
-    if not model.graph.output:
-        raise ContractError(name, "the graph has no outputs", expected="at least one", advice="export the model again")
+    validate(model, name, folder)
     skeleton = onnx.ModelProto()
     copy_fields(skeleton, model, skip={"graph"})
     copy_fields(skeleton.graph, model.graph, skip={"initializer"})
     tensors: dict[str, onnx.TensorProto] = {}
     for tensor in model.graph.initializer:
         stub = skeleton.graph.initializer.add()
-        if not is_external(tensor) and tensor.ByteSize() <= INLINE_BYTES:
+        if not is_external(tensor) and _is_small(tensor):
             stub.CopyFrom(tensor)
             continue
         copy_fields(stub, tensor, skip=_DATA_FIELDS)
@@ -115,3 +112,9 @@ def _open(model: onnx.ModelProto, name: str, folder: ModelFolder | None, size: i
     external = [t for t in iter_tensors(skeleton) if is_external(t)]
     size += sum(byte_length(t) for t in external)
     return OpenedModel(name, skeleton, tensors, folder, size, bool(external), model.ir_version < 4)
+
+
+def _is_small(tensor: onnx.TensorProto) -> bool:
+    if tensor.HasField("raw_data") and byte_length(tensor) > INLINE_BYTES:
+        return False  # ByteSize would copy it
+    return tensor.ByteSize() <= INLINE_BYTES

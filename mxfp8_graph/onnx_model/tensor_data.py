@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 Fetch = Callable[[int, int], Array]
 """(index of the first value, count) -> those values, 1-D; valid until the next call."""
 
-_BITS: Final = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
+_BITS: Final = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2, "FLOAT6E2M3": 6, "FLOAT6E3M2": 6}
 """Dtypes that share bytes; all others take whole ones."""
 
 

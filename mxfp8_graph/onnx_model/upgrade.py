@@ -6,14 +6,24 @@ taken from its result; every other node stays the very message it was.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 import onnx
-from onnx import inliner, version_converter
 
 from mxfp8_graph.naming import take_name
+from mxfp8_graph.onnx_model import onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_graphs, subgraphs
+from mxfp8_graph.onnx_model.walk import (
+    STANDARD,
+    FunctionKey,
+    called_function,
+    copy_fields,
+    function_key,
+    iter_graphs,
+    iter_nodes,
+    node_label,
+    subgraphs,
+)
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
 
@@ -37,35 +47,42 @@ def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
 
 def _inline(opened: OpenedModel, matmul_ops: Container[str], *, everything: bool) -> None:
     """Inlines functions that hold matmuls; all of them when the opset changes, which applies to their bodies too."""
-    functions = {(f.domain, f.name): f for f in opened.proto.functions}
-
-    def holds_matmul(nodes: object, seen: frozenset[tuple[str, str]]) -> bool:
-        for node in nodes:  # type: ignore[attr-defined]
-            key = (node.domain, node.op_type)
-            if node.domain in STANDARD and node.op_type in matmul_ops:
-                return True
-            if key in functions and key not in seen and holds_matmul(functions[key].node, seen | {key}):
-                return True
-            if any(holds_matmul(graph.node, seen) for _, graph in subgraphs(node)):
-                return True
-        return False
-
-    chosen = [key for key, f in functions.items() if everything or holds_matmul(f.node, frozenset({key}))]
+    functions = {function_key(f): f for f in opened.proto.functions}
+    holding = functions if everything else _holding(functions, matmul_ops)
+    chosen = list(dict.fromkeys((domain, name) for domain, name, _ in holding))
     if not chosen:
         return
     # The inliner wants one opset; a function of another is as good if its ops are the same in both.
     imports = {key: [e for e in f.opset_import if e.domain in STANDARD] for key, f in functions.items()}
     opsets = {key: entry.version for key, entries in imports.items() for entry in entries}
     for key, version in opsets.items():
-        if key in chosen:
+        if key[:2] in chosen:
             _refuse_other_ops(opened, functions[key], version)
         for entry in imports[key]:
             entry.version = opened.opset
-    opened.proto = inliner.inline_selected_functions(opened.proto, chosen)
+    opened.proto = onnx_calls.inline(opened.proto, chosen, opened.name)
     for function in opened.proto.functions:
         for entry in (e for e in function.opset_import if e.domain in STANDARD):
-            entry.version = opsets[function.domain, function.name]
+            entry.version = opsets[function_key(function)]
     opened.notes.append(f"inlined local functions: {', '.join(name for _, name in chosen)}")
+
+
+def _holding(functions: Mapping[FunctionKey, onnx.FunctionProto], matmul_ops: Container[str]) -> list[FunctionKey]:
+    """Returns the local functions that hold `matmul_ops`, themselves or in what they call."""
+    known: dict[FunctionKey, bool] = {}
+
+    def holds(key: FunctionKey) -> bool:  # none calls itself: the model was validated
+        if key not in known:
+            known[key] = any(map(counts, iter_nodes(functions[key].node)))
+        return known[key]
+
+    def counts(node: onnx.NodeProto) -> bool:
+        if node.domain in STANDARD and node.op_type in matmul_ops:
+            return True
+        key = called_function(node)
+        return key in functions and holds(key)
+
+    return [key for key in functions if holds(key)]
 
 
 def _refuse_other_ops(opened: OpenedModel, function: onnx.FunctionProto, opset: int) -> None:
@@ -79,16 +96,12 @@ def _refuse_other_ops(opened: OpenedModel, function: onnx.FunctionProto, opset: 
 
 
 def _since(op: str, opset: int) -> int:
-    return int(onnx.defs.get_schema(op, opset).since_version) if onnx.defs.has(op, opset) else 0
+    known = 0 < opset <= onnx.defs.onnx_opset_version() and onnx.defs.has(op, opset)
+    return int(onnx.defs.get_schema(op, opset).since_version) if known else 0
 
 
 def _convert(opened: OpenedModel, opset: int) -> None:
-    try:
-        converted = version_converter.convert_version(opened.proto, MIN_OPSET)
-    except (RuntimeError, version_converter.ConvertError) as error:
-        what = f"opset {opset}, and onnx's converter cannot bring it to {MIN_OPSET}: {_last_line(error)}"
-        expected = f"opset {MIN_OPSET} or above"
-        raise ContractError(opened.name, what, expected=expected, advice="export the model again with one") from None
+    converted = onnx_calls.convert(opened.proto, MIN_OPSET, opened.name)
     _graft(opened.proto.graph, converted.graph, {n.name for g in iter_graphs(opened.proto.graph) for n in g.node})
     for entry in opened.proto.opset_import:
         if entry.domain in STANDARD:
@@ -115,7 +128,8 @@ def _graft(original: onnx.GraphProto, converted: onnx.GraphProto, names: set[str
         kept.CopyFrom(before)
         inner = dict(subgraphs(node))
         for name, graph in subgraphs(kept):
-            _graft(graph, inner[name], names)
+            if name in inner:
+                _graft(graph, inner[name], names)
         if not _same(before, node):
             for name in ("op_type", "input", "attribute"):
                 kept.ClearField(name)
@@ -146,15 +160,11 @@ def _refuse_stale(opened: OpenedModel, graph: onnx.GraphProto, opset: int) -> No
     for node in graph.node:
         for _, inner in subgraphs(node):
             _refuse_stale(opened, inner, opset)
-        if node.domain not in STANDARD or not onnx.defs.has(node.op_type):
+        if node.domain not in STANDARD or not onnx.defs.has(node.op_type, MIN_OPSET):
             continue
         schema = onnx.defs.get_schema(node.op_type, MIN_OPSET)
         if stale := sorted({a.name for a in node.attribute} - set(schema.attributes)):
             attribute = f"attribute {stale[0]!r} of opset {opset}, which onnx's converter left unconverted"
-            what = f"node {node.name or node.output[0]!r} ({node.op_type}) has {attribute}"
+            what = f"node {node_label(node)!r} ({node.op_type}) has {attribute}"
             expected = f"opset {MIN_OPSET} or above"
             raise ContractError(opened.name, what, expected=expected, advice="export the model again with one")
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1].split("failed: ")[-1]

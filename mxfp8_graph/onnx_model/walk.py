@@ -36,6 +36,33 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
             yield f"{attribute.name}[{index}]", graph
 
 
+def node_label(node: onnx.NodeProto) -> str:
+    """Returns what to call a node in messages and paths: its name, or else its first output or its op."""
+    return str(node.name or next(iter(node.output), "") or node.op_type)
+
+
+def iter_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yields `nodes` and those of every subgraph below them."""
+    for node in nodes:
+        yield node
+        for _, inner in subgraphs(node):
+            yield from iter_nodes(inner.node)
+
+
+FunctionKey = tuple[str, str, str]
+"""What tells a local function from others: domain, name, overload."""
+
+
+def function_key(function: onnx.FunctionProto) -> FunctionKey:
+    """Returns the key of a local function."""
+    return "" if function.domain in STANDARD else function.domain, function.name, function.overload
+
+
+def called_function(node: onnx.NodeProto) -> FunctionKey:
+    """Returns the key of the local function that `node` calls, if the model has such a function."""
+    return "" if node.domain in STANDARD else node.domain, node.op_type, node.overload
+
+
 def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yields `graph` and every subgraph below it."""
     yield graph
@@ -73,7 +100,12 @@ def stored_in(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Returns the initializers and the values of the Constant nodes of `graph`, by name."""
     found = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
-        if node.op_type == "Constant" and node.domain in STANDARD and (tensor := _constant(node)) is not None:
+        if (
+            node.op_type == "Constant"
+            and node.domain in STANDARD
+            and node.output
+            and (tensor := _constant(node)) is not None
+        ):
             found[node.output[0]] = tensor
     return found
 

@@ -19,11 +19,11 @@ from functools import cached_property
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
-from onnx_graphsurgeon.logger import G_LOGGER
 
 from mxfp8_graph.naming import take_name
+from mxfp8_graph.onnx_model import graphsurgeon, onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import module_path, stored_in, subgraphs
+from mxfp8_graph.onnx_model.walk import STANDARD, module_path, node_label, stored_in, subgraphs
 from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand, form_of, operands_of
 from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
 from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Static, StaticOperands, Stored, overridable
@@ -101,19 +101,9 @@ def _stored(graph: onnx.GraphProto) -> Stored:
 
 def _view(opened: OpenedModel) -> gs.Graph:
     """Returns the skeleton in graphsurgeon, with every shape that onnx can infer."""
-    try:
-        inferred = onnx.shape_inference.infer_shapes(opened.proto, data_prop=True)
-    except onnx.shape_inference.InferenceError as error:
-        opened.notes.append(f"shapes could not be inferred: {str(error).splitlines()[0]}")
-        inferred = onnx.ModelProto()
-        inferred.CopyFrom(opened.proto)
+    inferred = onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
     del inferred.functions[:]  # graphsurgeon would parse them; the pass needs only what is left in the graphs
-    severity = G_LOGGER.severity
-    G_LOGGER.severity = G_LOGGER.ERROR  # it warns of float8 and of missing shapes, neither of which concerns a user
-    try:
-        return gs.import_onnx(inferred)
-    finally:
-        G_LOGGER.severity = severity
+    return graphsurgeon.view(inferred, opened.name)
 
 
 def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
@@ -123,7 +113,7 @@ def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
         for name, graph in subgraphs(node):
             inner = gs_node.attrs.get(name)
             if isinstance(inner, gs.Graph):
-                steps = (scope.path, node.name or node.output[0], name)
+                steps = (scope.path, node_label(node), name)
                 path = take_name("/".join(filter(None, steps)), paths, "#")
                 visible = {**scope.visible, **_stored(graph)}
                 yield from _scopes(Scope(path, scope.depth + 1, inner, graph, visible), paths)
@@ -176,7 +166,7 @@ class _Finder:
         if c is None:
             add = product.outputs[0] if len(product.outputs) == 1 and form.absorbs_add else None
             returned = any(output is product for output in scope.view.outputs)
-            if add is None or returned or add.op != "Add" or id(add) not in scope.indices:
+            if add is None or returned or not _is_add(add) or id(add) not in scope.indices:
                 return None
             c = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
             index, total = scope.indices[id(add)], add.outputs[0]
@@ -225,6 +215,10 @@ class _Finder:
                 "be; expected one MatMul per expert; export the model so"
             )
         return None
+
+
+def _is_add(node: gs.Node) -> bool:
+    return node.op == "Add" and node.domain in STANDARD
 
 
 def _dtype(tensor: gs.Tensor) -> int:

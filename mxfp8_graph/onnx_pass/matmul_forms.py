@@ -15,7 +15,7 @@ from typing import Any, Final
 import onnx_graphsurgeon as gs
 
 from mxfp8_graph.onnx_model.walk import STANDARD
-from mxfp8_graph.onnx_pass.static_operands import Static, StaticOperands
+from mxfp8_graph.onnx_pass.static_operands import Static, StaticOperands, permutation
 from mxfp8_graph.policy.eligibility import k_last
 
 
@@ -109,8 +109,11 @@ def _run_time(tensor: gs.Tensor, transposed: bool, rank: int | None) -> Operand:
     if not transposed or rank is None or rank < 2:
         return Operand(name=tensor.name, rank=rank, shape=shape, transposed=transposed)
     producer = tensor.inputs[0] if tensor.inputs else None
-    if producer is None or producer.op != "Transpose" or producer.domain not in STANDARD:
+    axes = None
+    if producer is not None and producer.op == "Transpose" and producer.domain in STANDARD:
+        axes = permutation(producer, rank)
+    if producer is None or axes is None:
         return Operand(name=tensor.name, rank=rank, shape=shape, transposed=True, perm=k_last(range(rank)))
-    perm = k_last(tuple(producer.attrs.get("perm") or reversed(range(rank))))
+    perm = k_last(axes)
     name, needed = producer.inputs[0].name, None if perm == tuple(range(rank)) else perm
     return Operand(name=name, rank=rank, shape=shape, transposed=True, perm=needed)

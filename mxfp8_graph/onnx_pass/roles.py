@@ -7,6 +7,7 @@ from typing import Final
 
 import onnx_graphsurgeon as gs
 
+from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_graph.onnx_pass.matmul_forms import FORMS
 from mxfp8_graph.onnx_pass.static_operands import StaticOperands
 from mxfp8_graph.policy.roles import RoleOps
@@ -70,7 +71,7 @@ def _borders(node: gs.Node, inner: gs.Graph) -> Iterator[tuple[gs.Tensor, gs.Ten
     """Yields (tensor, the same tensor on the other side) for a control-flow node and one of its subgraphs."""
     skip = 1 if node.op == "Loop" else 0  # a Loop body's first output is its condition
     yield from zip(inner.outputs[skip:], node.outputs, strict=False)
-    if node.op in {"Loop", "Scan"}:
+    if node.op in {"Loop", "Scan"} and node.domain in STANDARD:
         first = 2 * skip  # after the trip count and the condition
         carried = len(node.inputs) - (first or int(node.attrs.get("num_scan_inputs", 0)))
         yield from zip(node.inputs[first:], inner.inputs[first:], strict=False)

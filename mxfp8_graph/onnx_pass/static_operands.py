@@ -16,7 +16,8 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
-from mxfp8_graph.onnx_model.tensor_data import Array
+from mxfp8_graph.onnx_model.tensor_data import is_external
+from mxfp8_graph.onnx_model.validate import DTYPES, MOST_DIMS
 from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_graph.onnx_pass.weight_rows import Steps, apply
 
@@ -47,6 +48,14 @@ class Static:
         return replace(self, steps=(*self.steps, (step, argument)), **changes)
 
 
+MOST_VIEWS: Final = 100
+"""A stored tensor behind more views than this is not looked for."""
+
+_INTEGERS: Final = frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64})
+"""The dtypes in which nodes take shapes and axes."""
+
+_NUMBERS: Final = DTYPES - {onnx.TensorProto.STRING}
+
 Stored = Mapping[str, tuple[onnx.GraphProto, onnx.TensorProto]]
 """Name -> the graph that holds the data, and the tensor with it."""
 
@@ -70,6 +79,10 @@ class StaticOperands:
         self.overridable: Final = overridable(opened)
         self._stored: dict[int, tuple[onnx.GraphProto, onnx.TensorProto]] = {}
         self._constant: set[int] = set()
+        self._resolved: dict[int, Static | None] = {}
+        """What `resolve` found, by the tensor's id."""
+        self._nested = 0
+        """How many calls of `value` are inside each other."""
         for view, visible in graphs:
             for node in view.nodes:
                 for tensor in (*node.inputs, *node.outputs):
@@ -83,38 +96,54 @@ class StaticOperands:
 
     def resolve(self, tensor: gs.Tensor) -> Static | None:
         """Returns `tensor` as stored data and steps, or None if it is not static in that way."""
-        if id(tensor) in self._stored:
-            owner, stored = self._stored[id(tensor)]
-            return Static(
-                name=tensor.name, tensor=stored, owner=owner, shape=tuple(stored.dims), dtype=stored.data_type
-            )
-        if len(tensor.inputs) != 1:
-            return None
-        node = tensor.inputs[0]
-        step = _STEPS.get(node.op) if node.domain in STANDARD else None
-        before = self.resolve(node.inputs[0]) if step else None
-        return step(self, node, before, tensor) if step and before else None
+        views: list[tuple[gs.Node, gs.Tensor]] = []
+        while id(tensor) not in self._resolved:
+            node = _view_of(tensor)
+            if id(tensor) in self._stored or node is None or len(views) == MOST_VIEWS:
+                self._resolved[id(tensor)] = self._origin(tensor)
+                break
+            views.append((node, tensor))
+            tensor = node.inputs[0]
+        static = self._resolved[id(tensor)]
+        for node, output in reversed(views):
+            static = _STEPS[node.op](self, node, static, output) if static else None
+            self._resolved[id(output)] = static
+        return static
 
-    def value(self, tensor: gs.Tensor) -> Array | None:
-        """Returns the value of a small static tensor, or None."""
+    def _origin(self, tensor: gs.Tensor) -> Static | None:
+        if id(tensor) not in self._stored:
+            return None
+        owner, stored = self._stored[id(tensor)]
+        shape = tuple(stored.dims)
+        return Static(name=tensor.name, tensor=stored, owner=owner, shape=shape, dtype=stored.data_type)
+
+    def value(self, tensor: gs.Tensor) -> list[int] | None:
+        """Returns the values of a small static vector of integers, or None."""
+        if self._nested == MOST_VIEWS:
+            return None
+        self._nested += 1
         static = self.resolve(tensor)
+        self._nested -= 1
         if static is None or static.byte_size > INLINE_BYTES or static.name in self._opened.tensors:
             return None
-        return apply(static.steps, numpy_helper.to_array(static.tensor))
+        if len(static.shape) != 1 or static.dtype not in _INTEGERS or is_external(static.tensor):
+            return None
+        return [int(value) for value in apply(static.steps, numpy_helper.to_array(static.tensor))]
 
     def gathered(self, tensor: gs.Tensor) -> str | None:
         """Returns the name of the stack of matrices that `tensor` is chosen from while the model runs, or None."""
-        while tensor.inputs and tensor.inputs[0].op in VIEW_OPS:
-            tensor = tensor.inputs[0].inputs[0]
-        if not tensor.inputs or tensor.inputs[0].op != "Gather":
+        while (node := _view_of(tensor)) is not None:
+            tensor = node.inputs[0]
+        gather = tensor.inputs[0] if tensor.inputs else None
+        if gather is None or gather.op != "Gather" or gather.domain not in STANDARD:
             return None
-        stack = self.resolve(tensor.inputs[0].inputs[0])
+        stack = self.resolve(gather.inputs[0])
         return stack.name if stack is not None and len(stack.shape) > 2 else None
 
     def source_of(self, tensor: gs.Tensor) -> str:
         """Returns the op behind the views that a constant comes from."""
-        while tensor.inputs[0].op in VIEW_OPS and tensor.inputs[0].inputs[0].inputs:
-            tensor = tensor.inputs[0].inputs[0]
+        while (node := _view_of(tensor)) is not None and node.inputs[0].inputs:
+            tensor = node.inputs[0]
         return str(tensor.inputs[0].op)
 
     def is_constant(self, tensor: gs.Tensor) -> bool:
@@ -123,49 +152,61 @@ class StaticOperands:
 
     def _split(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
         which = next(i for i, tensor in enumerate(node.outputs) if tensor is output)
-        axis = int(node.attrs.get("axis", 0)) % len(before.shape)
-        length, count = before.shape[axis], len(node.outputs)
-        sizes: Any = [-(-length // count)] * count  # the last one takes what is left
-        if "split" in node.attrs:  # before opset 13
-            sizes = node.attrs["split"]
-        elif len(node.inputs) > 1 and not node.inputs[1].is_empty():
-            sizes = self.value(node.inputs[1])
-        if sizes is None:
+        axis = _axis(node.attrs.get("axis", 0), len(before.shape))
+        if axis is None:
             return None
-        start = int(sum(sizes[:which]))
-        return _cut(before, axis, start, min(start + int(sizes[which]), length))
+        length, count = before.shape[axis], len(node.outputs)
+        part = -(-length // count)
+        sizes: list[int] | None = [*[part] * (count - 1), length - part * (count - 1)]  # the last takes what is left
+        if len(node.inputs) > 1 and not node.inputs[1].is_empty():
+            sizes = self.value(node.inputs[1])
+        elif node.attrs.get("num_outputs", count) != count:
+            return None
+        if sizes is None or len(sizes) != count or sum(sizes) != length or min(sizes) < 0:
+            return None
+        start = sum(sizes[:which])
+        return _cut(before, axis, start, start + sizes[which])
 
     def _slice(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
-        values = [self.value(tensor) for tensor in node.inputs[1:]]
-        if len(values) < 2 or any(value is None for value in values):
+        given = [None if tensor.is_empty() else self.value(tensor) for tensor in node.inputs[1:]]
+        if any(value is None for value in given):
             return None
-        starts, ends, *rest = ([int(v) for v in value] for value in values if value is not None)
-        axes = rest[0] if rest else range(len(starts))
-        if len(rest) > 1 and any(step != 1 for step in rest[1]):
+        starts, ends, *rest = (value for value in given if value is not None)
+        axes = [_axis(axis, len(before.shape)) for axis in (rest[0] if rest else range(len(starts)))]
+        if len(rest) > 1 and (len(rest[1]) != len(starts) or any(step != 1 for step in rest[1])):
+            return None
+        if not len(starts) == len(ends) == len(axes) == len(set(axes)):
             return None
         for axis, first, last in zip(axes, starts, ends, strict=True):
+            if axis is None:
+                return None
             start, stop, _ = slice(first, last).indices(before.shape[axis])
-            before = _cut(before, axis % len(before.shape), start, max(start, stop))
+            before = _cut(before, axis, start, max(start, stop))
         return before
 
-    def _transpose(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static:
-        perm = tuple(node.attrs.get("perm") or reversed(range(len(before.shape))))
+    def _transpose(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
+        perm = permutation(node, len(before.shape))
+        if perm is None:
+            return None
         return before.then("Transpose", perm, shape=tuple(before.shape[axis] for axis in perm))
 
-    def _cast(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static:
+    def _cast(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
         dtype = node.attrs["to"]
         code = dtype if isinstance(dtype, int) else onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        if not {code, before.dtype} <= _NUMBERS:
+            return None
         return before.then("Cast", (code,), dtype=code)
 
     def _identity(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static:
         return before
 
     def _reshape(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
-        wanted = self.value(node.inputs[1])
-        if wanted is None:
+        dims = self.value(node.inputs[1])
+        if dims is None or min(dims, default=0) < -1 or dims.count(-1) > 1:
             return None
-        dims = [int(d) for d in wanted]
         if not node.attrs.get("allowzero", 0):
+            if 0 in dims[len(before.shape) :]:
+                return None
             dims = [before.shape[i] if d == 0 else d for i, d in enumerate(dims)]
         if -1 in dims:
             rest = math.prod(d for d in dims if d != -1)
@@ -173,12 +214,14 @@ class StaticOperands:
         return _reshaped(before, tuple(dims))
 
     def _squeeze(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
-        axes: Any = [i for i, d in enumerate(before.shape) if d == 1]
+        rank = len(before.shape)
+        gone = {i for i, d in enumerate(before.shape) if d == 1}
         if len(node.inputs) > 1 and not node.inputs[1].is_empty():
             axes = self.value(node.inputs[1])
-        if axes is None:
-            return None
-        gone = {int(a) % len(before.shape) for a in axes}
+            chosen = None if axes is None else {_axis(axis, rank) for axis in axes}
+            if chosen is None or not chosen <= gone:
+                return None
+            gone = {axis for axis in chosen if axis is not None}
         return _reshaped(before, tuple(d for i, d in enumerate(before.shape) if i not in gone))
 
     def _unsqueeze(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
@@ -186,12 +229,34 @@ class StaticOperands:
         if axes is None:
             return None
         rank = len(before.shape) + len(axes)
-        ones = {int(a) % rank for a in axes}
+        ones = {_axis(axis, rank) for axis in axes}
+        if len(ones) < len(axes) or None in ones:
+            return None
         rest = iter(before.shape)
         return _reshaped(before, tuple(1 if i in ones else next(rest) for i in range(rank)))
 
 
-def _reshaped(before: Static, shape: tuple[int, ...]) -> Static:
+def permutation(node: gs.Node, rank: int) -> tuple[int, ...] | None:
+    """Returns the axes of a Transpose of a tensor of that rank, or None if it has others."""
+    perm = node.attrs.get("perm")
+    perm = tuple(reversed(range(rank))) if perm is None else tuple(perm)
+    return perm if sorted(perm) == list(range(rank)) else None
+
+
+def _view_of(tensor: gs.Tensor) -> gs.Node | None:
+    """Returns the node that makes `tensor` as a view of its first input, or None."""
+    node = tensor.inputs[0] if len(tensor.inputs) == 1 else None
+    return node if node is not None and node.domain in STANDARD and node.op in _STEPS and node.inputs else None
+
+
+def _axis(axis: int, rank: int) -> int | None:
+    """Returns an axis that may count from the end, or None if there is no such axis."""
+    return axis % rank if -rank <= axis < rank else None
+
+
+def _reshaped(before: Static, shape: tuple[int, ...]) -> Static | None:
+    if len(shape) > MOST_DIMS or math.prod(shape) != math.prod(before.shape):
+        return None
     return before.then("Reshape", shape, shape=shape)
 
 

@@ -18,17 +18,20 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw, read
-from mxfp8_graph.onnx_model.walk import module_path, stored_in, subgraphs
+from mxfp8_graph.onnx_model.walk import module_path, node_label, stored_in, subgraphs
 from mxfp8_graph.onnx_model.write import input_files
 from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_shape
+from mxfp8_ops.errors import ContractError
 
 TRT_DOMAIN: Final = "trt"
 TRT_DEQUANTIZE: Final = "TRT_MXFP8DequantizeLinear"
 
 _FORMATS: Final = {contract.UINT8: "e4m3", **{f.onnx_dtype: f.name for f in formats.ELEMENT_FORMATS.values()}}
 """Element format by the dtype of the stored elements; TransformerEngine stores E4M3 as uint8."""
+
+_SCALES: Final = frozenset({"UINT8", "FLOAT8E8M0"})
 
 _FLOATS: Final = frozenset({*contract.VALUES, onnx.TensorProto.DOUBLE})
 
@@ -54,7 +57,7 @@ def contents(opened: OpenedModel) -> Contents:
     weights: dict[int, PackedWeight] = {}
     taken: set[str] = set()
     packed: set[str] = set()
-    for use in _uses(opened.proto.graph, {}):
+    for use in _uses(opened.proto.graph, {}, opened.name):
         key = id(use.elements)
         only = _weight_only(use.node)
         if key not in weights:
@@ -76,20 +79,29 @@ def contents(opened: OpenedModel) -> Contents:
     return replace(found, files=frozenset(input_files(opened)), check=opened.folder.files.check)
 
 
-def _uses(graph: onnx.GraphProto, visible: Visible) -> Iterator[_Use]:
+def _uses(graph: onnx.GraphProto, visible: Visible, where: str) -> Iterator[_Use]:
     """Yields the nodes of `graph` and its subgraphs whose elements and scales are both stored."""
     visible = {**visible, **stored_in(graph)}
     for node in graph.node:
         for _, inner in subgraphs(node):
-            yield from _uses(inner, visible)
+            yield from _uses(inner, visible, where)
         at = _elements_at(node)
         if at is None or not {*node.input[at : at + 2]} <= visible.keys():
             continue
         elements, scales = (visible[name] for name in node.input[at : at + 2])
-        if elements.data_type in _FORMATS:
-            default = 1 if node.domain == TRT_DOMAIN else -1
-            axis = next((a.i for a in node.attribute if a.name == "axis"), default)
-            yield _Use(node, node.input[at], elements, scales, axis % len(elements.dims) - len(elements.dims))
+        if len(node.input) > at + 1 and elements.data_type in _FORMATS:
+            yield _Use(node, node.input[at], elements, scales, _axis(node, elements, scales, where))
+
+
+def _axis(node: onnx.NodeProto, elements: onnx.TensorProto, scales: onnx.TensorProto, where: str) -> int:
+    """Returns the axis that is divided into blocks, negative; ContractError if that cannot be."""
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 1 if node.domain == TRT_DOMAIN else -1)
+    rank = len(elements.dims)
+    dtype = onnx.TensorProto.DataType.Name(scales.data_type)
+    if not -rank <= axis < rank or dtype not in _SCALES:
+        what = f"node {node_label(node)!r} has {dtype.lower()} scales along axis {axis} of {list(elements.dims)}"
+        raise ContractError(where, what, expected="uint8 scales along an axis", advice="pack the model again")
+    return axis % rank - rank
 
 
 def _elements_at(node: onnx.NodeProto) -> int | None:

@@ -1,0 +1,131 @@
+"""Nodes against the schemas of their ops: how many inputs and outputs, which attributes, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import onnx
+
+from mxfp8_graph.onnx_model.validate.places import Place, count
+from mxfp8_graph.onnx_model.validate.schemas import MANY, Schema, schema_of
+from mxfp8_graph.onnx_model.walk import STANDARD, subgraphs
+from mxfp8_ops import contract
+
+_Attribute = onnx.AttributeProto
+
+_VALUE_FIELDS: Final = {
+    _Attribute.TENSOR: "t",
+    _Attribute.GRAPH: "g",
+    _Attribute.SPARSE_TENSOR: "sparse_tensor",
+    _Attribute.TYPE_PROTO: "tp",
+}
+"""Where attributes keep what has no default."""
+
+
+def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *, typed: bool) -> None:
+    """Raises ContractError if a node is not what the schema of its op says; ops without one may be anything.
+
+    Args:
+        node: any.
+        opsets: version of each domain, for where the node is.
+        place: of the graph.
+        typed: attributes say of which kind they are, as they have to since IR version 2.
+    """
+    if not isinstance(node.op_type, str) or not isinstance(node.domain, str) or not isinstance(node.name, str):
+        raise place.node_error(node, "its name, op or domain is not UTF-8", "text")
+    if node.attribute:
+        _check_attributes(node, place)
+    domain = "" if node.domain in STANDARD else node.domain
+    schema = schema_of(node.op_type, domain, opsets.get(domain, 0))
+    if schema is None:
+        if domain == contract.DOMAIN:
+            raise place.node_error(node, f"no node of domain {domain!r}", f"one of {', '.join(contract.OPS)}")
+        return
+    _check_count(node, node.input, schema.inputs, "input", place)
+    _check_count(node, node.output, schema.outputs, "output", place)
+    for names, needed, kind in (
+        (node.input, schema.needed_inputs, "input"),
+        (node.output, schema.needed_outputs, "output"),
+    ):
+        if "" in names:
+            for index, name in enumerate(names):
+                if not name and index in needed:
+                    raise place.node_error(node, f"{kind} {index} is left empty", "a name")
+    if node.attribute or schema.needed_attributes:
+        _check_against(node, schema, place, typed)
+    if domain == "" and node.op_type in _BODIES:
+        _check_bodies(node, opsets, place)
+
+
+def _check_count(node: onnx.NodeProto, names: Sequence[str], limits: tuple[int, int], kind: str, place: Place) -> None:
+    least, most = limits
+    if not least <= len(names) <= most:
+        expected = f"at least {least}" if most >= MANY else f"{least}" if least == most else f"{least} to {most}"
+        raise place.node_error(node, count(len(names), kind), expected)
+
+
+def _check_attributes(node: onnx.NodeProto, place: Place) -> None:
+    """Raises ContractError for what no attribute of any op may be."""
+    names = [attribute.name for attribute in node.attribute]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise place.node_error(node, f"an attribute called {name!r}", "a name")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise place.node_error(node, f"has attribute {twice!r} twice", "each once")
+    for attribute in node.attribute:
+        field = _VALUE_FIELDS.get(attribute.type)
+        if field is not None and not attribute.ref_attr_name and not attribute.HasField(field):
+            raise place.node_error(node, f"attribute {attribute.name!r} has no value", "one")
+
+
+def _check_against(node: onnx.NodeProto, schema: Schema, place: Place, typed: bool) -> None:
+    """Raises ContractError if the attributes of a node are not those of its schema."""
+    names = set()
+    for attribute in node.attribute:
+        name = attribute.name
+        names.add(name)
+        kind = schema.attributes.get(name)
+        if kind is None:
+            if name.startswith("__"):  # reserved for what tools keep to themselves
+                continue
+            raise place.node_error(node, f"attribute {name!r}", f"one of {', '.join(schema.attributes) or 'none'}")
+        if attribute.type != kind and (typed or attribute.type):
+            found = _Attribute.AttributeType.Name(attribute.type)
+            raise place.node_error(node, f"attribute {name!r} is of kind {found}", _Attribute.AttributeType.Name(kind))
+    if missing := schema.needed_attributes - names:
+        raise place.node_error(node, f"has no attribute {min(missing)!r}", "one")
+
+
+def _check_if(node: onnx.NodeProto, bodies: Mapping[str, onnx.GraphProto], opset: int) -> list[tuple[str, int, int]]:
+    return [(name, 0, len(node.output)) for name in bodies]
+
+
+def _check_loop(node: onnx.NodeProto, bodies: Mapping[str, onnx.GraphProto], opset: int) -> list[tuple[str, int, int]]:
+    return [("body", len(node.input), len(node.output) + 1)]  # a body gives its condition too
+
+
+def _check_scan(node: onnx.NodeProto, bodies: Mapping[str, onnx.GraphProto], opset: int) -> list[tuple[str, int, int]]:
+    lengths = 1 if opset < 9 else 0  # the first input was the sequence lengths
+    return [("body", len(node.input) - lengths, len(node.output))]
+
+
+_BODIES: Final = {"If": _check_if, "Loop": _check_loop, "Scan": _check_scan}
+"""Op -> (attribute, inputs, outputs) of each graph that it runs."""
+
+
+def _check_bodies(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place) -> None:
+    """Raises ContractError if a branch or body takes or gives another number of values than its node."""
+    bodies = dict(subgraphs(node))
+    for name, takes, gives in _BODIES[node.op_type](node, bodies, opsets[""]):
+        graph = bodies.get(name)
+        if graph is None:  # it refers to an attribute of the function around it
+            continue
+        for kind, found, expected in (("input", len(graph.input), takes), ("output", len(graph.output), gives)):
+            if found != expected:
+                raise place.node_error(node, f"{name!r} has {count(found, kind)}", f"{expected} as the node has")
+    if node.op_type == "Scan":
+        scanned = next((a.i for a in node.attribute if a.name == "num_scan_inputs"), 0)
+        if not 0 < scanned <= len(node.input):
+            raise place.node_error(node, f"num_scan_inputs is {scanned}", f"1 to {len(node.input)}")

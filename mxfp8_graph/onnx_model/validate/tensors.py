@@ -1,0 +1,93 @@
+"""Stored tensors: dtypes, dims, and sizes against the data that is there."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import onnx
+
+from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.onnx_model.tensor_data import byte_length, is_external, opened
+from mxfp8_graph.onnx_model.validate.limits import MOST_DIMS
+from mxfp8_graph.onnx_model.validate.places import Place
+from mxfp8_graph.onnx_model.walk import iter_graphs, iter_tensors
+
+MOST_BYTES: Final = 2**62
+"""Sizes stay far from overflowing 64 bits."""
+
+_Proto = onnx.TensorProto
+
+DTYPES: Final = frozenset(set(_Proto.DataType.values()) - {_Proto.UNDEFINED})
+
+_PER_ENTRY: Final = {"INT4": 2, "UINT4": 2, "FLOAT4E2M1": 2, "INT2": 4, "UINT2": 4}
+"""How many values of a dtype share an entry of the field that holds them."""
+
+
+def check_tensors(model: onnx.ModelProto, place: Place, folder: ModelFolder | None) -> None:
+    """Raises ContractError if a tensor of the graph, of its subgraphs or of the local functions is malformed.
+
+    External data is not read: only whether its file has the bytes that the tensor asks for.
+    """
+    for tensor in iter_tensors(model):
+        _check(tensor, place)
+        if not is_external(tensor):
+            _check_data(tensor, place)
+        elif folder is not None:
+            with opened(tensor, folder, place.model):
+                pass
+    for graph in iter_graphs(model.graph):
+        for sparse in graph.sparse_initializer:
+            _check_sparse(sparse, place)
+
+
+def _check(tensor: onnx.TensorProto, place: Place) -> None:
+    if not isinstance(tensor.name, str):
+        raise place.tensor_error(tensor.name, "its name is not UTF-8", "text")
+    if tensor.data_type not in DTYPES:
+        raise place.tensor_error(tensor.name, f"unknown dtype {tensor.data_type}", "one of onnx.TensorProto.DataType")
+    dims = list(tensor.dims)
+    if len(dims) > MOST_DIMS:
+        raise place.tensor_error(tensor.name, f"{len(dims)} dims", f"at most {MOST_DIMS}")
+    if dims and min(dims) < 0:
+        raise place.tensor_error(tensor.name, f"dims {dims}", "none below 0")
+    if math.prod(dims) > MOST_BYTES // 16:
+        raise place.tensor_error(tensor.name, f"dims {dims}", "a size that a file can have")
+
+
+def _check_data(tensor: onnx.TensorProto, place: Place) -> None:
+    if tensor.HasField("segment"):
+        raise place.tensor_error(tensor.name, "is one segment of a tensor", "a whole one")
+    if tensor.data_type == _Proto.STRING:
+        found, expected, unit = len(tensor.string_data), math.prod(tensor.dims), "string"
+    elif tensor.HasField("raw_data"):
+        found, expected, unit = len(tensor.raw_data), byte_length(tensor), "byte"
+    else:
+        field, expected = _field(tensor)
+        found, unit = len(getattr(tensor, field)), f"entry of {field}"
+    if found != expected:
+        dtype = _Proto.DataType.Name(tensor.data_type).lower()
+        what = f"has {found} {_plural(unit)}"
+        raise place.tensor_error(tensor.name, what, f"{expected} for {dtype} {list(tensor.dims)}")
+
+
+def _field(tensor: onnx.TensorProto) -> tuple[str, int]:
+    """Returns which field holds the values of a tensor without raw data, and how many entries it must have."""
+    field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
+    count = math.prod(tensor.dims)
+    if tensor.data_type in {_Proto.COMPLEX64, _Proto.COMPLEX128}:
+        return field, 2 * count
+    return field, -(-count // _PER_ENTRY.get(_Proto.DataType.Name(tensor.data_type), 1))
+
+
+def _plural(unit: str) -> str:
+    return unit.replace("entry", "entries") if "entry" in unit else f"{unit}s"
+
+
+def _check_sparse(sparse: onnx.SparseTensorProto, place: Place) -> None:
+    """Raises ContractError if the values, indices and dims of a sparse tensor do not fit together."""
+    values, indices, rank = list(sparse.values.dims), list(sparse.indices.dims), len(sparse.dims)
+    fitting = len(values) == 1 and indices in (values, [*values, rank]) and sparse.indices.data_type == _Proto.INT64
+    if not fitting or min(sparse.dims, default=-1) < 0:
+        what = f"sparse, of dims {list(sparse.dims)}, with values {values} at indices {indices}"
+        raise place.tensor_error(sparse.values.name, what, "values [N] at int64 indices [N] or [N, rank]")
