@@ -42,7 +42,7 @@ def contiguous(where: str, x: Array) -> Array:
     """
     if x.flags.c_contiguous and x.flags.aligned:
         return x
-    return _made(where, lambda: x.copy(), x.shape)
+    return _made(where, x.copy, x.shape)
 
 
 def empty(where: str, shape: tuple[int, ...], dtype: Any) -> Array:

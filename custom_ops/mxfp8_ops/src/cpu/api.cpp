@@ -148,7 +148,7 @@ int mxfp8_pack(int value_dtype, const void* w, int64_t w_stride, int transposed,
     check_range({"w_stride", w_stride}, columns, INT64_MAX);
     check_rows(array("w", w, bytes_of(value_dtype)), rows, columns, w_stride);
     check_blocks(elements, scales, n, k, 1);
-    check_array(array("stats", stats, alignof(mxfp8_pack_stats)), {1});
+    check_array(array("stats", stats, alignof(mxfp8_pack_stats)), {sizeof *stats / alignof(mxfp8_pack_stats)});
     pack(kernels_in_use(), checked_threads(threads),
          {value_dtype, w, n, k, 1, stride_of(rows, columns, w_stride), element_format,
           scale_increment(element_format, scale_rounding), elements, scales},
