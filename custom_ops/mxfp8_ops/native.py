@@ -19,12 +19,10 @@ import mxfp8_ops
 from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ShapeError
 
-_STATUS: Final = {
-    -1: (ShapeError, "the library refused the arguments", "what its header says", "report this as a bug"),
-    -2: (BackendError, "out of memory", "room for one packed operand", "use a smaller batch"),
-}
-"""Error, what is wrong, what is expected and what to do, by the status codes of mxfp8_ops.h."""
-_NO_SUCH_ISA: Final = -3
+_RETURN_TEXT: Final = ("mxfp8_isa", "mxfp8_isa_available", "mxfp8_last_error")
+_REINSTALL: Final = "reinstall the project"
+_BAD_ARGUMENT: Final = -1
+"""MXFP8_BAD_ARGUMENT of mxfp8_ops.h; every other status is the library's or the machine's fault, not the arguments'."""
 
 
 class PackStats(Structure):
@@ -69,7 +67,7 @@ def load() -> ctypes.CDLL:
             path,
             f"cannot be loaded ({error})",
             expected="a library built for this machine",
-            advice="reinstall the project",
+            advice=_REINSTALL,
         ) from error
     i, p, n = c_int, c_void_p, c_int64
     signatures: dict[str, tuple[Any, ...]] = {
@@ -81,16 +79,19 @@ def load() -> ctypes.CDLL:
         "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(PackStats), i),
         "mxfp8_isa_available": (),
         "mxfp8_isa": (),
+        "mxfp8_last_error": (),
         "mxfp8_contract_version": (),
     }
     for name, arguments in signatures.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise BackendError(path, f"has no {name}", expected="the library of this version", advice=_REINSTALL)
         function.argtypes = arguments
-        function.restype = c_char_p if name in ("mxfp8_isa", "mxfp8_isa_available") else c_int
+        function.restype = c_char_p if name in _RETURN_TEXT else c_int
     version = library.mxfp8_contract_version()
     if version != contract.VERSION:
         raise BackendError(
-            path, f"implements node contract {version}", expected=str(contract.VERSION), advice="reinstall the project"
+            path, f"implements node contract {version}", expected=str(contract.VERSION), advice=_REINSTALL
         )
     return library
 
@@ -119,7 +120,7 @@ def force_isa(name: str) -> None:
     Raises:
         BackendError: this machine does not have it.
     """
-    if load().mxfp8_isa_force(name.encode()) != 0:
+    if name not in available_isas() or load().mxfp8_isa_force(name.encode()) != 0:
         raise _no_such_isa("isa", name)
 
 
@@ -139,12 +140,18 @@ def forced_isa(name: str) -> Iterator[None]:
 
 
 def check(where: str, status: int) -> None:
-    """Raises what a status other than 0 stands for: ShapeError or BackendError."""
+    """Raises what a status other than 0 stands for, in the library's words; call it on the thread that got it.
+
+    Raises:
+        ShapeError: an argument was refused.
+        BackendError: out of memory, no such instruction set, no route, or another failure.
+    """
     if status == 0:
         return
-    if status == _NO_SUCH_ISA:
-        raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
-    error, what, expected, advice = _STATUS[status]
+    text: bytes = load().mxfp8_last_error()
+    what, _, rest = text.decode(errors="replace").partition("; expected ")
+    expected, _, advice = rest.partition("; ")
+    error = ShapeError if status == _BAD_ARGUMENT else BackendError
     raise error(where, what, expected=expected, advice=advice)
 
 

@@ -628,7 +628,5 @@ def test_every_entry_point_refuses_codes_it_does_not_know(entry, codes):
         others = [*UNKNOWN, 1, 10, 16, 17, 19, 3]
         for code in {*others} - {*known.get(name, (1, 10, 16))}:
             assert function(*{**valid, name: code}.values()) == -1, f"{name} {code}"
-            with pytest.raises(
-                ShapeError, match=f"{entry}: the library refused the arguments; expected what its header"
-            ):
+            with pytest.raises(ShapeError, match=f"{entry}: {name} is {code}; expected .*; "):
                 native.check(entry, -1)

@@ -89,7 +89,7 @@ def test_an_unknown_code_is_refused_and_never_taken_for_another(field):
     assert planner.gemm(place, product).route == 0
     wrong = {0, 2, 18, 20, -1, *({1, 10, 16} if field == "b_kind" else {17, 19} if field == "y_dtype" else ())}
     for code in wrong:
-        with pytest.raises(ShapeError, match="refused the arguments"):
+        with pytest.raises(ShapeError, match=f"gemm: .*{code}; expected"):
             planner.gemm(place, product._replace(**{field: code}))
     for plan in (
         lambda dtype, fmt: planner.quantize(planner.Quantize(dtype, fmt, 0, planner.PLAIN, 16, 1, 32, 1, 16, 16)),
@@ -97,20 +97,23 @@ def test_an_unknown_code_is_refused_and_never_taken_for_another(field):
     ):
         assert plan(1, 17).steps()
         for dtype, fmt in ((1, 18), (2, 17), (17, 17), (1, 1)):
-            with pytest.raises(ShapeError, match="refused the arguments"):
+            with pytest.raises(ShapeError, match=r"quantize: .* is \d+; expected one of"):
                 plan(dtype, fmt)
 
 
 def test_what_needs_more_thread_blocks_than_a_gpu_has_is_refused():
-    with pytest.raises(ShapeError, match="refused the arguments"):
+    with pytest.raises(ShapeError, match="quantize: a product or tensor of more thread blocks than a GPU has"):
         planner.quantize(planner.Quantize(1, 17, 0, planner.PLAIN, 16, 2**40, 32, 1, 16, 16))
 
 
-@pytest.mark.parametrize("sizes", [(-1, 32, 1), (2**40, 2**40, 1)], ids=["negative", "too many values"])
-def test_sizes_of_no_tensor_are_refused(sizes):
-    with pytest.raises(ShapeError, match="refused the arguments"):
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((-1, 32, 1), "outer is -1"), ((2**40, 2**40, 1), "would have more than 281474976710656 bytes")],
+)
+def test_sizes_of_no_tensor_are_refused(sizes, message):
+    with pytest.raises(ShapeError, match=message):
         planner.quantize(planner.Quantize(1, 17, 0, planner.PLAIN, 16, *sizes, 16, 16))
-    with pytest.raises(ShapeError, match="refused the arguments"):
+    with pytest.raises(ShapeError, match=message):
         planner.dequantize(planner.Dequantize(17, 1, 16, 16, *sizes, 16, 0))
 
 
@@ -121,8 +124,13 @@ def test_a_weight_that_bfloat16_is_known_to_hold_needs_no_repair():
 
 def test_what_makes_no_sense_is_refused():
     kinds = ("bfloat16", "e4m3", "float32")
-    for sizes, processors in (((-1, 16, 64), 132), ((1, 16, -64), 132), ((2**40, 2**40, 32), 132), ((1, 16, 64), 0)):
-        with pytest.raises(ShapeError, match="refused the arguments"):
+    for sizes, processors, message in (
+        ((-1, 16, 64), 132, "m is -1"),
+        ((1, 16, -64), 132, "k is -64"),
+        ((2**40, 2**40, 32), 132, "y would have more"),
+        ((1, 16, 64), 0, "processors is 0"),
+    ):
+        with pytest.raises(ShapeError, match=f"gemm: {message}"):
             plan_gemm(kinds, sizes, processors=processors)
-    with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=3), pytest.raises(ShapeError, match="refused"):
+    with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=3), pytest.raises(ShapeError, match="blocks is 3"):
         plan_gemm(kinds, (100, 16, 64))

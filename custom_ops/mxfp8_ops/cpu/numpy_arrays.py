@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mxfp8_ops import checks, formats, native, numerics
+from mxfp8_ops.cpu.operands import array, contiguous, empty, floats, thread_count
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
 from mxfp8_ops.numerics import Array, Codes
@@ -42,14 +43,14 @@ def quantize(
     """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numerics.quantize` does."""
     fmt = formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
-    checks.check_value_dtype("quantize", x.dtype)
+    checks.check_value_dtype("quantize", array("quantize", "x", x).dtype)
     axis = checks.normalize_axis("quantize", x.ndim, axis)
-    x = np.ascontiguousarray(x)
-    elements, scales = np.empty(x.shape, np.uint8), np.empty(checks.scale_shape(x.shape, axis), np.uint8)
+    x = contiguous("quantize", x)
+    elements, scales = (empty("quantize", shape, np.uint8) for shape in (x.shape, checks.scale_shape(x.shape, axis)))
     codes = fmt.onnx_dtype, SCALE_ROUNDINGS.index(scale_rounding)
     status = native.load().mxfp8_quantize(
         VALUE_DTYPES[x.dtype.name].onnx_dtype, x.ctypes.data, *checks.split_at(x.shape, axis), *codes,
-        elements.ctypes.data, scales.ctypes.data, threads,
+        elements.ctypes.data, scales.ctypes.data, thread_count("quantize", threads),
     )  # fmt: skip
     native.check("quantize", status)
     return elements, scales
@@ -66,13 +67,14 @@ def dequantize(
 ) -> Array:
     """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does."""
     fmt = formats.element_format(element_format)
+    array("dequantize", "elements", elements), array("dequantize", "scales", scales)
     axis = checks.normalize_axis("dequantize", elements.ndim, axis)
     checks.check_codes("dequantize", elements, scales, axis)
-    elements, scales = np.ascontiguousarray(elements), np.ascontiguousarray(scales)
-    y = np.empty(elements.shape, numerics.value_dtype(dtype))
+    elements, scales = contiguous("dequantize", elements), contiguous("dequantize", scales)
+    y = empty("dequantize", elements.shape, numerics.value_dtype(dtype))
     status = native.load().mxfp8_dequantize(
         fmt.onnx_dtype, elements.ctypes.data, scales.ctypes.data, *checks.split_at(elements.shape, axis),
-        VALUE_DTYPES[dtype].onnx_dtype, y.ctypes.data, threads,
+        VALUE_DTYPES[dtype].onnx_dtype, y.ctypes.data, thread_count("dequantize", threads),
     )  # fmt: skip
     native.check("dequantize", status)
     return y
@@ -91,7 +93,8 @@ def gemm(
     threads: int = 0,
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numerics.gemm`."""
-    y = _result((a, a_scales), (b, b_scales), bias, dtype)
+    y, bias = _result((a, a_scales), (b, b_scales), bias, dtype)
+    threads = thread_count("gemm", threads)
     a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
     library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
 
@@ -113,8 +116,9 @@ def weight_gemm(
     threads: int = 0,
 ) -> Array:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`."""
-    checks.check_value_dtype("gemm", x.dtype)
-    y = _result((x,), (b, b_scales), bias, dtype)
+    checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
+    y, bias = _result((x,), (b, b_scales), bias, dtype)
+    threads = thread_count("gemm", threads)
     x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
     library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
 
@@ -144,18 +148,21 @@ def pack(
     """
     fmt = formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
-    checks.check_value_dtype("pack", w.dtype)
+    checks.check_value_dtype("pack", array("pack", "w", w).dtype)
     if w.ndim != 2:
         raise ShapeError("pack", f"weight has shape {w.shape}", expected="a matrix", advice="reshape it to [N, K]")
     if w.size and (w.strides[1] != w.itemsize or w.strides[0] % w.itemsize or w.strides[0] < w.shape[1] * w.itemsize):
-        w = np.ascontiguousarray(w)
+        w = contiguous("pack", w)
+    if not w.flags.aligned:
+        w = contiguous("pack", w)
     stride = max(w.strides[0] // w.itemsize if w.size else 0, w.shape[1])
     n, k = w.shape[::-1] if transposed else w.shape
-    elements, scales = np.empty((n, k), np.uint8), np.empty((n, checks.scale_count(k)), np.uint8)
+    elements, scales = (empty("pack", shape, np.uint8) for shape in ((n, k), (n, checks.scale_count(k))))
     stats = native.PackStats()
     status = native.load().mxfp8_pack(
         VALUE_DTYPES[w.dtype.name].onnx_dtype, w.ctypes.data, stride, transposed, n, k, fmt.onnx_dtype,
-        SCALE_ROUNDINGS.index(scale_rounding), elements.ctypes.data, scales.ctypes.data, byref(stats), threads,
+        SCALE_ROUNDINGS.index(scale_rounding), elements.ctypes.data, scales.ctypes.data, byref(stats),
+        thread_count("pack", threads),
     )  # fmt: skip
     native.check("pack", status)
     first = None if stats.first_nonfinite < 0 else divmod(stats.first_nonfinite, w.shape[1])
@@ -166,17 +173,22 @@ _Product = Callable[[list[int], list[int], int | None, int, int], int]
 """Multiplies matrices; from the addresses of a, b (each with its scales) and the bias, M, and the address of y."""
 
 
-def _result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype: str) -> Array:
-    """Returns an empty result of a gemm whose operands come with their scales, if they have any.
+def _result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype: str) -> tuple[Array, Array | None]:
+    """Returns an empty result of a gemm whose operands come with their scales, if they have any, and the bias.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
+        BackendError: there is no room for the result.
     """
+    for name, operand in (("a", a), ("b", b)):
+        for which, codes in zip((name, f"{name}_scales"), operand, strict=False):
+            array("gemm", which, codes)
+    bias = None if bias is None else floats("gemm", "bias", bias)
     shape = checks.gemm_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
     for operand in (a, b):
         if len(operand) == 2:
             checks.check_codes("gemm", *operand, -1)
-    return np.empty(shape, numerics.value_dtype(dtype))
+    return empty("gemm", shape, numerics.value_dtype(dtype)), bias
 
 
 def _multiply(
@@ -184,9 +196,8 @@ def _multiply(
 ) -> Array:
     """Returns `result`, filled by one `product` per leading index; by one in all if only `a` has leading indices."""
     y = result[..., None, :] if a[0].ndim == 1 else result
-    a = tuple(np.ascontiguousarray(np.atleast_2d(t)) for t in a)
-    b = tuple(np.ascontiguousarray(t) for t in b)
-    bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
+    a = tuple(contiguous("gemm", np.atleast_2d(t)) for t in a)
+    b = tuple(contiguous("gemm", t) for t in b)
     flat = b[0].ndim == 2
     leading = () if flat else y.shape[:-2]
     m = math.prod(y.shape[:-1]) if flat else y.shape[-2]

@@ -105,7 +105,7 @@ def gemm(place: Place, product: Gemm) -> Plan:
 
     Raises:
         BackendError: the device is too old, or the forced row of the dispatch table cannot do it.
-        ShapeError: an unknown dtype or format, or more thread blocks than a GPU has.
+        ShapeError: an unknown dtype or format, sizes and addresses of no tensor, or more thread blocks than a GPU has.
     """
     plan = Plan()
     status = _library().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), plan)
@@ -133,8 +133,9 @@ def fold(request: Fold) -> Plan:
 
 
 def swizzled_bytes(rows: int, k: int) -> int:
-    """Returns how many scales [rows, ceil(k / 32)] take in cuBLASLt's 128x4 layout."""
+    """Returns how many scales [rows, ceil(k / 32)] take in cuBLASLt's 128x4 layout; ShapeError as `gemm`."""
     size: int = _library().mxfp8_cuda_swizzled_bytes(rows, k)
+    native.check("swizzled_bytes", min(size, 0))
     return size
 
 

@@ -1,6 +1,5 @@
-// The C ABI: checks arguments, turns exceptions into codes.
-#include <new>
-
+// The C ABI: checks arguments, turns exceptions into statuses. What is checked, and what the texts say: arguments.h.
+#include "arguments.h"
 #include "isa.h"
 #include "mxfp8_ops.h"
 #include "ops.h"
@@ -10,20 +9,50 @@ namespace {
 
 using namespace mxfp8;
 
-template <class Body>
-int checked(bool valid, const Body& body) {
-  if (!valid) return MXFP8_BAD_ARGUMENT;
+const Kernels& kernels_in_use() {
   const Kernels* found = kernels();
-  if (found == nullptr) return MXFP8_NO_SUCH_ISA;
-  try {
-    body(*found);
-    return MXFP8_OK;
-  } catch (const std::bad_alloc&) {
-    return MXFP8_NO_MEMORY;
+  if (found == nullptr) {
+    throw Refused(MXFP8_NO_SUCH_ISA, "MXFP8_ISA names an instruction set this machine lacks; expected one of " +
+                                         std::string(available_isas()) + "; correct the environment variable");
   }
+  return *found;
 }
 
-bool is_rounding(int rounding) { return rounding >= MXFP8_CEIL && rounding <= MXFP8_EVEN; }
+Parallel checked_threads(int threads) {
+  check_range({"threads", threads}, 0, INT64_MAX);
+  return own_threads(threads);
+}
+
+int64_t scale_count(int64_t k) { return k / kBlock + (k % kBlock != 0); }
+int64_t bytes_of(int dtype) { return int64_t(value_bytes(dtype)); }
+
+// Elements and scales [outer, k, inner], blocked along k.
+void check_blocks(const uint8_t* elements, const uint8_t* scales, int64_t outer, int64_t k, int64_t inner) {
+  check_array(array("elements", elements, 1), {outer, k, inner});
+  check_array(array("scales", scales, 1), {outer, scale_count(k), inner});
+}
+
+// One row may have any stride: none is taken.
+int64_t stride_of(int64_t rows, int64_t columns, int64_t stride) { return rows > 1 ? stride : columns; }
+
+// What both gemms ask of b, bias and y, and the product that is then safe to do. Where y is empty, nothing is read.
+bool check_product(const GemmArgs& g) {
+  check_element_format("b_format", g.b_format);
+  check_value_dtype("y_dtype", g.y_dtype);
+  check_sizes({{"m", g.m}, {"n", g.n}, {"k", g.k}});
+  check_range({"y_stride", g.y_stride}, g.n, INT64_MAX);
+  if (g.m == 0 || g.n == 0) return false;
+  check_array(array("b", g.b, 1), {g.n, g.k});
+  check_array(array("b_scales", g.b_scales, 1), {g.n, scale_count(g.k)});
+  if (g.bias != nullptr) check_array(array("bias", g.bias, sizeof(float)), {g.n});
+  check_rows(array("y", g.y, bytes_of(g.y_dtype)), g.m, g.n, g.y_stride);
+  return true;
+}
+
+void multiply(GemmArgs g, const Parallel& parallel) {
+  g.a_stride = stride_of(g.m, g.k, g.a_stride), g.y_stride = stride_of(g.m, g.n, g.y_stride);
+  gemm(kernels_in_use(), parallel, g);
+}
 
 }  // namespace
 
@@ -38,14 +67,25 @@ const char* mxfp8_isa(void) {
   return found == nullptr ? nullptr : found->isa;
 }
 
-int mxfp8_isa_force(const char* name) { return force_isa(name) ? MXFP8_OK : MXFP8_NO_SUCH_ISA; }
+int mxfp8_isa_force(const char* name) {
+  return answer([&] {
+    if (force_isa(name)) return;
+    throw Refused(MXFP8_NO_SUCH_ISA, "instruction set " +
+                                         (name == nullptr ? std::string("NULL") : "'" + std::string(name) + "'") +
+                                         "; expected one of " + available_isas() + "; name one this machine has");
+  });
+}
 
 int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int64_t inner, int element_format,
                    int scale_rounding, uint8_t* elements, uint8_t* scales, int threads) {
-  const bool valid = is_value_dtype(value_dtype) && is_element_format(element_format) && is_rounding(scale_rounding) &&
-                     outer >= 0 && k >= 0 && inner >= 0;
-  return checked(valid, [&](const Kernels& table) {
-    quantize(table, own_threads(threads),
+  return answer([&] {
+    check_value_dtype("value_dtype", value_dtype);
+    check_element_format("element_format", element_format);
+    check_rounding("scale_rounding", scale_rounding);
+    check_sizes({{"outer", outer}, {"k", k}, {"inner", inner}});
+    check_array(array("x", x, bytes_of(value_dtype)), {outer, k, inner});
+    check_blocks(elements, scales, outer, k, inner);
+    quantize(kernels_in_use(), checked_threads(threads),
              {value_dtype, x, outer, k, inner, k, element_format, scale_increment(element_format, scale_rounding),
               elements, scales});
   });
@@ -53,44 +93,65 @@ int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int
 
 int mxfp8_dequantize(int element_format, const uint8_t* elements, const uint8_t* scales, int64_t outer, int64_t k,
                      int64_t inner, int value_dtype, void* y, int threads) {
-  const bool valid =
-      is_value_dtype(value_dtype) && is_element_format(element_format) && outer >= 0 && k >= 0 && inner >= 0;
-  return checked(valid, [&](const Kernels& table) {
-    dequantize(table, own_threads(threads), {element_format, elements, scales, outer, k, inner, value_dtype, y});
+  return answer([&] {
+    check_value_dtype("value_dtype", value_dtype);
+    check_element_format("element_format", element_format);
+    check_sizes({{"outer", outer}, {"k", k}, {"inner", inner}});
+    check_blocks(elements, scales, outer, k, inner);
+    check_array(array("y", y, bytes_of(value_dtype)), {outer, k, inner});
+    dequantize(kernels_in_use(), checked_threads(threads),
+               {element_format, elements, scales, outer, k, inner, value_dtype, y});
   });
 }
 
 int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
                int64_t y_stride, int threads) {
-  const bool valid = is_element_format(a_format) && is_element_format(b_format) && is_value_dtype(y_dtype) && m >= 0 &&
-                     n >= 0 && k >= 0 && y_stride >= n && (m == 0 || a_scales != nullptr);
-  return checked(valid, [&](const Kernels& table) {
-    gemm(table, own_threads(threads),
-         {a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride});
+  return answer([&] {
+    check_element_format("a_format", a_format);
+    const uint8_t no_scales = 0;  // stands for those of K = 0: without an address, a would be taken for values
+    GemmArgs g = {a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride};
+    const bool writes = check_product(g);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_array(array("a", a, 1), {m, k});
+    check_array(array("a_scales", a_scales, 1), {m, scale_count(k)});
+    if (k == 0) g.a_scales = &no_scales;
+    multiply(g, parallel);
   });
 }
 
 int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int b_format, const uint8_t* b,
                       const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
                       int64_t y_stride, int threads) {
-  const bool valid = is_value_dtype(x_dtype) && is_element_format(b_format) && is_value_dtype(y_dtype) && m >= 0 &&
-                     n >= 0 && k >= 0 && x_stride >= k && y_stride >= n;
-  return checked(valid, [&](const Kernels& table) {
-    gemm(table, own_threads(threads),
-         {x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride});
+  return answer([&] {
+    check_value_dtype("x_dtype", x_dtype);
+    const GemmArgs g = {x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride};
+    const bool writes = check_product(g);
+    check_range({"x_stride", x_stride}, k, INT64_MAX);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_rows(array("x", x, bytes_of(x_dtype)), m, k, x_stride);
+    multiply(g, parallel);
   });
 }
 
 int mxfp8_pack(int value_dtype, const void* w, int64_t w_stride, int transposed, int64_t n, int64_t k,
                int element_format, int scale_rounding, uint8_t* elements, uint8_t* scales, mxfp8_pack_stats* stats,
                int threads) {
-  const bool valid = is_value_dtype(value_dtype) && is_element_format(element_format) && is_rounding(scale_rounding) &&
-                     n >= 0 && k >= 0 && stats != nullptr && w_stride >= (transposed != 0 ? n : k);
-  return checked(valid, [&](const Kernels& table) {
-    pack(table, own_threads(threads),
-         {value_dtype, w, n, k, 1, w_stride, element_format, scale_increment(element_format, scale_rounding), elements,
-          scales},
+  return answer([&] {
+    check_value_dtype("value_dtype", value_dtype);
+    check_element_format("element_format", element_format);
+    check_rounding("scale_rounding", scale_rounding);
+    check_sizes({{"n", n}, {"k", k}});
+    const int64_t rows = transposed != 0 ? k : n, columns = transposed != 0 ? n : k;
+    check_range({"w_stride", w_stride}, columns, INT64_MAX);
+    check_rows(array("w", w, bytes_of(value_dtype)), rows, columns, w_stride);
+    check_blocks(elements, scales, n, k, 1);
+    check_array(array("stats", stats, alignof(mxfp8_pack_stats)), {sizeof *stats / alignof(mxfp8_pack_stats)});
+    pack(kernels_in_use(), checked_threads(threads),
+         {value_dtype, w, n, k, 1, stride_of(rows, columns, w_stride), element_format,
+          scale_increment(element_format, scale_rounding), elements, scales},
          transposed != 0, stats);
   });
 }

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <string>
 
 namespace mxfp8 {
 
@@ -77,14 +76,18 @@ bool force_isa(const char* name) {
 }
 
 const char* available_isas() {
-  static const std::string names = [] {
-    std::string list;
-    for (const Isa& isa : kIsas) {
-      if (find(isa.kernels->isa) != nullptr) list += (list.empty() ? "" : ",") + std::string(isa.kernels->isa);
+  struct Names {
+    char list[64] = "";  // room for all
+    Names() {
+      for (const Isa& isa : kIsas) {
+        if (find(isa.kernels->isa) == nullptr) continue;
+        if (list[0] != 0) std::strcat(list, ",");
+        std::strcat(list, isa.kernels->isa);
+      }
     }
-    return list;
-  }();
-  return names.c_str();
+  };
+  static const Names names;
+  return names.list;
 }
 
 }  // namespace mxfp8

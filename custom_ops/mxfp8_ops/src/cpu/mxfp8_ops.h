@@ -2,8 +2,16 @@
 //
 // Every function has the meaning of its namesake in numerics.py. Pointers are to contiguous memory unless a stride is
 // given. A function returns 0, or a negative code below; it never throws, never allocates for its result, and keeps no
-// reference to its arguments. All are safe to call from several threads at once. A dtype, format or rounding that is
-// not named here is a bad argument.
+// reference to its arguments. All are safe to call from several threads at once.
+//
+// These are bad arguments, refused before a byte is read or written:
+// - a dtype, format or rounding that is not named here; a size or number of threads below 0;
+// - an array of more than 2^48 bytes, or one that ends beyond the address space;
+// - a stride below the values of a row;
+// - NULL, or an address that is no multiple of the size of a value (4 or 2 bytes; stats: 8), for an array that has
+//   values. An array without values may be anywhere, NULL included. Where y is empty, no other array is looked at.
+// What cannot be checked is the caller's: that memory is there, as large as the sizes say, and that results overlap
+// neither operands nor each other. If they do, what is in the results is undefined, but nothing else is touched.
 #pragma once
 #include <stdint.h>
 
@@ -21,7 +29,12 @@ extern "C" {
 // formats.SCALE_ROUNDINGS.
 enum { MXFP8_FLOAT32 = 1, MXFP8_FLOAT16 = 10, MXFP8_BFLOAT16 = 16, MXFP8_E4M3 = 17, MXFP8_E5M2 = 19 };
 enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
-enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3 };
+// MXFP8_FAILED: what none of the others says.
+enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3, MXFP8_FAILED = -5 };
+
+// What the last call that failed on this thread had to say, in UTF-8: "k is -1; expected 0 or more; pass the size of an
+// array". Empty if none has failed. Valid until the thread's next call that fails.
+MXFP8_API const char* mxfp8_last_error(void);
 
 // The version of the node contract these kernels implement (contract.VERSION).
 #define MXFP8_CONTRACT_VERSION 1
@@ -36,7 +49,7 @@ MXFP8_API const char* mxfp8_isa(void);
 MXFP8_API int mxfp8_isa_force(const char* name);
 
 // x is [outer, K, inner], blocked along K. elements: the shape of x; scales: [outer, ceil(K/32), inner].
-// threads: how many threads to use, 0 for all cores.
+// threads: how many threads to use, 0 for all cores; more than 256, or than cores if there are more, count as that.
 MXFP8_API int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int64_t inner,
                              int element_format, int scale_rounding, uint8_t* elements, uint8_t* scales, int threads);
 

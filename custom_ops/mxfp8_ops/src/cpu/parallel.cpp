@@ -3,6 +3,7 @@
 // (its threads do not exist there) and starts its own.
 #include "parallel.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -22,6 +23,8 @@
 
 namespace mxfp8 {
 namespace {
+
+constexpr int kMostThreads = 256;  // threads never end: one call must not start any number of them
 
 // Moves the calling thread off processor `taken`, if it runs there and may run elsewhere. A kernel tends to wake a
 // sleeping thread on the processor of the thread that wakes it, and to leave it there for longer than a job lasts: the
@@ -176,8 +179,8 @@ int processor_count() {
 }
 
 Parallel own_threads(int threads) {
-  static const int processors = processor_count();
-  const int wanted = threads > 0 ? threads : processors;
+  static const int processors = processor_count(), most = std::max(kMostThreads, processors);
+  const int wanted = threads > 0 ? std::min(threads, most) : processors;
   return {run_on_pool, reinterpret_cast<void*>(intptr_t(wanted)), wanted};
 }
 

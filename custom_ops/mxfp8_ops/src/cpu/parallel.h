@@ -13,7 +13,8 @@ struct Parallel {
   int threads;  // how many can run at once
 };
 
-// The library's own threads; `threads` <= 0 means one per processor. Threads start with the first call that needs them.
+// The library's own threads; `threads` <= 0 means one per processor, and more than 256 (or, if there are more, than
+// processors) means so many. Threads start with the first call that needs them.
 Parallel own_threads(int threads);
 
 // One per processor this process may use.

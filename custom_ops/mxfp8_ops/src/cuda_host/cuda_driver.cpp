@@ -1,9 +1,12 @@
 #include "cuda_driver.h"
 
+#include "../cpu/last_error.h"
+
 #if __has_include(<dlfcn.h>)
 #include <dlfcn.h>
 #endif
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -38,7 +41,10 @@ std::string open_driver(const char* file, Driver* driver) {
                                                      {"cuGetErrorName", &driver->error_name}};
   for (const auto& [name, slot] : functions) {
     void* symbol = dlsym(library, name);
-    if (symbol == nullptr) return std::string(file) + " has no " + name;
+    if (symbol == nullptr) {
+      dlclose(library);
+      return std::string(file) + " has no " + name;
+    }
     std::memcpy(slot, &symbol, sizeof symbol);
   }
   return "";
@@ -87,14 +93,23 @@ void Gpu::fail(const char* doing, int status, const char* library) const {
 extern "C" MXFP8_API int mxfp8_cuda_open(const char* driver, const mxfp8_cuda_loader* loader, char* message,
                                          size_t size) {
   using namespace mxfp8::cuda;
-  auto fresh = std::make_unique<Connection>();
-  fresh->loader = *loader;
-  const std::string wrong = open_driver(driver, &fresh->driver);
-  if (!wrong.empty()) {
-    if (size > 0) message[wrong.copy(message, size - 1)] = 0;
-    return MXFP8_BAD_ARGUMENT;
+  const int status = mxfp8::answer([&] {
+    const auto refuse = [](const std::string& text) { throw mxfp8::Refused(MXFP8_BAD_ARGUMENT, text); };
+    if (driver == nullptr) refuse("driver is NULL; expected the name of a file; pass \"libcuda.so.1\"");
+    if (loader == nullptr || loader->gpu == nullptr || loader->kernel == nullptr) {
+      refuse("loader, or a function of it, is NULL; expected both functions; pass them");
+    }
+    auto fresh = std::make_unique<Connection>();
+    fresh->loader = *loader;
+    const std::string wrong = open_driver(driver, &fresh->driver);
+    if (!wrong.empty()) refuse(wrong);
+    const std::lock_guard<std::mutex> lock(mutex);
+    connection = fresh.release();
+  });
+  if (status != MXFP8_OK && message != nullptr && size > 0) {
+    const size_t length = std::min(size - 1, std::strlen(mxfp8_last_error()));
+    std::memcpy(message, mxfp8_last_error(), length);
+    message[length] = 0;
   }
-  const std::lock_guard<std::mutex> lock(mutex);
-  connection = fresh.release();
-  return MXFP8_OK;
+  return status;
 }

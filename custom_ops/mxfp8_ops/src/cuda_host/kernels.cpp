@@ -1,5 +1,7 @@
 #include "kernels.h"
 
+#include "../cpu/last_error.h"
+
 namespace mxfp8::cuda {
 namespace {
 
@@ -137,6 +139,10 @@ const std::vector<std::string>& kernel_names() { return catalog().names; }
 }  // namespace mxfp8::cuda
 
 extern "C" MXFP8_API const char* mxfp8_cuda_kernel(int number) {
-  const auto& names = mxfp8::cuda::kernel_names();
-  return number >= 0 && size_t(number) < names.size() ? names[size_t(number)].c_str() : nullptr;
+  const char* found = nullptr;
+  mxfp8::answer([&] {
+    const auto& names = mxfp8::cuda::kernel_names();
+    if (number >= 0 && size_t(number) < names.size()) found = names[size_t(number)].c_str();
+  });
+  return found;
 }

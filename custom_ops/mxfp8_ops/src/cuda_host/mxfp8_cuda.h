@@ -46,8 +46,9 @@ typedef struct {
 } mxfp8_cuda_loader;
 
 // `driver` is what dlopen takes: "libcuda.so.1". The loader's functions are kept, the struct is not. May be called
-// again; sessions that exist keep what they have. Returns 0, or MXFP8_BAD_ARGUMENT and a message: no such file, or not
-// a driver.
+// again; sessions that exist keep what they have. Returns 0, or MXFP8_BAD_ARGUMENT and a message of at most `size`
+// bytes (which mxfp8_last_error has too; message may be NULL): no such file, not a driver, or NULL for one of the
+// others.
 MXFP8_API int mxfp8_cuda_open(const char* driver, const mxfp8_cuda_loader* loader, char* message, size_t size);
 
 #ifdef __cplusplus

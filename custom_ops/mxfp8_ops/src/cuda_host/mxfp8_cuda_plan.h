@@ -6,7 +6,11 @@
 // depends on data is decided on the device.
 //
 // Every field of what goes in has 8 bytes, so that any language can fill it as an array of 64-bit integers. An address
-// that is 0 stands for nothing. Dtypes and formats are the codes of mxfp8_ops.h; unknown ones are MXFP8_BAD_ARGUMENT.
+// that is 0 stands for nothing. Dtypes and formats are the codes of mxfp8_ops.h.
+//
+// Functions return 0 or a status of mxfp8_ops.h, and mxfp8_last_error says more. Bad arguments are what they are there,
+// for arrays on the GPU; also a struct that is NULL, and a plan of more than a million steps. Then the plan is all
+// zeros.
 #pragma once
 #include "../cpu/mxfp8_ops.h"
 
@@ -109,7 +113,7 @@ MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize*, mxfp8_cuda_pl
 MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold*, mxfp8_cuda_plan*);
 
-// Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout.
+// Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout; or a status, which is below 0.
 MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k);
 
 // The kernel of a number, as C++ writes it: "quantize_rows<F32, E4M3, false, false>"; its file has the name before the

@@ -1,8 +1,8 @@
 // Plans of what is not a product, and the C ABI of all plans.
 #include "planner.h"
 
-#include <new>
-
+#include "../cpu/arguments.h"
+#include "requests.h"
 #include "steps.h"
 
 namespace mxfp8::cuda {
@@ -12,17 +12,16 @@ namespace {
 template <class Make>
 int shown(mxfp8_cuda_plan* to, const Make& make) noexcept {
   static thread_local Plan made;
-  try {
-    made = make();
-  } catch (const NoRoute&) {
-    return MXFP8_NO_ROUTE;
-  } catch (const std::bad_alloc&) {
-    return MXFP8_NO_MEMORY;
-  } catch (const std::exception&) {
-    return MXFP8_BAD_ARGUMENT;
-  }
-  *to = {made.steps.data(), int64_t(made.steps.size()), made.scratch_bytes, made.route};
-  return MXFP8_OK;
+  if (to != nullptr) *to = {};
+  return answer([&] {
+    if (to == nullptr) throw Refused(MXFP8_BAD_ARGUMENT, "plan is NULL; expected the address of a struct; pass one");
+    try {
+      made = make();
+    } catch (const NoRoute& error) {
+      throw Refused(MXFP8_NO_ROUTE, error.what());
+    }
+    *to = {made.steps.data(), int64_t(made.steps.size()), made.scratch_bytes, made.route};
+  });
 }
 
 }  // namespace
@@ -84,17 +83,21 @@ using namespace mxfp8::cuda;
 extern "C" {
 
 MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, const mxfp8_cuda_gemm* gemm, mxfp8_cuda_plan* to) {
-  return shown(to, [&] { return plan(*place, *gemm); });
+  return shown(to, [&] { return plan(checked(place), checked(gemm)); });
 }
 MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize* quantize, mxfp8_cuda_plan* to) {
-  return shown(to, [&] { return plan(*quantize); });
+  return shown(to, [&] { return plan(checked(quantize)); });
 }
 MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize* dequantize, mxfp8_cuda_plan* to) {
-  return shown(to, [&] { return plan(*dequantize); });
+  return shown(to, [&] { return plan(checked(dequantize)); });
 }
 MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold* fold, mxfp8_cuda_plan* to) {
-  return shown(to, [&] { return plan(*fold); });
+  return shown(to, [&] { return plan(checked(fold)); });
 }
-MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k) { return swizzled_bytes(rows, k); }
+MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k) {
+  int64_t bytes = 0;
+  const int status = mxfp8::answer([&] { bytes = checked_swizzled_bytes(rows, k); });
+  return status == MXFP8_OK ? bytes : status;
+}
 
 }  // extern "C"

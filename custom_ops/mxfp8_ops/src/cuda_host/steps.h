@@ -40,6 +40,8 @@ inline bool unaligned(std::initializer_list<Argument> addresses) {
   return !std::all_of(addresses.begin(), addresses.end(), [](const Argument& a) { return a.aligned(); });
 }
 
+constexpr size_t kMostSteps = 1 << 20;  // a second of launches
+
 class Steps {
  public:
   Steps() { plan_.steps.reserve(8); }  // more than most plans have
@@ -53,6 +55,10 @@ class Steps {
   }
   void clear(Argument address, int64_t words) { add(MXFP8_CLEAR, {address, words}); }
   mxfp8_cuda_step& add(int what, std::initializer_list<Argument> arguments) {
+    if (plan_.steps.size() >= kMostSteps) {
+      throw std::invalid_argument("mxfp8: a plan of more than " + std::to_string(kMostSteps) +
+                                  " steps; expected a product that takes fewer; use a smaller batch");
+    }
     mxfp8_cuda_step step = {};
     step.step = what;
     for (const Argument& argument : arguments) {

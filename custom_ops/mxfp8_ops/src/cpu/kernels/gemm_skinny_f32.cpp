@@ -3,11 +3,15 @@
 // y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + 4 M K + the result.
 //
 // An element becomes a float32 by shifts alone: sign to the top, exponent and mantissa below it, where they stand for
-// its value times 2^-bias_gap (subnormal elements come out as subnormal floats, correctly). A register of bytes gives
-// four registers of floats, element 4 l + i in lane l of register i; A is packed in that order. The missing
-// 2^bias_gap is put into the scale, which multiplies each block's sum. So that small products stay normal, A is packed
-// times 2^t, which puts its largest value at 2^100; the scale takes 2^-t back. Exact if A spans less than 2^97, else
-// pack refuses. A row of B whose scales do not fit, or that has NaN or Inf codes, goes to exact_dot.
+// its value times 2^-bias_gap. A register of bytes gives four registers of floats, element 4 l + i in lane l of register
+// i; A is packed in that order. The missing 2^bias_gap is put into the scale, which multiplies each block's sum. So that
+// small products stay normal, A is packed times 2^t, which puts its largest value at 2^100; the scale takes 2^-t back.
+// Exact if A spans less than 2^97, else pack refuses. A row of B whose scales do not fit, or that has NaN or Inf codes,
+// goes to exact_dot.
+//
+// Subnormal elements come out as subnormal floats: correctly, but a processor may take 150 cycles to multiply one. A step
+// that has any is multiplied by 2^kLift, which makes all of them normal, and its scale by 2^-kLift: every sum is that
+// power of two larger, and what is added to y the same, bit for bit.
 #include "gemm_skinny.h"
 
 namespace mxfp8::MXFP8_ISA {
@@ -16,6 +20,7 @@ namespace {
 typedef int16_t Shorts __attribute__((vector_size(sizeof(Vec))));
 typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
 typedef uint8_t Bytes __attribute__((vector_size(sizeof(Vec))));
+typedef int8_t SignedBytes __attribute__((vector_size(sizeof(Vec))));
 
 constexpr int kStep = int(sizeof(Vec));  // elements decoded at once
 constexpr int kLargestExponent = 100;    // of packed A, where it is scaled
@@ -26,12 +31,28 @@ struct Shift {
   static constexpr int right = 1 + F::mantissa_bits;
   static constexpr uint32_t mask = 0x80000000 | (0x7fu << (24 - right));
   static constexpr int bias_gap = 127 - F::bias;
+  static constexpr int subnormals = (1 << F::mantissa_bits) - 1;  // codes 1 .. this
   static constexpr uint8_t special = 0x80 | (F::max_code + 1);  // codes with the sign set from here on: NaN, Inf
 };
 
-// The floats of kStep elements, times 2^-bias_gap. `specials` collects their codes: see Shift::special.
+MXFP8_INLINE bool any_less(SignedBytes bytes, int8_t limit) {
+#if defined(__AVX512BW__)
+  return _mm512_cmplt_epi8_mask(reinterpret_cast<__m512i>(bytes), _mm512_set1_epi8(limit)) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_epi8(reinterpret_cast<__m256i>(bytes < limit)) != 0;
+#else
+  uint64_t found[kStep / 8], any = 0;
+  const auto less = bytes < limit;
+  std::memcpy(found, &less, sizeof found);
+  for (const uint64_t part : found) any |= part;
+  return any != 0;
+#endif
+}
+
+// The floats of kStep elements, times 2^-bias_gap. `specials` collects their codes: see Shift::special. Returns whether
+// one of them is subnormal.
 template <class F>
-MXFP8_INLINE void decode_step(const uint8_t* elements, Vec* out, Bytes* specials) {
+MXFP8_INLINE bool decode_step(const uint8_t* elements, Vec* out, Bytes* specials) {
   Shorts bytes;
   std::memcpy(&bytes, elements, sizeof bytes);
   const Bytes signed_codes = reinterpret_cast<Bytes>(bytes) | uint8_t(0x80);
@@ -43,6 +64,22 @@ MXFP8_INLINE void decode_step(const uint8_t* elements, Vec* out, Bytes* specials
   out[1] = reinterpret_cast<Vec>((odd << 16) & mask);
   out[2] = reinterpret_cast<Vec>(even & mask);
   out[3] = reinterpret_cast<Vec>(odd & mask);
+  // With the sign set, less 1: zero is the largest signed byte, subnormal codes are the smallest ones.
+  return any_less(reinterpret_cast<SignedBytes>(signed_codes - uint8_t(1)), int8_t(-128 + Shift<F>::subnormals));
+}
+
+constexpr int kLift = 3;  // 2^kLift times the smallest element, times 2^-bias_gap, is a normal float in either format
+
+// Multiplies floats by 2^kLift, without a subnormal operand or result.
+MXFP8_INLINE void lift(Vec* values) {
+  const Ints first_normal = Ints{} + (1 << 23), power = Ints{} + ((kLift + 1) << 23);
+  for (int i = 0; i < 4; ++i) {
+    const Ints bits = reinterpret_cast<Ints>(values[i]), magnitude = bits & int32_t(kMagnitude);
+    const Vec subnormal = reinterpret_cast<Vec>(magnitude + power) - reinterpret_cast<Vec>(power);
+    const Ints normal = magnitude + (kLift << 23);
+    const Ints lifted = magnitude < first_normal ? reinterpret_cast<Ints>(subnormal) : normal;
+    values[i] = reinterpret_cast<Vec>(lifted | (bits ^ magnitude));
+  }
 }
 
 typedef uint8_t Codes __attribute__((vector_size(16)));
@@ -81,7 +118,10 @@ MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) 
   Bytes specials = {};
   const auto step = [&](const uint8_t* elements, Vec scale, const float* rows) MXFP8_INLINE_LAMBDA {
     Vec weights[4];
-    decode_step<F>(elements, weights, &specials);
+    if (__builtin_expect(decode_step<F>(elements, weights, &specials), 0)) {
+      lift(weights);
+      scale *= 1.0f / (1 << kLift);
+    }
     for (int r = 0; r < R; ++r) {
       Vec sum = weights[0] * load(rows + r * kStep);
       for (int i = 1; i < 4; ++i) sum = multiply_add(weights[i], load(rows + r * kStep + i * kLanes), sum);

@@ -1,0 +1,90 @@
+#include "arguments.h"
+
+#include <cinttypes>
+#include <cstdio>
+#include <iterator>
+#include <string>
+
+#include "../contract.h"
+
+namespace mxfp8 {
+namespace {
+
+[[noreturn]] void refuse(const std::string& text) { throw Refused(MXFP8_BAD_ARGUMENT, text); }
+
+std::string is(const char* name, int64_t value) { return std::string(name) + " is " + std::to_string(value); }
+
+template <size_t N>
+void check_code(const char* name, int64_t code, const Dtype (&rows)[N]) {
+  std::string known;
+  for (const Dtype& row : rows) {
+    if (row.code == code) return;
+    known += (known.empty() ? "" : ", ") + std::to_string(row.code) + " (" + row.name + ")";
+  }
+  refuse(is(name, code) + "; expected one of " + known + "; pass a code of mxfp8_ops.h");
+}
+
+// The bytes of a count of values that overflowed, or did not.
+void check_bytes(const Array& a, bool overflows, int64_t count) {
+  int64_t bytes = 0;
+  if (overflows || __builtin_mul_overflow(count, a.value_bytes, &bytes) || bytes > kMostBytes) {
+    refuse(std::string(a.name) + " would have more than " + std::to_string(kMostBytes) +
+           " bytes; expected the sizes of an array in memory; correct them");
+  }
+  if (bytes == 0) return;
+  if (a.address == 0) {
+    refuse(std::string(a.name) + " is NULL; expected the address of " + std::to_string(bytes) +
+           " bytes; pass an array");
+  }
+  char address[32];
+  std::snprintf(address, sizeof address, "0x%" PRIx64, a.address);
+  if (a.address % uint64_t(a.value_bytes) != 0) {
+    refuse(std::string(a.name) + " is at " + address + "; expected a multiple of " + std::to_string(a.value_bytes) +
+           "; copy the array to aligned memory");
+  }
+  constexpr uint64_t end = uint64_t(sizeof(void*) > 4 ? INT64_MAX : UINT32_MAX);
+  if (a.address > end - uint64_t(bytes)) {
+    refuse(std::string(a.name) + " is at " + address + " and has " + std::to_string(bytes) +
+           " bytes; expected its end in the address space; correct the address or the sizes");
+  }
+}
+
+}  // namespace
+
+void check_value_dtype(const char* name, int64_t dtype) { check_code(name, dtype, kValueDtypes); }
+void check_element_format(const char* name, int64_t format) { check_code(name, format, kElementFormats); }
+void check_rounding(const char* name, int64_t rounding) {
+  check_range({name, rounding}, 0, int64_t(std::size(kScaleRoundings)) - 1);
+}
+
+void check_sizes(std::initializer_list<Size> sizes) {
+  for (const Size& size : sizes) {
+    if (size.value < 0) refuse(is(size.name, size.value) + "; expected 0 or more; pass the size of an array");
+  }
+}
+
+void check_range(Size size, int64_t least, int64_t most) {
+  if (size.value >= least && size.value <= most) return;
+  refuse(is(size.name, size.value) + "; expected " + std::to_string(least) +
+         (most == INT64_MAX ? " or more" : " to " + std::to_string(most)) + "; correct it");
+}
+
+void check_array(const Array& array, std::initializer_list<int64_t> sizes) {
+  int64_t count = 1;
+  bool overflows = false;
+  for (const int64_t size : sizes) {
+    if (size == 0) return;
+    overflows = overflows || __builtin_mul_overflow(count, size, &count);
+  }
+  check_bytes(array, overflows, count);
+}
+
+void check_rows(const Array& array, int64_t rows, int64_t columns, int64_t stride) {
+  if (rows == 0 || columns == 0) return;
+  int64_t count = 0;
+  const bool overflows =
+      __builtin_mul_overflow(rows - 1, stride, &count) || __builtin_add_overflow(count, columns, &count);
+  check_bytes(array, overflows, count);
+}
+
+}  // namespace mxfp8

@@ -1,0 +1,43 @@
+// What the C ABI asks of its arguments before it reads or writes a byte. These functions throw Refused, whose text
+// names the argument.
+#pragma once
+#include <cstdint>
+#include <initializer_list>
+
+#include "last_error.h"
+
+namespace mxfp8 {
+
+// The most bytes of an array: no process has room for more. Far enough from 2^63 for everything that is counted about
+// an array - its tasks, its multiply-adds, its packed form - to be an int64_t.
+constexpr int64_t kMostBytes = int64_t(sizeof(void*) > 4 ? uint64_t(1) << 48 : uint64_t(1) << 31);
+
+void check_value_dtype(const char* name, int64_t dtype);
+void check_element_format(const char* name, int64_t format);
+void check_rounding(const char* name, int64_t rounding);
+
+struct Size {
+  const char* name;
+  int64_t value;
+};
+// None may be below 0.
+void check_sizes(std::initializer_list<Size> sizes);
+
+// `size` may be `least` .. `most`.
+void check_range(Size size, int64_t least, int64_t most);
+
+// A dense array with these sizes, none below 0; or a matrix of rows `stride` values apart. If it has values, it needs
+// an address that is a multiple of what each takes, and must not end beyond the address space or have more than
+// kMostBytes.
+struct Array {
+  const char* name;
+  uint64_t address;
+  int64_t value_bytes;
+};
+inline Array array(const char* name, const void* data, int64_t value_bytes) {
+  return {name, uint64_t(reinterpret_cast<uintptr_t>(data)), value_bytes};
+}
+void check_array(const Array& array, std::initializer_list<int64_t> sizes);
+void check_rows(const Array& array, int64_t rows, int64_t columns, int64_t stride);
+
+}  // namespace mxfp8
