@@ -11,7 +11,8 @@ count as a refusal. Any other exception is a finding, and so are a signal, a han
 
 run.py          the command, and what it prints and saves
 supervisor.py   starts workers, watches them, and knows which input ended one
-worker.py       tries one input after the other
+worker.py       tries one input after the other; guided.py: those that libFuzzer chooses
+trial.py        tries one input
 verdicts.py     what became of one input
 corpus/         a folder per target: inputs that once reached something new, tried first
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import resource
 import sys
 import time
 from collections import Counter
@@ -22,8 +23,8 @@ from pathlib import Path
 
 from . import CORPUS, ROOT, TARGETS, exists
 from .supervisor import Limits, Supervisor
+from .trial import KEPT_PER_PLACE, Job
 from .verdicts import ACCEPTED, FINDING, REFUSED, Verdict
-from .worker import KEPT_PER_PLACE, Job
 
 LARGEST_COMMITTED = 16_384
 """Bytes of an input that --keep commits."""
@@ -35,6 +36,8 @@ class Result:
 
     target: str
     seconds: float = 0.0
+    processor: float = 0.0
+    """Seconds of processor time, those that targets take to start among them."""
     counts: dict[str, Counter[str]] = field(
         default_factory=lambda: {outcome: Counter() for outcome in (ACCEPTED, REFUSED, FINDING)}
     )
@@ -64,9 +67,9 @@ class Result:
     def __str__(self) -> str:
         """Returns the counts as lines."""
         totals = ", ".join(f"{kinds.total()} {outcome}" for outcome, kinds in self.counts.items() if outcome != FINDING)
-        rate = self.tried / max(self.seconds, 1e-9)
+        rates = " and ".join(f"{self.tried / max(s, 0.01):.0f} a second" for s in (self.seconds, self.processor))
         lines = [
-            f"{self.target}: {self.tried} inputs in {self.seconds:.0f} s ({rate:.0f} a second): {totals}, "
+            f"{self.target}: {self.tried} inputs in {self.seconds:.0f} s ({rates} of processor time): {totals}, "
             f"{self.counts[FINDING].total()} findings of {len(self.findings)} kinds"
         ]
         for outcome in (REFUSED, FINDING):
@@ -78,7 +81,7 @@ def fuzz(target: str, job: Job, *, jobs: int = 1, limits: Limits | None = None) 
     """Returns what became of the inputs of `target` that `jobs` processes tried."""
     if not exists(target):
         raise FileNotFoundError(f"no target {target!r}: tests/fuzz/{target}.py is missing")
-    begun, result = time.time(), Result(target)
+    begun, spent, result = time.time(), _processor_time(), Result(target)
     supervisors: list[Supervisor] = []
     try:
         for index in range(jobs):
@@ -93,8 +96,13 @@ def fuzz(target: str, job: Job, *, jobs: int = 1, limits: Limits | None = None) 
     finally:
         for one in supervisors:
             one.end()
-    result.seconds = time.time() - begun
+    result.seconds, result.processor = time.time() - begun, _processor_time() - spent
     return result
+
+
+def _processor_time() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def save(result: Result, job: Job, out: Path, corpus: Path) -> None:
@@ -130,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job = Job(
             target,
             str(options.seed),
-            box="",
+            folder="",
             pool=[] if options.input else [str(CORPUS / target), str(out / "corpus")],
             files=[str(path.resolve()) for path in options.input] if options.input else None,
             count=options.count,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from pathlib import Path
 import psutil
 
 from . import ROOT
+from .trial import BOX, DONE, SPENT, Box, Job
 from .verdicts import FINDING, Verdict, place_in_dump
-from .worker import DONE, SPENT, Box, Job
+
+_MEMORY = Path("/dev/shm")  # every input is written to a file: a disk would take longer than what is tried
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,11 @@ class Supervisor:
     def __init__(self, job: Job, limits: Limits) -> None:
         self.limits, self.finished, self.tried = limits, False, 0
         self._tail = b""
-        folder = Path(tempfile.mkdtemp(prefix="mxfp8-fuzz-job-"))
-        self._log, path = folder / "log.txt", folder / "box"
-        path.touch()
-        self._box = Box(path)
-        self._job = replace(job, box=str(path), **asdict(limits))
+        self._folder = Path(tempfile.mkdtemp(prefix="mxfp8-fuzz-", dir=_MEMORY if _MEMORY.is_dir() else None))
+        self._log = self._folder / "log.txt"
+        (self._folder / BOX).touch()
+        self._box = Box(self._folder / BOX)
+        self._job = replace(job, folder=str(self._folder), **asdict(limits))
         self._worker = self._start()
 
     def poll(self) -> list[Verdict]:
@@ -57,7 +60,11 @@ class Supervisor:
         return verdicts
 
     def end(self) -> None:
-        """Ends the worker and its children."""
+        """Ends the worker and its children, and removes what they left."""
+        self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._worker.pid, signal.SIGKILL)
         self._worker.kill()
@@ -110,7 +117,7 @@ class Supervisor:
         if self._box.since != since:
             return []  # it has got there after all, and has its own verdict
         verdict = self._verdict(why)
-        self.end()
+        self._kill()
         return [verdict]
 
     def _verdict(self, what: str) -> Verdict:

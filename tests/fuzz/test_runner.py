@@ -9,7 +9,7 @@ import pytest
 
 from fuzz.run import Result, fuzz, main
 from fuzz.supervisor import Limits
-from fuzz.worker import Job
+from fuzz.trial import Job
 
 
 @pytest.fixture

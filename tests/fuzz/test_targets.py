@@ -9,7 +9,7 @@ import pytest
 
 from fuzz import CORPUS, TARGETS, exists
 from fuzz.run import fuzz
-from fuzz.worker import Job
+from fuzz.trial import Job
 
 
 @pytest.mark.parametrize("target", TARGETS)

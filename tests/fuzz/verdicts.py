@@ -79,8 +79,8 @@ def _refused(error: Mxfp8Error) -> Verdict:
 
 
 def _place(trace: TracebackType | None) -> str:
-    frames = [(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(trace))]
-    return _innermost(frames)
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+    return _innermost(frames[::-1])
 
 
 def place_in_dump(dump: str) -> str:
