@@ -1,13 +1,15 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the test suite        make check  lint, types, layers        make bench  benchmarks
 # make gpu-test, make gpu-bench  the same on a GPU
+# make fuzz       changed inputs, FUZZ_SECONDS for each target from FUZZ_SEED on; FUZZ_ENGINE=atheris is guided by the
+#                 code that is reached, where atheris can be installed (x86-64 Linux, Python 3.11 to 3.13)
 # make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
 #                 (needs cmake and GCC 12 or Clang; two minutes)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format gpu-library gpu-test gpu-bench bench sanitize clean
+.PHONY: demo test test-slow check format gpu-library gpu-test gpu-bench bench sanitize fuzz clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -65,6 +67,13 @@ sanitize:
 	  cmake --build $$folder --parallel 2 --target mxfp8_stress >/dev/null && \
 	  echo "== $$sanitizers sanitizer" && TSAN_OPTIONS=halt_on_error=1 $$folder/mxfp8_stress 20 || exit 1; \
 	done
+
+FUZZ_ENGINE ?= mutate
+FUZZ_SECONDS ?= 300
+FUZZ_SEED ?= 0
+fuzz: $(VENV)/.installed
+	$(if $(filter atheris,$(FUZZ_ENGINE)),$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]')
+	$(BIN)/python -m tests.fuzz.run --engine $(FUZZ_ENGINE) --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 clean:
 	rm -rf $(VENV) build demo

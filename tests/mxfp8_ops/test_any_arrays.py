@@ -1,0 +1,154 @@
+"""Whatever the arrays are, the native functions do as `numerics` does; and what quantizing must be for any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from properties import DTYPES, arrays, shapes, values, views
+
+from mxfp8_ops import cpu, formats, numerics
+from mxfp8_ops.errors import Mxfp8Error
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
+
+AXES = st.integers(-5, 4)
+FORMATS = st.sampled_from([*formats.ELEMENT_FORMATS])
+ROUNDINGS = st.sampled_from(formats.SCALE_ROUNDINGS)
+RESULTS = st.sampled_from([*numerics.VALUE_DTYPES])
+
+
+def outcome(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Returns what a function returns, or the class and message of the error it raises."""
+    try:
+        return function(*arguments, **options)
+    except Mxfp8Error as error:
+        return type(error), str(error)
+
+
+def same(actual: Any, expected: Any) -> None:
+    """Fails unless both are the same error, or arrays of the same shapes, dtypes and bytes (NaN but for its bits)."""
+    if isinstance(expected, tuple) and isinstance(expected[0], type):
+        assert actual == expected
+        return
+    for one, other in zip(*(r if isinstance(r, tuple) else (r,) for r in (actual, expected)), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        differ = one.view(f"u{one.itemsize}") != other.view(f"u{one.itemsize}")
+        if one.dtype != np.uint8:
+            differ &= ~(np.isnan(one.astype(np.float32)) & np.isnan(other.astype(np.float32)))
+        assert not differ.any(), f"at {np.argwhere(differ)[0]}: {one[differ][0]!r}, expected {other[differ][0]!r}"
+
+
+# --- The native functions are those of numerics ------------------------------------------------------------------
+
+
+@given(arrays((*DTYPES, np.dtype(np.float64))), AXES, FORMATS, ROUNDINGS)
+def test_quantize(x: np.ndarray, axis: int, element_format: str, scale_rounding: str) -> None:
+    options = {"axis": axis, "element_format": element_format, "scale_rounding": scale_rounding}
+    same(outcome(cpu.quantize, x, **options), outcome(numerics.quantize, x, **options))
+
+
+@given(st.data(), shapes(), AXES, FORMATS, RESULTS)
+def test_dequantize(data: Any, shape: tuple[int, ...], axis: int, element_format: str, dtype: str) -> None:
+    rng = np.random.default_rng(len(shape))
+    blocks = [*shape]
+    if -len(shape) <= axis < len(shape) and not data.draw(st.booleans(), label="wrong scales"):
+        blocks[axis] = -(-blocks[axis] // 32)
+    elements, scales = (data.draw(views(rng.integers(0, 256, s, dtype=np.uint8))) for s in (shape, blocks))
+    options = {"axis": axis, "element_format": element_format, "dtype": dtype}
+    same(
+        outcome(cpu.dequantize, elements, scales, **options), outcome(numerics.dequantize, elements, scales, **options)
+    )
+
+
+@st.composite
+def products(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
+    """Draws the shapes of x, weight and bias: mostly ones that fit together."""
+    sizes = st.sampled_from([0, 1, 2, 3, 5, 31, 32, 33, 70])
+    m, n, k, other = (draw(sizes, label=name) for name in ("M", "N", "K", "another"))
+    leading = draw(st.lists(st.sampled_from([0, 1, 2, 3]), max_size=2), label="leading")
+    x = draw(st.sampled_from([(*leading, m, k), (m, k), (k,), (*leading, m, other), ()]), label="x")
+    weight = draw(st.sampled_from([(n, k), (n, k), (*leading, n, k), (2, n, k), (1, n, k), (k,)]), label="weight")
+    return x, weight, draw(st.sampled_from([None, None, (n,), (other,), (1, n)]), label="bias")
+
+
+@given(st.data(), products(), FORMATS, RESULTS)
+def test_weight_gemm(data: Any, product: Any, b_format: str, dtype: str) -> None:
+    x_shape, shape, bias_shape = product
+    x = data.draw(views(data.draw(values(x_shape, data.draw(st.sampled_from(DTYPES)), calm=True))))
+    b = tuple(
+        data.draw(views(c)) for c in numerics.quantize(data.draw(values(shape, calm=True)), element_format=b_format)
+    )
+    bias = None if bias_shape is None else data.draw(values(bias_shape, calm=True))
+    actual = outcome(cpu.weight_gemm, x, *b, bias, b_format=b_format, dtype=dtype)
+    exact = outcome(numerics.weight_gemm, x, *b, bias, b_format=b_format)
+    if isinstance(exact, tuple):
+        same(actual, exact)
+        return
+    assert (actual.shape, actual.dtype) == (exact.shape, numerics.value_dtype(dtype))
+    bound = numerics.gemm_error_bound(x, numerics.dequantize(*b, element_format=b_format), dtype, bias)
+    actual = actual.astype(np.float64)
+    assert np.isnan(actual[np.isnan(bound)]).all()  # a NaN in the row or in the weight
+    fits = np.abs(exact) < (60_000 if dtype == "float16" else 1e38)
+    excess = (np.abs(actual - exact) - bound)[fits & np.isfinite(bound)]
+    assert (excess <= 0).all(), f"{excess.max()} beyond the bound"
+
+
+@given(arrays(least=2, most=2), st.booleans(), FORMATS, ROUNDINGS)
+def test_pack(w: np.ndarray, transposed: bool, element_format: str, scale_rounding: str) -> None:
+    options = {"element_format": element_format, "scale_rounding": scale_rounding}
+    packed = cpu.pack(w, transposed=transposed, **options)
+    same((packed.elements, packed.scales), numerics.quantize(w.T if transposed else w, **options))
+    bad = np.argwhere(~np.isfinite(w.astype(np.float32)))
+    assert packed.first_nonfinite == (tuple(bad[0].tolist()) if len(bad) else None)
+
+
+# --- What quantizing must be -------------------------------------------------------------------------------------
+
+
+@given(values((4, 70)), FORMATS, ROUNDINGS)
+def test_quantizing_what_was_dequantized_changes_no_value(x: np.ndarray, element_format: str, rounding: str) -> None:
+    once = numerics.dequantize(
+        *numerics.quantize(x, element_format=element_format, scale_rounding=rounding), element_format=element_format
+    )
+    assume(np.isfinite(once).all())
+    twice = numerics.dequantize(*numerics.quantize(once, element_format=element_format), element_format=element_format)
+    assert twice.tobytes() == once.tobytes()
+
+
+@given(values((8, 32), finite=True), st.integers(0, 31), st.floats(1, 1e6, width=32), FORMATS, ROUNDINGS)
+def test_a_larger_value_never_has_a_smaller_scale(
+    x: np.ndarray, at: int, factor: float, element_format: str, rounding: str
+) -> None:
+    larger = x.copy()
+    larger[:, at] *= factor
+    assume(np.isfinite(larger).all())
+    before, after = (
+        numerics.quantize(v, element_format=element_format, scale_rounding=rounding)[1] for v in (x, larger)
+    )
+    assert (before <= after).all()
+
+
+@given(values((8, 70), finite=True), FORMATS, ROUNDINGS)
+def test_the_error_is_half_a_step_or_what_saturates(x: np.ndarray, element_format: str, rounding: str) -> None:
+    fmt = formats.element_format(element_format)
+    elements, scales = numerics.quantize(x, element_format=element_format, scale_rounding=rounding)
+    scale = np.repeat(numerics.decode_scale(scales).astype(np.float64), 32, -1)[:, :70]
+    error = np.abs(numerics.decode(elements, fmt) * scale - x)
+    half_step = np.maximum(np.abs(x) * 2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 * scale)
+    saturates = (elements & 0x7F) == fmt.max_code
+    assert (error <= np.where(saturates, np.maximum(half_step, np.abs(x) - fmt.max * scale), half_step)).all()
+    if rounding == "ceil":
+        assert (np.abs(x) <= fmt.max * scale).all()
+
+
+@given(values((3, 70), finite=True), FORMATS, ROUNDINGS)
+def test_the_sign_of_a_value_is_the_sign_of_its_element(x: np.ndarray, element_format: str, rounding: str) -> None:
+    options = {"element_format": element_format, "scale_rounding": rounding}
+    (plus, scales), (minus, same_scales) = numerics.quantize(x, **options), numerics.quantize(-x, **options)
+    assert scales.tolist() == same_scales.tolist()
+    assert (plus ^ 0x80).tolist() == minus.tolist()
