@@ -38,6 +38,7 @@ def few_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
         yield cases.few_rows(rounds, (m, size, size), targets)
     yield cases.few_rows(rounds, (32, size, size), {"weight-only": (1.5,)})
     yield cases.few_rows(rounds, (64, size, size), {"weight-only": (1.3,)})
+    yield cases.eager(rounds, (1, size // 8, size // 8))
 
 
 def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
@@ -167,6 +168,7 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
     verdicts = [row["verdict"] for row in rows if row["verdict"]]
     lines += [
         "",
+        "eager: the processor's time for a call without a CUDA graph; all else is the GPU's, in one.",
         "x copy: against a copy that moves as many bytes. M <= 64 is gemm_skinny; more rows are dequantize and cuBLAS,",
         "on Blackwell its MXFP8 product. fold: FP8 tensor cores, not exact, only on request. fused: only on request.",
         "",
