@@ -1,13 +1,13 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the test suite        make check  lint, types, layers        make bench  benchmarks
-# make gpu-test, make gpu-bench  the same on a GPU
+# make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
 #                 (needs cmake and GCC 12 or Clang; two minutes)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format gpu-library gpu-test gpu-bench bench sanitize clean
+.PHONY: demo test test-slow check format gpu-library gpu-test gpu-sanitize gpu-bench bench sanitize clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -51,6 +51,10 @@ gpu-library:
 gpu-test: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) tests/run_on_gpu.py --log $${OUT:-build/gpu}/gpu-test.txt \
 	  tests/mxfp8_ops/test_cuda_device.py tests/mxfp8_ops/test_cuda_device_fp8.py tests/mxfp8_ops/test_ort_device.py
+
+gpu-sanitize: gpu-library
+	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) tests/run_on_gpu.py --log $${OUT:-build/gpu}/gpu-sanitize.txt \
+	  tests/mxfp8_ops/test_cuda_device_sanitizer.py
 
 gpu-bench: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}
