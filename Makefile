@@ -1,13 +1,14 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the test suite        make check  lint, types, layers        make bench  benchmarks
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
+# make gpu-first  the first half hour on one, call by call
 # make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
 #                 (needs cmake and GCC 12 or Clang; two minutes)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format gpu-library gpu-test gpu-sanitize gpu-bench bench sanitize clean
+.PHONY: demo test test-slow check format gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -55,6 +56,11 @@ gpu-test: gpu-library
 gpu-sanitize: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) tests/run_on_gpu.py --log $${OUT:-build/gpu}/gpu-sanitize.txt \
 	  tests/mxfp8_ops/test_cuda_device_sanitizer.py
+
+# The first half hour on a GPU: CALL=A, then what its summary says. STEP names one step, DRY_RUN=1 needs no GPU.
+CALL ?= A
+gpu-first:
+	$(PYTHON) tests/gpu_first.py $(CALL) $(if $(STEP),--step $(STEP)) $(if $(DRY_RUN),--dry-run) --out $${OUT:-build/gpu/first-$(CALL)}
 
 gpu-bench: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}

@@ -189,8 +189,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=450, help="what all sections together may take")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.md and gpu.json")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="a section; all by default")
+    parser.add_argument("--dry-run", action="store_true", help="only say which sections there are; needs no GPU")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.dry_run:
+        print(*(arguments.only or SECTIONS), sep="\n")
+        return
     if arguments.rows:
         measure(arguments.only[0], arguments.rounds, arguments.size, arguments.rows)
         return

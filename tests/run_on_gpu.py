@@ -2,8 +2,8 @@
 
 An illegal access ends a CUDA context, and with it every later test of the process; a deadlock ends nothing at all. So
 the tests run in a process that is started anew, with what has not run yet, when the device is lost, the process dies or
-a test takes too long. What tests have started ends with their process: a sanitizer's program would keep the device busy.
-Each result is in the log as soon as it is known.
+a test takes too long. What tests have started ends with their process: the program under a sanitizer would keep the
+device busy. Each result is in the log as soon as it is known.
 """
 
 from __future__ import annotations
@@ -106,9 +106,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=470, help="for all tests together")
     parser.add_argument("--most", type=float, default=150, help="seconds for one test")
     parser.add_argument("-k", help="only tests that pytest selects by this expression")
+    parser.add_argument("--dry-run", action="store_true", help="only say which tests there are; needs no GPU")
     arguments = parser.parse_args()
     end_groups_on_sigterm()
     tests = [*arguments.files, *(["-k", arguments.k] if arguments.k else [])]
+    if arguments.dry_run:
+        return pytest.main(["--collect-only", "-p", "no:cacheprovider", "-q", "-m", "gpu", *tests])
     log, deadline = arguments.log, time.monotonic() + arguments.seconds
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("", encoding="utf-8")

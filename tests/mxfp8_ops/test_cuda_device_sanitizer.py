@@ -31,9 +31,7 @@ def test_compute_sanitizer_finds_nothing(tool):
         pytest.skip("needs compute-sanitizer")
     command = [binary, "--tool", tool, "--error-exitcode", "99", sys.executable, str(HERE / "cuda_small_launches.py")]
     path = os.pathsep.join([str(HERE.parents[1] / "custom_ops"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     if "Device not supported" in output:
         pytest.skip("compute-sanitizer does not support this device here")

@@ -131,6 +131,16 @@ def test_wide_activations_take_turns_through_sets_of_weights(cases, monkeypatch)
     assert [{name: len(calls) for name, calls in found.items()} for found in taken] == [{"cublas": 9, "parts": 9}] * 2
 
 
+@pytest.mark.parametrize("case", ["skinny", "fused", "columns"])
+def test_what_a_profiler_watches_is_launched(cases, case):
+    import gpu_once
+
+    device().launched.clear()
+    gpu_once.launch(cases, case, 96, times=3)
+    names = [name.partition("<")[0] for name in device().launched]
+    assert names.count(gpu_once.CASES[case]) >= 3  # two are skipped
+
+
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
     """The script, with sections that write one row each and a way to fail."""
