@@ -1,6 +1,7 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the test suite        make check  lint, types, layers        make bench  benchmarks
-# make gpu-test, make gpu-bench  the same on a GPU
+# make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
+# make gpu-first  the first half hour on one, call by call
 # make fuzz       changed inputs, FUZZ_SECONDS for each target from FUZZ_SEED on; FUZZ_ENGINE=atheris is guided by the
 #                 code that is reached, where atheris can be installed (x86-64 Linux, Python 3.11 to 3.13)
 # make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
@@ -9,7 +10,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format gpu-library gpu-test gpu-bench bench sanitize fuzz clean
+.PHONY: demo test test-slow check format gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -53,6 +54,15 @@ gpu-library:
 gpu-test: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) tests/run_on_gpu.py --log $${OUT:-build/gpu}/gpu-test.txt \
 	  tests/mxfp8_ops/test_cuda_device.py tests/mxfp8_ops/test_cuda_device_fp8.py tests/mxfp8_ops/test_ort_device.py
+
+gpu-sanitize: gpu-library
+	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) tests/run_on_gpu.py --log $${OUT:-build/gpu}/gpu-sanitize.txt \
+	  tests/mxfp8_ops/test_cuda_device_sanitizer.py
+
+# The first half hour on a GPU: CALL=A, then what its summary says. STEP names one step, DRY_RUN=1 needs no GPU.
+CALL ?= A
+gpu-first:
+	$(PYTHON) tests/gpu_first.py $(CALL) $(if $(STEP),--step $(STEP)) $(if $(DRY_RUN),--dry-run) --out $${OUT:-build/gpu/first-$(CALL)}
 
 gpu-bench: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}

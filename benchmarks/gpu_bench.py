@@ -38,6 +38,7 @@ def few_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
         yield cases.few_rows(rounds, (m, size, size), targets)
     yield cases.few_rows(rounds, (32, size, size), {"weight-only": (1.5,)})
     yield cases.few_rows(rounds, (64, size, size), {"weight-only": (1.3,)})
+    yield cases.eager(rounds, (1, size // 8, size // 8))
 
 
 def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
@@ -167,6 +168,7 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
     verdicts = [row["verdict"] for row in rows if row["verdict"]]
     lines += [
         "",
+        "eager: the processor's time for a call without a CUDA graph; all else is the GPU's, in one.",
         "x copy: against a copy that moves as many bytes. M <= 64 is gemm_skinny; more rows are dequantize and cuBLAS,",
         "on Blackwell its MXFP8 product. fold: FP8 tensor cores, not exact, only on request. fused: only on request.",
         "",
@@ -187,8 +189,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=450, help="what all sections together may take")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.md and gpu.json")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="a section; all by default")
+    parser.add_argument("--dry-run", action="store_true", help="only say which sections there are; needs no GPU")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.dry_run:
+        print(*(arguments.only or SECTIONS), sep="\n")
+        return
     if arguments.rows:
         measure(arguments.only[0], arguments.rounds, arguments.size, arguments.rows)
         return

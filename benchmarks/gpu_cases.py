@@ -1,14 +1,17 @@
 """What gpu_bench.py measures: each function returns rows of its table. Also how: see `take_turns`.
 
 Every case is captured into a CUDA graph that goes through enough sets of operands to leave nothing in the L2 cache;
-peers take turns, and the median of all rounds counts. Data is random and not zero (zeros run faster), and outputs are
-poisoned before they are checked.
+peers take turns, and the median of all rounds counts. The GPU is kept busy until a graph is queued, so that no sample
+counts the time in which it waits for the processor. Data is random and not zero (zeros run faster), and outputs are
+poisoned before they are checked. `eager` alone counts the processor's time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +29,13 @@ from mxfp8_ops.torch_ops import cuda as torch_cuda
 
 ops = torch.ops.mxfp8
 Call = Callable[[], Any]
+
+LEAST_CALLS = 20
+"""Calls in a graph: its start and end are then little of what is measured."""
+DELAY_CLOCKS = 1_000_000
+"""Of the GPU, before each sample: half a millisecond, longer than queuing a graph takes the processor."""
+EAGER_CALLS = 200
+"""Calls that `eager` queues one after the other."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +76,20 @@ def captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
 
 def take_turns(cases: dict[str, Sequence[Call]], rounds: int) -> dict[str, float]:
     """Returns the median microseconds of one call of each case; every round replays each case once."""
-    graphs = {name: captured(calls) for name, calls in cases.items()}
+    repeated = {name: [*calls] * -(-LEAST_CALLS // len(calls)) for name, calls in cases.items()}
+    graphs = {name: captured(calls) for name, calls in repeated.items()}
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds + 3):
         for name, graph in graphs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The GPU has drained: without this it would record `start` and wait for the graph to be launched.
+            torch.cuda._sleep(DELAY_CLOCKS)
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
             if turn >= 3:  # the first ones warm up
-                samples[name].append(start.elapsed_time(end) * 1e3 / len(cases[name]))
+                samples[name].append(start.elapsed_time(end) * 1e3 / len(repeated[name]))
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
@@ -143,13 +156,12 @@ def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
 
 
 class Layers:
-    """Linear layers [n, k] in enough sets to outgrow the cache, with activations [m, k]."""
+    """Linear layers [n, k] in enough sets to outgrow the cache, packed ones too, with activations [m, k]."""
 
-    def __init__(self, m: int, n: int, k: int) -> None:
-        self.m, self.n, self.k = m, n, k
-        count = sets(2 * n * k) if m <= 1024 else 4
-        self.ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for _ in range(count)]
-        self.xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    def __init__(self, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        count = sets(n * k) if m <= 1024 else 4
+        self.ws = [torch.randn(n, k, device="cuda", dtype=dtype) / k**0.5 for _ in range(count)]
+        self.xs = [torch.randn(m, k, device="cuda", dtype=dtype) for _ in range(count)]
         self.packed = [ops.quantize(w) for w in self.ws]
         check(self.xs[0], self.packed[0])
 
@@ -195,6 +207,26 @@ def few_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[f
     ratio = times["copy"] / times["weight-only"]
     rows.append(Row(f"weight-only {label}", times["weight-only"], ratio, "x copy", *targets.get("copy", ())))
     return rows
+
+
+def eager(rounds: int, size: tuple[int, int, int]) -> list[Row]:
+    """Returns what a call costs the processor without a graph: a product too small for the GPU to be what is slow."""
+    layers = Layers(*size)
+    cases = {"cublas": layers.cublas(), "weight-only": layers.weight_only()}
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(max(2, rounds // 5)):
+        for name, calls in cases.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for call in itertools.islice(itertools.cycle(calls), EAGER_CALLS):
+                call()
+            torch.cuda.synchronize()
+            if turn:  # the first one warms up
+                samples[name].append((time.perf_counter() - start) * 1e6 / EAGER_CALLS)
+    m, n, k = size
+    times = {name: statistics.median(values) for name, values in samples.items()}
+    ratio = times["cublas"] / times["weight-only"]
+    return [Row(f"eager, weight-only M={m} N={n} K={k}", times["weight-only"], ratio, "x eager cuBLAS")]
 
 
 def cuts(rounds: int, size: tuple[int, int, int], changes: Sequence[dict[str, int]]) -> list[Row]:
@@ -303,14 +335,8 @@ def wide_activations(rounds: int, size: tuple[int, int, int]) -> list[Row]:
     m, n, k = size
     rows = []
     for dtype, label in ((torch.float32, "float32"), (torch.float16, "float16")):
-        w = torch.randn(n, k, device="cuda", dtype=dtype) / k**0.5
-        x, packed = torch.randn(m, k, device="cuda", dtype=dtype), ops.quantize(w)
-        check(x, packed)
-        cases = {
-            "cublas": [lambda x=x, w=w: torch.nn.functional.linear(x, w)],
-            "parts": [lambda x=x, p=packed: ops.weight_gemm(x, *p)],
-        }
-        times = take_turns(cases, rounds)
+        layers = Layers(m, n, k, dtype)
+        times = take_turns({"cublas": layers.cublas(), "parts": layers.weight_only()}, rounds)
         ratio = times["cublas"] / times["parts"]
         rows.append(Row(f"weight-only, {label} M={m} N={n} K={k}", times["parts"], ratio, f"x cuBLAS {label}"))
     return rows

@@ -1,8 +1,9 @@
-"""Runs the tests of the marker `gpu` so that one call yields as much as it can: make gpu-test.
+"""Runs the tests of the marker `gpu` so that one call yields as much as it can: make gpu-test, make gpu-sanitize.
 
 An illegal access ends a CUDA context, and with it every later test of the process; a deadlock ends nothing at all. So
 the tests run in a process that is started anew, with what has not run yet, when the device is lost, the process dies or
-a test takes too long. Each result is in the log as soon as it is known.
+a test takes too long. What tests have started ends with their process: the program under a sanitizer would keep the
+device busy. Each result is in the log as soon as it is known.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import argparse
 import collections
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from process_groups import end_groups_on_sigterm, process_group
 
 LOG = "MXFP8_GPU_TEST_LOG"
 """Environment variable: the log, for the process that runs the tests."""
@@ -78,23 +79,22 @@ def results(log: Path) -> list[list[str]]:
     return [words for words in found if len(words) == 3]
 
 
-def run_once(files: list[str], log: Path, deadline: float, most: float) -> int | None:
+def run_once(tests: list[str], log: Path, deadline: float, most: float) -> int | None:
     """Runs what has not run yet; returns the exit code of pytest, or None if it had to be killed.
 
     A test has `most` seconds. Starting Python, torch and pytest is not part of a test: only `deadline` ends that.
     """
     environment = {**os.environ, LOG: str(log)}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-p", "run_on_gpu", "-p", "no:cacheprovider", "-q", "-m", "gpu", *files]
+    command = [sys.executable, "-m", "pytest", "-p", "run_on_gpu", "-p", "no:cacheprovider", "-q", "-m", "gpu", *tests]
     size, since, started = log.stat().st_size, time.monotonic(), False
-    with subprocess.Popen(command, env=environment) as process:
+    with process_group(command, env=environment) as process:
         while process.poll() is None:
             time.sleep(0.1)
             now = time.monotonic()
             if log.stat().st_size != size:
                 size, since, started = log.stat().st_size, now, True
             if now > deadline or (started and now - since > most):
-                process.kill()
                 return None
         return process.returncode
 
@@ -105,14 +105,20 @@ def main() -> int:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=470, help="for all tests together")
     parser.add_argument("--most", type=float, default=150, help="seconds for one test")
+    parser.add_argument("-k", help="only tests that pytest selects by this expression")
+    parser.add_argument("--dry-run", action="store_true", help="only say which tests there are; needs no GPU")
     arguments = parser.parse_args()
+    end_groups_on_sigterm()
+    tests = [*arguments.files, *(["-k", arguments.k] if arguments.k else [])]
+    if arguments.dry_run:
+        return pytest.main(["--collect-only", "-p", "no:cacheprovider", "-q", "-m", "gpu", *tests])
     log, deadline = arguments.log, time.monotonic() + arguments.seconds
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("", encoding="utf-8")
     finished = False
     while time.monotonic() < deadline and not finished:
         before = len(results(log))
-        code = run_once(arguments.files, log, deadline, arguments.most)
+        code = run_once(tests, log, deadline, arguments.most)
         found = results(log)
         if found and found[-1][0] == "start":
             why = "took too long" if code is None else f"ended the process with exit code {code}"

@@ -1,12 +1,6 @@
-"""On a GPU: FP8 tensor cores, training, gemm_skinny at real sizes, compute-sanitizer. make gpu-test."""
+"""On a GPU: FP8 tensor cores, training, gemm_skinny at real sizes. make gpu-test."""
 
 from __future__ import annotations
-
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning"),
 ]
 
-HERE = Path(__file__).parent
 ops = torch.ops.mxfp8
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -284,26 +277,6 @@ def test_gradients_are_the_products_of_the_reference():
         values = numerics.dequantize(*left, element_format="e5m2"), numerics.dequantize(*right)
         exact = values[0].astype(np.float64) @ values[1].astype(np.float64).T
         assert_within(label, got, exact, numerics.gemm_error_bound(*values))
-
-
-# --- compute-sanitizer -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-def test_compute_sanitizer_finds_nothing(tool):
-    binary = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if binary is None:
-        pytest.skip("needs compute-sanitizer")
-    command = [binary, "--tool", tool, "--error-exitcode", "99", sys.executable, str(HERE / "cuda_small_launches.py")]
-    path = os.pathsep.join([str(HERE.parents[1] / "custom_ops"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=120
-    )
-    output = done.stdout + done.stderr
-    if "Device not supported" in output:
-        pytest.skip("compute-sanitizer does not support this device here")
-    assert done.returncode == 0, output[-4000:]
-    assert "launched every kernel" in output
 
 
 def test_shapes_above_are_what_the_table_sends_there():

@@ -42,21 +42,27 @@ def cases(monkeypatch, emulated):
     for name in ("quantize", "quantize_both", "dequantize", "gemm", "weight_gemm"):
         setattr(ops, name, getattr(torch_cuda, name))
 
+    gpu_cases.queued = []  # what the fake torch.cuda was asked for, in order
+
     class Event:
         def __init__(self, **_: Any) -> None:
-            self.record = self.synchronize = lambda: None
+            self.record = lambda: gpu_cases.queued.append("event")
+            self.synchronize = lambda: gpu_cases.queued.append("wait")
 
         def elapsed_time(self, _: Any) -> float:
             return 1.0
 
     def captured(calls: Any) -> Any:
-        for call in calls:
+        for call in dict.fromkeys(calls):  # one pass over the sets is enough here
             call()
-        return types.SimpleNamespace(replay=lambda: None)
+        return types.SimpleNamespace(replay=lambda: gpu_cases.queued.append(f"graph of {len(calls)}"))
 
     monkeypatch.setattr(gpu_cases, "ops", ops)
     monkeypatch.setattr(gpu_cases, "captured", captured)
+    monkeypatch.setattr(gpu_cases, "EAGER_CALLS", 2)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: gpu_cases.queued.append("delay"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     properties = types.SimpleNamespace(L2_cache_size=1, multi_processor_count=device().processors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: device().capability)
@@ -78,9 +84,10 @@ def kernels() -> set[str]:
         (lambda cases: cases.fused(1, SIZE), {"tile", "gemm_fused", "matmul_bf16", "finish"}),
         (lambda cases: cases.cuts(1, (3, 48, 96), [{"splits": 2}, {"warps": 1}]), {"gemm_skinny", "finish"}),
         (lambda cases: cases.wide_activations(1, SIZE), {"bfloat16_parts", "matmul_bf16", "finish"}),
+        (lambda cases: cases.eager(1, (1, 48, 96)), {"gemm_skinny"}),
         (lambda cases: cases.training(1, 64, 32, 32), set()),  # on the kernels of the processor
     ],
-    ids=["memory_bound", "few_rows", "many_rows", "fused", "cuts", "wide_activations", "training"],
+    ids=["memory_bound", "few_rows", "many_rows", "fused", "cuts", "wide_activations", "eager", "training"],
 )
 def test_every_case_runs_and_checks_itself(cases, call, launched):
     rows = call(cases)
@@ -92,6 +99,46 @@ def test_a_wrong_product_is_no_result(cases, monkeypatch):
     monkeypatch.setattr(cases.ops, "weight_gemm", lambda x, *_: torch_cuda.weight_gemm(x, *_) * 1.1)
     with pytest.raises(SystemExit, match=r"relative error .*e-0\d, expected below 2\^-8: the kernel is wrong"):
         cases.few_rows(1, (3, 48, 96), {})
+
+
+def test_a_sample_begins_while_the_gpu_is_busy(cases):
+    """Else it would count the time from the start event until the processor has launched the graph."""
+    times = cases.take_turns({"a": [lambda: None] * 4, "b": [lambda: None] * 7}, 1)
+    turn = [["delay", "event", f"graph of {calls}", "event", "wait"] for calls in (20, 21)]
+    assert cases.queued == [*turn[0], *turn[1]] * 4
+    assert times == {"a": 1e3 / 20, "b": 1e3 / 21}
+
+
+def test_operands_of_one_byte_a_value_outgrow_the_cache(cases, monkeypatch):
+    """Three times, as packed as they are; those of the peers are larger."""
+    properties = types.SimpleNamespace(L2_cache_size=60_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert cases.sets(10_000) == 18
+    assert cases.sets(1 << 20) == 4
+    for dtype in (torch.bfloat16, torch.float32):
+        layers = cases.Layers(1, 64, 64, dtype)
+        packed = sum(elements.numel() for elements, _ in layers.packed)
+        assert packed >= 3 * properties.L2_cache_size
+        assert len({elements.data_ptr() for elements, _ in layers.packed}) == len(layers.cublas()) == 44
+
+
+def test_wide_activations_take_turns_through_sets_of_weights(cases, monkeypatch):
+    properties = types.SimpleNamespace(L2_cache_size=SIZE[1] * SIZE[2] * 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    taken = []
+    monkeypatch.setattr(cases, "take_turns", lambda found, _: taken.append(found) or dict.fromkeys(found, 1.0))
+    cases.wide_activations(1, SIZE)
+    assert [{name: len(calls) for name, calls in found.items()} for found in taken] == [{"cublas": 9, "parts": 9}] * 2
+
+
+@pytest.mark.parametrize("case", ["skinny", "fused", "columns"])
+def test_what_a_profiler_watches_is_launched(cases, case):
+    import gpu_once
+
+    device().launched.clear()
+    gpu_once.launch(cases, case, 96, times=3)
+    names = [name.partition("<")[0] for name in device().launched]
+    assert names.count(gpu_once.CASES[case]) >= 3  # two are skipped
 
 
 @pytest.fixture

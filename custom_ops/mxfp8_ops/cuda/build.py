@@ -180,6 +180,7 @@ def _nvrtc() -> Any:
     tried = []
     for path in _candidates():
         try:
+            _load_builtins(path)
             library = ctypes.CDLL(path)
         except OSError:
             tried.append(path)
@@ -193,6 +194,16 @@ def _nvrtc() -> Any:
         expected="NVIDIA's run-time compiler",
         advice="pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)",
     )
+
+
+def _load_builtins(nvrtc: str) -> None:
+    """Loads what an NVRTC of the pip packages opens by its name alone while it compiles.
+
+    That of CUDA 13.0 does not look in its own folder (it has no RPATH); what is loaded already, the loader finds.
+    """
+    if Path(nvrtc).is_absolute():
+        for path in sorted(Path(nvrtc).parent.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(path))
 
 
 def _candidates() -> list[str]:
