@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from mxfp8_ops.torch_ops.shapes import Pair
+from mxfp8_ops.torch_ops.operands import Pair
 
 Product = tuple[int, int, int, int, int, int]
 """M, then the addresses of a, its scales, b, its scales, y."""
