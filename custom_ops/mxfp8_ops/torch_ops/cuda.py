@@ -12,7 +12,7 @@ Not verified on hardware yet: see custom_ops/README.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from mxfp8_ops.cuda.planner import Gemm
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import scaled_mm
 from mxfp8_ops.torch_ops.gemm import Checked, check_gemm, check_weight_gemm
-from mxfp8_ops.torch_ops.operands import DTYPE_CODES, Pair, check_codes, check_devices, check_memory
+from mxfp8_ops.torch_ops.operands import DTYPE_CODES, Pair, check_codes, check_devices, check_memory, readable
 from mxfp8_ops.torch_ops.products import products
 from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_quantize, warn_of_gradient
 
@@ -50,9 +50,10 @@ _FORMATS = {row.onnx_dtype: row for row in formats.ELEMENT_FORMATS.values()}
 
 def quantize(x: Tensor, *args: Any) -> Pair:
     """Returns (elements, scales) of `x` [..., K, ...], as `numerics.quantize` does, bit for bit."""
-    axis, *codes = check_quantize(x, *args)
+    _, axis, *codes = check_quantize(x, *args)
     check_memory("quantize", "x", x)
-    warn_of_gradient(x)
+    if x.requires_grad:
+        warn_of_gradient()
     transposed = x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
     if transposed and axis == 0:
         # Blocks are contiguous in memory: quantize the transpose, then transpose bytes instead of values.
@@ -68,9 +69,9 @@ def quantize(x: Tensor, *args: Any) -> Pair:
 def quantize_both(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once: (elements, scales) of either."""
     check_both(x, *args)
-    check_memory("quantize_both", "x", x)
-    rows, columns, x = _empty(x, 1), _empty(x.t(), 1), x.contiguous()
-    _, *codes = check_quantize(x, -1, *args)
+    (x,) = readable("quantize_both", "x", x)
+    rows, columns = _empty(x, 1), _empty(x.t(), 1)
+    _, _, *codes = check_quantize(x, -1, *args)
     _quantize(x, codes, planner.TRANSPOSED, (1, *x.shape), *columns, *rows)
     return *rows, *columns
 
@@ -78,12 +79,11 @@ def quantize_both(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor
 def dequantize(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
     """Returns the values that (elements, scales) stand for, in float32 if no dtype is given."""
     check_devices("dequantize", elements, scales)
-    axis, dtype, element_code = check_dequantize(elements, scales, *args)
-    check_memory("dequantize", "elements scales", elements, scales)
-    elements, scales = elements.contiguous(), scales.contiguous()
-    y = torch.empty(elements.shape, dtype=dtype, device=elements.device)
+    shape, axis, dtype, element_code = check_dequantize(elements, scales, *args)
+    elements, scales = readable("dequantize", "elements scales", elements, scales)
+    y = torch.empty(shape, dtype=dtype, device=elements.device)
     request = planner.Dequantize(
-        element_code, DTYPE_CODES[dtype], elements.data_ptr(), scales.data_ptr(), *split_at(elements.shape, axis),
+        element_code, DTYPE_CODES[dtype], elements.data_ptr(), scales.data_ptr(), *split_at(shape, axis),
         y.data_ptr(),
     )  # fmt: skip
     with _queue(elements) as queue:
@@ -166,17 +166,17 @@ def _find(b: Pair) -> _Kept | None:
     return entry if entry is not None and entry.versions == _versions(b) else None
 
 
-def _gemm(a: tuple[Tensor, ...], b: Pair, bias: Tensor | None, checked: Checked) -> Tensor:
+def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: Checked) -> Tensor:
     """Returns y of `shape`, [..., M, N] (or [N])."""
     shape, dtype, a_code, b_code = checked
-    operands = *a, *b, *(() if bias is None else (bias,))
-    check_devices("gemm", *operands)
-    names = "a a_scales b b_scales bias" if len(a) == 2 else "x b b_scales bias"
-    check_memory("gemm" if len(a) == 2 else "weight_gemm", names, *operands)
-    n, k = shape[-1], a[0].shape[-1]
-    a, b = tuple(t.contiguous() for t in a), (b[0].contiguous(), b[1].contiguous())
-    bias = None if bias is None else bias.contiguous()
-    codes, bias_at = (a_code, b_code, DTYPE_CODES[dtype]), 0 if bias is None else bias.data_ptr()
+    check_devices("gemm", *a, *b, bias)
+    names = "a a_scales b b_scales" if len(a) == 2 else "x b b_scales"
+    *a, elements, scales = readable("gemm", names, *a, *b)
+    b, n, k = (elements, scales), shape[-1], a[0].shape[-1]
+    codes, bias_at = (a_code, b_code, DTYPE_CODES[dtype]), 0
+    if bias is not None:
+        (bias,) = readable("gemm", "bias", bias)
+        bias_at = bias.data_ptr()
     y = torch.empty(shape, dtype=dtype, device=b[0].device)
     kept = _find(b) if b[0].dim() == 2 else None
     wide = kept.wide[:2] if kept and kept.wide else (0, 0)

@@ -21,6 +21,7 @@ from mxfp8_ops.torch_ops import batching, gradients
 from mxfp8_ops.torch_ops.gradients import Gradient
 from mxfp8_ops.torch_ops.operands import (
     DTYPE_CODES,
+    EMPTY,
     FORMAT_CODES,
     Op,
     check_codes,
@@ -28,6 +29,8 @@ from mxfp8_ops.torch_ops.operands import (
     check_dtype,
     check_memory,
     on_cuda,
+    plain,
+    readable,
 )
 from mxfp8_ops.torch_ops.products import products
 
@@ -65,15 +68,17 @@ def gemm_cpu(
 ) -> Tensor:
     """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if no dtype is given."""
     shape, dtype, a_code, b_code = check_gemm(a, a_scales, b, b_scales, bias, *rest)
-    check_memory("gemm", "a a_scales b b_scales", a, a_scales, b, b_scales)
-    y = torch.empty(*shape, dtype=dtype)
+    if not plain(a, a_scales, b, b_scales):
+        a, a_scales, b, b_scales = readable("gemm", "a a_scales b b_scales", a, a_scales, b, b_scales)
+    if bias is not None:
+        (bias,) = readable("gemm", "bias", bias)
+    bias_at = None if bias is None else bias.data_ptr()
+    y = EMPTY[dtype](*shape)
     n, k = shape[-1], a.shape[-1]
-    a, a_scales, b, b_scales = a.contiguous(), a_scales.contiguous(), b.contiguous(), b_scales.contiguous()
-    bias_at = None if bias is None else (bias := _bias("gemm", bias)).data_ptr()
-    load, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
+    library, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
     # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
     for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, n, (a, a_scales), (b, b_scales)):
-        status = load.mxfp8_gemm(
+        status = library.mxfp8_gemm(
             a_code, a_data, a_scales_data or y_data, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n,
             threads,
         )  # fmt: skip
@@ -115,16 +120,19 @@ def _weight_gemm_fake(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | Non
 def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
     """Returns x @ dequantize(b).T + bias, in the dtype of `x` if none is given; rows of `x` may be strided."""
     shape, dtype, x_code, b_code = check_weight_gemm(x, b, b_scales, bias, *rest)
-    check_memory("weight_gemm", "x b b_scales", x, b, b_scales)
-    y = torch.empty(*shape, dtype=dtype)
     n, k = shape[-1], x.shape[-1]
-    b, b_scales, stride = b.contiguous(), b_scales.contiguous(), k
-    if not x.is_contiguous():
+    stride = k
+    if not plain(x, b, b_scales):
+        check_memory("weight_gemm", "x", x)
         x, stride = _strided_rows(x) if b.dim() == 2 else (x.contiguous(), k)
-    bias_at = None if bias is None else (bias := _bias("weight_gemm", bias)).data_ptr()
-    load, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
+        b, b_scales = readable("weight_gemm", "b b_scales", b, b_scales)
+    if bias is not None:
+        (bias,) = readable("weight_gemm", "bias", bias)
+    bias_at = None if bias is None else bias.data_ptr()
+    y = EMPTY[dtype](*shape)
+    library, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
     for m, x_data, _, b_data, b_scales_data, y_data in products(y, n, (x, x), (b, b_scales)):
-        status = load.mxfp8_weight_gemm(
+        status = library.mxfp8_weight_gemm(
             x_code, x_data, stride, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n, threads
         )
         if status:
@@ -209,15 +217,15 @@ def gemm_shape(  # noqa: PLR0917 - the op's operands
         ShapeError: they do not fit together, nor with their scales [..., ceil(K / 32)] and the bias float32 [N].
     """
     # What nearly every call looks like, in as few steps as Python allows: a whole op has 5 us.
-    x_shape, b_shape = x.shape, b.shape
+    x_shape, b_shape, codes = x.shape, b.shape, torch.uint8
     if len(b_shape) == 2 and x_shape:
-        n, k = b_shape
-        lead, blocks = x_shape[:-1], scale_count(k)
+        *lead, k = x_shape
+        n, blocks = b_shape[0], scale_count(k)
         if (
-            x_shape[-1] == k
-            and b.dtype is b_scales.dtype is torch.uint8
+            b_shape == (n, k)
+            and b.dtype is b_scales.dtype is codes
             and b_scales.shape == (n, blocks)
-            and (x_scales is None or (x.dtype is x_scales.dtype is torch.uint8 and x_scales.shape == (*lead, blocks)))
+            and (x_scales is None or (x.dtype is x_scales.dtype is codes and x_scales.shape == (*lead, blocks)))
             and (bias is None or (bias.dtype is torch.float32 and bias.shape == (n,)))
         ):
             return (*lead, n)
@@ -239,12 +247,6 @@ def _gemm_shape(  # noqa: PLR0917 - the op's operands
             where, f"bias has dtype {dtype_name(bias.dtype)}", expected="float32", advice="pass bias.float()"
         )
     return shape
-
-
-def _bias(where: str, bias: Tensor) -> Tensor:
-    """Returns the bias as the library reads it."""
-    check_memory(where, "bias", bias)
-    return bias.contiguous()
 
 
 def _mapped(name: str, size: int, in_dims: batching.Dims, b_at: int, *args: Any) -> tuple[Tensor, int]:

@@ -19,6 +19,7 @@ from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import batching
 from mxfp8_ops.torch_ops.operands import (
     DTYPE_CODES,
+    EMPTY,
     FORMAT_CODES,
     ROUNDING_CODES,
     Op,
@@ -28,6 +29,8 @@ from mxfp8_ops.torch_ops.operands import (
     check_dtype,
     check_memory,
     on_cuda,
+    plain,
+    readable,
 )
 
 # --- quantize --------------------------------------------------------------------------------------------------------
@@ -35,19 +38,18 @@ from mxfp8_ops.torch_ops.operands import (
 
 def check_quantize(
     x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil"
-) -> tuple[int, int, int, int]:
-    """Returns `axis` as 0..rank-1, and the codes of dtype, format and rounding; raises as `quantize` does."""
+) -> tuple[tuple[int, ...], int, int, int, int]:
+    """Returns shape, `axis` as 0..rank-1, and the codes of dtype, format and rounding; raises as `quantize` does."""
     element_code, rounding = FORMAT_CODES[element_format], ROUNDING_CODES[scale_rounding]
-    dtype, rank = x.dtype, x.dim()
+    dtype, shape = x.dtype, tuple(x.shape)  # whose slices cost less than those of a torch.Size
     if dtype not in DTYPE_CODES:
         check_dtype("quantize", dtype)
-    axis = rank - 1 if axis == -1 and rank else checks.normalize_axis("quantize", rank, axis)
-    return axis, DTYPE_CODES[dtype], element_code, rounding
+    return shape, checks.normalize_axis("quantize", len(shape), axis), DTYPE_CODES[dtype], element_code, rounding
 
 
-def warn_of_gradient(x: Tensor) -> None:
-    """Warns if a gradient of x is wanted, as quantized values pass none back."""
-    if x.requires_grad and torch.is_grad_enabled():
+def warn_of_gradient() -> None:
+    """Warns if a gradient of x, which requires one, is wanted: quantized values pass none back."""
+    if torch.is_grad_enabled():
         warnings.warn(
             "quantize: x requires a gradient; expected none to be wanted, quantized values pass none back; run "
             "inference under torch.inference_mode(), train with mxfp8::linear_train",
@@ -56,8 +58,8 @@ def warn_of_gradient(x: Tensor) -> None:
 
 
 def _quantize_fake(x: Tensor, *args: Any) -> Pair:
-    axis, *_ = check_quantize(x, *args)
-    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(scale_shape(x.shape, axis), dtype=torch.uint8)
+    shape, axis, *_ = check_quantize(x, *args)
+    return x.new_empty(shape, dtype=torch.uint8), x.new_empty(scale_shape(shape, axis), dtype=torch.uint8)
 
 
 def quantize_cpu(x: Tensor, *args: Any) -> Pair:
@@ -66,21 +68,20 @@ def quantize_cpu(x: Tensor, *args: Any) -> Pair:
     Contiguous tensors, matrices with strided rows and transposed matrices (blocked along their last axis, the one that
     is strided in memory) are read in place.
     """
-    axis, *codes = check_quantize(x, *args)
-    check_memory("quantize", "x", x)
-    warn_of_gradient(x)
-    if not x.is_contiguous():
-        if axis == x.dim() - 1 and (strided := _strided_matrix(x)) is not None:
-            return _quantize_strided(x, *strided, codes)
-        if axis == 0 and x.dim() == 2 and x.t().is_contiguous():
+    shape, axis, dtype, element_code, rounding = check_quantize(x, *args)
+    if x.requires_grad:
+        warn_of_gradient()
+    if not plain(x):
+        check_memory("quantize", "x", x)
+        if axis == len(shape) - 1 and not x.is_contiguous() and (strided := _strided_matrix(x)) is not None:
+            return _quantize_strided(x, *strided, (dtype, element_code, rounding))
+        if axis == 0 and len(shape) == 2 and x.t().is_contiguous():
             # Blocks are contiguous in memory: quantize the transpose, then transpose bytes instead of values.
             elements, scales = quantize_cpu(x.t(), 1, *args[1:])
             return elements.t().contiguous(), scales.t().contiguous()
         x = x.contiguous()
-    shape = tuple(x.shape)  # whose slices cost less than those of a torch.Size
-    elements = torch.empty(*shape, dtype=torch.uint8)
-    scales = elements.new_empty(*scale_shape(shape, axis))
-    dtype, element_code, rounding = codes
+    empty = EMPTY[torch.uint8]
+    elements, scales = empty(*shape), empty(*scale_shape(shape, axis))
     status = native.load().mxfp8_quantize(
         dtype, x.data_ptr(), *split_at(shape, axis), element_code, rounding, elements.data_ptr(), scales.data_ptr(),
         torch.get_num_threads(),
@@ -109,7 +110,7 @@ def _strided_matrix(x: Tensor) -> tuple[Tensor, bool] | None:
     return None
 
 
-def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, codes: list[int]) -> Pair:
+def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, codes: tuple[int, int, int]) -> Pair:
     """Returns (elements, scales) of `x` [..., K] blocked along K, read from `rows` (see `_strided_matrix`)."""
     shape = x.shape
     k = shape[-1]
@@ -159,31 +160,30 @@ def quantize_both_cpu(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Te
 
 def check_dequantize(
     elements: Tensor, scales: Tensor, axis: int = -1, element_format: str = "e4m3", dtype: torch.dtype | None = None
-) -> tuple[int, torch.dtype, int]:
-    """Returns `axis` as 0..rank-1, the dtype of the result and the format's code; raises as `dequantize` does."""
+) -> tuple[tuple[int, ...], int, torch.dtype, int]:
+    """Returns shape and dtype of the result, `axis` as 0..rank-1, the format's code; raises as `dequantize` does."""
     element_code, dtype = FORMAT_CODES[element_format], dtype or torch.float32
     if dtype not in DTYPE_CODES:
         check_dtype("dequantize", dtype)
-    axis = checks.normalize_axis("dequantize", elements.dim(), axis)
-    expected = scale_shape(elements.shape, axis)
-    if scales.shape != expected or not elements.dtype is scales.dtype is torch.uint8:
+    shape = tuple(elements.shape)
+    axis = checks.normalize_axis("dequantize", len(shape), axis)
+    if scales.shape != scale_shape(shape, axis) or not elements.dtype is scales.dtype is torch.uint8:
         check_codes("dequantize", elements, scales, axis)
-    return axis, dtype, element_code
+    return shape, axis, dtype, element_code
 
 
 def _dequantize_fake(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
     check_devices("dequantize", elements, scales)
-    _, dtype, _ = check_dequantize(elements, scales, *args)
-    return elements.new_empty(elements.shape, dtype=dtype)
+    shape, _, dtype, _ = check_dequantize(elements, scales, *args)
+    return elements.new_empty(shape, dtype=dtype)
 
 
 def dequantize_cpu(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
     """Returns the values that (elements, scales) stand for."""
-    axis, dtype, element_code = check_dequantize(elements, scales, *args)
-    check_memory("dequantize", "elements scales", elements, scales)
-    shape = tuple(elements.shape)
-    y = torch.empty(*shape, dtype=dtype)
-    elements, scales = elements.contiguous(), scales.contiguous()
+    shape, axis, dtype, element_code = check_dequantize(elements, scales, *args)
+    if not plain(elements, scales):
+        elements, scales = readable("dequantize", "elements scales", elements, scales)
+    y = EMPTY[dtype](*shape)
     status = native.load().mxfp8_dequantize(
         element_code, elements.data_ptr(), scales.data_ptr(), *split_at(shape, axis), DTYPE_CODES[dtype], y.data_ptr(),
         torch.get_num_threads(),

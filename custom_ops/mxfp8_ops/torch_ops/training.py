@@ -31,7 +31,7 @@ from mxfp8_ops import checks, formats
 from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
 from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.gradients import Gradient
-from mxfp8_ops.torch_ops.operands import Op, check_dtype, check_memory
+from mxfp8_ops.torch_ops.operands import Op, check_dtype, readable
 
 GRADIENT_FORMATS: Final = {"E4M3": "e4m3", "HYBRID": "e5m2"}
 """Element format of gradients, by TransformerEngine's name for the choice; everything else is E4M3."""
@@ -62,7 +62,7 @@ def linear_train(
     rows = ops.quantize.default(x, -1, "e4m3", scale_rounding)
     columns = ops.quantize.default(weight, -1, "e4m3", scale_rounding)
     if bias is not None:
-        check_memory("linear_train", "bias", bias)
+        (bias,) = readable("linear_train", "bias", bias)
         bias = bias.float()
     result: Tensor = ops.gemm.default(*rows, *columns, bias, "e4m3", "e4m3", x.dtype)
     return result
