@@ -181,12 +181,12 @@ def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: Checked) -
     kept = _find(b) if b[0].dim() == 2 else None
     wide = kept.wide[:2] if kept and kept.wide else (0, 0)
     folded = kept.folded if kept else None
-    pairs = a[0], a[-1]  # without scales, any address stands in for theirs
     fp8 = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ()))) if len(a) == 2 else None
     with _queue(b[0]) as queue:
         libraries = planner.CUBLAS | (scaled_mm.libraries() if fp8 and b[0].dim() == 2 else 0)
         place = dispatch.place(queue.device, libraries)
-        for m, x, x_scales, w, w_scales, to in products(y, n, pairs, b):
+        # Without scales of a, any address stands in for theirs.
+        for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
             operands = x, x_scales if len(a) == 2 else 0, w, w_scales
             product = Gemm(*codes, *operands, bias_at, to, m, n, k, *wide, *(folded[:2] if folded else (0, 0)))
             plan = planner.gemm(place, product)

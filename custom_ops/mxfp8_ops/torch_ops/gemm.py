@@ -68,7 +68,7 @@ def gemm_cpu(
 ) -> Tensor:
     """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if no dtype is given."""
     shape, dtype, a_code, b_code = check_gemm(a, a_scales, b, b_scales, bias, *rest)
-    if not plain(a, a_scales, b, b_scales):
+    if not plain(1, a, a_scales, b, b_scales):
         a, a_scales, b, b_scales = readable("gemm", "a a_scales b b_scales", a, a_scales, b, b_scales)
     if bias is not None:
         (bias,) = readable("gemm", "bias", bias)
@@ -77,7 +77,7 @@ def gemm_cpu(
     n, k = shape[-1], a.shape[-1]
     library, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
     # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
-    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, n, (a, a_scales), (b, b_scales)):
+    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, a, a_scales, b, b_scales):
         status = library.mxfp8_gemm(
             a_code, a_data, a_scales_data or y_data, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n,
             threads,
@@ -122,7 +122,7 @@ def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None 
     shape, dtype, x_code, b_code = check_weight_gemm(x, b, b_scales, bias, *rest)
     n, k = shape[-1], x.shape[-1]
     stride = k
-    if not plain(x, b, b_scales):
+    if not (plain(x.itemsize, x) and plain(1, b, b_scales)):
         check_memory("weight_gemm", "x", x)
         x, stride = _strided_rows(x) if b.dim() == 2 else (x.contiguous(), k)
         b, b_scales = readable("weight_gemm", "b b_scales", b, b_scales)
@@ -131,7 +131,7 @@ def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None 
     bias_at = None if bias is None else bias.data_ptr()
     y = EMPTY[dtype](*shape)
     library, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
-    for m, x_data, _, b_data, b_scales_data, y_data in products(y, n, (x, x), (b, b_scales)):
+    for m, x_data, _, b_data, b_scales_data, y_data in products(y, x, x, b, b_scales):
         status = library.mxfp8_weight_gemm(
             x_code, x_data, stride, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n, threads
         )

@@ -110,10 +110,10 @@ def check_devices(where: str, *tensors: Tensor | None) -> None:
         raise ShapeError(where, f"tensors on {names}", expected="one device", advice="move them with .to(device)")
 
 
-def plain(*tensors: Tensor) -> bool:
-    """Returns whether all tensors are contiguous and their storages have all their values."""
+def plain(itemsize: int, *tensors: Tensor) -> bool:
+    """Returns whether all tensors are contiguous and their storages have all their values, of `itemsize` bytes each."""
     for t in tensors:
-        if t.untyped_storage().nbytes() < t.nbytes + t.storage_offset() * t.itemsize or not t.is_contiguous():
+        if t.untyped_storage().nbytes() < (t.numel() + t.storage_offset()) * itemsize or not t.is_contiguous():
             return False
     return True
 

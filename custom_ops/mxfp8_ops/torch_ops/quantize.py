@@ -71,7 +71,7 @@ def quantize_cpu(x: Tensor, *args: Any) -> Pair:
     shape, axis, dtype, element_code, rounding = check_quantize(x, *args)
     if x.requires_grad:
         warn_of_gradient()
-    if not plain(x):
+    if not plain(x.itemsize, x):
         check_memory("quantize", "x", x)
         if axis == len(shape) - 1 and not x.is_contiguous() and (strided := _strided_matrix(x)) is not None:
             return _quantize_strided(x, *strided, (dtype, element_code, rounding))
@@ -181,7 +181,7 @@ def _dequantize_fake(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
 def dequantize_cpu(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
     """Returns the values that (elements, scales) stand for."""
     shape, axis, dtype, element_code = check_dequantize(elements, scales, *args)
-    if not plain(elements, scales):
+    if not plain(1, elements, scales):
         elements, scales = readable("dequantize", "elements scales", elements, scales)
     y = EMPTY[dtype](*shape)
     status = native.load().mxfp8_dequantize(
