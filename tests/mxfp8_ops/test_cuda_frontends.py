@@ -25,7 +25,6 @@ from mxfp8_ops.cuda.execution import Launch, Queue
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
-torch_cpu = pytest.importorskip("mxfp8_ops.torch_ops.cpu")
 torch_training = pytest.importorskip("mxfp8_ops.torch_ops.training")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
@@ -388,15 +387,16 @@ def test_a_training_step_reads_each_gradient_once(emulated, monkeypatch):
         torch_training.setup_context(context, (x, w, None, "HYBRID", "ceil"), y)
         return [y, *torch_training.backward(context, dy)[:2]]
 
-    def namespace(module: Any) -> Any:
-        names = ("quantize", "quantize_both", "gemm")
-        return types.SimpleNamespace(**{n: types.SimpleNamespace(default=getattr(module, n)) for n in names})
+    on_the_cpu = torch.ops.mxfp8
+    on_cuda = types.SimpleNamespace()
+    for name in ("quantize", "quantize_both", "gemm"):
+        setattr(on_cuda, name, types.SimpleNamespace(default=getattr(torch_cuda, name)))
 
     with torch.no_grad():
         emulated.launched.clear()
-        got = step(namespace(torch_cuda))
+        got = step(on_cuda)
         launched = [name for name in emulated.launched if name.startswith("quantize")]
-        wanted = step(namespace(torch_cpu))
+        wanted = step(on_the_cpu)
     rows = "quantize_rows<F32, E4M3, false, false>"
     columns = "quantize_columns<F32, E4M3, false, TRANSPOSED, false>"
     assert launched == [rows, rows, columns, "quantize_columns<F32, E5M2, true, TRANSPOSED, false>", columns]

@@ -3,8 +3,8 @@
 Nothing is copied but strided inputs, and nothing waits for the device, so the ops can be captured into CUDA graphs once
 each shape has run (kernels compile and load on first use). Memory comes from torch's allocator.
 
-Meaning, shapes and errors are those of `cpu.py`; ShapeError also where tensors are on several devices, and BackendError
-where there is no CuPy or the GPU is too old.
+Meaning, shapes and errors are those of quantize.py and gemm.py, which check the operands; ShapeError also where tensors
+are on several devices, and BackendError where there is no CuPy or the GPU is too old.
 
 Not verified on hardware yet: see custom_ops/README.md.
 """
@@ -12,8 +12,7 @@ Not verified on hardware yet: see custom_ops/README.md.
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +23,13 @@ from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape, split_at
 from mxfp8_ops.cuda import device, dispatch, execution, planner
 from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
-from mxfp8_ops.cuda.planner import CODES, Gemm
+from mxfp8_ops.cuda.planner import Gemm
 from mxfp8_ops.errors import ShapeError
-from mxfp8_ops.torch_ops import scaled_mm, shapes
+from mxfp8_ops.torch_ops import scaled_mm
+from mxfp8_ops.torch_ops.gemm import Checked, check_gemm, check_weight_gemm
+from mxfp8_ops.torch_ops.operands import DTYPE_CODES, Pair, check_codes, check_devices, check_memory, readable
 from mxfp8_ops.torch_ops.products import products
-from mxfp8_ops.torch_ops.shapes import DTYPE_CODES, NO_GRADIENT, Pair
+from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_quantize, warn_of_gradient
 
 
 @dataclass
@@ -44,88 +45,62 @@ class _Kept:
 _kept: dict[tuple[int, int, torch.Size], _Kept] = {}
 """Weights kept in another form too, by address and shape."""
 
+_FORMATS = {row.onnx_dtype: row for row in formats.ELEMENT_FORMATS.values()}
 
-def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Pair:
+
+def quantize(x: Tensor, *args: Any) -> Pair:
     """Returns (elements, scales) of `x` [..., K, ...], as `numerics.quantize` does, bit for bit."""
-    axis = shapes.check_quantize(x, axis, element_format, scale_rounding)
-    if x.requires_grad and torch.is_grad_enabled():
-        warnings.warn(NO_GRADIENT, stacklevel=2)
+    _, axis, *codes = check_quantize(x, *args)
+    check_memory("quantize", "x", x)
+    if x.requires_grad:
+        warn_of_gradient()
     transposed = x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
     if transposed and axis == 0:
         # Blocks are contiguous in memory: quantize the transpose, then transpose bytes instead of values.
-        elements, scales = quantize(x.t(), 1, element_format, scale_rounding)
+        elements, scales = quantize(x.t(), 1, *args[1:])
         return elements.t().contiguous(), scales.t().contiguous()
-    elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(scale_shape(x.shape, axis), dtype=torch.uint8, device=x.device)
+    results = _empty(x, axis)
     x = x.t() if transposed else x.contiguous()
-    request = planner.Quantize(
-        *_quantizer(x, element_format, scale_rounding), planner.TRANSPOSED if transposed else planner.PLAIN,
-        x.data_ptr(), *split_at(x.shape, 0 if transposed else axis), elements.data_ptr(), scales.data_ptr(),
-    )  # fmt: skip
-    with _queue(x) as queue:
-        execution.run(planner.quantize(request), queue)
-    return elements, scales
-
-
-def quantize_both(
-    x: Tensor, element_format: str = "e4m3", scale_rounding: str = "ceil"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once: (elements, scales) of either."""
-    results = shapes.quantize_both(x, element_format, scale_rounding)
-    x = x.contiguous()
-    rows, row_scales, columns, column_scales = (t.data_ptr() for t in results)
-    request = planner.Quantize(
-        *_quantizer(x, element_format, scale_rounding), planner.TRANSPOSED, x.data_ptr(), 1, x.shape[0], x.shape[1],
-        columns, column_scales, rows, row_scales,
-    )  # fmt: skip
-    with _queue(x) as queue:
-        execution.run(planner.quantize(request), queue)
+    layout = planner.TRANSPOSED if transposed else planner.PLAIN
+    _quantize(x, codes, layout, split_at(x.shape, 0 if transposed else axis), *results)
     return results
 
 
-def dequantize(
-    elements: Tensor, scales: Tensor, axis: int = -1, element_format: str = "e4m3", dtype: torch.dtype | None = None
-) -> Tensor:
-    """Returns the values that (elements, scales) stand for, in float32 if `dtype` is None."""
-    axis, dtype = shapes.check_dequantize(elements, scales, axis, element_format, dtype)
-    _check_devices("dequantize", elements, scales)
-    elements, scales = elements.contiguous(), scales.contiguous()
-    y = torch.empty(elements.shape, dtype=dtype, device=elements.device)
+def quantize_both(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once: (elements, scales) of either."""
+    check_both(x, *args)
+    (x,) = readable("quantize_both", "x", x)
+    rows, columns = _empty(x, 1), _empty(x.t(), 1)
+    _, _, *codes = check_quantize(x, -1, *args)
+    _quantize(x, codes, planner.TRANSPOSED, (1, *x.shape), *columns, *rows)
+    return *rows, *columns
+
+
+def dequantize(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
+    """Returns the values that (elements, scales) stand for, in float32 if no dtype is given."""
+    check_devices("dequantize", elements, scales)
+    shape, axis, dtype, element_code = check_dequantize(elements, scales, *args)
+    elements, scales = readable("dequantize", "elements scales", elements, scales)
+    y = torch.empty(shape, dtype=dtype, device=elements.device)
     request = planner.Dequantize(
-        CODES[element_format], DTYPE_CODES[dtype], elements.data_ptr(), scales.data_ptr(),
-        *split_at(elements.shape, axis), y.data_ptr(),
+        element_code, DTYPE_CODES[dtype], elements.data_ptr(), scales.data_ptr(), *split_at(shape, axis),
+        y.data_ptr(),
     )  # fmt: skip
     with _queue(elements) as queue:
         execution.run(planner.dequantize(request), queue)
     return y
 
 
-def gemm(  # noqa: PLR0917 - the op's schema
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
+def gemm(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any
 ) -> Tensor:
-    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if `dtype` is None."""
-    shape, dtype = shapes.check_gemm(a, a_scales, b, b_scales, bias, a_format, b_format, dtype)
-    return _gemm((a, a_scales), (b, b_scales), (CODES[a_format], CODES[b_format]), bias, shape, dtype)
+    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if no dtype is given."""
+    return _gemm((a, a_scales), (b, b_scales), bias, check_gemm(a, a_scales, b, b_scales, bias, *rest, **named))
 
 
-def weight_gemm(  # noqa: PLR0917 - the op's schema
-    x: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
-    b_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Returns x @ dequantize(b).T + bias, in the dtype of `x` if `dtype` is None."""
-    shape, dtype = shapes.check_weight_gemm(x, b, b_scales, bias, b_format, dtype)
-    return _gemm((x,), (b, b_scales), (DTYPE_CODES[x.dtype], CODES[b_format]), bias, shape, dtype)
+def weight_gemm(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:
+    """Returns x @ dequantize(b).T + bias, in the dtype of `x` if none is given."""
+    return _gemm((x,), (b, b_scales), bias, check_weight_gemm(x, b, b_scales, bias, *rest, **named))
 
 
 def fast_accumulate() -> contextlib.AbstractContextManager[None]:
@@ -175,7 +150,7 @@ def forget_kept() -> None:
 
 def _entry(b: Tensor, b_scales: Tensor) -> _Kept:
     """Returns the weight's entry in `_kept`, a new one if there is none for its present contents."""
-    shapes.check_codes("keep", b, b_scales, -1)
+    check_codes("keep", b, b_scales, -1)
     if b.dim() != 2 or not (b.is_contiguous() and b_scales.is_contiguous()):
         raise ShapeError(
             "keep", f"weight {tuple(b.shape)}", expected="a contiguous matrix", advice="pass .contiguous()"
@@ -191,30 +166,27 @@ def _find(b: Pair) -> _Kept | None:
     return entry if entry is not None and entry.versions == _versions(b) else None
 
 
-def _gemm(  # noqa: PLR0917 - one for both ops
-    a: tuple[Tensor, ...],
-    b: Pair,
-    kinds: tuple[int, int],
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Tensor:
+def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: Checked) -> Tensor:
     """Returns y of `shape`, [..., M, N] (or [N])."""
-    _check_devices("gemm", *a, *b, *(() if bias is None else (bias,)))
-    n, k = shape[-1], a[0].shape[-1]
-    a, b = tuple(t.contiguous() for t in a), (b[0].contiguous(), b[1].contiguous())
-    bias = None if bias is None else bias.contiguous()
-    codes, bias_at = (*kinds, DTYPE_CODES[dtype]), 0 if bias is None else bias.data_ptr()
+    shape, dtype, a_code, b_code = checked
+    check_devices("gemm", *a, *b, bias)
+    names = "a a_scales b b_scales" if len(a) == 2 else "x b b_scales"
+    *a, elements, scales = readable("gemm", names, *a, *b)
+    b, n, k = (elements, scales), shape[-1], a[0].shape[-1]
+    codes, bias_at = (a_code, b_code, DTYPE_CODES[dtype]), 0
+    if bias is not None:
+        (bias,) = readable("gemm", "bias", bias)
+        bias_at = bias.data_ptr()
     y = torch.empty(shape, dtype=dtype, device=b[0].device)
     kept = _find(b) if b[0].dim() == 2 else None
     wide = kept.wide[:2] if kept and kept.wide else (0, 0)
     folded = kept.folded if kept else None
-    pairs = a[0], a[-1]  # without scales, any address stands in for theirs
     fp8 = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ()))) if len(a) == 2 else None
     with _queue(b[0]) as queue:
         libraries = planner.CUBLAS | (scaled_mm.libraries() if fp8 and b[0].dim() == 2 else 0)
         place = dispatch.place(queue.device, libraries)
-        for m, x, x_scales, w, w_scales, to in products(y, n, pairs, b):
+        # Without scales of a, any address stands in for theirs.
+        for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
             operands = x, x_scales if len(a) == 2 else 0, w, w_scales
             product = Gemm(*codes, *operands, bias_at, to, m, n, k, *wide, *(folded[:2] if folded else (0, 0)))
             plan = planner.gemm(place, product)
@@ -226,10 +198,21 @@ def _gemm(  # noqa: PLR0917 - one for both ops
     return y
 
 
-def _quantizer(x: Tensor, element_format: str, scale_rounding: str) -> tuple[int, int, int]:
-    """Returns what `planner.Quantize` begins with."""
-    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
-    return DTYPE_CODES[x.dtype], CODES[element_format], increment
+def _empty(x: Tensor, axis: int) -> Pair:
+    """Returns room for (elements, scales) of `x`."""
+    elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    return elements, elements.new_empty(scale_shape(x.shape, axis))
+
+
+def _quantize(x: Tensor, codes: list[int], layout: int, sizes: tuple[int, int, int], *results: Tensor) -> None:
+    """Queues the quantization of `x`, which is [outer, K, inner] in memory, into `results`."""
+    dtype, element_code, rounding = codes
+    increment = formats.scale_increment(_FORMATS[element_code], formats.SCALE_ROUNDINGS[rounding])
+    request = planner.Quantize(
+        dtype, element_code, increment, layout, x.data_ptr(), *sizes, *(t.data_ptr() for t in results)
+    )
+    with _queue(x) as queue:
+        execution.run(planner.quantize(request), queue)
 
 
 def _versions(b: Pair) -> tuple[int, int]:
@@ -249,10 +232,3 @@ def _queue(x: Tensor) -> Iterator[Queue]:
     with torch.cuda.device(x.device):
         stream = torch.cuda.current_stream(x.device).cuda_stream
         yield Queue(device.device(torch.cuda.current_device()), stream, allocate)
-
-
-def _check_devices(where: str, *tensors: Tensor) -> None:
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ShapeError(where, f"tensors on {names}", expected="one device", advice="move them with .to(device)")

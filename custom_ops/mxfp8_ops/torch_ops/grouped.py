@@ -12,13 +12,14 @@ ONNX: there a group's size would have to be a shape.
 from __future__ import annotations
 
 import itertools
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from mxfp8_ops import checks, formats
 from mxfp8_ops.errors import ShapeError
-from mxfp8_ops.torch_ops import shapes
+from mxfp8_ops.torch_ops.operands import Op, check_codes, check_devices, check_dtype, readable
 
 
 def grouped_gemm(  # noqa: PLR0917 - the op's schema
@@ -51,7 +52,8 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
         ContractError: unknown format.
         BackendError: no kernels for the device of `a`.
     """
-    y = empty(a, a_scales, b, b_scales, offs, a_format, b_format, dtype)
+    y = _fake(a, a_scales, b, b_scales, offs, a_format, b_format, dtype)
+    (offs,) = readable("grouped_gemm", "offs", offs)
     ends: list[int] = offs.tolist()
     y[ends[-1] if ends else 0 :] = 0
     for expert, (start, stop) in enumerate(itertools.pairwise([0, *ends])):
@@ -73,7 +75,7 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
     return y
 
 
-def empty(  # noqa: PLR0917 - the op's schema
+def _fake(  # noqa: PLR0917 - the op's schema
     a: Tensor,
     a_scales: Tensor | None,
     b: Tensor,
@@ -89,14 +91,15 @@ def empty(  # noqa: PLR0917 - the op's schema
         ShapeError: shapes or dtypes do not fit.
         ContractError: unknown format.
     """
+    check_devices("grouped_gemm", a, a_scales, b, b_scales)
     formats.element_format(b_format)
     if a_scales is None:
-        shapes.check_dtype("grouped_gemm", a.dtype)
+        check_dtype("grouped_gemm", a.dtype)
     else:
         formats.element_format(a_format)
-        shapes.check_codes("grouped_gemm", a, a_scales, -1)
+        check_codes("grouped_gemm", a, a_scales, -1)
     dtype = dtype or (a.dtype if a_scales is None else torch.float32)
-    shapes.check_dtype("grouped_gemm", dtype)
+    check_dtype("grouped_gemm", dtype)
     if a.dim() != 2 or b.dim() != 3 or a.shape[-1] != b.shape[-1]:
         raise ShapeError(
             "grouped_gemm",
@@ -104,7 +107,7 @@ def empty(  # noqa: PLR0917 - the op's schema
             expected="[S, K] and [E, N, K] with the same K",
             advice="store each expert's weight with K last",
         )
-    shapes.check_codes("grouped_gemm", b, b_scales, -1)
+    check_codes("grouped_gemm", b, b_scales, -1)
     if offs.dtype not in {torch.int32, torch.int64} or tuple(offs.shape) != (b.shape[0],):
         raise ShapeError(
             "grouped_gemm",
@@ -113,3 +116,13 @@ def empty(  # noqa: PLR0917 - the op's schema
             advice="pass the running sum of the groups' sizes",
         )
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+OPS: Final = (
+    Op(
+        """grouped_gemm(Tensor a, Tensor? a_scales, Tensor b, Tensor b_scales, Tensor offs, str a_format="e4m3",
+        str b_format="e4m3", ScalarType? dtype=None) -> Tensor""",
+        {"CompositeExplicitAutograd": grouped_gemm},
+        _fake,
+    ),
+)

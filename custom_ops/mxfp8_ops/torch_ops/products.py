@@ -7,18 +7,23 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from mxfp8_ops.torch_ops.shapes import Pair
+from mxfp8_ops.torch_ops.operands import Pair
 
 Product = tuple[int, int, int, int, int, int]
 """M, then the addresses of a, its scales, b, its scales, y."""
 
 
-def products(y: Tensor, n: int, a: Pair, b: Pair) -> Iterable[Product]:
-    """Returns M and the addresses of each matrix product that `y` [..., N] is made of; all tensors are contiguous."""
-    if b[0].dim() == 2:
-        m = y.numel() // n if n else 0
-        return ((m, a[0].data_ptr(), a[1].data_ptr(), b[0].data_ptr(), b[1].data_ptr(), y.data_ptr()),)
-    return _batched(y, a, b)
+def products(y: Tensor, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Iterable[Product]:
+    """Returns M and the addresses of each matrix product that `y` [..., N] is made of; all tensors are contiguous.
+
+    There is none where the result is empty, however many leading indices it has.
+    """
+    if not (values := y.numel()):
+        return ()
+    if b.dim() == 2:
+        m = values // b.shape[0]
+        return ((m, a.data_ptr(), a_scales.data_ptr(), b.data_ptr(), b_scales.data_ptr(), y.data_ptr()),)
+    return _batched(y, (a, a_scales), (b, b_scales))
 
 
 def _batched(y: Tensor, a: Pair, b: Pair) -> Iterator[Product]:

@@ -24,14 +24,17 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from mxfp8_ops.errors import Mxfp8Error
-from mxfp8_ops.torch_ops import cpu, shapes
+from mxfp8_ops import checks, formats
+from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
+from mxfp8_ops.torch_ops import gradients
+from mxfp8_ops.torch_ops.gradients import Gradient
+from mxfp8_ops.torch_ops.operands import Op, check_dtype, readable
 
-Gradient = Tensor | None
+GRADIENT_FORMATS: Final = {"E4M3": "e4m3", "HYBRID": "e5m2"}
+"""Element format of gradients, by TransformerEngine's name for the choice; everything else is E4M3."""
 
 
 def linear_train(
@@ -54,13 +57,34 @@ def linear_train(
         ContractError: unknown format or rounding.
         BackendError: no kernels for the device of `x`.
     """
-    shapes.check_linear_train(x, weight, bias, fp8_format, scale_rounding)
+    _check(x, weight, bias, fp8_format, scale_rounding)
     ops = torch.ops.mxfp8
     rows = ops.quantize.default(x, -1, "e4m3", scale_rounding)
     columns = ops.quantize.default(weight, -1, "e4m3", scale_rounding)
-    wide_bias = None if bias is None else bias.float()
-    result: Tensor = ops.gemm.default(*rows, *columns, wide_bias, "e4m3", "e4m3", x.dtype)
+    if bias is not None:
+        (bias,) = readable("linear_train", "bias", bias)
+        bias = bias.float()
+    result: Tensor = ops.gemm.default(*rows, *columns, bias, "e4m3", "e4m3", x.dtype)
     return result
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scale_rounding: str) -> None:
+    """Raises as `linear_train` does."""
+    if fp8_format not in GRADIENT_FORMATS:
+        raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
+    formats.scale_increment(formats.E4M3, scale_rounding)
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    for tensor in tensors:
+        check_dtype("linear_train", tensor.dtype)
+    if weight.dim() != 2 and not (weight.dim() == x.dim() == 3 and weight.shape[0] == x.shape[0]):
+        raise ShapeError(
+            "linear_train",
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}",
+            expected="a weight [N, K], or [B, N, K] for x [B, M, K]",
+            advice="store it as nn.Linear does, or expand x",
+        )
+    bias_shape = None if bias is None else tuple(bias.shape)
+    checks.check_gemm_shapes("linear_train", tuple(x.shape), tuple(weight.shape), bias_shape)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -80,7 +104,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
     ops = torch.ops.mxfp8
-    fmt = shapes.GRADIENT_FORMATS[ctx.fp8_format]
+    fmt = GRADIENT_FORMATS[ctx.fp8_format]
     dx = dw = db = None
     with torch.no_grad():
         dy = grad if ctx.stack else _matrix(grad)
@@ -105,8 +129,13 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
     return dx, dw, db, None, None
 
 
-def recorded(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
+def _autograd(
+    _: torch._C.DispatchKeySet,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    fp8_format: str = "E4M3",
+    scale_rounding: str = "ceil",
 ) -> Tensor:
     """Returns what `mxfp8::linear_train` does, and records its gradients if any are wanted.
 
@@ -118,12 +147,12 @@ def recorded(
         if levels.count(TransformType.Grad) > 1:  # an outer one would not see what the inner one's integers came from
             raise _second_derivative()
     if forward_ad._current_level >= 0:
-        _refuse_tangents("linear_train", "keep this layer in high precision", x, weight, bias)
+        gradients.refuse_tangents("linear_train", "keep this layer in high precision", x, weight, bias)
     arguments = x, weight, bias, fp8_format, scale_rounding
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
-        result: Tensor = _apply(_LinearTrain, *arguments)
+        result: Tensor = gradients.apply(_LinearTrain, *arguments)
         return result
-    return _below_autograd(torch.ops.mxfp8.linear_train, *arguments)
+    return gradients.below_autograd(torch.ops.mxfp8.linear_train, *arguments)
 
 
 class _LinearTrain(_SingleLevelFunction):
@@ -131,13 +160,13 @@ class _LinearTrain(_SingleLevelFunction):
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        return _below_autograd(torch.ops.mxfp8.linear_train, *arguments)
+        return gradients.below_autograd(torch.ops.mxfp8.linear_train, *arguments)
 
     setup_context = staticmethod(setup_context)
     backward = staticmethod(backward)
 
 
-def autocast(
+def _autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
 ) -> Tensor:
     """Returns `linear_train` with x, and so the result, in the autocast dtype.
@@ -149,93 +178,6 @@ def autocast(
         x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
         result: Tensor = torch.ops.mxfp8.linear_train.default(x, weight, bias, fp8_format, scale_rounding)
     return result
-
-
-def weight_gemm(  # noqa: PLR0917 - the op's schema
-    keys: torch._C.DispatchKeySet,
-    x: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
-    b_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Returns what `mxfp8::weight_gemm` does, and records its gradients if any are wanted.
-
-    `torch.library.register_autograd` would do the same, and take 3 us more of a call that wants none.
-
-    Raises:
-        Mxfp8Error: x or bias carries a tangent (forward-mode differentiation).
-    """
-    if forward_ad._current_level >= 0:
-        _refuse_tangents("weight_gemm", "go through torch.ops.mxfp8.dequantize and a matmul", x, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        result: Tensor = _apply(_WeightGemm, x, b, b_scales, bias, b_format, dtype)
-        return result
-    if keys.raw_repr() == _PLAIN_CPU:  # nobody else wants to see this call: no mode, no subclass, no transform
-        return cpu.weight_gemm(x, b, b_scales, bias, b_format, dtype)
-    return _below_autograd(torch.ops.mxfp8.weight_gemm, x, b, b_scales, bias, b_format, dtype)
-
-
-_PLAIN_CPU: Final = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-).raw_repr()
-"""The keys of a call whose tensors all are plain CPU tensors."""
-
-
-def _refuse_tangents(op: str, instead: str, *tensors: Tensor | None) -> None:
-    unpack: Any = forward_ad.unpack_dual
-    if any(t is not None and unpack(t).tangent is not None for t in tensors):
-        raise Mxfp8Error(
-            op,
-            "an operand carries a tangent",
-            expected="none (it has gradients in reverse mode only)",
-            advice=f"differentiate with backward() or torch.func.grad, or {instead}",
-        )
-
-
-def _apply(function: Any, *arguments: Any) -> Any:
-    """Returns function(*arguments) and records it, also inside torch.func.grad and its kin.
-
-    There the autograd kernel of an op runs once per level, on that level's tensors: what `torch.autograd.Function` and
-    `torch.library.register_autograd` refuse is just what is wanted.
-    """
-    with enable_single_level_autograd_function():
-        return function.apply(*arguments)
-
-
-def _below_autograd(op: Any, *arguments: Any) -> Tensor:
-    with torch._C._AutoDispatchBelowAutograd():
-        result: Tensor = op.default(*arguments)
-    return result
-
-
-class _WeightGemm(_SingleLevelFunction):
-    """weight_gemm with the gradients of x, through the frozen weight in float32, and of the bias.
-
-    For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none.
-    """
-
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        return _below_autograd(torch.ops.mxfp8.weight_gemm, *arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, b, b_scales, bias, ctx.b_format, _ = inputs
-        ctx.save_for_backward(b, b_scales)
-        ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, None, None, Gradient, None, None]:
-        dx = db = None
-        if ctx.needs_input_grad[0]:
-            weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format, torch.float32)
-            rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
-            dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
-        if ctx.has_bias and ctx.needs_input_grad[3]:
-            db = grad.float().sum_to_size(grad.shape[-1])
-        return dx, None, None, db, None, None
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -275,5 +217,29 @@ def _second_derivative() -> Mxfp8Error:
 def _refuse_second_derivative(*grads: Gradient) -> list[Gradient]:
     anchor = torch.empty(0, requires_grad=True)
     needed = [grad for grad in grads if grad is not None]
-    passed = iter(_apply(_SecondDerivative, anchor, *needed))
+    passed = iter(gradients.apply(_SecondDerivative, anchor, *needed))
     return [None if grad is None else next(passed) for grad in grads]
+
+
+def _vmap(*_: Any) -> Any:
+    raise ShapeError(
+        "linear_train",
+        "called under torch.vmap",
+        expected="a plain call, its gradients are blocked along all rows of one call",
+        advice="loop over the mapped dimension, or pass it as a leading dimension of x",
+    )
+
+
+OPS: Final = (
+    Op(
+        """linear_train(Tensor x, Tensor weight, Tensor? bias=None, str fp8_format="E4M3", str scale_rounding="ceil")
+        -> Tensor""",
+        {
+            "CompositeExplicitAutograd": linear_train,
+            "Autograd": _autograd,
+            "AutocastCPU": _autocast,
+            "AutocastCUDA": _autocast,
+        },
+        vmap=_vmap,
+    ),
+)

@@ -1,0 +1,295 @@
+"""`mxfp8::gemm` and `weight_gemm`. Meaning and errors are those of `numerics.py`; dtypes are torch's.
+
+`gemm` takes integers, which have no gradients. `weight_gemm` has those of x and bias, so that adapters train on a
+packed model. BackendError if the native library is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from mxfp8_ops import checks, native
+from mxfp8_ops.checks import dtype_name, scale_count
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.torch_ops import batching, gradients
+from mxfp8_ops.torch_ops.gradients import Gradient
+from mxfp8_ops.torch_ops.operands import (
+    DTYPE_CODES,
+    EMPTY,
+    FORMAT_CODES,
+    Op,
+    check_codes,
+    check_devices,
+    check_dtype,
+    check_memory,
+    on_cuda,
+    plain,
+    readable,
+)
+from mxfp8_ops.torch_ops.products import products
+
+Checked = tuple[tuple[int, ...], torch.dtype, int, int]
+"""Shape and dtype of the result, and the codes of what the operands are."""
+
+# --- gemm ------------------------------------------------------------------------------------------------------------
+
+
+def check_gemm(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Checked:
+    """Returns what the kernels need; raises as `gemm` does."""
+    a_code, b_code, dtype = FORMAT_CODES[a_format], FORMAT_CODES[b_format], dtype or torch.float32
+    if dtype not in DTYPE_CODES:
+        check_dtype("gemm", dtype)
+    return gemm_shape("gemm", a, a_scales, b, b_scales, bias), dtype, a_code, b_code
+
+
+def _gemm_fake(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Gradient = None, *rest: Any) -> Tensor:
+    check_devices("gemm", a, a_scales, b, b_scales, bias)
+    shape, dtype, *_ = check_gemm(a, a_scales, b, b_scales, bias, *rest)
+    return a.new_empty(shape, dtype=dtype)
+
+
+def gemm_cpu(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any
+) -> Tensor:
+    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if no dtype is given."""
+    shape, dtype, a_code, b_code = check_gemm(a, a_scales, b, b_scales, bias, *rest)
+    if not plain(1, a, a_scales, b, b_scales):
+        a, a_scales, b, b_scales = readable("gemm", "a a_scales b b_scales", a, a_scales, b, b_scales)
+    if bias is not None:
+        (bias,) = readable("gemm", "bias", bias)
+    bias_at = None if bias is None else bias.data_ptr()
+    y = EMPTY[dtype](*shape)
+    n, k = shape[-1], a.shape[-1]
+    library, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
+    # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
+    for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, a, a_scales, b, b_scales):
+        status = library.mxfp8_gemm(
+            a_code, a_data, a_scales_data or y_data, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n,
+            threads,
+        )  # fmt: skip
+        if status:
+            native.check("gemm", status)
+    return y
+
+
+def _gemm_vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:
+    return _mapped("gemm", info.batch_size, in_dims, 2, *args)
+
+
+# --- weight_gemm -----------------------------------------------------------------------------------------------------
+
+
+def check_weight_gemm(  # noqa: PLR0917 - the op's schema
+    x: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    b_format: str = "e4m3",
+    dtype: torch.dtype | None = None,
+) -> Checked:
+    """Returns what the kernels need; raises as `weight_gemm` does."""
+    b_code, x_dtype = FORMAT_CODES[b_format], x.dtype
+    dtype = dtype or x_dtype
+    if x_dtype not in DTYPE_CODES or dtype not in DTYPE_CODES:
+        check_dtype("weight_gemm", x_dtype)
+        check_dtype("weight_gemm", dtype)
+    return gemm_shape("weight_gemm", x, None, b, b_scales, bias), dtype, DTYPE_CODES[x_dtype], b_code
+
+
+def _weight_gemm_fake(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
+    check_devices("weight_gemm", x, b, b_scales, bias)
+    shape, dtype, *_ = check_weight_gemm(x, b, b_scales, bias, *rest)
+    return x.new_empty(shape, dtype=dtype)
+
+
+def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
+    """Returns x @ dequantize(b).T + bias, in the dtype of `x` if none is given; rows of `x` may be strided."""
+    shape, dtype, x_code, b_code = check_weight_gemm(x, b, b_scales, bias, *rest)
+    n, k = shape[-1], x.shape[-1]
+    stride = k
+    if not (plain(x.itemsize, x) and plain(1, b, b_scales)):
+        check_memory("weight_gemm", "x", x)
+        x, stride = _strided_rows(x) if b.dim() == 2 else (x.contiguous(), k)
+        b, b_scales = readable("weight_gemm", "b b_scales", b, b_scales)
+    if bias is not None:
+        (bias,) = readable("weight_gemm", "bias", bias)
+    bias_at = None if bias is None else bias.data_ptr()
+    y = EMPTY[dtype](*shape)
+    library, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
+    for m, x_data, _, b_data, b_scales_data, y_data in products(y, x, x, b, b_scales):
+        status = library.mxfp8_weight_gemm(
+            x_code, x_data, stride, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n, threads
+        )
+        if status:
+            native.check("weight_gemm", status)
+    return y
+
+
+def _strided_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Returns `x` [..., K] as a matrix with contiguous rows, and their stride; a view where one exists."""
+    k = x.shape[-1]
+    x = x.reshape(math.prod(x.shape[:-1]), k)
+    if x.stride(1) != 1 or x.stride(0) < k:
+        x = x.contiguous()
+    return x, max(x.stride(0), k)
+
+
+def _weight_gemm_vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:
+    return _mapped("weight_gemm", info.batch_size, in_dims, 1, *args)
+
+
+def _weight_gemm_autograd(
+    keys: torch._C.DispatchKeySet, x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any
+) -> Tensor:
+    """Returns what `mxfp8::weight_gemm` does, and records its gradients if any are wanted.
+
+    Raises:
+        Mxfp8Error: x or bias carries a tangent (forward-mode differentiation).
+    """
+    if forward_ad._current_level >= 0:
+        gradients.refuse_tangents("weight_gemm", "go through torch.ops.mxfp8.dequantize and a matmul", x, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        result: Tensor = gradients.apply(_WeightGemm, x, b, b_scales, bias, *rest)
+        return result
+    if keys.raw_repr() == _PLAIN_CPU:  # nobody else wants to see this call: no mode, no subclass, no transform
+        return weight_gemm_cpu(x, b, b_scales, bias, *rest)
+    return gradients.below_autograd(torch.ops.mxfp8.weight_gemm, x, b, b_scales, bias, *rest)
+
+
+_PLAIN_CPU: Final = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+).raw_repr()
+"""The keys of a call whose tensors all are plain CPU tensors."""
+
+
+class _WeightGemm(_SingleLevelFunction):
+    """weight_gemm with the gradients of x, through the frozen weight in float32, and of the bias.
+
+    For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none.
+    """
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return gradients.below_autograd(torch.ops.mxfp8.weight_gemm, *arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, b, b_scales, bias, *rest = inputs
+        ctx.save_for_backward(b, b_scales)
+        ctx.x_shape, ctx.x_dtype, ctx.has_bias, ctx.b_format = x.shape, x.dtype, bias is not None, rest[:1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, *ctx.b_format)
+            rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
+            dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
+        if ctx.has_bias and ctx.needs_input_grad[3]:
+            db = grad.float().sum_to_size(grad.shape[-1])
+        return dx, None, None, db, *(None for _ in ctx.needs_input_grad[4:])
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
+
+
+def gemm_shape(  # noqa: PLR0917 - the op's operands
+    where: str, x: Tensor, x_scales: Tensor | None, b: Tensor, b_scales: Tensor, bias: Tensor | None
+) -> tuple[int, ...]:
+    """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed.
+
+    Raises:
+        ShapeError: they do not fit together, nor with their scales [..., ceil(K / 32)] and the bias float32 [N].
+    """
+    # What nearly every call looks like, in as few steps as Python allows: a whole op has 5 us.
+    x_shape, b_shape, codes = x.shape, b.shape, torch.uint8
+    if len(b_shape) == 2 and x_shape:
+        *lead, k = x_shape
+        n, blocks = b_shape[0], scale_count(k)
+        if (
+            b_shape == (n, k)
+            and b.dtype is b_scales.dtype is codes
+            and b_scales.shape == (n, blocks)
+            and (x_scales is None or (x.dtype is x_scales.dtype is codes and x_scales.shape == (*lead, blocks)))
+            and (bias is None or (bias.dtype is torch.float32 and bias.shape == (n,)))
+        ):
+            return (*lead, n)
+    return _gemm_shape(where, x, x_scales, b, b_scales, bias)
+
+
+def _gemm_shape(  # noqa: PLR0917 - the op's operands
+    where: str, x: Tensor, x_scales: Tensor | None, b: Tensor, b_scales: Tensor, bias: Tensor | None
+) -> tuple[int, ...]:
+    """Returns what `gemm_shape` does, or raises, for operands of any rank."""
+    bias_shape = None if bias is None else tuple(bias.shape)
+    broadcast: Any = torch.broadcast_shapes
+    shape = checks.gemm_shape(where, tuple(x.shape), tuple(b.shape), bias_shape, broadcast)
+    check_codes(where, b, b_scales, -1)
+    if x_scales is not None:
+        check_codes(where, x, x_scales, -1)
+    if bias is not None and bias.dtype is not torch.float32:
+        raise ShapeError(
+            where, f"bias has dtype {dtype_name(bias.dtype)}", expected="float32", advice="pass bias.float()"
+        )
+    return shape
+
+
+def _mapped(name: str, size: int, in_dims: batching.Dims, b_at: int, *args: Any) -> tuple[Tensor, int]:
+    """Returns the op `name` of a = args[:b_at] and b = the next two, with the dimension of torch.vmap first."""
+    bias_at = b_at + 2
+    if len(args) > bias_at and in_dims[bias_at] is not None:
+        raise ShapeError(
+            name,
+            "torch.vmap maps over the bias",
+            expected="one bias [N] for all",
+            advice="call without it and add it to the result",
+        )
+    a, b = args[:b_at], args[b_at:bias_at]
+    a_mapped, b_mapped = (any(dim is not None for dim in dims) for dims in (in_dims[:b_at], in_dims[b_at:bias_at]))
+    if a_mapped:
+        a = batching.leading(size, in_dims[:b_at], *a)
+    if b_mapped:
+        b = batching.leading(size, in_dims[b_at:bias_at], *b)
+    vector = a[0].dim() - a_mapped == 1
+    if vector:
+        a = tuple(t.unsqueeze(-2) for t in a)
+    rank = max(a[0].dim() - a_mapped, b[0].dim() - b_mapped)
+    if a_mapped and not (b[0].dim() == 2 and not b_mapped):
+        a = tuple(batching.padded(t, rank) for t in a)
+    if b_mapped:
+        b = tuple(batching.padded(t, rank) for t in b)
+    y: Tensor = getattr(torch.ops.mxfp8, name).default(*a, *b, *args[bias_at:])
+    return y.squeeze(-2) if vector else y, 0
+
+
+OPS: Final = (
+    Op(
+        """gemm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor? bias=None, str a_format="e4m3",
+        str b_format="e4m3", ScalarType? dtype=None) -> Tensor""",
+        {"CPU": gemm_cpu, "CUDA": on_cuda("gemm")},
+        _gemm_fake,
+        _gemm_vmap,
+    ),
+    Op(
+        """weight_gemm(Tensor x, Tensor b, Tensor b_scales, Tensor? bias=None, str b_format="e4m3",
+        ScalarType? dtype=None) -> Tensor""",
+        {"CPU": weight_gemm_cpu, "CUDA": on_cuda("weight_gemm"), "Autograd": _weight_gemm_autograd},
+        _weight_gemm_fake,
+        _weight_gemm_vmap,
+    ),
+)

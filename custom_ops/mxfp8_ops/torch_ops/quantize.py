@@ -1,0 +1,224 @@
+"""`mxfp8::quantize`, `quantize_both` and `dequantize`. Meaning and errors are those of `numerics.py`; dtypes torch's.
+
+Where the native library takes a row stride, strided inputs are read in place; others are copied once. Results are
+contiguous, whatever the strides of the inputs. BackendError if the library is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops import checks, native
+from mxfp8_ops.checks import scale_count, scale_shape, split_at
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.torch_ops import batching
+from mxfp8_ops.torch_ops.operands import (
+    DTYPE_CODES,
+    EMPTY,
+    FORMAT_CODES,
+    ROUNDING_CODES,
+    Op,
+    Pair,
+    check_codes,
+    check_devices,
+    check_dtype,
+    check_memory,
+    on_cuda,
+    plain,
+    readable,
+)
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+
+
+def check_quantize(
+    x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil"
+) -> tuple[tuple[int, ...], int, int, int, int]:
+    """Returns shape, `axis` as 0..rank-1, and the codes of dtype, format and rounding; raises as `quantize` does."""
+    element_code, rounding = FORMAT_CODES[element_format], ROUNDING_CODES[scale_rounding]
+    dtype, shape = x.dtype, tuple(x.shape)  # whose slices cost less than those of a torch.Size
+    if dtype not in DTYPE_CODES:
+        check_dtype("quantize", dtype)
+    return shape, checks.normalize_axis("quantize", len(shape), axis), DTYPE_CODES[dtype], element_code, rounding
+
+
+def warn_of_gradient() -> None:
+    """Warns if a gradient of x, which requires one, is wanted: quantized values pass none back."""
+    if torch.is_grad_enabled():
+        warnings.warn(
+            "quantize: x requires a gradient; expected none to be wanted, quantized values pass none back; run "
+            "inference under torch.inference_mode(), train with mxfp8::linear_train",
+            stacklevel=3,
+        )
+
+
+def _quantize_fake(x: Tensor, *args: Any) -> Pair:
+    shape, axis, *_ = check_quantize(x, *args)
+    return x.new_empty(shape, dtype=torch.uint8), x.new_empty(scale_shape(shape, axis), dtype=torch.uint8)
+
+
+def quantize_cpu(x: Tensor, *args: Any) -> Pair:
+    """Returns (elements, scales) of `x` [..., K, ...].
+
+    Contiguous tensors, matrices with strided rows and transposed matrices (blocked along their last axis, the one that
+    is strided in memory) are read in place.
+    """
+    shape, axis, dtype, element_code, rounding = check_quantize(x, *args)
+    if x.requires_grad:
+        warn_of_gradient()
+    if not plain(x.itemsize, x):
+        check_memory("quantize", "x", x)
+        if axis == len(shape) - 1 and not x.is_contiguous() and (strided := _strided_matrix(x)) is not None:
+            return _quantize_strided(x, *strided, (dtype, element_code, rounding))
+        if axis == 0 and len(shape) == 2 and x.t().is_contiguous():
+            # Blocks are contiguous in memory: quantize the transpose, then transpose bytes instead of values.
+            elements, scales = quantize_cpu(x.t(), 1, *args[1:])
+            return elements.t().contiguous(), scales.t().contiguous()
+        x = x.contiguous()
+    empty = EMPTY[torch.uint8]
+    elements, scales = empty(*shape), empty(*scale_shape(shape, axis))
+    status = native.load().mxfp8_quantize(
+        dtype, x.data_ptr(), *split_at(shape, axis), element_code, rounding, elements.data_ptr(), scales.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        native.check("quantize", status)
+    return elements, scales
+
+
+def _strided_matrix(x: Tensor) -> tuple[Tensor, bool] | None:
+    """Returns `x` [..., K] as the matrix it is in memory, and whether that is transposed; None if there is none.
+
+    The rows are [M, K] with K contiguous, or [K, M] with M contiguous (the transposed case), `stride(0)` apart.
+    """
+    k = x.shape[-1]
+    if x.numel() == 0 or x.dim() < 2:
+        return None
+    try:
+        matrix = x.view(-1, k)
+    except RuntimeError:  # no single row stride
+        return None
+    if matrix.stride(1) == 1 and matrix.stride(0) >= k:
+        return matrix, False
+    if matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0]:
+        return matrix.t(), True
+    return None
+
+
+def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, codes: tuple[int, int, int]) -> Pair:
+    """Returns (elements, scales) of `x` [..., K] blocked along K, read from `rows` (see `_strided_matrix`)."""
+    shape = x.shape
+    k = shape[-1]
+    elements = torch.empty(shape, dtype=torch.uint8)
+    scales = torch.empty((*shape[:-1], scale_count(k)), dtype=torch.uint8)
+    dtype, element_code, rounding = codes
+    status = native.load().mxfp8_pack(
+        dtype, rows.data_ptr(), rows.stride(0), transposed, x.numel() // k, k, element_code, rounding,
+        elements.data_ptr(), scales.data_ptr(), ctypes.byref(native.PackStats()), torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        native.check("quantize", status)
+    return elements, scales
+
+
+def _quantize_vmap(
+    info: Any, in_dims: batching.Dims, x: Tensor, axis: int = -1, *rest: str
+) -> tuple[Pair, tuple[int, int]]:
+    (x,) = batching.leading(info.batch_size, in_dims, x)
+    axis = checks.normalize_axis("quantize", x.dim() - 1, axis)
+    return torch.ops.mxfp8.quantize.default(x, axis + 1, *rest), (0, 0)
+
+
+# --- quantize_both ---------------------------------------------------------------------------------------------------
+
+
+def check_both(x: Tensor, *args: str) -> None:
+    """Raises as `quantize_both` does."""
+    check_quantize(x, -1, *args)
+    if x.dim() != 2:
+        raise ShapeError("quantize_both", f"x has shape {tuple(x.shape)}", expected="a matrix", advice="reshape it")
+
+
+def _both_fake(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_both(x, *args)
+    return *_quantize_fake(x, -1, *args), *_quantize_fake(x.t(), -1, *args)
+
+
+def quantize_both_cpu(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns quantize(x) and quantize(x.t()) of a matrix: (elements, scales) of either."""
+    check_both(x, *args)
+    return *quantize_cpu(x, -1, *args), *quantize_cpu(x.t(), -1, *args)
+
+
+# --- dequantize ------------------------------------------------------------------------------------------------------
+
+
+def check_dequantize(
+    elements: Tensor, scales: Tensor, axis: int = -1, element_format: str = "e4m3", dtype: torch.dtype | None = None
+) -> tuple[tuple[int, ...], int, torch.dtype, int]:
+    """Returns shape and dtype of the result, `axis` as 0..rank-1, the format's code; raises as `dequantize` does."""
+    element_code, dtype = FORMAT_CODES[element_format], dtype or torch.float32
+    if dtype not in DTYPE_CODES:
+        check_dtype("dequantize", dtype)
+    shape = tuple(elements.shape)
+    axis = checks.normalize_axis("dequantize", len(shape), axis)
+    if scales.shape != scale_shape(shape, axis) or not elements.dtype is scales.dtype is torch.uint8:
+        check_codes("dequantize", elements, scales, axis)
+    return shape, axis, dtype, element_code
+
+
+def _dequantize_fake(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
+    check_devices("dequantize", elements, scales)
+    shape, _, dtype, _ = check_dequantize(elements, scales, *args)
+    return elements.new_empty(shape, dtype=dtype)
+
+
+def dequantize_cpu(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
+    """Returns the values that (elements, scales) stand for."""
+    shape, axis, dtype, element_code = check_dequantize(elements, scales, *args)
+    if not plain(1, elements, scales):
+        elements, scales = readable("dequantize", "elements scales", elements, scales)
+    y = EMPTY[dtype](*shape)
+    status = native.load().mxfp8_dequantize(
+        element_code, elements.data_ptr(), scales.data_ptr(), *split_at(shape, axis), DTYPE_CODES[dtype], y.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        native.check("dequantize", status)
+    return y
+
+
+def _dequantize_vmap(
+    info: Any, in_dims: batching.Dims, elements: Tensor, scales: Tensor, axis: int = -1, *rest: Any
+) -> tuple[Tensor, int]:
+    elements, scales = batching.leading(info.batch_size, in_dims, elements, scales)
+    axis = checks.normalize_axis("dequantize", elements.dim() - 1, axis)
+    return torch.ops.mxfp8.dequantize.default(elements, scales, axis + 1, *rest), 0
+
+
+OPS: Final = (
+    Op(
+        """quantize(Tensor x, int axis=-1, str element_format="e4m3", str scale_rounding="ceil") -> (Tensor, Tensor)""",
+        {"CPU": quantize_cpu, "CUDA": on_cuda("quantize")},
+        _quantize_fake,
+        _quantize_vmap,
+    ),
+    Op(
+        """quantize_both(Tensor x, str element_format="e4m3", str scale_rounding="ceil")
+        -> (Tensor, Tensor, Tensor, Tensor)""",
+        {"CPU": quantize_both_cpu, "CUDA": on_cuda("quantize_both")},
+        _both_fake,
+    ),
+    Op(
+        """dequantize(Tensor elements, Tensor scales, int axis=-1, str element_format="e4m3", ScalarType? dtype=None)
+        -> Tensor""",
+        {"CPU": dequantize_cpu, "CUDA": on_cuda("dequantize")},
+        _dequantize_fake,
+        _dequantize_vmap,
+    ),
+)
