@@ -195,7 +195,7 @@ def rewrite(
     from mxfp8_graph.report.data import check_report_path
 
     if report is not None:
-        check_report_path(report)
+        check_report_path(report, models=[model, *([output] if output else [])])
     chosen = load_recipe(recipe).excluding(exclude or ())
     with progress_bar() as progress:
         _, done = rewriting.rewrite(
@@ -245,7 +245,7 @@ def verify(
     from mxfp8_graph.report.data import check_report_path
 
     if report is not None:
-        check_report_path(report, (".json",))
+        check_report_path(report, (".json",), models=[original, rewritten])
     found = run_verify(original, rewritten, inputs=inputs, shapes=_shapes(dim), seed=seed, max_rel_l2=max_rel_l2)
     show(text.verification(found))
     if report is not None:

@@ -66,22 +66,22 @@ class Pins:
         if State.of(os.fstat(file.fileno())) != self._states[Path(file.name)]:
             raise _changed(Path(file.name))
 
-    def check(self) -> None:
-        """Raises ContractError if a file that was opened is no longer what it was, or no longer there."""
-        for path, state in self._states.items():
+    def check(self, *paths: Path) -> None:
+        """Raises ContractError if a file that was opened, by default any, is no longer what it was, or not there."""
+        for path in paths or self._states:
             try:
                 found = State.of(path.stat())
             except OSError:
                 raise _changed(path) from None
-            if found != state:
+            if found != self._states[path]:
                 raise _changed(path)
 
 
 def is_any_of(path: Path, files: Iterable[Path]) -> bool:
     """Whether `path` is one of `files`, under whatever name: a result must not replace what it is made from."""
     for file in files:
-        with contextlib.suppress(OSError, ValueError):  # one that is not there is not the same
-            if path.samefile(file):
+        with contextlib.suppress(OSError, ValueError):  # what is not there has no other names
+            if path.absolute() == file.absolute() or path.samefile(file):
                 return True
     return False
 

@@ -20,6 +20,7 @@ class ModelFolder:
 
     def __init__(self, model: Path) -> None:
         self.path = model.parent
+        self._model = model
         self.files = Pins()
         """The model and the external files that were read."""
         # In the cache of the Hugging Face hub, model and data are links into one other folder: that counts as inside.
@@ -34,6 +35,11 @@ class ModelFolder:
             ContractError: the model must not name this file, or it changed since it was first opened.
         """
         return self.files.open(self.locate(name, where))
+
+    def check(self, file: BinaryIO) -> None:
+        """Raises ContractError if a file that `open` returned, or the model that says what is where in it, changed."""
+        self.files.check_open(file)
+        self.files.check(self._model)
 
     def locate(self, name: str, where: str) -> Path:
         """Returns the path, without links, of the file that a model calls `name`; errors as `open`."""

@@ -58,17 +58,17 @@ class Case:
     def overwrite(self) -> bool:
         return self.old is not None
 
-    def prepare(self, folder: Path) -> None:
-        folder.mkdir()
-        for name, content in self.before.items():
-            (folder / name).write_bytes(content)
-
     def run(self, folder: Path) -> None:
         self.write(folder, self.overwrite)
 
 
-def cases(folder: Path) -> list[Case]:
-    """Returns every kind of result, written where there is none and over an older one; `folder` gets the input."""
+def cases(folder: Path, *, torch: bool = True) -> list[Case]:
+    """Returns every kind of result, written where there is none and over an older one; `folder` gets the input.
+
+    Args:
+        folder: gets the input.
+        torch: whether .pt2 files are among them. They need torch.
+    """
     sizes = (512, 1024, 512)
     model = builders.save(builders.chain_model(sizes), folder / "m.onnx", external=True)
     packed, _ = mxfp8_graph.rewrite(builders.chain_model(sizes))
@@ -95,15 +95,13 @@ def cases(folder: Path) -> list[Case]:
         Case("safetensors", exported, None),
         Case("safetensors over one", exported, lambda to: (to / "o.safetensors").write_bytes(b"old" * 100_000)),
     ]
-    with contextlib.suppress(ImportError):
+    if torch:
         found += _torch_cases()
     for number, case in enumerate(found):
         with scratch(folder / str(number)) as place:
             if case.old is not None:
                 case.old(place)
                 case.before = contents(place)
-                shutil.rmtree(place)
-                case.prepare(place)
             case.run(place)
             case.after = contents(place)
     return found
@@ -218,61 +216,54 @@ class Trials:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._input = contents_of_files(folder)
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
 
-    def kill(self, case: Case, number: signal.Signals, kill: Callable[[Path], int]) -> None:
-        """Prepares a folder for `kill`, which returns how the writer in it ended, and checks what it left."""
-        place = self._folder / "out"
-        case.prepare(place)
-        ended = kill(place)
-        left = state(case, place)
-        label = f"{case.name}, {number.name}"
-        extra = contents(place).keys() - case.before.keys() - case.after.keys()
-        finished = ended == 0
-        if number != signal.SIGKILL and not finished and (extra or ended != INTERRUPTED):
-            self._fail(f"{label}: ended with {ended} and left {sorted(extra)}")
-        self._count(f"{number.name}: {'done before' if finished else left}", left, label)
-        self._next_run(case, place, label)
-        shutil.rmtree(place)
+    @contextlib.contextmanager
+    def place(self, case: Case) -> Iterator[Path]:
+        """Yields a folder with the older result, and checks that the input is as before."""
+        before = inputs(self._folder)
+        with scratch(self._folder / "out") as place:
+            for name, content in case.before.items():
+                (place / name).write_bytes(content)
+            yield place
+        self.check(case.name, inputs(self._folder) == before, "the input changed")
 
-    def _next_run(self, case: Case, place: Path, label: str) -> None:
-        done = not case.overwrite and state(case, place).startswith("new")
-        ended = wait(start(lambda: case.run(place)))
-        if ended != (REFUSED if done else 0):
-            self._fail(f"{label}: the next run ended with {ended}")
-        found = contents(place)
-        if found != case.after:
-            self._fail(f"{label}: the next run left {sorted(found)}")
-        if contents_of_files(self._folder) != self._input:
-            self._fail(f"{label}: the input changed")
+    def kill(self, case: Case, number: signal.Signals, kill: Callable[[Path], int]) -> int:
+        """Lets `kill` start a writer and end it, checks what that left, and returns how the writer ended."""
+        label = f"{case.name}, {number.name}"
+        with self.place(case) as place:
+            ended = kill(place)
+            left = state(case, place)
+            self.check(label, not left.startswith("wrong"), left)
+            if number != signal.SIGKILL and ended != 0:
+                extra = contents(place).keys() - case.before.keys() - case.after.keys()
+                self.check(label, not extra and ended == INTERRUPTED, f"ended with {ended} and left {sorted(extra)}")
+            done = not case.overwrite and left.startswith("new")
+            again = wait(start(lambda: case.run(place)))
+            self.check(label, again == (REFUSED if done else 0), f"the next run ended with {again}")
+            self.check(label, contents(place) == case.after, f"the next run left {sorted(contents(place))}")
+        self.counts[f"{number.name}: {'done before' if ended == 0 else left}"] += 1
+        return ended
 
     def check(self, label: str, ok: bool, what: str) -> None:
-        """Counts one trial of another kind."""
-        self._count(label, "" if ok else "wrong", f"{label}: {what}")
-
-    def _count(self, label: str, left: str, what: str) -> None:
-        self.counts[label] += 1
-        if left.startswith("wrong"):
-            self._fail(f"{what}: {left}")
-
-    def _fail(self, what: str) -> None:
-        self.wrong.append(what)
+        """Remembers `what` unless `ok`."""
+        if not ok:
+            self.wrong.append(f"{label}: {what}")
 
 
-def contents_of_files(folder: Path) -> dict[str, bytes]:
+def inputs(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def random_kills(trials: Trials, found: list[Case], count: int, seed: int) -> None:
     """Kills `count` writers at moments spread evenly over the time they take."""
     rng = random.Random(seed)
-    seconds = {case.name: _seconds(trials, case) for case in found}
+    seconds = [_seconds(trials, case) for case in found]
     for turn in range(count):
         case = found[turn % len(found)]
         number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-        moment = rng.uniform(0.0, 1.1 * seconds[case.name])
+        moment = rng.uniform(0.0, 1.1 * seconds[turn % len(found)])
 
         def kill(place: Path, case: Case = case, number: int = number, moment: float = moment) -> int:
             pid = start(lambda: case.run(place))
@@ -284,10 +275,8 @@ def random_kills(trials: Trials, found: list[Case], count: int, seed: int) -> No
 
 
 def _seconds(trials: Trials, case: Case) -> float:
-    with scratch(trials._folder / "time") as place:
+    with trials.place(case) as place:
         begin = time.perf_counter()
-        shutil.rmtree(place)
-        case.prepare(place)
         wait(start(lambda: case.run(place)))
         return time.perf_counter() - begin
 
@@ -295,18 +284,12 @@ def _seconds(trials: Trials, case: Case) -> float:
 def kills_at_every_step(trials: Trials, case: Case, number: signal.Signals) -> int:
     """Kills a writer before the first thing it does to a file, then before the second, ...; returns how many."""
     for step in range(1000):
-        ended = []
 
-        def kill(place: Path, step: int = step, ended: list[int] = ended) -> int:
-            def at_step(now: int) -> None:
-                if now == step:
-                    os.kill(os.getpid(), number)
+        def at_step(now: int, step: int = step) -> None:
+            if now == step:
+                os.kill(os.getpid(), number)
 
-            ended.append(wait(start(lambda: case.run(place), at_step)))
-            return ended[0]
-
-        trials.kill(case, number, kill)
-        if ended[0] == 0:
+        if trials.kill(case, number, lambda place: wait(start(lambda: case.run(place), at_step))) == 0:
             return step
     raise AssertionError("a writer without end")
 
@@ -317,50 +300,48 @@ def full_disks(trials: Trials, found: list[Case], count: int, seed: int) -> None
     for turn in range(count):
         case = found[turn % len(found)]
         room = rng.randrange(max(map(len, case.after.values())))
-        with scratch(trials._folder / "out") as place:
-            shutil.rmtree(place)
-            case.prepare(place)
 
-            def work(place: Path = place, case: Case = case, room: int = room) -> None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-                case.run(place)
+        def work(place: Path, case: Case = case, room: int = room) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+            case.run(place)
 
-            ended = wait(start(work))
-            left = contents(place)
-            trials.check("disk full", ended == REFUSED and left == case.before, f"{case.name}: {ended}, {sorted(left)}")
+        _refused(trials, case, "full disk", work)
 
 
 def read_only_folders(trials: Trials, found: list[Case]) -> None:
     """Writes as somebody who may not."""
     for case in found:
-        with scratch(trials._folder / "out") as place:
-            shutil.rmtree(place)
-            case.prepare(place)
+
+        def work(place: Path, case: Case = case) -> None:
             place.chmod(0o555)
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            case.run(place)
 
-            def work(place: Path = place, case: Case = case) -> None:
-                if os.geteuid() == 0:
-                    os.setgid(65534)
-                    os.setuid(65534)
-                case.run(place)
+        _refused(trials, case, "read-only folder", work)
 
-            ended = wait(start(work))
-            place.chmod(0o755)
-            left = contents(place)
-            trials.check("read-only", ended == REFUSED and left == case.before, f"{case.name}: {ended}, {sorted(left)}")
+
+def _refused(trials: Trials, case: Case, label: str, work: Callable[[Path], None]) -> None:
+    with trials.place(case) as place:
+        ended = wait(start(lambda: work(place)))
+        place.chmod(0o755)
+        left = contents(place)
+        ok = ended == REFUSED and left == case.before
+        trials.check(f"{case.name}, {label}", ok, f"ended with {ended} and left {sorted(left)}")
+    trials.counts[f"{label}: refused, the old result kept"] += ok
 
 
 def writers_that_meet(trials: Trials, found: list[Case], rounds: int) -> None:
     """Lets four write the same result: over an older one all may, where there is none exactly one does."""
     for turn in range(rounds):
         case = found[turn % len(found)]
-        with scratch(trials._folder / "out") as place:
-            shutil.rmtree(place)
-            case.prepare(place)
-            ended = sorted(wait(pid) for pid in [start(lambda c=case, p=place: c.run(p)) for _ in range(4)])
-            expected = [0, 0, 0, 0] if case.overwrite else [0, REFUSED, REFUSED, REFUSED]
-            ok = ended == expected and contents(place) == case.after
-            trials.check("writers that meet", ok, f"{case.name}: {ended}, {sorted(contents(place))}")
+        with trials.place(case) as place:
+            pids = [start(lambda case=case, place=place: case.run(place)) for _ in range(4)]  # type: ignore[misc]
+            ended = sorted(map(wait, pids))
+            ok = ended == ([0] * 4 if case.overwrite else [0] + [REFUSED] * 3) and contents(place) == case.after
+            trials.check(f"{case.name}, four writers", ok, f"ended with {ended} and left {sorted(contents(place))}")
+        trials.counts["four writers: one whole result"] += ok
 
 
 def main() -> None:

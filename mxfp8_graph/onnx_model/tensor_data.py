@@ -107,7 +107,7 @@ def fetching(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -
 def opened(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Iterator[tuple[BinaryIO, int, int]]:
     """Yields (the file of an external tensor, offset, length), once it is known that the file has it; errors as `read`.
 
-    At the end the file must be what it was.
+    At the end file and model must be what they were.
     """
     where = f"{model}: tensor {tensor.name!r}"
     name = location(tensor)
@@ -134,7 +134,7 @@ def opened(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> 
             what = f"needs bytes {offset} to {offset + length} of {file.name}, which has {size}"
             raise ContractError(where, what, expected="the whole file", advice="copy the external data again")
         yield file, offset, length
-        folder.files.check_open(file)
+        folder.check(file)
 
 
 def as_bytes(tensor: onnx.TensorProto) -> onnx.TensorProto:

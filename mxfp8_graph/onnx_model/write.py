@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx
 from google.protobuf.message import EncodeError
 
-from mxfp8_graph.file_drafts import Drafts
+from mxfp8_graph.file_drafts import Drafts, write_early
 from mxfp8_graph.file_leftovers import clean_up
 from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.onnx_model.open import OpenedModel
@@ -51,7 +51,7 @@ class Target:
             tensor.raw_data = data.tobytes()
             return
         self._begin(self._data, tensor, data.nbytes)
-        self._data.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+        write_early(self._data, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
     def finish(self) -> None:
         """Stores the tensors that are still where they were, writes the model and puts the files in place.
@@ -106,7 +106,7 @@ class Target:
         except (EncodeError, ValueError):
             raise _too_large(path) from None
         file = self._drafts.open(path, role)
-        file.write(content)
+        write_early(file, content)
         return file
 
     def _check_input(self) -> None:
@@ -129,7 +129,7 @@ class Target:
             with fetching(as_bytes(stored), folder, name) as fetch:
                 self._begin(self._data, tensor, length)
                 for start in range(0, length, _CHUNK):
-                    self._data.write(fetch(start, min(_CHUNK, length - start)).data)
+                    write_early(self._data, fetch(start, min(_CHUNK, length - start)).data)
 
     def _transfer_others(self) -> None:
         """Moves what subgraphs, functions and Constant nodes keep in external files."""

@@ -18,6 +18,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
+from mxfp8_graph.file_drafts import write_early
 from mxfp8_graph.file_reading import Pins
 from mxfp8_graph.file_writing import is_taken, replacing
 from mxfp8_graph.packed.weight import Array, Codes
@@ -122,7 +123,7 @@ def write(
                     what = f"tensor {entry.name!r} has {data.nbytes} bytes"
                     expected = f"{entry.byte_size} for its shape"
                     raise ContractError(path, what, expected=expected, advice="the model it comes from is damaged")
-                file.write(data.reshape(-1).view(np.uint8).data)
+                write_early(file, data.reshape(-1).view(np.uint8).data)
             check()
     except FileExistsError:  # since it was checked
         raise _exists(path) from None

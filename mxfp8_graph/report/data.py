@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
+from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
@@ -206,13 +207,15 @@ class RewriteReport:
         return path
 
 
-def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> Path:
+def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES, models: Iterable[Path] = ()) -> Path:
     """Returns `path` if a report can be written there. Ask before the work, not after it.
 
     Raises:
-        Mxfp8Error: another suffix than one of `suffixes`, or no such folder.
+        Mxfp8Error: another suffix than one of `suffixes`, no such folder, or one of `models`.
     """
     path = Path(path)
+    if is_any_of(path, models):
+        raise Mxfp8Error(path, "is the model", expected="another file", advice="correct the report's path")
     if path.suffix.lower() not in suffixes:
         what = f"report with suffix {path.suffix!r}"
         raise Mxfp8Error(path, what, expected=" or ".join(suffixes), advice="rename it")

@@ -38,7 +38,12 @@ def stored(array: np.ndarray, folder: Path | None, name: str = "w") -> onnx.Tens
 
 
 def folder_of(path: Path | None) -> ModelFolder | None:
-    return ModelFolder(path / "m") if path is not None else None
+    if path is None:
+        return None
+    folder = ModelFolder(path / "m")
+    (path / "m").touch()
+    folder.files.open(path / "m").close()
+    return folder
 
 
 def packed(array: np.ndarray, transposed: bool, folder: Path | None, steps: Any = (), **options: Any) -> Packed:
