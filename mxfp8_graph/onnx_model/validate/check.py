@@ -42,7 +42,7 @@ def validate(model: onnx.ModelProto, name: str, folder: Path | None) -> None:
     check_graph(model.graph, place, checker(opsets(model.opset_import, place)))
     reached = functions.reached()
     for key, function in functions.by_key.items():
-        where = place.within(f"function {function.name!r}")
+        where = place.function(function.name)
         check = checker(opsets(function.opset_import, where))
         if key in reached:
             check_function(function, where, check)
