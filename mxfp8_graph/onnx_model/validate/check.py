@@ -29,6 +29,12 @@ def validate(model: onnx.ModelProto, name: str, folder: Path | None) -> None:
     check_header(model, place)
     check_nesting(model, place)
     check_tensors(model, place, folder)
+    validate_structure(model, name)
+
+
+def validate_structure(model: onnx.ModelProto, name: str) -> None:
+    """Raises ContractError if names, nodes or local functions of `model` are damaged; tensors may lack their data."""
+    place = Place(name)
     functions = Functions(model, place)
     typed = model.ir_version > 1
 

@@ -93,7 +93,8 @@ def _check_against(node: onnx.NodeProto, schema: Schema, place: Place, typed: bo
         if kind is None:
             if name.startswith("__"):  # reserved for what tools keep to themselves
                 continue
-            raise place.node_error(node, f"attribute {name!r}", f"one of {', '.join(schema.attributes) or 'none'}")
+            known = ", ".join(schema.attributes)
+            raise place.node_error(node, f"unknown attribute {name!r}", f"one of {known}" if known else "none")
         if attribute.type != kind and (typed or attribute.type):
             found = _Attribute.AttributeType.Name(attribute.type)
             raise place.node_error(node, f"attribute {name!r} is of kind {found}", _Attribute.AttributeType.Name(kind))
