@@ -14,8 +14,8 @@ schemas.py     what onnx knows of an op
 places.py      how errors say where
 """
 
-from mxfp8_graph.onnx_model.validate.check import validate
+from mxfp8_graph.onnx_model.validate.check import validate, validate_structure
 from mxfp8_graph.onnx_model.validate.limits import MOST_DIMS
 from mxfp8_graph.onnx_model.validate.tensors import DTYPES
 
-__all__ = ["DTYPES", "MOST_DIMS", "validate"]
+__all__ = ["DTYPES", "MOST_DIMS", "validate", "validate_structure"]

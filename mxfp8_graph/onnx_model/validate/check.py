@@ -29,6 +29,12 @@ def validate(model: onnx.ModelProto, name: str, folder: ModelFolder | None) -> N
     check_header(model, place)
     check_nesting(model, place)
     check_tensors(model, place, folder)
+    validate_structure(model, name)
+
+
+def validate_structure(model: onnx.ModelProto, name: str) -> None:
+    """Raises ContractError if names, nodes or local functions of `model` are damaged; tensors may lack their data."""
+    place = Place(name)
     functions = Functions(model, place)
     typed = model.ir_version > 1
 
@@ -42,7 +48,7 @@ def validate(model: onnx.ModelProto, name: str, folder: ModelFolder | None) -> N
     check_graph(model.graph, place, checker(opsets(model.opset_import, place)))
     reached = functions.reached()
     for key, function in functions.by_key.items():
-        where = place.within(f"function {function.name!r}")
+        where = place.function(function.name)
         check = checker(opsets(function.opset_import, where))
         if key in reached:
             check_function(function, where, check)

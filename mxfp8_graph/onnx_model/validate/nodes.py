@@ -76,6 +76,9 @@ def _check_attributes(node: onnx.NodeProto, place: Place) -> None:
         raise place.node_error(node, f"has attribute {twice!r} twice", "each once")
     for attribute in node.attribute:
         field = _VALUE_FIELDS.get(attribute.type)
+        if attribute.ref_attr_name and not place.in_function:
+            what = f"attribute {attribute.name!r} stands for one of a function"
+            raise place.node_error(node, what, "a value: the node is in no function")
         if field is not None and not attribute.ref_attr_name and not attribute.HasField(field):
             raise place.node_error(node, f"attribute {attribute.name!r} has no value", "one")
 
@@ -90,7 +93,8 @@ def _check_against(node: onnx.NodeProto, schema: Schema, place: Place, typed: bo
         if kind is None:
             if name.startswith("__"):  # reserved for what tools keep to themselves
                 continue
-            raise place.node_error(node, f"attribute {name!r}", f"one of {', '.join(schema.attributes) or 'none'}")
+            known = ", ".join(schema.attributes)
+            raise place.node_error(node, f"unknown attribute {name!r}", f"one of {known}" if known else "none")
         if attribute.type != kind and (typed or attribute.type):
             found = _Attribute.AttributeType.Name(attribute.type)
             raise place.node_error(node, f"attribute {name!r} is of kind {found}", _Attribute.AttributeType.Name(kind))

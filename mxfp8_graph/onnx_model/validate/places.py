@@ -21,10 +21,15 @@ class Place:
     """The model's path, or what to call a model without one."""
     inside: tuple[str, ...] = ()
     """The function, and the nodes and attributes, that lead there."""
+    in_function: bool = False
 
     def within(self, *steps: str) -> Place:
         """Returns the place that `steps` lead to from here."""
-        return Place(self.model, (*self.inside, *steps))
+        return Place(self.model, (*self.inside, *steps), self.in_function)
+
+    def function(self, name: str) -> Place:
+        """Returns the place of a local function of the model."""
+        return Place(self.model, (f"function {name!r}",), in_function=True)
 
     def error(self, what: str, expected: str, advice: str = EXPORT_AGAIN) -> ContractError:
         """Returns the error for something wrong with the graph as a whole."""

@@ -65,5 +65,10 @@ def _ours(op: str) -> Schema | None:
     kinds = {name: _INT if isinstance(default, int) else _STRING for name, default in row.attributes.items()}
     outputs = len(row.outputs)
     return Schema(
-        (len(needed), len(row.inputs)), (outputs, outputs), needed, frozenset(range(outputs)), kinds, frozenset()
+        inputs=(len(needed), len(row.inputs)),
+        outputs=(outputs, outputs),
+        needed_inputs=needed,
+        needed_outputs=frozenset(range(outputs)),
+        attributes=kinds,
+        needed_attributes=frozenset(),
     )
