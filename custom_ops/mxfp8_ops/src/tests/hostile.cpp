@@ -1,7 +1,7 @@
 // Hostile arguments to every function of the C ABI, built with sanitizers by `make sanitize`: NULL, misaligned and
-// wrapping addresses, sizes and strides that are negative or overflow, codes of nothing. A model here, in 128 bits, says
-// which calls must be refused; the others get heap buffers of exactly the size the header asks for. A refused call must
-// leave its results alone and say why; an accepted one must leave the gaps between rows alone. Exits with 1 if the
+// wrapping addresses, sizes and strides that are negative or overflow, codes of nothing. A model here, in 128 bits,
+// says which calls must be refused; the others get heap buffers of exactly the size the header asks for. A refused call
+// must leave its results alone and say why; an accepted one must leave the gaps between rows alone. Exits with 1 if the
 // library disagrees with the model; a sanitizer exits with a code of its own.
 //
 //   mxfp8_hostile [--calls N] [--seconds S] [--seed X]      1,000,000 calls if neither is given
@@ -43,8 +43,17 @@ T one_of(Random& random, const T (&choices)[N]) {
 }
 
 int64_t hostile_number(Random& random) {
-  const int64_t numbers[] = {-1, -32, INT64_MIN, INT64_MIN + 1, INT64_MAX, INT64_MAX - 1, INT64_MAX - 31, INT32_MAX,
-                             int64_t(1) << 31, int64_t(1) << 32, INT32_MIN};
+  const int64_t numbers[] = {-1,
+                             -32,
+                             INT64_MIN,
+                             INT64_MIN + 1,
+                             INT64_MAX,
+                             INT64_MAX - 1,
+                             INT64_MAX - 31,
+                             INT32_MAX,
+                             int64_t(1) << 31,
+                             int64_t(1) << 32,
+                             INT32_MIN};
   if (chance(random, 3)) return one_of(random, numbers);
   const int64_t power = int64_t(1) << (33 + random() % 30);
   if (chance(random, 8)) return int64_t(random());
@@ -66,12 +75,9 @@ bool is_one_of(int64_t value, std::initializer_list<int> known) {
   }
   return false;
 }
-#define VALUES \
-  { MXFP8_FLOAT32, MXFP8_FLOAT16, MXFP8_BFLOAT16 }
-#define FORMATS \
-  { MXFP8_E4M3, MXFP8_E5M2 }
-#define ROUNDINGS \
-  { MXFP8_CEIL, MXFP8_FLOOR, MXFP8_EVEN }
+#define VALUES {MXFP8_FLOAT32, MXFP8_FLOAT16, MXFP8_BFLOAT16}
+#define FORMATS {MXFP8_E4M3, MXFP8_E5M2}
+#define ROUNDINGS {MXFP8_CEIL, MXFP8_FLOOR, MXFP8_EVEN}
 
 int64_t bytes_of(int64_t dtype) { return dtype == MXFP8_FLOAT32 ? 4 : is_one_of(dtype, VALUES) ? 2 : 1; }
 Wide blocks(int64_t k) { return (Wide(k) + 31) / 32; }
@@ -86,7 +92,9 @@ Wide dense(std::initializer_list<Wide> sizes, int64_t value_bytes) {
   return count > kMostBytes ? kMostBytes + 1 : count * value_bytes;
 }
 Wide rows(Wide count, Wide columns, Wide stride, int64_t value_bytes) {
-  return count == 0 || columns == 0 ? 0 : ((count - 1) * stride + columns) * value_bytes;
+  if (count == 0 || columns == 0) return 0;
+  const Wide values = (count - 1) * stride + columns;
+  return values > kMostBytes ? kMostBytes + 1 : values * value_bytes;
 }
 
 // An argument that points to memory.
@@ -158,7 +166,8 @@ std::string list(std::initializer_list<int64_t> numbers) {
 
 // --- the kernels -----------------------------------------------------------------------------------------------------
 
-// Gives all arrays memory and reports whether the call is to be refused. Arrays are not looked at where `read` is false.
+// Gives all arrays memory and reports whether the call is to be refused. Arrays are not looked at where `read` is
+// false.
 bool furnish_all(Random& random, std::initializer_list<Array*> arrays, bool refused, bool read, int hostile) {
   for (Array* array : arrays) refused = refused || (read && array->bytes > kMostBytes);
   for (Array* array : arrays) {
@@ -192,10 +201,9 @@ void blockwise(Random& random, Counts* counts, bool quantize) {
   (quantize ? elements : values).result = (quantize ? scales : values).result = true;
   refused = furnish_all(random, {&values, &elements, &scales}, refused, true, hostile);
   const std::string call = (quantize ? "quantize" : "dequantize") + list({dtype, format, rounding, outer, k, inner});
-  const int status = quantize ? mxfp8_quantize(dtype, values.at, outer, k, inner, format, rounding, elements.at,
-                                               scales.at, threads)
-                              : mxfp8_dequantize(format, elements.at, scales.at, outer, k, inner, dtype, values.at,
-                                                 threads);
+  const int status =
+      quantize ? mxfp8_quantize(dtype, values.at, outer, k, inner, format, rounding, elements.at, scales.at, threads)
+               : mxfp8_dequantize(format, elements.at, scales.at, outer, k, inner, dtype, values.at, threads);
   judge(call, status, refused, counts);
   if (refused) check_untouched(call, {&values, &elements, &scales});
 }
@@ -208,8 +216,8 @@ void pack(Random& random, Counts* counts) {
   const int64_t n = size(random, hostile), k = size(random, hostile);
   const int64_t columns = transposed != 0 ? n : k, count = transposed != 0 ? k : n;
   const int64_t stride = chance(random, hostile) ? hostile_number(random) : above(random, columns);
-  bool refused = !is_one_of(dtype, VALUES) || !is_one_of(format, FORMATS) || !is_one_of(rounding, ROUNDINGS) ||
-                 n < 0 || k < 0 || stride < columns || threads < 0;
+  bool refused = !is_one_of(dtype, VALUES) || !is_one_of(format, FORMATS) || !is_one_of(rounding, ROUNDINGS) || n < 0 ||
+                 k < 0 || stride < columns || threads < 0;
   Array w, elements, scales, stats;
   if (n >= 0 && k >= 0 && stride >= columns) {
     w.bytes = rows(count, columns, stride, bytes_of(dtype));
@@ -254,8 +262,8 @@ void multiply(Random& random, Counts* counts, bool weight_only) {
   const bool small = bias.bytes <= kMostHere;
   if (biased && small && furnish(random, &bias, false, hostile) && bias.at != nullptr && read) refused = true;
   const auto* bias_at = reinterpret_cast<const float*>(biased ? bias.at : nullptr);
-  const std::string call = (weight_only ? "weight_gemm" : "gemm") +
-                           list({x_kind, b_format, y_dtype, m, n, k, x_stride, y_stride, biased});
+  const std::string call =
+      (weight_only ? "weight_gemm" : "gemm") + list({x_kind, b_format, y_dtype, m, n, k, x_stride, y_stride, biased});
   const int status = weight_only ? mxfp8_weight_gemm(x_kind, x.at, x_stride, b_format, b.at, b_scales.at, bias_at, m, n,
                                                      k, y_dtype, y.at, y_stride, threads)
                                  : mxfp8_gemm(x_kind, x.at, x_scales.at, b_format, b.at, b_scales.at, bias_at, m, n, k,
@@ -307,8 +315,15 @@ void judge_plan(const std::string& call, int status, bool refused, bool small, c
 
 mxfp8_cuda_place some_place(Random& random, int hostile, bool* refused) {
   const int64_t capabilities[] = {0, 70, 80, 86, 89, 90, 100, 103, 120};
-  mxfp8_cuda_place place = {one_of(random, capabilities), int64_t(1 + random() % 200), int64_t(random() % 16),
-                            int64_t(random() % 256), chance(random, 3) ? int64_t(random() % 9) : 0, 0, 0, 0, 0};
+  mxfp8_cuda_place place = {one_of(random, capabilities),
+                            int64_t(1 + random() % 200),
+                            int64_t(random() % 16),
+                            int64_t(random() % 256),
+                            chance(random, 3) ? int64_t(random() % 9) : 0,
+                            0,
+                            0,
+                            0,
+                            0};
   if (chance(random, 4)) {
     place.splits = int64_t(random() % 9), place.warps = int64_t(random() % 9), place.blocks = int64_t(random() % 3);
     place.parts_bytes = int64_t(random() % 4096);
@@ -367,7 +382,8 @@ void plan_blockwise(Random& random, Counts* counts, bool quantize) {
   bool refused = !is_one_of(dtype, VALUES) || !is_one_of(format, FORMATS) || outer < 0 || k < 0 || inner < 0;
   const bool sized = !refused;
   const Wide values = sized ? dense({outer, k, inner}, bytes_of(dtype)) : 0;
-  const Wide elements = sized ? dense({outer, k, inner}, 1) : 0, scales = sized ? dense({outer, blocks(k), inner}, 1) : 0;
+  const Wide elements = sized ? dense({outer, k, inner}, 1) : 0,
+             scales = sized ? dense({outer, blocks(k), inner}, 1) : 0;
   const int64_t values_at = address(random, values, bytes_of(dtype), hostile, &refused),
                 elements_at = address(random, elements, 1, hostile, &refused),
                 scales_at = address(random, scales, 1, hostile, &refused);
@@ -376,8 +392,8 @@ void plan_blockwise(Random& random, Counts* counts, bool quantize) {
   std::memset(&plan, kUntouched, sizeof plan);
   const std::string sizes = list({dtype, format, outer, k, inner});
   if (quantize) {
-    const mxfp8_cuda_quantize q = {dtype, format, 0, MXFP8_PLAIN, values_at, outer, k, inner, elements_at, scales_at,
-                                   0, 0};
+    const mxfp8_cuda_quantize q = {dtype, format, 0,           MXFP8_PLAIN, values_at, outer,
+                                   k,     inner,  elements_at, scales_at,   0,         0};
     judge_plan("plan quantize" + sizes, mxfp8_cuda_plan_quantize(&q, &plan), refused, small, plan, counts);
   } else {
     const mxfp8_cuda_dequantize d = {format, dtype, elements_at, scales_at, outer, k, inner, values_at, 0};
@@ -426,17 +442,18 @@ void questions(Random& random, Counts* counts) {
   const char* names[] = {nullptr, "", "avx", "portable", "avx2", "avx512", "avx512_bf16", "\xff\xfe", "avx2 "};
   const std::string available = "," + std::string(mxfp8_isa_available()) + ",";
   const char* name = one_of(random, names);
-  const bool there = name != nullptr && *name != 0 && available.find("," + std::string(name) + ",") != std::string::npos;
+  const bool there =
+      name != nullptr && *name != 0 && available.find("," + std::string(name) + ",") != std::string::npos;
   if (mxfp8_isa_force(name) != (there ? MXFP8_OK : MXFP8_NO_SUCH_ISA)) fail("isa_force");
   if (mxfp8_isa() == nullptr) fail("isa");
   ++(there ? counts->accepted : counts->refused);
 }
 
 void open_driver(Random& random, Counts* counts) {
-  const mxfp8_cuda_loader loaders[] = {
-      {nullptr, nullptr}, {[](int, mxfp8_cuda_gpu*, char*, size_t) { return 1; }, nullptr},
-      {[](int, mxfp8_cuda_gpu*, char*, size_t) { return 1; },
-       [](int, const char*, void**, char*, size_t) { return 1; }}};
+  const mxfp8_cuda_loader loaders[] = {{nullptr, nullptr},
+                                       {[](int, mxfp8_cuda_gpu*, char*, size_t) { return 1; }, nullptr},
+                                       {[](int, mxfp8_cuda_gpu*, char*, size_t) { return 1; },
+                                        [](int, const char*, void**, char*, size_t) { return 1; }}};
   const char* drivers[] = {nullptr, "", "no such library.so", "/", "libc.so.6"};
   const size_t sizes[] = {0, 1, 2, 7, 1000};
   const size_t room = one_of(random, sizes);
@@ -458,15 +475,39 @@ Counts work(uint64_t seed, long calls, double seconds) {
   };
   for (long i = 0; i < calls && running(); ++i) {
     switch (random() % 16) {
-      case 0: case 1: blockwise(random, &counts, true); break;
-      case 2: case 3: blockwise(random, &counts, false); break;
-      case 4: case 5: case 6: multiply(random, &counts, false); break;
-      case 7: case 8: case 9: multiply(random, &counts, true); break;
-      case 10: case 11: pack(random, &counts); break;
-      case 12: plan_gemm(random, &counts); break;
-      case 13: plan_blockwise(random, &counts, chance(random, 2)); break;
-      case 14: plan_noise(random, &counts); break;
-      default: chance(random, 100) ? open_driver(random, &counts) : questions(random, &counts);
+      case 0:
+      case 1:
+        blockwise(random, &counts, true);
+        break;
+      case 2:
+      case 3:
+        blockwise(random, &counts, false);
+        break;
+      case 4:
+      case 5:
+      case 6:
+        multiply(random, &counts, false);
+        break;
+      case 7:
+      case 8:
+      case 9:
+        multiply(random, &counts, true);
+        break;
+      case 10:
+      case 11:
+        pack(random, &counts);
+        break;
+      case 12:
+        plan_gemm(random, &counts);
+        break;
+      case 13:
+        plan_blockwise(random, &counts, chance(random, 2));
+        break;
+      case 14:
+        plan_noise(random, &counts);
+        break;
+      default:
+        chance(random, 100) ? open_driver(random, &counts) : questions(random, &counts);
     }
   }
   return counts;
@@ -479,10 +520,14 @@ int main(int count, char** arguments) {
   double seconds = 1e9;
   for (int i = 1; i + 1 < count; i += 2) {
     const std::string name = arguments[i];
-    if (name == "--calls") calls = std::atol(arguments[i + 1]);
-    else if (name == "--seconds") seconds = std::atof(arguments[i + 1]), calls = LONG_MAX;
-    else if (name == "--seed") seed = std::atol(arguments[i + 1]);
-    else fail("unknown option " + name);
+    if (name == "--calls")
+      calls = std::atol(arguments[i + 1]);
+    else if (name == "--seconds")
+      seconds = std::atof(arguments[i + 1]), calls = LONG_MAX;
+    else if (name == "--seed")
+      seed = std::atol(arguments[i + 1]);
+    else
+      fail("unknown option " + name);
   }
   std::vector<std::thread> workers;
   Counts counts[kWorkers];

@@ -3,15 +3,20 @@
 // y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + 4 M K + the result.
 //
 // An element becomes a float32 by shifts alone: sign to the top, exponent and mantissa below it, where they stand for
-// its value times 2^-bias_gap. A register of bytes gives four registers of floats, element 4 l + i in lane l of register
-// i; A is packed in that order. The missing 2^bias_gap is put into the scale, which multiplies each block's sum. So that
-// small products stay normal, A is packed times 2^t, which puts its largest value at 2^100; the scale takes 2^-t back.
-// Exact if A spans less than 2^97, else pack refuses. A row of B whose scales do not fit, or that has NaN or Inf codes,
-// goes to exact_dot.
+// its value times 2^-bias_gap. A register of bytes gives four registers of floats, element 4 l + i in lane l of
+// register i; A is packed in that order. The missing 2^bias_gap is put into the scale, which multiplies each block's
+// sum. So that small products stay normal, A is packed times 2^t, which puts its largest value at 2^100; the scale
+// takes 2^-t back. Exact if A spans less than 2^97, else pack refuses. A row of B whose scales do not fit, or that has
+// NaN or Inf codes, goes to exact_dot.
 //
-// Subnormal elements come out as subnormal floats: correctly, but a processor may take 150 cycles to multiply one. A step
-// that has any is multiplied by 2^kLift, which makes all of them normal, and its scale by 2^-kLift: every sum is that
-// power of two larger, and what is added to y the same, bit for bit.
+// Subnormal elements come out as subnormal floats: correctly, but a processor may take 150 cycles to multiply one. A
+// step that has any is multiplied by 2^kLift, which makes all of them normal, and its scale by 2^-kLift: every sum is
+// that power of two larger, and what is added to y the same, bit for bit. Only steps among kPlainGroup elements that
+// are not all plain - normal numbers - are looked at one by one.
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include "gemm_skinny.h"
 
 namespace mxfp8::MXFP8_ISA {
@@ -23,6 +28,7 @@ typedef uint8_t Bytes __attribute__((vector_size(sizeof(Vec))));
 typedef int8_t SignedBytes __attribute__((vector_size(sizeof(Vec))));
 
 constexpr int kStep = int(sizeof(Vec));  // elements decoded at once
+constexpr int kPlainGroup = 256;         // elements that are looked at together for whether they are plain
 constexpr int kLargestExponent = 100;    // of packed A, where it is scaled
 constexpr int kSmallestExponent = 3;
 
@@ -32,14 +38,40 @@ struct Shift {
   static constexpr uint32_t mask = 0x80000000 | (0x7fu << (24 - right));
   static constexpr int bias_gap = 127 - F::bias;
   static constexpr int subnormals = (1 << F::mantissa_bits) - 1;  // codes 1 .. this
-  static constexpr uint8_t special = 0x80 | (F::max_code + 1);  // codes with the sign set from here on: NaN, Inf
+  static constexpr uint8_t special = 0x80 | (F::max_code + 1);    // codes with the sign set from here on: NaN, Inf
 };
+
+// Of each two bytes the smaller, the larger: GCC 12 makes comparisons and selections of `a < b ? a : b`.
+MXFP8_INLINE Bytes smaller(Bytes a, Bytes b) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<Bytes>(_mm512_min_epu8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Bytes>(_mm256_min_epu8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<Bytes>(_mm_min_epu8(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#else
+  return a < b ? a : b;
+#endif
+}
+MXFP8_INLINE Bytes larger(Bytes a, Bytes b) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<Bytes>(_mm512_max_epu8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Bytes>(_mm256_max_epu8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<Bytes>(_mm_max_epu8(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
 
 MXFP8_INLINE bool any_less(SignedBytes bytes, int8_t limit) {
 #if defined(__AVX512BW__)
   return _mm512_cmplt_epi8_mask(reinterpret_cast<__m512i>(bytes), _mm512_set1_epi8(limit)) != 0;
 #elif defined(__AVX2__)
   return _mm256_movemask_epi8(reinterpret_cast<__m256i>(bytes < limit)) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_epi8(reinterpret_cast<__m128i>(bytes < limit)) != 0;
 #else
   uint64_t found[kStep / 8], any = 0;
   const auto less = bytes < limit;
@@ -49,14 +81,52 @@ MXFP8_INLINE bool any_less(SignedBytes bytes, int8_t limit) {
 #endif
 }
 
-// The floats of kStep elements, times 2^-bias_gap. `specials` collects their codes: see Shift::special. Returns whether
-// one of them is subnormal.
-template <class F>
-MXFP8_INLINE bool decode_step(const uint8_t* elements, Vec* out, Bytes* specials) {
-  Shorts bytes;
+MXFP8_INLINE Bytes load_bytes(const uint8_t* elements) {
+  Bytes bytes;
   std::memcpy(&bytes, elements, sizeof bytes);
-  const Bytes signed_codes = reinterpret_cast<Bytes>(bytes) | uint8_t(0x80);
-  *specials = *specials > signed_codes ? *specials : signed_codes;
+  return bytes;
+}
+
+// Whether kPlainGroup elements are all normal numbers.
+template <class F>
+MXFP8_INLINE bool all_plain(const uint8_t* elements) {
+  constexpr int specials = 0x80 - int(F::max_code + 1);
+  Bytes least = Bytes{} + uint8_t(0x7f);
+  for (int i = 0; i < kPlainGroup; i += kStep) {
+    // NaN and Inf become the smallest numbers, zero the next, then come subnormal codes.
+    const Bytes turned = (load_bytes(elements + i) + uint8_t(specials)) & uint8_t(0x7f);
+    least = smaller(least, turned);
+  }
+  return !any_less(reinterpret_cast<SignedBytes>(least), int8_t(specials + 1 + Shift<F>::subnormals));
+}
+
+// Whether kPlainGroup elements are normal numbers or zeros: for groups that are not all plain.
+template <class F>
+MXFP8_INLINE bool all_plain_or_zero(const uint8_t* elements) {
+  Bytes least = Bytes{} + uint8_t(0xff), most = {};
+  for (int i = 0; i < kPlainGroup; i += kStep) {
+    const Bytes magnitude = load_bytes(elements + i) & uint8_t(0x7f);
+    least = smaller(least, magnitude - uint8_t(1));  // zero becomes the largest
+    most = larger(most, magnitude);
+  }
+  const Bytes turned = least - uint8_t(0x80), flipped = uint8_t(0x7f) - most;
+  return !any_less(reinterpret_cast<SignedBytes>(turned), int8_t(-128 + Shift<F>::subnormals)) &&
+         !any_less(reinterpret_cast<SignedBytes>(flipped), int8_t(0x7f - F::max_code));
+}
+
+// Collects codes in `specials`, see Shift::special, and returns whether one of them is subnormal.
+template <class F>
+MXFP8_INLINE bool look_at(Bytes codes, Bytes* specials) {
+  const Bytes signed_codes = codes | uint8_t(0x80);
+  *specials = larger(*specials, signed_codes);
+  // Less 1, zero is the largest signed byte, and subnormal codes are the smallest ones.
+  return any_less(reinterpret_cast<SignedBytes>(signed_codes - uint8_t(1)), int8_t(-128 + Shift<F>::subnormals));
+}
+
+// The floats of kStep elements, times 2^-bias_gap.
+template <class F>
+MXFP8_INLINE void decode_step(Bytes codes, Vec* out) {
+  const Shorts bytes = reinterpret_cast<Shorts>(codes);
   const Ints odd = reinterpret_cast<Ints>(bytes >> Shift<F>::right);
   const Ints even = reinterpret_cast<Ints>((bytes << 8) >> Shift<F>::right);
   constexpr int32_t mask = int32_t(Shift<F>::mask);
@@ -64,8 +134,6 @@ MXFP8_INLINE bool decode_step(const uint8_t* elements, Vec* out, Bytes* specials
   out[1] = reinterpret_cast<Vec>((odd << 16) & mask);
   out[2] = reinterpret_cast<Vec>(even & mask);
   out[3] = reinterpret_cast<Vec>(odd & mask);
-  // With the sign set, less 1: zero is the largest signed byte, subnormal codes are the smallest ones.
-  return any_less(reinterpret_cast<SignedBytes>(signed_codes - uint8_t(1)), int8_t(-128 + Shift<F>::subnormals));
 }
 
 constexpr int kLift = 3;  // 2^kLift times the smallest element, times 2^-bias_gap, is a normal float in either format
@@ -108,6 +176,11 @@ MXFP8_INLINE bool convert_scales(const uint8_t* codes, int64_t blocks, int offse
   return (wrong[0] | wrong[1]) == 0;
 }
 
+template <bool Value>
+struct Plain {
+  static constexpr bool value = Value;
+};
+
 template <class F, int R>
 MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) {
   alignas(64) float scales[kGroupBytes / int64_t(sizeof(float)) / kBlock + kCodes];
@@ -116,9 +189,11 @@ MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) 
   Vec sums[R];
   for (int r = 0; r < R; ++r) sums[r] = zero();
   Bytes specials = {};
-  const auto step = [&](const uint8_t* elements, Vec scale, const float* rows) MXFP8_INLINE_LAMBDA {
+  const auto step = [&](auto plain, const uint8_t* elements, Vec scale, const float* rows) MXFP8_INLINE_LAMBDA {
     Vec weights[4];
-    if (__builtin_expect(decode_step<F>(elements, weights, &specials), 0)) {
+    const Bytes codes = load_bytes(elements);
+    decode_step<F>(codes, weights);
+    if (!decltype(plain)::value && look_at<F>(codes, &specials)) {
       lift(weights);
       scale *= 1.0f / (1 << kLift);
     }
@@ -128,15 +203,27 @@ MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) 
       sums[r] = multiply_add(sum, scale, sums[r]);
     }
   };
+  const auto steps = [&](auto plain, int64_t begin, int64_t end) MXFP8_INLINE_LAMBDA {
+#pragma GCC unroll 4
+    for (int64_t k = begin; k + kStep <= end; k += kStep) {
+      step(plain, pass.elements + k, spread_scales(scales, k), a + k * R);
+    }
+  };
   int64_t k = 0;
-  for (; k + kStep <= pass.count; k += kStep) {
-    __builtin_prefetch(pass.elements + k + pass.ahead);
-    step(pass.elements + k, spread_scales(scales, k), a + k * R);
+  for (; k + kPlainGroup <= pass.count; k += kPlainGroup) {
+    for (int i = 0; i < kPlainGroup; i += 64) __builtin_prefetch(pass.elements + k + i + pass.ahead);
+    if (__builtin_expect(all_plain<F>(pass.elements + k), 1) || all_plain_or_zero<F>(pass.elements + k)) {
+      steps(Plain<true>{}, k, k + kPlainGroup);
+    } else {
+      steps(Plain<false>{}, k, k + kPlainGroup);
+    }
   }
+  steps(Plain<false>{}, k, pass.count);
+  k = pass.count / kStep * kStep;
   if (k < pass.count) {
     alignas(64) uint8_t padded[kStep] = {};
     std::memcpy(padded, pass.elements + k, size_t(pass.count - k));
-    step(padded, spread_scales(scales, k), a + k * R);
+    step(Plain<false>{}, padded, spread_scales(scales, k), a + k * R);
   }
   uint64_t found[kStep / 8], any = 0;
   const auto special = specials >= Shift<F>::special;

@@ -1,0 +1,294 @@
+"""Hostile arguments to the native library: the C ABI refuses them in words, and so do the functions on NumPy arrays.
+
+src/tests/hostile.cpp does the same a million times under sanitizers (`make sanitize`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from ctypes import CDLL, byref, c_char_p, c_double, c_int64, c_void_p, create_string_buffer, sizeof
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mxfp8_ops import cpu, native
+from mxfp8_ops.cuda import planner
+from mxfp8_ops.errors import BackendError, ShapeError
+
+CODES = [0, 2, 18, 99, -1, 2**31 - 1]
+SIZES = [-1, -(2**63), 2**63 - 1, 2**62, 2**58, 2**49]
+"""Each alone makes a call one to refuse, whatever the other sizes are; of those that are not negative, if none is 0."""
+ROOM = 4096
+FLOAT32, E4M3 = 1, 17
+
+# name of the argument: (a value that is right, values that are not). A pointer's name says what it points to.
+CODE = {"value_dtype": (FLOAT32, CODES), "element_format": (E4M3, CODES), "scale_rounding": (0, [3, 99, -1])}
+THREADS = {"threads": (1, [-1, -(2**31)])}
+SIZE, BYTES, FLOATS, STRIDE = (2, SIZES), ("bytes", [None]), ("floats", [None, "odd"]), (2, [1, -1, -(2**63)])
+ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
+    "mxfp8_quantize": {
+        "value_dtype": CODE["value_dtype"], "x": FLOATS, "outer": SIZE, "k": SIZE, "inner": SIZE,
+        "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"],
+        "elements": BYTES, "scales": BYTES, **THREADS,
+    },
+    "mxfp8_dequantize": {
+        "element_format": CODE["element_format"], "elements": BYTES, "scales": BYTES, "outer": SIZE, "k": SIZE,
+        "inner": SIZE, "value_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
+    },
+    "mxfp8_gemm": {
+        "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
+        "b": BYTES, "b_scales": BYTES, "bias": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE,
+        "y_dtype": CODE["value_dtype"], "y": FLOATS, "y_stride": STRIDE, **THREADS,
+    },
+    "mxfp8_weight_gemm": {
+        "x_dtype": CODE["value_dtype"], "x": FLOATS, "x_stride": STRIDE, "b_format": CODE["element_format"],
+        "b": BYTES, "b_scales": BYTES, "bias": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE,
+        "y_dtype": CODE["value_dtype"], "y": FLOATS, "y_stride": STRIDE, **THREADS,
+    },
+    "mxfp8_pack": {
+        "value_dtype": CODE["value_dtype"], "w": FLOATS, "w_stride": STRIDE, "transposed": (0, []), "n": SIZE,
+        "k": SIZE, "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"],
+        "elements": BYTES, "scales": BYTES, "stats": FLOATS, **THREADS,
+    },
+}  # fmt: skip
+EMPTY = {
+    "mxfp8_quantize": ({"outer": 0, "k": 2**62, "inner": 2**62}, {"outer": 2**63 - 1, "k": 0}),
+    "mxfp8_dequantize": ({"inner": 0, "outer": 2**62},),
+    "mxfp8_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "y_stride": 2**62, "k": 2**62}),
+    "mxfp8_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62, "x_stride": 2**62}),
+    "mxfp8_pack": ({"n": 0, "k": 2**62, "w_stride": 2**62}, {"n": 2**62, "k": 0}),
+}
+"""Sizes of nothing: accepted without any memory, at once."""
+
+
+# --- the C ABI, in a child: a crash there is a failure here ----------------------------------------------------------
+
+
+def call(library: CDLL, entry: str, changed: dict[str, Any]) -> tuple[int, str]:
+    """Calls an entry point with arguments that are right but for those `changed`; returns its status and text."""
+    # Not native.load(): what it says about argument types must not come in between.
+    rooms = [create_string_buffer(ROOM) for _ in ENTRIES[entry]]
+    arguments: list[Any] = []
+    for room, (name, (right, _)) in zip(rooms, ENTRIES[entry].items(), strict=True):
+        value = changed.get(name, right)
+        address = -(-np.frombuffer(room, np.uint8).ctypes.data // 16) * 16
+        if value is None or isinstance(value, str):
+            value = None if value is None else address + (value == "odd")
+            arguments.append(c_void_p(value))
+        elif name in CODE or name.endswith(("_dtype", "_format")) or name in ("threads", "transposed"):
+            arguments.append(value)
+        else:
+            arguments.append(c_int64(value))
+    library.mxfp8_last_error.restype = c_char_p
+    return getattr(library, entry)(*arguments), library.mxfp8_last_error().decode()
+
+
+def work() -> None:
+    """What the child does: every single fault, then random combinations, and empty calls."""
+    library, rng, calls = CDLL(str(native.library_path())), random.Random(1), 0
+    for entry, parameters in ENTRIES.items():
+        assert call(library, entry, {})[0] == 0, entry
+        faults = [(name, value) for name, (_, wrong) in parameters.items() for value in wrong]
+        for name, value in faults:
+            status, text = call(library, entry, {name: value})
+            assert status == -1, f"{entry}: {name} = {value} gives status {status}"
+            # A size that is too large shows in an array, or in a stride that is then too small.
+            assert name in text or isinstance(value, int) and value > 0, f"{entry}: {name} = {value} says {text!r}"
+            assert "; expected " in text, f"{entry}: {name} = {value} says {text!r}"
+        for _ in range(600):
+            some = dict(rng.sample(faults, rng.randrange(1, 5)))
+            assert call(library, entry, some)[0] == -1, f"{entry}: {some}"
+            calls += 1
+        pointers = {name: None for name, (right, _) in parameters.items() if isinstance(right, str) and name != "stats"}
+        for sizes in EMPTY[entry]:
+            assert call(library, entry, {**pointers, **sizes})[0] == 0, f"{entry}: {sizes}"
+    print(f"{calls} calls")
+
+
+def test_the_c_abi_refuses_what_is_no_array():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert run.returncode == 0, f"ended with {run.returncode}: {run.stderr}"
+    assert run.stdout == "3000 calls\n"
+
+
+def test_a_text_belongs_to_the_thread_that_failed():
+    import threading
+
+    library = native.load()
+    assert library.mxfp8_isa_force(b"none") == -3
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(library.mxfp8_last_error()))
+    thread.start()
+    thread.join()
+    assert found == [b""]
+    assert library.mxfp8_last_error().startswith(b"instruction set 'none'; expected one of ")
+
+
+def test_stats_are_as_large_as_the_header_says():
+    assert sizeof(native.PackStats) == 2 * sizeof(c_double) + sizeof(c_int64)
+
+
+# --- functions on NumPy arrays ---------------------------------------------------------------------------------------
+
+X = np.ones((4, 64), np.float32)
+CODES_OF_X = cpu.quantize(X)
+
+
+def misaligned(x: np.ndarray) -> np.ndarray:
+    """Returns `x` one byte past a multiple of its item size."""
+    room = np.empty(x.nbytes + 16, np.uint8)
+    start = -room.ctypes.data % 16 + 1
+    moved = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    moved[...] = x
+    assert not moved.flags.aligned
+    return moved
+
+
+def reversed_in_memory(x: np.ndarray) -> np.ndarray:
+    """Returns `x` with negative strides."""
+    return np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1]
+
+
+@pytest.mark.parametrize("form", [misaligned, reversed_in_memory, np.asfortranarray])
+def test_arrays_that_the_library_cannot_read_in_place_are_copied(form):
+    x, (elements, scales) = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32), CODES_OF_X
+    for function in (
+        lambda x: cpu.quantize(x)[0],
+        lambda x: cpu.weight_gemm(x, elements, scales),
+        lambda x: cpu.pack(x).elements,
+    ):
+        np.testing.assert_array_equal(function(form(x)), function(x))
+
+
+def test_a_read_only_array_is_read_in_place():
+    x = X.copy()
+    x.flags.writeable = False
+    np.testing.assert_array_equal(cpu.quantize(x)[0], CODES_OF_X[0])
+
+
+HUGE = np.broadcast_to(np.float32(1), (2**20, 2**20))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda e, s: cpu.quantize(X.astype(">f4")), ShapeError, "quantize: x has dtype >f4, in another byte order; exp"),
+        (lambda e, s: cpu.quantize(X.tolist()), ShapeError, "quantize: x is a list; expected a NumPy array; pass numpy"),
+        (lambda e, s: cpu.quantize(X.astype(object)), ShapeError, "quantize: dtype object; expected one of float32"),
+        (lambda e, s: cpu.quantize(np.float32(1)), ShapeError, "quantize: x is a float32; expected a NumPy array"),
+        (lambda e, s: cpu.quantize(np.array(1, np.float32)), ShapeError, "quantize: axis -1 of a 0-D tensor"),
+        (lambda e, s: cpu.quantize(X, threads=-1), ShapeError, "quantize: threads is -1; expected 0, for all cores"),
+        (lambda e, s: cpu.quantize(X, threads="all"), ShapeError, "quantize: threads is 'all'"),
+        (lambda e, s: cpu.quantize(HUGE), BackendError, r"quantize: no memory for an array of shape \(1048576, 1048576\)"),
+        (lambda e, s: cpu.pack(HUGE), BackendError, "pack: no memory for an array of shape"),
+        (lambda e, s: cpu.weight_gemm(X, e, s, np.full(4, "a")), ShapeError, "gemm: bias has dtype <U1; expected float32"),
+        (lambda e, s: cpu.weight_gemm(X, e, None), ShapeError, "gemm: b_scales is a NoneType; expected a NumPy array"),
+        (lambda e, s: cpu.dequantize(e, s.tolist()), ShapeError, "dequantize: scales is a list"),
+        (
+            lambda e, s: cpu.weight_gemm(np.empty((2**40, 0), np.float32), *(np.empty((2**40, 0), np.uint8),) * 2),
+            BackendError,
+            r"gemm: no memory for an array of shape \(1099511627776, 1099511627776\)",
+        ),
+    ],
+)  # fmt: skip
+def test_functions_on_arrays_refuse_before_the_library_has_to(call, error, message):
+    with pytest.raises(error, match=message):
+        call(*CODES_OF_X)
+
+
+def test_any_number_of_threads_will_do():
+    np.testing.assert_array_equal(cpu.quantize(X, threads=2**70)[0], CODES_OF_X[0])
+
+
+# --- the planner -----------------------------------------------------------------------------------------------------
+
+PLACE = planner.Place(90, 132, planner.CUBLAS)
+GEMM = planner.Gemm(16, E4M3, FLOAT32, x=256, x_scales=0, b=256, b_scales=256, bias=0, y=256, m=3, n=16, k=64)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": 0}, "x is NULL; expected the address of 384 bytes"),
+        ({"y": 258}, "y is at 0x102; expected a multiple of 4"),
+        ({"b": -256}, "b is at 0xffffffffffffff00 and has 1024 bytes; expected its end in the address space"),
+        ({"n": -1}, "n is -1; expected 0 or more"),
+        ({"k": 2**62}, "x would have more than 281474976710656 bytes"),
+        ({"x_kind": E4M3}, "x_scales is NULL"),
+        ({"folded": 256}, "folded_scales is NULL"),
+        ({"m": 2**29, "n": 32, "k": 32, "x_kind": FLOAT32}, "a plan of more than 1048576 steps"),
+    ],
+)
+def test_the_planner_refuses_what_is_no_array(changed, message):
+    with pytest.raises(ShapeError, match=f"gemm: {message}"):
+        planner.gemm(PLACE._replace(parts_bytes=1), GEMM._replace(**changed))
+
+
+def test_an_empty_product_is_planned_whatever_its_other_sizes():
+    assert planner.gemm(PLACE, GEMM._replace(m=0, n=2**62, k=2**62)).steps() == []
+
+
+def test_the_planner_refuses_a_place_that_is_none():
+    with pytest.raises(ShapeError, match="gemm: processors is 9223372036854775807; expected 1 to 1048576"):
+        planner.gemm(PLACE._replace(processors=2**63 - 1), GEMM)
+
+
+def test_the_library_takes_no_null_for_a_struct():
+    library = native.load()
+    for entry, missing in (("mxfp8_cuda_plan_quantize", "quantize"), ("mxfp8_cuda_plan_fold", "fold")):
+        plan = planner.Plan()
+        assert getattr(library, entry)(None, byref(plan)) == -1
+        assert library.mxfp8_last_error().decode().startswith(f"{missing} is NULL; expected the address of a struct")
+    assert planner.swizzled_bytes(128, 128) == 512
+    with pytest.raises(ShapeError, match="swizzled_bytes: k is -1"):
+        planner.swizzled_bytes(1, -1)
+
+
+# --- subnormal elements ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("element_format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("m", [1, 2, 5, 16])
+def test_products_with_subnormal_elements_are_exact(element_format, m):
+    """One subnormal element, at every place of a step and of a group, among zeros: nothing rounds."""
+    k = 600
+    codes = np.zeros((k, k), np.uint8)
+    np.fill_diagonal(codes, [1 + i % 3 + 0x80 * (i % 2) for i in range(k)])
+    scales, x = np.full((k, -(-k // 32)), 120, np.uint8), np.full((m, k), 3, np.float32)
+    expected = 3 * cpu.dequantize(codes, scales, element_format=element_format).diagonal()
+    assert (expected != 0).all()
+    for isa in cpu.available_isas():
+        with cpu.forced_isa(isa):
+            y = cpu.weight_gemm(x, codes, scales, b_format=element_format)
+            np.testing.assert_array_equal(y, np.tile(expected, (m, 1)), err_msg=isa)
+
+
+# --- under sanitizers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake")
+def test_hostile_arguments_under_sanitizers(tmp_path):
+    sources = Path(native.__file__).parents[1]
+    configure = ["cmake", "-S", sources, "-B", tmp_path, "-DMXFP8_SANITIZE=address;undefined"]
+    subprocess.run(configure, check=True, capture_output=True)
+    build = ["cmake", "--build", tmp_path, "--parallel", "2", "--target", "mxfp8_hostile"]
+    subprocess.run(build, check=True, capture_output=True)
+    run = subprocess.run(
+        [tmp_path / "mxfp8_hostile", "--calls", "100000"], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert run.returncode == 0, run.stderr
+    assert "as they should be" in run.stdout
+
+
+if __name__ == "__main__":
+    work()
