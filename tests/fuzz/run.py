@@ -5,7 +5,7 @@
 
 Exit code 1 if there is a finding. Findings are saved in OUT/TARGET/findings: the smallest input that was met, and a
 text that says what it does. Inputs that reach something new are kept in OUT/TARGET/corpus, and the next run starts from
-them too; --keep adds them to the committed corpus instead.
+them too; --keep adds them to the committed corpus as well, while there is room.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 
 from . import CORPUS, ROOT, TARGETS, exists
 from .supervisor import Limits, Supervisor
-from .trial import KEPT_PER_PLACE, Job
+from .trial import Job
 from .verdicts import ACCEPTED, FINDING, REFUSED, Verdict
 
-LARGEST_COMMITTED = 16_384
-"""Bytes of an input that --keep commits."""
+LARGEST_CORPUS = 64 << 10
+"""Bytes of the committed corpus of a target."""
 
 
 @dataclass
@@ -44,8 +44,8 @@ class Result:
     """Inputs by outcome and kind."""
     findings: dict[str, Verdict] = field(default_factory=dict)
     """By kind: the one with the smallest input."""
-    kept: dict[str, bytes] = field(default_factory=dict)
-    """Inputs that were refused in a new place or with a new message, by both."""
+    kept: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    """Place and input, by place and message: those that were refused in a new place or with a new message."""
 
     @property
     def tried(self) -> int:
@@ -60,9 +60,18 @@ class Result:
             if verdict.data is not None and (known is None or len(verdict.data) < len(known.data or "")):
                 self.findings[verdict.kind] = verdict
         elif verdict.data is not None and verdict.outcome == REFUSED:
-            places = sum(key.startswith(f"{verdict.kind} ") for key in self.kept)
-            if places < KEPT_PER_PLACE:
-                self.kept.setdefault(f"{verdict.kind} {verdict.text}", bytes.fromhex(verdict.data))
+            key, data = f"{verdict.kind} {verdict.text}", bytes.fromhex(verdict.data)
+            if len(data) < len(self.kept.get(key, (verdict.kind, data + b" "))[1]):
+                self.kept[key] = verdict.kind, data
+
+    def interesting(self) -> list[bytes]:
+        """Returns the kept inputs: first one of each place, then a second, ...; the small ones of each round first."""
+        seen: Counter[str] = Counter()
+        ranked = []
+        for kind, data in sorted(self.kept.values(), key=lambda kept: len(kept[1])):
+            seen[kind] += 1
+            ranked.append((seen[kind], len(data), data))
+        return [data for _, _, data in sorted(ranked)]
 
     def __str__(self) -> str:
         """Returns the counts as lines."""
@@ -77,16 +86,14 @@ class Result:
         return "\n".join(lines)
 
 
-def fuzz(target: str, job: Job, *, jobs: int = 1, limits: Limits | None = None) -> Result:
-    """Returns what became of the inputs of `target` that `jobs` processes tried."""
-    if not exists(target):
-        raise FileNotFoundError(f"no target {target!r}: tests/fuzz/{target}.py is missing")
-    begun, spent, result = time.time(), _processor_time(), Result(target)
+def fuzz(job: Job, *, jobs: int = 1, limits: Limits | None = None) -> Result:
+    """Returns what became of the inputs that `jobs` processes tried, each with a seed of its own."""
+    begun, spent, result = time.time(), _processor_time(), Result(job.target)
     supervisors: list[Supervisor] = []
     try:
         for index in range(jobs):
             share = None if job.count is None else (job.count + jobs - 1 - index) // jobs
-            own = replace(job, target=target, seed=f"{job.seed}/{target}/{index}", count=share)
+            own = replace(job, seed=f"{job.seed}/{job.target}/{index}", count=share)
             supervisors.append(Supervisor(own, limits or Limits()))
         while not all(one.finished for one in supervisors):
             for one in supervisors:
@@ -105,8 +112,8 @@ def _processor_time() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def save(result: Result, job: Job, out: Path, corpus: Path) -> None:
-    """Writes the findings and the kept inputs of a run."""
+def save_findings(result: Result, seed: str, out: Path) -> None:
+    """Writes the findings of a run, and says how to see them again."""
     for kind, verdict in result.findings.items():
         path = out / "findings" / f"{re.sub('[^A-Za-z0-9.]+', '-', kind)[:150]}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,14 +122,19 @@ def save(result: Result, job: Job, out: Path, corpus: Path) -> None:
             path.write_bytes(data)
         shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         again = f"python -m tests.fuzz.run --target {result.target} --input {shown}"
-        head = f"{kind}\n{result.counts[FINDING][kind]} times with seed {job.seed}\nto see it again: {again}\n"
+        head = f"{kind}\n{result.counts[FINDING][kind]} times with seed {seed}\nto see it again: {again}\n"
         path.with_suffix(".txt").write_text(f"{head}\n{verdict.text}", encoding="utf-8", errors="replace")
         print(f"{kind}: {again}")
-    for data in result.kept.values():
-        path = corpus / hashlib.sha256(data).hexdigest()[:16]
-        if corpus != CORPUS / result.target or len(data) <= LARGEST_COMMITTED:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+
+
+def save_corpus(result: Result, corpus: Path, room: float) -> None:
+    """Adds the inputs that reached something new to a folder, until it holds `room` bytes."""
+    corpus.mkdir(parents=True, exist_ok=True)
+    room -= sum(path.stat().st_size for path in corpus.iterdir())
+    for data in result.interesting():
+        if len(data) <= room:
+            (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
+            room -= len(data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,19 +150,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job = Job(
             target,
             str(options.seed),
-            folder="",
             pool=[] if options.input else [str(CORPUS / target), str(out / "corpus")],
             files=[str(path.resolve()) for path in options.input] if options.input else None,
             count=options.count,
             until=time.time() + options.seconds if options.seconds else float("inf"),
             engine=options.engine,
         )
-        result = fuzz(target, job, jobs=1 if options.input else options.jobs, limits=limits)
+        result = fuzz(job, jobs=1 if options.input else options.jobs, limits=limits)
         print(result, flush=True)
         if options.input:
             print("\n".join(verdict.text for verdict in result.findings.values()))
         else:
-            save(result, job, out, CORPUS / target if options.keep else out / "corpus")
+            save_findings(result, job.seed, out)
+            save_corpus(result, out / "corpus", float("inf"))
+            if options.keep:
+                save_corpus(result, CORPUS / target, LARGEST_CORPUS)
         code |= bool(result.findings)
     return code
 

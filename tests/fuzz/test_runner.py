@@ -21,7 +21,7 @@ def tried(tmp_path: Path) -> Callable[..., Result]:
         for index, data in enumerate(inputs):
             files.append(tmp_path / str(index))
             files[-1].write_bytes(data)
-        return fuzz("toy", Job("toy", "0", "", pool=[], files=[*map(str, files)]), limits=Limits(**limits))
+        return fuzz(Job("toy", "0", pool=[], files=[*map(str, files)]), limits=Limits(**limits))
 
     return run
 
@@ -66,13 +66,13 @@ def test_a_finding_is_counted_and_its_smallest_input_kept(tried) -> None:
 
 
 def test_the_same_seed_tries_the_same_inputs() -> None:
-    first, again, other = (fuzz("toy", Job("toy", seed, "", pool=[], count=200)).counts for seed in "112")
+    first, again, other = (fuzz(Job("toy", seed, pool=[], count=200)).counts for seed in "112")
     assert first == again
     assert first != other
 
 
 def test_every_job_does_its_share() -> None:
-    result = fuzz("toy", Job("toy", "0", "", pool=[], count=101), jobs=2)
+    result = fuzz(Job("toy", "0", pool=[], count=101), jobs=2)
     assert result.tried == 101 + 2  # each tries the one seed
 
 

@@ -16,7 +16,7 @@ from fuzz.trial import Job
 def test_nothing_breaks_a_promise(target: str) -> None:
     if not exists(target):
         pytest.skip(f"tests/fuzz/{target}.py is missing")
-    result = fuzz(target, Job(target, "1", "", pool=[str(CORPUS / target)], count=TARGETS[target]))
+    result = fuzz(Job(target, "1", pool=[str(CORPUS / target)], count=TARGETS[target]))
     assert not result.findings, "\n\n".join(f"{v.kind}: {v.data}\n{v.text}" for v in result.findings.values())
     assert result.counts["accepted"], f"every input was refused:\n{result}"
     assert result.counts["refused"], f"no input was refused:\n{result}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from .verdicts import ACCEPTED, FINDING, Verdict, judge
+from .verdicts import ACCEPTED, FINDING, REFUSED, Verdict, judge
 
 LONGEST = 4 << 20
 """Bytes of the longest input that is tried."""
@@ -43,10 +43,10 @@ class Job:
 
     target: str
     seed: str
-    folder: str
-    """Folder to work in."""
     pool: list[str]
     """Folders of inputs to start from, beside the target's seeds."""
+    folder: str = ""
+    """Folder to work in, which the supervisor makes."""
     files: list[str] | None = None
     """The only inputs to try, unchanged."""
     count: int | None = None
@@ -103,9 +103,8 @@ class Trial:
         self.folder.mkdir(exist_ok=True)
         self.accepted: list[bytes] = target.seeds()
         self.long = 4 * max(map(len, self.accepted))
-        self.known: set[str] = set()
-        self.refused_at: Counter[str] = Counter()
         self.smallest: dict[str, int] = {}
+        self.refused_at: Counter[str] = Counter()
 
     def __call__(self, data: bytes) -> Verdict:
         """Tries one input; the verdict has it if it is worth keeping."""
@@ -147,17 +146,16 @@ class Trial:
                 return data
 
     def _is_new(self, verdict: Verdict, size: int) -> bool:
-        if verdict.outcome == ACCEPTED:
+        """Whether an input is the first of its kind, or much smaller than those before it."""
+        key = verdict.kind if verdict.outcome == FINDING else f"{verdict.kind} {verdict.text}"
+        known = self.smallest.get(key)
+        if verdict.outcome == ACCEPTED or (known is not None and size >= 0.8 * known):
             return False
-        if verdict.outcome == FINDING:
-            smaller = size < self.smallest.get(verdict.kind, sys.maxsize)
-            self.smallest[verdict.kind] = min(size, self.smallest.get(verdict.kind, size))
-            return smaller
-        key = f"{verdict.kind} {verdict.text}"
-        if size > self.long or key in self.known or self.refused_at[verdict.kind] == KEPT_PER_PLACE:
-            return False
-        self.known.add(key)
-        self.refused_at[verdict.kind] += 1
+        if verdict.outcome == REFUSED and known is None:
+            if size > self.long or self.refused_at[verdict.kind] == KEPT_PER_PLACE:
+                return False
+            self.refused_at[verdict.kind] += 1
+        self.smallest[key] = size
         return True
 
     def end(self, code: int = 0) -> None:

@@ -98,6 +98,20 @@ def test_weight_gemm(data: Any, product: Any, b_format: str, dtype: str) -> None
     assert (excess <= 0).all(), f"{excess.max()} beyond the bound"
 
 
+@given(st.data(), st.sampled_from([(3, 70), (1, 32), (2, 3, 33), (0, 31), (5, 0)]), st.sampled_from([0, 1, 7]), FORMATS)
+def test_gemm(data: Any, shape: tuple[int, ...], n: int, b_format: str) -> None:
+    a, b = (
+        numerics.quantize(data.draw(values(s, calm=True)), element_format=b_format) for s in (shape, (n, shape[-1]))
+    )
+    a, b = (tuple(data.draw(views(codes)) for codes in operand) for operand in (a, b))
+    actual = cpu.gemm(*a, *b, a_format=b_format, b_format=b_format)
+    exact = numerics.gemm(*a, *b, a_format=b_format, b_format=b_format)
+    bound = numerics.gemm_error_bound(*(numerics.dequantize(*o, element_format=b_format) for o in (a, b)))
+    assert (actual.shape, actual.dtype) == (exact.shape, exact.dtype)
+    assert (np.isnan(actual) == np.isnan(exact)).all()
+    assert (np.abs(actual.astype(np.float64) - exact) <= bound)[np.isfinite(bound)].all()
+
+
 @given(arrays(least=2, most=2), st.booleans(), FORMATS, ROUNDINGS)
 def test_pack(w: np.ndarray, transposed: bool, element_format: str, scale_rounding: str) -> None:
     options = {"element_format": element_format, "scale_rounding": scale_rounding}
