@@ -69,6 +69,12 @@ Dims = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="Of synthesised inputs.")]
 
 
+TrustPickle = Annotated[
+    bool,
+    typer.Option("--trust-pickle", help="Let a .pt2 MODEL run code that it brings. Only for files of people you trust."),
+]
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM as an exception, so that whatever is open cleans up."""
 
@@ -187,6 +193,7 @@ def rewrite(
         bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf instead of refusing them.")
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site.")] = False,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Rewrites the matmuls of MODEL to MXFP8."""
     from mxfp8_graph import rewriting
@@ -206,6 +213,7 @@ def rewrite(
             overwrite=overwrite,
             dry_run=dry_run,
             allow_nonfinite=allow_nonfinite,
+            trust_pickle=trust_pickle,
             progress=progress,
         )
     if (dry_run or verbose) and done.sites:
@@ -233,6 +241,7 @@ def verify(
     dim: Dims = None,
     seed: Seed = 0,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json.")] = None,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Compares a rewritten model with its original.
 
@@ -246,7 +255,15 @@ def verify(
 
     if report is not None:
         check_report_path(report, (".json",))
-    found = run_verify(original, rewritten, inputs=inputs, shapes=_shapes(dim), seed=seed, max_rel_l2=max_rel_l2)
+    found = run_verify(
+        original,
+        rewritten,
+        inputs=inputs,
+        shapes=_shapes(dim),
+        seed=seed,
+        max_rel_l2=max_rel_l2,
+        trust_pickle=trust_pickle,
+    )
     show(text.verification(found))
     if report is not None:
         found.write(report)
@@ -262,12 +279,16 @@ def run(
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 10,
     dim: Dims = None,
     seed: Seed = 0,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Runs a model with our kernels and times it."""
     from mxfp8_graph.checking import text
     from mxfp8_graph.checking.runner import run_model
 
-    show(text.run(run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat)))
+    found = run_model(
+        model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat, trust_pickle=trust_pickle
+    )
+    show(text.run(found))
 
 
 @command

@@ -29,13 +29,13 @@ _MOVES: Final = frozenset(
 
 
 class TorchProgram(Runnable):
-    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file."""
+    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file, and for `trust_pickle`."""
 
-    def __init__(self, model: str | Path | ExportedProgram) -> None:
+    def __init__(self, model: str | Path | ExportedProgram, *, trust_pickle: bool = False) -> None:
         if isinstance(model, ExportedProgram):
             self.name, program = "program", model
         else:
-            self.name, program = str(model), load(model)
+            self.name, program = str(model), load(model, trust_pickle=trust_pickle)
         self._program = program
         self._module = program.module()
         self._inputs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]

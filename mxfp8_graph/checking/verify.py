@@ -18,7 +18,7 @@ from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, Signature, des
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.checking.report import OutputCheck, VerifyReport
 from mxfp8_graph.checking.runner import Model, is_program, open_runnable
-from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ShapeError
@@ -32,6 +32,7 @@ def verify(
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     max_rel_l2: float | None = None,
+    trust_pickle: bool = False,
 ) -> VerifyReport:
     """Returns how far `rewritten` is from `original`, output by output, and kernel from function body, node by node.
 
@@ -47,6 +48,7 @@ def verify(
         shapes: sizes of free dimensions for synthesised inputs, by dim_param or INPUT.AXIS; see `input_sizes.Sizes`.
         seed: for synthesised inputs.
         max_rel_l2: limit for each output; None reports the error and judges nothing.
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: a model cannot be read.
@@ -55,7 +57,8 @@ def verify(
     """
     feed = partial(make_inputs, inputs=inputs, shapes=shapes, seed=seed)
     if is_program(original) or is_program(rewritten):
-        return _verify_programs(original, rewritten, feed, max_rel_l2)
+        runnable = [open_runnable(model, trust_pickle=trust_pickle) for model in (original, rewritten)]
+        return _verify_programs(runnable[0], runnable[1], feed, max_rel_l2)
     before, after = open_model(original), open_model(rewritten)
     _check_signatures(before, after)
     feeds = feed(Signature.of(before))
@@ -83,10 +86,13 @@ def verify(
 
 
 def _verify_programs(
-    original: Model, rewritten: Model, feed: Callable[[Signature], Inputs], max_rel_l2: float | None
+    original: tuple[Signature, Runnable],
+    rewritten: tuple[Signature, Runnable],
+    feed: Callable[[Signature], Inputs],
+    max_rel_l2: float | None,
 ) -> VerifyReport:
     """Returns what `verify` does where at least one of the models is a torch program."""
-    (old, before), (new, after) = open_runnable(original), open_runnable(rewritten)
+    (old, before), (new, after) = original, rewritten
     feeds = feed(old)
     notes: list[str] = []
     models = (old.name, new.name)

@@ -37,6 +37,7 @@ def to_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_shapes: Any = None,
+    trust_pickle: bool = False,
 ) -> Path:
     """Returns `path`, having written a rewritten program there as ONNX; any ONNX Runtime from 1.20 on runs it.
 
@@ -50,6 +51,7 @@ def to_onnx(
         output_names: what to call the outputs.
         dynamic_shapes: names for dynamic axes, as `torch.onnx.export` takes them: `{"x": {0: "batch"}}`. Which axes
             are dynamic is the program's; this only names them. By default they have torch's names, such as "s77".
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: the program is not a packed one, an op has no ONNX form, or the file cannot be written.
@@ -60,7 +62,7 @@ def to_onnx(
     if not contract.MIN_OPSET <= opset <= newest:
         expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
         raise ContractError("to_onnx", f"opset {opset}", expected=expected, advice="pass another opset")
-    exported = _program(program)
+    exported = _program(program, trust_pickle=trust_pickle)
     recipe = _recorded_recipe(exported)
     names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
     model = _translate(exported, opset, {key: value for key, value in names.items() if value is not None})
@@ -77,7 +79,7 @@ def to_onnx(
     return path
 
 
-def _program(program: Any) -> ExportedProgram:
+def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
     kind = kind_of(program)
     if not (kind.is_file or kind is Kind.PROGRAM):
         what = f"a {type(program).__name__}"
@@ -96,7 +98,7 @@ def _program(program: Any) -> ExportedProgram:
         return exported
     from mxfp8_graph.torch_program import load
 
-    return load(program)
+    return load(program, trust_pickle=trust_pickle)
 
 
 def _recorded_recipe(program: ExportedProgram) -> str | None:

@@ -36,6 +36,7 @@ def export_safetensors(
     convention: str = COMPRESSED_TENSORS.name,
     weights_only: bool = False,
     overwrite: bool = False,
+    trust_pickle: bool = False,
 ) -> Path:
     """Returns `path`, having written the weights of a rewritten model there as a safetensors checkpoint.
 
@@ -49,6 +50,7 @@ def export_safetensors(
         convention: "compressed-tensors" (scales are X.weight_scale) or "scale-inv" (X.weight_scale_inv).
         weights_only: leave out the parameters that are not packed (biases, embeddings, norms).
         overwrite: whether an existing file may be replaced.
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: the model holds no packed weights or cannot be read, or the file cannot be written.
@@ -57,7 +59,7 @@ def export_safetensors(
     if convention not in CONVENTIONS:
         raise ContractError.unknown("convention", convention, CONVENTIONS)
     chosen = CONVENTIONS[convention]
-    found = contents(model)
+    found = contents(model, trust_pickle=trust_pickle)
     if not found.weights:
         what = "no packed weights"
         raise ContractError(found.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
