@@ -45,6 +45,8 @@ class Archive:
                 _check(file, path.stat().st_size, path)
         except OSError as error:
             raise ContractError.unreadable(path, error, "a readable .pt2 file") from None
+        except ContractError:
+            raise
         except _NO_ZIP:
             if start == b"PK\x03\x04":
                 raise ContractError(path, "cut short", expected="a whole .pt2 file", advice="copy it again") from None
@@ -112,6 +114,8 @@ def check_inner(content: bytes, where: object) -> None:
     if content.startswith(b"PK"):
         try:
             _check(io.BytesIO(content), len(content), where)
+        except ContractError:
+            raise
         except _NO_ZIP:
             raise ContractError(where, "damaged", expected="a whole archive", advice="save it again") from None
 
