@@ -6,6 +6,7 @@ interrupted and terminated. Results go to stdout, everything else to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import functools
@@ -13,15 +14,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Final, NoReturn, ParamSpec
+from typing import Annotated, Any, Final, NoReturn, ParamSpec
 
+import click
 import typer
-from rich.text import Text
+import typer.core
 
 from mxfp8_graph._version import __version__
+from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import console, progress_bar, say, show
 from mxfp8_ops.errors import Mxfp8Error, Option
@@ -33,7 +36,30 @@ DEFECT: Final = 70
 INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
 
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; what is wrong with their arguments, file names among them, is told in printable text."""
+
+    def make_context(self, *args: Any, **settings: Any) -> click.Context:
+        with _printable_usage():
+            return super().make_context(*args, **settings)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _printable_usage():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _printable_usage() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        error.message = printable(error.message)
+        raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -115,7 +141,7 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
             raise typer.Exit(BAD_INPUT) from None
         except Exception as error:
             if _debug.get():
-                console(stderr=True).print(Text(traceback.format_exc()), soft_wrap=True)
+                say(traceback.format_exc())
             say(
                 f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
                 "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
@@ -128,9 +154,10 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
 def _refuse(error: Mxfp8Error) -> int:
     from mxfp8_graph.policy.plan import NothingEligibleError
 
-    say(f"error: {error.message(_flag)}")
+    message = error.message(_flag)
+    say(f"error: {printable(message) if error.what else message}")  # without `what` it is a list, one finding a line
     if _debug.get():
-        console(stderr=True).print(Text(traceback.format_exc()), soft_wrap=True)
+        say(traceback.format_exc())
     if not isinstance(error, NothingEligibleError):
         return BAD_INPUT
     if error.decisions:

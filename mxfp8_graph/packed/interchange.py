@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mxfp8_graph import provenance
+from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.contents import contents
@@ -24,6 +25,9 @@ from mxfp8_ops.errors import ContractError
 
 _FORMATS: Final = {fmt.safetensors_name: fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
 _SCALE_DTYPES: Final = frozenset({safetensors.U8, safetensors.E8M0})
+
+_LARGEST_INDEX: Final = 100_000_000
+"""Bytes, as of a safetensors header."""
 
 CONFIG_KEY: Final = "quantization_config"
 """Key in the file's metadata; its value belongs in the checkpoint's config.json."""
@@ -142,15 +146,42 @@ def _weight(path: Path, name: str, elements: safetensors.Stored, scales: safeten
 def _sharded(path: Path) -> dict[str, safetensors.Stored]:
     """Returns the tensors of every file an index names."""
     try:
-        names: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(names.values()))
+        with open_regular(path) as index:
+            content = index.read(_LARGEST_INDEX + 1)
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    try:
+        names = json.loads(content.decode("utf-8") if len(content) <= _LARGEST_INDEX else "")["weight_map"]
+        files = sorted({Path(name) for name in names.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         what = "not the index of a checkpoint"
         expected = "JSON with a weight_map"
         raise ContractError(path, what, expected=expected, advice="name a .safetensors.index.json") from None
     stored: dict[str, safetensors.Stored] = {}
     for file in files:
-        stored |= safetensors.read(path.parent / file)[0]
+        stored |= safetensors.read(_inside(path, file))[0]
     return stored
+
+
+def _inside(index: Path, file: Path) -> Path:
+    """Returns a file that an index names; it lies in the index's folder, links followed, or in the hub's cache of it.
+
+    The Hugging Face cache keeps snapshots/REVISION/FILE as links into blobs/, next to snapshots.
+
+    Raises:
+        ContractError: it lies elsewhere.
+    """
+    folder = index.parent
+    allowed = [folder.resolve()]
+    if folder.absolute().parent.name == "snapshots":
+        allowed.append((folder.absolute().parent.parent / "blobs").resolve())
+    plain = not file.is_absolute() and ".." not in file.parts
+    try:
+        found = (folder / file).resolve() if plain else None
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or a NUL
+        found = None
+    if found is None or not any(found.is_relative_to(place) for place in allowed):
+        what = f"names {str(file)!r}, outside its folder"
+        advice = "do not use the checkpoint, or move its files to one folder"
+        raise ContractError(index, what, expected="files next to it", advice=advice)
+    return folder / file

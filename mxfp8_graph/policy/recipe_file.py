@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from mxfp8_graph.file_reading import open_regular
+from mxfp8_graph.naming import printable
 from mxfp8_ops.errors import RecipeError
 
 if sys.version_info >= (3, 11):
@@ -176,7 +177,7 @@ def _explain(error: Any, where: object, model: type[BaseModel], lines: Lines) ->
     else:
         text = f"{_dotted(at)}: {message}"
     line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
-    return f"{where}:{line}: {text}" if line else f"{where}: {text}"
+    return printable(f"{where}:{line}: {text}" if line else f"{where}: {text}")
 
 
 def _fields(model: type[BaseModel], at: Location) -> list[str]:
