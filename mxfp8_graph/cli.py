@@ -14,12 +14,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn, ParamSpec
 
-import click
 import typer
 import typer.core
 
@@ -37,14 +36,18 @@ INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
 
 
+_UsageError: Final[Any] = typer.BadParameter.__base__
+"""Of click, which newer versions of typer bring as their own."""
+
+
 class _Commands(typer.core.TyperGroup):
     """The commands; what is wrong with their arguments, file names among them, is told in printable text."""
 
-    def make_context(self, *args: Any, **settings: Any) -> click.Context:
+    def make_context(self, *args: Any, **settings: Any) -> Any:
         with _printable_usage():
             return super().make_context(*args, **settings)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         with _printable_usage():
             return super().invoke(ctx)
 
@@ -53,7 +56,7 @@ class _Commands(typer.core.TyperGroup):
 def _printable_usage() -> Iterator[None]:
     try:
         yield
-    except click.UsageError as error:
+    except _UsageError as error:
         error.message = printable(error.message)
         raise
 
@@ -97,7 +100,9 @@ Seed = Annotated[int, typer.Option("--seed", help="Of synthesised inputs.")]
 
 TrustPickle = Annotated[
     bool,
-    typer.Option("--trust-pickle", help="Let a .pt2 MODEL run code that it brings. Only for files of people you trust."),
+    typer.Option(
+        "--trust-pickle", help="Let a .pt2 MODEL run code that it brings. Only for files of people you trust."
+    ),
 ]
 
 
@@ -142,10 +147,7 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
         except Exception as error:
             if _debug.get():
                 say(traceback.format_exc())
-            say(
-                f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
-                "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
-            )
+            _admit(error, [value for value in (*args, *kwargs.values()) if isinstance(value, Path)])
             raise typer.Exit(DEFECT) from None
 
     return app.command(name=function.__name__.replace("_", "-"))(guarded)
@@ -165,6 +167,17 @@ def _refuse(error: Mxfp8Error) -> int:
 
         console(stderr=True).print(text.reasons(error.decisions), soft_wrap=True)
     return NOTHING_ELIGIBLE
+
+
+def _admit(error: Exception, files: Sequence[Path]) -> None:
+    from mxfp8_graph import reproduction
+
+    say(
+        f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
+        "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
+    )
+    for line in reproduction.lines(sys.argv[1:], files):
+        say(printable(line))
 
 
 def _flag(option: Option) -> str:
@@ -312,9 +325,7 @@ def run(
     from mxfp8_graph.checking import text
     from mxfp8_graph.checking.runner import run_model
 
-    found = run_model(
-        model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat, trust_pickle=trust_pickle
-    )
+    found = run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat, trust_pickle=trust_pickle)
     show(text.run(found))
 
 

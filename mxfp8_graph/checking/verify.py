@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnx
 
-from mxfp8_graph.checking.compare import difference
+from mxfp8_graph.checking.compare import difference, sameness
 from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, Signature, describe, input_specs, make_inputs
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.checking.report import OutputCheck, VerifyReport
@@ -81,7 +81,7 @@ def verify(
         outputs=outputs,
         nodes=tuple(nodes),
         failures=tuple(failures),
-        notes=tuple(_notes(after, nodes, outputs)),
+        notes=tuple(_notes(after, nodes, outputs) + _sameness_notes(expected, results) + _drift_notes(nodes, outputs)),
     )
 
 
@@ -106,6 +106,7 @@ def _verify_programs(
         if _kind(found) != _kind(array):
             failures.append(f"output {name!r}: {_kind(found)}; expected {_kind(array)}")
             continue
+        notes += _sameness_notes({name: array}, {name: found})
         outputs.append(_check_output(name, array, found))
         failures += _output_failures(outputs[-1], max_rel_l2)
     return VerifyReport(
@@ -210,6 +211,33 @@ def _notes(after: OpenedModel, nodes: list[NodeCheck], outputs: tuple[OutputChec
     if skipped:
         notes.append(f"outputs that are not tensors of numbers are not compared: {', '.join(skipped)}")
     return notes
+
+
+def _sameness_notes(expected: Inputs, results: Inputs) -> list[str]:
+    """Returns a note for each output whose values would hide most errors."""
+    notes = []
+    for name, array in expected.items():
+        before, after = sameness(array), sameness(results[name])
+        if before or after:
+            said = f"is {before} in both models" if before == after else _apart(before, after)
+            notes.append(f"output {name!r} {said}: this says little about the rewrite; try other inputs")
+    return notes
+
+
+def _apart(before: str | None, after: str | None) -> str:
+    sides = (("original", before), ("rewritten", after))
+    return " and ".join(f"is {said} in the {which} model" for which, said in sides if said)
+
+
+def _drift_notes(nodes: Sequence[NodeCheck], outputs: Sequence[OutputCheck]) -> list[str]:
+    """Returns why kernels and bodies may differ by more than the rewrite's error, if they do and are right."""
+    drifting = [repr(o.name) for o in outputs if o.kernel and o.kernel.relative_l2 > o.rewritten.relative_l2]
+    if not drifting or not all(node.passed for node in nodes):
+        return []
+    return [
+        f"kernel against body exceeds the error of the rewrite at {', '.join(drifting)}: sums that differ in the last bit "
+        "round elements of later layers to another step; both are as far from the original, and node by node they agree"
+    ]
 
 
 def _is_numeric(output: onnx.ValueInfoProto) -> bool:

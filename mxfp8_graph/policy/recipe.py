@@ -18,7 +18,6 @@ from mxfp8_graph.policy import patterns, presets, recipe_file
 from mxfp8_ops.errors import RecipeError
 from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
 
-
 Pattern = Annotated[str, AfterValidator(patterns.check)]
 """A regular expression, matched anywhere in the name (`re.search`)."""
 

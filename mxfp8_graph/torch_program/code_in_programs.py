@@ -41,30 +41,74 @@ _FILE_OPS: Final = frozenset({"debugprims"})
 """Namespaces of ops that do so by arguments with other names."""
 
 _RUN_GRAPHS: Final = frozenset(
-    """associative_scan auto_functionalized auto_functionalized_v2 autograd_function_apply cond dynamo_bypassing_wrapper
-    flex_attention flex_attention_backward foreach_map graphsafe_run_with_rng_state hints_wrapper invoke_quant
-    invoke_quant_packed invoke_subgraph map_impl out_dtype run_and_save_rng_state run_with_rng_state scan strict_mode
-    tag_activation_checkpoint while_loop while_loop_stack_output with_effects wrap wrap_activation_checkpoint
-    wrap_with_autocast wrap_with_set_grad_enabled""".split()
+    [
+        "associative_scan",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "autograd_function_apply",
+        "cond",
+        "dynamo_bypassing_wrapper",
+        "flex_attention",
+        "flex_attention_backward",
+        "foreach_map",
+        "graphsafe_run_with_rng_state",
+        "hints_wrapper",
+        "invoke_quant",
+        "invoke_quant_packed",
+        "invoke_subgraph",
+        "map_impl",
+        "out_dtype",
+        "run_and_save_rng_state",
+        "run_with_rng_state",
+        "scan",
+        "strict_mode",
+        "tag_activation_checkpoint",
+        "while_loop",
+        "while_loop_stack_output",
+        "with_effects",
+        "wrap",
+        "wrap_activation_checkpoint",
+        "wrap_with_autocast",
+        "wrap_with_set_grad_enabled",
+    ]
 )
 """Higher-order ops that run graphs and ops of the file; others run Python objects, libraries or format strings."""
 
 _FUNCTIONS: Final = frozenset(
     [
-        *(f"_operator.{name}" for name in "getitem add mul sub truediv ge le gt lt eq ne floordiv mod and_ or_".split()),
-        *(f"_operator.{name}" for name in "not_ pow neg pos abs lshift rshift".split()),
+        *(
+            f"_operator.{name}"
+            for name in [
+                "getitem",
+                "add",
+                "mul",
+                "sub",
+                "truediv",
+                "ge",
+                "le",
+                "gt",
+                "lt",
+                "eq",
+                "ne",
+                "floordiv",
+                "mod",
+                "and_",
+                "or_",
+            ]
+        ),
+        *(f"_operator.{name}" for name in ["not_", "pow", "neg", "pos", "abs", "lshift", "rshift"]),
         *(f"math.{name}" for name in ("ceil", "floor", "trunc")),
-        *(f"torch.sym_{name}" for name in "int float ite max min not sqrt sum".split()),
+        *(f"torch.sym_{name}" for name in ["int", "float", "ite", "max", "min", "not", "sqrt", "sum"]),
         "torch._C._set_grad_enabled",
         "torch.autograd.grad_mode.set_grad_enabled",
         "torch.amp.autocast_mode._enter_autocast",
         "torch.amp.autocast_mode._exit_autocast",
         "torch.fx.experimental.symbolic_shapes.cast_symbool_to_symint_guardless",
-        *(f"torch._functorch.predispatch.{name}" for name in "_add_batch_dim _remove_batch_dim _make_dual".split()),
+        *(f"torch._functorch.predispatch.{name}" for name in ["_add_batch_dim", "_remove_batch_dim", "_make_dual"]),
         *(f"torch._functorch.predispatch._{name}_nesting" for name in ("vmap_increment", "vmap_decrement")),
         *(f"torch._functorch.predispatch._{name}_nesting" for name in ("jvp_increment", "jvp_decrement")),
-        *(f"torch._functorch.predispatch.{name}" for name in "_unpack_dual _unwrap_for_grad".split()),
-        *(f"torch._functorch.predispatch.{name}" for name in "_enter_dual_level _exit_dual_level".split()),
+        *(f"torch._functorch.predispatch.{name}" for name in ["_unpack_dual", "_unwrap_for_grad"]),
+        *(f"torch._functorch.predispatch.{name}" for name in ["_enter_dual_level", "_exit_dual_level"]),
         "torch._functorch.predispatch.lazy_load_decompositions",
     ]
 )
@@ -128,7 +172,9 @@ def _check(check: Callable[[str], str | None], text: Any, where: object) -> None
     problem = check(text) if isinstance(text, str) else "is no text"
     if problem is not None:
         shown = repr(text) if len(repr(text)) <= 80 else f"{repr(text)[:80]}..."
-        raise ContractError(where, f"{shown} in its program {problem}", expected="what torch.export writes", advice=TRUST)
+        raise ContractError(
+            where, f"{shown} in its program {problem}", expected="what torch.export writes", advice=TRUST
+        )
 
 
 def _check_literal(text: str) -> str | None:
@@ -141,7 +187,7 @@ def _check_name(text: str) -> str | None:
 
 
 def _check_counter(symbol: str) -> str | None:
-    """torch counts up to the number of an unbacked symbol, one by one."""
+    """Torch counts up to the number of an unbacked symbol, one by one."""
     number = re.fullmatch(r"\D*(\d+)", symbol)
     return None if number is None or len(number[1]) <= 6 else "has a number that takes torch for ever to count to"
 
@@ -168,11 +214,59 @@ def _check_op(target: str) -> str | None:
 
 _LONGEST_EXPRESSION: Final = 20_000
 _CONSTRUCTORS: Final = frozenset(
-    """Add Mul Pow Integer Rational Float Symbol Max Min Mod Abs Eq Equality Ne Unequality Ge GreaterThan Gt
-    StrictGreaterThan Le LessThan Lt StrictLessThan And Or Not Piecewise ExprCondPair Tuple floor ceiling
-    IntInfinity NegativeIntInfinity FloorDiv ModularIndexing Where PythonMod CleanDiv CeilToInt FloorToInt CeilDiv
-    RShift FloatTrueDiv IntTrueDiv IsNonOverlappingAndDenseIndicator TruncToFloat TruncToInt RoundToInt RoundDecimal
-    ToFloat Identity""".split()
+    [
+        "Add",
+        "Mul",
+        "Pow",
+        "Integer",
+        "Rational",
+        "Float",
+        "Symbol",
+        "Max",
+        "Min",
+        "Mod",
+        "Abs",
+        "Eq",
+        "Equality",
+        "Ne",
+        "Unequality",
+        "Ge",
+        "GreaterThan",
+        "Gt",
+        "StrictGreaterThan",
+        "Le",
+        "LessThan",
+        "Lt",
+        "StrictLessThan",
+        "And",
+        "Or",
+        "Not",
+        "Piecewise",
+        "ExprCondPair",
+        "Tuple",
+        "floor",
+        "ceiling",
+        "IntInfinity",
+        "NegativeIntInfinity",
+        "FloorDiv",
+        "ModularIndexing",
+        "Where",
+        "PythonMod",
+        "CleanDiv",
+        "CeilToInt",
+        "FloorToInt",
+        "CeilDiv",
+        "RShift",
+        "FloatTrueDiv",
+        "IntTrueDiv",
+        "IsNonOverlappingAndDenseIndicator",
+        "TruncToFloat",
+        "TruncToInt",
+        "RoundToInt",
+        "RoundDecimal",
+        "ToFloat",
+        "Identity",
+    ]
 )
 _POWERS: Final = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift"})
 _SYMBOL: Final = re.compile(r"[a-z]{1,3}\d{1,9}|oo|int_oo|zoo|nan|true|false")
@@ -233,8 +327,8 @@ def _number(node: ast.AST) -> float | None:
 
 _GUARD_FUNCTIONS: Final = frozenset({"IsNonOverlappingAndDenseIndicator", "cast_symbool_to_symint_guardless"})
 _GUARD_METHODS: Final = frozenset({"size", "stride", "storage_offset", "item"})
-_MATH: Final = frozenset("isnan inf floor ceil trunc sqrt pow log2 fabs".split())
-_SYMBOLIC: Final = frozenset(f"sym_{name}" for name in "int float ite max min not sqrt sum".split())
+_MATH: Final = frozenset(["isnan", "inf", "floor", "ceil", "trunc", "sqrt", "pow", "log2", "fabs"])
+_SYMBOLIC: Final = frozenset(f"sym_{name}" for name in ["int", "float", "ite", "max", "min", "not", "sqrt", "sum"])
 
 
 def _check_guard(text: str) -> str | None:

@@ -114,7 +114,9 @@ def _check_bounds(archive: Archive, name: str, layout: tuple[list[int], list[int
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if min((*sizes, *strides, offset, 0)) < 0 or (0 not in sizes and last >= stored):
         what = f"tensor {name!r} of shape {sizes} has {stored} values"
-        raise ContractError(archive.path, what, expected="as many as its shape takes", advice="save it again, with data")
+        raise ContractError(
+            archive.path, what, expected="as many as its shape takes", advice="save it again, with data"
+        )
 
 
 def _unpickled(archive: Archive, content: bytes, what: str) -> Any:

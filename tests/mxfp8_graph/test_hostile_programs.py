@@ -176,7 +176,9 @@ IN_PICKLES: dict[str, Callable[[dict[str, bytes], Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("command", [("rewrite", "--dry-run"), ("run",), ("verify",), ("unpack",), ("to_onnx",)], ids=str)
+@pytest.mark.parametrize(
+    "command", [("rewrite", "--dry-run"), ("run",), ("verify",), ("unpack",), ("to_onnx",)], ids=str
+)
 @pytest.mark.parametrize("place", IN_PICKLES)
 def test_pickles_run_nothing(place: str, command: tuple[str, ...], source: Path, tmp_path: Path) -> None:
     proof, content = tmp_path / "proof", records(source)
@@ -201,7 +203,10 @@ def test_who_trusts_a_file_lets_it_run_code(source: Path, tmp_path: Path) -> Non
 
 
 def test_compiled_libraries_are_not_loaded(source: Path, tmp_path: Path) -> None:
-    content = records(source) | {"data/aotinductor/model/x.so": b"\x7fELF", "data/aotinductor/model/x_metadata.json": b"{}"}
+    content = records(source) | {
+        "data/aotinductor/model/x.so": b"\x7fELF",
+        "data/aotinductor/model/x_metadata.json": b"{}",
+    }
     program = mxfp8_graph.load(write(tmp_path / "compiled.pt2", content))
     assert "up.weight" in program.state_dict
 
@@ -270,11 +275,15 @@ def test_tensors_that_are_not_what_the_graph_says(source: Path, tmp_path: Path) 
         layout["sizes"], layout["strides"] = [{"as_int": 64}, {"as_int": 96}], [{"as_int": 96}, {"as_int": 1}]
 
     path = edited(source, tmp_path / "bad.pt2", edit, WEIGHTS)
-    with pytest.raises(ContractError, match=r"'up.weight' is torch.float32 \[64, 96\]; expected torch.float32 \[96, 64\]"):
+    with pytest.raises(
+        ContractError, match=r"'up.weight' is torch.float32 \[64, 96\]; expected torch.float32 \[96, 64\]"
+    ):
         mxfp8_graph.load(path)
 
 
-def test_modules_that_a_file_names_are_not_imported(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_a_file_names_are_not_imported(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "payload.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')\n")
     monkeypatch.syspath_prepend(tmp_path)
     entries = {"mxfp8_graph.modules": ["payload", "torch.payload", "transformers.payload", "transformers..payload"]}

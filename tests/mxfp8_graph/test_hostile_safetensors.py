@@ -72,7 +72,9 @@ def test_lengths(length: int, tmp_path: Path) -> None:
         import_safetensors(path)
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "{outside}", "link.safetensors", "a/../../outside.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "{outside}", "link.safetensors", "a/../../outside.safetensors"]
+)
 def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
     outside = checkpoint(tmp_path / "outside.safetensors", entries())
     folder = tmp_path / "model"
@@ -94,7 +96,9 @@ def test_links_as_the_hub_cache_makes_them(tmp_path: Path) -> None:
     assert list(import_safetensors(folder / "m.safetensors.index.json")) == ["up.weight"]
 
 
-@pytest.mark.parametrize("text", ["[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000, '{"weight_map": {"a": "x\\u0000"}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000, '{"weight_map": {"a": "x\\u0000"}}']
+)
 def test_indexes_of_the_wrong_kind(text: str, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors.index.json"
     path.write_text(text)
