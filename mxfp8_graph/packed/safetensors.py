@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -177,9 +177,9 @@ def _parsed(path: Path, content: bytes) -> dict[str, Any]:
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
     """Returns dtype, shape, and where the data begins and ends, as the header describes a tensor."""
-    fields = [entry.get(key) for key in ("dtype", "shape", "data_offsets")] if isinstance(entry, dict) else [None] * 3
-    dtype, shape, offsets = fields
-    if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)) or len(offsets) != 2:
         found = repr(entry) if len(repr(entry)) <= 200 else f"{repr(entry)[:200]}..."
         raise _damaged(path, f"tensor {name!r} is not described as the format says ({found})")
     start, stop = offsets
@@ -188,7 +188,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], tup
     return dtype, tuple(shape), (start, stop)
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 

@@ -281,7 +281,7 @@ def _check_expression(text: str) -> str | None:
         tree = None
     if tree is None:
         return "is no size of a tensor"
-    power = 1
+    power = 1.0
     for node in ast.walk(tree):
         if not _is_arithmetic(node):
             return "is more than arithmetic"

@@ -47,7 +47,7 @@ def read_program(archive: Archive) -> ExportedProgram | None:
         if archive.read(name).strip() != wanted:
             what = f"{name} {archive.read(name)[:20]!r}"
             raise ContractError(archive.path, what, expected=repr(wanted), advice="export with another torch")
-    program = serialize._dict_to_dataclass(schema.ExportedProgram, archive.json(_PROGRAM))
+    program = _parsed(schema.ExportedProgram, archive.json(_PROGRAM))
     refuse_code(program, archive.path)
     samples = _sample_inputs(archive)
     weights, constants = (_tensors(archive, folder) for folder in (_WEIGHTS, _CONSTANTS))
@@ -56,6 +56,11 @@ def read_program(archive: Archive) -> ExportedProgram | None:
             program, weights, constants, samples
         )
     return read
+
+
+def _parsed(kind: Any, data: Any) -> Any:
+    """Returns JSON as an object of torch's serialization schema."""
+    return serialize._dict_to_dataclass(kind, data)  # type: ignore[no-untyped-call]
 
 
 def _sample_inputs(archive: Archive) -> Any:
@@ -77,7 +82,7 @@ def _tensors(archive: Archive, folder: str) -> dict[str, Any]:
             raise ContractError(archive.path, f"no tensors in {legacy}", expected="a dict", advice="save it again")
         return found
     kind = folder.split("/")[1]
-    config = serialize._dict_to_dataclass(schema.PayloadConfig, archive.json(f"{folder}model_{kind}_config.json"))
+    config = _parsed(schema.PayloadConfig, archive.json(f"{folder}model_{kind}_config.json"))
     flat: dict[tuple[str, torch.dtype], torch.Tensor] = {}
     return {name: _tensor(archive, folder, name, meta, flat) for name, meta in config.config.items()}
 
