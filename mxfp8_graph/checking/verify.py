@@ -235,8 +235,8 @@ def _drift_notes(nodes: Sequence[NodeCheck], outputs: Sequence[OutputCheck]) -> 
     if not drifting or not all(node.passed for node in nodes):
         return []
     return [
-        f"kernel against body exceeds the error of the rewrite at {', '.join(drifting)}: sums that differ in the last bit "
-        "round elements of later layers to another step; both are as far from the original, and node by node they agree"
+        f"kernel against body exceeds the error of the rewrite at {', '.join(drifting)}: sums that differ in the last "
+        "bit round elements of later layers to another step; node by node the two agree, so neither is wrong"
     ]
 
 

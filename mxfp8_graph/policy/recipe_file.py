@@ -117,6 +117,8 @@ def _refuse_bombs(path: Path, root: yaml.Node) -> None:
 def _collect_lines(node: yaml.Node | None, at: Location, lines: dict[Location, int]) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # YAML's constructor says that it is no key
             where = (*at, key.value)
             if where in lines:
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)

@@ -139,7 +139,7 @@ def _checked_fields(value: Any, where: object) -> Iterator[Any]:
     for name in (field.name for field in dataclasses.fields(value)):
         item = vars(value).get(name)
         if item is None or name == "metadata" or (name == "arg" and _is_text_argument(value)):
-            continue  # what tools say about nodes, and texts that are passed to ops: their repr stands in generated code
+            continue  # what tools say about nodes, and texts passed to ops: their repr stands in generated code
         if name == "range_constraints":
             for symbol in item:
                 _check(_check_counter, symbol, where)

@@ -246,11 +246,10 @@ def test_archives_that_are_not_programs(name: str, data: bytes, message: str, so
 
 
 def test_records_of_the_same_name(source: Path, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="Duplicate name"):
-        write(tmp_path / "bad.pt2", records(source))
-        with zipfile.ZipFile(tmp_path / "bad.pt2", "a") as archive:
-            archive.writestr(f"model/{PROGRAM}", b"{}")
-    with pytest.raises(ContractError, match=r"12 records under 11 names|records under"):
+    write(tmp_path / "bad.pt2", records(source))
+    with zipfile.ZipFile(tmp_path / "bad.pt2", "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(f"model/{PROGRAM}", b"{}")
+    with pytest.raises(ContractError, match="12 records under 11 names"):
         mxfp8_graph.load(tmp_path / "bad.pt2")
 
 

@@ -29,6 +29,7 @@ MERGES = "a0: &a0 {x: y}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]
         ("toml", f"min_dim = {'9' * 5000}", "Exceeds the limit"),
         ("yaml", f"min_dim: 0x{'f' * 5000}", "a number of thousands of digits; expected less than 9223372036854775808"),
         ("yaml", f"name: [0x{'f' * 5000}]", r"name: .*; expected text|thousands of digits; expected text"),
+        ("yaml", "? [a, b]\n: c", "unhashable key"),
         ("yaml", "name: 2020-13-45", "month must be in 1..12"),
         ("toml", "name = 2020-02-30", "is out of range for month|[Ii]nvalid date"),
         ("yaml", "".join(f"key{n}: 1\n" for n in range(5000)), "and 4950 more"),

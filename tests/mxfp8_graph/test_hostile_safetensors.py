@@ -102,7 +102,7 @@ def test_links_as_the_hub_cache_makes_them(tmp_path: Path) -> None:
 def test_indexes_of_the_wrong_kind(text: str, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors.index.json"
     path.write_text(text)
-    with pytest.raises(ContractError, match="not the index of a checkpoint|outside its folder"):
+    with pytest.raises(ContractError, match=r"not the index of a checkpoint|outside its folder"):
         import_safetensors(path)
 
 
