@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from mxfp8_graph.policy.recipe import Recipe as Recipe
     from mxfp8_graph.policy.recipe import Rule as Rule
     from mxfp8_graph.policy.recipe import load_recipe as load_recipe
+    from mxfp8_graph.program_files import load as load
+    from mxfp8_graph.program_files import save as save
     from mxfp8_graph.report.data import RewriteReport as RewriteReport
     from mxfp8_graph.rewriting import rewrite as rewrite
-    from mxfp8_graph.torch_program import load as load
-    from mxfp8_graph.torch_program import save as save
 
 _HOMES = {
     "rewrite": "rewriting",
@@ -35,8 +35,8 @@ _HOMES = {
     "Rule": "policy.recipe",
     "load_recipe": "policy.recipe",
     "RewriteReport": "report.data",
-    "load": "torch_program",
-    "save": "torch_program",
+    "load": "program_files",
+    "save": "program_files",
     "verify": "checking.verify",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604

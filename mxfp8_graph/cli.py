@@ -6,6 +6,7 @@ interrupted and terminated. Results go to stdout, everything else to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import functools
@@ -13,15 +14,16 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Final, NoReturn, ParamSpec
+from typing import Annotated, Any, Final, NoReturn, ParamSpec
 
 import typer
-from rich.text import Text
+import typer.core
 
 from mxfp8_graph._version import __version__
+from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import console, progress_bar, say, show
 from mxfp8_ops.errors import Mxfp8Error, Option
@@ -33,7 +35,34 @@ DEFECT: Final = 70
 INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
 
+
+_UsageError: Final[Any] = typer.BadParameter.__base__
+"""Of click, which newer versions of typer bring as their own."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; what is wrong with their arguments, file names among them, is told in printable text."""
+
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        with _printable_usage():
+            return super().make_context(*args, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_usage():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _printable_usage() -> Iterator[None]:
+    try:
+        yield
+    except _UsageError as error:
+        error.message = printable(error.message)
+        raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -67,6 +96,14 @@ Dims = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of synthesised inputs.")]
+
+
+TrustPickle = Annotated[
+    bool,
+    typer.Option(
+        "--trust-pickle", help="Let a .pt2 MODEL run code that it brings. Only for files of people you trust."
+    ),
+]
 
 
 class Terminated(KeyboardInterrupt):
@@ -109,11 +146,8 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
             raise typer.Exit(BAD_INPUT) from None
         except Exception as error:
             if _debug.get():
-                console(stderr=True).print(Text(traceback.format_exc()), soft_wrap=True)
-            say(
-                f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
-                "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
-            )
+                say(traceback.format_exc())
+            _admit(error, [value for value in (*args, *kwargs.values()) if isinstance(value, Path)])
             raise typer.Exit(DEFECT) from None
 
     return app.command(name=function.__name__.replace("_", "-"))(guarded)
@@ -122,9 +156,10 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
 def _refuse(error: Mxfp8Error) -> int:
     from mxfp8_graph.policy.plan import NothingEligibleError
 
-    say(f"error: {error.message(_flag)}")
+    message = error.message(_flag)
+    say(f"error: {printable(message) if error.what else message}")  # without `what` it is a list, one finding a line
     if _debug.get():
-        console(stderr=True).print(Text(traceback.format_exc()), soft_wrap=True)
+        say(traceback.format_exc())
     if not isinstance(error, NothingEligibleError):
         return BAD_INPUT
     if error.decisions:
@@ -132,6 +167,17 @@ def _refuse(error: Mxfp8Error) -> int:
 
         console(stderr=True).print(text.reasons(error.decisions), soft_wrap=True)
     return NOTHING_ELIGIBLE
+
+
+def _admit(error: Exception, files: Sequence[Path]) -> None:
+    from mxfp8_graph import reproduction
+
+    say(
+        f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
+        "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
+    )
+    for line in reproduction.lines(sys.argv[1:], files):
+        say(printable(line))
 
 
 def _flag(option: Option) -> str:
@@ -187,6 +233,7 @@ def rewrite(
         bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf instead of refusing them.")
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site.")] = False,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Rewrites the matmuls of MODEL to MXFP8."""
     from mxfp8_graph import rewriting
@@ -206,6 +253,7 @@ def rewrite(
             overwrite=overwrite,
             dry_run=dry_run,
             allow_nonfinite=allow_nonfinite,
+            trust_pickle=trust_pickle,
             progress=progress,
         )
     if (dry_run or verbose) and done.sites:
@@ -233,6 +281,7 @@ def verify(
     dim: Dims = None,
     seed: Seed = 0,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json.")] = None,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Compares a rewritten model with its original.
 
@@ -246,7 +295,15 @@ def verify(
 
     if report is not None:
         check_report_path(report, (".json",), models=[original, rewritten])
-    found = run_verify(original, rewritten, inputs=inputs, shapes=_shapes(dim), seed=seed, max_rel_l2=max_rel_l2)
+    found = run_verify(
+        original,
+        rewritten,
+        inputs=inputs,
+        shapes=_shapes(dim),
+        seed=seed,
+        max_rel_l2=max_rel_l2,
+        trust_pickle=trust_pickle,
+    )
     show(text.verification(found))
     if report is not None:
         found.write(report)
@@ -262,12 +319,14 @@ def run(
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 10,
     dim: Dims = None,
     seed: Seed = 0,
+    trust_pickle: TrustPickle = False,
 ) -> None:
     """Runs a model with our kernels and times it."""
     from mxfp8_graph.checking import text
     from mxfp8_graph.checking.runner import run_model
 
-    show(text.run(run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat)))
+    found = run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat, trust_pickle=trust_pickle)
+    show(text.run(found))
 
 
 @command

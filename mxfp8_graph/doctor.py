@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mxfp8_graph._version import __version__
-from mxfp8_graph.report.text import STYLES, printable
+from mxfp8_graph.naming import printable
+from mxfp8_graph.report.text import STYLES
 from mxfp8_ops import contract, cpu, numerics
 from mxfp8_ops.cuda import build, planner, system
 from mxfp8_ops.errors import BackendError, Mxfp8Error

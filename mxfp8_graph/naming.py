@@ -1,8 +1,12 @@
-"""Names that nothing else has."""
+"""Names that nothing else has, and names as they are shown: they come from files that anyone may have made."""
 
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Final
+
+_LONGEST: Final = 4000
+"""Characters of a text that is shown."""
 
 
 def unique_name(wanted: str, taken: Container[str], separator: str = "_") -> str:
@@ -19,3 +23,13 @@ def take_name(wanted: str, taken: set[str], separator: str = "_") -> str:
     name = unique_name(wanted, taken, separator)
     taken.add(name)
     return name
+
+
+def printable(text: str) -> str:
+    """Returns `text` as it may be shown: whatever moves a cursor, reorders a line or is not visible is escaped.
+
+    What nobody would read to the end is cut in the middle. For data that programs read, `text` stays as it is.
+    """
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]}... ({len(text) - _LONGEST} more characters) ...{text[-_LONGEST // 2 :]}"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -24,4 +24,5 @@ class Options:
     dry_run: bool = False
     allow_nonfinite: bool = False
     training: bool = False
+    trust_pickle: bool = False
     progress: Progress | None = None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.policy.plan import Decision, NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe
@@ -90,7 +91,7 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
         raise RecipeError(options.name, found, expected=expected, advice="rewrite that one")
     if not same:
         changed = f"Recipe type changed from {recipe_name(made.recipe)} to {recipe.name}"
-        warnings.warn(changed, stacklevel=4)  # the caller of mxfp8_graph.rewrite
+        warnings.warn(printable(changed), stacklevel=4)  # the caller of mxfp8_graph.rewrite
     return same and options.training
 
 

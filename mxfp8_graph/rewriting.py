@@ -23,6 +23,7 @@ def rewrite(
     dry_run: bool = False,
     allow_nonfinite: bool = False,
     training: bool = False,
+    trust_pickle: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Any, RewriteReport]:
     """Returns (the rewritten model, a report of every decision).
@@ -39,6 +40,7 @@ def rewrite(
         allow_nonfinite: pack weights that hold NaN or Inf (their blocks become NaN) instead of refusing them.
         training: keep the weights as parameters and train them in MXFP8; exported programs only. Rewrite the trained
             program again, without it, to pack them.
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
         progress: called after each weight.
 
     Returns:
@@ -74,6 +76,7 @@ def rewrite(
         dry_run=dry_run,
         allow_nonfinite=allow_nonfinite,
         training=training,
+        trust_pickle=trust_pickle,
         progress=progress,
     )
     if kind.is_program:

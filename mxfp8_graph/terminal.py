@@ -12,8 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column
 from rich.text import Text
 
+from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Progress as ProgressCallback
-from mxfp8_graph.report.text import printable
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -60,6 +60,6 @@ def progress_bar() -> Iterator[ProgressCallback | None]:
         task = bar.add_task("planning", total=None)
 
         def advance(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total)
+            bar.update(task, description=printable(name), completed=done, total=total)
 
         yield advance

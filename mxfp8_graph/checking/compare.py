@@ -47,3 +47,15 @@ def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Differe
     return Difference(
         relative_l2=relative, max_abs=largest, cosine=cosine, nonfinite=nonfinite, compared=a.size, count=same.size
     )
+
+
+def sameness(values: npt.NDArray[Any]) -> str | None:
+    """Returns what makes a comparison with `values` prove little, in words, or None: they vary, or are few."""
+    if values.size < 2:
+        return None
+    numbers = values.astype(np.float64)
+    if not np.isfinite(numbers).any():
+        return "nowhere finite"
+    if (numbers == numbers.flat[0]).all():
+        return "zero everywhere" if numbers.flat[0] == 0 else "the same value everywhere"
+    return None

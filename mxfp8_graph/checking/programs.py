@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import numpy as np
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
 from mxfp8_graph.checking.sessions import Runnable
 from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
-from mxfp8_ops.errors import BackendError
+from mxfp8_ops.errors import BackendError, Option
 
 # isort: split
 import torch
@@ -29,15 +29,18 @@ _MOVES: Final = frozenset(
 
 
 class TorchProgram(Runnable):
-    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file."""
+    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file, and for `trust_pickle`."""
 
-    def __init__(self, model: str | Path | ExportedProgram) -> None:
+    def __init__(self, model: str | Path | ExportedProgram, *, trust_pickle: bool = False) -> None:
         if isinstance(model, ExportedProgram):
             self.name, program = "program", model
         else:
-            self.name, program = str(model), load(model)
+            self.name, program = str(model), load(model, trust_pickle=trust_pickle)
         self._program = program
-        self._module = program.module()
+        try:
+            self._module = program.module()
+        except Exception as error:  # whatever torch raises for a program that contradicts itself
+            raise _unrunnable(self.name, error, "export it again") from None
         self._inputs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
         placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
         tensors = [s.arg.name for s in self._inputs if isinstance(s.arg, TensorArgument)]
@@ -54,7 +57,10 @@ class TorchProgram(Runnable):
         leaves = [
             s.arg.value if isinstance(s.arg, ConstantArgument) else _tensor(inputs[s.arg.name]) for s in self._inputs
         ]
-        args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
+        try:
+            args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
+        except (ValueError, TypeError, KeyError) as error:
+            raise _unrunnable(self.name, error, "export it again") from None
         return args, kwargs
 
     def _call(self, feeds: tuple[Any, Any]) -> Any:
@@ -62,14 +68,19 @@ class TorchProgram(Runnable):
         try:
             with torch.inference_mode():
                 return self._module(*args, **kwargs)
-        except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            what = f"torch cannot run it: {str(error).splitlines()[0]}"
-            raise BackendError(self.name, what, expected="inputs the program accepts", advice=PASS_OTHERS) from None
+        except Exception as error:  # whatever the ops of the program raise
+            raise _unrunnable(self.name, error, PASS_OTHERS) from None
 
     def _arrays(self, results: Any) -> Inputs:
         named = zip(self._outputs, pytree.tree_leaves(results), strict=True)
         tensors = ((name, leaf) for name, leaf in named if name is not None and isinstance(leaf, torch.Tensor))
         return {name: to_numpy(leaf.contiguous()) for name, leaf in tensors}
+
+
+def _unrunnable(name: str, error: Exception, advice: str | Sequence[str | Option]) -> BackendError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    expected = "inputs the program accepts" if advice is PASS_OTHERS else "a program as torch.export makes it"
+    return BackendError(name, f"torch cannot run it: {reason}", expected=expected, advice=advice)
 
 
 def _spec(placeholder: torch.fx.Node) -> InputSpec:

@@ -37,6 +37,7 @@ def run_model(
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     repeat: int = 10,
+    trust_pickle: bool = False,
 ) -> RunReport:
     """Returns outputs and latencies of `repeat` runs with our kernels, after one that is not counted.
 
@@ -46,13 +47,14 @@ def run_model(
         shapes: sizes of free dimensions for synthesised inputs; see `input_sizes.Sizes`.
         seed: for synthesised inputs.
         repeat: how many runs are counted, at least 1.
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: the model cannot be read.
         ShapeError: `inputs` does not fit the model.
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
     """
-    signature, runnable = open_runnable(model)
+    signature, runnable = open_runnable(model, trust_pickle=trust_pickle)
     feeds = make_inputs(signature, inputs, shapes, seed)
     timing = runnable.time(feeds, repeat)
     return RunReport(model=signature.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing)
@@ -68,12 +70,12 @@ def is_program(model: Any) -> bool:
     return kind.is_program
 
 
-def open_runnable(model: Model) -> tuple[Signature, Runnable]:
+def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signature, Runnable]:
     """Returns (what a model takes, the model ready to run with our kernels); errors as `run_model`."""
     if is_program(model):
         from mxfp8_graph.checking.programs import TorchProgram
 
-        program = TorchProgram(model)
+        program = TorchProgram(model, trust_pickle=trust_pickle)
         return Signature(program.name, program.specs, program.ranges), program
     signature = Signature.of(open_model(model))
     return signature, Session(model, kernels=True, where=signature.name)

@@ -38,6 +38,7 @@ def to_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_shapes: Any = None,
+    trust_pickle: bool = False,
 ) -> Path:
     """Returns `path`, having written a rewritten program there as ONNX; any ONNX Runtime from 1.20 on runs it.
 
@@ -51,6 +52,7 @@ def to_onnx(
         output_names: what to call the outputs.
         dynamic_shapes: names for dynamic axes, as `torch.onnx.export` takes them: `{"x": {0: "batch"}}`. Which axes
             are dynamic is the program's; this only names them. By default they have torch's names, such as "s77".
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: the program is not a packed one, an op has no ONNX form, or the file cannot be written.
@@ -61,7 +63,7 @@ def to_onnx(
     if not contract.MIN_OPSET <= opset <= newest:
         expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
         raise ContractError("to_onnx", f"opset {opset}", expected=expected, advice="pass another opset")
-    exported = _program(program)
+    exported = _program(program, trust_pickle=trust_pickle)
     if isinstance(program, (str, Path)) and any(
         is_any_of(file, [Path(program)]) for file in (path, data_path_of(path))
     ):
@@ -82,7 +84,7 @@ def to_onnx(
     return path
 
 
-def _program(program: Any) -> ExportedProgram:
+def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
     kind = kind_of(program)
     if not (kind.is_file or kind is Kind.PROGRAM):
         what = f"a {type(program).__name__}"
@@ -101,7 +103,7 @@ def _program(program: Any) -> ExportedProgram:
         return exported
     from mxfp8_graph.torch_program import load
 
-    return load(program)
+    return load(program, trust_pickle=trust_pickle)
 
 
 def _recorded_recipe(program: ExportedProgram) -> str | None:

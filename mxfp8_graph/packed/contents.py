@@ -13,7 +13,7 @@ from mxfp8_graph.packed.weight import Contents, PackedWeight
 from mxfp8_ops.errors import ContractError
 
 
-def unpack(model: Any) -> Mapping[str, PackedWeight]:
+def unpack(model: Any, *, trust_pickle: bool = False) -> Mapping[str, PackedWeight]:
     """Returns the packed weights of a model, by the names they had before.
 
     Nothing is read but the structure; each weight reads its elements and scales when they are asked for, from the
@@ -23,14 +23,15 @@ def unpack(model: Any) -> Mapping[str, PackedWeight]:
         model: the path of an ONNX file or a .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
             `torch.export.ExportedProgram`. Weights in TensorRT's own MXFP8 nodes (domain `trt`) are found too. A
             model that was not rewritten has none.
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: the model is none of these, or cannot be read.
     """
-    return MappingProxyType(contents(model).weights)
+    return MappingProxyType(contents(model, trust_pickle=trust_pickle).weights)
 
 
-def contents(model: Any) -> Contents:
+def contents(model: Any, *, trust_pickle: bool = False) -> Contents:
     """Returns everything a model stores; see `unpack`."""
     kind = kind_of(model)
     if kind is Kind.UNKNOWN:
@@ -44,7 +45,8 @@ def contents(model: Any) -> Contents:
 
         if not kind.is_file:
             return from_torch.contents(model, "program")
-        return replace(from_torch.contents(load(model), str(model)), files=frozenset({Path(model)}))
+        program = load(model, trust_pickle=trust_pickle)
+        return replace(from_torch.contents(program, str(model)), files=frozenset({Path(model)}))
     from mxfp8_graph.onnx_model import graphsurgeon
     from mxfp8_graph.onnx_model.open import open_model
     from mxfp8_graph.packed import from_onnx

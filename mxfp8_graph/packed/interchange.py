@@ -27,6 +27,9 @@ from mxfp8_ops.errors import ContractError
 _FORMATS: Final = {fmt.safetensors_name: fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
 _SCALE_DTYPES: Final = frozenset({safetensors.U8, safetensors.E8M0})
 
+_LARGEST_INDEX: Final = 100_000_000
+"""Bytes, as of a safetensors header."""
+
 CONFIG_KEY: Final = "quantization_config"
 """Key in the file's metadata; its value belongs in the checkpoint's config.json."""
 
@@ -38,6 +41,7 @@ def export_safetensors(
     convention: str = COMPRESSED_TENSORS.name,
     weights_only: bool = False,
     overwrite: bool = False,
+    trust_pickle: bool = False,
 ) -> Path:
     """Returns `path`, having written the weights of a rewritten model there as a safetensors checkpoint.
 
@@ -51,6 +55,7 @@ def export_safetensors(
         convention: "compressed-tensors" (scales are X.weight_scale) or "scale-inv" (X.weight_scale_inv).
         weights_only: leave out the parameters that are not packed (biases, embeddings, norms).
         overwrite: whether an existing file may be replaced.
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: the model holds no packed weights or cannot be read, or the file cannot be written.
@@ -59,7 +64,7 @@ def export_safetensors(
     if convention not in CONVENTIONS:
         raise ContractError.unknown("convention", convention, CONVENTIONS)
     chosen = CONVENTIONS[convention]
-    found = contents(model)
+    found = contents(model, trust_pickle=trust_pickle)
     if not found.weights:
         what = "no packed weights"
         raise ContractError(found.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
@@ -146,12 +151,14 @@ def _sharded(path: Path) -> dict[str, safetensors.Stored]:
     """Returns the tensors of every file an index names."""
     folder = ModelFolder(path)
     try:
-        with folder.files.open(path) as file:
-            names: dict[str, str] = json.load(file)["weight_map"]
-        shards = sorted({str(PurePath(name)) for name in names.values()})
+        with folder.files.open(path) as index:
+            content = index.read(_LARGEST_INDEX + 1)
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    try:
+        names = json.loads(content.decode("utf-8") if len(content) <= _LARGEST_INDEX else "")["weight_map"]
+        shards = sorted({str(PurePath(name)) for name in names.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         what = "not the index of a checkpoint"
         expected = "JSON with a weight_map"
         raise ContractError(path, what, expected=expected, advice="name a .safetensors.index.json") from None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -153,24 +153,58 @@ def read(path: Path, files: Pins) -> tuple[dict[str, Stored], dict[str, str]]:
         raise _unreadable(path, error) from None
     if content is None:
         raise _damaged(path, f"its header of {length} bytes does not fit into {size}")
+    header = _parsed(path, content)
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _damaged(path, "its metadata is not text by name")
+    entries = {name: _entry(path, name, entry) for name, entry in header.items()}
+    end = 0
+    for name, (_, _, (start, stop)) in sorted(entries.items(), key=lambda item: item[1][2]):
+        if start != end or 8 + length + stop > size:
+            expected = f"from {end} on, and {size - 8 - length} at most"
+            raise _damaged(path, f"tensor {name!r} claims bytes {start} to {stop}; expected them {expected}")
+        end = stop
+    found = {
+        n: Stored(d, s, path, files, 8 + length + start) for n, (d, s, (start, _)) in entries.items() if d in DTYPES
+    }
+    return found, metadata
+
+
+def _parsed(path: Path, content: bytes) -> dict[str, Any]:
+    """Returns the header, in which no name stands twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = dict(pairs)
+        if len(names) < len(pairs):
+            raise ValueError("a name stands there twice")
+        return names
+
     try:
-        header = json.loads(content)
+        header = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+    except RecursionError:
+        raise _damaged(path, "its header is nested without end") from None
     except ValueError as error:
         raise _damaged(path, f"its header is not JSON ({error})") from None
-    metadata = header.pop(_METADATA, {}) if isinstance(header, dict) else None
-    if metadata is None:
+    if not isinstance(header, dict):
         raise _damaged(path, "its header is not a JSON object")
-    tensors = {}
-    for name, entry in header.items():
-        try:
-            dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            if dtype in DTYPES:
-                tensors[name] = Stored(dtype, shape, path, files, 8 + length + start)
-                if stop != start + _byte_size(dtype, shape) or start < 0 or 8 + length + stop > size:
-                    raise _damaged(path, f"tensor {name!r} claims bytes {start} to {stop}")
-        except (KeyError, TypeError) as error:
-            raise _damaged(path, f"tensor {name!r} is not described as the format says ({error!r})") from None
-    return tensors, metadata
+    return header
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+    """Returns dtype, shape, and where the data begins and ends, as the header describes a tensor."""
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)) or len(offsets) != 2:
+        found = repr(entry) if len(repr(entry)) <= 200 else f"{repr(entry)[:200]}..."
+        raise _damaged(path, f"tensor {name!r} is not described as the format says ({found})")
+    start, stop = offsets
+    if start > stop or (dtype in DTYPES and stop - start != _byte_size(dtype, shape)):
+        raise _damaged(path, f"tensor {name!r} of {dtype} {shape} claims bytes {start} to {stop}")
+    return dtype, tuple(shape), (start, stop)
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def _header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:

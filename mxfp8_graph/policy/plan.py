@@ -5,11 +5,11 @@ Knows neither ONNX nor torch: both front ends describe what they found as `MatMu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from mxfp8_graph.policy.patterns import Search
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
 
@@ -83,27 +83,29 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
     for the site's role; `min_dim`.
 
     Raises:
-        RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not.
+        RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not; or a pattern
+            takes for ever to look for.
     """
-    decisions = [_decide(site, recipe) for site in sites]
-    _refuse_unused(sites, recipe)
+    search = Search(recipe.name)
+    decisions = [_decide(site, recipe, search) for site in sites]
+    _refuse_unused(sites, recipe, search)
     return decisions
 
 
-def _decide(site: MatMulSite, recipe: Recipe) -> Decision:
+def _decide(site: MatMulSite, recipe: Recipe, search: Search) -> Decision:
     def keep(rule: str, reason: str) -> Decision:
         return Decision(site=site, quantize=False, rule=rule, reason=reason)
 
     if site.blocker:
         return keep("structure", site.blocker)
-    if pattern := _first(recipe.exclude, site):
+    if pattern := _first(recipe.exclude, site, search):
         return keep("exclude", f"excluded by {pattern!r}")
     for index, rule in enumerate(recipe.rules):
-        if _matches(rule, site):
+        if _matches(rule, site, search):
             if not rule.quantize:
                 return keep(f"rules.{index}", f"kept by rules.{index}: {rule}")
             return _quantize(site, recipe, f"rules.{index}", f"rules.{index}: {rule}", rule)
-    if recipe.include and not _first(recipe.include, site):
+    if recipe.include and not _first(recipe.include, site, search):
         return keep("include", "not among the included names")
     if reason := _policy_reason(site, recipe):
         return keep("policy", reason)
@@ -137,43 +139,43 @@ def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rul
     return Decision(site=site, quantize=True, rule=rule_name, reason=reason, **chosen)
 
 
-def _named(pattern: str, site: MatMulSite) -> bool:
+def _named(pattern: str, site: MatMulSite, search: Search) -> bool:
     """Whether `pattern` is found in the site's node name or module path."""
-    return re.search(pattern, site.name) is not None or re.search(pattern, site.module) is not None
+    return search(pattern, site.name) or search(pattern, site.module)
 
 
-def _first(patterns: Sequence[str], site: MatMulSite) -> str | None:
-    return next((p for p in patterns if _named(p, site)), None)
+def _first(patterns: Sequence[str], site: MatMulSite, search: Search) -> str | None:
+    return next((p for p in patterns if _named(p, site, search)), None)
 
 
-def _matches(rule: Rule, site: MatMulSite) -> bool:
+def _matches(rule: Rule, site: MatMulSite, search: Search) -> bool:
     def within(size: Dim, least: int | None, most: int | None) -> bool:
         if least is None and most is None:
             return True
         return isinstance(size, int) and (least is None or size >= least) and (most is None or size <= most)
 
     return (
-        (rule.name is None or _named(rule.name, site))
+        (rule.name is None or _named(rule.name, site, search))
         and (rule.op is None or rule.op == site.op)
-        and (rule.subgraph is None or re.search(rule.subgraph, site.subgraph) is not None)
+        and (rule.subgraph is None or search(rule.subgraph, site.subgraph))
         and within(site.n, rule.min_n, rule.max_n)
         and within(site.k, rule.min_k, rule.max_k)
     )
 
 
-def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
+def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe, search: Search) -> None:
     """Raises RecipeError if a rule, include or exclude pattern decides no site."""
     names = [site.module or site.name for site in sites]
     for field in ("include", "exclude"):
         for index, pattern in enumerate(getattr(recipe, field)):
-            if not any(_named(pattern, site) for site in sites):
+            if not any(_named(pattern, site, search) for site in sites):
                 raise _unused(recipe, f"{field}.{index}: {pattern!r} matches none", names)
     reached: set[int] = set()
     matched: set[int] = set()
     for site in sites:
-        hits = [index for index, rule in enumerate(recipe.rules) if _matches(rule, site)]
+        hits = [index for index, rule in enumerate(recipe.rules) if _matches(rule, site, search)]
         matched.update(hits)
-        if hits and not _first(recipe.exclude, site):
+        if hits and not _first(recipe.exclude, site, search):
             reached.add(hits[0])
     for index, rule in enumerate(recipe.rules):
         if index not in matched:

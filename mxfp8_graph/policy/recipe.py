@@ -7,7 +7,6 @@ not the attention products; nor routers, which ModelOpt keeps too.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -15,23 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from mxfp8_graph.policy import presets, recipe_file
+from mxfp8_graph.policy import patterns, presets, recipe_file
 from mxfp8_ops.errors import RecipeError
 from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
 
-
-def _compilable(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression ({error}); expected one; correct it") from None
-    return pattern
-
-
-Pattern = Annotated[str, AfterValidator(_compilable)]
+Pattern = Annotated[str, AfterValidator(patterns.check)]
 """A regular expression, matched anywhere in the name (`re.search`)."""
 
-NonNegative = Annotated[int, Field(ge=0, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Flag = pydantic.StrictBool
 """true or false, and nothing that merely looks like it."""
 if TYPE_CHECKING:

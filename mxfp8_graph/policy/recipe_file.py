@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from mxfp8_graph.file_reading import open_regular
+from mxfp8_graph.naming import printable
 from mxfp8_ops.errors import RecipeError
 
 if sys.version_info >= (3, 11):
@@ -32,6 +33,14 @@ Lines = Mapping[Location, int]
 """Line of every key, counted from 1."""
 
 
+_LARGEST: Final = 2**20
+"""Bytes of a file."""
+_MOST_VALUES: Final = 100_000
+"""Keys and values, those behind a YAML alias counted each time it is used."""
+_DEEPEST: Final = 64
+"""Levels of nesting; a recipe has four."""
+
+
 def read(path: Path) -> tuple[dict[str, Any], Lines]:
     """Returns the file's data and, for YAML, the line of every key.
 
@@ -40,10 +49,14 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
     """
     try:
         with open_regular(path) as file:
-            text = file.read().decode("utf-8")
+            content = file.read(_LARGEST + 1)
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RecipeError(path, reason, expected="a readable recipe file", advice="check the path") from None
+    if len(content) > _LARGEST:
+        expected = f"at most {_LARGEST}"
+        raise RecipeError(path, f"more than {_LARGEST} bytes", expected=expected, advice="name a recipe")
     data, lines = _parse(path, text)
     if not isinstance(data, dict):
         kind = "nothing" if data is None else f"a {type(data).__name__}"
@@ -56,23 +69,56 @@ def _parse(path: Path, text: str) -> tuple[Any, Lines]:
     try:
         if path.suffix == ".toml":
             return tomllib.loads(text), lines
-        data = yaml.safe_load(text)
-        _collect_lines(yaml.compose(text, Loader=yaml.SafeLoader), (), lines)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, lines
+        _refuse_bombs(path, node)
+        _collect_lines(node, (), lines)
+        return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
         where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
         raise RecipeError(where, str(error.problem), expected="valid YAML", advice="fix that line") from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except RecursionError:
+        raise RecipeError(path, "nested without end", expected="a recipe", advice="flatten it") from None
+    except RecipeError:
+        raise
+    except (ValueError, OverflowError, yaml.YAMLError) as error:  # also impossible dates and numbers without end
         message, kind = " ".join(str(error).split()), path.suffix[1:].upper()
         raise RecipeError(path, message, expected=f"valid {kind}", advice="fix that line") from None
-    except RecursionError:
-        advice = "remove the alias to itself"
-        raise RecipeError(path, "nested without end", expected="a recipe", advice=advice) from None
-    return data, lines
+
+
+def _refuse_bombs(path: Path, root: yaml.Node) -> None:
+    """Raises RecipeError if a document is nested too deeply, or has too many values once its aliases are written out.
+
+    YAML's aliases make a document of a few lines as large as one likes, or without end.
+    """
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node) -> int:
+        if id(node) in open_nodes:
+            raise RecipeError(path, "nested without end", expected="a recipe", advice="remove the alias to itself")
+        if len(open_nodes) > _DEEPEST:
+            raise RecipeError(path, f"more than {_DEEPEST} levels", expected="a recipe", advice="flatten it")
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            inner = (item for part in parts for item in (part if isinstance(part, tuple) else (part,)))
+            sizes[id(node)] = 1 + sum(map(size, inner))
+            open_nodes.remove(id(node))
+        return sizes[id(node)]
+
+    if size(root) > _MOST_VALUES:
+        what = f"{size(root)} values, aliases written out" if size(root) < 10**9 else "values without end"
+        raise RecipeError(path, what, expected=f"at most {_MOST_VALUES}", advice="remove the aliases")
 
 
 def _collect_lines(node: yaml.Node | None, at: Location, lines: dict[Location, int]) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # YAML's constructor says that it is no key
             where = (*at, key.value)
             if where in lines:
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
@@ -92,9 +138,14 @@ _EXPECTED: Final = {
     "model_type": "a mapping",
     "invalid_key": "keys that are text",
     "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
     "literal_error": "{expected}",
 }
 """Pydantic's error type -> what the field takes, in the words of the file."""
+
+
+_MOST_FINDINGS: Final = 50
+"""How many are told; they would fill the screen, and what is meant by each unknown key takes time to find."""
 
 
 def explained(
@@ -104,7 +155,11 @@ def explained(
 
     `where` is the file, or the class that was called.
     """
-    return RecipeError("\n".join(_explain(one, where, model, lines or {}) for one in error.errors()))
+    findings = error.errors()
+    told = [_explain(one, where, model, lines or {}) for one in findings[:_MOST_FINDINGS]]
+    if len(findings) > _MOST_FINDINGS:
+        told.append(f"{where}: and {len(findings) - _MOST_FINDINGS} more")
+    return RecipeError("\n".join(told))
 
 
 def _explain(error: Any, where: object, model: type[BaseModel], lines: Lines) -> str:
@@ -115,16 +170,16 @@ def _explain(error: Any, where: object, model: type[BaseModel], lines: Lines) ->
         at, text = tuple(int(part) if part.isdecimal() else part for part in key.split(".")), message
     elif error["type"] == "extra_forbidden":
         fields = _fields(model, at)
-        close = difflib.get_close_matches(str(at[-1]), fields, n=1)
+        close = difflib.get_close_matches(str(at[-1])[:100], fields, n=1)
         advice = f"did you mean {close[0]}?" if close else "correct or remove it"
         text = f"{_dotted(at)}: unknown key; expected one of {', '.join(fields)}; {advice}"
     elif error["type"] in _EXPECTED:
         expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
-        text = f"{_dotted(at)}: {error['input']!r}; expected {expected}; correct it"
+        text = f"{_dotted(at)}: {_shown(error['input'])}; expected {expected}; correct it"
     else:
         text = f"{_dotted(at)}: {message}"
     line = next((lines[at[:n]] for n in range(len(at), 0, -1) if at[:n] in lines), None)
-    return f"{where}:{line}: {text}" if line else f"{where}: {text}"
+    return printable(f"{where}:{line}: {text}" if line else f"{where}: {text}")
 
 
 def _fields(model: type[BaseModel], at: Location) -> list[str]:
@@ -137,3 +192,11 @@ def _fields(model: type[BaseModel], at: Location) -> list[str]:
 
 def _dotted(at: Location) -> str:
     return ".".join(map(str, at))
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."

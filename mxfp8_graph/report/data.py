@@ -187,8 +187,9 @@ class RewriteReport:
         }
 
     def to_json(self) -> str:
-        """Returns `to_dict` as indented JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        """Returns `to_dict` as indented JSON: names exactly, but escaped where they are more than visible text."""
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
     def to_html(self) -> str:
         """Returns one self-contained page: no scripts, nothing fetched."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
+from mxfp8_graph.naming import printable
+
 _PAGE: Final = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -38,16 +40,21 @@ def page(title: str, tables: Iterable[Table], *, dimmed: str) -> str:
     """Returns the page; rows with a cell that says `dimmed`, one word, are paler than the others."""
     parts = []
     for heading, header, rows in tables:
-        parts += [f"<h2>{escape(heading)}</h2>"] if heading else []
+        parts += [f"<h2>{_text(heading)}</h2>"] if heading else []
         parts.append(_table(header, rows, dimmed))
-    return _PAGE.format(title=escape(title), tables="\n".join(parts), dimmed=dimmed)
+    return _PAGE.format(title=_text(title), tables="\n".join(parts), dimmed=dimmed)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], dimmed: str) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    head = "".join(f"<th>{_text(cell)}</th>" for cell in header)
     lines = ["<table>"]
     lines += [f"<tr>{head}</tr>"] if header else []
     for row in rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        cells = "".join(f"<td>{_text(cell)}</td>" for cell in row)
         lines.append(f'<tr class="{dimmed if dimmed in row else ""}">{cells}</tr>')
     return "\n".join([*lines, "</table>"])
+
+
+def _text(text: str) -> str:
+    """Returns `text` as it may stand anywhere in the page."""
+    return escape(printable(text))

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mxfp8_graph.naming import printable
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report import data
 from mxfp8_graph.report.data import SITE_HEADER, RewriteReport
@@ -81,8 +82,3 @@ def lines(pairs: Iterable[tuple[str, str]]) -> Table:
     for label, value in pairs:
         table.add_row(label, Text(printable(value)))
     return table
-
-
-def printable(text: str) -> str:
-    """Returns `text` with control characters escaped: names come from files anyone may have made."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

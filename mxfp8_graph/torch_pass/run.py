@@ -38,7 +38,7 @@ def rewrite_torch(
     reporter = Reporter(recipe=recipe, options=options)
     if options.output is not None:
         _check_output(model, options.output, overwrite=options.overwrite)
-    source = load(model) if isinstance(model, Path) else model
+    source = load(model, trust_pickle=options.trust_pickle) if isinstance(model, Path) else model
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
     if already_rewritten(record.find(source), recipe, options, what="program"):

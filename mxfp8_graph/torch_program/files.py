@@ -6,10 +6,10 @@ import contextlib
 import importlib
 import io
 import json
-import zipfile
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 import torch
 from torch.export import ExportedProgram
@@ -18,34 +18,29 @@ from mxfp8_graph import provenance
 from mxfp8_graph.file_locks import uninterrupted
 from mxfp8_graph.file_reading import Pins
 from mxfp8_graph.file_writing import is_taken, replacing
-from mxfp8_graph.torch_program import internals, record
+from mxfp8_graph.torch_program import internals, record, serialized
+from mxfp8_graph.torch_program.archive import Archive
+from mxfp8_graph.torch_program.stored import check_stored
 from mxfp8_ops import (
     contract,
     torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
 )
-from mxfp8_ops.errors import ContractError, Option
+from mxfp8_ops.errors import ContractError, Mxfp8Error, Option
 
 EXTRA_FILE: Final = "mxfp8_graph.json"
 """Name of the extra file in the archive: how the program was made, and which modules define its containers."""
 
 _MODULES_KEY: Final = "mxfp8_graph.modules"
 _KNOWN_PACKAGES: Final = frozenset({"torch", "transformers"})
-"""Packages whose modules `load` imports by itself because a file asks for them."""
+"""Packages that register their containers when they, or what `_DEFINES_CONTAINERS` matches, are imported."""
+_DEFINES_CONTAINERS: Final = re.compile(
+    r"transformers\.(modeling_\w+|cache_utils|utils\.generic|models(\.[a-z0-9_]+)+\.modeling_\w+)"
+)
+"""Modules that `load` imports by itself because a file asks for them."""
 
 
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
-    """Returns the .pt2 file a program was written to; `mxfp8_graph.load` reads it, in any process.
-
-    After an error an existing file is as it was, and there is no half of a new one.
-
-    Args:
-        program: rewritten or not.
-        path: ends in .pt2.
-        overwrite: whether an existing file may be replaced.
-
-    Raises:
-        ContractError: another suffix, the file exists, it cannot be written, or torch cannot serialize the program.
-    """
+    """Returns the .pt2 file a program was written to; see `mxfp8_graph.save`."""
     path = check_target(path, overwrite=overwrite)
     made = record.find(program)
     entries: dict[str, Any] = provenance.entries(made.recipe if made else None)
@@ -97,25 +92,22 @@ class _Sink(io.RawIOBase):
         return len(data)
 
 
-def load(path: str | Path) -> ExportedProgram:
-    """Returns the program in a .pt2 file, rewritten or not. Nothing else needs to be imported first.
-
-    torch reads such files with pickle: load only files you trust.
-
-    Raises:
-        ContractError: the file is missing, not a .pt2, cut short, of a newer contract, or torch cannot read it.
-    """
+def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
+    """Returns the program in a .pt2 file; see `mxfp8_graph.load`."""
     path = Path(path)
     pins = Pins()
-    entries = _entries(path, pins)
-    version = int(entries.get(provenance.CONTRACT_KEY, contract.VERSION))
+    archive = Archive(path, pins)
+    entries = _entries(archive)
+    version = _contract_version(path, entries)
     if version > contract.VERSION:
         made_by = entries.get(provenance.VERSION_KEY, "a newer mxfp8-graph")
         what = f"node contract {version}, made by mxfp8-graph {made_by}"
         raise ContractError(path, what, expected=f"at most {contract.VERSION}", advice="upgrade mxfp8-graph")
     unknown = _import(entries.get(_MODULES_KEY, []))
     try:
-        program, _ = internals.load_archive(path)
+        program = internals.load_archive(path) if trust_pickle else serialized.read_program(archive)
+    except Mxfp8Error:
+        raise
     except Exception as error:
         advice = f"import {', '.join(unknown)} first" if unknown else "see the cause above"
         what = f"torch {torch.__version__} cannot read the program: {_first_line(error)}"
@@ -125,6 +117,7 @@ def load(path: str | Path) -> ExportedProgram:
     if program is None:
         what = "holds no exported program (a compiled package?)"
         raise ContractError(path, what, expected="one", advice="save it with mxfp8_graph.save")
+    check_stored(program, path)
     return program
 
 
@@ -150,38 +143,37 @@ def _exists(path: Path) -> ContractError:
     return ContractError(path, "exists already", expected="a new file", advice=advice)
 
 
-def _entries(path: Path, pins: Pins) -> Mapping[str, Any]:
+def _entries(archive: Archive) -> Mapping[str, Any]:
     """Returns what `save` recorded in a file, empty if something else wrote it."""
-    if path.is_dir():
-        raise ContractError(path, "a directory", expected="a .pt2 file", advice="name the file inside it")
-    try:
-        with pins.open(path) as file:
-            start = file.read(4)
-    except OSError as error:
-        raise ContractError.unreadable(path, error, "a readable .pt2 file") from None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            name = next((n for n in archive.namelist() if n.endswith(f"/extra/{EXTRA_FILE}")), None)
-            entries = json.loads(archive.read(name)) if name else {}
-    except (zipfile.BadZipFile, EOFError):
-        if start == b"PK\x03\x04":
-            raise ContractError(path, "cut short", expected="a whole .pt2 file", advice="copy it again") from None
-        expected = "what mxfp8_graph.save or torch.export.save writes"
-        raise ContractError(path, "not a .pt2 file", expected=expected, advice="check the path") from None
-    except ValueError as error:
-        what = f"its {EXTRA_FILE} is not JSON ({error})"
-        raise ContractError(path, what, expected="it whole", advice="save again") from None
-    return entries if isinstance(entries, dict) else {}
+    name = f"extra/{EXTRA_FILE}"
+    entries = archive.json(name) if name in archive.names else {}
+    modules = entries.get(_MODULES_KEY, []) if isinstance(entries, dict) else None
+    if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
+        what = f"its {EXTRA_FILE} is of another kind"
+        raise ContractError(archive.path, what, expected="what mxfp8_graph.save writes", advice="save again")
+    return cast(Mapping[str, Any], entries)
+
+
+def _contract_version(path: Path, entries: Mapping[str, Any]) -> int:
+    version = entries.get(provenance.CONTRACT_KEY, contract.VERSION)
+    text = str(version)
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        what = f"node contract {text[:80]!r} in its {EXTRA_FILE}"
+        raise ContractError(path, what, expected="a number", advice="save again")
+    return int(text)
 
 
 def _import(modules: list[str]) -> list[str]:
-    """Imports the modules of known packages, which register their containers; returns the other ones."""
+    """Imports the modules that register known containers; returns those that the user must import.
+
+    A file names them, so only modules that define models and their outputs are imported, never any other.
+    """
     unknown = []
     for module in modules:
-        if module.partition(".")[0] in _KNOWN_PACKAGES:
+        if _DEFINES_CONTAINERS.fullmatch(module):
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
-        else:
+        elif module.partition(".")[0] not in _KNOWN_PACKAGES:
             unknown.append(module)
     return unknown
 

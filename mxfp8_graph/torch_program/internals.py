@@ -6,6 +6,7 @@ What is used beyond the documented API, and why:
     GraphModule.__deepcopy__           renames placeholders that shadow builtins; `clone` puts the names back
     OpOverload._schema                 says which arguments an op writes to
     Node.meta["from_node"]             what a node was before decomposition
+    torch._export.serde                reads what torch.export.save writes, see serialized.py and code_in_programs.py
     torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
 """
 
@@ -88,12 +89,16 @@ def updated(
     return new
 
 
-def load_archive(path: Path) -> tuple[ExportedProgram | None, Mapping[str, Any]]:
-    """Returns (the program in a .pt2 file, its extra files). Unlike torch.export.load it tells what went wrong."""
+def load_archive(path: Path) -> ExportedProgram | None:
+    """Returns the program in a .pt2 file, as torch reads it: code that the file brings runs.
+
+    Unlike torch.export.load it tells what went wrong.
+    """
     from torch.export.pt2_archive._package import load_pt2
 
     contents: Any = load_pt2(str(path))
-    return contents.exported_programs.get("model"), contents.extra_files
+    program: ExportedProgram | None = contents.exported_programs.get("model")
+    return program
 
 
 def container_modules(program: ExportedProgram) -> list[str]:

@@ -12,7 +12,7 @@ import builders as b
 import pytest
 from commands import process, refused, run, save
 
-from mxfp8_graph import rewriting
+from mxfp8_graph import __version__, rewriting
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -52,6 +52,17 @@ def test_a_defect_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
         "This is a defect of mxfp8-graph, not of your model. Please report it, with the output of "
         "`mxfp8-graph --debug ...` and `mxfp8-graph doctor`.",
     ]
+
+
+def test_a_defect_says_how_to_reproduce_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewriting, "rewrite", lambda *args, **kwargs: {}["oops"])
+    monkeypatch.setattr(sys, "argv", ["/somewhere/mxfp8-graph", "rewrite", "a b.onnx"])
+    Path("a b.onnx").write_bytes(b"abc")
+    command, versions, file = refused("rewrite", "a b.onnx", code=70).splitlines()[2:]
+    assert command == "command: mxfp8-graph rewrite 'a b.onnx'"
+    assert versions.startswith(f"versions: mxfp8-graph {__version__}, Python 3.")
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # SHA-256's own example
+    assert file == f"file: a b.onnx, 3 bytes, SHA-256 {digest}"
 
 
 def test_debug_prints_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

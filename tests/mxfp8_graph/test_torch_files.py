@@ -21,7 +21,7 @@ from torch_programs import DYNAMIC, Apply, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
-from mxfp8_graph.torch_program import files, internals  # noqa: E402
+from mxfp8_graph.torch_program import files, internals, serialized  # noqa: E402
 from mxfp8_ops import contract  # noqa: E402
 from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
 
@@ -217,12 +217,12 @@ def test_a_newer_contract(tmp_path: Path, rewritten: ExportedProgram, monkeypatc
 def test_unknown_containers_are_named(
     tmp_path: Path, rewritten: ExportedProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unregistered(path: Path) -> Any:
+    def unregistered(archive: Any) -> Any:
         raise AssertionError("somewhere.Pair is not registered in pytree\nmore")
 
     monkeypatch.setattr(internals, "container_modules", lambda program: ["somewhere", "torch.utils"])
     path = mxfp8_graph.save(rewritten, tmp_path / "pair.pt2")
-    monkeypatch.setattr(internals, "load_archive", unregistered)
+    monkeypatch.setattr(serialized, "read_program", unregistered)
     with pytest.raises(ContractError, match=r"Pair is not registered in pytree; .*; import somewhere first$"):
         mxfp8_graph.load(path)
 

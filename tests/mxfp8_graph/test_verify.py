@@ -14,9 +14,10 @@ from onnx import helper, numpy_helper
 
 import mxfp8_graph
 from mxfp8_graph.checking.compare import difference
-from mxfp8_graph.checking.report import VerifyReport
+from mxfp8_graph.checking.node_check import NodeCheck
+from mxfp8_graph.checking.report import OutputCheck, VerifyReport
 from mxfp8_graph.checking.runner import run_model
-from mxfp8_graph.checking.verify import verify
+from mxfp8_graph.checking.verify import _drift_notes, verify
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
@@ -314,3 +315,41 @@ def test_bfloat16_results_come_back_as_bfloat16() -> None:
     x = np.array([1.5, -2, 3], ml_dtypes.bfloat16)
     z = run_model(model, inputs={"x": x}, repeat=1).timing.outputs["z"]
     assert (z.dtype, z.tolist()) == (x.dtype, x.tolist())
+
+
+# --- Notes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "said"), [(0.0, "zero everywhere"), (np.nan, "nowhere finite")])
+def test_outputs_that_prove_nothing_are_noted(factor: float, said: str) -> None:
+    model = b.chain_model()
+    last = model.graph.node[-1]
+    name = last.output[0]
+    last.output[0] = "before"
+    model.graph.node.append(b.node("Mul", "before factor", name))
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(factor), "factor"))
+    report = check(model)
+    assert any(note.startswith(f"output {name!r} is {said} in both models: ") for note in report.notes), report.notes
+
+
+def test_an_output_that_only_the_rewritten_model_makes_constant_is_noted() -> None:
+    model = b.chain_model()
+    after = rewritten(model)
+    for tensor in after.graph.initializer:
+        set_initializer(after, tensor.name, lambda array: array.fill(0))
+    notes = verify(model, after).notes
+    assert any("is zero everywhere in the rewritten model: this says little" in note for note in notes), notes
+
+
+def test_a_drift_between_kernels_and_bodies_is_explained() -> None:
+    """Sums that differ in the last bit round elements of later layers to another step, in two correct executions."""
+    drift = difference(np.array([1.0, 1.0]), np.array([1.0, 1.2]))
+    small = difference(np.array([1.0, 1.0]), np.array([1.0, 1.1]))
+    drifting = OutputCheck(name="y", dtype="float32", shape=(2,), rewritten=small, body=small, kernel=drift)
+    calm = OutputCheck(name="z", dtype="float32", shape=(2,), rewritten=drift, body=drift, kernel=small)
+    node = NodeCheck("n", "MXFP8Gemm", 0.5)
+    (note,) = _drift_notes([node], [drifting, calm])
+    assert note.startswith(
+        "kernel against body exceeds the error of the rewrite at 'y': sums that differ in the last bit"
+    )
+    assert _drift_notes([NodeCheck("n", "MXFP8Gemm", 2.0)], [drifting]) == []  # then the kernel is wrong

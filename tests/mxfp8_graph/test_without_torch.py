@@ -37,6 +37,14 @@ def test_a_program_needs_torch(arguments: tuple[str, ...]) -> None:
     )
 
 
+def test_a_star_import_needs_no_torch() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None\nfrom mxfp8_graph import *; print(rewrite.__name__, load.__name__)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.stdout == "rewrite load\n", result
+
+
 @pytest.mark.parametrize("call", ["load('m.pt2')", "unpack('m.pt2')", "rewrite('m.pt2')", "to_onnx('m.pt2', 'm.onnx')"])
 def test_from_python_too(call: str) -> None:
     script = (

@@ -99,7 +99,7 @@ def work() -> None:
             status, text = call(library, entry, {name: value})
             assert status == -1, f"{entry}: {name} = {value} gives status {status}"
             # A size that is too large shows in an array, or in a stride that is then too small.
-            assert name in text or isinstance(value, int) and value > 0, f"{entry}: {name} = {value} says {text!r}"
+            assert name in text or (isinstance(value, int) and value > 0), f"{entry}: {name} = {value} says {text!r}"
             assert "; expected " in text, f"{entry}: {name} = {value} says {text!r}"
         for _ in range(600):
             some = dict(rng.sample(faults, rng.randrange(1, 5)))

@@ -1,0 +1,135 @@
+"""Names from files that anyone may have made: shown, they move no cursor, reorder no line and mark up no page."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import builders as b
+import onnx
+import pytest
+from commands import run
+
+from mxfp8_graph.naming import printable
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+HOSTILE = "\x1b[31m\x1b]0;owned\x07\r\n\u202e\x9b2J[red]x[/red]<script>alert(1)</script>\u2066\u200b"
+
+
+def hostile_model() -> onnx.ModelProto:
+    """Returns a model in which everything that can have a name has a hostile one."""
+    model = b.chain_model()
+    renamed: dict[str, str] = {}
+    graph = model.graph
+    for node in graph.node:
+        node.name += HOSTILE
+        for names in (node.input, node.output):
+            names[:] = [renamed.setdefault(name, name + HOSTILE) for name in names]
+    for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
+        value.name = renamed.get(value.name, value.name)
+    for value in (*graph.input, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param += HOSTILE
+    graph.name += HOSTILE
+    model.producer_name = HOSTILE
+    for key in ("pkg.torch.onnx.name_scopes", HOSTILE):
+        graph.node[0].metadata_props.add(key=key, value=str(["", HOSTILE]))
+    model.metadata_props.add(key=HOSTILE, value=HOSTILE)
+    return model
+
+
+def control_characters(text: str) -> set[str]:
+    return {hex(ord(c)) for c in text if unicodedata.category(c) in {"Cc", "Cf", "Cs"} and c not in "\n\t"}
+
+
+COMMANDS = (
+    ("rewrite", "{m}", "--dry-run", "-v"),
+    ("rewrite", "{m}", "-v", "--report", "r.html"),
+    ("rewrite", "{m}", "--exclude", "."),
+    ("rewrite", "{m}", "--exclude", "nothing like it"),
+    ("rewrite", "{m}", "--overwrite", "--report", "r.json"),
+    ("verify", "{m}", "{r}"),
+    ("run", "{r}", "--repeat", "1"),
+    ("run", "{m}", "--dim", "batch=2", "--repeat", "1"),
+    ("rewrite", "{r}", "--recipe", "ocp"),
+    ("run", "{m}x"),
+    ("run", "{m}", "{m}"),
+    ("{m}",),
+    ("rewrite", "{m}", "--recipe", "{m}"),
+    ("doctor",),
+)
+
+
+def test_no_command_writes_control_characters() -> None:
+    names = {"m": f"m{HOSTILE.replace('/', '')}.onnx", "r": f"m{HOSTILE.replace('/', '')}.mxfp8.onnx"}
+    b.save(hostile_model(), Path(names["m"]))
+    codes = []
+    for command in COMMANDS:
+        result = run(*(part.format(**names) for part in command))
+        codes.append(result.exit_code)
+        assert control_characters(result.stdout + result.stderr) == set(), (command, result.output)
+    assert codes[:2] == [0, 0]
+    assert codes[4:7] == [0, 0, 0]
+    assert 70 not in codes, codes
+    page = Path("r.html").read_text()
+    assert control_characters(page) == set()
+    assert "<script>" not in page
+    assert "[red]x[/red]&lt;script&gt;" in page
+    data = Path("r.json").read_text()
+    assert control_characters(data) == set()
+    assert any(HOSTILE in site["name"] for site in json.loads(data)["sites"])
+
+
+def test_the_progress_bar_shows_names_printable() -> None:
+    """The bar is drawn on terminals only."""
+    b.save(hostile_model(), Path("m.onnx"))
+    master, slave = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "300", "TERM": "xterm"}
+    code = (
+        "import fcntl, struct, sys, termios\nfcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack('HHHH', 50, 300, 0, 0))\n"
+    )
+    code += "from mxfp8_graph import cli; cli.main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "rewrite", "m.onnx"], stdout=subprocess.DEVNULL, stderr=slave, env=environment
+    ) as process:
+        os.close(slave)
+        shown = b""
+        while piece := _read(master):
+            shown += piece
+    text = shown.decode()
+    assert process.returncode == 0, text
+    assert "\x1b[31m\x1b]" not in text
+    assert "owned\x07" not in text
+    assert "\\x1b[31m" in text
+    assert re.findall("[\u202e\u2066\u009b]", text) == []
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # how Linux says that the other end is closed
+        return b""
+
+
+def test_what_is_not_visible_is_escaped() -> None:
+    assert printable("a\x1b\x00\u202e\ud800\n b") == "a\\x1b\\x00\\u202e\\ud800\\n b"
+    assert printable("naïve 名前 🙂") == "naïve 名前 🙂"
+    assert len(printable("x" * 10**6)) < 5000
+
+
+def test_a_report_of_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    """The system hands over names with bytes that are no UTF-8 as lone surrogates."""
+    b.save(b.chain_model(), Path("m.onnx"))
+    Path("m.onnx").rename(os.fsdecode(b"m\xff.onnx"))
+    result = run("rewrite", os.fsdecode(b"m\xff.onnx"), "--report", "r.json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(Path("r.json").read_text())["source"] == os.fsdecode(b"m\xff.onnx")
+    assert run("rewrite", os.fsdecode(b"m\xff.onnx"), "--overwrite", "--report", "r.html").exit_code == 0

@@ -1,0 +1,112 @@
+"""Damaged and crafted safetensors files: a clear error each, and nothing read outside the checkpoint's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mxfp8_graph import import_safetensors
+from mxfp8_ops.errors import ContractError
+
+
+def checkpoint(path: Path, header: Any, data: bytes = bytes(4 * 64 + 4 * 2)) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entries(**changes: Any) -> dict[str, Any]:
+    """Returns the header of a weight [4, 64] and its scales; `changes` are to the weight's entry."""
+    return {
+        "up.weight": {"dtype": "F8_E4M3", "shape": [4, 64], "data_offsets": [0, 256], **changes},
+        "up.weight_scale": {"dtype": "U8", "shape": [4, 2], "data_offsets": [256, 264]},
+    }
+
+
+def test_a_good_one(tmp_path: Path) -> None:
+    assert import_safetensors(checkpoint(tmp_path / "m.safetensors", entries()))["up.weight"].elements.shape == (4, 64)
+
+
+TWICE = json.dumps(entries()).replace("up.weight_scale", "up.weight").encode()
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (entries(shape=[4.0, 64]), "is not described as the format says"),
+        (entries(shape=[True, 256]), "is not described as the format says"),
+        (entries(shape=[-4, -64]), "is not described as the format says"),
+        (entries(shape="ab"), "is not described as the format says"),
+        (entries(data_offsets=[0, 128, 256]), "is not described as the format says"),
+        (entries(data_offsets=[0.0, 256.0]), "is not described as the format says"),
+        (entries(dtype=["F8_E4M3"]), "is not described as the format says"),
+        (entries(shape=[2**62, 4]), "claims bytes 0 to 256"),
+        (entries(data_offsets=[256, 0]), "claims bytes 256 to 0"),
+        (entries(data_offsets=[8, 264]), "claims bytes 8 to 264; expected them from 0 on"),
+        (entries(data_offsets=[1000, 1256]), "expected them from 0 on, and 264 at most"),
+        (entries(shape=[4, 2**40], data_offsets=[0, 2**42]), "claims bytes"),
+        ({"up.weight": None}, "is not described as the format says"),
+        ({"__metadata__": [], **entries()}, "its metadata is not text by name"),
+        ({"__metadata__": {"a": 1}, **entries()}, "its metadata is not text by name"),
+        ([entries()], "its header is not a JSON object"),
+        (TWICE, "a name stands there twice"),
+        (json.dumps(entries()).encode("utf-16"), "its header is not JSON"),
+        (b"[" * 100_000, "nested without end"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "its header is not JSON"),
+    ],
+)
+def test_headers(header: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=message):
+        import_safetensors(checkpoint(tmp_path / "m.safetensors", header))
+
+
+@pytest.mark.parametrize("length", [0, 1, 10**7, 2**63, 2**64 - 1])
+def test_lengths(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(ContractError, match=r"its header of \d+ bytes does not fit into 10"):
+        import_safetensors(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "{outside}", "link.safetensors", "a/../../outside.safetensors"]
+)
+def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
+    outside = checkpoint(tmp_path / "outside.safetensors", entries())
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "link.safetensors").symlink_to(outside)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"up.weight": name.format(outside=outside)}}))
+    with pytest.raises(ContractError, match="outside its folder; expected files next to it"):
+        import_safetensors(index)
+
+
+def test_links_as_the_hub_cache_makes_them(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    folder.mkdir(parents=True)
+    (folder / "m.safetensors").symlink_to(os.path.relpath(checkpoint(blobs / "0123", entries()), folder))
+    (blobs / "4567").write_text(json.dumps({"weight_map": {"up.weight": "m.safetensors"}}))
+    (folder / "m.safetensors.index.json").symlink_to("../../blobs/4567")
+    assert list(import_safetensors(folder / "m.safetensors.index.json")) == ["up.weight"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000, '{"weight_map": {"a": "x\\u0000"}}']
+)
+def test_indexes_of_the_wrong_kind(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors.index.json"
+    path.write_text(text)
+    with pytest.raises(ContractError, match=r"not the index of a checkpoint|outside its folder"):
+        import_safetensors(path)
+
+
+def test_fifos_do_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.safetensors")
+    with pytest.raises(ContractError, match="not a regular file"):
+        import_safetensors(tmp_path / "m.safetensors")
