@@ -48,12 +48,15 @@ Origins = dict[str, set[tuple[str, int]]]
 """Value name -> (graph input it comes from, what was added to it)."""
 
 
-def index_ranges(model: ModelProto) -> dict[str, range]:
+def index_ranges(model: ModelProto, where: str = "model") -> dict[str, range]:
     """Returns, for each integer input that indexes tables, the values that stay inside the smallest of them.
 
     The data of large initializers may be absent.
+
+    Raises:
+        ContractError: onnx cannot read the model, which errors call `where`.
     """
-    model = _inlined(model)
+    model = onnx_calls.infer_shapes(_inlined(model), where, [])
     walk = _Walk(model)
     for name in (i.name for i in model.graph.input if _is_integer(i.type.tensor_type.elem_type)):
         walk.origins[name] = {(name, 0)}
@@ -126,18 +129,18 @@ class _Walk:
 
 
 def _inlined(model: ModelProto) -> ModelProto:
-    """Returns a copy with local functions inlined (ours have no tables) and shapes inferred where onnx can."""
+    """Returns a copy with local functions inlined, if onnx can do that; ours have no tables."""
     copy = ModelProto()
     copy.CopyFrom(model)
     foreign = [function for function in copy.functions if function.domain != contract.DOMAIN]
     del copy.functions[:]
     copy.functions.extend(foreign)
+    if not foreign:
+        return copy
     try:
-        if foreign:
-            copy = onnx_calls.inline(copy, [(function.domain, function.name) for function in foreign], "model")
-        return onnx_calls.infer_shapes(copy, "model", [])
+        return onnx_calls.inline(copy, [(function.domain, function.name) for function in foreign], "model")
     except ContractError:
-        return copy  # tables that are initializers have their shapes anyway
+        return copy
 
 
 def _shapes(model: ModelProto) -> Iterator[tuple[str, tuple[int | None, ...]]]:

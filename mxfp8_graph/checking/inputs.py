@@ -91,7 +91,7 @@ class Signature:
     @classmethod
     def of(cls, opened: OpenedModel) -> Signature:
         """Returns the inputs of an opened model."""
-        return cls(opened.name, input_specs(opened.proto, opened.name), index_ranges(opened.proto))
+        return cls(opened.name, input_specs(opened.proto, opened.name), index_ranges(opened.proto, opened.name))
 
 
 def make_inputs(

@@ -7,6 +7,7 @@ returns to the code of its parent.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import resource
 import select
@@ -97,6 +98,7 @@ def _run(function: Callable[[], bytes], writing: int, seconds: int) -> NoReturn:
 
 
 def _limit(seconds: int) -> None:
+    faulthandler.disable()  # a crash is reported once, by the parent
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

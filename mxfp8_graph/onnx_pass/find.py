@@ -182,6 +182,8 @@ class _Finder:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""
         if w.static and self._statics.is_constant(form.a) and self._statics.is_constant(form.b):
             return eligibility.BOTH_CONSTANT
+        if reason := _contradiction(form, x, w):
+            return reason
         if reason := eligibility.dtype_blocker(_dtype_name(dtype), "cast the model or give it shape information"):
             return reason
         if w.static is None:
@@ -215,6 +217,17 @@ class _Finder:
                 "be; expected one MatMul per expert; export the model so"
             )
         return None
+
+
+def _contradiction(form: Form, x: Operand, w: Operand) -> str | None:
+    """Returns how the operands of a matmul contradict each other, or None; a kept one fails as it did before."""
+    for shape in (x.shape, w.shape):
+        if form.rank is not None and shape is not None and len(shape) != form.rank:
+            return f"an operand has rank {len(shape)}; expected {form.rank}; correct the model's shapes"
+    k = [shape[-1] for shape in (x.shape, w.shape) if shape and isinstance(shape[-1], int) and shape[-1] >= 0]
+    if len(set(k)) > 1:
+        return f"the operands disagree on K, {k[0]} and {k[1]}; correct the model's shapes"
+    return None
 
 
 def _is_add(node: gs.Node) -> bool:

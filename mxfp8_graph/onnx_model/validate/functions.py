@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
@@ -53,9 +53,15 @@ class Functions:
                 found.update(self._calls[key])
         return found
 
-    def check_call(self, node: onnx.NodeProto, place: Place) -> None:
-        """Raises ContractError if `node` calls a local function and passes or takes more values than it has."""
-        function = self.by_key.get(called_function(node)) if self.by_key else None
+    def check_call(self, node: onnx.NodeProto, imports: Mapping[str, int], place: Place) -> None:
+        """Raises ContractError if `node` calls a local function and passes or takes more values than it has.
+
+        Calls, and the nodes of functions, must be of a domain that is among `imports`.
+        """
+        key = called_function(node)
+        function = self.by_key.get(key) if self.by_key else None
+        if (function is not None or place.in_function) and key[0] not in imports:
+            raise place.node_error(node, f"its domain {key[0] or 'ai.onnx'!r} is not imported", "an opset import")
         if function is None:
             return
         for kind, names, formal in (
