@@ -249,7 +249,7 @@ def test_records_of_the_same_name(source: Path, tmp_path: Path) -> None:
     write(tmp_path / "bad.pt2", records(source))
     with zipfile.ZipFile(tmp_path / "bad.pt2", "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
         archive.writestr(f"model/{PROGRAM}", b"{}")
-    with pytest.raises(ContractError, match="12 records under 11 names"):
+    with pytest.raises(ContractError, match=r"\d+ records under \d+ names"):
         mxfp8_graph.load(tmp_path / "bad.pt2")
 
 
