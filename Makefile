@@ -1,13 +1,14 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the test suite        make check  lint, types, layers        make bench  benchmarks
 # make gpu-test, make gpu-bench  the same on a GPU
+# make faults     kills at random moments and at every step, full disks, read-only folders, writers that meet: counts
 # make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
 #                 (needs cmake and GCC 12 or Clang; two minutes)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format gpu-library gpu-test gpu-bench bench sanitize clean
+.PHONY: demo test test-slow check format gpu-library gpu-test gpu-bench bench faults sanitize clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -57,6 +58,9 @@ gpu-bench: gpu-library
 
 bench: $(VENV)/.installed
 	@for script in gemm quantize models scaling torch_linear op_overhead rewrite_speed many_matmuls cuda_planning; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+
+faults: $(VENV)/.installed
+	$(BIN)/python tests/faults.py
 
 sanitize:
 	@for sanitizers in 'address;undefined' thread; do \
