@@ -4,13 +4,14 @@
 # make gpu-first  the first half hour on one, call by call
 # make fuzz       changed inputs, FUZZ_SECONDS for each target from FUZZ_SEED on; FUZZ_ENGINE=atheris is guided by the
 #                 code that is reached, where atheris can be installed (x86-64 Linux, Python 3.11 to 3.13)
+# make faults     kills at random moments and at every step, full disks, read-only folders, writers that meet: counts
 # make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
 #                 (needs cmake and GCC 12 or Clang; two minutes)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz clean
+.PHONY: demo test test-slow check format gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -69,6 +70,9 @@ gpu-bench: gpu-library
 
 bench: $(VENV)/.installed
 	@for script in gemm quantize models scaling torch_linear op_overhead rewrite_speed many_matmuls cuda_planning; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+
+faults: $(VENV)/.installed
+	$(BIN)/python tests/faults.py
 
 sanitize:
 	@for sanitizers in 'address;undefined' thread; do \

@@ -141,13 +141,17 @@ def start(work: Callable[[], Any], at_step: Callable[[int], None] | None = None)
 
     before each thing it does to a file. The process ends with 0, REFUSED or INTERRUPTED.
     """
+    signals = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until the handlers are those of the command line
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         return pid
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, _terminate)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         if at_step is not None:
             _count_steps(at_step)
         work()
