@@ -63,7 +63,7 @@ def quantize(x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_roun
         x.data_ptr(), *split_at(x.shape, 0 if transposed else axis), elements.data_ptr(), scales.data_ptr(),
     )  # fmt: skip
     with _queue(x) as queue:
-        execution.run(planner.quantize(request), queue)
+        execution.run(planner.quantize(dispatch.placed(queue.device, request)), queue)
     return elements, scales
 
 
@@ -79,7 +79,7 @@ def quantize_both(
         columns, column_scales, rows, row_scales,
     )  # fmt: skip
     with _queue(x) as queue:
-        execution.run(planner.quantize(request), queue)
+        execution.run(planner.quantize(dispatch.placed(queue.device, request)), queue)
     return results
 
 

@@ -42,7 +42,7 @@ struct Decoded {
   u32 a[2][BLOCKS][4];
 };
 
-template <class F, int BLOCKS>
+template <class F, bool PAIRED, int BLOCKS>
 DEVICE void decode_half(Decoded<BLOCKS>& to, const Packed<BLOCKS>& w, int half) {
 #pragma unroll
   for (int i = 0; i < BLOCKS; ++i)
@@ -52,8 +52,8 @@ DEVICE void decode_half(Decoded<BLOCKS>& to, const Packed<BLOCKS>& w, int half) 
       const u32 words[2] = {half == 0 ? q.x : q.z, half == 0 ? q.y : q.w}, scale = scale_bf16x2<F>(w.scales[i][r]);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        to.a[j][i][r] = decode_bf16x2<F, 0>(words[j], scale);
-        to.a[j][i][r + 2] = decode_bf16x2<F, 1>(words[j], scale);
+        to.a[j][i][r] = PAIRED ? decode_apart_bf16x2<F, 0>(words[j], scale) : decode_bf16x2<F, 0>(words[j], scale);
+        to.a[j][i][r + 2] = PAIRED ? decode_apart_bf16x2<F, 1>(words[j], scale) : decode_bf16x2<F, 1>(words[j], scale);
       }
     }
 }
@@ -66,12 +66,13 @@ DEVICE bool all_fast(const Packed<BLOCKS>& w) {
   return fast;
 }
 
-template <class F, int BLOCKS>
-__global__ void __launch_bounds__(256, 1)
+template <class F, int BLOCKS, bool PAIRED = false, int RESIDENT = 1>
+__global__ void __launch_bounds__(256, RESIDENT)
     gemm_fused(const u8* __restrict__ x, const u8* __restrict__ b, const u8* __restrict__ b_scales,
                const float* __restrict__ bias, u8* __restrict__ y, i64 m, i64 n, i64 k, i64 y_dtype, i64 splits,
                u32* __restrict__ inexact) {
-  constexpr int ROWS = 128 * BLOCKS, TOKENS = 128, STAGES = 6, STAGE_BYTES = TOKENS * 128, AHEAD = 4 / BLOCKS;
+  constexpr int ROWS = 128 * BLOCKS, TOKENS = 128, STAGES = 6, STAGE_BYTES = TOKENS * 128;
+  constexpr int AHEAD = 4 / BLOCKS / RESIDENT;
   const int thread = static_cast<int>(threadIdx.x), warp = thread >> 5, lane = thread & 31;
   const int group = lane >> 2, part = lane & 3;
   const int across = static_cast<int>((m + TOKENS - 1) / TOKENS), down = static_cast<int>((n + ROWS - 1) / ROWS);
@@ -135,8 +136,9 @@ __global__ void __launch_bounds__(256, 1)
   Decoded<BLOCKS> halves[2];
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) load_weights(ahead[i], first_step + i);
-  decode_half<F>(halves[0], ahead[0], 0);
+  decode_half<F, PAIRED>(halves[0], ahead[0], 0);
   bool wrong = false;
+  FastElements<F> seen;
   int stage = 0;
   u32 odd = 0;
 #pragma unroll
@@ -152,11 +154,16 @@ __global__ void __launch_bounds__(256, 1)
       const u64 tile = swizzled_rows(ring + stage * STAGE_BYTES);
       multiply(halves[0], tile);
       wgmma_wait<1>();
-      decode_half<F>(halves[1], ahead[i], 1);
-      wrong |= !all_fast<F>(ahead[i]);
+      decode_half<F, PAIRED>(halves[1], ahead[i], 1);
+      if constexpr (PAIRED) {
+#pragma unroll
+        for (int j = 0; j < 2 * BLOCKS; ++j) seen.see(ahead[i].elements[j >> 1][j & 1], ahead[i].scales[j >> 1][j & 1]);
+      } else {
+        wrong |= !all_fast<F>(ahead[i]);
+      }
       multiply(halves[1], tile + 4);
       wgmma_wait<1>();
-      decode_half<F>(halves[0], ahead[(i + 1) % AHEAD], 0);
+      decode_half<F, PAIRED>(halves[0], ahead[(i + 1) % AHEAD], 0);
       load_weights(ahead[i], step + i + AHEAD);
       stage = stage + 1 < STAGES ? stage + 1 : 0;
       odd ^= stage == 0;
@@ -164,7 +171,7 @@ __global__ void __launch_bounds__(256, 1)
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < BLOCKS; ++i) keep_behind(sums[i]);
-  if (wrong) *inexact = 1;
+  if (PAIRED ? !seen.all() : wrong) *inexact = 1;
 
   // Through shared memory, 32 tokens at a time, so that a thread has eight neighbours of y.
   constexpr int PITCH = ROWS + 4, PASS = 32, EIGHTS = ROWS / 8;
