@@ -11,7 +11,8 @@ from mxfp8_ops.cuda import planner
 from mxfp8_ops.cuda.planner import Measurement
 
 ANY = 2**63 - 1
-HEAD = """// What variants of kernels took: variants.cpp takes the fastest. benchmarks/gpu_bench.py measures and writes this.
+HEAD = """\
+// What variants of kernels took: variants.cpp takes the fastest. benchmarks/gpu_bench.py measures and writes this.
 //
 // Rows without a time say what there is to measure: no variant but the plain one runs for them. Cards of one compute
 // capability and one number of multiprocessors share their rows. Included by variants.cpp, within its namespace.

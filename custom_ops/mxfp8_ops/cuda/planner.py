@@ -35,7 +35,7 @@ _NO_ROUTE: Final = -4
 Place = namedtuple(
     "Place",
     "capability processors libraries allowed forced splits warps blocks parts_bytes variant",
-    defaults=(0,) * 7,
+    defaults=(0, 0, 0, 0, 0, 0, 0),
 )
 Gemm = namedtuple(
     "Gemm",
@@ -46,7 +46,7 @@ Quantize = namedtuple(
     "Quantize",
     "x_dtype format increment layout x outer k inner elements scales row_elements row_scales "
     "capability processors variant",
-    defaults=(0,) * 5,
+    defaults=(0, 0, 0, 0, 0),
 )
 Dequantize = namedtuple("Dequantize", "format y_dtype elements scales outer k inner y inexact", defaults=(0,))
 Fold = namedtuple("Fold", "elements scales rows k folded row_scales")
