@@ -26,7 +26,9 @@ DEVICE void write_codes(u8* scales, i64 row, i64 kb, i64 blocks, u32 codes) {
 }
 
 template <class V, class F, bool ROWS>
-__global__ void __launch_bounds__(256, V::dtype == BFLOAT16 && !ROWS ? 3 : 2)
+__global__ void __launch_bounds__(256, V::dtype == BFLOAT16 && !ROWS ? 3
+                                       : V::dtype == FLOAT32 && ROWS ? 1
+                                                                     : 2)
     quantize_bands(const u8* __restrict__ x, u8* __restrict__ elements, u8* __restrict__ scales,
                    u8* __restrict__ row_elements, u8* __restrict__ row_scales, i64 k, i64 inner, i64 increment) {
   // Column c of the tile is lane c / 16 of the eight, value c % 16.
