@@ -1,6 +1,6 @@
 // Both gemms for more than a few rows on Hopper's tensor cores, exact, without the weight in bfloat16 in memory.
 //
-//   x [m, k] as tile.cu makes it        b [n, k] F with b_scales        bias [n] float32, or null
+//   x [m, k] as tile<X, PAIRED> makes it        b [n, k] F with b_scales        bias [n] float32, or null
 //   y [m, n] of dtype `y_dtype`, or, for splits > 1, float32 [splits, m, n] that finish.cu adds up
 //   k % 32 = 0, k < 2^25; x and b aligned to 16
 //   inexact   a word that becomes 1 if y is wrong, because some of the weight is not `fast_elements` (wide.cuh). Then
@@ -11,10 +11,10 @@
 //
 // Has not run on a GPU. On an H200, n = k = 8192, the floor is 69 MB at 4.3 TB/s, 16 us, or 2 m n k operations at the
 // 0.75 PFLOP/s that cuBLAS reaches: 23 us for m = 128, 92 us for m = 512. With the decoding hidden behind the products
-// (about 340 instructions a warp in a step, which take 680 of the 1024 clocks of its products) and 33 KB in those
-// clocks from the L2 cache, this should reach 0.75 to 0.85 of cuBLAS on bfloat16 weights for m = 256 .. 2048;
-// for m = 128, in two splits, about the 31 us in which cuBLAS reads those weights.
-// Dequantizing the weight first is bound by 0.40 (m = 128), 0.63 (512), 0.77 (1024) and 0.85 (2048).
+// (218 instructions a warp in a step, by the machine code, which two warps a scheduler issue in 436 of the 512 clocks
+// of its products; BLOCKS = 2: 754 of 1024) and 33 KB in those clocks from the L2 cache, this should reach 0.75 to 0.85
+// of cuBLAS on bfloat16 weights for m = 256 .. 2048; for m = 128, in two splits, about the 31 us in which cuBLAS reads
+// those weights. Dequantizing the weight first is bound by 0.40 (m = 128), 0.63 (512), 0.77 (1024) and 0.85 (2048).
 //
 // The weight is the A operand of wgmma, from registers: it is loaded, AHEAD steps of 64 values of k ahead, and decoded
 // by the lane that holds it, and each byte of it is used by one lane only. Lane t of a group of four takes 16
@@ -23,6 +23,10 @@
 // wants it: no tensor map (a call of the driver for each x), and no work for the threads that decode (4-byte cp.async
 // into the order of k would be 16 copies and their addresses in each step, and a memory barrier). That costs reading
 // and writing x once, or nothing where x is quantized and has to be dequantized anyway.
+//
+// PAIRED decodes bytes 0, 2 and 1, 3 of a word together and tests once, after the loop, whether all was exact: about
+// 205 instructions a step, and no branch in it. RESIDENT = 2 blocks a multiprocessor, with BLOCKS = 1, read half as far
+// ahead each, and one decodes while the other waits at its barrier. measured.h says which of these is fastest where.
 //
 // While the products of half a step run, the operands of the next half are decoded. At the barrier of a step all
 // products of the step before the last are done, so its tile is free.

@@ -22,9 +22,21 @@ constexpr mxfp8_cuda_variant kNames[kVariants] = {
     {"quantize_both", "bands"},
 };
 
-constexpr bool same_kernel(int64_t a, int64_t b) {
-  return std::string_view(kNames[a].kernel) == std::string_view(kNames[b].kernel);
+struct Plain {
+  int of[kVariants];
+};
+
+// For each variant, the plain one of its kernel.
+constexpr Plain plain_of_each() {
+  Plain plain = {};
+  for (int i = 1; i < kVariants; ++i) {
+    const bool same = std::string_view(kNames[i].kernel) == std::string_view(kNames[i - 1].kernel);
+    plain.of[i] = same ? plain.of[i - 1] : i;
+  }
+  return plain;
 }
+
+constexpr Plain kPlain = plain_of_each();
 
 // For measured.h, which does not compile with a name that is not above.
 constexpr int64_t number(std::string_view kernel, std::string_view name) {
@@ -44,10 +56,10 @@ bool fits(const mxfp8_cuda_measurement& row, const Sizes& s) {
 }  // namespace
 
 Variant variant(Variant plain, const Sizes& sizes, int64_t forced) {
-  if (forced > 0 && forced <= kVariants && same_kernel(forced - 1, plain)) return Variant(forced - 1);
+  if (forced > 0 && forced <= kVariants && kPlain.of[forced - 1] == plain) return Variant(forced - 1);
   int64_t of_plain = 0, fewest = 0, best = plain;
   for (const mxfp8_cuda_measurement& row : kMeasured) {
-    if (!same_kernel(row.variant, plain) || !fits(row, sizes)) continue;
+    if (kPlain.of[row.variant] != plain || !fits(row, sizes)) continue;
     if (row.variant == plain) of_plain = row.nanoseconds;
     if (fewest == 0 || row.nanoseconds < fewest) fewest = row.nanoseconds, best = row.variant;
   }
