@@ -21,6 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_variants
+
+from mxfp8_ops.cuda import planner
+
 RESULTS = Path(__file__).parent / "results"
 SECTION_SECONDS = 150
 """What a section may take at most."""
@@ -67,6 +71,22 @@ def fused(cases: Any, rounds: int, size: int) -> Iterator[Any]:
         yield cases.fused(rounds, (m, size, size))
 
 
+def skinny_variants(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """The variants of gemm_skinny, for src/cuda_host/measured.h; its rows say at which sizes."""
+    yield from cases.variants(rounds, "gemm_skinny")
+
+
+def fused_variants(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """The same of gemm_fused."""
+    yield from cases.variants(rounds, "gemm_fused")
+
+
+def column_variants(cases: Any, rounds: int, size: int) -> Iterator[Any]:
+    """The same of what quantizes columns, transposed."""
+    for kernel in ("quantize_columns", "quantize_both"):
+        yield from cases.variants(rounds, kernel)
+
+
 def wide_activations(cases: Any, rounds: int, size: int) -> Iterator[Any]:
     """float32 and float16 activations."""
     for m in (1, 16, 256, 2048):
@@ -88,8 +108,11 @@ def cuts(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 
 SECTIONS: dict[str, Callable[[Any, int, int], Iterator[Any]]] = {
     section.__name__: section
-    for section in (memory, few_rows, many_rows, small_weights, fused, wide_activations, training, cuts)
-}
+    for section in (
+        memory, few_rows, many_rows, small_weights, fused, skinny_variants, fused_variants, column_variants,
+        wide_activations, training, cuts,
+    )
+}  # fmt: skip
 """In the order in which they run: those with targets first."""
 
 
@@ -111,7 +134,7 @@ def prepare() -> tuple[str, int]:
     Raises:
         BackendError: no GPU, no CuPy or no NVRTC.
     """
-    from mxfp8_ops.cuda import build, device, planner
+    from mxfp8_ops.cuda import build, device
 
     gpu = device.device(0)
     arch = build.target(gpu.capability)
@@ -157,7 +180,7 @@ def versions() -> str:
 
 
 def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], folder: Path) -> list[str]:
-    """Writes gpu.md and gpu.json of the rows so far; returns the lines of the table."""
+    """Writes gpu.md, gpu.json and measured.h of the rows so far; returns the lines of the table."""
     lines = [head, "", "| what | us | value | of | must | stretch | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         bounds = " | ".join("" if bound is None else f"{bound:.2f}" for bound in (row["must"], row["stretch"]))
@@ -171,6 +194,8 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
         "eager: the processor's time for a call without a CUDA graph; all else is the GPU's, in one.",
         "x copy: against a copy that moves as many bytes. M <= 64 is gemm_skinny; more rows are dequantize and cuBLAS,",
         "on Blackwell its MXFP8 product. fold: FP8 tensor cores, not exact, only on request. fused: only on request.",
+        "x plain: variants of a kernel. Where one is at least 2% faster, measured.h makes it the default, once it has",
+        "replaced custom_ops/mxfp8_ops/src/cuda_host/measured.h.",
         "",
         f"{len(verdicts)} targets: " + ", ".join(f"{verdicts.count(v)} {v}" for v in ("stretch", "ok", "MISSED")) + ".",
         *(f"Section {name} is incomplete: {why}." for name, why in failures.items()),
@@ -178,6 +203,10 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
     (folder / "gpu.md").write_text("# CUDA kernels on one GPU\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
     content = {"gpu": head, "rows": rows, "failures": failures}
     (folder / "gpu.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    new = [planner.Measurement(*row["measured"]) for row in rows if row.get("measured")]
+    if new:
+        table = gpu_variants.header(gpu_variants.merged(planner.measurements(), new))
+        (folder / "measured.h").write_text(table, encoding="utf-8")
     return lines
 
 

@@ -9,13 +9,15 @@ poisoned before they are checked. `eager` alone counts the processor's time.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import gpu_variants
 import torch
 
 from mxfp8_ops import (
@@ -48,6 +50,8 @@ class Row:
     peer: str
     must: float | None = None
     stretch: float | None = None
+    measured: tuple[Any, ...] | None = None
+    """The row of src/cuda_host/measured.h that it stands for."""
 
     @property
     def verdict(self) -> str:
@@ -252,6 +256,73 @@ def cuts(rounds: int, size: tuple[int, int, int], changes: Sequence[dict[str, in
     ]
 
 
+def variants(rounds: int, kernel: str) -> Iterator[list[Row]]:
+    """Yields the rows of each size at which a kernel's variants are to be compared, with their rows of measured.h.
+
+    Nothing, if the GPU cannot run them.
+
+    Raises:
+        SystemExit: at the end, if some variant is wrong; that one has no row.
+    """
+    wrong = []
+    gpu = torch.cuda.get_device_properties(0)
+    capability = torch.cuda.get_device_capability()
+    card = gpu.name, datetime.date.today().isoformat(), 10 * capability[0] + capability[1], gpu.multi_processor_count
+    if kernel == "gemm_fused" and capability != (9, 0):
+        return
+    for wanted in gpu_variants.wanted(kernel):
+        named = {planner.variants()[row.variant].name: row for row in wanted}
+        size = wanted[0].m, wanted[0].n, wanted[0].k
+        calls, is_right = _variant_calls(kernel, size)
+        cases = {}
+        for name in named:
+            with dispatch.forced_variant(kernel, name):
+                if is_right():
+                    cases[name] = [lambda call=call, name=name: _as_variant(kernel, name, call) for call in calls]
+                else:
+                    wrong.append(f"{kernel} {name} at {size}")
+        times = take_turns(cases, rounds)
+        yield [
+            Row(
+                f"{kernel} {name}, M={size[0]} N={size[1]} K={size[2]}", times[name],
+                times.get("plain", float("nan")) / times[name], "x plain",
+                measured=(*card, *named[name][4:-1], round(1e3 * times[name])),
+            )
+            for name in cases
+        ]  # fmt: skip
+    if wrong:
+        raise SystemExit(f"{', '.join(wrong)}: the kernel is wrong")
+
+
+def _as_variant(kernel: str, name: str, call: Call) -> Any:
+    with dispatch.forced_variant(kernel, name):
+        return call()
+
+
+def _variant_calls(kernel: str, size: tuple[int, int, int]) -> tuple[Sequence[Call], Callable[[], bool]]:
+    """Returns calls of a kernel, one per set of operands, and what says whether the forced variant is right."""
+    if kernel in {"gemm_skinny", "gemm_fused"}:
+        route, layers = kernel.removeprefix("gemm_"), Layers(*size)
+
+        def product_is_right() -> bool:
+            with dispatch.forced_route(route):
+                return relative_error(layers.xs[0], layers.packed[0]) < PRODUCT_ERROR
+
+        return layers.weight_only(route), product_is_right
+    shape = size[:2]
+    xs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(sets(3 * shape[0] * shape[1]))]
+    call = ops.quantize_both if kernel == "quantize_both" else lambda x: ops.quantize(x.t())
+    with dispatch.forced_variant(kernel, "plain"):
+        expected = call(xs[0])
+
+    def is_the_same() -> bool:
+        poison = [torch.full_like(t, 0xAA) for t in expected]
+        del poison  # their memory is what the allocator hands out next
+        return all(torch.equal(a, b) for a, b in zip(call(xs[0]), expected, strict=True))
+
+    return [lambda x=x: call(x) for x in xs], is_the_same
+
+
 def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[float, ...]]) -> list[Row]:
     """Returns a linear layer with M > 64 in every way there is, against cuBLAS on bfloat16 weights."""
     m, n, k = size
@@ -299,7 +370,8 @@ def fused(rounds: int, size: tuple[int, int, int]) -> list[Row]:
         check(layers.xs[0], layers.packed[0])
     with dispatch.forced_route("fused"):
         steps = planner.gemm(dispatch.place(queue().device, 0), fused_product(m, n, k)).steps()
-    blocks, splits = int(planner.kernels()[steps[2].kernel][-2]), steps[2].arguments[9]
+    (step,) = [step for step in steps if planner.kernels()[step.kernel].startswith("gemm_fused")]
+    blocks, splits = int(planner.kernels()[step.kernel].rstrip(">").split(", ")[1]), step.arguments[9]
 
     def cut(blocks: int, splits: int) -> Sequence[Call]:
         def call(run: Call) -> Any:
@@ -370,12 +442,21 @@ def training(rounds: int, m: int, n: int, k: int) -> list[Row]:
     return rows
 
 
-def check(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Fails unless the product is right: a fast wrong kernel is no result."""
+PRODUCT_ERROR = 2.0**-8
+"""One rounding to bfloat16."""
+
+
+def relative_error(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Returns ||got - exact|| / ||exact|| of weight_gemm."""
     poison = torch.full((x.shape[0], packed[0].shape[0]), float("nan"), device="cuda", dtype=x.dtype)
     del poison  # its memory is what the allocator hands out next
     got = ops.weight_gemm(x, *packed).double()
     exact = x.double() @ ops.dequantize(*packed).double().T
-    error = ((got - exact).norm() / exact.norm()).item()
-    if not error < 2**-8:  # one rounding to bfloat16; NaN fails too
+    return ((got - exact).norm() / exact.norm()).item()
+
+
+def check(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Fails unless the product is right: a fast wrong kernel is no result."""
+    error = relative_error(x, packed)
+    if not error < PRODUCT_ERROR:  # NaN fails too
         raise SystemExit(f"M={x.shape[0]}: relative error {error:.2e}, expected below 2^-8: the kernel is wrong")

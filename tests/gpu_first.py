@@ -94,7 +94,7 @@ CALLS: dict[str, tuple[str, tuple[Step, ...]]] = {
         (
             LIBRARY,
             _tests("memcheck", 140, ("test_cuda_device_sanitizer",), "memcheck"),
-            _bench(300, "memory", "few_rows", "fused", "cuts"),
+            _bench(300, "memory", "few_rows", "fused", "skinny_variants", "fused_variants", "column_variants", "cuts"),
         ),
     ),
     "D": (
@@ -162,7 +162,7 @@ def command_of(call: str, results: list[Result]) -> str:
         only = f" STEP={failed[0]}" if failed != ["library"] else ""
         return f"mend {', '.join(failed)}, then: make gpu-first CALL={call}{only}"
     if call == letters[-1]:
-        return "commit gpu.md, gpu.json and the rows of the variants with the date, the card and the driver"
+        return "commit gpu.md and gpu.json, and call C's measured.h as custom_ops/mxfp8_ops/src/cuda_host/measured.h"
     return f"make gpu-first CALL={letters[letters.index(call) + 1]}"
 
 

@@ -24,6 +24,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __restrict__
 #define DEVICE static inline
+#define DEVICE_MEMBER inline
 
 struct uint4 {
   uint32_t x, y, z, w;

@@ -12,7 +12,7 @@ import pytest
 from cuda_emulation import kernels, source_of
 
 from mxfp8_ops import cuda, numerics
-from mxfp8_ops.cuda import build, dispatch
+from mxfp8_ops.cuda import build, dispatch, planner
 from mxfp8_ops.cuda import device as cuda_device
 
 torch = pytest.importorskip("torch")
@@ -275,23 +275,29 @@ hopper = pytest.mark.skipif(
 )
 
 
+VARIANTS = [row.name for row in planner.variants() if row.kernel == "gemm_fused"]
+
+
 @hopper
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product((torch.bfloat16, *FORMATS), FORMATS)], ids=str)
-def test_the_fused_gemm_within_the_bound(x_kind, fmt):
+def test_the_fused_gemm_within_the_bound(x_kind, fmt, variant):
     """Whole tiles and tails, fewer steps than it reads ahead, both instances, K in splits, and many thread blocks."""
     shapes = ((128, 256, 4096), (300, 257, 2048), (65, 200, 2080), (1, 1, 32), (130, 130, 96), (1000, 9000, 2048))
-    with dispatch.forced_route("fused"):
+    with dispatch.forced_route("fused"), dispatch.forced_variant("gemm_fused", variant):
         for (m, n, k), dtype in zip(shapes, itertools.cycle(DTYPES)):
             check_gemm(m, n, k, x_kind, fmt, dtype, bias=m % 2 == 1)
 
 
 @hopper
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_the_fused_gemm_gives_the_same_each_time(blocks, splits):
+def test_the_fused_gemm_gives_the_same_each_time(blocks, splits, variant):
     """A race would not: the order of every sum is fixed."""
     x, b = heavy(512, 4096, dtype=torch.bfloat16), ops.quantize(heavy(8192, 4096, seed=1))
-    with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=blocks, splits=splits):
+    variants = dispatch.forced_variant("gemm_fused", variant)
+    with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=blocks, splits=splits), variants:
         first = ops.weight_gemm(x, *b)
         for _ in range(50):
             assert torch.equal(ops.weight_gemm(x, *b), first)
@@ -299,8 +305,9 @@ def test_the_fused_gemm_gives_the_same_each_time(blocks, splits):
 
 
 @hopper
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_the_fused_gemm_is_repaired_where_bfloat16_does_not_do(fmt):
+def test_the_fused_gemm_is_repaired_where_bfloat16_does_not_do(fmt, variant):
     def edge(a, b):
         b[1][3, :8] = torch.tensor([0, 1, 2, 9, 143, 200, 254, 255], device="cuda").to(torch.uint8)
         b[0][5, 100] = 0x7F
@@ -309,7 +316,7 @@ def test_the_fused_gemm_is_repaired_where_bfloat16_does_not_do(fmt):
         b[1].clamp_(max=2)
         a[1].fill_(230)
 
-    with dispatch.forced_route("fused"):
+    with dispatch.forced_route("fused"), dispatch.forced_variant("gemm_fused", variant):
         for change in (edge, tiny):
             check_gemm(70, 300, 1056, fmt, fmt, torch.float32, change=change)
 

@@ -193,6 +193,20 @@ def test_skinny_products_with_every_cut(m, warps, splits):
     assert_within("skinny", got, array(x).astype(np.float64) @ w.astype(np.float64).T, bound)
 
 
+@pytest.mark.parametrize("variant", [row.name for row in planner.variants() if row.kernel == "gemm_skinny"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_skinny_products_with_every_variant(dtype, variant):
+    """Of 9 to 16 rows of bfloat16, in which a float32 counts three times; always the same."""
+    for n, k in ((8192, 4096), (333, 4128), (40, 160)):
+        x, b = heavy(16 if dtype == torch.bfloat16 else 5, k, dtype=dtype), ops.quantize(heavy(n, k, seed=1))
+        w = numerics.dequantize(*map(array, b))
+        with dispatch.forced_route("skinny"), dispatch.forced_variant("gemm_skinny", variant):
+            got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
+            assert all(torch.equal(ops.weight_gemm(x, *b, None, "e4m3", torch.float32), got) for _ in range(20))
+        expected = array(x).astype(np.float64) @ w.astype(np.float64).T
+        assert_within(variant, got, expected, numerics.gemm_error_bound(array(x), w))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_large_products_of_parts_are_as_good_as_float32(dtype, capsys):
     x, b = heavy(4096, 4096, seed=1).to(dtype), ops.quantize(heavy(4096, 4096, seed=2))
@@ -212,12 +226,25 @@ def test_large_products_of_parts_are_as_good_as_float32(dtype, capsys):
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("variant", ["plain", "bands"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantize_both_is_two_quantizations(dtype):
-    for shape in ((4096, 1024), (37, 50), (96, 544), (64, 2080), (33, 64)):
+def test_transposed_columns_are_those_of_the_reference(dtype, variant):
+    for shape in ((4096, 1024), (37, 50), (96, 544), (64, 2064), (416, 144)):
+        x = random_bits(shape[0] * shape[1], 6).view(shape).to(dtype)
+        with dispatch.forced_variant("quantize_columns", variant):
+            got = ops.quantize(x.t())
+        for label, a, expected in zip(("elements", "scales"), got, numerics.quantize(array(x.t())), strict=True):
+            assert_same(f"{label} {shape}", a, expected)
+
+
+@pytest.mark.parametrize("variant", ["plain", "bands"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_both_is_two_quantizations(dtype, variant):
+    for shape in ((4096, 1024), (37, 50), (96, 544), (64, 2080), (33, 64), (416, 160)):
         x = random_bits(shape[0] * shape[1], 5).view(shape).to(dtype)
         for fmt in ("e4m3", "e5m2"):
-            got = ops.quantize_both(x, fmt)
+            with dispatch.forced_variant("quantize_both", variant):
+                got = ops.quantize_both(x, fmt)
             rows = numerics.quantize(array(x), element_format=fmt)
             columns = numerics.quantize(np.ascontiguousarray(array(x).T), element_format=fmt)
             for label, a, expected in zip(("rows", "scales", "columns", "scales"), got, (*rows, *columns), strict=True):

@@ -11,7 +11,7 @@ from cuda_emulation import aligned, device, kernels, launch, queue, source_of
 
 from mxfp8_ops import formats, numerics
 from mxfp8_ops.checks import scale_count
-from mxfp8_ops.cuda import execution, folding, planner
+from mxfp8_ops.cuda import dispatch, execution, folding, planner
 from mxfp8_ops.cuda.planner import CODES
 
 FORMATS = ("e4m3", "e5m2")
@@ -83,7 +83,7 @@ def quantize(x, fmt, rounding, layout, shape, out):  # noqa: PLR0917
     """Queues `x` [outer, K, inner] into `out`: addresses of elements, scales and, if there are four, those of rows."""
     increment = formats.scale_increment(formats.element_format(fmt), rounding)
     request = planner.Quantize(CODES[x[0]], CODES[fmt], increment, layout, x[1], *shape, *out)
-    execution.run(planner.quantize(request), queue())
+    execution.run(planner.quantize(dispatch.placed(device(), request)), queue())
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
@@ -144,6 +144,23 @@ def test_quantize_columns_transposed(dtype, fmt):
         check_quantize(edges(shape, dtype, seed=sum(shape)), fmt, "ceil", axis=0, transposed=True)
 
 
+@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+def test_quantize_columns_transposed_in_bands(dtype, fmt):
+    """Whole tiles, bands of one to four blocks, tiles of a few columns; what has no whole blocks is left to others."""
+    for shape in ((128, 128), (32, 16), (96, 528), (416, 144), (160, 272), (256, 16), (33, 544), (64, 40)):
+        device().launched.clear()
+        with dispatch.forced_variant("quantize_columns", "bands"):
+            check_quantize(edges(shape, dtype, seed=sum(shape)), fmt, "ceil", axis=0, transposed=True)
+        whole = shape[0] % 32 == 0 and shape[1] % 16 == 0
+        assert [*map(source_of, device().launched)] == ["quantize_bands" if whole else "quantize_columns"]
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [*itertools.product(DTYPES, ROUNDINGS)])
+def test_quantize_in_bands_rounds_alike(dtype, rounding):
+    with dispatch.forced_variant("quantize_columns", "bands"):
+        check_quantize(edges((160, 144), dtype, seed=5), "e4m3", rounding, axis=0, transposed=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantize_from_unaligned_memory(dtype):
     x = edges((9, 64), dtype)
@@ -151,11 +168,12 @@ def test_quantize_from_unaligned_memory(dtype):
         check_quantize(x, "e4m3", "ceil", axis=axis, offset=x.itemsize)
 
 
-@pytest.mark.parametrize("layout", ["plain", "swizzled", "transposed"])
+@pytest.mark.parametrize("layout", ["plain", "swizzled", "transposed", "transposed in bands"])
 @pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
 def test_quantize_both_axes_in_one_pass(dtype, fmt, layout):
-    swizzled, transposed = layout == "swizzled", layout == "transposed"
-    for shape in ((40, 96), (37, 50), (33, 544), (1, 1), (130, 48), (64, 96), (96, 544)):
+    swizzled, transposed = layout == "swizzled", layout.startswith("transposed")
+    device().launched.clear()
+    for shape in ((40, 96), (37, 50), (33, 544), (1, 1), (130, 48), (64, 96), (96, 544), (288, 160), (128, 256)):
         x = edges(shape, dtype, seed=sum(shape))
         source = placed(x)
         expected = [*numerics.quantize(x, element_format=fmt), *numerics.quantize(x, axis=0, element_format=fmt)]
@@ -167,9 +185,11 @@ def test_quantize_both_axes_in_one_pass(dtype, fmt, layout):
         rows, row_scales, columns, column_scales = (array.ctypes.data for array in got)
         how = planner.SWIZZLED if swizzled else planner.TRANSPOSED if transposed else planner.PLAIN
         out = (columns, column_scales, rows, row_scales)
-        quantize((dtype, source.ctypes.data), fmt, "ceil", how, (1, *shape), out)
+        with dispatch.forced_variant("quantize_both", "bands" if "bands" in layout else "plain"):
+            quantize((dtype, source.ctypes.data), fmt, "ceil", how, (1, *shape), out)
         for name, actual, wanted in zip(("rows", "row scales", "columns", "column scales"), got, expected, strict=True):
             assert_same(f"{name}, {shape} {dtype}", actual.reshape(wanted.shape), wanted)
+    assert [*map(source_of, device().launched)].count("quantize_bands") == (4 if "bands" in layout else 0)
 
 
 # --- dequantize ------------------------------------------------------------------------------------------------------

@@ -23,8 +23,15 @@ from mxfp8_ops.errors import BackendError
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
 
-BLOCKS = (1, 2)
-"""Instances of the kernel: how many 64 rows of the weight each of a thread block's two warpgroups takes."""
+INSTANCES = (("plain", 1), ("plain", 2), ("paired", 1), ("paired", 2), ("two_blocks", 1))
+"""Of the kernel: its variant, and how many 64 rows of the weight each of a thread block's two warpgroups takes."""
+VARIANTS = ("plain", "paired", "two_blocks")
+
+
+@contextlib.contextmanager
+def instance(variant, blocks, splits=1):
+    with dispatch.forced_variant("gemm_fused", variant), dispatch.fixed_cut(blocks=blocks, splits=splits):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +55,12 @@ def check_fused(flags, *product, **options):
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_fused_gemm(flags, x_kind, fmt, blocks):
+@pytest.mark.parametrize(("variant", "blocks"), INSTANCES)
+def test_fused_gemm(flags, x_kind, fmt, variant, blocks):
     """Tails of every dimension; fewer steps than are read ahead, and more than there are stages."""
     shapes = ((130, 300, 352), (5, 18, 32), (70, 40, 96), (129, 257, 1056), (1, 1, 64), (128, 256, 512))
     for (m, n, k), dtype in zip(shapes, itertools.cycle(DTYPES)):
-        with dispatch.fixed_cut(blocks=blocks, splits=1):
+        with instance(variant, blocks):
             names = check_fused(flags, m, n, k, x_kind, fmt, dtype, bias=n != 40)
         assert names == ["tile", "gemm_fused", "gemm_float32"]
     assert flags == [0] * len(shapes)
@@ -62,9 +69,9 @@ def test_fused_gemm(flags, x_kind, fmt, blocks):
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
 def test_fused_gemm_with_k_in_splits(flags, x_kind, fmt):
     """Splits of several steps, of one, and one that has nothing to do."""
-    for (blocks, splits), dtype in zip(((1, 2), (2, 3), (1, 5)), DTYPES, strict=True):
+    for (blocks, splits), dtype, variant in zip(((1, 2), (2, 3), (1, 5)), DTYPES, VARIANTS, strict=True):
         for m, n, k in ((66, 130, 224), (3, 264, 1120)):
-            with dispatch.fixed_cut(blocks=blocks, splits=splits):
+            with instance(variant, blocks, splits):
                 names = check_fused(flags, m, n, k, x_kind, fmt, dtype, bias=m == 3)
             assert names == ["tile", "gemm_fused", "finish", "gemm_float32"]
     assert flags == [0] * 6
@@ -92,8 +99,8 @@ def test_fused_gemm_into_unaligned_memory(flags, dtype):
 
 
 @pytest.mark.parametrize(("fmt", "codes"), [("e4m3", (2, 135)), ("e5m2", (9, 143))])
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_a_scale_outside_the_fast_range_is_repaired(flags, fmt, codes, blocks):
+@pytest.mark.parametrize(("variant", "blocks"), INSTANCES)
+def test_a_scale_outside_the_fast_range_is_repaired(flags, fmt, codes, variant, blocks):
     """Wherever in the weight it is; and the nearest scales inside the range are not."""
     for code, (row, block) in itertools.product((*codes, codes[0] + 1, codes[1] - 1), ((0, 0), (199, 4), (63, 10))):
 
@@ -101,24 +108,29 @@ def test_a_scale_outside_the_fast_range_is_repaired(flags, fmt, codes, blocks):
             b[at[0], 32 * at[1]] = 1
             b_scales[at] = code
 
-        with dispatch.fixed_cut(blocks=blocks, splits=1):
+        with instance(variant, blocks):
             check_fused(flags, 3, 200, 352, "bfloat16", fmt, "float32", change=change)
         assert flags.pop() == (code in codes)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_weight_that_is_nan_or_inf_is_repaired(flags, fmt):
-    for at, code in (((0, 0), 0x7F), ((17, 95), 0xFF), ((5, 31), 0x7C)):
+def test_a_weight_that_is_nan_or_inf_is_repaired(flags, fmt, variant):
+    """Every NaN and Inf, alone in its row, wherever in a word; the largest numbers are not repaired."""
+    codes = [code | sign for code in (0x7A, 0x7B, 0x7C, 0x7D, 0x7E, 0x7F) for sign in (0, 0x80)]
+    for at, code in zip(itertools.cycle(((0, 0), (17, 95), (5, 31), (9, 66), (3, 45))), codes):
 
         def change(x, x_scales, b, b_scales, at=at, code=code):  # noqa: PLR0917 - check_gemm's and two more
             b[at] = code
 
-        check_fused(flags, 3, 18, 96, "bfloat16", fmt, "float32", change=change)
-        assert flags.pop() == (fmt == "e5m2" or code != 0x7C)
+        with instance(variant, 1):
+            check_fused(flags, 3, 18, 96, "bfloat16", fmt, "float32", change=change)
+        assert flags.pop() == (code & 0x7F > {"e4m3": 0x7E, "e5m2": 0x7B}[fmt]), f"{code:#x}"
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_blocks_of_zeros_are_not_repaired(flags, fmt):
+def test_blocks_of_zeros_are_not_repaired(flags, fmt, variant):
     """Their scale is 0, of weights and of x, and of padding there is much."""
 
     def change(x, x_scales, b, b_scales):
@@ -126,12 +138,14 @@ def test_blocks_of_zeros_are_not_repaired(flags, fmt):
             elements[1], scales[1] = 0, 0
             elements[2, :32], scales[2, 0] = 0x80, 0  # -0
 
-    check_fused(flags, 5, 18, 96, fmt, fmt, "float32", change=change)
+    with instance(variant, 1):
+        check_fused(flags, 5, 18, 96, fmt, fmt, "float32", change=change)
     assert flags == [0]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("x_kind", X_KINDS)
-def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind):
+def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind, variant):
     """NaN and Inf it holds."""
 
     def special(x, x_scales, b, b_scales):
@@ -141,11 +155,27 @@ def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind):
     def tiny(x, x_scales, b, b_scales):
         x[0, 3], x_scales[0, 0], b_scales[:] = 3, 0, 130
 
-    check_fused(flags, 5, 18, 96, x_kind, "e4m3", "float32", change=special)
-    assert flags.pop() == 0
-    if x_kind != "bfloat16":
-        check_fused(flags, 5, 18, 96, x_kind, "e4m3", "float32", change=tiny)
-        assert flags.pop() == 1
+    with instance(variant, 1):
+        check_fused(flags, 5, 18, 96, x_kind, "e4m3", "float32", change=special)
+        assert flags.pop() == 0
+        if x_kind != "bfloat16":
+            check_fused(flags, 5, 18, 96, x_kind, "e4m3", "float32", change=tiny)
+            assert flags.pop() == 1
+
+
+@pytest.mark.parametrize("x_kind", X_KINDS)
+def test_variants_take_fewer_launches(x_kind):
+    """tile clears the word for the check where it does not set it, and the check takes a multiprocessor a block."""
+
+    def launches(variant):
+        with dispatch.forced_route("fused"), instance(variant, 1):
+            steps = plan_gemm((x_kind, "e4m3", "float32"), (1024, 8192, 512)).steps()
+        return [step.what for step in steps], steps[-1].grid
+
+    kinds, checks = [planner.CLEAR, *[planner.LAUNCH] * 3], 132
+    assert launches("plain") == (kinds, 4 * checks)
+    for variant in VARIANTS[1:]:
+        assert launches(variant) == (kinds[x_kind == "bfloat16" :], checks)
 
 
 # --- what the emulation sees -----------------------------------------------------------------------------------------
@@ -153,7 +183,7 @@ def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind):
 MISTAKES: dict[str, dict[str, str]] = {
     "no mistake": {},
     "registers decoded into too early": {
-        "wgmma_wait<1>();\n      decode_half<F>(halves[1]": "decode_half<F>(halves[1]"
+        "wgmma_wait<1>();\n      decode_half<F, PAIRED>(halves[1]": "decode_half<F, PAIRED>(halves[1]"
     },
     "sums read too early": {"wgmma_wait<0>();": ""},
     "x read too early": {"wait_barrier(landed + 8 * stage, odd);": ""},
@@ -175,29 +205,37 @@ from pathlib import Path
 import cuda_emulation
 from mxfp8_ops.cuda import build, dispatch
 build.SOURCES = Path(sys.argv[1])
-on = cuda_emulation.EmulatedDevice(["tile<BF16>", "gemm_fused<E4M3, 1>"])
+variant, kernel = sys.argv[2:]
+on = cuda_emulation.EmulatedDevice([f"tile<BF16, {str(variant != 'plain').lower()}>", kernel])
 launch = on.launch
 on.launch = lambda work, stream: "gemm_float32" in work.kernel or launch(work, stream)
 cuda_emulation.device = lambda: on
 import test_cuda_gemms
 test_cuda_gemms.device = cuda_emulation.device
-with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=1, splits=1):
+with (
+    dispatch.forced_route("fused"),
+    dispatch.forced_variant("gemm_fused", variant),
+    dispatch.fixed_cut(blocks=1, splits=1),
+):
     test_cuda_gemms.check_gemm(130, 140, 1056, "bfloat16", "e4m3", "float32")
 """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "kernel"), [("plain", "gemm_fused<E4M3, 1>"), ("two_blocks", "gemm_fused<E4M3, 1, true, 2>")]
+)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_emulation_sees_mistakes(tmp_path, mistake):
+def test_the_emulation_sees_mistakes(tmp_path, mistake, variant, kernel):
     """The kernel with one mistake in it gives wrong numbers or ends the process; without one it does not."""
     device()  # skips without a compiler
     for path in cuda_build.SOURCES.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    kernel = tmp_path / "gemm_fused.cu"
+    source = tmp_path / "gemm_fused.cu"
     for right, wrong in MISTAKES[mistake].items():
-        assert right in kernel.read_text()
-        kernel.write_text(kernel.read_text().replace(right, wrong))
-    command, folder = [sys.executable, "-c", SCRIPT, str(tmp_path)], Path(__file__).parent
+        assert right in source.read_text()
+        source.write_text(source.read_text().replace(right, wrong))
+    command, folder = [sys.executable, "-c", SCRIPT, str(tmp_path), variant, kernel], Path(__file__).parent
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (mistake == "no mistake"), done.stderr[-2000:]
     assert not done.returncode or "cuda emulation: " in done.stderr or ", expected " in done.stderr, done.stderr[-2000:]
@@ -206,9 +244,13 @@ def test_the_emulation_sees_mistakes(tmp_path, mistake):
 # --- tiles -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("kind", X_KINDS)
-def test_tiles_have_x_in_the_order_of_k_and_of_the_swizzle(kind):
-    """The t-th pair of part c of a row is k = 16 t + 2 c and the next, and part c is in place c ^ (row % 8)."""
+def test_tiles_have_x_in_the_order_of_k_and_of_the_swizzle(kind, paired):
+    """The t-th pair of part c of a row is k = 16 t + 2 c and the next, and part c is in place c ^ (row % 8).
+
+    Paired: k = 16 t + 2 c and the second after it for even c, for odd ones what is between and after.
+    """
     m, k, bfloat16 = 131, 96, numerics.value_dtype("bfloat16")
     values = heavy_tailed((m, k)).astype(bfloat16)
     held = [placed(values)]
@@ -218,28 +260,29 @@ def test_tiles_have_x_in_the_order_of_k_and_of_the_swizzle(kind):
     tiles, flag = placed(np.zeros(2 * 2 * 128 * 128, np.uint8)), placed(np.zeros(16, np.uint8))
     scales = held[1].ctypes.data if len(held) == 2 else 0
     name = {"bfloat16": "BF16"}.get(kind, kind.upper())
-    arguments = (held[0].ctypes.data, scales, tiles.ctypes.data, m, k, flag.ctypes.data)
-    launch(f"tile<{name}>", -(-4 * m * 2 // 256), *arguments)
+    flag[:] = 1 if kind == "bfloat16" else 0
+    arguments = (held[0].ctypes.data, scales, tiles.ctypes.data, m, k, flag.ctypes.data, int(kind == "bfloat16"))
+    launch(f"tile<{name}, {str(paired).lower()}>", -(-4 * m * 2 // 256), *arguments)
     got = tiles.view(bfloat16).reshape(2, 2, 128, 8, 4, 2)  # tile, step, row, place, t, of the pair
     padded = np.zeros((256, 128), bfloat16)
     padded[:m, :k] = values
     for row, c, t in itertools.product(range(m), range(8), range(4)):
         found = got[row // 128, :, row % 128, c ^ (row % 8), t]
-        expected = padded[row].reshape(2, 64)[:, 16 * t + 2 * c : 16 * t + 2 * c + 2]
+        first = 16 * t + (4 * (c // 2) + c % 2 if paired else 2 * c)
+        expected = padded[row].reshape(2, 64)[:, [first, first + (2 if paired else 1)]]
         np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
-    assert not flag.any()
+    assert not flag[:4].any()
 
 
 # --- how it is cut, and when it is taken -----------------------------------------------------------------------------
 
 
-def planned(m, n, k):
+def planned(m, n, k, variant="plain"):
     """Returns (blocks, splits) of gemm_fused, and its thread blocks."""
-    with dispatch.forced_route("fused"):
-        step = plan_gemm(("bfloat16", "e4m3", "float32"), (m, n, k)).steps()[2]
-    kernel = planner.kernels()[step.kernel]
-    assert source_of(kernel) == "gemm_fused"
-    return (int(kernel[-2]), step.arguments[9]), step.grid
+    with dispatch.forced_route("fused"), dispatch.forced_variant("gemm_fused", variant):
+        steps = plan_gemm(("bfloat16", "e4m3", "float32"), (m, n, k)).steps()
+    (step,) = [step for step in steps if source_of(planner.kernels()[step.kernel]) == "gemm_fused"]
+    return (int(planner.kernels()[step.kernel].split(", ")[1].rstrip(">")), step.arguments[9]), step.grid
 
 
 def test_cuts_leave_no_multiprocessor_idle():
@@ -253,6 +296,13 @@ def test_cuts_leave_no_multiprocessor_idle():
     assert cut(100, 1024, 512) == cut(1, 1, 32) == (1, 1)
     with dispatch.fixed_cut(blocks=2, splits=3):
         assert planned(129, 257, 512) == ((2, 3), 3 * 2 * 2)
+
+
+def test_two_blocks_a_multiprocessor_have_room_for_twice_as_many():
+    assert planned(512, 8192, 8192, "two_blocks") == ((1, 1), 256)
+    assert planned(128, 8192, 8192, "two_blocks")[0] in {(1, 2), (1, 4)}
+    with dispatch.fixed_cut(blocks=2, splits=1):  # there is no such instance
+        assert planned(512, 8192, 8192, "two_blocks") == ((1, 1), 256)
 
 
 def chosen(capability=(9, 0), kind="bfloat16", m=100, k=64, b_kind="e4m3", **options):
@@ -281,7 +331,7 @@ def test_a_weight_that_is_kept_in_bfloat16_is_used():
 
 def test_only_a_device_that_can_run_it_compiles_it():
     fused = {name for name in kernels() if source_of(name) == "gemm_fused"}
-    assert len(fused) == 4
+    assert len(fused) == 2 * len(INSTANCES)
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         assert {*kernels()} - {*kernels(capability)} == fused
 

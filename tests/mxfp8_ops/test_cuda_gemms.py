@@ -145,6 +145,26 @@ def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
         assert device().mmas() == expected
 
 
+@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(EVERY_KIND, FORMATS)])
+@pytest.mark.parametrize("variant", ["two_warps", "four_ahead", "two_splits"])
+def test_variants_of_the_skinny_gemm(variant, x_kind, fmt):
+    """Fewer steps than are read ahead, as many, and more; edge codes in the last."""
+
+    def edge(x, x_scales, b, b_scales):
+        b_scales[3, -1], b_scales[5, 0], b[2, -3] = 0, 200, 0x7F
+
+    instance = {"two_warps": "2, 2>", "four_ahead": "2, 4, 4>", "two_splits": ", 2>"}[variant]
+    with dispatch.forced_variant("gemm_skinny", variant):
+        for (rows, n, k), dtype in zip(((9, 20, 160), (16, 150, 2080), (12, 70, 4128)), itertools.cycle(DTYPES)):
+            change, splits = edge if n > 20 else None, 0 if variant == "two_splits" else 1
+            with dispatch.fixed_cut(splits=splits):
+                names = check_gemm(most(rows, x_kind), n, k, x_kind, fmt, "float32" if change else dtype, change=change)
+            assert names == ["gemm_skinny", "finish"][: 2 - splits]
+            assert device().launched[0].endswith(instance)
+        assert check_gemm(1, 16, 64, x_kind, fmt, "float32") == ["gemm_skinny"]  # other numbers of rows have no variant
+        assert device().launched[0].endswith(("2>", f"{fmt.upper()}, 1>"))
+
+
 def test_skinny_gemm_with_more_blocks_than_it_needs():
     """Those past the end of n do nothing: who does not know the tiles may launch ceil(n / 16)."""
     x, w = heavy_tailed((10, 64)), heavy_tailed((40, 64), 1)

@@ -12,6 +12,8 @@ import pytest
 from cuda_emulation import device
 from test_cuda_fp8 import emulated, on_a
 
+from mxfp8_ops.cuda import dispatch, planner
+
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
@@ -63,7 +65,7 @@ def cases(monkeypatch, emulated):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: gpu_cases.queued.append("delay"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    properties = types.SimpleNamespace(L2_cache_size=1, multi_processor_count=device().processors)
+    properties = types.SimpleNamespace(L2_cache_size=1, multi_processor_count=device().processors, name="a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: device().capability)
     torch.manual_seed(0)
@@ -129,6 +131,74 @@ def test_wide_activations_take_turns_through_sets_of_weights(cases, monkeypatch)
     monkeypatch.setattr(cases, "take_turns", lambda found, _: taken.append(found) or dict.fromkeys(found, 1.0))
     cases.wide_activations(1, SIZE)
     assert [{name: len(calls) for name, calls in found.items()} for found in taken] == [{"cublas": 9, "parts": 9}] * 2
+
+
+SMALL = {"gemm_skinny": (12, 40, 160), "gemm_fused": (70, 48, 96), "quantize_columns": (64, 48, 0)}
+
+
+@pytest.fixture
+def small_sizes(cases, monkeypatch):
+    """One size of each kernel, that the emulation does in no time."""
+    wanted = cases.gpu_variants.wanted
+
+    def small(kernel: str) -> Any:
+        m, n, k = SMALL.get(kernel, (64, 96, 0))
+        return [[row._replace(m=m, n=n, k=k) for row in rows] for rows in wanted(kernel)[:1]]
+
+    monkeypatch.setattr(cases.gpu_variants, "wanted", small)
+
+
+@pytest.mark.parametrize("kernel", dict.fromkeys(row.kernel for row in planner.variants()))
+def test_every_variant_is_measured_for_the_table(cases, small_sizes, kernel):
+    device().launched.clear()
+    (rows,) = cases.variants(1, kernel)
+    names = [row.name for row in planner.variants() if row.kernel == kernel]
+    assert [row.name.split(",")[0] for row in rows] == [f"{kernel} {name}" for name in names]
+    measured = [planner.Measurement(*row.measured) for row in rows]
+    for row, wanted in zip(measured, cases.gpu_variants.wanted(kernel)[0], strict=True):
+        assert (row.card, row.capability, row.processors) == ("a GPU", 90, device().processors)
+        assert row[4:-1] == wanted[4:-1]
+        assert row.nanoseconds == round(1e6 / 20)  # the fake events are a millisecond apart, with 20 calls between
+    if kernel.startswith("gemm"):
+        assert len({name for name in device().launched if kernel in name}) == (2 if kernel == "gemm_skinny" else 3)
+
+
+def test_a_wrong_variant_has_no_row_and_fails_in_the_end(cases, small_sizes, monkeypatch):
+    right, names = cases.ops.quantize_both, [*planner.variants()]
+
+    def quantize_both(x: torch.Tensor) -> Any:
+        found = right(x)
+        if names[dispatch._variants[-1]].name == "bands":
+            found[0][3, 5] ^= 1
+        return found
+
+    monkeypatch.setattr(cases.ops, "quantize_both", quantize_both)
+    found = cases.variants(1, "quantize_both")
+    rows = next(found)
+    with pytest.raises(SystemExit, match=r"quantize_both bands at \(64, 96, 0\): the kernel is wrong"):
+        next(found)
+    assert [row.name for row in rows] == ["quantize_both plain, M=64 N=96 K=0"]
+
+
+def test_the_table_of_variants_is_written_of_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_bench
+
+    wanted = gpu_bench.gpu_variants.wanted("gemm_fused")[2]
+    rows = []
+    for row, time in zip(wanted, (90, 80, 70), strict=True):
+        measured = ["a GPU", "2026-11-23", 90, 132, *row[4:-1], 1000 * time]
+        rows.append({"name": "x", "microseconds": time, "value": 1, "peer": "x plain", "verdict": "", "must": None})
+        rows[-1] |= {"stretch": None, "measured": measured}
+    gpu_bench.publish("a GPU", [*rows, rows[0] | {"measured": None}], {}, tmp_path)
+    added = {*(tmp_path / "measured.h").read_text().splitlines()} - {
+        *gpu_bench.gpu_variants.header(planner.measurements()).splitlines()
+    }
+    sizes = "16, 384, 767, 1, kAny, 512, 8192, 8192"
+    assert added == {
+        f'    {{"a GPU", "2026-11-23", 90, 132, number("gemm_fused", "{name}"), {sizes}, {time}000}},'
+        for name, time in (("plain", 90), ("paired", 80), ("two_blocks", 70))
+    }
 
 
 @pytest.mark.parametrize("case", ["skinny", "fused", "columns"])

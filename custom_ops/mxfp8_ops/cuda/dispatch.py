@@ -1,4 +1,7 @@
-"""Which rows of the dispatch table (`planner.routes`, src/cuda_host/routes.cpp) products may, or must, take."""
+"""Which rows of the dispatch table (`planner.routes`, src/cuda_host/routes.cpp) products may, or must, take.
+
+And which variants of kernels (`planner.variants`) must do, where measurements would choose.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,35 @@ from typing import Final
 
 from mxfp8_ops.cuda import planner
 from mxfp8_ops.cuda.execution import Device
-from mxfp8_ops.cuda.planner import Place
+from mxfp8_ops.cuda.planner import TRANSPOSED, Place, Quantize
 from mxfp8_ops.errors import BackendError
 
 _forced: Final[list[int]] = []
 _allowed: Final[list[int]] = []
 _cuts: Final[list[tuple[int, int, int, int]]] = []
+_variants: Final[list[int]] = []
 
 
 def place(gpu: Device, libraries: int) -> Place:
     """Returns what the planner has to know besides a product: the device, its libraries, and what was chosen below."""
     plain = _place(gpu.capability, gpu.processors, libraries)
-    if not (_forced or _allowed or _cuts):
+    if not (_forced or _allowed or _cuts or _variants):
         return plain
     rows = sum({1 << row for row in _allowed})
-    forced, cut = _forced[-1] + 1 if _forced else 0, _cuts[-1] if _cuts else ()
-    return Place(*plain[:3], rows, forced, *cut)
+    forced, cut = _forced[-1] + 1 if _forced else 0, _cuts[-1] if _cuts else (0, 0, 0, 0)
+    return Place(*plain[:3], rows, forced, *cut, _variant())
+
+
+def placed(gpu: Device, request: Quantize) -> Quantize:
+    """Returns a request for elements in an order of their own (TRANSPOSED) as for this device; any other as it is."""
+    if request.layout != TRANSPOSED:
+        return request
+    major, minor = gpu.capability
+    return request._replace(capability=10 * major + minor, processors=gpu.processors, variant=_variant())
+
+
+def _variant() -> int:
+    return _variants[-1] + 1 if _variants else 0
 
 
 @functools.lru_cache
@@ -79,6 +95,23 @@ def fixed_cut(*, splits: int = 0, warps: int = 0, blocks: int = 0, parts_bytes: 
         yield
     finally:
         _cuts.pop()
+
+
+@contextlib.contextmanager
+def forced_variant(kernel: str, name: str) -> Iterator[None]:
+    """Uses a variant of a kernel wherever it can do the work, in the whole process, inside a `with`.
+
+    Raises:
+        BackendError: there is no such variant.
+    """
+    if (kernel, name) not in planner.variants():
+        known = f"one of {', '.join(' '.join(row) for row in planner.variants())}"
+        raise BackendError("cuda", f"variant {kernel} {name}", expected=known, advice="correct the name")
+    _variants.append(planner.variants().index(planner.Variant(kernel, name)))
+    try:
+        yield
+    finally:
+        _variants.pop()
 
 
 def _row(kernel: str) -> int:

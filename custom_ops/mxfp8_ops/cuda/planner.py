@@ -34,8 +34,8 @@ _NO_ROUTE: Final = -4
 # The structs of mxfp8_cuda_plan.h, which says what the fields mean. Requests go in as the bytes of their fields.
 Place = namedtuple(
     "Place",
-    "capability processors libraries allowed forced splits warps blocks parts_bytes",
-    defaults=(0, 0, 0, 0, 0, 0),
+    "capability processors libraries allowed forced splits warps blocks parts_bytes variant",
+    defaults=(0, 0, 0, 0, 0, 0, 0),
 )
 Gemm = namedtuple(
     "Gemm",
@@ -44,8 +44,9 @@ Gemm = namedtuple(
 )
 Quantize = namedtuple(
     "Quantize",
-    "x_dtype format increment layout x outer k inner elements scales row_elements row_scales",
-    defaults=(0, 0),
+    "x_dtype format increment layout x outer k inner elements scales row_elements row_scales "
+    "capability processors variant",
+    defaults=(0, 0, 0, 0, 0),
 )
 Dequantize = namedtuple("Dequantize", "format y_dtype elements scales outer k inner y inexact", defaults=(0,))
 Fold = namedtuple("Fold", "elements scales rows k folded row_scales")
@@ -98,6 +99,33 @@ class Route(NamedTuple):
     libraries: int
     opt_in: int
     not_if_wide: int
+
+
+class Variant(NamedTuple):
+    """A way for a kernel to do what it does: `mxfp8_cuda_variant`. The first of each kernel is its plain one."""
+
+    kernel: str
+    name: str
+
+
+class Measurement(NamedTuple):
+    """A row of the table of measurements: `mxfp8_cuda_measurement`, which says what the fields mean."""
+
+    card: str
+    date: str
+    capability: int
+    processors: int
+    variant: int
+    """Index of `variants()`."""
+    x_dtype: int
+    least_m: int
+    most_m: int
+    least_n: int
+    most_n: int
+    m: int
+    n: int
+    k: int
+    nanoseconds: int
 
 
 def gemm(place: Place, product: Gemm) -> Plan:
@@ -161,6 +189,25 @@ def routes() -> tuple[Route, ...]:
     return tuple(found)
 
 
+@functools.cache
+def variants() -> tuple[Variant, ...]:
+    """Returns the variants of kernels by number (src/cuda_host/variants.cpp)."""
+    found: list[Variant] = []
+    while row := _library().mxfp8_cuda_variant_at(len(found)):
+        found.append(Variant(*(string_at(text).decode() for text in row[: len(Variant._fields)])))
+    return tuple(found)
+
+
+@functools.cache
+def measurements() -> tuple[Measurement, ...]:
+    """Returns the table that says which variant is fastest where (src/cuda_host/measured.h)."""
+    found: list[Measurement] = []
+    while row := _library().mxfp8_cuda_measurement_at(len(found)):
+        card, date, *rest = row[: len(Measurement._fields)]
+        found.append(Measurement(string_at(card).decode(), string_at(date).decode(), *rest))
+    return tuple(found)
+
+
 # --- the library -----------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +228,8 @@ def _library() -> Any:
         "mxfp8_cuda_swizzled_bytes": (c_int64, c_int64, c_int64),
         "mxfp8_cuda_kernel": (c_char_p, c_int),
         "mxfp8_cuda_route_at": (POINTER(c_int64), c_int),
+        "mxfp8_cuda_variant_at": (POINTER(c_int64), c_int),
+        "mxfp8_cuda_measurement_at": (POINTER(c_int64), c_int),
     }
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)

@@ -212,7 +212,7 @@ def _quantize(x: Tensor, codes: list[int], layout: int, sizes: tuple[int, int, i
         dtype, element_code, increment, layout, x.data_ptr(), *sizes, *(t.data_ptr() for t in results)
     )
     with _queue(x) as queue:
-        execution.run(planner.quantize(request), queue)
+        execution.run(planner.quantize(dispatch.placed(queue.device, request)), queue)
 
 
 def _versions(b: Pair) -> tuple[int, int]:

@@ -12,6 +12,7 @@ typedef long long i64;
 #ifdef __CUDACC__
 
 #define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
 
 // The same number, of which the compiler knows nothing: what is computed from it is not moved out of a loop.
 DEVICE i64 opaque(i64 v) {

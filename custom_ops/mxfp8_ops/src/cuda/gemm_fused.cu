@@ -1,6 +1,6 @@
 // Both gemms for more than a few rows on Hopper's tensor cores, exact, without the weight in bfloat16 in memory.
 //
-//   x [m, k] as tile.cu makes it        b [n, k] F with b_scales        bias [n] float32, or null
+//   x [m, k] as tile<X, PAIRED> makes it        b [n, k] F with b_scales        bias [n] float32, or null
 //   y [m, n] of dtype `y_dtype`, or, for splits > 1, float32 [splits, m, n] that finish.cu adds up
 //   k % 32 = 0, k < 2^25; x and b aligned to 16
 //   inexact   a word that becomes 1 if y is wrong, because some of the weight is not `fast_elements` (wide.cuh). Then
@@ -11,10 +11,10 @@
 //
 // Has not run on a GPU. On an H200, n = k = 8192, the floor is 69 MB at 4.3 TB/s, 16 us, or 2 m n k operations at the
 // 0.75 PFLOP/s that cuBLAS reaches: 23 us for m = 128, 92 us for m = 512. With the decoding hidden behind the products
-// (about 340 instructions a warp in a step, which take 680 of the 1024 clocks of its products) and 33 KB in those
-// clocks from the L2 cache, this should reach 0.75 to 0.85 of cuBLAS on bfloat16 weights for m = 256 .. 2048;
-// for m = 128, in two splits, about the 31 us in which cuBLAS reads those weights.
-// Dequantizing the weight first is bound by 0.40 (m = 128), 0.63 (512), 0.77 (1024) and 0.85 (2048).
+// (218 instructions a warp in a step, by the machine code, which two warps a scheduler issue in 436 of the 512 clocks
+// of its products; BLOCKS = 2: 754 of 1024) and 33 KB in those clocks from the L2 cache, this should reach 0.75 to 0.85
+// of cuBLAS on bfloat16 weights for m = 256 .. 2048; for m = 128, in two splits, about the 31 us in which cuBLAS reads
+// those weights. Dequantizing the weight first is bound by 0.40 (m = 128), 0.63 (512), 0.77 (1024) and 0.85 (2048).
 //
 // The weight is the A operand of wgmma, from registers: it is loaded, AHEAD steps of 64 values of k ahead, and decoded
 // by the lane that holds it, and each byte of it is used by one lane only. Lane t of a group of four takes 16
@@ -23,6 +23,10 @@
 // wants it: no tensor map (a call of the driver for each x), and no work for the threads that decode (4-byte cp.async
 // into the order of k would be 16 copies and their addresses in each step, and a memory barrier). That costs reading
 // and writing x once, or nothing where x is quantized and has to be dequantized anyway.
+//
+// PAIRED decodes bytes 0, 2 and 1, 3 of a word together and tests once, after the loop, whether all was exact: about
+// 205 instructions a step, and no branch in it. RESIDENT = 2 blocks a multiprocessor, with BLOCKS = 1, read half as far
+// ahead each, and one decodes while the other waits at its barrier. measured.h says which of these is fastest where.
 //
 // While the products of half a step run, the operands of the next half are decoded. At the barrier of a step all
 // products of the step before the last are done, so its tile is free.
@@ -42,7 +46,7 @@ struct Decoded {
   u32 a[2][BLOCKS][4];
 };
 
-template <class F, int BLOCKS>
+template <class F, bool PAIRED, int BLOCKS>
 DEVICE void decode_half(Decoded<BLOCKS>& to, const Packed<BLOCKS>& w, int half) {
 #pragma unroll
   for (int i = 0; i < BLOCKS; ++i)
@@ -52,8 +56,8 @@ DEVICE void decode_half(Decoded<BLOCKS>& to, const Packed<BLOCKS>& w, int half) 
       const u32 words[2] = {half == 0 ? q.x : q.z, half == 0 ? q.y : q.w}, scale = scale_bf16x2<F>(w.scales[i][r]);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        to.a[j][i][r] = decode_bf16x2<F, 0>(words[j], scale);
-        to.a[j][i][r + 2] = decode_bf16x2<F, 1>(words[j], scale);
+        to.a[j][i][r] = PAIRED ? decode_apart_bf16x2<F, 0>(words[j], scale) : decode_bf16x2<F, 0>(words[j], scale);
+        to.a[j][i][r + 2] = PAIRED ? decode_apart_bf16x2<F, 1>(words[j], scale) : decode_bf16x2<F, 1>(words[j], scale);
       }
     }
 }
@@ -66,12 +70,13 @@ DEVICE bool all_fast(const Packed<BLOCKS>& w) {
   return fast;
 }
 
-template <class F, int BLOCKS>
-__global__ void __launch_bounds__(256, 1)
+template <class F, int BLOCKS, bool PAIRED = false, int RESIDENT = 1>
+__global__ void __launch_bounds__(256, RESIDENT)
     gemm_fused(const u8* __restrict__ x, const u8* __restrict__ b, const u8* __restrict__ b_scales,
                const float* __restrict__ bias, u8* __restrict__ y, i64 m, i64 n, i64 k, i64 y_dtype, i64 splits,
                u32* __restrict__ inexact) {
-  constexpr int ROWS = 128 * BLOCKS, TOKENS = 128, STAGES = 6, STAGE_BYTES = TOKENS * 128, AHEAD = 4 / BLOCKS;
+  constexpr int ROWS = 128 * BLOCKS, TOKENS = 128, STAGES = 6, STAGE_BYTES = TOKENS * 128;
+  constexpr int AHEAD = 4 / BLOCKS / RESIDENT;
   const int thread = static_cast<int>(threadIdx.x), warp = thread >> 5, lane = thread & 31;
   const int group = lane >> 2, part = lane & 3;
   const int across = static_cast<int>((m + TOKENS - 1) / TOKENS), down = static_cast<int>((n + ROWS - 1) / ROWS);
@@ -135,8 +140,9 @@ __global__ void __launch_bounds__(256, 1)
   Decoded<BLOCKS> halves[2];
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) load_weights(ahead[i], first_step + i);
-  decode_half<F>(halves[0], ahead[0], 0);
+  decode_half<F, PAIRED>(halves[0], ahead[0], 0);
   bool wrong = false;
+  FastElements<F> seen;
   int stage = 0;
   u32 odd = 0;
 #pragma unroll
@@ -152,11 +158,16 @@ __global__ void __launch_bounds__(256, 1)
       const u64 tile = swizzled_rows(ring + stage * STAGE_BYTES);
       multiply(halves[0], tile);
       wgmma_wait<1>();
-      decode_half<F>(halves[1], ahead[i], 1);
-      wrong |= !all_fast<F>(ahead[i]);
+      decode_half<F, PAIRED>(halves[1], ahead[i], 1);
+      if constexpr (PAIRED) {
+#pragma unroll
+        for (int j = 0; j < 2 * BLOCKS; ++j) seen.see(ahead[i].elements[j >> 1][j & 1], ahead[i].scales[j >> 1][j & 1]);
+      } else {
+        wrong |= !all_fast<F>(ahead[i]);
+      }
       multiply(halves[1], tile + 4);
       wgmma_wait<1>();
-      decode_half<F>(halves[0], ahead[(i + 1) % AHEAD], 0);
+      decode_half<F, PAIRED>(halves[0], ahead[(i + 1) % AHEAD], 0);
       load_weights(ahead[i], step + i + AHEAD);
       stage = stage + 1 < STAGES ? stage + 1 : 0;
       odd ^= stage == 0;
@@ -164,7 +175,7 @@ __global__ void __launch_bounds__(256, 1)
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < BLOCKS; ++i) keep_behind(sums[i]);
-  if (wrong) *inexact = 1;
+  if (PAIRED ? !seen.all() : wrong) *inexact = 1;
 
   // Through shared memory, 32 tokens at a time, so that a thread has eight neighbours of y.
   constexpr int PITCH = ROWS + 4, PASS = 32, EIGHTS = ROWS / 8;

@@ -16,7 +16,8 @@
 //
 // The weight is the A operand of the mma (16 rows a warp), x the B operand (8 rows a tile). A step of the loop is STEP
 // values of k for each warp. The weight goes from memory to registers, AHEAD steps ahead: no byte of it is used twice.
-// x goes through shared memory, one step ahead, and is decoded there once for all warps.
+// x goes through shared memory, one step ahead, and is decoded there once for all warps. AHEAD = 4 with two tiles
+// leaves room for one block a multiprocessor: a variant (cuda_host/measured.h).
 //
 // Lane t of a group of four takes 16 consecutive k of every 64 of its rows, which is half a block: the sum does not
 // care in which order k is taken, as long as both operands take it alike. Elements become bfloat16 by moving their bits
@@ -70,15 +71,14 @@ struct Weights {
   u32 scales[2][CHUNKS];
 };
 
-template <class X, class F, int TILES, int WARPS = TILES == 1 ? 1 : 4>
-__global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
+template <class X, class F, int TILES, int WARPS = TILES == 1 ? 1 : 4, int AHEAD = TILES >= 4 ? 3 : 2>
+__global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
     gemm_skinny(const u8* __restrict__ x, const u8* __restrict__ x_scales, const u8* __restrict__ b,
                 const u8* __restrict__ b_scales, const float* __restrict__ bias, u8* __restrict__ y, i64 m, i64 n,
                 i64 k, i64 y_dtype, i64 splits) {
   constexpr int DEEP = 8 / WARPS, ROWS = 16 * WARPS, TOKENS = 8 * TILES;
   constexpr int STEP = DEEP * TILES <= 16 ? 128 : 64, CHUNKS = STEP / 64, WIDE = DEEP * STEP;
   static_assert(TILES == 1 || WARPS >= 2, "x of one step would take too much shared memory");
-  constexpr int AHEAD = TILES >= 4 ? 3 : 2;       // one block per multiprocessor reads further ahead than two
   constexpr int MOST = TOKENS / X::parts;         // rows of x
   constexpr int VALUES = X::is_element ? 16 : 8;  // of x in a unit, LOADS of 16 bytes
   constexpr int LOADS = X::parts == 3 ? 2 : 1, UNITS = MOST * WIDE / VALUES, MINE = (UNITS + 255) / 256;

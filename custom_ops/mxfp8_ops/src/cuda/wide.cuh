@@ -23,6 +23,14 @@ DEVICE u32 decode_bf16x2(u32 w, u32 scale) {
   return multiply_bf16x2((spread & 0x80008000u) | ((spread >> F::wide_shift) & F::wide_mask), scale);
 }
 
+// Elements PAIR and PAIR + 2 of four, times the scale: the same with one shift less for PAIR = 1, whose bytes are in
+// place, and with shifts alone, which more of the cores can do than picking bytes.
+template <class F, int PAIR>
+DEVICE u32 decode_apart_bf16x2(u32 w, u32 scale) {
+  const u32 spread = PAIR == 0 ? w << 8 : w, moved = PAIR == 0 ? w << (8 - F::wide_shift) : w >> F::wide_shift;
+  return multiply_bf16x2((spread & 0x80008000u) | (moved & F::wide_mask), scale);
+}
+
 // Whether one of 16 elements is NaN or Inf.
 template <class F>
 DEVICE bool any_special(uint4 q) {
@@ -38,3 +46,23 @@ DEVICE bool fast_elements(uint4 q, u32 s) {
   const bool zero = ((q.x | q.y | q.z | q.w) & 0x7f7f7f7fu) == 0;
   return (fast_code<F>(s) || (zero && s < F::first_exact)) && !any_special<F>(q);
 }
+
+// The same for all elements that were seen, decided once at the end: no branch for any of them.
+template <class F>
+struct FastElements {
+  DEVICE_MEMBER void see(uint4 q, u32 s) {
+    // Adding special_carry flips bit 7 of a byte that is NaN or Inf. It flips others only above such a byte.
+    flipped |= (q.x + F::special_carry) ^ q.x;
+    flipped |= (q.y + F::special_carry) ^ q.y;
+    flipped |= (q.z + F::special_carry) ^ q.z;
+    flipped |= (q.w + F::special_carry) ^ q.w;
+    largest = max(largest, s);
+    const u32 below = static_cast<u32>(static_cast<int>(s - F::first_exact) >> 31);  // all bits or none
+    tiny |= (q.x | q.y | q.z | q.w) & below;
+  }
+  DEVICE_MEMBER bool all() const {
+    return (flipped & 0x80808080u) == 0 && largest <= F::last_fast && (tiny & 0x7f7f7f7fu) == 0;
+  }
+
+  u32 flipped = 0, largest = 0, tiny = 0;
+};

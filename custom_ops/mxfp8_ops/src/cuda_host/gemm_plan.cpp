@@ -72,7 +72,8 @@ class GemmPlanner {
 
   void skinny(const Product& p, const SkinnyCut& cut) {
     const Product to = into_sums(p, cut.splits);
-    const int instance = kernel(Source::kGemmSkinny, {p.x.kind, format_choice(p.b.kind), 2 * cut.tiles_log2 + cut.few});
+    const int shape = cut.four_ahead ? 8 : 2 * cut.tiles_log2 + cut.few;
+    const int instance = kernel(Source::kGemmSkinny, {p.x.kind, format_choice(p.b.kind), shape});
     steps_.launch(instance, cut.splits * cut.blocks,
                   {p.x.data, p.x.scales, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, to.y_dtype, cut.splits});
     if (cut.splits > 1) finish(p, {to.y, cut.splits});
@@ -89,17 +90,19 @@ class GemmPlanner {
 
   void fused(const Product& p) {
     const FusedCut cut = cut_fused(place_, p.shape());
+    const bool plain = cut.variant == kFusedPlain, clears = !plain && !is_element(p.x.kind);
     const int64_t steps = ceil_div(p.k, 64);
     const Argument inexact = steps_.take(4), x = steps_.take(ceil_div(p.m, kFusedTokens) * kFusedTokens * steps * 128);
-    steps_.clear(inexact, 1);
-    steps_.launch(kernel(Source::kTile, {p.x.kind - kBF16}), ceil_div(4 * p.m * steps, kThreads),
-                  {p.x.data, p.x.scales, x, p.m, p.k, inexact});
+    if (!clears) steps_.clear(inexact, 1);
+    steps_.launch(kernel(Source::kTile, {p.x.kind - kBF16, !plain}), ceil_div(4 * p.m * steps, kThreads),
+                  {p.x.data, p.x.scales, x, p.m, p.k, inexact, clears});
     const Product to = into_sums(p, cut.splits);
-    steps_.launch(kernel(Source::kGemmFused, {format_choice(p.b.kind), int(cut.blocks) - 1}), cut.grid,
+    const int shape = cut.variant == kFusedTwoBlocks ? 4 : int(cut.blocks) - 1 + (plain ? 0 : 2);
+    steps_.launch(kernel(Source::kGemmFused, {format_choice(p.b.kind), shape}), cut.grid,
                   {x, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, to.y_dtype, cut.splits, inexact},
                   kFusedShared);
     if (cut.splits > 1) finish(p, {to.y, cut.splits});
-    float32(p, inexact);
+    float32(p, inexact, plain ? 4 : 1);
   }
 
   void large(const Product& p) {
@@ -149,11 +152,12 @@ class GemmPlanner {
     float32(p, inexact);
   }
 
-  // Without `only_if`; with it, a word, only if that is not 0 then.
-  void float32(const Product& p, Argument only_if = 0) {
+  // Without `only_if`; with it, a word, only if that is not 0 then. The fewer thread blocks there are, the sooner those
+  // that have nothing to do are gone.
+  void float32(const Product& p, Argument only_if = 0, int64_t blocks_each = 4) {
     const int64_t tiles = ceil_div(p.m, 64) * ceil_div(p.n, 64);
     steps_.launch(kernel(Source::kGemmFloat32, {p.x.kind, format_choice(p.b.kind)}),
-                  std::min(tiles, 4 * place_.processors),
+                  std::min(tiles, blocks_each * place_.processors),
                   {p.x.data, p.x.scales, p.b.data, p.b.scales, p.bias, p.y, p.m, p.n, p.k, p.y_dtype, only_if});
   }
 

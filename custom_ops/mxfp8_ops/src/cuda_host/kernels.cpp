@@ -25,18 +25,19 @@ const std::vector<Family>& families() {
   static const Axis flag = {"false", "true"}, values = kinds_from(0, kValueKinds), formats = kinds_from(kValueKinds),
                     kinds = kinds_from(0), layouts = {"PLAIN", "SWIZZLED", "TRANSPOSED"},
                     // Tiles of 8 rows of x, and how many warps share them unless that is the template's default.
-      tiles = {"1, 2", "1", "2", "2, 2", "4", "4, 2", "8", "8, 2"};
+      tiles = {"1, 2", "1", "2", "2, 2", "4", "4, 2", "8", "8, 2", "2, 4, 4"};
   static const std::vector<Family> all = {
       {"fold", {}},
       {"swizzle_scales", {}},
       {"finish", {flag}},
       {"bfloat16_parts", {kinds_from(kF32, kBF16), flag}},
-      {"tile", {kinds_from(kBF16)}},
+      {"tile", {kinds_from(kBF16), flag}},
       {"quantize_rows", {values, formats, flag, flag}},
       {"quantize_columns", {values, formats, flag, layouts, flag}},
+      {"quantize_bands", {values, formats, flag}},
       {"dequantize", {values, formats, flag, flag}},
       {"gemm_float32", {kinds, formats}},
-      {"gemm_fused", {formats, {"1", "2"}}},
+      {"gemm_fused", {formats, {"1", "2", "1, true", "2, true", "1, true, 2"}}},
       {"gemm_skinny", {kinds, formats, tiles}},
   };
   return all;

@@ -13,13 +13,14 @@ enum class Source {
   kSwizzleScales,
   kFinish,           // ragged
   kBfloat16Parts,    // F32, F16; ragged
-  kTile,             // BF16, then the formats
+  kTile,             // BF16, then the formats; paired
   kQuantizeRows,     // value dtype, format, swizzled, ragged
   kQuantizeColumns,  // value dtype, format, rows too, layout (MXFP8_PLAIN ...), ragged
+  kQuantizeBands,    // value dtype, format, rows too
   kDequantize,       // value dtype, format, last axis, ragged
   kGemmFloat32,      // kind of x, format
-  kGemmFused,        // format, 64-row blocks - 1
-  kGemmSkinny,       // kind of x, format, 2 log2(tiles) + 1 if few warps share x
+  kGemmFused,        // format, 64-row blocks - 1 (+ 2: paired), or 4: two blocks a multiprocessor
+  kGemmSkinny,       // kind of x, format, 2 log2(tiles) + 1 if few warps share x, or 8: two tiles, four steps ahead
 };
 
 // The number of an instance; a format counts from 0. Throws std::invalid_argument if there is none.

@@ -39,6 +39,7 @@ typedef struct {
   // For measurements, how products are cut up: parts of K, warps of gemm_skinny that share x, 64-row blocks of
   // gemm_fused, bytes of the sums of parts.
   int64_t splits, warps, blocks, parts_bytes;
+  int64_t variant;  // i + 1: variant i of a kernel, instead of what was measured to be the fastest
 } mxfp8_cuda_place;
 
 // y [m, n] = x [m, k] b [n, k]^T + bias [n] float32. x is values, or elements with scales; b elements with scales.
@@ -62,6 +63,7 @@ typedef struct {
   int64_t layout;
   int64_t x, outer, k, inner;
   int64_t elements, scales, row_elements, row_scales;
+  int64_t capability, processors, variant;  // as in mxfp8_cuda_place; 0: of a device that is not known
 } mxfp8_cuda_quantize;
 
 // y [outer, k, inner]. `inexact` is 0, or a word that becomes 1 if y is bfloat16 and does not hold every value, else 0.
@@ -136,6 +138,29 @@ typedef struct {
 
 // NULL past the last row.
 MXFP8_API const mxfp8_cuda_route* mxfp8_cuda_route_at(int row);
+
+// A way for a kernel to do what it does; the results are the same. The first of a kernel is its plain one.
+typedef struct {
+  const char *kernel, *name;
+} mxfp8_cuda_variant;
+
+// NULL past the last.
+MXFP8_API const mxfp8_cuda_variant* mxfp8_cuda_variant_at(int number);
+
+// A row of the table of measurements (measured.h): what a variant took, and what products or tensors that stands for.
+// m is rows of bfloat16 for a product, and what quantizing takes scales along for a tensor; n is the other size of y,
+// or of the tensor.
+typedef struct {
+  const char *card, *date;
+  int64_t capability, processors;  // the cards it stands for; 0 in rows that only say what there is to measure
+  int64_t variant, x_dtype;
+  int64_t least_m, most_m, least_n, most_n;
+  int64_t m, n, k;      // the size that was, or is to be, measured
+  int64_t nanoseconds;  // 0: not measured
+} mxfp8_cuda_measurement;
+
+// NULL past the last row.
+MXFP8_API const mxfp8_cuda_measurement* mxfp8_cuda_measurement_at(int row);
 
 #ifdef __cplusplus
 }

@@ -4,6 +4,7 @@
 #include "../cpu/arguments.h"
 #include "requests.h"
 #include "steps.h"
+#include "variants.h"
 
 namespace mxfp8::cuda {
 namespace {
@@ -22,6 +23,16 @@ int shown(mxfp8_cuda_plan* to, const Make& make) noexcept {
     }
     *to = {made.steps.data(), int64_t(made.steps.size()), made.scratch_bytes, made.route};
   });
+}
+
+// Whether quantize_bands.cu does it: where that was measured to be faster, and only whole blocks.
+bool in_bands(const mxfp8_cuda_quantize& q) {
+  const bool both = q.row_elements != 0;
+  if (q.layout != MXFP8_TRANSPOSED || q.k % 32 != 0 || q.inner % (both ? 32 : 16) != 0) return false;
+  if (unaligned({q.x, q.elements, q.row_elements})) return false;
+  const Sizes sizes = {q.capability, q.processors, q.x_dtype, q.k, q.inner};
+  const Variant chosen = variant(both ? kBothPlain : kColumnsPlain, sizes, q.variant);
+  return chosen == kColumnsBands || chosen == kBothBands;
 }
 
 }  // namespace
@@ -46,6 +57,10 @@ Plan plan(const mxfp8_cuda_quantize& q) {
     steps.launch(kernel(Source::kQuantizeRows, {x, format_choice(format), swizzled, ragged}),
                  ceil_div(q.outer * scale_count(q.k) * 2, kThreads),
                  {q.x, q.elements, q.scales, q.outer, q.k, q.increment});
+  } else if (in_bands(q)) {
+    steps.launch(kernel(Source::kQuantizeBands, {x, format_choice(format), both}),
+                 ceil_div(q.k, 128) * ceil_div(q.inner, 128),
+                 {q.x, q.elements, q.scales, q.row_elements, q.row_scales, q.k, q.inner, q.increment});
   } else {
     const bool ragged = q.inner % (both ? 32 : 16) != 0 || (transposed && q.k % 32 != 0) ||
                         unaligned({q.x, q.elements, q.scales, q.row_elements});

@@ -41,7 +41,7 @@ int64_t address(const void* data) { return reinterpret_cast<int64_t>(data); }
 
 Plan plan(const QuantizeArgs& q) {
   return cuda::plan(mxfp8_cuda_quantize{q.dtype, q.format, q.increment, MXFP8_PLAIN, address(q.x), q.outer, q.k,
-                                        q.inner, address(q.elements), address(q.scales), 0, 0});
+                                        q.inner, address(q.elements), address(q.scales), 0, 0, 0, 0, 0});
 }
 
 Plan plan(const DequantizeArgs& d, const uint32_t* inexact = nullptr) {
