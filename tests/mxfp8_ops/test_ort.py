@@ -305,6 +305,53 @@ def test_a_loop_body_runs_the_kernel_each_time():
     assert_same(run(graph, x=x)[0], x * 2**5)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT, TensorProto.FLOAT16])
+def test_a_wrongly_declared_rank_is_not_believed(dtype):
+    """ONNX Runtime runs such a model where the nodes are function bodies."""
+    nodes = [
+        helper.make_node("Reshape", ["typed", "shape"], ["r"]),  # of any rank, by inference
+        node("MXFP8Quantize", "r", "e s", axis=1),
+        node("MXFP8Dequantize", "e s", "y", axis=1),
+    ]
+    graph = onnx.load_from_string(
+        model([cast("x", "typed", dtype), *nodes], {"x": (FLOAT, [192]), "shape": (7, ["rank"])}, {"y": (FLOAT, None)})
+    )
+    graph.graph.value_info.append(helper.make_tensor_value_info("r", dtype, [192]))
+    x = heavy_tailed((192,)).astype(np.float16 if dtype != FLOAT else np.float32)
+    expected = numerics.dequantize(*numerics.quantize(x.reshape(3, 64)))
+    got = run(graph.SerializeToString(), x=x.astype(np.float32), shape=np.array([3, 64]))[0]
+    assert_same(got, expected)
+
+
+def test_a_wrongly_declared_rank_in_a_scan_body_is_not_believed():
+    body = helper.make_graph(
+        [node("MXFP8Quantize", "row", "e s", axis=1), node("MXFP8Dequantize", "e s", "back", axis=1)],
+        "body",
+        [helper.make_tensor_value_info("row", FLOAT, [64])],
+        [helper.make_tensor_value_info("back", FLOAT, ["a", "b"])],
+    )
+    scan = helper.make_node("Scan", ["r"], ["y"], body=body, num_scan_inputs=1)
+    reshape = helper.make_node("Reshape", ["x", "shape"], ["r"])
+    graph = model([reshape, scan], {"x": (FLOAT, [384]), "shape": (7, ["rank"])}, {"y": (FLOAT, None)})
+    x = heavy_tailed((384,))
+    got = run(graph, x=x, shape=np.array([2, 3, 64]))[0]
+    assert_same(got, numerics.dequantize(*numerics.quantize(x.reshape(2, 3, 64))))
+
+
+@pytest.mark.parametrize(
+    ("x", "b"), [((2**40, 0, 64), (1, 7, 64)), ((1, 3, 64), (2**40, 0, 64)), ((0, 3, 64), (1, 7, 64))]
+)
+def test_many_products_of_nothing_take_no_time(x, b):
+    """One after the other, 2^40 would never end."""
+    graph = model(
+        [node("MXFP8Quantize", "b", "be bs"), node("MXFP8WeightGemm", "x be bs", "y")],
+        {"x": (FLOAT, [None, None, 64]), "b": (FLOAT, [None, None, 64])},
+        {"y": (FLOAT, None)},
+    )
+    got = run(graph, x=np.ones(x, np.float32), b=np.ones(b, np.float32))[0]
+    assert got.shape == (max(x[0], b[0]) if 0 not in (x[0], b[0]) else 0, x[1], b[1])
+
+
 # --- messages --------------------------------------------------------------------------------------------------------
 
 

@@ -300,6 +300,136 @@ def test_errors_say_what_is_and_what_is_expected(call: Callable[[], Any], error:
     assert message in str(caught.value)
 
 
+# --- Tensors that are not what they seem -----------------------------------------------------------------------------
+
+
+def operands(name: str) -> dict[str, torch.Tensor]:
+    """Returns what the op takes, by argument."""
+    x = values(6, 64)
+    a, b, w = ops.quantize(x), ops.quantize(values(8, 64, seed=1)), values(8, 64, seed=1)
+    product = {"b": b[0], "b_scales": b[1], "bias": values(8)}
+    return {
+        "quantize": {"x": x},
+        "quantize_both": {"x": x},
+        "dequantize": {"elements": a[0], "scales": a[1]},
+        "gemm": {"a": a[0], "a_scales": a[1]} | product,
+        "weight_gemm": {"x": x} | product,
+        "linear_train": {"x": x, "weight": w, "bias": values(8).half()},
+        "grouped_gemm": {
+            "a": a[0],
+            "a_scales": a[1],
+            "b": b[0][None],
+            "b_scales": b[1][None],
+            "offs": torch.tensor([6]),
+        },
+    }[name]
+
+
+OPS = [op.name for op in torch_ops.OPS]
+EVERY_OPERAND = pytest.mark.parametrize(("op", "argument"), [(op, name) for op in OPS for name in operands(op)])
+
+
+@EVERY_OPERAND
+@pytest.mark.parametrize("kept", ["nothing", "all but a byte"])
+def test_a_storage_without_its_tensors_values_is_refused(op: str, argument: str, kept: str) -> None:
+    given = operands(op)
+    storage = given[argument].untyped_storage()
+    storage.resize_(0 if kept == "nothing" else storage.nbytes() - 1)
+    with pytest.raises(
+        ShapeError, match=r"the storage of \w+ has \d+ bytes; expected \d+ for shape .*; give the storage"
+    ):
+        getattr(ops, op)(**given)
+
+
+@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[2:], lambda x: x[:, 1:], lambda x: x[:1].expand(3, -1)])
+def test_a_view_beyond_its_storage_is_refused(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = view(values(6, 64))
+    x.untyped_storage().resize_(4 * 60)
+    for call in (lambda: ops.quantize(x), lambda: ops.weight_gemm(x, *ops.quantize(values(8, x.shape[1])))):
+        with pytest.raises(ShapeError, match="the storage of x has 240 bytes"):
+            call()
+
+
+def test_a_tensor_without_values_needs_no_storage() -> None:
+    empty = values(0, 64)
+    empty.untyped_storage().resize_(0)
+    assert ops.quantize(empty)[0].shape == (0, 64)
+    assert ops.weight_gemm(empty, *ops.quantize(values(8, 64))).shape == (0, 8)
+
+
+@EVERY_OPERAND
+def test_operands_on_two_devices_are_refused(op: str, argument: str) -> None:
+    """Without a word, the result would be memory that nobody has written."""
+    given = operands(op)
+    moved = given | {argument: given[argument].to("meta")}
+    if len(given) == 1:
+        assert getattr(ops, op)(**moved)[0].device.type == "meta"
+    elif argument == "offs":
+        assert not getattr(ops, op)(**moved).is_meta  # as torch has it: offsets may be elsewhere, and here have no data
+    else:
+        with pytest.raises(ShapeError, match="tensors on cpu, meta; expected one device"):
+            getattr(ops, op)(**moved)
+
+
+def test_negative_and_conjugate_views_are_read_as_what_they_stand_for() -> None:
+    z = torch.complex(values(6, 64), values(6, 64, seed=1))
+    negative, plain, b = z.conj().imag, -z.imag, ops.quantize(values(8, 64))
+    assert negative.is_neg()
+    assert torch.equal(ops.quantize(negative)[0], ops.quantize(plain)[0])
+    assert torch.equal(ops.weight_gemm(negative, *b), ops.weight_gemm(plain, *b))
+    with pytest.raises(ShapeError, match="quantize: dtype complex64; expected one of"):
+        ops.quantize(z.conj())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to_mkldnn(),
+        lambda x: torch.nested.nested_tensor([x, x]),
+        lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    ],
+    ids=["sparse", "csr", "mkldnn", "nested", "jagged", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_layout_without_a_kernel_is_refused_by_torch(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x, b = values(6, 64), ops.quantize(values(8, 64))
+    for call in (ops.quantize, lambda t: ops.weight_gemm(t, *b), lambda t: ops.linear_train(t, values(8, 64))):
+        with pytest.raises((NotImplementedError, ShapeError), match=r"mxfp8|linear_train: dtype qint8; expected"):
+            call(layout(x))
+
+
+def test_functional_tensors_are_read() -> None:
+    x, b = values(6, 64), ops.quantize(values(8, 64))
+    assert torch.equal(torch.func.functionalize(lambda x: ops.weight_gemm(x, *b))(x), ops.weight_gemm(x, *b))
+
+
+@pytest.mark.parametrize(("a", "b"), [((2**40, 0, 64), (1, 8, 64)), ((1, 6, 64), (2**40, 0, 64))])
+def test_many_products_of_nothing_take_no_time(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """One after the other, 2^40 would never end."""
+    y = ops.gemm(*ops.quantize(torch.empty(a)), *ops.quantize(torch.empty(b)))
+    assert y.shape == (2**40, a[1], b[1])
+
+
+@pytest.mark.parametrize(
+    "mode", ["FakeTensorMode()", "torch.inference_mode()", "torch.device('meta')", "torch.no_grad()"]
+)
+def test_ops_work_wherever_they_were_imported(mode: str) -> None:
+    code = f"""
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+with {mode}:
+    import mxfp8_ops.torch_ops
+x = torch.ones(2, 64)
+elements, scales = torch.ops.mxfp8.quantize(x)
+y = torch.ops.mxfp8.dequantize(elements, scales)
+assert torch.equal(x, y) and not y.is_inference()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
 def test_a_cuda_tensor_meets_a_kernel_that_says_what_to_do(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mxfp8::{name}", "CUDA")

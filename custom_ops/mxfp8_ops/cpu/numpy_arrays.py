@@ -204,7 +204,7 @@ def _multiply(
     every_a, every_b = (
         operand if flat else [np.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b)
     )
-    for i in np.ndindex(leading):
+    for i in np.ndindex(leading if y.size else (0,)):
         one_a, one_b = ([t[i].ctypes.data for t in operand] for operand in (every_a, every_b))
         address = None if bias is None else bias.ctypes.data
         native.check("gemm", product(one_a, one_b, address, m, y[i].ctypes.data))

@@ -224,7 +224,7 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
         return result
     leading, m = y.shape[:-2], y.shape[-2]
     every_a, every_b = ([cupy.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b))
-    for i in np.ndindex(leading):
+    for i in np.ndindex(leading if y.size else (0,)):
         one(tuple(t[i] for t in every_a), tuple(t[i] for t in every_b), y[i], m)
     return result
 

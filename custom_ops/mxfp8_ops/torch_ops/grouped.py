@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mxfp8_ops import checks, formats
 from mxfp8_ops.errors import ShapeError
-from mxfp8_ops.torch_ops.operands import Op, check_codes, check_devices, check_dtype, readable
+from mxfp8_ops.torch_ops.operands import Op, check_codes, check_devices, check_dtype, check_memory
 
 
 def grouped_gemm(  # noqa: PLR0917 - the op's schema
@@ -53,7 +53,9 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
         BackendError: no kernels for the device of `a`.
     """
     y = _fake(a, a_scales, b, b_scales, offs, a_format, b_format, dtype)
-    (offs,) = readable("grouped_gemm", "offs", offs)
+    for name, tensor in (("a", a), ("a_scales", a_scales), ("b", b), ("b_scales", b_scales), ("offs", offs)):
+        if tensor is not None:
+            check_memory("grouped_gemm", name, tensor)
     ends: list[int] = offs.tolist()
     y[ends[-1] if ends else 0 :] = 0
     for expert, (start, stop) in enumerate(itertools.pairwise([0, *ends])):

@@ -1,6 +1,5 @@
 // The nodes on this processor: ops.h on ONNX Runtime's own intra-op threads.
 #include "../cpu/isa.h"
-#include "../cpu/ops.h"
 #include "backend.h"
 
 namespace mxfp8::ort {
@@ -23,22 +22,11 @@ class CpuBackend : public Backend {
  public:
   explicit CpuBackend(const Kernels& kernels) : kernels_(kernels) {}
 
-  void quantize(OrtKernelContext* context, QuantizeArgs args) const override {
-    std::vector<uint8_t> unused;
-    if (args.elements == nullptr || args.scales == nullptr) {
-      unused.resize(size_t(args.outer * args.k * args.inner));
-      if (args.elements == nullptr) args.elements = unused.data();
-      if (args.scales == nullptr) args.scales = unused.data();
-    }
-    mxfp8::quantize(kernels_, session_threads(context), args);
-  }
-
-  void dequantize(OrtKernelContext* context, DequantizeArgs args) const override {
-    mxfp8::dequantize(kernels_, session_threads(context), args);
-  }
-
-  void gemm(OrtKernelContext* context, GemmArgs args) const override {
-    mxfp8::gemm(kernels_, session_threads(context), args);
+  void run(OrtKernelContext* context, Job* job) const override {
+    Unclaimed unclaimed(job);
+    std::vector<char> unused(size_t(unclaimed.bytes()));
+    unclaimed.give(unused.data());
+    job->run(kernels_, session_threads(context));
   }
 
  private:

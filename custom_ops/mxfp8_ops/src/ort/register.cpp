@@ -3,7 +3,7 @@
 #include <iterator>
 #include <memory>
 
-#include "nodes.h"
+#include "node_kernel.h"
 
 namespace mxfp8::ort {
 
@@ -68,17 +68,22 @@ std::vector<std::vector<int>> combined(const std::vector<std::vector<int>>& dtyp
   return longer;
 }
 
-// Each node once per combination of the dtypes its ports accept.
+// Each node that has a kernel for the place, once per combination of the dtypes its ports accept.
 std::vector<std::unique_ptr<Overload>> make_overloads(Place place) {
   std::vector<std::unique_ptr<Overload>> made;
   for (size_t op = 0; op < std::size(kNodes); ++op) {
+    const Implementation* found = implementation(Op(op));
+    if (found == nullptr) continue;
+    const bool on_gpu = found->cuda_kernels != nullptr;
+    if (place.device == Device::kCuda && !on_gpu) continue;
+    const Place there = on_gpu ? place : Place{Device::kCpu, false};
     std::vector<std::vector<int>> dtypes = {{}};
     size_t inputs = 0;
     for (const Port* port = kNodes[op].inputs; port->name != nullptr; ++port, ++inputs) {
       dtypes = combined(dtypes, *port);
     }
     for (const Port* port = kNodes[op].outputs; port->name != nullptr; ++port) dtypes = combined(dtypes, *port);
-    for (const std::vector<int>& row : dtypes) made.push_back(make_overload(Op(op), place, row, inputs));
+    for (const std::vector<int>& row : dtypes) made.push_back(make_overload(Op(op), there, row, inputs));
   }
   return made;
 }

@@ -1,0 +1,18 @@
+// What both backends on a GPU need. What they launch is planned in cuda_host.
+#pragma once
+#include <optional>
+
+#include "../cuda_host/executor.h"
+#include "backend.h"
+
+namespace mxfp8::ort {
+
+// The kernels of a node, loaded.
+cuda::Executor executor(const Overload&, const cuda::Gpu&);
+
+// An input that never changes, or nothing.
+std::optional<Tensor> constant(const OrtKernelInfo*, size_t index);
+
+void release(const cuda::Gpu&, const std::vector<uint64_t>& memory);
+
+}  // namespace mxfp8::ort

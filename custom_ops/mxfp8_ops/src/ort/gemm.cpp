@@ -1,0 +1,149 @@
+// MXFP8Gemm and MXFP8WeightGemm, whose X has no scales.
+#include <algorithm>
+
+#include "../cuda_host/kernels.h"
+#include "node_kernel.h"
+
+namespace mxfp8::ort {
+namespace {
+
+struct Gemm final : Job {
+  GemmArgs args;
+  explicit Gemm(const GemmArgs& g) : args(g) {}
+
+  void visit(Operands* operands) override {
+    const bool quantized = args.a_scales != nullptr;
+    const int64_t blocks = scale_count(args.k), a_bytes = quantized ? 1 : int64_t(value_bytes(args.a_format));
+    operands->in(&args.a, args.m * args.k * a_bytes);
+    operands->in(&args.a_scales, quantized ? args.m * blocks : 0);
+    operands->in(&args.b, args.n * args.k);
+    operands->in(&args.b_scales, args.n * blocks);
+    operands->in(&args.bias, int64_t(sizeof(float)) * args.n);
+    operands->out(&args.y, args.m * args.n * int64_t(value_bytes(args.y_dtype)));
+  }
+  void run(const Kernels& kernels, const Parallel& parallel) const override { gemm(kernels, parallel, args); }
+  cuda::Plan plan(const mxfp8_cuda_place& place, const WideWeight& wide) const override {
+    const GemmArgs& g = args;
+    return cuda::plan(place, mxfp8_cuda_gemm{g.a_format, g.b_format, g.y_dtype, address(g.a), address(g.a_scales),
+                                             address(g.b), address(g.b_scales), address(g.bias), address(g.y), g.m, g.n,
+                                             g.k, address(wide.data), address(wide.inexact), 0, 0});
+  }
+};
+
+Dim broadcast(const Dim& a, const Dim& b) {
+  if (a.size == 1) return b;
+  if (b.size == 1) return a;
+  if (a.size >= 0) return a;
+  if (b.size >= 0) return b;
+  if (a.symbol == b.symbol) return a;
+  return {-1, ""};
+}
+
+SymbolicDims gemm_dims(const SymbolicDims& a, const SymbolicDims& b) {
+  const size_t rank_a = a.size() < 2 ? 0 : a.size() - 2, rank_b = b.size() - 2;
+  const size_t rank = rank_a > rank_b ? rank_a : rank_b;
+  const Dim one{1, ""};
+  SymbolicDims dims;
+  for (size_t i = 0; i < rank; ++i) {
+    dims.push_back(
+        broadcast(i < rank - rank_a ? one : a[i - (rank - rank_a)], i < rank - rank_b ? one : b[i - (rank - rank_b)]));
+  }
+  if (a.size() > 1) dims.push_back(a[a.size() - 2]);
+  dims.push_back(b[b.size() - 2]);
+  return dims;
+}
+
+void infer(OrtShapeInferContext* context, const Node& node, const Attributes& attributes) {
+  const SymbolicDims a = input_dims(context, size_t(node.a)), b = input_dims(context, size_t(node.b));
+  if (!a.empty() && b.size() >= 2) set_output(context, 0, int(attributes.output_dtype), gemm_dims(a, b));
+}
+
+// Leading dimensions that broadcast as NumPy's do, and where each batch starts in an operand.
+Dims broadcast(const std::string& where, const Dims& a, const Dims& b) {
+  const size_t rank_a = a.size() - 2, rank_b = b.size() - 2;
+  Dims result(std::max(rank_a, rank_b));
+  for (size_t i = 0; i < result.size(); ++i) {
+    const size_t skip_a = result.size() - rank_a, skip_b = result.size() - rank_b;
+    const int64_t dim_a = i < skip_a ? 1 : a[i - skip_a];
+    const int64_t dim_b = i < skip_b ? 1 : b[i - skip_b];
+    if (dim_a != dim_b && dim_a != 1 && dim_b != 1) {
+      throw NodeError(where + ": operands " + to_string(a) + " and " + to_string(b) +
+                      "; expected leading dimensions that broadcast; reshape one");
+    }
+    result[i] = dim_a == 1 ? dim_b : dim_a;
+  }
+  return result;
+}
+
+int64_t batch_index(const Dims& dims, const Dims& leading, int64_t batch) {
+  int64_t index = 0, stride = 1;
+  const size_t rank = dims.size() - 2, skip = leading.size() - rank;
+  for (size_t i = leading.size(); i-- > skip;) {
+    const int64_t position = batch % leading[i];
+    batch /= leading[i];
+    const int64_t dim = dims[i - skip];
+    index += (dim == 1 ? 0 : position) * stride;
+    stride *= dim;
+  }
+  return index;
+}
+
+void compute(const NodeKernel& kernel, OrtKernelContext* context) {
+  const Node& node = row_of(kernel.op);
+  const bool quantized = node.a_scales >= 0;
+  Tensor a = input(context, node.a);
+  const Tensor a_scales = input(context, node.a_scales), b = input(context, node.b);
+  const Tensor b_scales = input(context, node.b_scales), bias = input(context, node.bias);
+
+  if (a.dims.empty() || b.dims.size() < 2 || a.dims.back() != b.dims.back()) {
+    throw NodeError(kernel.where + ": operands " + to_string(a.dims) + " and " + to_string(b.dims) +
+                    "; expected [..., M, K] and [..., N, K] with the same K; store the second operand with K last");
+  }
+  if (quantized) check_scales(kernel.where, node.inputs[node.a_scales].name, a, a_scales, int64_t(a.dims.size()) - 1);
+  check_scales(kernel.where, node.inputs[node.b_scales].name, b, b_scales, int64_t(b.dims.size()) - 1);
+  const int64_t n = b.dims[b.dims.size() - 2], k = b.dims.back();
+  if (bias.data != nullptr && bias.dims != Dims{n}) {
+    throw NodeError(kernel.where + ": bias has shape " + to_string(bias.dims) + "; expected " + to_string({n}) +
+                    ", one value per output column; reshape it");
+  }
+
+  const bool vector = a.dims.size() == 1;
+  if (vector) a.dims.insert(a.dims.begin(), 1);
+  const Dims leading = broadcast(kernel.where, a.dims, b.dims);
+  int64_t m = a.dims[a.dims.size() - 2];
+  Dims y_dims = leading;
+  if (!vector) y_dims.push_back(m);
+  y_dims.push_back(n);
+  auto* y = static_cast<char*>(output(context, 0, y_dims));
+
+  int64_t batches = product(leading.begin(), leading.end());
+  if (b.dims.size() == 2) {  // one weight: the leading dimensions of A are more rows
+    m *= batches;
+    batches = 1;
+  }
+  const int y_dtype = int(kernel.attributes.output_dtype);
+  const int64_t blocks = scale_count(k);
+  const int64_t a_bytes = quantized ? 1 : int64_t(value_bytes(a.dtype));
+  const int64_t y_bytes = int64_t(value_bytes(y_dtype));
+  if (m * n == 0) return;  // however many batches of nothing there are
+  for (int64_t batch = 0; batch < batches; ++batch) {
+    const bool flat = b.dims.size() == 2;
+    const int64_t a_row = flat ? 0 : batch_index(a.dims, leading, batch) * m;
+    const int64_t b_row = flat ? 0 : batch_index(b.dims, leading, batch) * n;
+    Gemm job({a.dtype, static_cast<const char*>(a.data) + a_row * k * a_bytes,
+              quantized ? static_cast<const uint8_t*>(a_scales.data) + a_row * blocks : nullptr, k, b.dtype,
+              static_cast<const uint8_t*>(b.data) + b_row * k,
+              static_cast<const uint8_t*>(b_scales.data) + b_row * blocks, static_cast<const float*>(bias.data), m, n,
+              k, y_dtype, y + batch * m * n * y_bytes, n});
+    kernel.backend->run(context, &job);
+  }
+}
+
+}  // namespace
+
+const Implementation kGemmNode = {infer, compute, [](const Overload& node, bool cublas) {
+                                    return cuda::gemm_kernels(node.inputs[0], node.inputs[size_t(row_of(node.op).b)],
+                                                              cublas);
+                                  }};
+
+}  // namespace mxfp8::ort

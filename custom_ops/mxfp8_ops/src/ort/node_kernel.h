@@ -1,0 +1,68 @@
+// A node in this library: how it infers shapes, and how it computes. Each is written in the file named for it.
+#pragma once
+#include "backend.h"
+#include "nodes.h"
+
+namespace mxfp8::ort {
+
+// A node of a session.
+struct NodeKernel {
+  Op op;
+  std::string where;  // "MXFP8Gemm 'node name'"
+  Attributes attributes;
+  std::unique_ptr<const Backend> backend;
+};
+
+struct Implementation {
+  // Called with checked attributes.
+  void (*infer_shapes)(OrtShapeInferContext*, const Node&, const Attributes&);
+  void (*compute)(const NodeKernel&, OrtKernelContext*);
+  // The numbers of the kernels that a GPU may launch for this overload; null: a node that runs on the processor alone.
+  std::vector<int> (*cuda_kernels)(const Overload&, bool cublas);
+};
+extern const Implementation kQuantizeNode, kDequantizeNode, kGemmNode;
+
+// Null for a node that has no kernel: it is not registered, and ONNX Runtime runs its function body.
+inline const Implementation* implementation(Op op) {
+  switch (op) {
+    case Op::kQuantize:
+      return &kQuantizeNode;
+    case Op::kDequantize:
+      return &kDequantizeNode;
+    case Op::kGemm:
+    case Op::kWeightGemm:
+      return &kGemmNode;
+    default:
+      return nullptr;
+  }
+}
+
+// --- for infer_shapes ------------------------------------------------------------------------------------------------
+
+struct Dim {
+  int64_t size;        // -1 if unknown
+  std::string symbol;  // may be empty
+};
+using SymbolicDims = std::vector<Dim>;
+
+// ONNX Runtime shows a tensor of unknown rank as one of rank 0, which no node accepts: what has no dimensions is
+// unknown. A declared rank may be wrong too, and stock ONNX Runtime would run the node's body all the same: so
+// infer_shapes throws for no shape, and leaves open what does not fit.
+SymbolicDims input_dims(const OrtShapeInferContext*, size_t index);
+void set_output(OrtShapeInferContext*, size_t index, int dtype, SymbolicDims);
+Dim scale_dim(const Dim&);
+
+// --- for compute -----------------------------------------------------------------------------------------------------
+
+// An input that is absent has no data; -1 is the index of one that the node does not have.
+Tensor input(const OrtKernelContext*, int index);
+// Null for an output nobody asked for.
+void* output(OrtKernelContext*, size_t index, const Dims&);
+
+int64_t product(Dims::const_iterator begin, Dims::const_iterator end);
+Dims scale_dims(Dims, int64_t axis);
+// Throws NodeError.
+void check_scales(const std::string& where, const char* name, const Tensor& elements, const Tensor& scales,
+                  int64_t axis);
+
+}  // namespace mxfp8::ort
