@@ -1,8 +1,8 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the test suite        make check  lint, types, layers        make bench  benchmarks
 # make gpu-test, make gpu-bench  the same on a GPU
-# make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
-#                 (needs cmake and GCC 12 or Clang; two minutes)
+# make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
+#                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -62,8 +62,9 @@ sanitize:
 	@for sanitizers in 'address;undefined' thread; do \
 	  folder=build/sanitize-$${sanitizers%;*}; \
 	  cmake -S custom_ops -B $$folder "-DMXFP8_SANITIZE=$$sanitizers" >/dev/null && \
-	  cmake --build $$folder --parallel 2 --target mxfp8_stress >/dev/null && \
-	  echo "== $$sanitizers sanitizer" && TSAN_OPTIONS=halt_on_error=1 $$folder/mxfp8_stress 20 || exit 1; \
+	  cmake --build $$folder --parallel 2 --target mxfp8_stress --target mxfp8_hostile >/dev/null && \
+	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && \
+	  $$folder/mxfp8_stress 20 && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
 	done
 
 clean:
