@@ -5,8 +5,8 @@
 # make fuzz       changed inputs, FUZZ_SECONDS for each target from FUZZ_SEED on; FUZZ_ENGINE=atheris is guided by the
 #                 code that is reached, where atheris can be installed (x86-64 Linux, Python 3.11 to 3.13)
 # make faults     kills at random moments and at every step, full disks, read-only folders, writers that meet: counts
-# make sanitize   a stress program on the native library, under Address-, UndefinedBehavior- and ThreadSanitizer
-#                 (needs cmake and GCC 12 or Clang; two minutes)
+# make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
+#                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -78,8 +78,9 @@ sanitize:
 	@for sanitizers in 'address;undefined' thread; do \
 	  folder=build/sanitize-$${sanitizers%;*}; \
 	  cmake -S custom_ops -B $$folder "-DMXFP8_SANITIZE=$$sanitizers" >/dev/null && \
-	  cmake --build $$folder --parallel 2 --target mxfp8_stress >/dev/null && \
-	  echo "== $$sanitizers sanitizer" && TSAN_OPTIONS=halt_on_error=1 $$folder/mxfp8_stress 20 || exit 1; \
+	  cmake --build $$folder --parallel 2 --target mxfp8_stress --target mxfp8_hostile >/dev/null && \
+	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && \
+	  $$folder/mxfp8_stress 20 && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
 	done
 
 FUZZ_ENGINE ?= mutate

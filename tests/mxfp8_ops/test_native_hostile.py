@@ -181,16 +181,16 @@ HUGE = np.broadcast_to(np.float32(1), (2**20, 2**20))
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda e, s: cpu.quantize(X.astype(">f4")), ShapeError, "quantize: x has dtype >f4, in another byte order; exp"),
-        (lambda e, s: cpu.quantize(X.tolist()), ShapeError, "quantize: x is a list; expected a NumPy array; pass numpy"),
+        (lambda e, s: cpu.quantize(X.astype(">f4")), ShapeError, "quantize: x has dtype >f4, in another byte order"),
+        (lambda e, s: cpu.quantize(X.tolist()), ShapeError, "quantize: x is a list; expected a NumPy array"),
         (lambda e, s: cpu.quantize(X.astype(object)), ShapeError, "quantize: dtype object; expected one of float32"),
         (lambda e, s: cpu.quantize(np.float32(1)), ShapeError, "quantize: x is a float32; expected a NumPy array"),
         (lambda e, s: cpu.quantize(np.array(1, np.float32)), ShapeError, "quantize: axis -1 of a 0-D tensor"),
         (lambda e, s: cpu.quantize(X, threads=-1), ShapeError, "quantize: threads is -1; expected 0, for all cores"),
         (lambda e, s: cpu.quantize(X, threads="all"), ShapeError, "quantize: threads is 'all'"),
-        (lambda e, s: cpu.quantize(HUGE), BackendError, r"quantize: no memory for an array of shape \(1048576, 1048576\)"),
+        (lambda e, s: cpu.quantize(HUGE), BackendError, r"quantize: no memory for an array of shape \(1048576,"),
         (lambda e, s: cpu.pack(HUGE), BackendError, "pack: no memory for an array of shape"),
-        (lambda e, s: cpu.weight_gemm(X, e, s, np.full(4, "a")), ShapeError, "gemm: bias has dtype <U1; expected float32"),
+        (lambda e, s: cpu.weight_gemm(X, e, s, np.full(4, "a")), ShapeError, "gemm: bias has dtype <U1; expected"),
         (lambda e, s: cpu.weight_gemm(X, e, None), ShapeError, "gemm: b_scales is a NoneType; expected a NumPy array"),
         (lambda e, s: cpu.dequantize(e, s.tolist()), ShapeError, "dequantize: scales is a list"),
         (

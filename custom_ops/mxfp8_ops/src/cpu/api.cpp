@@ -32,8 +32,8 @@ void check_blocks(const uint8_t* elements, const uint8_t* scales, int64_t outer,
   check_array(array("scales", scales, 1), {outer, scale_count(k), inner});
 }
 
-// One row may have any stride: none is taken.
-int64_t stride_of(int64_t rows, int64_t columns, int64_t stride) { return rows > 1 ? stride : columns; }
+// What lies in no more than one row may have any stride: none is taken.
+int64_t stride_of(int64_t rows, int64_t columns, int64_t stride) { return rows > 1 && columns > 0 ? stride : columns; }
 
 // What both gemms ask of b, bias and y, and the product that is then safe to do. Where y is empty, nothing is read.
 bool check_product(const GemmArgs& g) {
