@@ -129,7 +129,7 @@ OPS: Final[Mapping[str, Op]] = MappingProxyType({op.name: op for op in (QUANTIZE
 
 @dataclass(frozen=True)
 class TorchOp:
-    """One op of torch namespace `DOMAIN`; torch_ops/__init__.py has its schema."""
+    """One op of torch namespace `DOMAIN`; its file in torch_ops has its schema."""
 
     name: str
     node: Op | None = None
