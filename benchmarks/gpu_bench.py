@@ -2,7 +2,7 @@
 
 Needs torch with CUDA, CuPy and the native library; no network: `make gpu-bench`. Each section of the table runs in a
 process of its own, so that a crash or a hang costs no other section, and the table is written anew after each.
-gpu_cases.py says how things are measured.
+gpu_cases.py says what is measured, gpu_timing.py how.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from mxfp8_ops.cuda import build
 from mxfp8_ops.errors import BackendError
 
 MOST_FILES = 8
-"""That a machine lent for an hour may give back."""
+"""What comes back of a call on a machine elsewhere."""
 
 
 @pytest.mark.parametrize("call", gpu_first.CALLS)

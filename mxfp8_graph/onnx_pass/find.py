@@ -172,7 +172,7 @@ class _Finder:
             index, total = scope.indices[id(add)], add.outputs[0]
         bias = self._statics.resolve(c)
         rank = form.rank or len(product.shape or (n,))
-        if bias is None or bias.dtype != dtype:
+        if bias is None or bias.dtype != dtype or not isinstance(n, int):
             return None
         if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
             return None

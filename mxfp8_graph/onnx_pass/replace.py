@@ -144,7 +144,7 @@ class Editor:
 
     def _bias(self, site: OnnxSite, static: Static) -> str:
         """Returns the name of a float32 [N] initializer that holds beta * bias."""
-        n, beta = static.shape[-1] if site.matmul.n is None else int(site.matmul.n), site.form.beta
+        n, beta = int(site.matmul.n or 0), site.form.beta  # a bias is absorbed only where N is known
         key = (id(static.owner), static.name, static.steps, beta, n)
         if key not in self._biases:
             # As it is, if it is an initializer: a Constant node may come only after the place of the gemm.

@@ -19,7 +19,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from oracle import run
 
 import mxfp8_graph
-from mxfp8_graph import Recipe
+from mxfp8_graph import Recipe, Rule
 from mxfp8_graph.onnx_model import child
 from mxfp8_ops.errors import ContractError
 
@@ -300,6 +300,19 @@ class TestHostileOperands:
         proto = linear(*views, node("MatMul", f"x {names[-1]}", "z", "far"))
         _, report = mxfp8_graph.rewrite(proto)
         assert [site.decision.quantize for site in report.sites] == [True, False]
+
+    def test_a_scalar_added_to_a_product_of_unknown_width_is_no_bias(self):
+        nodes = [node("MatMul", "a b", "h", "product"), node("Add", "h one", "s"), node("Neg", "s", "y")]
+        inputs = {"a": (F32, ["m", 64]), "b": (F32, [64, "n"])}
+        proto = model(nodes, inputs, {"y": (F32, ["m", "n"])}, {"one": np.array(1, F32)})
+        rewritten, _ = mxfp8_graph.rewrite(proto, Recipe(name="r", rules=(Rule(op="MatMul"),)))
+        assert [n.op_type for n in rewritten.graph.node][-2:] == ["Add", "Neg"]
+
+    def test_operands_that_disagree_are_kept(self):
+        proto = linear(node("MatMul", "x short", "z", "odd"), short=weight(32, 96))
+        _, report = mxfp8_graph.rewrite(proto)
+        kept = "the operands disagree on K, 64 and 32; correct the model's shapes"
+        assert [site.decision.reason for site in report.sites if not site.decision.quantize] == [kept]
 
     def test_what_aborts_the_shape_inference_of_onnx(self):
         """Onnx 1.23 runs over the end of a vector here; another version may know better."""

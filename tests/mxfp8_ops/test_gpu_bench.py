@@ -39,6 +39,7 @@ def cases(monkeypatch, emulated):
     on_a(monkeypatch, (9, 0))
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_cases
+    import gpu_timing
 
     ops = types.SimpleNamespace(linear_train=torch.ops.mxfp8.linear_train)
     for name in ("quantize", "quantize_both", "dequantize", "gemm", "weight_gemm"):
@@ -60,7 +61,7 @@ def cases(monkeypatch, emulated):
         return types.SimpleNamespace(replay=lambda: gpu_cases.queued.append(f"graph of {len(calls)}"))
 
     monkeypatch.setattr(gpu_cases, "ops", ops)
-    monkeypatch.setattr(gpu_cases, "captured", captured)
+    monkeypatch.setattr(gpu_timing, "captured", captured)
     monkeypatch.setattr(gpu_cases, "EAGER_CALLS", 2)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: gpu_cases.queued.append("delay"))

@@ -29,6 +29,7 @@ three times as much per call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -41,12 +42,25 @@ OPS: Final[tuple[Op, ...]] = (*quantize.OPS, *gemm.OPS, *grouped.OPS, *training.
 """Every op of namespace `mxfp8`."""
 
 
+def _on_cuda(name: str) -> Callable[..., Any]:
+    """Returns the CUDA kernel of an op, which needs CuPy; nothing of it is imported before its first call."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        from mxfp8_ops.torch_ops import cuda
+
+        return getattr(cuda, name)(*args, **kwargs)
+
+    return kernel
+
+
 def _register() -> Any:
     library: Any = torch.library.Library(contract.DOMAIN, "DEF")  # type: ignore[no-untyped-call]
     for op in OPS:
         library.define(" ".join(op.schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
         for key, kernel in op.kernels.items():
             library.impl(op.name, kernel, key, with_keyset=key == "Autograd")
+        if "CPU" in op.kernels and "CompositeExplicitAutograd" not in op.kernels:
+            library.impl(op.name, _on_cuda(op.name), "CUDA")
         full_name = f"{contract.DOMAIN}::{op.name}"
         if op.fake is not None:
             torch.library.register_fake(full_name, op.fake, lib=library)

@@ -28,7 +28,6 @@ from mxfp8_ops.torch_ops.operands import (
     check_devices,
     check_dtype,
     check_memory,
-    on_cuda,
     plain,
     readable,
 )
@@ -281,14 +280,14 @@ OPS: Final = (
     Op(
         """gemm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor? bias=None, str a_format="e4m3",
         str b_format="e4m3", ScalarType? dtype=None) -> Tensor""",
-        {"CPU": gemm_cpu, "CUDA": on_cuda("gemm")},
+        {"CPU": gemm_cpu},
         _gemm_fake,
         _gemm_vmap,
     ),
     Op(
         """weight_gemm(Tensor x, Tensor b, Tensor b_scales, Tensor? bias=None, str b_format="e4m3",
         ScalarType? dtype=None) -> Tensor""",
-        {"CPU": weight_gemm_cpu, "CUDA": on_cuda("weight_gemm"), "Autograd": _weight_gemm_autograd},
+        {"CPU": weight_gemm_cpu, "Autograd": _weight_gemm_autograd},
         _weight_gemm_fake,
         _weight_gemm_vmap,
     ),

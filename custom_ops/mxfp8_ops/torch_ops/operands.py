@@ -29,7 +29,8 @@ class Op(NamedTuple):
     schema: str
     """As torch reads it. The kernels have its defaults: torch leaves out arguments that equal them."""
     kernels: Mapping[str, Callable[..., Any]]
-    """By dispatch key. That of "Autograd" takes the call's keys first."""
+    """By dispatch key. That of "Autograd" takes the call's keys first. An op with one for "CPU" that is not made of
+    others has one for "CUDA" in cuda.py, by the same name."""
     fake: Callable[..., Any] | None = None
     """Gives empty results for operands without data."""
     vmap: Callable[..., Any] | None = None
@@ -39,17 +40,6 @@ class Op(NamedTuple):
     def name(self) -> str:
         """Its name in the namespace."""
         return self.schema.partition("(")[0]
-
-
-def on_cuda(name: str) -> Callable[..., Any]:
-    """Returns the CUDA kernel of an op, which needs CuPy; nothing of it is imported before its first call."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        from mxfp8_ops.torch_ops import cuda
-
-        return getattr(cuda, name)(*args, **kwargs)
-
-    return kernel
 
 
 class _Codes(dict[str, int]):

@@ -28,7 +28,6 @@ from mxfp8_ops.torch_ops.operands import (
     check_devices,
     check_dtype,
     check_memory,
-    on_cuda,
     plain,
     readable,
 )
@@ -204,20 +203,20 @@ def _dequantize_vmap(
 OPS: Final = (
     Op(
         """quantize(Tensor x, int axis=-1, str element_format="e4m3", str scale_rounding="ceil") -> (Tensor, Tensor)""",
-        {"CPU": quantize_cpu, "CUDA": on_cuda("quantize")},
+        {"CPU": quantize_cpu},
         _quantize_fake,
         _quantize_vmap,
     ),
     Op(
         """quantize_both(Tensor x, str element_format="e4m3", str scale_rounding="ceil")
         -> (Tensor, Tensor, Tensor, Tensor)""",
-        {"CPU": quantize_both_cpu, "CUDA": on_cuda("quantize_both")},
+        {"CPU": quantize_both_cpu},
         _both_fake,
     ),
     Op(
         """dequantize(Tensor elements, Tensor scales, int axis=-1, str element_format="e4m3", ScalarType? dtype=None)
         -> Tensor""",
-        {"CPU": dequantize_cpu, "CUDA": on_cuda("dequantize")},
+        {"CPU": dequantize_cpu},
         _dequantize_fake,
         _dequantize_vmap,
     ),
