@@ -219,7 +219,7 @@ class TestTensors:
     def test_external_data_in_a_file_whose_name_is_not_text(self, tmp_path, name):
         path = save(matmul_model(), tmp_path / "m.onnx", external=True)
         path.write_bytes(path.read_bytes().replace(b"m.onnx.data", name.ljust(11, b"x")))
-        with pytest.raises(ContractError, match="tensor 'w': external 'location' is .*; expected text"):
+        with pytest.raises(ContractError, match=r"tensor 'w': external 'location' is .*; expected text"):
             mxfp8_graph.rewrite(path)
 
     @pytest.mark.parametrize("dry_run", [False, True])
