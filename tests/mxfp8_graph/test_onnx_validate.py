@@ -215,6 +215,13 @@ class TestTensors:
         proto.graph.sparse_initializer.append(onnx.SparseTensorProto(values=values, indices=indices, dims=[9]))
         assert "sparse, of dims [9], with values [2] at indices [3]" in refusal(proto)
 
+    @pytest.mark.parametrize("name", [b"\xff\xfe", b"a\0b"])
+    def test_external_data_in_a_file_whose_name_is_not_text(self, tmp_path, name):
+        path = save(matmul_model(), tmp_path / "m.onnx", external=True)
+        path.write_bytes(path.read_bytes().replace(b"m.onnx.data", name.ljust(11, b"x")))
+        with pytest.raises(ContractError, match=r"tensor 'w': external 'location' is .*; expected text"):
+            mxfp8_graph.rewrite(path)
+
     @pytest.mark.parametrize("dry_run", [False, True])
     def test_external_data_that_is_too_short(self, tmp_path, dry_run):
         path = save(matmul_model(), tmp_path / "m.onnx", external=True)

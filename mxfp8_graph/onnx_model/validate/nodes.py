@@ -32,29 +32,30 @@ def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *,
         place: of the graph.
         typed: attributes say of which kind they are, as they have to since IR version 2.
     """
-    if not isinstance(node.op_type, str) or not isinstance(node.domain, str) or not isinstance(node.name, str):
+    op, domain = node.op_type, node.domain
+    if not isinstance(op, str) or not isinstance(domain, str) or not isinstance(node.name, str):
         raise place.node_error(node, "its name, op or domain is not UTF-8", "text")
-    if node.attribute:
+    has_attributes = bool(node.attribute)
+    if has_attributes:
         _check_attributes(node, place)
-    domain = "" if node.domain in STANDARD else node.domain
-    schema = schema_of(node.op_type, domain, opsets.get(domain, 0))
+    domain = "" if domain in STANDARD else domain
+    schema = schema_of(op, domain, opsets.get(domain, 0))
     if schema is None:
         if domain == contract.DOMAIN:
             raise place.node_error(node, f"no node of domain {domain!r}", f"one of {', '.join(contract.OPS)}")
         return
-    _check_count(node, node.input, schema.inputs, "input", place)
-    _check_count(node, node.output, schema.outputs, "output", place)
-    for names, needed, kind in (
-        (node.input, schema.needed_inputs, "input"),
-        (node.output, schema.needed_outputs, "output"),
+    for names, limits, needed, kind in (
+        (node.input, schema.inputs, schema.needed_inputs, "input"),
+        (node.output, schema.outputs, schema.needed_outputs, "output"),
     ):
+        _check_count(node, names, limits, kind, place)
         if "" in names:
             for index, name in enumerate(names):
                 if not name and index in needed:
                     raise place.node_error(node, f"{kind} {index} is left empty", "a name")
-    if node.attribute or schema.needed_attributes:
+    if has_attributes or schema.needed_attributes:
         _check_against(node, schema, place, typed)
-    if domain == "" and node.op_type in _BODIES:
+    if domain == "" and op in _BODIES:
         _check_bodies(node, opsets, place)
 
 

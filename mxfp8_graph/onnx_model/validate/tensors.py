@@ -44,6 +44,9 @@ def check_tensors(model: onnx.ModelProto, place: Place, folder: ModelFolder | No
 def _check(tensor: onnx.TensorProto, place: Place) -> None:
     if not isinstance(tensor.name, str):
         raise place.tensor_error(tensor.name, "its name is not UTF-8", "text")
+    for entry in tensor.external_data:
+        if not isinstance(entry.key, str) or not isinstance(entry.value, str) or "\0" in entry.value:
+            raise place.tensor_error(tensor.name, f"external {entry.key!r} is {entry.value!r}", "text")
     if tensor.data_type not in DTYPES:
         raise place.tensor_error(tensor.name, f"unknown dtype {tensor.data_type}", "one of onnx.TensorProto.DataType")
     dims = list(tensor.dims)
