@@ -12,7 +12,7 @@ struct Gemm final : Job {
   explicit Gemm(const GemmArgs& g) : args(g) {}
 
   void visit(Operands* operands) override {
-    const bool quantized = args.a_scales != nullptr;
+    const bool quantized = is_element_format(args.a_format);  // with K = 0 there may be no scales
     const int64_t blocks = scale_count(args.k), a_bytes = quantized ? 1 : int64_t(value_bytes(args.a_format));
     operands->in(&args.a, args.m * args.k * a_bytes);
     operands->in(&args.a_scales, quantized ? args.m * blocks : 0);
