@@ -45,8 +45,9 @@ def iter_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """Yields `nodes` and those of every subgraph below them."""
     for node in nodes:
         yield node
-        for _, inner in subgraphs(node):
-            yield from iter_nodes(inner.node)
+        if node.attribute:  # most have none, and large models many nodes
+            for _, inner in subgraphs(node):
+                yield from iter_nodes(inner.node)
 
 
 FunctionKey = tuple[str, str, str]
@@ -71,8 +72,9 @@ def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def _inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
     for node in nodes:
-        for _, inner in subgraphs(node):
-            yield from iter_graphs(inner)
+        if node.attribute:  # most have none, and large models many nodes
+            for _, inner in subgraphs(node):
+                yield from iter_graphs(inner)
 
 
 def iter_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
