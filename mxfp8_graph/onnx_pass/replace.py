@@ -105,6 +105,9 @@ class Editor:
         node = site.scope.proto.node[site.index]
         op = contract.WEIGHT_GEMM if decision.weight_only else contract.GEMM
         dtype = onnx_functions.weight_gemm_dtype(site.dtype) if decision.weight_only else site.dtype
+        if site.x.rank is None:
+            # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have.
+            dtype = contract.FLOAT
         steps: list[tuple[str, Any]] = []
         if dtype != site.dtype:
             steps.append(("Cast", site.dtype))

@@ -29,6 +29,24 @@ class TestMatMul:
         assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
         expect(x, w.T).then(relu).check(run(rewritten, {"x": x})[0])
 
+    def test_a_float16_activation_of_unknown_rank_loads_with_and_without_the_library(self):
+        # ONNX Runtime takes the dtype of a custom op from its shape inference, which has no shape to give here.
+        nodes = [node("Reshape", "x shape", "r"), node("MatMul", "r w", "m", "linear"), node("Relu", "m", "act")]
+        nodes += [node("Reshape", "act flat", "y")]
+        proto = model(
+            nodes,
+            {"x": (np.float16, [4, 64]), "shape": (np.int64, ["rank"])},
+            {"y": (np.float16, [256])},
+            {"w": weight(64, 64, dtype=np.float16), "flat": np.array([-1])},
+        )
+        rewritten, report = rewrite(proto)
+        assert reasons(report) == {"linear": LINEAR}
+        x = normal(4, 64).astype(np.float16)
+        found = run(rewritten, {"x": x, "shape": np.array([2, 2, 64])})[0]
+        assert found.dtype == np.float16
+        w = weight(64, 64, dtype=np.float16)
+        expect(x.reshape(-1, 64), w.T, dtype="float16").then(lambda y: relu(y).reshape(-1)).check(found)
+
     def test_a_static_left_operand_is_computed_transposed(self):
         rewritten, report = rewrite(matmul_model(64, 96, left=True))
         x, w = normal(2, 64, 8), weight(96, 64)
