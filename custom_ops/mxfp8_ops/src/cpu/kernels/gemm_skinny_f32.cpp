@@ -27,9 +27,10 @@ typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
 typedef uint8_t Bytes __attribute__((vector_size(sizeof(Vec))));
 typedef int8_t SignedBytes __attribute__((vector_size(sizeof(Vec))));
 
-constexpr int kStep = int(sizeof(Vec));  // elements decoded at once
-constexpr int kPlainGroup = 256;         // elements that are looked at together for whether they are plain
-constexpr int kLargestExponent = 100;    // of packed A, where it is scaled
+constexpr int kStep = int(sizeof(Vec));         // elements decoded at once
+constexpr int kPlainGroup = 256;                // elements that are looked at together for whether they are plain
+constexpr int kUnrolled = kLanes == 8 ? 8 : 4;  // steps: what takes the least time
+constexpr int kLargestExponent = 100;           // of packed A, where it is scaled
 constexpr int kSmallestExponent = 3;
 
 template <class F>
@@ -204,7 +205,7 @@ MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) 
     }
   };
   const auto steps = [&](auto plain, int64_t begin, int64_t end) MXFP8_INLINE_LAMBDA {
-#pragma GCC unroll 4
+#pragma GCC unroll kUnrolled
     for (int64_t k = begin; k + kStep <= end; k += kStep) {
       step(plain, pass.elements + k, spread_scales(scales, k), a + k * R);
     }
