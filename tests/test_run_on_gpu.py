@@ -148,7 +148,7 @@ def sanitized(tmp_path):
 
 
 def test_a_sanitizer_that_takes_too_long_leaves_nothing_behind(sanitized):
-    code, log, _ = run(sanitized, SANITIZED, "--most", "5")
+    code, log, _ = run(sanitized, SANITIZED, "--most", "10")
     assert code == 1
     assert "It took too long." in log
     pids = [*map(int, (sanitized / "started").read_text().split())]
