@@ -82,7 +82,7 @@ def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
     (folder / "link.safetensors").symlink_to(outside)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"up.weight": name.format(outside=outside)}}))
-    with pytest.raises(ContractError, match="outside its folder; expected files next to it"):
+    with pytest.raises(ContractError, match=r"expected a file inside .*; move the data next to the model"):
         import_safetensors(index)
 
 
@@ -102,7 +102,7 @@ def test_links_as_the_hub_cache_makes_them(tmp_path: Path) -> None:
 def test_indexes_of_the_wrong_kind(text: str, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors.index.json"
     path.write_text(text)
-    with pytest.raises(ContractError, match=r"not the index of a checkpoint|outside its folder"):
+    with pytest.raises(ContractError, match=r"not the index of a checkpoint|expected a file inside"):
         import_safetensors(path)
 
 

@@ -156,13 +156,13 @@ def test_a_torch_that_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch) -> 
         mxfp8_graph.rewrite(ep)
 
 
-def test_private_torch_is_in_one_module_only() -> None:
+def test_private_torch_is_in_the_modules_for_it() -> None:
     from mxfp8_graph import torch_pass, torch_program
 
     folders = [internals.Path(inspect.getfile(package)).parent for package in (torch_pass, torch_program)]
     private = re.compile(r"torch\._[a-z]|\._(schema|update|name)\b|_higher_order_ops")
     found = {p.name for folder in folders for p in folder.glob("*.py") if private.search(p.read_text())}
-    assert found == {"internals.py"}
+    assert found == {"internals.py", "serialized.py", "code_in_programs.py"}  # a program; its file; what a file may say
 
 
 def test_importing_the_package_loads_no_torch() -> None:

@@ -42,7 +42,7 @@ Plan plan(const mxfp8_cuda_quantize& q) {
   const bool both = q.row_elements != 0, swizzled = q.layout == MXFP8_SWIZZLED,
              transposed = q.layout == MXFP8_TRANSPOSED;
   if (q.layout < MXFP8_PLAIN || q.layout > MXFP8_TRANSPOSED ||
-      (q.layout != MXFP8_PLAIN && q.inner != 1 && q.outer != 1)) {
+      (q.layout != MXFP8_PLAIN && q.inner > 1 && q.outer > 1)) {
     throw std::invalid_argument("mxfp8: no such layout of what is no matrix");
   }
   Steps steps;
