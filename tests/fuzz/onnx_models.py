@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 import mxfp8_graph
 from mxfp8_graph.checking.inputs import Signature, make_inputs
 from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.onnx_model.tensor_data import is_external
 from mxfp8_graph.packed.contents import contents
 from mxfp8_ops.errors import Mxfp8Error
 
@@ -228,8 +229,8 @@ def _text(message: Message, messages: list[Message], rng: random.Random) -> None
 
 def _operand(message: Message, messages: list[Message], rng: random.Random) -> None:
     """Changes the values of a small integer tensor: shapes, axes, sizes."""
-    stored = [t for t in messages if isinstance(t, TensorProto) and t.data_type == TensorProto.INT64]
-    tensor = rng.choice(stored)
+    tensors = [t for t in messages if isinstance(t, TensorProto)]
+    tensor = rng.choice([t for t in tensors if t.data_type == TensorProto.INT64 and not is_external(t)])
     values = [int(v) for v in numpy_helper.to_array(tensor).reshape(-1)]
     count = rng.choice((len(values), len(values), 0, 1, 2, 5))
     values = [rng.choice((*values, *INTEGERS)) if rng.random() < 0.5 else v for v in (values + [0] * count)[:count]]

@@ -82,7 +82,7 @@ def mutate(data: bytes, random: random.Random) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             records = {name: archive.read(name) for name in archive.namelist()}
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError):
+    except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, EOFError):
         return random.choice(seeds())
     texts = [name for name in records if name.endswith(".json")]
     weights = [name for name in texts if not name.endswith("model.json")]
