@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
-MOST_MEMORY: Final = 2 << 30
+MOST_MEMORY: Final = 1 << 30
 """How many bytes the call may need beyond those its process has."""
 
 PATIENCE: Final = 20

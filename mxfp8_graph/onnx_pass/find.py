@@ -239,7 +239,10 @@ def _dtype(tensor: gs.Tensor) -> int:
         return 0
     if isinstance(tensor.dtype, int):
         return tensor.dtype
-    return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype)))
+    try:
+        return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype)))
+    except (TypeError, ValueError):  # a type message, which graphsurgeon gives for what is no tensor
+        return 0
 
 
 def _dtype_name(code: int) -> str | None:

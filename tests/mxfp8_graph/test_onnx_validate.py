@@ -118,6 +118,16 @@ class TestNodes:
         content = linear(node("Neg", "h", "ZZZZ")).SerializeToString().replace(b"ZZZZ", b"\xff\xfe\xfd\xfc")
         assert "is not UTF-8" in refusal(onnx.ModelProto.FromString(content))
 
+    @pytest.mark.parametrize("where", ["graph", "dimension"])
+    def test_what_is_not_text_elsewhere(self, where):
+        proto = linear()
+        if where == "graph":
+            proto.graph.name = "ZZZZ"
+        else:
+            proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "ZZZZ"
+        content = proto.SerializeToString().replace(b"ZZZZ", b"\xff\xfe\xfd\xfc")
+        assert "not UTF-8" in refusal(onnx.ModelProto.FromString(content))
+
 
 class TestBodies:
     def test_an_if_without_a_branch(self):

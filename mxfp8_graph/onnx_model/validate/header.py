@@ -16,6 +16,10 @@ def check_header(model: onnx.ModelProto, place: Place) -> None:
         raise place.error("the graph has no outputs", "at least one")
     if model.ir_version < 0:
         raise place.error(f"IR version {model.ir_version}", "1 or above")
+    for message in (model, model.graph):
+        for field, value in message.ListFields():
+            if field.type == field.TYPE_STRING and not isinstance(value, str):
+                raise place.error(f"its {field.name} is not UTF-8", "text")
     for entry in model.metadata_props:
         if not isinstance(entry.key, str) or not isinstance(entry.value, str):
             raise place.error(f"metadata {entry.key!r} is not UTF-8", "text")

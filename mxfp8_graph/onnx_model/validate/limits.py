@@ -56,5 +56,11 @@ def _check_type(info: onnx.ValueInfoProto, place: Place) -> None:
             raise place.error(what, "fewer")
         inner = getattr(kind, which)
         kind = inner.value_type if which == "map_type" else inner.elem_type
-    if which in {"tensor_type", "sparse_tensor_type"} and (dtype := getattr(kind, which).elem_type) not in _DTYPES:
-        raise place.error(f"value {info.name!r} has unknown dtype {dtype}", "one of onnx.TensorProto.DataType")
+    if which not in {"tensor_type", "sparse_tensor_type"}:
+        return
+    tensor = getattr(kind, which)
+    if tensor.elem_type not in _DTYPES:
+        what = f"value {info.name!r} has unknown dtype {tensor.elem_type}"
+        raise place.error(what, "one of onnx.TensorProto.DataType")
+    if not all(isinstance(dim.dim_param, str) for dim in tensor.shape.dim):
+        raise place.error(f"a dimension of value {info.name!r} has a name that is not UTF-8", "text")
