@@ -18,13 +18,10 @@ from mxfp8_ops import (
     formats,
     torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
 )
-from mxfp8_ops.errors import Mxfp8Error
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 _ODD_DTYPES: Final = (torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
 _SIZES: Final = (0, 1, 2, 3, 31, 32, 33, 64, 65, 100)
-_TORCHS_OWN: Final = (RuntimeError, NotImplementedError, TypeError)
-"""What torch raises before it calls an op: a size below 0, a layout without a kernel, an argument of another type."""
 
 
 def seeds() -> list[bytes]:
@@ -43,11 +40,9 @@ def check(data: bytes, folder: Path) -> None:
     op = rng.choice((_quantize, _quantize_both, _dequantize, _gemm, _weight_gemm))
     try:
         _read(op(rng))
-    except Mxfp8Error:
-        raise
-    except _TORCHS_OWN as error:
-        if not str(error):
-            raise AssertionError(f"{type(error).__name__} without a word") from error
+    except NotImplementedError as error:
+        if "Could not run 'mxfp8::" not in str(error):  # torch's own refusal of a layout without a kernel
+            raise
 
 
 def _read(result: Any) -> None:
@@ -114,7 +109,7 @@ def _tensor(rng: random.Random, shape: list[int], dtype: torch.dtype) -> torch.T
         lambda t: torch.stack((t, t), -1)[..., 0],
         lambda t: t[..., :1].expand(t.shape) if t.dim() and t.shape[-1] else t,
         lambda t: torch.cat((t, t), -1)[..., : t.shape[-1]] if t.dim() else t,
-        lambda t: t.flip(0) if t.dim() else t,
+        lambda t: t.flip(0) if t.dim() and t.dtype is not torch.float8_e4m3fn else t,  # torch cannot flip float8
     )
     count = 1
     for size in shape:
