@@ -4,6 +4,6 @@ sessions.py     registering and making sessions
 cuda_loader.py  gives the library what its CUDA nodes need: the driver, and kernels compiled by CuPy
 """
 
-from mxfp8_ops.ort.sessions import DEVICES, MIN_ORT, register, session
+from mxfp8_ops.ort.sessions import DEVICES, DISABLE, FASTER_WITHOUT, MIN_ORT, register, session
 
-__all__ = ["DEVICES", "MIN_ORT", "register", "session"]
+__all__ = ["DEVICES", "DISABLE", "FASTER_WITHOUT", "MIN_ORT", "register", "session"]

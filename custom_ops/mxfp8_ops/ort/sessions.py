@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,12 +35,25 @@ _DEVICE: Final = "mxfp8.device"
 _KEEP_WIDE: Final = "mxfp8.keep_wide"
 """Configuration entry that has it keep weights in bfloat16 too."""
 
+FASTER_WITHOUT: Final[Mapping[str, tuple[int, int]]] = {"SkipLayerNormFusion": (1, 30)}
+"""Optimizations of ONNX Runtime that make models slower on the processor, each with the first version in which it does.
+
+SkipLayerNormalization takes 2 to 5 times what Add and LayerNormalization take since the latter was vectorized, and less
+than them before: benchmarks/ort_optimizers.py, up to 1.31.
+"""
+
+DISABLE: Final = "optimization.disable_specified_optimizers"
+"""ONNX Runtime's configuration entry with the optimizations that a session leaves out, separated by semicolons."""
+
 _REGISTERED: Final = "mxfp8.registered"
 """Configuration entry that marks session options which have the library."""
 
 
 def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = False) -> None:
     """Registers the nodes with an `onnxruntime.SessionOptions`, once per object.
+
+    On the processor, the session also leaves out the optimizations of `FASTER_WITHOUT`, unless the options have the
+    entry `DISABLE` already (set it to "" to have them all).
 
     Args:
         session_options: options to make one session with.
@@ -60,11 +73,7 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
             advice="leave keep_wide out",
         )
     cpu.isa()  # surfaces a wrong MXFP8_ISA here rather than at the first node
-    try:
-        session_options.get_session_config_entry(_REGISTERED)
-    except RuntimeError:  # no such entry
-        pass
-    else:
+    if _has_entry(session_options, _REGISTERED):
         raise BackendError(
             "session options",
             "the library is registered with them already",
@@ -75,6 +84,9 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
         session_options.add_session_config_entry(_DEVICE, device)
     if keep_wide:
         session_options.add_session_config_entry(_KEEP_WIDE, "1")
+    slow = ";".join(name for name, since in FASTER_WITHOUT.items() if _installed(ort) >= since)
+    if device == "cpu" and slow and not _has_entry(session_options, DISABLE):
+        session_options.add_session_config_entry(DISABLE, slow)
     try:
         session_options.register_custom_ops_library(str(cpu.library_path()))
     except Exception as error:
@@ -176,8 +188,7 @@ def _onnxruntime() -> Any:
             expected=f"version {_version(MIN_ORT)} or later",
             advice="pip install onnxruntime",
         ) from error
-    found = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
-    if found < MIN_ORT:
+    if _installed(onnxruntime) < MIN_ORT:
         raise BackendError(
             f"onnxruntime {onnxruntime.__version__}",
             "too old",
@@ -185,6 +196,18 @@ def _onnxruntime() -> Any:
             advice="pip install --upgrade onnxruntime",
         )
     return onnxruntime
+
+
+def _installed(ort: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in ort.__version__.split(".")[:2])
+
+
+def _has_entry(session_options: Any, key: str) -> bool:
+    try:
+        session_options.get_session_config_entry(key)
+    except RuntimeError:  # no such entry
+        return False
+    return True
 
 
 def _version(parts: tuple[int, ...]) -> str:
