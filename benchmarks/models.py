@@ -1,15 +1,19 @@
-"""Claim: whole models run faster than float32 ONNX Runtime: a real encoder, and a decoder's prefill and decode step.
+"""Claim: whole models run faster than float32 ONNX Runtime: a real encoder, a vision encoder, a decoder.
 
-Both are exported at opset 23, whose Attention, RMSNormalization and RotaryEmbedding are one kernel each in ONNX
-Runtime: the fastest float32 there is to compare with. The encoder comes at the exporter's default opset as well.
+All are exported at opset 23, whose Attention, RMSNormalization and RotaryEmbedding are one kernel each in ONNX Runtime:
+the fastest float32 there is to compare with. The real encoder comes at the exporter's default opset as well. The peers
+are ONNX Runtime, as it is and without the optimizations that slow it down, its own 8-bit quantizers, and OpenVINO with
+the weights as they are, in int8 and in MXFP8, if it is installed (`pip install openvino nncf`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from floors import Floors, measure
 from harness import THREADS, noise_notes, options, publish, take_turns
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+from openvino_peer import Peer
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
@@ -86,6 +91,26 @@ def export_decoder(path: Path, layers: int) -> None:
     program.save(path, external_data=True)
 
 
+def export_vit(path: Path) -> None:
+    """Writes a random-weight ViT-B/16."""
+    from transformers import ViTConfig, ViTModel
+
+    model = ViTModel(ViTConfig()).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            model,
+            kwargs={"pixel_values": torch.randn(2, 3, 224, 224)},
+            dynamo=True,
+            opset_version=OPSET,
+            dynamic_shapes={"pixel_values": {0: torch.export.Dim("batch")}},
+            input_names=["pixel_values"],
+            output_names=["last_hidden_state", "pooler_output"],
+            verbose=False,
+        )
+    program.save(path)
+
+
 RECIPES = {
     "mxfp8": Recipe(),
     "mxfp8, weight-only": Recipe(weight_only=True),
@@ -93,32 +118,84 @@ RECIPES = {
 }
 
 
+OPENVINO = (
+    ("OpenVINO fp32", "f32", "as they are"),
+    ("OpenVINO bf16", "bf16", "as they are"),
+    ("OpenVINO bf16, NNCF int8 weights", "bf16", "int8"),
+    ("OpenVINO bf16, NNCF MXFP8 weights", "bf16", "mxfp8"),
+)
+"""Name, what it computes in, what NNCF makes of the weights."""
+
+
 def file_of(path: Path, contender: str) -> Path:
     """Returns where the model that a contender runs is kept."""
     return path.with_suffix(f".{contender.replace(', ', '.').replace(' ', '-')}.onnx")
 
 
-def sessions_of(path: Path, recipes: tuple[str, ...], *, int8: bool) -> dict[str, onnxruntime.InferenceSession]:
-    """Returns a session per contender; writes those of their files that do not exist yet."""
-    sessions = {"ORT fp32": onnxruntime.InferenceSession(path, options())}
-    for recipe in recipes:
-        if not file_of(path, recipe).exists():
-            _, report = mxfp8_graph.rewrite(path, RECIPES[recipe], output=file_of(path, recipe))
-            print(f"{path.name}, {recipe}: {len(report.rewritten)} of {len(report.sites)} matmuls")
-        sessions[recipe] = ort.session(file_of(path, recipe), session_options=options())
-    bits8 = path.with_suffix(".bits8.onnx")
-    if not bits8.exists():
-        quantizer = MatMulNBitsQuantizer(onnx.load(path), bits=8, block_size=32, is_symmetric=True, accuracy_level=4)
-        quantizer.process()
-        quantizer.model.save_model_to_file(str(bits8), use_external_data_format=True)
-    sessions["ORT MatMulNBits 8"] = onnxruntime.InferenceSession(bits8, options())
-    if int8:
-        if not path.with_suffix(".int8.onnx").exists():
+class Contenders:
+    """Everybody who runs one model; writes those of their files that do not exist yet.
+
+    Args:
+        path: the float32 model.
+        recipes: names in `RECIPES`.
+        int8: whether ONNX Runtime's int8 dynamic quantization takes part.
+        openvino: an interpreter that has openvino and nncf, or None.
+    """
+
+    def __init__(self, path: Path, recipes: tuple[str, ...], *, int8: bool, openvino: str | None) -> None:
+        self.path = path
+        self.notes: list[str] = []
+        self.sessions = {"ORT fp32": onnxruntime.InferenceSession(path, options())}
+        best = options()
+        best.add_session_config_entry(ort.DISABLE, ";".join(ort.FASTER_WITHOUT))
+        self.sessions["ORT fp32, best settings"] = onnxruntime.InferenceSession(path, best)
+        for recipe in recipes:
+            if not file_of(path, recipe).exists():
+                _, report = mxfp8_graph.rewrite(path, RECIPES[recipe], output=file_of(path, recipe))
+                print(f"{path.name}, {recipe}: {len(report.rewritten)} of {len(report.sites)} matmuls")
+            self.sessions[recipe] = ort.session(file_of(path, recipe), session_options=options())
+        self.sessions["ORT MatMulNBits 8"] = self._bits8()
+        if int8:
+            self.sessions["ORT int8 dynamic"] = self._int8_dynamic()
+        self.peers = {} if openvino is None else self._openvino(openvino)
+
+    def _bits8(self) -> onnxruntime.InferenceSession:
+        target = self.path.with_suffix(".bits8.onnx")
+        if not target.exists():
+            model = onnx.load(self.path)
+            quantizer = MatMulNBitsQuantizer(model, bits=8, block_size=32, is_symmetric=True, accuracy_level=4)
+            quantizer.process()
+            quantizer.model.save_model_to_file(str(target), use_external_data_format=True)
+        return onnxruntime.InferenceSession(target, options())
+
+    def _int8_dynamic(self) -> onnxruntime.InferenceSession:
+        target = self.path.with_suffix(".int8.onnx")
+        if not target.exists():
             nodes = ["MatMul", "Gemm", "Gather"]  # it takes opset 23's Attention for ONNX Runtime's own
-            target = path.with_suffix(".int8.onnx")
-            quantize_dynamic(path, target, op_types_to_quantize=nodes, weight_type=QuantType.QInt8)
-        sessions["ORT int8 dynamic"] = onnxruntime.InferenceSession(path.with_suffix(".int8.onnx"), options())
-    return sessions
+            quantize_dynamic(self.path, target, op_types_to_quantize=nodes, weight_type=QuantType.QInt8)
+        return onnxruntime.InferenceSession(target, options())
+
+    def _openvino(self, python: str) -> dict[str, Peer]:
+        peers = {}
+        for label, precision, weights in OPENVINO:
+            try:
+                peers[label] = Peer(self.path, precision=precision, weights=weights, threads=THREADS, python=python)
+            except RuntimeError as error:
+                self.notes.append(f"{self.path.name}: {label} does not run: {error}")
+        return peers
+
+    def calls(self, feeds: Feeds) -> dict[str, Callable[[], Any]]:
+        """Returns what each of them does with these inputs."""
+        wanted = {i.name for i in self.sessions["ORT fp32"].get_inputs()}
+        given = {name: value for name, value in feeds.items() if name in wanted}
+        for peer in self.peers.values():
+            peer.feed(given)
+        return {name: lambda s=s: s.run(None, given) for name, s in self.sessions.items()} | dict(self.peers)
+
+    def close(self) -> None:
+        """Ends the processes of the peers."""
+        for peer in self.peers.values():
+            peer.close()
 
 
 def weight_note(path: Path, bandwidth: float, embedding: int) -> str:
@@ -138,73 +215,97 @@ class Results:
         self.rows: list[list[Any]] = []
         self.notes = [floors.describe()]
 
-    def compare(
-        self, label: str, sessions: dict[str, onnxruntime.InferenceSession], feeds: Feeds, *, rounds: int
-    ) -> None:
+    def compare(self, label: str, contenders: Contenders, feeds: Feeds, *, rounds: int) -> None:
         """Times one workload."""
-        timings = take_turns({name: lambda s=s: s.run(None, feeds) for name, s in sessions.items()}, rounds=rounds)
+        timings = take_turns(contenders.calls(feeds), rounds=rounds)
         base = timings["ORT fp32"].median
         for name, t in timings.items():
             spread = f"{t.spread / t.median:.0%}"
             self.rows.append([label, name, f"{t.median * 1e3:.1f}", spread, f"{base / t.median:.2f}x"])
         self.notes += [f"{label}: {note}" for note in noise_notes(timings)]
 
-    def publish(self, name: str, title: str) -> None:
+    def publish(self, name: str, title: str, openvino: str | None) -> None:
         """Prints and writes the table."""
+        if openvino is None:
+            self.notes.append("OpenVINO is not in this table: it was not installed.")
         columns = ["workload", "contender", "ms", "spread", "vs fp32"]
-        publish(name, f"{title}, {THREADS} threads", columns, self.rows, notes=self.notes)
+        publish(name, f"{title}, {THREADS} threads", columns, self.rows, notes=list(dict.fromkeys(self.notes)))
 
 
-def minilm(folder: Path) -> None:
+def minilm(folder: Path, openvino: str | None) -> None:
     """Times the real all-MiniLM-L6-v2."""
     results = Results(measure())
     for opset in (OPSET, None):
         path = folder / f"minilm-{opset or 'default'}.onnx"
         if not path.exists():
             export_minilm(path, opset)
-        sessions = sessions_of(path, ("mxfp8", "mxfp8, weight-only"), int8=True)
-        wanted = {i.name for i in sessions["ORT fp32"].get_inputs()}
+        contenders = Contenders(path, ("mxfp8", "mxfp8, weight-only"), int8=True, openvino=openvino)
         for batch in (8, 32):
             ids = np.random.default_rng(0).integers(1000, 20000, (batch, 128))
             feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
             label = f"{batch} x 128" + ("" if opset else ", the exporter's default opset")
-            results.compare(label, sessions, {k: v for k, v in feeds.items() if k in wanted}, rounds=9)
-    results.publish("minilm", "all-MiniLM-L6-v2")
+            results.compare(label, contenders, feeds, rounds=9)
+        contenders.close()
+        results.notes += contenders.notes
+    results.publish("minilm", "all-MiniLM-L6-v2", openvino)
 
 
-def decoder(folder: Path, layers: int) -> None:
+def vit(folder: Path, openvino: str | None) -> None:
+    """Times a ViT-B/16 with random weights."""
+    results = Results(measure())
+    path = folder / "vit.onnx"
+    if not path.exists():
+        export_vit(path)
+    contenders = Contenders(path, ("mxfp8",), int8=True, openvino=openvino)
+    for batch in (1, 8):
+        pixels = np.random.default_rng(0).standard_normal((batch, 3, 224, 224), np.float32)
+        results.compare(f"{batch} of 224 x 224", contenders, {"pixel_values": pixels}, rounds=7)
+    contenders.close()
+    results.notes += contenders.notes
+    results.publish("vit", "ViT-B/16, random weights", openvino)
+
+
+def decoder(folder: Path, openvino: str | None, layers: int) -> None:
     """Times a Llama-config decoder with random weights."""
     floors = measure()
     results = Results(floors)
     path = folder / f"decoder-{layers}.onnx"
     if not path.exists():
         export_decoder(path, layers)
-    sessions = sessions_of(path, tuple(RECIPES), int8=False)
+    contenders = Contenders(path, tuple(RECIPES), int8=False, openvino=openvino)
     results.notes.append(weight_note(path, floors.read, embedding=VOCABULARY * HIDDEN * 4))
     for label, length, cached, rounds in (("decode, 256 cached", 1, 256, 25), ("prefill 256", 256, 0, 5)):
         rng = np.random.default_rng(1)
-        feeds = {"input_ids": rng.integers(0, VOCABULARY, (1, length))}
-        for i in sessions["ORT fp32"].get_inputs()[1:]:
+        feeds: Feeds = {"input_ids": rng.integers(0, VOCABULARY, (1, length))}
+        for i in contenders.sessions["ORT fp32"].get_inputs()[1:]:
             feeds[i.name] = rng.standard_normal((1, 4, cached, 64), np.float32)
-        results.compare(label, sessions, feeds, rounds=rounds)
+        results.compare(label, contenders, feeds, rounds=rounds)
+    contenders.close()
+    results.notes += contenders.notes
     parameters = path.with_name(f"{path.name}.data").stat().st_size / 4e9
-    results.publish("decoder", f"A decoder of {parameters:.2f} billion parameters, its cache in and out")
+    results.publish("decoder", f"A decoder of {parameters:.2f} billion parameters, its cache in and out", openvino)
 
 
 def main() -> None:
     """Times the models that are asked for, and writes a table of each to results/."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("minilm", "decoder"))
+    parser.add_argument("--only", choices=("minilm", "vit", "decoder"))
     parser.add_argument("--layers", type=int, default=16, help="layers of the decoder; 16 are 0.8 billion parameters")
     parser.add_argument("--folder", type=Path, help="where the models stay for the next run; by default they do not")
+    parser.add_argument("--openvino", help="an interpreter that has openvino and nncf; by default this one, if it has")
     arguments = parser.parse_args()
+    openvino = arguments.openvino
+    if openvino is None and all(map(importlib.util.find_spec, ("openvino", "nncf"))):
+        openvino = sys.executable
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        if arguments.only != "decoder":
-            minilm(folder)
-        if arguments.only != "minilm":
-            decoder(folder, arguments.layers)
+        if arguments.only in {None, "minilm"}:
+            minilm(folder, openvino)
+        if arguments.only in {None, "vit"}:
+            vit(folder, openvino)
+        if arguments.only in {None, "decoder"}:
+            decoder(folder, openvino, arguments.layers)
 
 
 if __name__ == "__main__":
