@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SHARED = {"floors", "harness"}
+SHARED = {"floors", "harness", "openvino_peer"}
 
 
 def test_make_runs_every_benchmark():
