@@ -88,7 +88,7 @@ def export_decoder(path: Path, layers: int) -> None:
 
 RECIPES = {
     "mxfp8": Recipe(),
-    "mxfp8, weight-only": Recipe(weight_only=True),
+    "mxfp8, weight-only": Recipe(activations="unchanged"),
     "mxfp8, output projection too": Recipe(output_projections=True),
 }
 

@@ -1,8 +1,8 @@
 """Applies decisions to the model: packs the weights and puts the new nodes where the matmuls were.
 
     MatMul(X, w)        -> MXFP8Gemm(MXFP8Quantize(X), packed w)      one Quantize per activation, shared
-    MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               weight_only
-    MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         weight_only, float16: see `weight_gemm_dtype`
+    MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               activations unchanged
+    MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         the same, float16: see `weight_gemm_dtype`
     MatMul(Q, K^T)      -> MXFP8Gemm(MXFP8Quantize(Q), MXFP8Quantize(K))
     MatMul(w, X)        -> Transpose(MXFP8Gemm(MXFP8Quantize(Transpose(X)), packed w))
 
@@ -71,7 +71,7 @@ class Editor:
         edit = self._edits.setdefault(site.scope.path, ScopeEdit(site.scope))
         build = Builder(edit, site.index, self._fresh)
         inputs = [build.k_last(site.x)]
-        if not decision.weight_only:
+        if decision.activation_format is not None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding)
         packed = None
         if (static := site.w.static) is not None:

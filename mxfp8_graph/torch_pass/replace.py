@@ -1,7 +1,7 @@
 """Applies decisions for inference: packs the weights and puts the new nodes where the matmuls were.
 
     linear(x, w, b)     -> gemm(quantize(x), packed w, b)         one quantize per activation, shared
-    linear(x, w, b)     -> weight_gemm(x, packed w, b)            weight_only
+    linear(x, w, b)     -> weight_gemm(x, packed w, b)            activations unchanged
     matmul(q, k^T)      -> gemm(quantize(q), quantize(k))
     matmul(w, x)        -> clone(transpose(gemm(quantize(transpose(x)), packed w)))
     bmm(x, w[ids])      -> gemm(quantize(x), packed w[ids])       a quarter of the bytes to move
@@ -72,7 +72,7 @@ class Editor:
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
         epoch = self._epoch(site.node)
         inputs = [build.k_last(site.x)]
-        if not decision.weight_only:
+        if decision.activation_format is not None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         packed = None
         if (static := site.w.static) is not None:
