@@ -88,6 +88,7 @@ def export_decoder(path: Path, layers: int) -> None:
 
 RECIPES = {
     "mxfp8": Recipe(),
+    "mxfp8, bf16 activations": Recipe(activations="bfloat16"),
     "mxfp8, weight-only": Recipe(activations="unchanged"),
     "mxfp8, output projection too": Recipe(output_projections=True),
 }
@@ -162,7 +163,7 @@ def minilm(folder: Path) -> None:
         path = folder / f"minilm-{opset or 'default'}.onnx"
         if not path.exists():
             export_minilm(path, opset)
-        sessions = sessions_of(path, ("mxfp8", "mxfp8, weight-only"), int8=True)
+        sessions = sessions_of(path, ("mxfp8", "mxfp8, bf16 activations", "mxfp8, weight-only"), int8=True)
         wanted = {i.name for i in sessions["ORT fp32"].get_inputs()}
         for batch in (8, 32):
             ids = np.random.default_rng(0).integers(1000, 20000, (batch, 128))

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from mxfp8_graph.policy.patterns import Search
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
-from mxfp8_ops.formats import ELEMENT_FORMATS
+from mxfp8_ops.formats import ELEMENT_FORMATS, VALUE_DTYPES
 
 Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product"]
 Dim = int | str | None
@@ -68,6 +68,11 @@ class Decision:
     def activation_format(self) -> str | None:
         """Element format that activations are quantized to, or None."""
         return self.activations if self.activations in ELEMENT_FORMATS else None
+
+    @property
+    def activation_dtype(self) -> str | None:
+        """Value dtype that activations are rounded to, or None."""
+        return self.activations if self.activations in VALUE_DTYPES else None
 
     @property
     def weight_only(self) -> bool:

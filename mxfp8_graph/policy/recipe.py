@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from mxfp8_graph.policy import older_spellings, patterns, presets, recipe_file
 from mxfp8_ops.errors import RecipeError
-from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
+from mxfp8_ops.formats import BFLOAT16, ELEMENT_FORMATS, SCALE_ROUNDINGS
 
 Pattern = Annotated[str, AfterValidator(patterns.check)]
 """A regular expression, matched anywhere in the name (`re.search`)."""
@@ -24,8 +24,8 @@ Pattern = Annotated[str, AfterValidator(patterns.check)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Flag = pydantic.StrictBool
 """true or false, and nothing that merely looks like it."""
-ACTIVATIONS: Final = (*ELEMENT_FORMATS, "unchanged")
-"""What becomes of activations: quantized to an element format, or left as they are."""
+ACTIVATIONS: Final = (*ELEMENT_FORMATS, BFLOAT16.name, "unchanged")
+"""What becomes of activations: quantized to an element format, rounded to bfloat16, or left as they are."""
 
 if TYPE_CHECKING:
     Activations = str
