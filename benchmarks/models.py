@@ -113,7 +113,8 @@ def export_vit(path: Path) -> None:
 
 RECIPES = {
     "mxfp8": Recipe(),
-    "mxfp8, weight-only": Recipe(weight_only=True),
+    "mxfp8, bf16 activations": Recipe(activations="bfloat16"),
+    "mxfp8, weight-only": Recipe(activations="unchanged"),
     "mxfp8, output projection too": Recipe(output_projections=True),
 }
 
@@ -239,7 +240,8 @@ def minilm(folder: Path, openvino: str | None) -> None:
         path = folder / f"minilm-{opset or 'default'}.onnx"
         if not path.exists():
             export_minilm(path, opset)
-        contenders = Contenders(path, ("mxfp8", "mxfp8, weight-only"), int8=True, openvino=openvino)
+        recipes = ("mxfp8", "mxfp8, bf16 activations", "mxfp8, weight-only")
+        contenders = Contenders(path, recipes, int8=True, openvino=openvino)
         for batch in (8, 32):
             ids = np.random.default_rng(0).integers(1000, 20000, (batch, 128))
             feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
@@ -256,7 +258,7 @@ def vit(folder: Path, openvino: str | None) -> None:
     path = folder / "vit.onnx"
     if not path.exists():
         export_vit(path)
-    contenders = Contenders(path, ("mxfp8",), int8=True, openvino=openvino)
+    contenders = Contenders(path, ("mxfp8", "mxfp8, bf16 activations"), int8=True, openvino=openvino)
     for batch in (1, 8):
         pixels = np.random.default_rng(0).standard_normal((batch, 3, 224, 224), np.float32)
         results.compare(f"{batch} of 224 x 224", contenders, {"pixel_values": pixels}, rounds=7)

@@ -40,12 +40,12 @@ def contenders(modules: Sequence[nn.Linear], x: torch.Tensor) -> dict[str, Call]
     """Returns what to time: each runs the linears of `modules` (bfloat16) in turn."""
     programs = [torch.export.export(module, (x,)) for module in modules]
     calls: dict[str, Sequence[Call]] = {}
-    for name, weight_only in (("mxfp8", False), ("mxfp8 weight-only", True)):
-        recipe = Recipe(output_projections=True, weight_only=weight_only)
+    for name, activations in (("mxfp8", "e4m3"), ("mxfp8 weight-only", "unchanged")):
+        recipe = Recipe(output_projections=True, activations=activations)
         rewritten = [mxfp8_graph.rewrite(program, recipe)[0] for program in programs]
         called = [program.module() for program in rewritten]
         calls[f"{name}, ep.module()"] = [lambda m=m: m(x) for m in called]
-        if not weight_only:
+        if activations == "e4m3":
             packed = [tuple(program.state_dict.values()) for program in rewritten]
             assert all(len(pair) == 2 for pair in packed)
             calls["mxfp8, the two ops alone"] = [

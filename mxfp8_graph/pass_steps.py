@@ -14,7 +14,7 @@ from typing import TypeVar
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.policy.plan import Decision, NothingEligibleError
-from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.policy.recipe import Recipe, recorded
 from mxfp8_graph.provenance import Made, recipe_name
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_ops.errors import RecipeError
@@ -81,7 +81,7 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
     """
     if made is None:
         return False
-    same = made.recipe == recipe.model_dump_json()
+    same = recorded(made.recipe) == recipe
     if made.packed:
         if same and not options.training:
             return True

@@ -33,6 +33,8 @@ FLOAT8E5M2: Final = formats.E5M2.onnx_dtype
 VALUES: Final = tuple(dtype.onnx_dtype for dtype in formats.VALUE_DTYPES.values())
 ELEMENTS: Final = tuple(fmt.onnx_dtype for fmt in formats.ELEMENT_FORMATS.values())
 SCALES: Final = (UINT8,)
+ACTIVATIONS: Final = (FLOAT, BFLOAT16)
+"""What `activation_dtype` may be: FLOAT leaves values as they are, whatever their dtype; BFLOAT16 rounds them to it."""
 
 VALUE_NAMES: Final[Mapping[int, str]] = MappingProxyType({d.onnx_dtype: d.name for d in formats.VALUE_DTYPES.values()})
 """Name of each value dtype by its ONNX code."""
@@ -119,8 +121,8 @@ WEIGHT_GEMM: Final = Op(
         Port("bias", (FLOAT,), "[N]", optional=True),
     ),
     (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
-    MappingProxyType({"output_dtype": FLOAT}),
-    "X @ transpose(B) + bias with only the weight quantized, accumulated in float32.",
+    MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
+    "X @ transpose(B) + bias with only the weight quantized, accumulated in float32; X may be rounded to bfloat16 first.",
 )
 
 OPS: Final[Mapping[str, Op]] = MappingProxyType({op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM)})

@@ -147,6 +147,21 @@ def scale_increment(fmt: ElementFormat, scale_rounding: str) -> int:
     raise ContractError.unknown("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
 
 
+def activation_dtype(name: str | None) -> ValueDtype:
+    """Returns what values are rounded to before they are multiplied: BFLOAT16 for "bfloat16".
+
+    FLOAT32 for None: it holds every value, so they are multiplied as they are.
+
+    Raises:
+        ContractError: another name.
+    """
+    if name is None:
+        return FLOAT32
+    if name != BFLOAT16.name:
+        raise ContractError.unknown("activation_dtype", name, (BFLOAT16.name,))
+    return BFLOAT16
+
+
 def element_format(name: str) -> ElementFormat:
     """Returns the row of `ELEMENT_FORMATS` called `name`.
 

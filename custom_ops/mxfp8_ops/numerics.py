@@ -139,14 +139,25 @@ def gemm(
 
 
 def weight_gemm(
-    x: Array, b: Codes, b_scales: Codes, bias: Array | None = None, *, b_format: str = "e4m3", dtype: str = "float32"
+    x: Array,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    activation_dtype: str | None = None,
 ) -> Array:
     """Returns x @ dequantize(b).T + bias, with the sums in float64.
 
-    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16, used as it is.
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16. With `activation_dtype` "bfloat16" its
+    values are rounded to that first: to nearest even, beyond the greatest number to infinity, subnormals kept; with
+    None they are multiplied as they are.
     """
     check_value_dtype("gemm", x.dtype)
     gemm_shape("gemm", x.shape, b.shape, None if bias is None else bias.shape)
+    if formats.activation_dtype(activation_dtype) is formats.BFLOAT16:
+        x = x.astype(value_dtype("bfloat16"))
     weight = dequantize(b, b_scales, element_format=b_format)
     with np.errstate(over="ignore", invalid="ignore"):
         y = x.astype(np.float64) @ np.swapaxes(weight, -1, -2).astype(np.float64)

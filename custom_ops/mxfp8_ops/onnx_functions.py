@@ -135,8 +135,8 @@ def _gemm(g: _Body) -> None:
 
 
 def _weight_gemm(g: _Body) -> None:
-    """X, B, B_scales, bias -> Y."""
-    _matmul(g, g("Cast", "X", to=TensorProto.FLOAT))
+    """X, B, B_scales, bias -> Y. float32 holds every X: a Cast to it, the default, changes nothing."""
+    _matmul(g, g("Cast", g("Cast", "X", to=g.attribute("activation_dtype")), to=TensorProto.FLOAT))
 
 
 _BODIES: Final[Mapping[str, Callable[[_Body], None]]] = MappingProxyType(

@@ -182,7 +182,8 @@ class _Check:
         """Returns the float32 values of A and B, and the bias; "" if there is none."""
         inputs = {port.name: name for port, name in zip(self._op.inputs, self.node.input, strict=False)}
         if self._op.weight_only:
-            left = self("Cast", self._x, to=TensorProto.FLOAT)
+            rounded = self("Cast", self._x, to=self.attributes["activation_dtype"])
+            left = self("Cast", rounded, to=TensorProto.FLOAT)
         else:
             left = self._dequantized(inputs["A"], inputs["A_scales"])
         return left, self._dequantized(inputs["B"], inputs["B_scales"]), inputs.get("bias", "")

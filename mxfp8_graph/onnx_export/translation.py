@@ -54,11 +54,18 @@ def table() -> dict[Any, Callable[..., Any]]:
         return node(contract.GEMM, a, a_scales, b, b_scales, bias, **settings)
 
     def weight_gemm(  # noqa: PLR0917 - the signature of the op
-        x: Any, b: Any, b_scales: Any, bias: Any = None, b_format: str = "e4m3", dtype: int | None = None
+        x: Any,
+        b: Any,
+        b_scales: Any,
+        bias: Any = None,
+        b_format: str = "e4m3",
+        dtype: int | None = None,
+        activation_dtype: int | None = None,
     ) -> Any:
         wanted = _value_dtype(dtype, x.dtype)
         given = onnx_functions.weight_gemm_dtype(wanted)
-        result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, output_dtype=given, **{FORMATS: b_format})
+        settings = {"output_dtype": given, "activation_dtype": _value_dtype(activation_dtype), FORMATS: b_format}
+        result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
         return result if given == wanted else opset18.Cast(result, to=wanted)
 
     functions = (quantize, dequantize, gemm, weight_gemm)

@@ -1,8 +1,8 @@
 """Applies decisions to the model: packs the weights and puts the new nodes where the matmuls were.
 
     MatMul(X, w)        -> MXFP8Gemm(MXFP8Quantize(X), packed w)      one Quantize per activation, shared
-    MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               weight_only
-    MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         weight_only, float16: see `weight_gemm_dtype`
+    MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               activations bfloat16 or unchanged
+    MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         the same, float16: see `weight_gemm_dtype`
     MatMul(Q, K^T)      -> MXFP8Gemm(MXFP8Quantize(Q), MXFP8Quantize(K))
     MatMul(w, X)        -> Transpose(MXFP8Gemm(MXFP8Quantize(Transpose(X)), packed w))
 
@@ -71,7 +71,7 @@ class Editor:
         edit = self._edits.setdefault(site.scope.path, ScopeEdit(site.scope))
         build = Builder(edit, site.index, self._fresh)
         inputs = [build.k_last(site.x)]
-        if not decision.weight_only:
+        if decision.activation_format is not None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding)
         packed = None
         if (static := site.w.static) is not None:
@@ -118,7 +118,10 @@ class Editor:
         if site.added.addend is not None:
             steps.append(("Add", (site.added.addend, site.form.beta)))
         output = self._fresh(f"{site.added.output}_gemm") if steps else site.added.output
-        gemm = build.add(op.name, inputs, [output], name=node.name, domain=contract.DOMAIN, output_dtype=dtype)
+        settings = {"output_dtype": dtype}
+        if decision.weight_only:
+            settings["activation_dtype"] = formats.activation_dtype(decision.activation_dtype).onnx_dtype
+        gemm = build.add(op.name, inputs, [output], name=node.name, domain=contract.DOMAIN, **settings)
         gemm.metadata_props.MergeFrom(node.metadata_props)
         gemm.doc_string = node.doc_string
         build.epilogue(site, output, steps)

@@ -12,6 +12,7 @@ from typing import Final, Literal
 from mxfp8_graph.policy.patterns import Search
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
+from mxfp8_ops.formats import ELEMENT_FORMATS, VALUE_DTYPES
 
 Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product"]
 Dim = int | str | None
@@ -58,13 +59,28 @@ class Decision:
     """Why: the rule that decided, or what a user can change."""
     rule: str = "policy"
     """What decided: "policy", "structure", "include", "exclude" or "rules.<index>"."""
-    weight_only: bool = False
-    activation_format: str = "e4m3"
+    activations: str = "e4m3"
+    """One of `recipe.ACTIVATIONS`."""
     weight_format: str = "e4m3"
     scale_rounding: str = "ceil"
 
+    @property
+    def activation_format(self) -> str | None:
+        """Element format that activations are quantized to, or None."""
+        return self.activations if self.activations in ELEMENT_FORMATS else None
 
-_SETTINGS: Final = ("weight_only", "activation_format", "weight_format", "scale_rounding")
+    @property
+    def activation_dtype(self) -> str | None:
+        """Value dtype that activations are rounded to, or None."""
+        return self.activations if self.activations in VALUE_DTYPES else None
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether the weight alone is quantized to an element format."""
+        return self.activation_format is None
+
+
+_SETTINGS: Final = ("activations", "weight_format", "scale_rounding")
 """What a recipe, and a rule for its sites, may set about how a site is quantized."""
 
 
@@ -133,10 +149,12 @@ def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
 def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rule: Rule | None = None) -> Decision:
     settings = rule.settings if rule else {}
     chosen = {name: settings.get(name, getattr(recipe, name)) for name in _SETTINGS}
-    if chosen["weight_only"] and site.weight is None:
-        reason = "weight_only, and this product has no static weight; set weight_only: false for it to quantize it"
+    decision = Decision(site=site, quantize=True, rule=rule_name, reason=reason, **chosen)
+    if decision.weight_only and site.weight is None:
+        what = f"activations: {decision.activations}, and this product has no static weight"
+        reason = f"{what}; set activations: e4m3 for it to quantize it"
         return Decision(site=site, quantize=False, rule=rule_name, reason=reason)
-    return Decision(site=site, quantize=True, rule=rule_name, reason=reason, **chosen)
+    return decision
 
 
 def _named(pattern: str, site: MatMulSite, search: Search) -> bool:

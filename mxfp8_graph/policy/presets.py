@@ -9,7 +9,8 @@ from typing import Any, Final
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "mxfp8": {},  # the default policy
-    "mxfp8-weight-only": {"weight_only": True},
+    "mxfp8-bf16": {"activations": "bfloat16"},
+    "mxfp8-weight-only": {"activations": "unchanged"},
     "ocp": {"scale_rounding": "floor"},
     "all": {"output_projections": True, "routers": True, "fp8_dpa": True},
 }

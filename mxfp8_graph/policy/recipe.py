@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from mxfp8_graph.policy import patterns, presets, recipe_file
+from mxfp8_graph.policy import older_spellings, patterns, presets, recipe_file
 from mxfp8_ops.errors import RecipeError
-from mxfp8_ops.formats import ELEMENT_FORMATS, SCALE_ROUNDINGS
+from mxfp8_ops.formats import BFLOAT16, ELEMENT_FORMATS, SCALE_ROUNDINGS
 
 Pattern = Annotated[str, AfterValidator(patterns.check)]
 """A regular expression, matched anywhere in the name (`re.search`)."""
@@ -24,10 +24,15 @@ Pattern = Annotated[str, AfterValidator(patterns.check)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Flag = pydantic.StrictBool
 """true or false, and nothing that merely looks like it."""
+ACTIVATIONS: Final = (*ELEMENT_FORMATS, BFLOAT16.name, "unchanged")
+"""What becomes of activations: quantized to an element format, rounded to bfloat16, or left as they are."""
+
 if TYPE_CHECKING:
+    Activations = str
     ElementFormatName = str
     ScaleRounding = str
 else:
+    Activations = Literal[ACTIVATIONS]
     ElementFormatName, ScaleRounding = Literal[tuple(ELEMENT_FORMATS)], Literal[SCALE_ROUNDINGS]
 
 
@@ -71,8 +76,7 @@ class Rule(_Model):
 
     quantize: Flag = True
     """False keeps the site in high precision."""
-    weight_only: Flag | None = None
-    activation_format: ElementFormatName | None = None
+    activations: Activations | None = None
     weight_format: ElementFormatName | None = None
     scale_rounding: ScaleRounding | None = None
 
@@ -86,6 +90,8 @@ class Rule(_Model):
         """The settings that differ from the recipe's."""
         return self.model_dump(exclude={*_RULE_KEYS, "quantize"}, exclude_none=True)
 
+    _older = model_validator(mode="before")(older_spellings.in_rule)
+
     @model_validator(mode="after")
     def _check(self) -> Rule:
         if not self.keys:
@@ -93,8 +99,6 @@ class Rule(_Model):
         if not self.quantize and self.settings:
             settings = ", ".join(self.settings)
             raise ValueError(f"quantize is false, so {settings} can have no effect; remove one or the other")
-        if self.weight_only and self.activation_format:
-            raise ValueError("weight_only is true, so activation_format can have no effect; remove one or the other")
         for low, high in (("min_n", "max_n"), ("min_k", "max_k")):
             least, most = getattr(self, low), getattr(self, high)
             if least is not None and most is not None and least > most:
@@ -133,10 +137,9 @@ class Recipe(_Model):
     """TE: FP8 tensors across the attention boundary; TE does not offer it with MXFP8 either."""
     scale_rounding: ScaleRounding = "ceil"
     """How amax becomes a scale: see `mxfp8_ops.formats.SCALE_ROUNDINGS`."""
-    activation_format: ElementFormatName = "e4m3"
+    activations: Activations = "e4m3"
+    """What becomes of activations: see `ACTIVATIONS`."""
     weight_format: ElementFormatName = "e4m3"
-    weight_only: Flag = False
-    """Quantize weights and leave activations as they are."""
     output_projections: Flag = False
     """Also matmuls whose result is the model's output (an LM head, a classifier)."""
     routers: Flag = False
@@ -166,6 +169,8 @@ class Recipe(_Model):
         fields = self.model_dump(exclude_unset=True)
         return Recipe(**{**fields, "name": name, "exclude": (*self.exclude, *patterns)})
 
+    _older = model_validator(mode="before")(older_spellings.in_recipe)
+
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         if both := sorted(set(self.include) & set(self.exclude)):
@@ -183,16 +188,15 @@ class Recipe(_Model):
                 if field in self.model_fields_set and not getattr(self, field):
                     raise ValueError(f"fp8_dpa is true and {field} is false; fp8_dpa means both attention products")
                 object.__setattr__(self, field, True)  # spelled out, so that a recorded recipe reads back as itself
-        if (
-            self.weight_only
-            and self.activation_format != "e4m3"
-            and not any(r.weight_only is False for r in self.rules)
-        ):
-            raise ValueError(
-                f"activation_format is {self.activation_format} and weight_only is true, so it can have no effect; "
-                "remove one or the other"
-            )
         return self
+
+
+def recorded(text: str | None) -> Recipe | None:
+    """Returns the recipe that a rewritten model records as JSON; None if this version cannot read it."""
+    try:
+        return Recipe.model_validate_json(text or "")
+    except pydantic.ValidationError:
+        return None
 
 
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:

@@ -166,7 +166,7 @@ def _explain(error: Any, where: object, model: type[BaseModel], lines: Lines) ->
     at: Location = tuple(error["loc"])
     message = error["msg"].removeprefix("Value error, ")
     if not at:  # an invariant of the whole recipe: its message starts with the key that breaks it
-        key = message.split()[0]
+        key = message.split()[0].rstrip(":")
         at, text = tuple(int(part) if part.isdecimal() else part for part in key.split(".")), message
     elif error["type"] == "extra_forbidden":
         fields = _fields(model, at)

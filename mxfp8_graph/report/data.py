@@ -17,14 +17,14 @@ from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
 from mxfp8_ops.errors import Mxfp8Error
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Version of the layout of `RewriteReport.to_dict`; it grows when a key changes its meaning or goes away."""
 
 SUFFIXES: Final = (".json", ".html")
 """What `RewriteReport.write` can write."""
 
 _SITE: Final = ("name", "op", "module", "subgraph", "role", "m", "n", "k", "dtype", "weight", "shared_with", "has_bias")
-_DECISION: Final = ("quantize", "rule", "reason", "weight_only", "activation_format", "weight_format", "scale_rounding")
+_DECISION: Final = ("quantize", "rule", "reason", "activations", "weight_format", "scale_rounding")
 """What `SiteReport.to_dict` takes from a site and from its decision, in this order."""
 
 SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")

@@ -1,7 +1,7 @@
 """Applies decisions for inference: packs the weights and puts the new nodes where the matmuls were.
 
     linear(x, w, b)     -> gemm(quantize(x), packed w, b)         one quantize per activation, shared
-    linear(x, w, b)     -> weight_gemm(x, packed w, b)            weight_only
+    linear(x, w, b)     -> weight_gemm(x, packed w, b)            activations bfloat16 or unchanged
     matmul(q, k^T)      -> gemm(quantize(q), quantize(k))
     matmul(w, x)        -> clone(transpose(gemm(quantize(transpose(x)), packed w)))
     bmm(x, w[ids])      -> gemm(quantize(x), packed w[ids])       a quarter of the bytes to move
@@ -72,8 +72,12 @@ class Editor:
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
         epoch = self._epoch(site.node)
         inputs = [build.k_last(site.x)]
-        if not decision.weight_only:
+        if decision.activation_format is not None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
+        elif decision.activation_dtype is not None and site.form.offs is not None:
+            # grouped_gemm takes values as they are.
+            rounded = getattr(torch, decision.activation_dtype)
+            inputs = [build.add(f"{site.node.name}_rounded", _ATEN._to_copy.default, inputs[0], dtype=rounded)]
         packed = None
         if (static := site.w.static) is not None:
             packed = self._pack(site, static, decision)
@@ -185,6 +189,8 @@ def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> _Call:
     arguments: tuple[Any, ...] = tuple(inputs)
     if decision.weight_only:
         op, default_dtype = torch.ops.mxfp8.weight_gemm.default, inputs[0].meta["val"].dtype
+        if decision.activation_dtype is not None and site.form.offs is None:
+            settings["activation_dtype"] = getattr(torch, decision.activation_dtype)
     else:
         op, default_dtype = torch.ops.mxfp8.gemm.default, torch.float32
         settings["a_format"] = decision.activation_format

@@ -62,10 +62,10 @@ def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
     """Raises RecipeError if a decision asks for what training does not have."""
     for decision in decisions:
         if decision.quantize and decision.weight_only:
-            what = f"weight_only for {decision.site.name!r}"
+            what = f"activations: {decision.activations} for {decision.site.name!r}"
             expected = "activations in MXFP8 too, since training quantizes both operands of every product"
-            raise RecipeError(f"recipe {recipe.name!r}", what, expected=expected, advice="remove weight_only")
-        if decision.quantize and "e5m2" in {decision.activation_format, decision.weight_format}:
+            raise RecipeError(f"recipe {recipe.name!r}", what, expected=expected, advice="set activations: e4m3")
+        if decision.quantize and "e5m2" in {decision.activations, decision.weight_format}:
             what = f"e5m2 for {decision.site.name!r}"
             expected = "e4m3, since training takes its formats from fp8_format (HYBRID: E5M2 gradients)"
             raise RecipeError(f"recipe {recipe.name!r}", what, expected=expected, advice="set that instead")

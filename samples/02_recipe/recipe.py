@@ -10,7 +10,7 @@ from mxfp8_graph import Recipe, Rule
 recipe = Recipe(
     name="sample",
     attention_scores=True,
-    rules=(Rule(name="attention/v$", quantize=False), Rule(name="ffn/", weight_only=True)),
+    rules=(Rule(name="attention/v$", quantize=False), Rule(name="ffn/", activations="unchanged")),
 )
 _, report = mxfp8_graph.rewrite(sys.argv[1], recipe, dry_run=True)
 for site in report.sites:

@@ -17,7 +17,8 @@ _SITES: Final = [
 
 _PIECES: Final = (
     *("&a ", "*a", "<<: *a", "[", "]", "{", "}", ": ", "- ", "\n", "\n  ", "'", '"', "#", "|\n", "!!binary "),
-    *("name", "rules", "include", "exclude", "min_dim", "weight_only", "true", "false", "null", "~", ".inf", ".nan"),
+    *("name", "rules", "include", "exclude", "min_dim", "weight_only", "activations", "unchanged", "e5m2"),
+    *("true", "false", "null", "~", ".inf", ".nan"),
     *("2020-13-45", "9" * 5000, "0x" + "f" * 5000, "-1", "1e999", "1:1:1", "2020-02-30T25:61:61Z", "0o9", "=", "[["),
     *("(a|aa)+$", "(" * 200, "(?<=a)b", "\\", "x{1,99999}", "(?P<n>a)(?P=n)", "[[:alpha:]", "\x00", "\ud7ff"),
 )

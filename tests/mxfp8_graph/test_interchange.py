@@ -179,7 +179,7 @@ def test_weights_only_leaves_the_rest_out(tmp_path: Path) -> None:
 
 
 def test_the_quantization_config_says_which_modules_quantize_activations(tmp_path: Path) -> None:
-    recipe = Recipe.model_validate({"rules": [{"name": r"layers\.0", "weight_only": True}]})
+    recipe = Recipe.model_validate({"rules": [{"name": r"layers\.0", "activations": "unchanged"}]})
     path = mxfp8_graph.export_safetensors(chain(recipe), tmp_path / "a.safetensors")
     found = config(path)
     assert (found["quant_method"], found["format"]) == ("compressed-tensors", "mxfp8-quantized")

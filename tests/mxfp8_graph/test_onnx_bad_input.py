@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -345,6 +346,16 @@ class TestAlreadyRewritten:
             if entry.key == "mxfp8_graph.recipe":
                 entry.value = value
         assert "packed with 'an unrecorded recipe', asked for 'mxfp8'" in message(rewritten, RecipeError)
+
+    def test_a_record_in_the_words_of_an_earlier_version_is_the_same_recipe(self):
+        rewritten, _ = mxfp8_graph.rewrite(matmul_model(), "mxfp8-weight-only")
+        fields = json.loads(next(e.value for e in rewritten.metadata_props if e.key == "mxfp8_graph.recipe"))
+        del fields["activations"]
+        for entry in rewritten.metadata_props:
+            if entry.key == "mxfp8_graph.recipe":
+                entry.value = json.dumps({**fields, "activation_format": "e4m3", "weight_only": True})
+        assert mxfp8_graph.rewrite(rewritten, "mxfp8-weight-only")[1].already_rewritten
+        assert "Recipe mismatch" in message(rewritten, RecipeError, recipe=Recipe(name="mxfp8-weight-only"))
 
     def test_nodes_without_a_record(self):
         rewritten, _ = mxfp8_graph.rewrite(matmul_model())

@@ -66,9 +66,9 @@ class TestProducts:
         assert reason == "an operand's rank is unknown or below 2; give the model shape information"
 
     def test_weight_only_keeps_a_product_that_has_no_weight(self):
-        recipe = Recipe(name="wo", weight_only=True, rules=(Rule(op="MatMul"),))
+        recipe = Recipe(name="wo", activations="unchanged", rules=(Rule(op="MatMul"),))
         assert refusal(self.product(), recipe) == (
-            "weight_only, and this product has no static weight; set weight_only: false for it to quantize it"
+            "activations: unchanged, and this product has no static weight; set activations: e4m3 for it to quantize it"
         )
 
 

@@ -18,7 +18,7 @@ class TestRecipes:
     @pytest.mark.parametrize("rounding", ["ceil", "floor", "even"])
     @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
     def test_formats_and_rounding_are_those_of_the_recipe(self, rounding, formats):
-        recipe = Recipe(name="r", activation_format=formats[0], weight_format=formats[1], scale_rounding=rounding)
+        recipe = Recipe(name="r", activations=formats[0], weight_format=formats[1], scale_rounding=rounding)
         rewritten, _ = rewrite(neg_model("MatMul", ("m", 64), ("m", 96), {"w": weight(64, 96)}), recipe)
         x = normal(3, 64)
         y = expect(x, weight(64, 96).T, formats=formats, scale_rounding=rounding).then(np.negative)
@@ -34,12 +34,12 @@ class TestRecipes:
         weights = {"w": weight(64, 96), "v": weight(96, 64, seed=1)}
         proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, weights)
         recipe = Recipe(
-            name="r", rules=(Rule(name="two", weight_only=True, weight_format="e5m2", scale_rounding="floor"),)
+            name="r", rules=(Rule(name="two", activations="unchanged", weight_format="e5m2", scale_rounding="floor"),)
         )
         rewritten, report = rewrite(proto, recipe)
         x = normal(3, 64)
         assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Relu": 1, "MXFP8WeightGemm": 1, "Neg": 1}
-        assert reasons(report)["two"].startswith("rules.0: name='two' -> quantize, weight_only=True")
+        assert reasons(report)["two"].startswith("rules.0: name='two' -> quantize, activations=unchanged")
         first = expect(x, weights["w"].T).then(relu)
         second = expect(
             first.y.astype(F32), weights["v"].T, weight_only=True, formats=("", "e5m2"), scale_rounding="floor"

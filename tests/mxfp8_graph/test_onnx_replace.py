@@ -75,7 +75,7 @@ def test_one_weight_with_and_without_quantized_activations_is_packed_once():
     ]  # fmt: skip
     outputs = {"ya": (F32, ["m", 96]), "yb": (F32, ["m", 96])}
     proto = model(nodes, {"x": (F32, ["m", 64])}, outputs, {"w": weight(64, 96)})
-    recipe = Recipe(name="r", rules=(Rule(name="two", weight_only=True),))
+    recipe = Recipe(name="r", rules=(Rule(name="two", activations="unchanged"),))
     rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
     assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
     assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "MXFP8WeightGemm": 1, "Neg": 2}

@@ -96,6 +96,6 @@ class TestSharedQuantize:
             node("Neg", "s", "y"),
         ]
         weights = {n: weight(64, 64, seed=i) for i, n in enumerate("qk")}
-        recipe = Recipe(name="mixed", rules=(Rule(name="k", activation_format="e5m2"),))
+        recipe = Recipe(name="mixed", rules=(Rule(name="k", activations="e5m2"),))
         proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, weights)
         assert kinds(rewrite(proto, recipe)[0]) == {"MXFP8Quantize": 2, "MXFP8Gemm": 2, "Sum": 1, "Neg": 1}

@@ -87,15 +87,15 @@ def test_the_setting_that_the_reason_names_rewrites_it(one: MatMulSite, recipe: 
 
 
 def test_weight_only_needs_a_static_weight() -> None:
-    decision = decide(product("qk", "attention_scores"), Recipe(weight_only=True, attention_scores=True))
+    decision = decide(product("qk", "attention_scores"), Recipe(activations="unchanged", attention_scores=True))
     assert (decision.quantize, decision.reason) == (
         False,
-        "weight_only, and this product has no static weight; set weight_only: false for it to quantize it",
+        "activations: unchanged, and this product has no static weight; set activations: e4m3 for it to quantize it",
     )
 
 
 def test_a_decision_carries_the_settings_of_the_recipe() -> None:
-    decision = decide(site(), Recipe(scale_rounding="even", weight_format="e5m2", activation_format="e5m2"))
+    decision = decide(site(), Recipe(scale_rounding="even", weight_format="e5m2", activations="e5m2"))
     assert (decision.scale_rounding, decision.weight_format, decision.activation_format, decision.weight_only) == (
         "even",
         "e5m2",
@@ -158,7 +158,7 @@ def test_a_rule_overrides_the_policy(role: Any) -> None:
 
 
 def test_settings_a_rule_does_not_give_are_those_of_the_recipe() -> None:
-    decision = decide(site(), Recipe(scale_rounding="floor", rules=(Rule(name="mlp", weight_only=True),)))
+    decision = decide(site(), Recipe(scale_rounding="floor", rules=(Rule(name="mlp", activations="unchanged"),)))
     assert (decision.weight_only, decision.scale_rounding) == (True, "floor")
 
 
@@ -204,7 +204,7 @@ def test_a_blocked_site_says_why() -> None:
 
 def test_the_same_sites_and_recipe_give_the_same_plan() -> None:
     sites = [site("mlp.up"), site("head", role="output_projection"), product("qk", "attention_scores")]
-    recipe = Recipe(rules=(Rule(name="up", weight_only=True),))
+    recipe = Recipe(rules=(Rule(name="up", activations="unchanged"),))
     assert plan(sites, recipe) == plan(sites, recipe)
 
 

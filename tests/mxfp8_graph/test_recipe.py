@@ -10,10 +10,7 @@ from mxfp8_graph.policy.presets import PRESETS
 from mxfp8_graph.policy.recipe import Recipe, Rule, load_recipe
 from mxfp8_ops.errors import RecipeError
 
-RULE_FIELDS = (
-    "name, op, subgraph, min_n, max_n, min_k, max_k, quantize, weight_only, activation_format, weight_format, "
-    "scale_rounding"
-)
+RULE_FIELDS = "name, op, subgraph, min_n, max_n, min_k, max_k, quantize, activations, weight_format, scale_rounding"
 
 
 @pytest.fixture
@@ -50,7 +47,7 @@ def test_the_default_preset_is_the_default_recipe() -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("mxfp8-weight-only", {"weight_only": True}),
+        ("mxfp8-weight-only", {"activations": "unchanged"}),
         ("ocp", {"scale_rounding": "floor"}),
         (
             "all",
@@ -102,9 +99,9 @@ def test_an_unknown_name_lists_the_presets() -> None:
 
 
 def test_yaml(recipe) -> None:
-    loaded = recipe("weight_only: true\nexclude: [lm_head]\nrules:\n  - name: mlp\n    weight_only: false\n")
+    loaded = recipe("activations: unchanged\nexclude: [lm_head]\nrules:\n  - name: mlp\n    activations: e5m2\n")
     assert loaded == Recipe(
-        name="mine", weight_only=True, exclude=("lm_head",), rules=(Rule(name="mlp", weight_only=False),)
+        name="mine", activations="unchanged", exclude=("lm_head",), rules=(Rule(name="mlp", activations="e5m2"),)
     )
 
 
@@ -148,7 +145,11 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
         ("fp8_mha: true\n", "mine.yaml:1: fp8_mha: True; expected False; correct it"),
         ("fp8_format: E5M2\n", "mine.yaml:1: fp8_format: 'E5M2'; expected 'E4M3' or 'HYBRID'; correct it"),
         ("scale_rounding: up\n", "mine.yaml:1: scale_rounding: 'up'; expected 'ceil', 'floor' or 'even'; correct it"),
-        ("weight_only: maybe\n", "mine.yaml:1: weight_only: 'maybe'; expected true or false; correct it"),
+        (
+            "activations: fp8\n",
+            "mine.yaml:1: activations: 'fp8'; expected 'e4m3', 'e5m2' or 'unchanged'; correct it",
+        ),
+        ("routers: maybe\n", "mine.yaml:1: routers: 'maybe'; expected true or false; correct it"),
         ("include: up_proj\n", "mine.yaml:1: include: 'up_proj'; expected a list; correct it"),
         ("rules:\n- mlp\n", "mine.yaml:2: rules.0: 'mlp'; expected a mapping; correct it"),
         ("name: [a]\n", "mine.yaml:1: name: ['a']; expected text; correct it"),
@@ -205,11 +206,6 @@ def test_every_mistake_is_reported_at_once(complaint) -> None:
             "mine.yaml:1: fp8_dpa is true and attention_values is false; fp8_dpa means both attention products",
         ),
         (
-            "weight_only: true\nactivation_format: e5m2\n",
-            "mine.yaml:2: activation_format is e5m2 and weight_only is true, so it can have no effect; "
-            "remove one or the other",
-        ),
-        (
             "rules:\n- {name: a, min_n: 5, max_n: 3}\n",
             "mine.yaml:2: rules.0: min_n 5 is above max_n 3, so the rule can match nothing",
         ),
@@ -217,20 +213,10 @@ def test_every_mistake_is_reported_at_once(complaint) -> None:
             "rules:\n- {name: a, quantize: false, weight_format: e5m2}\n",
             "mine.yaml:2: rules.0: quantize is false, so weight_format can have no effect; remove one or the other",
         ),
-        (
-            "rules:\n- {name: a, weight_only: true, activation_format: e5m2}\n",
-            "mine.yaml:2: rules.0: weight_only is true, so activation_format can have no effect; "
-            "remove one or the other",
-        ),
     ],
 )
 def test_a_recipe_that_contradicts_itself(complaint, text: str, expected: str) -> None:
     assert complaint(text) == expected
-
-
-def test_an_activation_format_is_no_contradiction_where_a_rule_quantizes_activations(recipe) -> None:
-    loaded = recipe("weight_only: true\nactivation_format: e5m2\nrules:\n- {name: a, weight_only: false}\n")
-    assert loaded.activation_format == "e5m2"
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_any_k(k: int, tmp_path: Path) -> None:
 
 def test_e5m2(tmp_path: Path) -> None:
     module, x = Linear(), normal(3, 64)
-    recipe = Recipe(activation_format="e5m2", weight_format="e4m3")
+    recipe = Recipe(activations="e5m2", weight_format="e4m3")
     path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x), recipe=recipe), tmp_path / "a.onnx")
     quantize = next(node for node in ours(onnx.load(path)) if node.op_type == "MXFP8Quantize")
     assert attributes(quantize)["output_dtype"] == FLOAT8E5M2

@@ -47,7 +47,7 @@ PICKED: dict[str, Callable[..., Tensor]] = {
 def test_experts_picked_at_run_time_are_picked_packed(name: str, *, weight_only: bool) -> None:
     module = Apply(PICKED[name], {"stack": STACK})
     program = export(module, X, IDS, dynamic=(({0: DYNAMIC}, {0: DYNAMIC}),))
-    recipe = OUTPUTS_TOO.model_copy(update={"weight_only": weight_only})
+    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
     rewritten, report = mxfp8_graph.rewrite(program, recipe)
     (site,) = report.rewritten
     assert (site.decision.site.weight, site.decision.site.n, site.decision.site.k) == ("stack", 48, 70)
@@ -101,7 +101,7 @@ def test_grouped_experts_become_one_grouped_gemm(*, weight_only: bool) -> None:
     stack = STACK[:, :, :64].bfloat16()  # what torch's own kernel takes
     x = X[:, :64].bfloat16()
     program = export(Apply(grouped, {"stack": stack}), x, ENDS, dynamic=(({0: DYNAMIC}, None),))
-    recipe = OUTPUTS_TOO.model_copy(update={"weight_only": weight_only})
+    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
     rewritten, report = mxfp8_graph.rewrite(program, recipe)
     assert len(report.rewritten) == count(rewritten, "mxfp8.grouped_gemm") == 1
     assert count(rewritten, "mxfp8.quantize") == (not weight_only)

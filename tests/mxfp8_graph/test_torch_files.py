@@ -238,7 +238,7 @@ def test_containers_of_a_program() -> None:
 
 
 def test_recipes_with_rules_survive(tmp_path: Path) -> None:
-    recipe = Recipe(name="mine", rules=({"name": "up", "weight_only": True},))
+    recipe = Recipe(name="mine", rules=({"name": "up", "activations": "unchanged"},))
     program, _ = mxfp8_graph.rewrite(export(Model(), X), recipe)
     loaded = mxfp8_graph.load(mxfp8_graph.save(program, tmp_path / "model.pt2"))
     assert mxfp8_graph.rewrite(loaded, recipe)[1].already_rewritten

@@ -85,7 +85,8 @@ def module(case: Case) -> Apply:
 def test_form(name: str, weight_only: bool) -> None:
     case = CASES[name]
     program = export(module(case), case.x)
-    rewritten, report = mxfp8_graph.rewrite(program, OUTPUTS_TOO.model_copy(update={"weight_only": weight_only}))
+    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
+    rewritten, report = mxfp8_graph.rewrite(program, recipe)
     (only,) = report.rewritten
     assert only.decision.site.op == case.op
     assert (only.decision.site.n, only.decision.site.k) == case.weight.shape[-2:]
@@ -111,9 +112,7 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("preset", ["ocp", "e5m2"])
 def test_scale_rounding_and_formats(preset: str) -> None:
-    settings = (
-        {"scale_rounding": "floor"} if preset == "ocp" else {"activation_format": "e5m2", "weight_format": "e5m2"}
-    )
+    settings = {"scale_rounding": "floor"} if preset == "ocp" else {"activations": "e5m2", "weight_format": "e5m2"}
     linear = torch.nn.Linear(70, 96)
     recipe = Recipe(name=preset, output_projections=True, **settings)
     rewritten, _ = mxfp8_graph.rewrite(export(linear, X), recipe)

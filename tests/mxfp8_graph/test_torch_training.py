@@ -144,7 +144,7 @@ def test_packed_programs_cannot_be_trained() -> None:
 
 def test_what_training_cannot_do() -> None:
     _, ep = program()
-    with pytest.raises(RecipeError, match="weight_only for 'linear'"):
+    with pytest.raises(RecipeError, match="activations: unchanged for 'linear'"):
         mxfp8_graph.rewrite(ep, "mxfp8-weight-only", training=True)
     with pytest.raises(RecipeError, match="set that instead"):
         mxfp8_graph.rewrite(ep, Recipe(weight_format="e5m2"), training=True)

@@ -176,7 +176,7 @@ def test_reasons_of_the_policy() -> None:
     _, report = mxfp8_graph.rewrite(program, Recipe(exclude=("up",), output_projections=True))
     assert decision(report, "up").reason == "excluded by 'up'"
     assert decision(report, "head").quantize
-    _, report = mxfp8_graph.rewrite(program, Recipe(rules=({"op": "linear", "max_n": 64, "weight_only": True},)))
+    _, report = mxfp8_graph.rewrite(program, Recipe(rules=({"op": "linear", "max_n": 64, "activations": "unchanged"},)))
     assert [s.decision.weight_only for s in report.sites] == [False, True, True]
     assert set(reasons(report)) == {"linear, by recipe 'custom'", report.sites[1].decision.reason}
 

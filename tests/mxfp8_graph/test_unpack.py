@@ -127,7 +127,7 @@ def test_e5m2_and_any_k() -> None:
 
 
 def test_whether_activations_are_quantized_is_known() -> None:
-    recipe = Recipe.model_validate({"rules": [{"name": r"layers\.0", "weight_only": True}]})
+    recipe = Recipe.model_validate({"rules": [{"name": r"layers\.0", "activations": "unchanged"}]})
     weights = mxfp8_graph.unpack(rewritten(builders.chain_model(), recipe))
     assert [weight.weight_only for weight in weights.values()] == [True, False]
 

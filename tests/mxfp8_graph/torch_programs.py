@@ -82,7 +82,7 @@ def predict(
     *,
     weight_only: bool = False,
     scale_rounding: str = "ceil",
-    activation_format: str = "e4m3",
+    activations: str = "e4m3",
     weight_format: str = "e4m3",
     dtype: str = "float32",
 ) -> Prediction:
@@ -90,8 +90,8 @@ def predict(
     a, b = as_numpy(x), as_numpy(weight)
     extra = None if bias is None else as_numpy(bias).astype(np.float32)
     if not weight_only:
-        codes = numerics.quantize(a, element_format=activation_format, scale_rounding=scale_rounding)
-        a = numerics.dequantize(*codes, element_format=activation_format)
+        codes = numerics.quantize(a, element_format=activations, scale_rounding=scale_rounding)
+        a = numerics.dequantize(*codes, element_format=activations)
     packed = numerics.quantize(b, element_format=weight_format, scale_rounding=scale_rounding)
     exact = numerics.weight_gemm(a, *packed, extra, b_format=weight_format)
     seen = numerics.dequantize(*packed, element_format=weight_format)

@@ -601,7 +601,10 @@ def abi_arguments(entry: str) -> dict[str, object]:
             "value_dtype": FLOAT32, "y": y, **threads,
         },
         "mxfp8_gemm": {"a_format": E4M3, "a": codes, "a_scales": scales, "b_format": E4M3, **product, **result},
-        "mxfp8_weight_gemm": {"x_dtype": FLOAT32, "x": x, "x_stride": 32, "b_format": E4M3, **product, **result},
+        "mxfp8_weight_gemm": {
+            "x_dtype": FLOAT32, "x": x, "x_stride": 32, "activation_dtype": FLOAT32, "b_format": E4M3, **product,
+            **result,
+        },
         "mxfp8_pack": {
             "value_dtype": FLOAT32, "w": x, "w_stride": 32, "transposed": 0, "n": 1, "k": 32, **quantized,
             "stats": ctypes.byref(native.PackStats()), **threads,
@@ -616,7 +619,7 @@ def abi_arguments(entry: str) -> dict[str, object]:
         ("mxfp8_quantize", ("value_dtype", "element_format", "scale_rounding")),
         ("mxfp8_dequantize", ("value_dtype", "element_format")),
         ("mxfp8_gemm", ("a_format", "b_format", "y_dtype")),
-        ("mxfp8_weight_gemm", ("x_dtype", "b_format", "y_dtype")),
+        ("mxfp8_weight_gemm", ("x_dtype", "activation_dtype", "b_format", "y_dtype")),
         ("mxfp8_pack", ("value_dtype", "element_format", "scale_rounding")),
     ],
 )
@@ -624,6 +627,7 @@ def test_every_entry_point_refuses_codes_it_does_not_know(entry, codes):
     function, valid = getattr(native.load(), entry), abi_arguments(entry)
     assert function(*valid.values()) == 0
     known = {"element_format": (17, 19), "a_format": (17, 19), "b_format": (17, 19), "scale_rounding": (0, 1, 2)}
+    known["activation_dtype"] = (1, 16)
     for name in codes:
         others = [*UNKNOWN, 1, 10, 16, 17, 19, 3]
         for code in {*others} - {*known.get(name, (1, 10, 16))}:

@@ -113,6 +113,7 @@ def weight_gemm(
     *,
     b_format: str = "e4m3",
     dtype: str = "float32",
+    activation_dtype: str | None = None,
     threads: int = 0,
 ) -> Array:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`."""
@@ -120,10 +121,13 @@ def weight_gemm(
     y, bias = _result((x,), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
     x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
+    rounding = formats.activation_dtype(activation_dtype).onnx_dtype
     library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
 
     def product(x: list[int], b: list[int], bias: int | None, m: int, y: int) -> int:
-        status: int = library.mxfp8_weight_gemm(x_code, *x, k, b_code, *b, bias, m, n, k, y_code, y, n, threads)
+        status: int = library.mxfp8_weight_gemm(
+            x_code, *x, k, rounding, b_code, *b, bias, m, n, k, y_code, y, n, threads
+        )
         return status
 
     return _multiply(product, (x,), (b, b_scales), bias, y)

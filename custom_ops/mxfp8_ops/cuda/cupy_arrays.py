@@ -141,6 +141,7 @@ def weight_gemm(
     *,
     b_format: str = "e4m3",
     dtype: str = "float32",
+    activation_dtype: str | None = None,
     kept: WideWeight | None = None,
 ) -> Any:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`.
@@ -148,7 +149,8 @@ def weight_gemm(
     `kept` is the weight as `wide_weight` keeps it, for the row `large`.
     """
     checks.check_value_dtype("gemm", x.dtype)
-    return _gemm((x,), (b, b_scales), (x.dtype.name, b_format), bias, dtype, kept)
+    rounding = formats.activation_dtype(activation_dtype).onnx_dtype
+    return _gemm((x,), (b, b_scales), (x.dtype.name, b_format), bias, dtype, kept, rounding)
 
 
 def wide_weight(b: Any, b_scales: Any, *, b_format: str = "e4m3") -> WideWeight:
@@ -189,6 +191,7 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
     bias: Any | None,
     dtype: str,
     kept: WideWeight | FoldedOperand | None,
+    activation_dtype: int = 0,
 ) -> Any:
     a_kind, b_format = kinds
     formats.element_format(b_format)
@@ -213,7 +216,7 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
 
     def one(a: tuple[Any, ...], b: tuple[Any, ...], y: Any, m: int) -> None:
         operands = a[0].data.ptr, a[1].data.ptr if len(a) == 2 else 0, b[0].data.ptr, b[1].data.ptr
-        product = Gemm(*codes, *operands, bias_at, y.data.ptr, m, n, k, *wide, *folded)
+        product = Gemm(*codes, *operands, bias_at, y.data.ptr, m, n, k, *wide, *folded, activation_dtype)
         execution.run(
             planner.gemm(place, product), queue,
             lambda p, _: cublaslt.product(queue, cupy.cuda.runtime.getDevice(), p),

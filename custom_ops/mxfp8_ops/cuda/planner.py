@@ -39,8 +39,8 @@ Place = namedtuple(
 )
 Gemm = namedtuple(
     "Gemm",
-    "x_kind b_kind y_dtype x x_scales b b_scales bias y m n k wide wide_inexact folded folded_scales",
-    defaults=(0, 0, 0, 0),
+    "x_kind b_kind y_dtype x x_scales b b_scales bias y m n k wide wide_inexact folded folded_scales activation_dtype",
+    defaults=(0, 0, 0, 0, 0),
 )
 Quantize = namedtuple(
     "Quantize",

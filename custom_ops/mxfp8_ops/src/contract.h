@@ -59,6 +59,10 @@ inline constexpr Dtype kElementFormats[] = {
     {MXFP8_E4M3, "float8e4m3fn", "E4M3", 1, {0x1fffff, 0x0, 0x80000}},
     {MXFP8_E5M2, "float8e5m2", "E5M2", 1, {0x1fffff, 0x0, 0x100000}},
 };
+inline constexpr Dtype kActivationDtypes[] = {
+    {MXFP8_FLOAT32, "float", "F32", 4, {}},
+    {MXFP8_BFLOAT16, "bfloat16", "BF16", 2, {}},
+};
 inline constexpr Node kNodes[] = {
     {"MXFP8Quantize", {{"X", {1, 10, 16}, false}},
      {{"elements", {17, 19}, false}, {"scales", {2}, false}}, 17, -1, -1, -1, -1, -1},

@@ -26,7 +26,7 @@ from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
 from mxfp8_ops.cuda.planner import Gemm
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import scaled_mm
-from mxfp8_ops.torch_ops.gemm import Checked, check_gemm, check_weight_gemm
+from mxfp8_ops.torch_ops.gemm import CheckedWeightGemm, check_gemm, check_weight_gemm
 from mxfp8_ops.torch_ops.operands import DTYPE_CODES, Pair, check_codes, check_devices, check_memory, readable
 from mxfp8_ops.torch_ops.products import products
 from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_quantize, warn_of_gradient
@@ -95,7 +95,7 @@ def gemm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any
 ) -> Tensor:
     """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if no dtype is given."""
-    return _gemm((a, a_scales), (b, b_scales), bias, check_gemm(a, a_scales, b, b_scales, bias, *rest, **named))
+    return _gemm((a, a_scales), (b, b_scales), bias, (*check_gemm(a, a_scales, b, b_scales, bias, *rest, **named), 0))
 
 
 def weight_gemm(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:
@@ -166,9 +166,9 @@ def _find(b: Pair) -> _Kept | None:
     return entry if entry is not None and entry.versions == _versions(b) else None
 
 
-def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: Checked) -> Tensor:
+def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: CheckedWeightGemm) -> Tensor:
     """Returns y of `shape`, [..., M, N] (or [N])."""
-    shape, dtype, a_code, b_code = checked
+    shape, dtype, a_code, b_code, activation_code = checked
     check_devices("gemm", *a, *b, bias)
     names = "a a_scales b b_scales" if len(a) == 2 else "x b b_scales"
     *a, elements, scales = readable("gemm", names, *a, *b)
@@ -188,7 +188,8 @@ def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: Checked) -
         # Without scales of a, any address stands in for theirs.
         for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
             operands = x, x_scales if len(a) == 2 else 0, w, w_scales
-            product = Gemm(*codes, *operands, bias_at, to, m, n, k, *wide, *(folded[:2] if folded else (0, 0)))
+            forms = *wide, *(folded[:2] if folded else (0, 0))
+            product = Gemm(*codes, *operands, bias_at, to, m, n, k, *forms, activation_code)
             plan = planner.gemm(place, product)
             if fp8 and plan.makes_its_result:
                 del y  # its memory is what the result gets

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from mxfp8_ops import checks, native
+from mxfp8_ops import checks, formats, native
 from mxfp8_ops.checks import dtype_name, scale_count
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import batching, gradients
@@ -35,6 +35,9 @@ from mxfp8_ops.torch_ops.products import products
 
 Checked = tuple[tuple[int, ...], torch.dtype, int, int]
 """Shape and dtype of the result, and the codes of what the operands are."""
+
+CheckedWeightGemm = tuple[tuple[int, ...], torch.dtype, int, int, int]
+"""The same, and the code of what x is rounded to."""
 
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
@@ -90,6 +93,8 @@ def _gemm_vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, i
     return _mapped("gemm", info.batch_size, in_dims, 2, *args)
 
 
+_AS_IT_IS: Final = formats.activation_dtype(None).onnx_dtype
+
 # --- weight_gemm -----------------------------------------------------------------------------------------------------
 
 
@@ -100,14 +105,18 @@ def check_weight_gemm(  # noqa: PLR0917 - the op's schema
     bias: Tensor | None = None,
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
-) -> Checked:
+    activation_dtype: torch.dtype | None = None,
+) -> CheckedWeightGemm:
     """Returns what the kernels need; raises as `weight_gemm` does."""
     b_code, x_dtype = FORMAT_CODES[b_format], x.dtype
     dtype = dtype or x_dtype
     if x_dtype not in DTYPE_CODES or dtype not in DTYPE_CODES:
         check_dtype("weight_gemm", x_dtype)
         check_dtype("weight_gemm", dtype)
-    return gemm_shape("weight_gemm", x, None, b, b_scales, bias), dtype, DTYPE_CODES[x_dtype], b_code
+    activation_code = _AS_IT_IS
+    if activation_dtype is not None:
+        activation_code = formats.activation_dtype(dtype_name(activation_dtype)).onnx_dtype
+    return gemm_shape("weight_gemm", x, None, b, b_scales, bias), dtype, DTYPE_CODES[x_dtype], b_code, activation_code
 
 
 def _weight_gemm_fake(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
@@ -118,7 +127,7 @@ def _weight_gemm_fake(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | Non
 
 def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
     """Returns x @ dequantize(b).T + bias, in the dtype of `x` if none is given; rows of `x` may be strided."""
-    shape, dtype, x_code, b_code = check_weight_gemm(x, b, b_scales, bias, *rest)
+    shape, dtype, x_code, b_code, activation_code = check_weight_gemm(x, b, b_scales, bias, *rest)
     n, k = shape[-1], x.shape[-1]
     stride = k
     if not (plain(x.itemsize, x) and plain(1, b, b_scales)):
@@ -132,8 +141,9 @@ def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None 
     library, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
     for m, x_data, _, b_data, b_scales_data, y_data in products(y, x, x, b, b_scales):
         status = library.mxfp8_weight_gemm(
-            x_code, x_data, stride, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n, threads
-        )
+            x_code, x_data, stride, activation_code, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n,
+            threads,
+        )  # fmt: skip
         if status:
             native.check("weight_gemm", status)
     return y
@@ -179,7 +189,8 @@ _PLAIN_CPU: Final = (
 class _WeightGemm(_SingleLevelFunction):
     """weight_gemm with the gradients of x, through the frozen weight in float32, and of the bias.
 
-    For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none.
+    For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none. Where x is rounded
+    to bfloat16, its gradient is that of the rounded value.
     """
 
     @staticmethod
@@ -286,7 +297,7 @@ OPS: Final = (
     ),
     Op(
         """weight_gemm(Tensor x, Tensor b, Tensor b_scales, Tensor? bias=None, str b_format="e4m3",
-        ScalarType? dtype=None) -> Tensor""",
+        ScalarType? dtype=None, ScalarType? activation_dtype=None) -> Tensor""",
         {"CPU": weight_gemm_cpu, "Autograd": _weight_gemm_autograd},
         _weight_gemm_fake,
         _weight_gemm_vmap,

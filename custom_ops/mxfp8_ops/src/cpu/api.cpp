@@ -121,12 +121,14 @@ int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_fo
   });
 }
 
-int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int b_format, const uint8_t* b,
-                      const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
-                      int64_t y_stride, int threads) {
+int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,
+                      const uint8_t* b, const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k,
+                      int y_dtype, void* y, int64_t y_stride, int threads) {
   return answer([&] {
     check_value_dtype("x_dtype", x_dtype);
-    const GemmArgs g = {x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride};
+    check_activation_dtype("activation_dtype", activation_dtype);
+    GemmArgs g = {x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride};
+    g.rounds_a = activation_dtype == MXFP8_BFLOAT16;
     const bool writes = check_product(g);
     check_range({"x_stride", x_stride}, k, INT64_MAX);
     const Parallel parallel = checked_threads(threads);

@@ -52,6 +52,7 @@ void check_bytes(const Array& a, bool overflows, int64_t count) {
 }  // namespace
 
 void check_value_dtype(const char* name, int64_t dtype) { check_code(name, dtype, kValueDtypes); }
+void check_activation_dtype(const char* name, int64_t dtype) { check_code(name, dtype, kActivationDtypes); }
 void check_element_format(const char* name, int64_t format) { check_code(name, format, kElementFormats); }
 void check_rounding(const char* name, int64_t rounding) {
   check_range({name, rounding}, 0, int64_t(std::size(kScaleRoundings)) - 1);

@@ -61,10 +61,11 @@ MXFP8_API int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales
                          const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype,
                          void* y, int64_t y_stride, int threads);
 
-// The same with an unquantized x [M, K], rows `x_stride` values apart.
-MXFP8_API int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int b_format, const uint8_t* b,
-                                const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k,
-                                int y_dtype, void* y, int64_t y_stride, int threads);
+// The same with an unquantized x [M, K], rows `x_stride` values apart. activation_dtype: MXFP8_FLOAT32 multiplies its
+// values as they are, whatever their dtype; MXFP8_BFLOAT16 rounds them to it, to nearest even, first.
+MXFP8_API int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,
+                                const uint8_t* b, const uint8_t* b_scales, const float* bias, int64_t m, int64_t n,
+                                int64_t k, int y_dtype, void* y, int64_t y_stride, int threads);
 
 // Packs a weight for the pass: quantizes along K and stores [N, K] elements, [N, ceil(K/32)] scales.
 // transposed == 0: w is [N, K]; 1: w is [K, N]; rows `w_stride` values apart.

@@ -152,7 +152,7 @@ const GemmKernel* next_kernel(const Kernels& kernels, bool fits_bf16, int64_t ro
 // Packs the strips, all in one turn of the threads; those whose values a kernel cannot hold once more, for the next.
 void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, std::vector<Strip>* strips,
                  std::vector<Scratch>* scratch) {
-  const bool fits_bf16 = args.a_scales != nullptr || args.a_format == MXFP8_BFLOAT16;
+  const bool fits_bf16 = args.a_scales != nullptr || args.rounds_a || args.a_format == MXFP8_BFLOAT16;
   const int64_t k_padded = ceil_div(args.k, kGemmStep) * kGemmStep;
   std::vector<Strip*> open;
   for (Strip& strip : *strips) open.push_back(&strip);

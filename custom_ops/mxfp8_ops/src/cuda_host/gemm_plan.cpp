@@ -42,8 +42,10 @@ class GemmPlanner {
  public:
   explicit GemmPlanner(const mxfp8_cuda_place& place) : place_(place) {}
 
-  Plan made(const Product& p) {
+  // With `rounds`, values of x are rounded to bfloat16 first.
+  Plan made(Product p, bool rounds) {
     if (p.m * p.n == 0) return steps_.finished();
+    if (rounds && parts_of(p.x.kind) > 1) p.x = rounded(p.x, p.m * p.k);
     const Row row = route(p, place_);
     by(row, p);
     return steps_.finished(row);
@@ -68,6 +70,15 @@ class GemmPlanner {
     if (row == kSlices) return slices(p);
     if (row == kParts) return parts(p);
     float32(p);  // takes any product
+  }
+
+  Operand rounded(const Operand& x, int64_t total) {
+    const Argument to = steps_.take(2 * total);
+    if (total == 0) return {kBF16, to, 0};
+    const bool ragged = total % 16 != 0 || unaligned({x.data});
+    steps_.launch(kernel(Source::kBfloat16Rounded, {x.kind, ragged}), ceil_div(total, 16 * kThreads),
+                  {x.data, to, total});
+    return {kBF16, to, 0};
   }
 
   void skinny(const Product& p, const SkinnyCut& cut) {
@@ -244,7 +255,7 @@ Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
   for (const int64_t operand : {volume({g.m, g.n}), volume({g.m, g.k}), volume({g.n, g.k})}) volume({8, operand});
   if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
   if (g.folded != 0) p.folded = Operand{b.kind, g.folded, g.folded_scales};
-  return GemmPlanner(place).made(p);
+  return GemmPlanner(place).made(p, g.activation_dtype == MXFP8_BFLOAT16);
 }
 
 }  // namespace mxfp8::cuda

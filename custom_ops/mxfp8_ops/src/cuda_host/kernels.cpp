@@ -21,7 +21,8 @@ Axis kinds_from(Kind begin, Kind end = kKinds) {
 
 // By Source.
 const std::vector<Family>& families() {
-  static_assert(kF32 == 0 && kF16 == 1 && kBF16 == 2, "kBfloat16Parts and kTile count from kF32 and kBF16");
+  static_assert(kF32 == 0 && kF16 == 1 && kBF16 == 2,
+                "kBfloat16Parts, kBfloat16Rounded and kTile count from kF32 and kBF16");
   static const Axis flag = {"false", "true"}, values = kinds_from(0, kValueKinds), formats = kinds_from(kValueKinds),
                     kinds = kinds_from(0), layouts = {"PLAIN", "SWIZZLED", "TRANSPOSED"},
                     // Tiles of 8 rows of x, and how many warps share them unless that is the template's default.
@@ -31,6 +32,7 @@ const std::vector<Family>& families() {
       {"swizzle_scales", {}},
       {"finish", {flag}},
       {"bfloat16_parts", {kinds_from(kF32, kBF16), flag}},
+      {"bfloat16_rounded", {kinds_from(kF32, kBF16), flag}},
       {"tile", {kinds_from(kBF16), flag}},
       {"quantize_rows", {values, formats, flag, flag}},
       {"quantize_columns", {values, formats, flag, layouts, flag}},
@@ -128,7 +130,10 @@ std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
     append(&found, Source::kGemmFloat32, {kind, f});
     append(&found, Source::kGemmSkinny, {kind, f, kAny});
   }
-  if (parts_of(x) > 1) append(&found, Source::kBfloat16Parts, {x, kAny});
+  if (parts_of(x) > 1) {
+    append(&found, Source::kBfloat16Parts, {x, kAny});
+    append(&found, Source::kBfloat16Rounded, {x, kAny});
+  }
   if (!cublas) return found;
   append(&found, Source::kDequantize, {kBF16, f, true, kAny});
   if (is_element(x) && x != b) append(&found, Source::kDequantize, {kBF16, format_choice(x), true, kAny});

@@ -13,6 +13,7 @@ enum class Source {
   kSwizzleScales,
   kFinish,           // ragged
   kBfloat16Parts,    // F32, F16; ragged
+  kBfloat16Rounded,  // the same
   kTile,             // BF16, then the formats; paired
   kQuantizeRows,     // value dtype, format, swizzled, ragged
   kQuantizeColumns,  // value dtype, format, rows too, layout (MXFP8_PLAIN ...), ragged

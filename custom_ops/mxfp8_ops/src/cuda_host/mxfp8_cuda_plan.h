@@ -49,6 +49,7 @@ typedef struct {
   int64_t m, n, k;
   int64_t wide, wide_inexact;     // b in bfloat16, if it is kept, and a word that is not 0 if that cannot hold it
   int64_t folded, folded_scales;  // b with one float32 scale per row, if it is kept
+  int64_t activation_dtype;       // MXFP8_BFLOAT16: values of x are rounded to it first; 0, MXFP8_FLOAT32: as they are
 } mxfp8_cuda_gemm;
 
 enum { MXFP8_PLAIN = 0, MXFP8_SWIZZLED = 1, MXFP8_TRANSPOSED = 2 };

@@ -52,6 +52,7 @@ mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm* request) {
   const bool quantized = is_element(kind_of(g.x_kind));
   check_element_format("b_kind", g.b_kind);
   check_value_dtype("y_dtype", g.y_dtype);
+  if (g.activation_dtype != 0) check_activation_dtype("activation_dtype", g.activation_dtype);
   check_sizes({{"m", g.m}, {"n", g.n}, {"k", g.k}});
   if (g.m == 0 || g.n == 0) {
     g.m = g.n = g.k = 0;

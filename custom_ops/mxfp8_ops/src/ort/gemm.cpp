@@ -24,9 +24,10 @@ struct Gemm final : Job {
   void run(const Kernels& kernels, const Parallel& parallel) const override { gemm(kernels, parallel, args); }
   cuda::Plan plan(const mxfp8_cuda_place& place, const WideWeight& wide) const override {
     const GemmArgs& g = args;
-    return cuda::plan(place, mxfp8_cuda_gemm{g.a_format, g.b_format, g.y_dtype, address(g.a), address(g.a_scales),
-                                             address(g.b), address(g.b_scales), address(g.bias), address(g.y), g.m, g.n,
-                                             g.k, address(wide.data), address(wide.inexact), 0, 0});
+    return cuda::plan(
+        place, mxfp8_cuda_gemm{g.a_format, g.b_format, g.y_dtype, address(g.a), address(g.a_scales), address(g.b),
+                               address(g.b_scales), address(g.bias), address(g.y), g.m, g.n, g.k, address(wide.data),
+                               address(wide.inexact), 0, 0, g.rounds_a ? MXFP8_BFLOAT16 : MXFP8_FLOAT32});
   }
 };
 
@@ -134,7 +135,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
               quantized ? static_cast<const uint8_t*>(a_scales.data) + a_row * blocks : nullptr, k, b.dtype,
               static_cast<const uint8_t*>(b.data) + b_row * k,
               static_cast<const uint8_t*>(b_scales.data) + b_row * blocks, static_cast<const float*>(bias.data), m, n,
-              k, y_dtype, y + batch * m * n * y_bytes, n});
+              k, y_dtype, y + batch * m * n * y_bytes, n, kernel.attributes.activation_dtype == MXFP8_BFLOAT16});
     kernel.backend->run(context, &job);
   }
 }

@@ -16,11 +16,14 @@ std::string choices(const std::vector<std::string>& names) {
   return text;
 }
 
+// "16 (bfloat16)"
+std::string choice(const Dtype& row) { return std::to_string(row.code) + " (" + row.name + ")"; }
+
 // "1 (float), 10 (float16) or 16 (bfloat16)": what a port accepts.
 std::string choices(const Port& port) {
   std::vector<std::string> names;
   const auto add = [&](const Dtype& row) {
-    if (accepts(port, row.code)) names.push_back(std::to_string(row.code) + " (" + row.name + ")");
+    if (accepts(port, row.code)) names.push_back(choice(row));
   };
   std::for_each(std::begin(kValueDtypes), std::end(kValueDtypes), add);
   std::for_each(std::begin(kElementFormats), std::end(kElementFormats), add);
@@ -70,6 +73,13 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
   if (!accepts(node.outputs[0], attributes->output_dtype)) {
     throw NodeError(where + ": output_dtype " + std::to_string(attributes->output_dtype) + "; expected " +
                     choices(node.outputs[0]) + "; correct the attribute");
+  }
+  const auto is_asked_for = [&](const Dtype& row) { return row.code == attributes->activation_dtype; };
+  if (std::none_of(std::begin(kActivationDtypes), std::end(kActivationDtypes), is_asked_for)) {
+    std::vector<std::string> names;
+    for (const Dtype& row : kActivationDtypes) names.push_back(choice(row));
+    throw NodeError(where + ": activation_dtype " + std::to_string(attributes->activation_dtype) + "; expected " +
+                    choices(names) + "; correct the attribute");
   }
   if (rounding_code(attributes->scale_rounding) < 0) {
     throw NodeError(where + ": scale_rounding '" + attributes->scale_rounding + "'; expected " +

@@ -76,6 +76,7 @@ bool is_one_of(int64_t value, std::initializer_list<int> known) {
   return false;
 }
 #define VALUES {MXFP8_FLOAT32, MXFP8_FLOAT16, MXFP8_BFLOAT16}
+#define ACTIVATIONS {MXFP8_FLOAT32, MXFP8_BFLOAT16}
 #define FORMATS {MXFP8_E4M3, MXFP8_E5M2}
 #define ROUNDINGS {MXFP8_CEIL, MXFP8_FLOOR, MXFP8_EVEN}
 
@@ -239,13 +240,14 @@ void multiply(Random& random, Counts* counts, bool weight_only) {
   const int hostile = chance(random, 3) ? 100000 : 16;
   const int x_kind = weight_only ? code(random, VALUES, hostile) : code(random, FORMATS, hostile);
   const int b_format = code(random, FORMATS, hostile), y_dtype = code(random, VALUES, hostile);
+  const int activation = weight_only ? code(random, ACTIVATIONS, hostile) : int(MXFP8_FLOAT32);
   const int threads = thread_count(random, hostile);
   const int64_t m = size(random, hostile), n = size(random, hostile), k = size(random, hostile);
   const int64_t y_stride = chance(random, hostile) ? hostile_number(random) : above(random, n);
   const int64_t x_stride = chance(random, hostile) ? hostile_number(random) : above(random, k);
   bool refused = !(weight_only ? is_one_of(x_kind, VALUES) : is_one_of(x_kind, FORMATS)) ||
-                 !is_one_of(b_format, FORMATS) || !is_one_of(y_dtype, VALUES) || m < 0 || n < 0 || k < 0 ||
-                 y_stride < n || (weight_only && x_stride < k) || threads < 0;
+                 !is_one_of(activation, ACTIVATIONS) || !is_one_of(b_format, FORMATS) || !is_one_of(y_dtype, VALUES) ||
+                 m < 0 || n < 0 || k < 0 || y_stride < n || (weight_only && x_stride < k) || threads < 0;
   const bool read = refused || (m > 0 && n > 0);
   Array x, x_scales, b, b_scales, bias, y;
   if (!refused) {
@@ -262,10 +264,10 @@ void multiply(Random& random, Counts* counts, bool weight_only) {
   const bool small = bias.bytes <= kMostHere;
   if (biased && small && furnish(random, &bias, false, hostile) && bias.at != nullptr && read) refused = true;
   const auto* bias_at = reinterpret_cast<const float*>(biased ? bias.at : nullptr);
-  const std::string call =
-      (weight_only ? "weight_gemm" : "gemm") + list({x_kind, b_format, y_dtype, m, n, k, x_stride, y_stride, biased});
-  const int status = weight_only ? mxfp8_weight_gemm(x_kind, x.at, x_stride, b_format, b.at, b_scales.at, bias_at, m, n,
-                                                     k, y_dtype, y.at, y_stride, threads)
+  const std::string call = (weight_only ? "weight_gemm" : "gemm") +
+                           list({x_kind, activation, b_format, y_dtype, m, n, k, x_stride, y_stride, biased});
+  const int status = weight_only ? mxfp8_weight_gemm(x_kind, x.at, x_stride, activation, b_format, b.at, b_scales.at,
+                                                     bias_at, m, n, k, y_dtype, y.at, y_stride, threads)
                                  : mxfp8_gemm(x_kind, x.at, x_scales.at, b_format, b.at, b_scales.at, bias_at, m, n, k,
                                               y_dtype, y.at, y_stride, threads);
   judge(call, status, refused, counts);
@@ -348,8 +350,10 @@ void plan_gemm(Random& random, Counts* counts) {
   g.x_kind = code(random, {1, 10, 16, 17, 19}, hostile), g.b_kind = code(random, FORMATS, hostile);
   g.y_dtype = code(random, VALUES, hostile);
   g.m = size(random, hostile), g.n = size(random, hostile), g.k = size(random, hostile);
+  g.activation_dtype = chance(random, 2) ? 0 : code(random, ACTIVATIONS, hostile);
   const bool quantized = is_one_of(g.x_kind, FORMATS);
-  refused = refused || !(quantized || is_one_of(g.x_kind, VALUES)) || !is_one_of(g.b_kind, FORMATS) ||
+  refused = refused || !(quantized || is_one_of(g.x_kind, VALUES)) ||
+            (g.activation_dtype != 0 && !is_one_of(g.activation_dtype, ACTIVATIONS)) || !is_one_of(g.b_kind, FORMATS) ||
             !is_one_of(g.y_dtype, VALUES) || g.m < 0 || g.n < 0 || g.k < 0;
   bool unread = false;
   bool* bad = refused || g.m == 0 || g.n == 0 ? &unread : &refused;

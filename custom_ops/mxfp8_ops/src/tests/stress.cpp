@@ -118,8 +118,8 @@ Bytes run_gemm(const Call& c, int threads) {
   Bytes y(size_t(c.m * c.n) * value_bytes(c.y_dtype));
   const float* bias = c.bias.empty() ? nullptr : c.bias.data();
   if (c.x_scales.empty() && c.dtype != 0) {
-    check(mxfp8_weight_gemm(c.dtype, c.x.data(), c.k, c.b_format, c.b.data(), c.b_scales.data(), bias, c.m, c.n, c.k,
-                            c.y_dtype, y.data(), c.n, threads),
+    check(mxfp8_weight_gemm(c.dtype, c.x.data(), c.k, MXFP8_BFLOAT16, c.b_format, c.b.data(), c.b_scales.data(), bias,
+                            c.m, c.n, c.k, c.y_dtype, y.data(), c.n, threads),
           "weight_gemm");
   } else {
     check(mxfp8_gemm(c.format, c.x.data(), c.x_scales.data(), c.b_format, c.b.data(), c.b_scales.data(), bias, c.m, c.n,

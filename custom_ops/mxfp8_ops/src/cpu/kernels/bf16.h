@@ -218,7 +218,33 @@ MXFP8_INLINE bool pack_elements(const Decoder<F>& decoder, const uint8_t* elemen
   return true;
 }
 
-MXFP8_INLINE void pack_values(const uint16_t* values, int64_t count, int64_t stride, uint16_t* out, Extent* extent) {
+// Up to 32 values as bfloat16, rounded to nearest even; zeros follow. By integers: the conversions of AVX512-BF16 read
+// subnormal numbers as zero.
+MXFP8_INLINE __m256i to_bf16(__m512 values) {
+  const __m512i bits = _mm512_castps_si512(values), upper = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0)));
+}
+MXFP8_INLINE __m512i load_bf16(BFloat16, const uint16_t* from, __mmask32 present) {
+  return _mm512_maskz_loadu_epi16(present, from);
+}
+MXFP8_INLINE __m512i load_bf16(Float16, const uint16_t* from, __mmask32 present) {
+  const __m512i halves = _mm512_maskz_loadu_epi16(present, from);
+  const __m256i low = to_bf16(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
+  const __m256i high = to_bf16(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+MXFP8_INLINE __m512i load_bf16(Float32, const float* from, __mmask32 present) {
+  const __m256i low = to_bf16(_mm512_maskz_loadu_ps(__mmask16(present), from));
+  const __m256i high = to_bf16(_mm512_maskz_loadu_ps(__mmask16(present >> 16), from + 16));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+template <class D>
+MXFP8_INLINE void pack_values(const typename D::Storage* values, int64_t count, int64_t stride, uint16_t* out,
+                              Extent* extent) {
   const __m512i exponent_bits = _mm512_set1_epi16(0x7f80);
   __m512i lowest = exponent_bits, highest = _mm512_setzero_si512();
   for (int64_t k = 0; k < count; k += kStepBf16) {
@@ -226,7 +252,7 @@ MXFP8_INLINE void pack_values(const uint16_t* values, int64_t count, int64_t str
     for (int i = 0; i < 2; ++i) {
       const int64_t left = count - k - i * kBlock;
       const __mmask32 present = left >= kBlock ? ~__mmask32(0) : left <= 0 ? 0 : (__mmask32(1) << left) - 1;
-      half[i] = _mm512_maskz_loadu_epi16(present, values + k + i * kBlock);
+      half[i] = load_bf16(D{}, values + k + i * kBlock, present);
       const __m512i exponents = _mm512_and_si512(half[i], exponent_bits);
       const __mmask32 finite = _mm512_test_epi16_mask(half[i], _mm512_set1_epi16(0x7fff)) &
                                _mm512_cmpneq_epi16_mask(exponents, exponent_bits);
@@ -248,6 +274,10 @@ MXFP8_INLINE void pack_values(const uint16_t* values, int64_t count, int64_t str
   }
 }
 
+// Values of dtype D, to be packed as bfloat16.
+template <class D>
+struct AsBf16 {};
+
 // Packs `count` elements of a row of A, from k on, into steps `stride` values apart. False as above.
 template <class F>
 MXFP8_INLINE bool pack_row(F, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
@@ -255,17 +285,18 @@ MXFP8_INLINE bool pack_row(F, const GemmArgs& args, int64_t row, int64_t k, int6
   return pack_elements(Decoder<F>(), static_cast<const uint8_t*>(args.a) + row * args.a_stride + k,
                        args.a_scales + row * blocks_of(args.k) + k / kBlock, count, stride, out, extent);
 }
-MXFP8_INLINE bool pack_row(BFloat16, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
+template <class D>
+MXFP8_INLINE bool pack_row(AsBf16<D>, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
                            uint16_t* out, Extent* extent) {
-  pack_values(static_cast<const uint16_t*>(args.a) + row * args.a_stride + k, count, stride, out, extent);
+  pack_values<D>(static_cast<const typename D::Storage*>(args.a) + row * args.a_stride + k, count, stride, out, extent);
   return true;
 }
 
-// Calls f(T{}) with what A is made of: elements of a format, or bfloat16 values.
+// Calls f(T{}) with what A is made of: elements of a format, or values that are, or become, bfloat16.
 template <class Call>
 MXFP8_INLINE void with_a_format(const GemmArgs& args, const Call& call) {
-  if (args.a_scales == nullptr) return call(BFloat16{});
-  with_format(args.a_format, call);
+  if (args.a_scales != nullptr) return with_format(args.a_format, call);
+  with_dtype(args.a_format, [&](auto dtype) MXFP8_INLINE_LAMBDA { call(AsBf16<decltype(dtype)>{}); });
 }
 
 // Replaces what a panel added to one column of a strip, which held `before` [rows, Columns], by exact sums.

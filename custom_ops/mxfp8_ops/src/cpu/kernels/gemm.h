@@ -63,7 +63,8 @@ MXFP8_INLINE void decode_block(const uint8_t* elements, int64_t count, uint8_t s
   }
 }
 
-// Block `block` of a row of A, dequantized if it is quantized, as float32; zeros follow a partial block.
+// Block `block` of a row of A, dequantized if it is quantized, rounded if that is asked for, as float32; zeros follow a
+// partial block.
 MXFP8_INLINE void load_a_block(const GemmArgs& args, int64_t row, int64_t block, float* out) {
   const int64_t offset = row * args.a_stride + block * kBlock;
   const int64_t count = args.k - block * kBlock;
@@ -82,6 +83,9 @@ MXFP8_INLINE void load_a_block(const GemmArgs& args, int64_t row, int64_t block,
         for (int i = 0; i < kBlock; ++i) out[i] = i < count ? D::load(from[i]) : 0.0f;
       }
     });
+    if (args.rounds_a) {
+      for (int i = 0; i < kBlock; ++i) out[i] = BFloat16::load(BFloat16::store(out[i]));
+    }
   }
 }
 

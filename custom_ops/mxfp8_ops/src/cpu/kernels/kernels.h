@@ -43,7 +43,8 @@ struct DequantizeArgs {
   void* y;
 };
 
-// a is either quantized (a_format is an element format, a_scales set) or values (a_format is a value dtype).
+// a is either quantized (a_format is an element format, a_scales set) or values (a_format is a value dtype); `rounds_a`
+// says that each of these is rounded to bfloat16, to nearest even, before it is multiplied.
 struct GemmArgs {
   int a_format;
   const void* a;
@@ -57,6 +58,7 @@ struct GemmArgs {
   int y_dtype;
   void* y;
   int64_t y_stride;
+  bool rounds_a = false;
 };
 
 // The gemm kernels work alike. Up to kGemmRows rows of A are packed, in tiles of `tile_rows`, into scratch memory that
