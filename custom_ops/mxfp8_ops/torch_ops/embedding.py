@@ -1,0 +1,95 @@
+"""`mxfp8::embedding`: rows of a packed table. Meaning and errors are those of `numerics.py`; dtypes are torch's.
+
+What `torch.nn.functional.embedding` is to a table of floats, and negative indices count from the last row. That
+function's `padding_idx` and `scale_grad_by_freq` say what becomes of gradients, which a packed table has none of: they
+change no result, so this op has no argument for them. `max_norm`, which changes the table in place, has no counterpart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops import checks, contract, native
+from mxfp8_ops.torch_ops import batching
+from mxfp8_ops.torch_ops.operands import (
+    DTYPE_CODES,
+    EMPTY,
+    FORMAT_CODES,
+    Op,
+    check_codes,
+    check_devices,
+    check_dtype,
+    plain,
+    readable,
+)
+
+INDEX_CODES: Final = {torch.int32: contract.INT32, torch.int64: contract.INT64}
+"""Code of each dtype of indices in the native library."""
+
+
+def check_embedding(
+    indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m3", dtype: torch.dtype | None = None
+) -> tuple[tuple[int, ...], torch.dtype, int]:
+    """Returns shape and dtype of the result and the format's code; raises as `embedding` does, but for the indices."""
+    b_code, dtype = FORMAT_CODES[b_format], dtype or torch.float32
+    if dtype not in DTYPE_CODES:
+        check_dtype("embedding", dtype)
+    shape = checks.embedding_shape("embedding", indices, tuple(b.shape))
+    check_codes("embedding", b, b_scales, -1)
+    return shape, dtype, b_code
+
+
+def _embedding_fake(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> Tensor:
+    check_devices("embedding", indices, b, b_scales)
+    shape, dtype, _ = check_embedding(indices, b, b_scales, *args)
+    return b.new_empty(shape, dtype=dtype)
+
+
+def embedding_cpu(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> Tensor:
+    """Returns the rows of b [V, D] that `indices` [...] name: [..., D], in float32 if no dtype is given."""
+    shape, dtype, b_code = check_embedding(indices, b, b_scales, *args)
+    if not (plain(indices.itemsize, indices) and plain(1, b, b_scales)):
+        indices, b, b_scales = readable("embedding", "indices b b_scales", indices, b, b_scales)
+    y = EMPTY[dtype](*shape)
+    status = native.load().mxfp8_embedding(
+        INDEX_CODES[indices.dtype], indices.data_ptr(), indices.numel(), b_code, b.data_ptr(), b_scales.data_ptr(),
+        *b.shape, DTYPE_CODES[dtype], y.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        checks.check_indices("embedding", indices.numpy(), b.shape[0])  # says where in the tensor it is
+        native.check("embedding", status)
+    return y
+
+
+def picked(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str, dtype: torch.dtype) -> Tensor:
+    """Returns the rows, made of other ops. An index that names no row is an error of the device, later."""
+    flat = indices.reshape(-1)
+    rows = torch.where(flat < 0, flat + b.shape[0], flat)
+    elements, scales = b.index_select(0, rows), b_scales.index_select(0, rows)
+    y: Tensor = torch.ops.mxfp8.dequantize.default(elements, scales, -1, b_format, dtype)
+    return y.view(*indices.shape, b.shape[1])
+
+
+def _embedding_vmap(
+    info: Any, in_dims: batching.Dims, indices: Tensor, b: Tensor, b_scales: Tensor, *rest: Any
+) -> tuple[Tensor, int]:
+    op = torch.ops.mxfp8.embedding.default
+    if in_dims[1] is in_dims[2] is None:
+        (indices,) = batching.leading(info.batch_size, in_dims, indices)
+        return op(indices, b, b_scales, *rest), 0
+    tables = zip(*batching.leading(info.batch_size, in_dims, indices, b, b_scales), strict=True)
+    return torch.stack([op(*each, *rest) for each in tables]), 0
+
+
+OPS: Final = (
+    Op(
+        """embedding(Tensor indices, Tensor b, Tensor b_scales, str b_format="e4m3", ScalarType? dtype=None)
+        -> Tensor""",
+        {"CPU": embedding_cpu},
+        _embedding_fake,
+        _embedding_vmap,
+    ),
+)
