@@ -11,7 +11,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "mxfp8": {},  # the default policy
     "mxfp8-weight-only": {"weight_only": True},
     "ocp": {"scale_rounding": "floor"},
-    "all": {"output_projections": True, "routers": True, "fp8_dpa": True},
+    "all": {"output_projections": True, "routers": True, "embeddings": True, "fp8_dpa": True},
 }
 """Name -> the fields of `Recipe` that differ from their defaults."""
 
