@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, VALUE_DTYPES
 
 Shape = tuple[int, ...]
+
+INDEX_DTYPES: Final = ("int32", "int64")
+"""What rows of a table may be named by."""
 
 
 def scale_count(k: int) -> int:
@@ -80,6 +83,50 @@ def check_codes(where: str, elements: Any, scales: Any, axis: int) -> None:
             raise ShapeError(
                 where, f"{name} have dtype {codes.dtype}", expected="uint8 codes", advice="pass .view(numpy.uint8)"
             )
+
+
+def embedding_shape(where: str, indices: Any, b: Shape) -> Shape:
+    """Returns the shape of the rows of b [V, D] that `indices` [...] name: [..., D].
+
+    Args:
+        where: the op, for errors.
+        indices: an array of NumPy, CuPy or torch.
+        b: shape of the table.
+
+    Raises:
+        ShapeError: the indices are neither int32 nor int64, or the table is no matrix.
+    """
+    if (name := dtype_name(indices.dtype)) not in INDEX_DTYPES:
+        raise ShapeError(
+            where,
+            f"indices have dtype {name}",
+            expected=f"one of {', '.join(INDEX_DTYPES)}",
+            advice="cast the indices first",
+        )
+    if len(b) != 2:
+        raise ShapeError(
+            where, f"a table of shape {b}", expected="[V, D], one row per index", advice="reshape the table"
+        )
+    return (*indices.shape, b[1])
+
+
+def check_indices(where: str, indices: Any, rows: int) -> None:
+    """Raises ShapeError, which names the first that is wrong, unless all indices are within -rows..rows-1.
+
+    Args:
+        where: the op, for errors.
+        indices: a NumPy array.
+        rows: how many there are to name.
+    """
+    wrong = np.argwhere((indices < -rows) | (indices >= rows))
+    if len(wrong):
+        at = tuple(int(i) for i in wrong[0])
+        raise ShapeError(
+            where,
+            f"index {int(indices[at])} at {at}",
+            expected=f"{-rows} to {rows - 1}, for a table of {rows} rows" if rows else "none: the table has no rows",
+            advice="pass ids that the table has",
+        )
 
 
 def check_gemm_shapes(where: str, x: Shape, b: Shape, bias: Shape | None) -> None:

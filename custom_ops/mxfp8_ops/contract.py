@@ -25,6 +25,8 @@ MIN_OPSET: Final = 21
 # onnx.TensorProto.DataType.
 FLOAT: Final = formats.FLOAT32.onnx_dtype
 UINT8: Final = 2
+INT32: Final = 6
+INT64: Final = 7
 FLOAT16: Final = formats.FLOAT16.onnx_dtype
 BFLOAT16: Final = formats.BFLOAT16.onnx_dtype
 FLOAT8E4M3FN: Final = formats.E4M3.onnx_dtype
@@ -33,6 +35,7 @@ FLOAT8E5M2: Final = formats.E5M2.onnx_dtype
 VALUES: Final = tuple(dtype.onnx_dtype for dtype in formats.VALUE_DTYPES.values())
 ELEMENTS: Final = tuple(fmt.onnx_dtype for fmt in formats.ELEMENT_FORMATS.values())
 SCALES: Final = (UINT8,)
+INDICES: Final = (INT32, INT64)
 
 VALUE_NAMES: Final[Mapping[int, str]] = MappingProxyType({d.onnx_dtype: d.name for d in formats.VALUE_DTYPES.values()})
 """Name of each value dtype by its ONNX code."""
@@ -52,8 +55,9 @@ class Port:
 class Op:
     """One node type.
 
-    A gemm is a node with an input called B; it is weight-only if A has no scales. Its other inputs are A (or X),
-    A_scales, B_scales and bias.
+    An input called B has the elements of a packed weight [..., N, K], and B_scales after it their scales, of one layout
+    for every node: a table of rows and an output projection may share theirs. A gemm's other inputs are A (or X),
+    A_scales and bias; it is weight-only if A has no scales.
     """
 
     name: str
@@ -62,15 +66,12 @@ class Op:
     attributes: Mapping[str, int | str]
     """Default of each; every attribute is always written out."""
     summary: str
+    is_gemm: bool = False
+    """Whether it multiplies matrices."""
 
     def at(self, port: str) -> int | None:
         """Returns which input is called `port`, or None if there is none."""
         return next((index for index, row in enumerate(self.inputs) if row.name == port), None)
-
-    @property
-    def is_gemm(self) -> bool:
-        """Whether it multiplies matrices."""
-        return self.at("B") is not None
 
     @property
     def weight_only(self) -> bool:
@@ -80,7 +81,8 @@ class Op:
     @property
     def packed_at(self) -> int | None:
         """Which input holds the elements of a packed weight, if there is one; its scales are the next."""
-        return self.at("B") if self.is_gemm else self.at("elements")
+        b = self.at("B")
+        return self.at("elements") if b is None else b
 
 
 QUANTIZE: Final = Op(
@@ -109,6 +111,7 @@ GEMM: Final = Op(
     (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
     MappingProxyType({"output_dtype": FLOAT}),
     "A @ transpose(B) + bias on quantized operands, accumulated in float32.",
+    is_gemm=True,
 )
 WEIGHT_GEMM: Final = Op(
     "MXFP8WeightGemm",
@@ -121,9 +124,23 @@ WEIGHT_GEMM: Final = Op(
     (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
     MappingProxyType({"output_dtype": FLOAT}),
     "X @ transpose(B) + bias with only the weight quantized, accumulated in float32.",
+    is_gemm=True,
+)
+EMBEDDING: Final = Op(
+    "MXFP8Embedding",
+    (
+        Port("indices", INDICES, "[...]"),
+        Port("B", ELEMENTS, "[V, D]"),
+        Port("B_scales", SCALES, "[V, ceil(D / 32)]"),
+    ),
+    (Port("Y", VALUES, "[..., D]"),),
+    MappingProxyType({"output_dtype": FLOAT}),
+    "The rows of B that the indices name, dequantized; a negative index counts from the last row.",
 )
 
-OPS: Final[Mapping[str, Op]] = MappingProxyType({op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM)})
+OPS: Final[Mapping[str, Op]] = MappingProxyType(
+    {op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM, EMBEDDING)}
+)
 """Every node of the domain, by op type."""
 
 
@@ -156,6 +173,7 @@ TORCH_OPS: Final[Mapping[str, TorchOp]] = MappingProxyType(
             TorchOp("dequantize", DEQUANTIZE, ("elements", "scales", "element_format")),
             TorchOp("gemm", GEMM, _B, multiplies=True),
             TorchOp("weight_gemm", WEIGHT_GEMM, _B, multiplies=True),
+            TorchOp("embedding", EMBEDDING, _B),
             TorchOp("grouped_gemm", None, _B, multiplies=True),
             TorchOp("linear_train", multiplies=True, trains=True),
         )
@@ -169,5 +187,5 @@ TORCH_GEMMS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.mult
 TRAINING_OPS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.trains)
 """Those with a weight that is not packed but quantized at every step."""
 
-PACKED_OPS: Final = TORCH_GEMMS - TRAINING_OPS
-"""Those with a packed weight."""
+PACKED_OPS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.weight == _B)
+"""Those that the passes give a packed weight: the gemms that do not train, and the embedding."""

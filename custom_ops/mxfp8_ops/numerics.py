@@ -1,4 +1,4 @@
-"""Quantize, dequantize and GEMM in NumPy: the truth every other implementation is tested against.
+"""Quantize, dequantize, GEMM and embedding in NumPy: the truth every other implementation is tested against.
 
 Written to be read, not to be fast. The backends have the same functions with the same signatures.
 
@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import formats
-from mxfp8_ops.checks import check_scales, check_value_dtype, gemm_shape, normalize_axis, scale_count
+from mxfp8_ops.checks import (
+    check_indices,
+    check_scales,
+    check_value_dtype,
+    embedding_shape,
+    gemm_shape,
+    normalize_axis,
+    scale_count,
+)
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_BIAS, SCALE_NAN, ElementFormat
 
@@ -153,6 +161,29 @@ def weight_gemm(
         if bias is not None:
             y = y + bias.astype(np.float64)
         return np.asarray(y, np.float32).astype(value_dtype(dtype))
+
+
+def embedding(indices: Array, b: Codes, b_scales: Codes, *, b_format: str = "e4m3", dtype: str = "float32") -> Array:
+    """Returns dequantize(b)[indices]: the rows of a packed table, as ONNX's Gather and torch's embedding give them.
+
+    Args:
+        indices: int32 or int64 [...]; a negative one counts from the last row.
+        b: elements uint8 [V, D]: laid out as the second operand of a gemm with N = V and K = D, which may share them.
+        b_scales: uint8 [V, ceil(D / 32)].
+        b_format: "e4m3" or "e5m2".
+        dtype: dtype of the result, "float32", "float16" or "bfloat16"; the latter two are rounded from float32.
+
+    Returns:
+        [..., D].
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit, or an index names no row.
+        ContractError: unknown format.
+    """
+    embedding_shape("embedding", indices, b.shape)
+    check_scales("embedding", b.shape, b_scales.shape, -1)
+    check_indices("embedding", indices, b.shape[0])
+    return dequantize(b[indices], b_scales[indices], element_format=b_format, dtype=dtype)
 
 
 @dataclass(frozen=True)

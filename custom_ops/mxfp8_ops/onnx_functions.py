@@ -1,13 +1,14 @@
 """The nodes of `contract.py` as ONNX model-local functions made of standard ops.
 
 A model that carries them runs in any ONNX Runtime, with no library: the runtime inlines the body. Where our library
-is registered, its kernel of the same name wins. MXFP8Quantize and MXFP8Dequantize give the bytes of `numerics`; the
-gemms accumulate in float32 and stay within `numerics.gemm_error_bound`.
+is registered, its kernel of the same name wins. The gemms accumulate in float32 and stay within
+`numerics.gemm_error_bound`; the others give the bytes of `numerics`.
 
 Every body works on a tensor [..., K, ...] reshaped to blocks [P, ceil(K / 32), 32, Q]: P is the product of the
 dimensions before the blocked axis, Q of those after it (1 when the axis is the last). No transpose is needed, and no
 op touches float8 except Cast: ONNX Runtime has no float8 Slice, Concat, Gather or Pad. Weights that are initializers
-are decoded once, when the session is made: from then on they take the memory, and the time, of float32.
+are decoded once, when the session is made: from then on they take the memory, and the time, of float32; a table of
+MXFP8Embedding, those of float16.
 """
 
 from __future__ import annotations
@@ -139,12 +140,22 @@ def _weight_gemm(g: _Body) -> None:
     _matmul(g, g("Cast", "X", to=TensorProto.FLOAT))
 
 
+def _embedding(g: _Body) -> None:
+    """indices, B, B_scales -> Y."""
+    # Float16 holds every element: Gather takes that, and a table that is an initializer is widened no further.
+    elements = g("Gather", g("Cast", "B", to=TensorProto.FLOAT16), "indices", axis=0)
+    scales = g("Gather", "B_scales", "indices", axis=0)
+    y = _values(g, elements, scales, _LAST, g.constant([BLOCK_SIZE]))
+    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+
+
 _BODIES: Final[Mapping[str, Callable[[_Body], None]]] = MappingProxyType(
     {
         contract.QUANTIZE.name: _quantize,
         contract.DEQUANTIZE.name: _dequantize,
         contract.GEMM.name: _gemm,
         contract.WEIGHT_GEMM.name: _weight_gemm,
+        contract.EMBEDDING.name: _embedding,
     }
 )
 

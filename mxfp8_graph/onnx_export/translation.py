@@ -4,6 +4,7 @@ torch.ops.mxfp8.quantize     -> MXFP8Quantize
 torch.ops.mxfp8.dequantize   -> MXFP8Dequantize
 torch.ops.mxfp8.gemm         -> MXFP8Gemm
 torch.ops.mxfp8.weight_gemm  -> MXFP8WeightGemm, or Cast(MXFP8WeightGemm) where it gives float16
+torch.ops.mxfp8.embedding    -> MXFP8Embedding
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ def table() -> dict[Any, Callable[..., Any]]:
         result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, output_dtype=given, **{FORMATS: b_format})
         return result if given == wanted else opset18.Cast(result, to=wanted)
 
-    functions = (quantize, dequantize, gemm, weight_gemm)
+    def embedding(indices: Any, b: Any, b_scales: Any, b_format: str = "e4m3", dtype: int | None = None) -> Any:
+        settings = {"output_dtype": _value_dtype(dtype), FORMATS: b_format}
+        return node(contract.EMBEDDING, indices, b, b_scales, **settings)
+
+    functions = (quantize, dequantize, gemm, weight_gemm, embedding)
     return {getattr(torch.ops.mxfp8, function.__name__).default: function for function in functions}
 
 

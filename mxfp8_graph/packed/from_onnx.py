@@ -1,6 +1,7 @@
 """Packed weights of ONNX models. Nothing but the structure is read until a weight is.
 
-MXFP8Gemm, MXFP8WeightGemm, MXFP8Dequantize      ours
+MXFP8Gemm, MXFP8WeightGemm, MXFP8Embedding       ours
+MXFP8Dequantize                                  ours
 TRT_MXFP8DequantizeLinear (domain trt)           TensorRT's, as modelopt writes it (float8 elements) and as
                                                  TransformerEngine does (uint8; scales padded to 128 x 4)
 """
@@ -112,7 +113,7 @@ def _elements_at(node: onnx.NodeProto) -> int | None:
 
 def _weight_only(node: onnx.NodeProto) -> bool | None:
     op = contract.OPS.get(node.op_type)
-    return op.weight_only if op is not None and op.is_gemm else None
+    return op.at("A_scales") is None if op is not None and op.at("B") is not None else None
 
 
 def _weight(opened: OpenedModel, use: _Use, name: str) -> PackedWeight:

@@ -76,7 +76,7 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
 
 
 def _weight_only(node: Node) -> bool | None:
-    """Whether an op multiplies activations as they are; None if it does not multiply."""
+    """Whether an op leaves activations as they are, as one without any does; None if it is not for packed weights."""
     if internals.op_name(node) not in contract.PACKED_OPS:
         return None
     return internals.argument(node, "a_scales") is None

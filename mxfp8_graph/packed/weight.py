@@ -29,13 +29,13 @@ class PackedWeight:
     name: str
     """Name of the weight before it was packed, such as "layers.0.up.weight"."""
     module: str | None
-    """Path of the module that multiplies with it (the first, if several do), such as "layers.0.up", if known."""
+    """Path of the module that uses it (the first, if several do), such as "layers.0.up", if known."""
     shape: tuple[int, ...]
     """Shape of the elements."""
     element_format: str
     """"e4m3" or "e5m2"."""
     weight_only: bool | None
-    """Whether activations that meet it stay as they are; None if the model does not say."""
+    """Whether activations that meet it stay as they are (true if none do); None if the model does not say."""
     read_elements: Callable[[], Codes] = field(repr=False)
     read_scales: Callable[[], Codes] = field(repr=False)
 

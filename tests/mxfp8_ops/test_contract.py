@@ -20,7 +20,7 @@ def ports(op: Op) -> Iterator[Port]:
 
 
 def test_dtype_codes_are_those_of_onnx() -> None:
-    for name in ("FLOAT", "UINT8", "FLOAT16", "BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2"):
+    for name in ("FLOAT", "UINT8", "INT32", "INT64", "FLOAT16", "BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2"):
         assert getattr(contract, name) == getattr(TensorProto, name), name
 
 
@@ -52,7 +52,9 @@ def test_optional_inputs_come_last(op: Op) -> None:
 def test_every_port_accepts_known_dtypes(op: Op) -> None:
     for port in ports(op):
         assert port.dtypes, port.name
-        assert set(port.dtypes) <= {*contract.VALUES, *contract.ELEMENTS, *contract.SCALES}, port.name
+        assert set(port.dtypes) <= {*contract.VALUES, *contract.ELEMENTS, *contract.SCALES, *contract.INDICES}, (
+            port.name
+        )
 
 
 @OPS
@@ -84,9 +86,19 @@ def test_gemms_say_where_their_operands_are() -> None:
     at = {name: tuple(map(op.at, ("A", "A_scales", "B", "B_scales", "bias"))) for name, op in contract.OPS.items()}
     assert at["MXFP8Gemm"] == (0, 1, 2, 3, 4)
     assert at["MXFP8WeightGemm"] == (None, None, 1, 2, 3)
-    assert [op.is_gemm for op in contract.OPS.values()] == [False, False, True, True]
-    assert [op.weight_only for op in contract.OPS.values()] == [False, False, False, True]
-    assert [op.packed_at for op in contract.OPS.values()] == [None, 0, 2, 1]
+    assert {name for name, op in contract.OPS.items() if op.is_gemm} == {"MXFP8Gemm", "MXFP8WeightGemm"}
+    assert {name for name, op in contract.OPS.items() if op.weight_only} == {"MXFP8WeightGemm"}
+
+
+def test_nodes_say_where_their_packed_weight_is() -> None:
+    at = {name: op.packed_at for name, op in contract.OPS.items()}
+    assert at == {
+        "MXFP8Quantize": None, "MXFP8Dequantize": 0, "MXFP8Gemm": 2, "MXFP8WeightGemm": 1, "MXFP8Embedding": 1,
+    }  # fmt: skip
+    for name, index in at.items():
+        if index is not None:
+            elements, scales = contract.OPS[name].inputs[index : index + 2]
+            assert (elements.dtypes, scales.dtypes) == (contract.ELEMENTS, contract.SCALES), name
 
 
 def test_torch_ops_are_those_that_are_registered() -> None:
@@ -101,9 +113,9 @@ def test_torch_ops_are_those_that_are_registered() -> None:
 
 def test_every_node_has_one_torch_op() -> None:
     assert [op.node for op in contract.TORCH_OPS.values() if op.node is not None] == list(contract.OPS.values())
-    assert {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm"} == contract.PACKED_OPS
+    assert {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm", "mxfp8::embedding"} == contract.PACKED_OPS
     assert {"mxfp8::linear_train"} == contract.TRAINING_OPS
-    assert contract.TORCH_GEMMS == contract.PACKED_OPS | contract.TRAINING_OPS
+    assert (contract.PACKED_OPS | contract.TRAINING_OPS) - {"mxfp8::embedding"} == contract.TORCH_GEMMS
 
 
 # --- C++ ---------------------------------------------------------------------------------------------------------

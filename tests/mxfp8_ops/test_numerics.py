@@ -477,3 +477,46 @@ def test_ceil_just_above_a_power_of_two_times_the_maximum(exponent: int, scale: 
     elements, scales = numerics.quantize(block(amax, -amax))
     assert scales.tolist() == [scale]
     assert elements[:2].tolist() == [0x76, 0xF6]  # 224: half of 448, not saturated
+
+
+# --- Embedding ---------------------------------------------------------------------------------------------------
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+def test_an_embedding_is_the_rows_of_the_dequantized_table(index, dtype: str, fmt: ElementFormat) -> None:
+    b = numerics.quantize(heavy_tailed(0, 7, 45), element_format=fmt.name)
+    ids = np.array([[3, 0, -1], [6, -7, 3]], index)
+    rows = numerics.embedding(ids, *b, b_format=fmt.name, dtype=dtype)
+    table = numerics.dequantize(*b, element_format=fmt.name, dtype=dtype)
+    assert rows.dtype == table.dtype
+    assert rows.tobytes() == table[ids].tobytes()
+
+
+@pytest.mark.parametrize(("shape", "v", "d"), [((), 1, 33), ((0,), 3, 32), ((2, 0), 3, 32), ((0,), 0, 5), ((4,), 1, 0)])
+def test_embeddings_of_any_shape(shape: tuple[int, ...], v: int, d: int) -> None:
+    b = numerics.quantize(heavy_tailed(0, v, d))
+    assert numerics.embedding(np.zeros(shape, np.int64), *b).shape == (*shape, d)
+
+
+def test_an_index_that_names_no_row_is_named() -> None:
+    b = numerics.quantize(heavy_tailed(0, 7, 45))
+    with pytest.raises(ShapeError, match=r"^embedding: index 7 at \(1, 0\); expected -7 to 6, for a table of 7 rows; "):
+        numerics.embedding(np.array([[1, 2], [7, 9]]), *b)
+    with pytest.raises(ShapeError, match=r"index -8 at \(\)"):
+        numerics.embedding(np.array(-8), *b)
+    with pytest.raises(ShapeError, match=r"index 0 at \(0,\); expected none: the table has no rows"):
+        numerics.embedding(np.array([0]), b[0][:0], b[1][:0])
+
+
+def test_what_is_no_table_and_no_index_is_refused() -> None:
+    b, ids = numerics.quantize(heavy_tailed(0, 7, 45)), np.array([0])
+    with pytest.raises(ShapeError, match="indices have dtype uint8; expected one of int32, int64; cast the indices"):
+        numerics.embedding(ids.astype(np.uint8), *b)
+    with pytest.raises(ShapeError, match=r"a table of shape \(45,\); expected \[V, D\]"):
+        numerics.embedding(ids, b[0][0], b[1][0])
+    with pytest.raises(ShapeError, match=r"scales have shape \(7, 1\); expected \(7, 2\)"):
+        numerics.embedding(ids, b[0], b[1][:, :1])
+    with pytest.raises(ContractError, match="e3m4"):
+        numerics.embedding(ids, *b, b_format="e3m4")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.reference
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
@@ -341,6 +342,71 @@ def test_a_poisoned_weight_block_makes_its_column_nan(opset: int) -> None:
     (y,) = run(one_node_model("MXFP8WeightGemm", inputs, {"Y": FLOAT}, opset, {"output_dtype": FLOAT}), inputs)
     assert np.isnan(y).all(0).tolist() == [n == 3 for n in range(7)]
     assert np.isnan(y).sum() == 5
+
+
+# --- MXFP8Embedding ----------------------------------------------------------------------------------------------
+
+
+def embedding_model(
+    ids: np.ndarray,
+    b: Sequence[np.ndarray],
+    opset: int,
+    dtype: int = FLOAT,
+    *,
+    element_format: str = "e4m3",
+    constants: Sequence[str] = (),
+) -> tuple[onnx.ModelProto, dict[str, Feed]]:
+    code = ELEMENT_FORMATS[element_format].onnx_dtype
+    index = TensorProto.INT32 if ids.dtype == np.int32 else TensorProto.INT64
+    inputs = {"indices": (ids, index), "B": (b[0], code), "B_scales": (b[1], UINT8)}
+    attributes = {"output_dtype": dtype}
+    return one_node_model("MXFP8Embedding", inputs, {"Y": dtype}, opset, attributes, constants=constants), inputs
+
+
+@OPSETS
+@DTYPES
+@FORMATS
+@pytest.mark.parametrize("constants", [(), ("B", "B_scales")], ids=["inputs", "initializers"])
+def test_embedding_gives_every_code_at_every_scale(constants, element_format: str, dtype: int, opset: int) -> None:
+    b = np.tile(np.arange(256, dtype=np.uint8), (256, 1)), np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, -1)
+    ids = np.random.default_rng(0).permutation(np.arange(-256, 256)).reshape(2, 256)
+    model, inputs = embedding_model(ids, b, opset, dtype, element_format=element_format, constants=constants)
+    name = contract.VALUE_NAMES[dtype]
+    expected = numerics.embedding(ids, *b, b_format=element_format, dtype=name)
+    assert_same_values(run(model, inputs)[0], expected, b[0][ids])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    ("shape", "v", "d"), [((), 1, 33), ((0,), 3, 32), ((2, 0), 3, 5), ((2, 2), 3, 33), ((3,), 2, 0)]
+)
+def test_embeddings_of_any_shape(shape: tuple[int, ...], v: int, d: int, index, opset: int) -> None:
+    b = numerics.quantize(random_values(0, v, d))
+    ids = np.random.default_rng(0).integers(-v, v, shape).astype(index)
+    model, inputs = embedding_model(ids, b, opset)
+    assert_same_values(run(model, inputs)[0], numerics.embedding(ids, *b), b[0][ids])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("wrong", [7, -8])
+def test_an_index_that_names_no_row_is_an_error_that_names_it(wrong: int, opset: int) -> None:
+    b = numerics.quantize(random_values(0, 7, 45))
+    model, inputs = embedding_model(np.array([0, wrong]), b, opset)
+    with pytest.raises(
+        Exception, match=rf"out of data bounds, idx={wrong} must be within the inclusive range \[-7,6\]"
+    ):
+        run(model, inputs)
+
+
+@BOTH_WAYS
+@FORMATS
+def test_onnx_s_reference_evaluator_gives_the_embedding_too(element_format: str, opset: int) -> None:
+    b = numerics.quantize(random_values(0, 7, 45), element_format=element_format)
+    ids = np.array([[3, -1], [0, -7]])
+    model, inputs = embedding_model(ids, b, opset, element_format=element_format, constants=("B", "B_scales"))
+    (got,) = onnx.reference.ReferenceEvaluator(model).run(None, {"indices": inputs["indices"][0]})
+    assert_same_values(got, numerics.embedding(ids, *b, b_format=element_format), b[0][ids])
 
 
 # --- The functions as parts of a model ---------------------------------------------------------------------------

@@ -44,7 +44,7 @@ static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;
 inline constexpr const char* kDomain = "mxfp8";
-enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm};
+enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding};
 inline constexpr const char* kScaleRoundings[] = {
     "ceil",
     "floor",
@@ -68,6 +68,8 @@ inline constexpr Node kNodes[] = {
      {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 4},
     {"MXFP8WeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 3},
+    {"MXFP8Embedding", {{"indices", {6, 7}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}},
+     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1},
 };
 
 }  // namespace mxfp8

@@ -17,11 +17,11 @@ gives linear_train what it needs of a gradient [M, N]: quantize(x) and quantize(
 
 Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model.
 Both have them in reverse mode, by backward() and by torch.func.grad; forward mode raises. quantize passes none back and
-warns if one is wanted, as torch does for grouped_gemm; gemm and dequantize take integers, which have none.
+warns if one is wanted, as torch does for grouped_gemm; gemm, dequantize and embedding take integers, which have none.
 
 Autocast casts the x of linear_train, as it does that of F.linear, and never a weight; the other ops compute in the
-dtypes they are given. torch.vmap makes one call of quantize, dequantize, gemm and weight_gemm, refuses linear_train,
-and loops over the others, with a warning. Results are contiguous.
+dtypes they are given. torch.vmap makes one call of quantize, dequantize, gemm and weight_gemm, and of embedding for
+each table; it refuses linear_train, and loops over the others, with a warning. Results are contiguous.
 
 The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
 three times as much per call.
@@ -35,10 +35,10 @@ from typing import Any, Final
 import torch
 
 from mxfp8_ops import contract
-from mxfp8_ops.torch_ops import gemm, grouped, quantize, training
+from mxfp8_ops.torch_ops import embedding, gemm, grouped, quantize, training
 from mxfp8_ops.torch_ops.operands import Op
 
-OPS: Final[tuple[Op, ...]] = (*quantize.OPS, *gemm.OPS, *grouped.OPS, *training.OPS)
+OPS: Final[tuple[Op, ...]] = (*quantize.OPS, *gemm.OPS, *embedding.OPS, *grouped.OPS, *training.OPS)
 """Every op of namespace `mxfp8`."""
 
 

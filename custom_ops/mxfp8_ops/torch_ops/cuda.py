@@ -26,6 +26,7 @@ from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
 from mxfp8_ops.cuda.planner import Gemm
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import scaled_mm
+from mxfp8_ops.torch_ops.embedding import check_embedding, picked
 from mxfp8_ops.torch_ops.gemm import Checked, check_gemm, check_weight_gemm
 from mxfp8_ops.torch_ops.operands import DTYPE_CODES, Pair, check_codes, check_devices, check_memory, readable
 from mxfp8_ops.torch_ops.products import products
@@ -101,6 +102,15 @@ def gemm(
 def weight_gemm(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:
     """Returns x @ dequantize(b).T + bias, in the dtype of `x` if none is given."""
     return _gemm((x,), (b, b_scales), bias, check_weight_gemm(x, b, b_scales, bias, *rest, **named))
+
+
+def embedding(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m3", *args: Any) -> Tensor:
+    """Returns the rows of b [V, D] that `indices` name. For one that names none, the device reports an error later."""
+    check_devices("embedding", indices, b, b_scales)
+    _, dtype, _ = check_embedding(indices, b, b_scales, b_format, *args)
+    for name, tensor in (("indices", indices), ("b", b), ("b_scales", b_scales)):
+        check_memory("embedding", name, tensor)
+    return picked(indices, b, b_scales, b_format, dtype)
 
 
 def fast_accumulate() -> contextlib.AbstractContextManager[None]:

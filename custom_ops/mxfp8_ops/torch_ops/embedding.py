@@ -1,0 +1,83 @@
+"""`mxfp8::embedding`: rows of a packed table. Meaning and errors are those of `numerics.py`; dtypes are torch's.
+
+What `torch.nn.functional.embedding` is to a table of floats, and negative indices count from the last row. That
+function's `padding_idx` and `scale_grad_by_freq` say what becomes of gradients, which a packed table has none of: they
+change no result, so this op has no argument for them. `max_norm`, which changes the table in place, has no counterpart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops import checks
+from mxfp8_ops.torch_ops import batching
+from mxfp8_ops.torch_ops.operands import (
+    DTYPE_CODES,
+    FORMAT_CODES,
+    Op,
+    check_codes,
+    check_devices,
+    check_dtype,
+    check_memory,
+)
+
+
+def check_embedding(
+    indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m3", dtype: torch.dtype | None = None
+) -> tuple[tuple[int, ...], torch.dtype, int]:
+    """Returns shape and dtype of the result and the format's code; raises as `embedding` does, but for the indices."""
+    b_code, dtype = FORMAT_CODES[b_format], dtype or torch.float32
+    if dtype not in DTYPE_CODES:
+        check_dtype("embedding", dtype)
+    shape = checks.embedding_shape("embedding", indices, tuple(b.shape))
+    check_codes("embedding", b, b_scales, -1)
+    return shape, dtype, b_code
+
+
+def _embedding_fake(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> Tensor:
+    check_devices("embedding", indices, b, b_scales)
+    shape, dtype, _ = check_embedding(indices, b, b_scales, *args)
+    return b.new_empty(shape, dtype=dtype)
+
+
+def embedding_cpu(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m3", *args: Any) -> Tensor:
+    """Returns the rows of b [V, D] that `indices` [...] name: [..., D], in float32 if no dtype is given."""
+    _, dtype, _ = check_embedding(indices, b, b_scales, b_format, *args)
+    for name, tensor in (("indices", indices), ("b", b), ("b_scales", b_scales)):
+        check_memory("embedding", name, tensor)
+    checks.check_indices("embedding", indices.numpy(), b.shape[0])
+    return picked(indices, b, b_scales, b_format, dtype)
+
+
+def picked(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str, dtype: torch.dtype) -> Tensor:
+    """Returns the rows, made of other ops. An index that names no row is an error of the device."""
+    flat = indices.reshape(-1)
+    rows = torch.where(flat < 0, flat + b.shape[0], flat)
+    elements, scales = b.index_select(0, rows), b_scales.index_select(0, rows)
+    y: Tensor = torch.ops.mxfp8.dequantize.default(elements, scales, -1, b_format, dtype)
+    return y.view(*indices.shape, b.shape[1])
+
+
+def _embedding_vmap(
+    info: Any, in_dims: batching.Dims, indices: Tensor, b: Tensor, b_scales: Tensor, *rest: Any
+) -> tuple[Tensor, int]:
+    op = torch.ops.mxfp8.embedding.default
+    if in_dims[1] is in_dims[2] is None:
+        (indices,) = batching.leading(info.batch_size, in_dims, indices)
+        return op(indices, b, b_scales, *rest), 0
+    tables = zip(*batching.leading(info.batch_size, in_dims, indices, b, b_scales), strict=True)
+    return torch.stack([op(*each, *rest) for each in tables]), 0
+
+
+OPS: Final = (
+    Op(
+        """embedding(Tensor indices, Tensor b, Tensor b_scales, str b_format="e4m3", ScalarType? dtype=None)
+        -> Tensor""",
+        {"CPU": embedding_cpu},
+        _embedding_fake,
+        _embedding_vmap,
+    ),
+)

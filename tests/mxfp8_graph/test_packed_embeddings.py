@@ -1,0 +1,100 @@
+"""A packed embedding in what comes after the passes: to_onnx, unpack, safetensors, and kernel against function body."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import safetensors
+import torch
+from onnx_exports import Packed, attributes, data, exported, ours, program, run
+
+import mxfp8_graph
+from mxfp8_graph.checking.node_check import check_nodes
+from mxfp8_ops import contract, numerics
+
+TABLE = torch.randn(50, 80, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([[3, 0, -1], [49, -50, 7]])
+FORMATS = pytest.mark.parametrize("b_format", ["e4m3", "e5m2"])
+
+
+class Lookup(Packed):
+    """Rows of one packed table."""
+
+    def __init__(self, b_format: str = "e4m3", dtype: Any = None) -> None:
+        super().__init__(TABLE, formats=(b_format,))
+        self.settings = {"b_format": b_format, "dtype": dtype}
+
+    def forward(self, ids: Any) -> Any:
+        return torch.ops.mxfp8.embedding(ids, self.w0_mxfp8, self.w0_mxfp8_scales, **self.settings)
+
+
+class Tied(Lookup):
+    """The rows of a table, times the same table: a language model without its middle."""
+
+    def forward(self, ids: Any) -> Any:
+        return self.gemm(super().forward(ids), 0)
+
+
+def rows(ids: torch.Tensor, b_format: str = "e4m3", dtype: str = "float32") -> np.ndarray:
+    table = numerics.quantize(TABLE.numpy(), element_format=b_format)
+    return numerics.embedding(ids.numpy(), *table, b_format=b_format, dtype=dtype)
+
+
+@FORMATS
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_to_onnx_writes_the_node(index: torch.dtype, b_format: str, *, kernels: bool, tmp_path: Path) -> None:
+    path = mxfp8_graph.to_onnx(program(Lookup(b_format), IDS.to(index)), tmp_path / "a.onnx")
+    (node,) = ours(onnx.load(path))
+    assert (node.op_type, attributes(node)) == ("MXFP8Embedding", {"output_dtype": contract.FLOAT})
+    ids = IDS[:1].to(index)
+    np.testing.assert_array_equal(run(path, ids.numpy(), kernels=kernels), rows(ids, b_format))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_to_onnx_keeps_the_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = mxfp8_graph.to_onnx(program(Lookup(dtype=dtype), IDS), tmp_path / "a.onnx")
+    name = str(dtype).removeprefix("torch.")
+    got = run(path, IDS.numpy(), kernels=True)
+    np.testing.assert_array_equal(got, rows(IDS, dtype=name))
+    assert got.dtype.name == name
+
+
+def test_a_tied_table_is_one_tensor_of_the_file(tmp_path: Path) -> None:
+    model = exported(program(Tied(), IDS), tmp_path / "a.onnx")
+    embedding = next(node for node in ours(model) if node.op_type == "MXFP8Embedding")
+    gemm = next(node for node in ours(model) if node.op_type == "MXFP8Gemm")
+    assert list(embedding.input[1:]) == list(gemm.input[2:4])
+    stored = data(model)
+    assert [stored[name][1] for name in embedding.input[1:]] == [(50, 80), (50, 3)]
+    assert sum(len(content) for *_, content in stored.values()) < 50 * 83 + 100
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+@pytest.mark.parametrize(("model", "weight_only"), [(Lookup, True), (Tied, False)])
+def test_unpack_gives_the_table_by_its_name(model: Any, weight_only: bool, front_end: str, tmp_path: Path) -> None:
+    made = program(model(), IDS)
+    found = mxfp8_graph.unpack(mxfp8_graph.to_onnx(made, tmp_path / "a.onnx") if front_end == "onnx" else made)
+    assert list(found) == ["w0"]
+    assert found["w0"].weight_only is weight_only
+    np.testing.assert_array_equal(found["w0"].dequantize(), rows(torch.arange(50)))
+
+
+def test_a_checkpoint_quantizes_no_activation_for_a_table(tmp_path: Path) -> None:
+    path = mxfp8_graph.export_safetensors(program(Lookup(), IDS), tmp_path / "a.safetensors")
+    with safetensors.safe_open(path, "pt") as file:
+        groups = json.loads(file.metadata()["quantization_config"])["config_groups"]
+    assert [(group["targets"], group["input_activations"]) for group in groups.values()] == [(["w0"], None)]
+    np.testing.assert_array_equal(mxfp8_graph.import_safetensors(path)["w0"].dequantize(), rows(torch.arange(50)))
+
+
+@FORMATS
+def test_the_kernel_is_checked_against_the_body(b_format: str, tmp_path: Path) -> None:
+    model = exported(program(Lookup(b_format), IDS), tmp_path / "a.onnx")
+    (found,) = check_nodes(model, {model.graph.input[0].name: IDS.numpy()}, None, "m")
+    assert (found.op, found.excess, found.passed, found.is_gemm) == ("MXFP8Embedding", 0, True, False)

@@ -1,0 +1,162 @@
+"""`mxfp8::embedding` against the reference: rows of a packed table, in eager torch and under its transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mxfp8_ops import formats, numerics, torch_ops  # noqa: E402, F401 - registers torch.ops.mxfp8
+from mxfp8_ops.errors import ContractError, ShapeError  # noqa: E402
+
+ops = torch.ops.mxfp8
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+FORMATS = pytest.mark.parametrize("b_format", formats.ELEMENT_FORMATS)
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * torch.exp(torch.randn(*shape, generator=generator))
+
+
+TABLE = ops.quantize(values(7, 45))
+IDS = torch.tensor([[3, 0, -1], [6, -7, 3]])
+
+
+def expected(ids: torch.Tensor, table: Any = TABLE, b_format: str = "e4m3", dtype: Any = torch.float32) -> torch.Tensor:
+    name = str(dtype).removeprefix("torch.")
+    rows = numerics.embedding(ids.numpy(), *(t.numpy() for t in table), b_format=b_format, dtype=name)
+    return torch.from_numpy(rows.astype(np.float32)).to(dtype)
+
+
+def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Fails unless the bits are the same, but for those of a NaN."""
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(got) & ~got.isnan(), torch.signbit(wanted) & ~wanted.isnan())
+
+
+@DTYPES
+@FORMATS
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_rows_are_those_of_the_reference(index: torch.dtype, b_format: str, dtype: torch.dtype) -> None:
+    table = ops.quantize(values(7, 45), -1, b_format)
+    got = ops.embedding(IDS.to(index), *table, b_format, dtype)
+    assert_same(got, expected(IDS, table, b_format, dtype))
+
+
+@DTYPES
+@FORMATS
+def test_every_code_at_every_scale(b_format: str, dtype: torch.dtype) -> None:
+    table = torch.arange(256, dtype=torch.uint8).tile(256, 1), torch.arange(256, dtype=torch.uint8)[:, None].tile(1, 8)
+    ids = torch.arange(256).flip(0)
+    assert_same(ops.embedding(ids, *table, b_format, dtype), expected(ids, table, b_format, dtype))
+
+
+@pytest.mark.parametrize("d", [0, 1, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("ids", [IDS % 2, IDS[0, 0] * 0, IDS[:0], IDS[:, :0]], ids=["2-D", "scalar", "none", "empty"])
+def test_any_shape(ids: torch.Tensor, d: int) -> None:
+    table = ops.quantize(values(2, d))
+    assert_same(ops.embedding(ids, *table), expected(ids, table))
+
+
+def test_a_table_of_one_row() -> None:
+    table = tuple(t[:1] for t in TABLE)
+    ids = torch.tensor([0, -1, 0])
+    assert_same(ops.embedding(ids, *table), expected(ids, table))
+
+
+def test_float32_and_e4m3_are_what_is_left_open() -> None:
+    assert torch.equal(ops.embedding(IDS, *TABLE), ops.embedding(IDS, *TABLE, b_format="e4m3", dtype=torch.float32))
+
+
+def test_it_picks_the_rows_that_torch_picks_from_the_dequantized_table() -> None:
+    ids = IDS % 7
+    wide = torch.nn.functional.embedding(ids, ops.dequantize(*TABLE), padding_idx=3, scale_grad_by_freq=True)
+    assert torch.equal(ops.embedding(ids, *TABLE), wide)
+
+
+def test_strided_operands_are_read_as_what_they_stand_for() -> None:
+    table = tuple(t.t().contiguous().t() for t in TABLE)
+    assert torch.equal(ops.embedding(IDS.t(), *table), ops.embedding(IDS, *TABLE).transpose(0, 1))
+    every_other = tuple(t[::2] for t in TABLE)
+    assert torch.equal(ops.embedding(torch.tensor([2, 1]), *every_other), ops.embedding(torch.tensor([4, 2]), *TABLE))
+
+
+# --- What torch asks of an op -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [IDS, IDS.int(), IDS[0, 0], IDS[:0]], ids=["int64", "int32", "scalar", "none"])
+def test_opcheck(ids: torch.Tensor) -> None:
+    torch.library.opcheck(ops.embedding.default, (ids, *TABLE))
+    torch.library.opcheck(ops.embedding.default, (ids, *ops.quantize(values(7, 45), -1, "e5m2"), "e5m2", torch.half))
+
+
+class Embedding(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", TABLE[0])
+        self.register_buffer("scales", TABLE[1])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ops.embedding(ids, self.table, self.scales)
+
+
+def test_it_exports_and_compiles_whole_with_any_number_of_indices() -> None:
+    compiled = torch.compile(Embedding(), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(IDS), expected(IDS))
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    program = torch.export.export(Embedding(), (IDS,), dynamic_shapes=(dims,))
+    for ids in (IDS, IDS[:1], IDS[:, :2], IDS[:0]):
+        assert torch.equal(program.module()(ids), expected(ids))
+
+
+def test_vmap_over_indices_is_one_call() -> None:
+    with torch.autograd.profiler.profile() as profile:
+        got = torch.vmap(ops.embedding, in_dims=(1, None, None))(IDS, *TABLE)
+    assert torch.equal(got, expected(IDS.t().contiguous()))
+    assert sum(event.count for event in profile.key_averages() if event.key == "mxfp8::embedding") <= 2
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (None, 0, 0)])
+def test_vmap_over_tables_picks_from_each_its_own(in_dims: tuple[int | None, ...]) -> None:
+    tables = ops.quantize(values(2, 7, 45, seed=1))
+    ids = IDS if in_dims[0] == 0 else IDS[0]
+    got = torch.vmap(ops.embedding, in_dims=in_dims)(ids, *tables)
+    for i in range(2):
+        assert torch.equal(got[i], expected(ids[i] if in_dims[0] == 0 else ids, tuple(t[i] for t in tables)))
+
+
+# --- What is refused ---------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
+    "too large": (
+        (torch.tensor([[1, 2], [7, 9]]), *TABLE),
+        ShapeError,
+        r"embedding: index 7 at \(1, 0\); expected -7 to 6, for a table of 7 rows; pass ids that the table has",
+    ),
+    "too small": (
+        (torch.tensor([0, -8]).int(), *TABLE),
+        ShapeError,
+        r"embedding: index -8 at \(1,\); expected -7 to 6",
+    ),
+    "scalar": ((torch.tensor(2**40), *TABLE), ShapeError, r"embedding: index 1099511627776 at \(\); expected -7 to 6"),
+    "least": ((torch.tensor([-(2**63)]), *TABLE), ShapeError, r"embedding: index -9223372036854775808 at \(0,\)"),
+    "no rows": ((torch.tensor([0]), TABLE[0][:0], TABLE[1][:0]), ShapeError, "expected none: the table has no rows"),
+    "float ids": ((torch.ones(2), *TABLE), ShapeError, "indices have dtype float32; expected one of int32, int64"),
+    "a stack": ((IDS, TABLE[0][None], TABLE[1][None]), ShapeError, r"a table of shape \(1, 7, 45\); expected \[V, D\]"),
+    "scales": ((IDS, TABLE[0], TABLE[1][:, :1]), ShapeError, r"scales have shape \(7, 1\); expected \(7, 2\)"),
+    "float8": ((IDS, TABLE[0].view(torch.float8_e4m3fn), TABLE[1]), ShapeError, "expected uint8 codes"),
+    "format": ((IDS, *TABLE, "e3m4"), ContractError, "element_format: 'e3m4'; expected one of"),
+    "dtype": ((IDS, *TABLE, "e4m3", torch.float64), ShapeError, "embedding: dtype float64; expected one of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused(case: str) -> None:
+    args, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        ops.embedding(*args)
