@@ -72,7 +72,7 @@ class Builder:
         """
 
         def chosen() -> Node:
-            indices = self.indices(gather)
+            indices = self._indices(gather, int(node.meta["val"].shape[0]))
             return self.add(f"{node.name}_chosen", _ATEN.index_select.default, node, 0, indices)
 
         return self._once(("pick", node, gather), chosen)
@@ -96,12 +96,11 @@ class Builder:
             self._shared[key] = make()
         return self._shared[key]
 
-    def indices(self, gather: Node) -> Any:
-        """Returns what `gather` picks rows or experts by, its negative entries counted from the end."""
+    def _indices(self, gather: Node, size: int) -> Any:
+        """Returns the vector that `gather` picks by, its negative entries counted from the end."""
         if internals.op_name(gather) != "index":
-            return internals.argument(gather, "index", internals.argument(gather, "indices"))
+            return internals.argument(gather, "index")
         (ids, *_), name = internals.argument(gather, "indices"), gather.name
-        size = int(gather.all_input_nodes[0].meta["val"].shape[0])
 
         def from_start() -> Node:
             from_end = self.add(f"{name}_from_end", _ATEN.add.Tensor, ids, size)

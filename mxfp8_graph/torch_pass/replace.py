@@ -72,7 +72,7 @@ class Editor:
         build = Builder(self._program, site.node, self._shared.setdefault(site.scope, {}))
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
         epoch = self._epoch(site.node)
-        inputs = [build.indices(site.node) if site.lookup else build.k_last(site.x)]
+        inputs = [build.k_last(site.x)]
         if not (decision.weight_only or site.lookup):
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         packed = None
