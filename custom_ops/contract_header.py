@@ -21,6 +21,7 @@ def header() -> str:
     values, elements = formats.VALUE_DTYPES.values(), formats.ELEMENT_FORMATS.values()
     codes = [f"{_code(row)} == {row.onnx_dtype}" for row in (*values, *elements)]
     codes += [f"MXFP8_{name.upper()} == {index}" for index, name in enumerate(formats.SCALE_ROUNDINGS)]
+    codes += [f"MXFP8_INT32 == {contract.INT32}", f"MXFP8_INT64 == {contract.INT64}"]
     codes += [f"MXFP8_CONTRACT_VERSION == {contract.VERSION}"]
     cpp_formats = [f"ROW({row.name.upper()}, {row.mantissa_bits}, {row.bias}, {row.max_code:#x})" for row in elements]
     lines = [

@@ -74,6 +74,7 @@ def load() -> ctypes.CDLL:
         "mxfp8_isa_force": (c_char_p,),
         "mxfp8_quantize": (i, p, n, n, n, i, i, p, p, i),
         "mxfp8_dequantize": (i, p, p, n, n, n, i, p, i),
+        "mxfp8_embedding": (i, p, n, i, p, p, n, n, i, p, i),
         "mxfp8_gemm": (i, p, p, i, p, p, p, n, n, n, i, p, n, i),
         "mxfp8_weight_gemm": (i, p, n, i, p, p, p, n, n, n, i, p, n, i),
         "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(PackStats), i),

@@ -180,6 +180,7 @@ def embedding(indices: Array, b: Codes, b_scales: Codes, *, b_format: str = "e4m
         ShapeError: shapes or dtypes do not fit, or an index names no row.
         ContractError: unknown format.
     """
+    formats.element_format(b_format), value_dtype(dtype)  # raise before the indices do
     embedding_shape("embedding", indices, b.shape)
     check_scales("embedding", b.shape, b_scales.shape, -1)
     check_indices("embedding", indices, b.shape[0])

@@ -16,6 +16,7 @@ from onnx_exports import Packed, attributes, data, exported, ours, program, run
 import mxfp8_graph
 from mxfp8_graph.checking.node_check import check_nodes
 from mxfp8_ops import contract, numerics
+from mxfp8_ops.errors import BackendError
 
 TABLE = torch.randn(50, 80, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[3, 0, -1], [49, -50, 7]])
@@ -98,3 +99,20 @@ def test_the_kernel_is_checked_against_the_body(b_format: str, tmp_path: Path) -
     model = exported(program(Lookup(b_format), IDS), tmp_path / "a.onnx")
     (found,) = check_nodes(model, {model.graph.input[0].name: IDS.numpy()}, None, "m")
     assert (found.op, found.excess, found.passed, found.is_gemm) == ("MXFP8Embedding", 0, True, False)
+
+
+def test_a_kernel_that_gives_other_values_does_not_pass(tmp_path: Path) -> None:
+    model = exported(program(Lookup(), IDS), tmp_path / "a.onnx")
+    last = model.functions[0].node[-1]  # the body's Cast to output_dtype
+    negate = onnx.helper.make_node("Neg", [last.input[0]], ["negated"])
+    last.input[0] = "negated"
+    model.functions[0].node.insert(len(model.functions[0].node) - 1, negate)
+    (found,) = check_nodes(model, {model.graph.input[0].name: IDS.numpy()}, None, "m")
+    assert not found.passed
+    assert "kernel and function body differ in" in str(found)
+
+
+def test_an_index_without_a_row_is_named(tmp_path: Path) -> None:
+    path = mxfp8_graph.to_onnx(program(Lookup(), IDS), tmp_path / "a.onnx")
+    with pytest.raises(BackendError, match=r"index 50 at \(0, 1\); expected -50 to 49, for a table of 50 rows"):
+        run(path, np.array([[0, 50, 0]]), kernels=True)

@@ -65,6 +65,18 @@ def test_dequantize(data: Any, shape: tuple[int, ...], axis: int, element_format
     )
 
 
+@given(st.data(), st.integers(0, 9), st.sampled_from([0, 1, 31, 32, 33, 70]), FORMATS, RESULTS)
+def test_embedding(data: Any, v: int, d: int, b_format: str, dtype: str) -> None:
+    rng = np.random.default_rng(v)
+    wrong = data.draw(st.booleans(), label="wrong indices")
+    shape = data.draw(st.lists(st.integers(0, 3), max_size=3), label="shape of the indices")
+    index = data.draw(st.sampled_from([np.int32, np.int64, np.int64, np.uint8]), label="dtype of the indices")
+    ids = data.draw(views(rng.integers(-v - wrong, max(v, 1) + wrong, shape).astype(index)))
+    table = [data.draw(views(rng.integers(0, 256, (v, n), dtype=np.uint8))) for n in (d, -(-d // 32))]
+    options = {"b_format": b_format, "dtype": dtype}
+    same(outcome(cpu.embedding, ids, *table, **options), outcome(numerics.embedding, ids, *table, **options))
+
+
 @st.composite
 def products(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
     """Draws the shapes of x, weight and bias: mostly ones that fit together."""

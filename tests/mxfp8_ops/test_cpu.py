@@ -179,6 +179,53 @@ def test_dequantize_every_code_at_every_kind_of_scale(isa, fmt, dtype):
         assert_same(f"{fmt} -> {dtype}, axis {axis}", actual, np.ascontiguousarray(expected))
 
 
+# --- embedding: the bytes of numerics.embedding ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
+def test_embedding_of_every_code_at_every_scale(isa, dtype, fmt, index):
+    """All codes in whole blocks, in an order of each row's own, and a partial block behind them."""
+    codes = np.random.default_rng(0).permuted(np.tile(np.arange(256, dtype=np.uint8), (256, 1)), axis=1)
+    codes = np.concatenate([codes, codes[:, :13]], 1)
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 9, 1)
+    ids = np.random.default_rng(1).permutation(np.arange(-256, 256)).astype(index)
+    options = {"b_format": fmt, "dtype": dtype}
+    expected = numerics.embedding(ids, codes, scales, **options)
+    assert_same(f"{options}", cpu.embedding(ids, codes, scales, **options), expected)
+
+
+@pytest.mark.parametrize("v", [1, 7])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (2, 3), (600,)], ids=str)
+@pytest.mark.parametrize("d", [0, 1, 31, 32, 33, 96, 700])
+def test_embedding_of_any_shape(isa, d, shape, v):
+    b = numerics.quantize(heavy_tailed((v, d)))
+    ids = np.random.default_rng(0).integers(-v, v, shape)
+    for threads in (1, 3):
+        assert_same(f"{threads} threads", cpu.embedding(ids, *b, threads=threads), numerics.embedding(ids, *b))
+
+
+def test_embedding_of_strided_operands():
+    elements, scales = numerics.quantize(heavy_tailed((14, 70)))
+    ids = np.array([[3, 0, -1], [6, -7, 3]]).T
+    for table in ((elements[::2], scales[::2]), (np.asfortranarray(elements[:7]), np.asfortranarray(scales[:7]))):
+        assert_same("strided", cpu.embedding(ids, *table), numerics.embedding(ids, *table))
+
+
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize(("v", "wrong"), [(7, 7), (7, -8), (1, 1), (0, 0), (7, -(2**31)), (7, 2**31 - 1)])
+@pytest.mark.parametrize("shape", [(2, 3), (1,), ()])
+def test_embedding_names_an_index_without_a_row_as_the_reference_does(shape, v, wrong, index):
+    b, ids = numerics.quantize(heavy_tailed((v, 70))), np.full(shape, -1 if v else 0, index)
+    ids[(-1,) * ids.ndim] = wrong
+    with pytest.raises(ShapeError) as expected:
+        numerics.embedding(ids, *b)
+    with pytest.raises(ShapeError) as found:
+        cpu.embedding(ids, *b)
+    assert str(found.value) == str(expected.value)
+
+
 # --- the gemms: within gemm_error_bound of float64 -------------------------------------------------------------------
 
 SHAPES = [

@@ -25,7 +25,7 @@ CODES = [0, 2, 18, 99, -1, 2**31 - 1]
 SIZES = [-1, -(2**63), 2**63 - 1, 2**62, 2**58, 2**49]
 """Each alone makes a call one to refuse, whatever the other sizes are; of those that are not negative, if none is 0."""
 ROOM = 4096
-FLOAT32, E4M3 = 1, 17
+FLOAT32, INT64, E4M3 = 1, 7, 17
 
 # name of the argument: (a value that is right, values that are not). A pointer's name says what it points to.
 CODE = {"value_dtype": (FLOAT32, CODES), "element_format": (E4M3, CODES), "scale_rounding": (0, [3, 99, -1])}
@@ -40,6 +40,10 @@ ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
     "mxfp8_dequantize": {
         "element_format": CODE["element_format"], "elements": BYTES, "scales": BYTES, "outer": SIZE, "k": SIZE,
         "inner": SIZE, "value_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
+    },
+    "mxfp8_embedding": {
+        "index_dtype": (INT64, CODES), "indices": FLOATS, "count": SIZE, "b_format": CODE["element_format"],
+        "b": BYTES, "b_scales": BYTES, "v": SIZE, "d": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
     },
     "mxfp8_gemm": {
         "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
@@ -60,6 +64,7 @@ ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
 EMPTY = {
     "mxfp8_quantize": ({"outer": 0, "k": 2**62, "inner": 2**62}, {"outer": 2**63 - 1, "k": 0}),
     "mxfp8_dequantize": ({"inner": 0, "outer": 2**62},),
+    "mxfp8_embedding": ({"count": 0, "v": 2**62, "d": 2**62}, {"count": 0, "v": 0}),
     "mxfp8_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "y_stride": 2**62, "k": 2**62}),
     "mxfp8_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62, "x_stride": 2**62}),
     "mxfp8_pack": ({"n": 0, "k": 2**62, "w_stride": 2**62}, {"n": 2**62, "k": 0}),
@@ -117,7 +122,7 @@ def test_the_c_abi_refuses_what_is_no_array():
         [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=60
     )
     assert run.returncode == 0, f"ended with {run.returncode}: {run.stderr}"
-    assert run.stdout == "3000 calls\n"
+    assert run.stdout == "3600 calls\n"
 
 
 def test_a_text_belongs_to_the_thread_that_failed():

@@ -1,4 +1,4 @@
-"""The four nodes inside ONNX Runtime: every dtype the contract accepts, against `numerics`."""
+"""The nodes inside ONNX Runtime: every dtype the contract accepts, against `numerics`."""
 
 from __future__ import annotations
 
@@ -164,6 +164,48 @@ def test_weight_gemm(x_dtype, y_dtype):
         weight = numerics.dequantize(*qb, element_format=FORMAT_NAMES[fmt])
         bound = numerics.gemm_error_bound(typed, weight, contract.VALUE_NAMES[y_dtype], bias)
         assert_within(run(graph, x=x)[0], numerics.weight_gemm(typed, *qb, bias, b_format=FORMAT_NAMES[fmt]), bound)
+
+
+def embedding(ids_dtype: int, ids_shape, fmt: int = E4M3, y_dtype: int = FLOAT, **initializers: np.ndarray) -> bytes:
+    return model(
+        [
+            node("MXFP8Quantize", "b", "be bs", output_dtype=fmt),
+            node("MXFP8Embedding", "ids be bs", "y", output_dtype=y_dtype),
+            cast("y", "wide", FLOAT),
+        ],
+        {"ids": (ids_dtype, ids_shape)},
+        {"wide": (FLOAT, None)},
+        **initializers,
+    )
+
+
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("y_dtype", VALUES)
+@pytest.mark.parametrize("fmt", contract.ELEMENTS)
+def test_embedding(fmt, y_dtype, index):
+    b, ids = heavy_tailed((7, 70)), np.array([[3, 0, -1], [6, -7, 3]], index)
+    graph = embedding(helper.np_dtype_to_tensor_dtype(ids.dtype), ["n", None], fmt, y_dtype, b=b)
+    name = FORMAT_NAMES[fmt]
+    expected = numerics.embedding(
+        ids, *numerics.quantize(b, element_format=name), b_format=name, dtype=contract.VALUE_NAMES[y_dtype]
+    )
+    assert_same(run(graph, ids=ids)[0], expected.astype(np.float32))
+
+
+@pytest.mark.parametrize(("shape", "v", "d"), [((), 1, 33), ((0,), 3, 32), ((2, 0), 3, 5), ((2, 1, 2), 3, 33)])
+def test_embedding_of_any_shape(shape, v, d):
+    b, ids = heavy_tailed((v, d)), np.random.default_rng(0).integers(-v, v, shape)
+    expected = numerics.embedding(ids, *numerics.quantize(b))
+    assert_same(run(embedding(TensorProto.INT64, [None] * len(shape), b=b), ids=ids)[0], expected)
+    assert_same(run(embedding(TensorProto.INT64, None, b=b), ids=ids)[0], expected)
+
+
+@pytest.mark.parametrize("wrong", [7, -8, 2**40])
+def test_embedding_names_an_index_without_a_row(wrong):
+    ids = np.array([[0, 1], [wrong, 2]])
+    message = rf"MXFP8Embedding 'the_y': index {wrong} at \(1, 0\); expected -7 to 6, for a table of 7 rows; pass ids"
+    with pytest.raises(Exception, match=message):
+        run(embedding(TensorProto.INT64, [None, None], b=heavy_tailed((7, 70))), ids=ids)
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------

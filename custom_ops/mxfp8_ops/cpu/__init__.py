@@ -1,12 +1,13 @@
 """The nodes on the processor: the functions of `numerics.py`, natively, on NumPy arrays (`numpy_arrays.py`)."""
 
-from mxfp8_ops.cpu.numpy_arrays import Packed, dequantize, gemm, pack, quantize, weight_gemm
+from mxfp8_ops.cpu.numpy_arrays import Packed, dequantize, embedding, gemm, pack, quantize, weight_gemm
 from mxfp8_ops.native import available_isas, force_isa, forced_isa, isa, library_path
 
 __all__ = [
     "Packed",
     "available_isas",
     "dequantize",
+    "embedding",
     "force_isa",
     "forced_isa",
     "gemm",

@@ -1,6 +1,6 @@
 """The functions of `numerics.py`, natively, on NumPy arrays: same names, same arguments, same errors.
 
-`quantize` and `dequantize` give the same bytes; the gemms accumulate in float32 and stay within
+`quantize`, `dequantize` and `embedding` give the same bytes; the gemms accumulate in float32 and stay within
 `numerics.gemm_error_bound`. Each function also takes `threads`, how many to use (0 for one per processor), and raises
 BackendError if the native library is missing; it is loaded on first use.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mxfp8_ops import checks, formats, native, numerics
+from mxfp8_ops import checks, contract, formats, native, numerics
 from mxfp8_ops.cpu.operands import array, contiguous, empty, floats, thread_count
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
@@ -127,6 +127,34 @@ def weight_gemm(
         return status
 
     return _multiply(product, (x,), (b, b_scales), bias, y)
+
+
+def embedding(
+    indices: Array,
+    b: Codes,
+    b_scales: Codes,
+    *,
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    threads: int = 0,
+) -> Array:
+    """Returns dequantize(b)[indices]: rows of b [V, D] for indices [...], as in `numerics.embedding`."""
+    fmt, y_dtype = formats.element_format(b_format), numerics.value_dtype(dtype)
+    for name, operand in (("indices", indices), ("b", b), ("b_scales", b_scales)):
+        array("embedding", name, operand)
+    shape = checks.embedding_shape("embedding", indices, b.shape)
+    checks.check_codes("embedding", b, b_scales, -1)
+    indices, b, b_scales = (contiguous("embedding", t) for t in (indices, b, b_scales))
+    y = empty("embedding", shape, y_dtype)
+    index_dtype = contract.INT32 if indices.dtype == np.int32 else contract.INT64
+    status = native.load().mxfp8_embedding(
+        index_dtype, indices.ctypes.data, indices.size, fmt.onnx_dtype, b.ctypes.data, b_scales.ctypes.data, *b.shape,
+        VALUE_DTYPES[dtype].onnx_dtype, y.ctypes.data, thread_count("embedding", threads),
+    )  # fmt: skip
+    if status:
+        checks.check_indices("embedding", indices, b.shape[0])  # says where in the array it is
+        native.check("embedding", status)
+    return y
 
 
 def pack(

@@ -40,6 +40,8 @@ static_assert(MXFP8_E5M2 == 19, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_CEIL == 0, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_FLOOR == 1, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_EVEN == 2, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_INT32 == 6, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_INT64 == 7, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;

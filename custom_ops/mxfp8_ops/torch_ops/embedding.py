@@ -12,17 +12,22 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mxfp8_ops import checks
+from mxfp8_ops import checks, contract, native
 from mxfp8_ops.torch_ops import batching
 from mxfp8_ops.torch_ops.operands import (
     DTYPE_CODES,
+    EMPTY,
     FORMAT_CODES,
     Op,
     check_codes,
     check_devices,
     check_dtype,
-    check_memory,
+    plain,
+    readable,
 )
+
+INDEX_CODES: Final = {torch.int32: contract.INT32, torch.int64: contract.INT64}
+"""Code of each dtype of indices in the native library."""
 
 
 def check_embedding(
@@ -43,17 +48,24 @@ def _embedding_fake(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) ->
     return b.new_empty(shape, dtype=dtype)
 
 
-def embedding_cpu(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m3", *args: Any) -> Tensor:
+def embedding_cpu(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> Tensor:
     """Returns the rows of b [V, D] that `indices` [...] name: [..., D], in float32 if no dtype is given."""
-    _, dtype, _ = check_embedding(indices, b, b_scales, b_format, *args)
-    for name, tensor in (("indices", indices), ("b", b), ("b_scales", b_scales)):
-        check_memory("embedding", name, tensor)
-    checks.check_indices("embedding", indices.numpy(), b.shape[0])
-    return picked(indices, b, b_scales, b_format, dtype)
+    shape, dtype, b_code = check_embedding(indices, b, b_scales, *args)
+    if not (plain(indices.itemsize, indices) and plain(1, b, b_scales)):
+        indices, b, b_scales = readable("embedding", "indices b b_scales", indices, b, b_scales)
+    y = EMPTY[dtype](*shape)
+    status = native.load().mxfp8_embedding(
+        INDEX_CODES[indices.dtype], indices.data_ptr(), indices.numel(), b_code, b.data_ptr(), b_scales.data_ptr(),
+        *b.shape, DTYPE_CODES[dtype], y.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        checks.check_indices("embedding", indices.numpy(), b.shape[0])  # says where in the tensor it is
+        native.check("embedding", status)
+    return y
 
 
 def picked(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str, dtype: torch.dtype) -> Tensor:
-    """Returns the rows, made of other ops. An index that names no row is an error of the device."""
+    """Returns the rows, made of other ops. An index that names no row is an error of the device, later."""
     flat = indices.reshape(-1)
     rows = torch.where(flat < 0, flat + b.shape[0], flat)
     elements, scales = b.index_select(0, rows), b_scales.index_select(0, rows)

@@ -1,5 +1,6 @@
 // The C ABI: checks arguments, turns exceptions into statuses. What is checked, and what the texts say: arguments.h.
 #include "arguments.h"
+#include "indices.h"
 #include "isa.h"
 #include "mxfp8_ops.h"
 #include "ops.h"
@@ -34,6 +35,11 @@ void check_blocks(const uint8_t* elements, const uint8_t* scales, int64_t outer,
 
 // What lies in no more than one row may have any stride: none is taken.
 int64_t stride_of(int64_t rows, int64_t columns, int64_t stride) { return rows > 1 && columns > 0 ? stride : columns; }
+
+void check_indices(const EmbeddingArgs& e) {
+  const int64_t at = first_outside(e);
+  if (at >= 0) throw Refused(MXFP8_BAD_ARGUMENT, outside(e, at, std::to_string(at)));
+}
 
 // What both gemms ask of b, bias and y, and the product that is then safe to do. Where y is empty, nothing is read.
 bool check_product(const GemmArgs& g) {
@@ -101,6 +107,26 @@ int mxfp8_dequantize(int element_format, const uint8_t* elements, const uint8_t*
     check_array(array("y", y, bytes_of(value_dtype)), {outer, k, inner});
     dequantize(kernels_in_use(), checked_threads(threads),
                {element_format, elements, scales, outer, k, inner, value_dtype, y});
+  });
+}
+
+int mxfp8_embedding(int index_dtype, const void* indices, int64_t count, int b_format, const uint8_t* b,
+                    const uint8_t* b_scales, int64_t v, int64_t d, int y_dtype, void* y, int threads) {
+  return answer([&] {
+    check_index_dtype("index_dtype", index_dtype);
+    check_element_format("b_format", b_format);
+    check_value_dtype("y_dtype", y_dtype);
+    check_sizes({{"count", count}, {"v", v}, {"d", d}});
+    const Parallel parallel = checked_threads(threads);
+    check_array(array("indices", indices, index_bytes(index_dtype)), {count});
+    if (count > 0 && d > 0) {
+      check_array(array("b", b, 1), {v, d});
+      check_array(array("b_scales", b_scales, 1), {v, scale_count(d)});
+      check_array(array("y", y, bytes_of(y_dtype)), {count, d});
+    }
+    const EmbeddingArgs e = {index_dtype, indices, count, b_format, b, b_scales, v, d, y_dtype, y};
+    check_indices(e);
+    embedding(kernels_in_use(), parallel, e);
   });
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../contract.h"
+#include "indices.h"
 
 namespace mxfp8 {
 namespace {
@@ -53,6 +54,10 @@ void check_bytes(const Array& a, bool overflows, int64_t count) {
 
 void check_value_dtype(const char* name, int64_t dtype) { check_code(name, dtype, kValueDtypes); }
 void check_element_format(const char* name, int64_t format) { check_code(name, format, kElementFormats); }
+void check_index_dtype(const char* name, int64_t dtype) {
+  if (is_index_dtype(dtype)) return;
+  refuse(is(name, dtype) + "; expected one of 6 (int32), 7 (int64); pass a code of mxfp8_ops.h");
+}
 void check_rounding(const char* name, int64_t rounding) {
   check_range({name, rounding}, 0, int64_t(std::size(kScaleRoundings)) - 1);
 }

@@ -14,6 +14,7 @@ constexpr int64_t kMostBytes = int64_t(sizeof(void*) > 4 ? uint64_t(1) << 48 : u
 
 void check_value_dtype(const char* name, int64_t dtype);
 void check_element_format(const char* name, int64_t format);
+void check_index_dtype(const char* name, int64_t dtype);
 void check_rounding(const char* name, int64_t rounding);
 
 struct Size {

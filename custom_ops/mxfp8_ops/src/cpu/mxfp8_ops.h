@@ -6,10 +6,12 @@
 //
 // These are bad arguments, refused before a byte is read or written:
 // - a dtype, format or rounding that is not named here; a size or number of threads below 0;
+// - an index that names no row;
 // - an array of more than 2^48 bytes, or one that ends beyond the address space;
 // - a stride below the values of a row;
 // - NULL, or an address that is no multiple of the size of a value (4 or 2 bytes; stats: 8), for an array that has
-//   values. An array without values may be anywhere, NULL included. Where y is empty, no other array is looked at.
+//   values. An array without values may be anywhere, NULL included. Where y is empty, no other array is looked at but
+//   indices.
 // What cannot be checked is the caller's: that memory is there, as large as the sizes say, and that results overlap
 // neither operands nor each other. If they do, what is in the results is undefined, but nothing else is touched.
 #pragma once
@@ -25,9 +27,10 @@
 extern "C" {
 #endif
 
-// Value dtypes and element formats carry their onnx.TensorProto.DataType codes, roundings their index in
-// formats.SCALE_ROUNDINGS.
+// Value dtypes, element formats and dtypes of indices carry their onnx.TensorProto.DataType codes, roundings their
+// index in formats.SCALE_ROUNDINGS.
 enum { MXFP8_FLOAT32 = 1, MXFP8_FLOAT16 = 10, MXFP8_BFLOAT16 = 16, MXFP8_E4M3 = 17, MXFP8_E5M2 = 19 };
+enum { MXFP8_INT32 = 6, MXFP8_INT64 = 7 };
 enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
 // MXFP8_FAILED: what none of the others says.
 enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3, MXFP8_FAILED = -5 };
@@ -55,6 +58,11 @@ MXFP8_API int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int6
 
 MXFP8_API int mxfp8_dequantize(int element_format, const uint8_t* elements, const uint8_t* scales, int64_t outer,
                                int64_t k, int64_t inner, int value_dtype, void* y, int threads);
+
+// Rows of the table b [V, D] that indices [count] name, int32 or int64: y [count, D]. A negative index counts from the
+// last row.
+MXFP8_API int mxfp8_embedding(int index_dtype, const void* indices, int64_t count, int b_format, const uint8_t* b,
+                              const uint8_t* b_scales, int64_t v, int64_t d, int y_dtype, void* y, int threads);
 
 // One matrix product: a [M, K] x b [N, K] -> y [M, N], rows of y `y_stride` values apart. bias [N] or NULL.
 MXFP8_API int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,

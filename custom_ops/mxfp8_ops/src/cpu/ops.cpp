@@ -96,6 +96,12 @@ void dequantize(const Kernels& kernels, const Parallel& parallel, const Dequanti
   }
 }
 
+void embedding(const Kernels& kernels, const Parallel& parallel, const EmbeddingArgs& args) {
+  if (args.count == 0 || args.d == 0) return;
+  for_equal_ranges(parallel, args.count, args.d,
+                   [&](int64_t, int64_t begin, int64_t end) { kernels.embedding(args, begin, end); });
+}
+
 void pack(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& args, bool transposed,
           mxfp8_pack_stats* result) {
   Stats total;

@@ -1,4 +1,4 @@
-// The four operations over checked arguments: how each is split into tasks. Both faces of the library - the C ABI in
+// The operations over checked arguments: how each is split into tasks. Both faces of the library - the C ABI in
 // api.cpp and the ONNX Runtime binding - call these. They throw std::bad_alloc, and nothing else.
 #pragma once
 #include "kernels/kernels.h"
@@ -17,6 +17,7 @@ uint32_t scale_increment(int format, int scale_rounding);
 
 void quantize(const Kernels&, const Parallel&, const QuantizeArgs&);
 void dequantize(const Kernels&, const Parallel&, const DequantizeArgs&);
+void embedding(const Kernels&, const Parallel&, const EmbeddingArgs&);  // whose indices are checked: indices.h
 void gemm(const Kernels&, const Parallel&, const GemmArgs&);
 
 // args.outer is N; `transposed` says that args.x is [K, N].

@@ -20,7 +20,7 @@ struct Implementation {
   // The numbers of the kernels that a GPU may launch for this overload; null: a node that runs on the processor alone.
   std::vector<int> (*cuda_kernels)(const Overload&, bool cublas);
 };
-extern const Implementation kQuantizeNode, kDequantizeNode, kGemmNode;
+extern const Implementation kQuantizeNode, kDequantizeNode, kGemmNode, kEmbeddingNode;
 
 // Null for a node that has no kernel: it is not registered, and ONNX Runtime runs its function body.
 inline const Implementation* implementation(Op op) {
@@ -32,6 +32,8 @@ inline const Implementation* implementation(Op op) {
     case Op::kGemm:
     case Op::kWeightGemm:
       return &kGemmNode;
+    case Op::kEmbedding:
+      return &kEmbeddingNode;
     default:
       return nullptr;
   }

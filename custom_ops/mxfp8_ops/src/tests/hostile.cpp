@@ -77,6 +77,7 @@ bool is_one_of(int64_t value, std::initializer_list<int> known) {
 }
 #define VALUES {MXFP8_FLOAT32, MXFP8_FLOAT16, MXFP8_BFLOAT16}
 #define FORMATS {MXFP8_E4M3, MXFP8_E5M2}
+#define INDICES {MXFP8_INT32, MXFP8_INT64}
 #define ROUNDINGS {MXFP8_CEIL, MXFP8_FLOOR, MXFP8_EVEN}
 
 int64_t bytes_of(int64_t dtype) { return dtype == MXFP8_FLOAT32 ? 4 : is_one_of(dtype, VALUES) ? 2 : 1; }
@@ -274,6 +275,48 @@ void multiply(Random& random, Counts* counts, bool weight_only) {
   for (Wide row = 0; row + 1 < m; ++row) {
     if (!untouched(y, (row * y_stride + n) * value, (row + 1) * y_stride * value)) fail(call + ": wrote between rows");
   }
+}
+
+// The bytes of indices of a table of `v` rows; some calls get one that names no row. Returns whether this one did.
+bool write_indices(Random& random, const Array& indices, int64_t v, int hostile) {
+  bool wrong = false;
+  for (Wide at = 0; at < indices.bytes; at += indices.alignment) {
+    int64_t index = v == 0 ? 0 : int64_t(random() % uint64_t(2 * v)) - v;
+    const bool wide = indices.alignment == 8;
+    const int64_t outside[] = {v, -v - 1, wide ? INT64_MIN : INT32_MIN, wide ? INT64_MAX : INT32_MAX};
+    if (v < INT32_MAX && chance(random, hostile)) index = one_of(random, outside);
+    wrong = wrong || index < -v || index >= v;
+    const auto narrow = int32_t(index);
+    std::memcpy(indices.at + size_t(at), wide ? static_cast<void*>(&index) : const_cast<int32_t*>(&narrow),
+                size_t(indices.alignment));
+  }
+  return wrong;
+}
+
+void embed(Random& random, Counts* counts) {
+  const int hostile = chance(random, 3) ? 100000 : 16;
+  const int index_dtype = code(random, INDICES, hostile), format = code(random, FORMATS, hostile);
+  const int y_dtype = code(random, VALUES, hostile), threads = thread_count(random, hostile);
+  const int64_t count = size(random, hostile), v = size(random, hostile), d = size(random, hostile);
+  bool refused = !is_one_of(index_dtype, INDICES) || !is_one_of(format, FORMATS) || !is_one_of(y_dtype, VALUES) ||
+                 count < 0 || v < 0 || d < 0 || threads < 0;
+  Array indices, b, b_scales, y;
+  indices.alignment = index_dtype == MXFP8_INT32 ? 4 : 8;
+  if (!refused) {
+    const bool read = count > 0 && d > 0;
+    indices.bytes = dense({count}, indices.alignment);
+    b.bytes = read ? dense({v, d}, 1) : 0;
+    b_scales.bytes = read ? dense({v, blocks(d)}, 1) : 0;
+    y.bytes = dense({count, d}, bytes_of(y_dtype));
+  }
+  y.alignment = bytes_of(y_dtype), y.result = true;
+  refused = furnish_all(random, {&indices, &b, &b_scales, &y}, refused, true, hostile);
+  if (indices.memory && write_indices(random, indices, v, 8 * hostile)) refused = true;
+  const std::string call = "embedding" + list({index_dtype, format, y_dtype, count, v, d});
+  const int status =
+      mxfp8_embedding(index_dtype, indices.at, count, format, b.at, b_scales.at, v, d, y_dtype, y.at, threads);
+  judge(call, status, refused, counts);
+  if (refused) check_untouched(call, {&y});
 }
 
 // --- the planner -----------------------------------------------------------------------------------------------------
@@ -474,7 +517,7 @@ Counts work(uint64_t seed, long calls, double seconds) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds;
   };
   for (long i = 0; i < calls && running(); ++i) {
-    switch (random() % 16) {
+    switch (random() % 18) {
       case 0:
       case 1:
         blockwise(random, &counts, true);
@@ -505,6 +548,10 @@ Counts work(uint64_t seed, long calls, double seconds) {
         break;
       case 14:
         plan_noise(random, &counts);
+        break;
+      case 15:
+      case 16:
+        embed(random, &counts);
         break;
       default:
         chance(random, 100) ? open_driver(random, &counts) : questions(random, &counts);

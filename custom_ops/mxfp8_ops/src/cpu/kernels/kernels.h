@@ -43,6 +43,19 @@ struct DequantizeArgs {
   void* y;
 };
 
+// Rows of b [v, d] that indices [count] name, each within -v..v-1.
+struct EmbeddingArgs {
+  int index_dtype;
+  const void* indices;
+  int64_t count;
+  int b_format;
+  const uint8_t* b;
+  const uint8_t* b_scales;
+  int64_t v, d;
+  int y_dtype;
+  void* y;
+};
+
 // a is either quantized (a_format is an element format, a_scales set) or values (a_format is a value dtype).
 struct GemmArgs {
   int a_format;
@@ -88,6 +101,7 @@ struct Kernels {
   void (*pack_columns)(const QuantizeArgs&, int64_t tile_begin, int64_t tile_end, Stats*);
   void (*dequantize_rows)(const DequantizeArgs&, int64_t row_begin, int64_t row_end);
   void (*dequantize_columns)(const DequantizeArgs&, int64_t tile_begin, int64_t tile_end);
+  void (*embedding)(const EmbeddingArgs&, int64_t begin, int64_t end);
   bool has_bf16;            // whether there are gemms for Values::kBf16
   const GemmKernel* gemms;  // fastest first; the last takes anything
 };

@@ -9,6 +9,7 @@ void quantize_columns(const QuantizeArgs&, int64_t, int64_t);
 void pack_columns(const QuantizeArgs&, int64_t, int64_t, Stats*);
 void dequantize_rows(const DequantizeArgs&, int64_t, int64_t);
 void dequantize_columns(const DequantizeArgs&, int64_t, int64_t);
+void embedding(const EmbeddingArgs&, int64_t, int64_t);
 
 // One row of the gemms: for strips of `least` to `most` rows, in tiles of `tile` rows, packed as `Value`.
 template <class Value>
@@ -62,6 +63,7 @@ constexpr Kernels table() {
   all.pack_columns = pack_columns;
   all.dequantize_rows = dequantize_rows;
   all.dequantize_columns = dequantize_columns;
+  all.embedding = embedding;
   all.has_bf16 = gemms[0].values == Values::kBf16;
   all.gemms = gemms;
   return all;
