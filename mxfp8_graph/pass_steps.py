@@ -100,11 +100,17 @@ def require_eligible(decisions: Sequence[Decision], options: Options, *, wanted:
     if any(decision.quantize for decision in decisions):
         return
     if decisions:
-        count = f"{len(decisions)} matmul{'s' if len(decisions) > 1 else ''}"
-        what, advice = f"none of its {count} is eligible", "see the reasons and adapt the recipe"
+        what, advice = f"none of its {_counted(decisions)} is eligible", "see the reasons and adapt the recipe"
     else:
         what, advice = f"no {wanted}", "nothing to rewrite"
     raise NothingEligibleError(options.name, what, advice, decisions)
+
+
+def _counted(decisions: Sequence[Decision]) -> str:
+    """Returns how many matmuls and embeddings there are, in words."""
+    embeddings = sum(decision.site.role == "embedding" for decision in decisions)
+    counts = (("matmul", len(decisions) - embeddings), ("embedding", embeddings))
+    return " and ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts if count)
 
 
 def replace_each(

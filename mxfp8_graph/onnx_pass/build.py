@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
+from mxfp8_graph.onnx_pass.embeddings import Lookup
 from mxfp8_graph.onnx_pass.find import OnnxSite, Scope
 from mxfp8_graph.onnx_pass.matmul_forms import Operand
 from mxfp8_ops import contract, formats
@@ -60,6 +61,21 @@ class Builder:
         if key not in self._shared:
             output = self._fresh(f"{operand.name}_k_last")
             self.add("Transpose", [operand.name], [output], name=output, perm=operand.perm)
+            self._shared[key] = [output]
+        return self._shared[key][0]
+
+    def ids(self, lookup: Lookup) -> str:
+        """Returns the name of a lookup's ids, as [...]."""
+        ids = lookup.ids.name
+        if not lookup.squeezed:
+            return ids
+        key = ("Squeeze", ids)
+        if key not in self._shared:
+            output, last = self._fresh(f"{ids}_squeezed"), self._fresh(f"{ids}_last")
+            self.add(
+                "Constant", [], [last], name=last, value=helper.make_tensor(last, onnx.TensorProto.INT64, [1], [-1])
+            )
+            self.add("Squeeze", [ids, last], [output], name=output)
             self._shared[key] = [output]
         return self._shared[key][0]
 

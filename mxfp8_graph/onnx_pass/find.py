@@ -7,6 +7,7 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     Gemm(X, w, C), transA transB alpha beta
     Add(MatMul(X, w), b [N])            the bias is absorbed
     MatMul(Q, K^T), MatMul(softmax, V)  both operands computed at run time
+    Gather(w [N, K], ids)               rows picked, nothing multiplied: see `embeddings.py`
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -24,9 +24,18 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import graphsurgeon, onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import STANDARD, module_path, node_label, stored_in, subgraphs
+from mxfp8_graph.onnx_pass.embeddings import Lookup, lookup_of
 from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand, form_of, operands_of
 from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
-from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Static, StaticOperands, Stored, overridable
+from mxfp8_graph.onnx_pass.static_operands import (
+    QUANTIZED,
+    VIEW_OPS,
+    Static,
+    StaticOperands,
+    Stored,
+    dtype_of,
+    overridable,
+)
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.plan import Dim, MatMulSite
 from mxfp8_graph.policy.roles import Roles
@@ -82,6 +91,11 @@ class OnnxSite:
     """The gemm computes the transpose of the result."""
     added: Added
 
+    @property
+    def lookup(self) -> Lookup | None:
+        """The form, if rows of a table are looked up and nothing is multiplied."""
+        return self.form if isinstance(self.form, Lookup) else None
+
 
 def find_sites(opened: OpenedModel) -> list[OnnxSite]:
     """Returns every matmul of the model and its subgraphs, in graph order, each with its role or blocker."""
@@ -89,7 +103,8 @@ def find_sites(opened: OpenedModel) -> list[OnnxSite]:
     visible = {name: stored for name, stored in _stored(graph).items() if name not in hidden}
     scopes = list(_scopes(Scope("", 0, _view(opened), graph, visible), set()))
     statics = StaticOperands(opened, [(scope.view, scope.visible) for scope in scopes])
-    matmuls = [(node, form, scope) for scope in scopes for node in scope.view.nodes if (form := form_of(node))]
+    nodes = [(node, scope) for scope in scopes for node in scope.view.nodes]
+    matmuls = [(node, form, scope) for node, scope in nodes if (form := form_of(node) or lookup_of(node, statics))]
     roles = Roles(OnnxView([scope.view for scope in scopes], statics), ROLE_OPS)
     finder = _Finder(statics, roles, [form for _, form, _ in matmuls])
     return [finder.describe(*matmul) for matmul in matmuls]
@@ -131,10 +146,12 @@ class _Finder:
         self._uses = Counter(id(weight.tensor) for weight in weights if weight)
 
     def describe(self, node: gs.Node, form: Form, scope: Scope) -> OnnxSite:
-        """Returns the site of one matmul."""
+        """Returns the site of one matmul, or of one lookup in a table."""
+        if isinstance(form, Lookup):
+            return self._lookup(node, form, scope)
         x, w, swapped = operands_of(form, self._statics)
         m, n, k = eligibility.sizes(x.shape, w.shape)
-        dtype = w.static.dtype if w.static else _dtype(form.a) or _dtype(form.b)
+        dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
         index = scope.indices[id(node)]
         output = node.outputs[0].name
         absorbed = None if swapped else self._absorbed(node, form, scope, n, dtype)
@@ -157,6 +174,38 @@ class _Finder:
         )
         return OnnxSite(
             matmul=matmul, scope=scope, index=index, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added
+        )
+
+    def _lookup(self, node: gs.Node, form: Lookup, scope: Scope) -> OnnxSite:
+        static, output, index = self._statics.resolve(form.b), node.outputs[0].name, scope.indices[id(node)]
+        shape = static.shape if static else form.b.shape
+        dtype = static.dtype if static else dtype_of(form.b)
+        unfit = form.unfit or (None if static else self._weight_blocker(form.b))
+        site = MatMulSite(
+            name=take_name(node.name or f"{node.op}_{output}", self._names, "#"),
+            op=node.op,
+            module=module_path(scope.proto.node[index]),
+            subgraph=scope.path,
+            role="embedding",
+            m=None if form.ids.shape is None else eligibility.rows(form.ids.shape),
+            n=eligibility.rows(shape[:1]),
+            k=eligibility.rows(shape[1:]),
+            dtype=_dtype_name(dtype),
+            weight=static.name if static else None,
+            weight_bytes=static.byte_size if static else 0,
+            shared_with=self._uses[id(static.tensor)] - 1 if static else 0,
+            blocker=unfit or eligibility.dtype_blocker(_dtype_name(dtype), "cast the model first"),
+        )
+        return OnnxSite(
+            matmul=site,
+            scope=scope,
+            index=index,
+            form=form,
+            x=form.ids,
+            w=Operand(name=form.b.name, rank=2, shape=shape, static=static),
+            dtype=dtype,
+            swapped=False,
+            added=Added(output=output),
         )
 
     def _absorbed(self, node: gs.Node, form: Form, scope: Scope, n: Dim, dtype: int) -> Added | None:
@@ -232,17 +281,6 @@ def _contradiction(form: Form, x: Operand, w: Operand) -> str | None:
 
 def _is_add(node: gs.Node) -> bool:
     return node.op == "Add" and node.domain in STANDARD
-
-
-def _dtype(tensor: gs.Tensor) -> int:
-    if tensor.dtype is None:
-        return 0
-    if isinstance(tensor.dtype, int):
-        return tensor.dtype
-    try:
-        return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype)))
-    except (TypeError, ValueError):  # a type message, which graphsurgeon gives for what is no tensor
-        return 0
 
 
 def _dtype_name(code: int) -> str | None:

@@ -5,6 +5,8 @@
     MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         the same, float16: see `weight_gemm_dtype`
     MatMul(Q, K^T)      -> MXFP8Gemm(MXFP8Quantize(Q), MXFP8Quantize(K))
     MatMul(w, X)        -> Transpose(MXFP8Gemm(MXFP8Quantize(Transpose(X)), packed w))
+    Gather(w, ids)      -> MXFP8Embedding(ids, packed w)
+    GatherND(w, ids)    -> MXFP8Embedding(Squeeze(ids), packed w)
 
 Whatever is not named by a decision stays the very message it was.
 """
@@ -26,7 +28,7 @@ from mxfp8_graph.onnx_pass.build import Builder, ScopeEdit
 from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.prune import prune
 from mxfp8_graph.onnx_pass.static_operands import Static
-from mxfp8_graph.onnx_pass.weight_rows import apply, open_rows
+from mxfp8_graph.onnx_pass.weight_rows import apply, layout_of, open_rows
 from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
@@ -70,8 +72,8 @@ class Editor:
         """Packs the site's weight, plans its new nodes, and returns what became of it; errors as `pack`."""
         edit = self._edits.setdefault(site.scope.path, ScopeEdit(site.scope))
         build = Builder(edit, site.index, self._fresh)
-        inputs = [build.k_last(site.x)]
-        if decision.activation_format is not None:
+        inputs = [build.ids(site.lookup) if site.lookup else build.k_last(site.x)]
+        if decision.activation_format is not None and site.lookup is None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding)
         packed = None
         if (static := site.w.static) is not None:
@@ -104,7 +106,8 @@ class Editor:
         """Adds the gemm, and after it what it cannot do: its dtype, the swap back, alpha and C where not absorbed."""
         node = site.scope.proto.node[site.index]
         op = contract.WEIGHT_GEMM if decision.weight_only else contract.GEMM
-        dtype = onnx_functions.weight_gemm_dtype(site.dtype) if decision.weight_only else site.dtype
+        op = contract.EMBEDDING if site.lookup else op
+        dtype = onnx_functions.weight_gemm_dtype(site.dtype) if op is contract.WEIGHT_GEMM else site.dtype
         if site.x.rank is None:
             # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have.
             dtype = contract.FLOAT
@@ -119,7 +122,7 @@ class Editor:
             steps.append(("Add", (site.added.addend, site.form.beta)))
         output = self._fresh(f"{site.added.output}_gemm") if steps else site.added.output
         settings = {"output_dtype": dtype}
-        if decision.weight_only:
+        if op is contract.WEIGHT_GEMM:
             settings["activation_dtype"] = formats.activation_dtype(decision.activation_dtype).onnx_dtype
         gemm = build.add(op.name, inputs, [output], name=node.name, domain=contract.DOMAIN, **settings)
         gemm.metadata_props.MergeFrom(node.metadata_props)
@@ -172,8 +175,8 @@ class Editor:
 
 def _key(site: OnnxSite, static: Static, decision: Decision) -> tuple[object, ...]:
     """Returns what sites that can share one packed weight have in common."""
-    settings = (decision.weight_format, decision.scale_rounding, site.form.alpha, site.w.transposed)
-    return (id(static.owner), static.name, static.steps, *settings)
+    layout = layout_of(static.tensor, static.steps, site.w.transposed)
+    return (id(static.owner), static.name, *layout, decision.weight_format, decision.scale_rounding, site.form.alpha)
 
 
 def _names(graph: onnx.GraphProto) -> Iterator[str]:

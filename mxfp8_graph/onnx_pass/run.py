@@ -10,11 +10,13 @@ from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.write import open_target, wants_external
+from mxfp8_graph.onnx_pass.embeddings import LOOKUPS
 from mxfp8_graph.onnx_pass.find import find_sites
 from mxfp8_graph.onnx_pass.matmul_forms import FORMS
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
+from mxfp8_graph.policy import tied_tables
 from mxfp8_graph.policy.plan import plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
@@ -32,9 +34,10 @@ def rewrite_onnx(
     reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes
     if already_rewritten(record.find(opened.proto), recipe, options, what="model"):
         return model, reporter.report(already_rewritten=True)
-    upgrade(opened, FORMS)
+    upgrade(opened, {*FORMS, *(LOOKUPS if recipe.embeddings else ())})
     sites = find_sites(opened)
-    decisions = plan([site.matmul for site in sites], recipe)
+    stored = [id(site.w.static.tensor) if site.w.static else None for site in sites]
+    decisions = tied_tables.explained(plan([site.matmul for site in sites], recipe), stored)
     require_eligible(decisions, options, wanted=f"{' or '.join(FORMS)} in the model")
     external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:

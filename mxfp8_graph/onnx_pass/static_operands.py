@@ -236,6 +236,18 @@ class StaticOperands:
         return _reshaped(before, tuple(1 if i in ones else next(rest) for i in range(rank)))
 
 
+def dtype_of(tensor: gs.Tensor) -> int:
+    """Returns the onnx.TensorProto.DataType of a tensor; 0 if it is unknown."""
+    if tensor.dtype is None:
+        return 0
+    if isinstance(tensor.dtype, int):
+        return tensor.dtype
+    try:
+        return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype)))
+    except (TypeError, ValueError):  # a type message, which graphsurgeon gives for what is no tensor
+        return 0
+
+
 def permutation(node: gs.Node, rank: int) -> tuple[int, ...] | None:
     """Returns the axes of a Transpose of a tensor of that rank, or None if it has others."""
     perm = node.attrs.get("perm")

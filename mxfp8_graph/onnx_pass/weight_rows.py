@@ -16,6 +16,7 @@ from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.onnx_model.tensor_data import Array, fetching, read
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.weights import Rows
+from mxfp8_ops.contract import VALUE_NAMES
 
 Steps = tuple[tuple[str, tuple[int, ...]], ...]
 """("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
@@ -50,6 +51,20 @@ def open_rows(
         yield Rows(shape=shape, read=stored, index=index), flipped
 
 
+def layout_of(tensor: onnx.TensorProto, steps: Steps, transposed: bool) -> tuple[object, ...]:
+    """Returns what tells apart the ways to see `tensor`: equal where `steps` and `transposed` come to the same values.
+
+    A table that an embedding reads as it is and an output projection reads through a Transpose is one weight.
+    """
+    straight = _straighten(tuple(tensor.dims), steps)
+    if straight is None:
+        return (steps, transposed)
+    shape, flipped, casts = straight
+    if _is_exact(tensor.data_type, casts):
+        casts = ()
+    return (shape, flipped != transposed, casts)
+
+
 def apply(steps: Steps, data: Array) -> Array:
     """Returns the stored `data` after `steps`; a view wherever NumPy can give one."""
     for step, argument in steps:
@@ -70,6 +85,11 @@ def _cast(data: Array, dtypes: Sequence[int]) -> Array:
         for dtype in dtypes:
             data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
     return data
+
+
+def _is_exact(dtype: int, casts: Sequence[int]) -> bool:
+    """Whether casts from `dtype` change no value: to float32, or to what it is."""
+    return all(cast in {dtype, onnx.TensorProto.FLOAT} for cast in casts) and dtype in VALUE_NAMES
 
 
 def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:

@@ -14,7 +14,7 @@ from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
 from mxfp8_ops.formats import ELEMENT_FORMATS, VALUE_DTYPES
 
-Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product"]
+Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product", "embedding"]
 Dim = int | str | None
 
 
@@ -32,8 +32,9 @@ class MatMulSite:
     """Path of the subgraph the node is in; "" is the main graph."""
     role: Role = "linear"
     """The first three have a static weight, the others none. An output_projection ends in a graph output; a TopK or
-    ArgMax chooses by a router's result."""
+    ArgMax chooses by a router's result. An embedding is no matmul: ids pick rows of its table."""
     m: Dim = None
+    """How many rows X has; for an embedding, how many ids there are, for which the table is the weight."""
     n: Dim = None
     k: Dim = None
     dtype: str | None = None
@@ -134,6 +135,8 @@ def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
         return "output projection: its result is a graph output; set output_projections: true to quantize it"
     if site.role == "router" and not recipe.routers:
         return "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it"
+    if site.role == "embedding" and not recipe.embeddings:
+        return "embedding: ids pick its rows; set embeddings: true to quantize it"
     if site.role == "attention_scores" and not recipe.attention_scores:
         return "attention scores (Q @ K^T), no static operand; set attention_scores: true to quantize it"
     if site.role == "attention_values" and not recipe.attention_values:

@@ -12,7 +12,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "mxfp8-bf16": {"activations": "bfloat16"},
     "mxfp8-weight-only": {"activations": "unchanged"},
     "ocp": {"scale_rounding": "floor"},
-    "all": {"output_projections": True, "routers": True, "fp8_dpa": True},
+    "all": {"output_projections": True, "routers": True, "embeddings": True, "fp8_dpa": True},
 }
 """Name -> the fields of `Recipe` that differ from their defaults."""
 

@@ -58,7 +58,8 @@ class Rule(_Model):
     """One row of a recipe: keys that match a site, then what to do with it.
 
     A key that is not given matches every site; the given ones must all match. The first matching rule decides. A rule
-    that says `quantize: true` overrides the default policy: output projections, routers, attention products, `min_dim`.
+    that says `quantize: true` overrides the default policy: output projections, routers, embeddings, attention
+    products, `min_dim`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -144,6 +145,8 @@ class Recipe(_Model):
     """Also matmuls whose result is the model's output (an LM head, a classifier)."""
     routers: Flag = False
     """Also matmuls by whose result a TopK or ArgMax chooses: the gate of a mixture of experts."""
+    embeddings: Flag = False
+    """Also the tables that ids pick rows from; what becomes of activations does not concern them."""
     attention_scores: Flag = False
     """Also Q @ transpose(K)."""
     attention_values: Flag = False

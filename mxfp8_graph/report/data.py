@@ -232,7 +232,7 @@ def headline(report: RewriteReport) -> str:
     if report.already_rewritten:
         return f"already rewritten with recipe {recipe}; nothing to do"
     verb = "would be rewritten" if report.dry_run else "rewritten"
-    return f"{len(report.rewritten)} of {len(report.sites)} matmuls {verb} to MXFP8 with recipe {recipe}"
+    return f"{_counts(report)} {verb} to MXFP8 with recipe {recipe}"
 
 
 def facts(report: RewriteReport) -> list[tuple[str, str]]:
@@ -273,6 +273,17 @@ def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[tuple[
     """Returns a table without its columns that have only empty cells."""
     used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
     return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
+
+
+def _counts(report: RewriteReport) -> str:
+    """Returns how many of the matmuls, and of the embeddings if there are any, are rewritten."""
+    counts = {"matmuls": [0, 0], "embeddings": [0, 0]}
+    for site in report.sites:
+        of_kind = counts["embeddings" if site.decision.site.role == "embedding" else "matmuls"]
+        of_kind[0] += site.decision.quantize
+        of_kind[1] += 1
+    told = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
+    return " and ".join(told)
 
 
 def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...]]:

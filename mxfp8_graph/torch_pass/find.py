@@ -10,6 +10,7 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     bmm(x, w [E, K, N][ids])            experts picked at run time: W's packed form is picked from instead
     grouped_mm(x, w [E, K, N], offs)    rows sorted by expert; offs says where each expert's rows end
     matmul(q, k^T), matmul(softmax, v)  both operands computed at run time
+    embedding(w [N, K], ids)            rows picked, nothing multiplied: see `embeddings.py`
     scaled_dot_product_attention        two sites, and one node until a recipe wants either quantized
 """
 
@@ -28,6 +29,7 @@ from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_graph.torch_pass import attention, torchao_weights
+from mxfp8_graph.torch_pass.embeddings import Lookup, lookup_of
 from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Form, Operand, form_of, is_attention, operands_of
 from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
 from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, identity
@@ -71,6 +73,11 @@ class TorchSite:
     unfit: str | None
     """Why it cannot be rewritten even if a recipe says so; the policy's own reasons come first."""
 
+    @property
+    def lookup(self) -> Lookup | None:
+        """The form, if rows of a table are looked up and nothing is multiplied."""
+        return self.form if isinstance(self.form, Lookup) else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSite:
@@ -100,7 +107,7 @@ class _Finder:
         self._roles = roles
         self._names: set[str] = set()
         nodes = [node for scope in program.scopes for node in scope.module.graph.nodes]
-        self._forms = {node: form for node in nodes if (form := form_of(node))}
+        self._forms = {node: form for node in nodes if (form := form_of(node) or lookup_of(node, statics))}
         weights = (statics.resolve(form.b) or statics.resolve(form.a) for form in self._forms.values())
         self._uses = Counter(identity(program, weight) for weight in weights if weight)
 
@@ -140,7 +147,9 @@ class _Finder:
             yield AttentionSite(matmul=matmul, node=node, unfit=attention.obstacle(node))
 
     def describe(self, node: Node, form: Form, scope: Scope, transformed: str | None) -> TorchSite:
-        """Returns the site of one matmul."""
+        """Returns the site of one matmul, or of one lookup in a table."""
+        if isinstance(form, Lookup):
+            return self._lookup(node, form, scope, transformed)
         x, w, swapped = operands_of(form, self._statics)
         static = w.static
         m, n, k = eligibility.sizes(x.shape, w.shape)
@@ -173,6 +182,45 @@ class _Finder:
             w=w,
             swapped=swapped,
             added=added,
+            packed=packed,
+            unfit=unfit,
+        )
+
+    def _lookup(self, node: Node, form: Lookup, scope: Scope, transformed: str | None) -> TorchSite:
+        static, table = self._statics.resolve(form.b), form.b.meta["val"]
+        w = Operand(node=form.b, static=static)
+        n, k = (eligibility.rows([size]) for size in table.shape)
+        fit = form.unfit or (None if static else self._weight_blocker(form.b))
+        dtype = dtype_name(table.dtype)
+        matmul = MatMulSite(
+            name=take_name(node.name, self._names, "#"),
+            op=internals.op_name(node),
+            module=internals.module_path(node),
+            subgraph=scope.path,
+            role="embedding",
+            m=eligibility.rows(form.a.meta["val"].shape),
+            n=n,
+            k=k,
+            dtype=dtype,
+            weight=static.name if static else None,
+            weight_bytes=static.byte_size if static else 0,
+            shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
+            blocker=scope.blocker
+            or fit
+            or eligibility.weight_blocker(table.shape)
+            or eligibility.dtype_blocker(dtype, "cast the model first")
+            or transformed,
+        )
+        packed, unfit = self._packed_by_torchao(w, swapped=False)
+        return TorchSite(
+            matmul=matmul,
+            scope=scope,
+            node=node,
+            form=form,
+            x=Operand(node=form.a),
+            w=w,
+            swapped=False,
+            added=Added(output=node),
             packed=packed,
             unfit=unfit,
         )

@@ -6,6 +6,7 @@
     matmul(w, x)        -> clone(transpose(gemm(quantize(transpose(x)), packed w)))
     bmm(x, w[ids])      -> gemm(quantize(x), packed w[ids])       a quarter of the bytes to move
     grouped_mm(x, w, e) -> grouped_gemm(quantize(x), packed w, e)
+    embedding(w, ids)   -> mxfp8.embedding(ids, packed w)
 
 A matmul's node is retargeted in place: its name, its users, its metadata and whatever the program's signature says
 about it stay true.
@@ -29,7 +30,7 @@ from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import TorchSite
 from mxfp8_graph.torch_pass.prune import prune
 from mxfp8_graph.torch_pass.static_operands import Static, identity
-from mxfp8_graph.torch_pass.weight_rows import rows_of
+from mxfp8_graph.torch_pass.weight_rows import layout_of, rows_of
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program, Scope
 from mxfp8_graph.torch_program.values import storage_of
@@ -72,7 +73,7 @@ class Editor:
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
         epoch = self._epoch(site.node)
         inputs = [build.k_last(site.x)]
-        if decision.activation_format is not None:
+        if decision.activation_format is not None and site.lookup is None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         elif decision.activation_dtype is not None and site.form.offs is not None:
             # grouped_gemm takes values as they are.
@@ -116,11 +117,11 @@ class Editor:
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
         transposed, alpha = site.w.transposed, site.form.alpha
-        settings = (decision.weight_format, decision.scale_rounding, alpha, transposed)
-        key = (*identity(self._program, static), repr(static.steps), *settings)
+        settings = (decision.weight_format, decision.scale_rounding, alpha)
+        stored = self._program.tensor(static.name)
+        key = (*identity(self._program, static), *layout_of(static, stored, transposed), *settings)
         if key in self._packed:
             return self._packed[key]
-        stored = self._program.tensor(static.name)
         if site.packed:  # the bytes torchao made; how far they are from the weight it no longer knows
             self._packed[key] = self._store(static.name, *torchao_weights.unpacked(stored), None)
             return self._packed[key]
@@ -187,7 +188,9 @@ def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> _Call:
     """Returns the call that multiplies `inputs`: activation, weight and bias, each as the gemm takes it."""
     settings: dict[str, Any] = {"b_format": decision.weight_format}
     arguments: tuple[Any, ...] = tuple(inputs)
-    if decision.weight_only:
+    if site.lookup:
+        op, default_dtype = torch.ops.mxfp8.embedding.default, torch.float32
+    elif decision.weight_only:
         op, default_dtype = torch.ops.mxfp8.weight_gemm.default, inputs[0].meta["val"].dtype
         if decision.activation_dtype is not None and site.form.offs is None:
             settings["activation_dtype"] = getattr(torch, decision.activation_dtype)

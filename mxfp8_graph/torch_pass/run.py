@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
+from mxfp8_graph.policy import tied_tables
 from mxfp8_graph.policy.plan import Decision, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import Made
@@ -20,6 +21,7 @@ from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.torch_pass import attention, matmul_forms, torchao_weights, training
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.replace import Editor
+from mxfp8_graph.torch_pass.static_operands import identity
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
@@ -79,17 +81,17 @@ def _planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple
     """Returns (the copy to edit, its sites, what to do with each), attention taken apart where a recipe needs it."""
     program = Program(_without_einsum(source))
     sites = find_sites(program)
-    decisions = _decide(sites, recipe, options)
+    decisions = _decide(program, sites, recipe, options)
     wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and matmul_forms.is_attention(s.node)}
     if wanted and not options.dry_run:
         for node in wanted:
             attention.expand(program, node)
         sites = find_sites(program)
-        decisions = _decide(sites, recipe, options)
+        decisions = _decide(program, sites, recipe, options)
     return program, sites, decisions
 
 
-def _decide(sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Decision]:
+def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Decision]:
     decisions = plan([site.matmul for site in sites], recipe)
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
         unfit = site.unfit or (training.obstacle(site) if options.training else None)
@@ -97,6 +99,8 @@ def _decide(sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Dec
             decisions[index] = replace(decision, quantize=False, rule="structure", reason=unfit)
         elif decision.quantize and isinstance(site, TorchSite) and site.packed:
             decisions[index] = replace(decision, weight_format=site.packed)
+    statics = [site.w.static if isinstance(site, TorchSite) else None for site in sites]
+    decisions = tied_tables.explained(decisions, [static and identity(program, static) for static in statics])
     if options.training:
         training.check(recipe, decisions)
     return decisions

@@ -34,6 +34,8 @@ def obstacle(site: Site) -> str | None:
         return "training rewrites linears only; expected one static operand"
     if site.packed:
         return "torchao packed this weight; expected one in high precision, to train it"
+    if site.lookup:
+        return "embeddings stay in high precision in training, which rewrites linears only"
     form, added = site.form, site.added
     if form.offs is not None or site.w.static.gather is not None:
         return "training has no form for experts that are chosen at run time; they stay in high precision"

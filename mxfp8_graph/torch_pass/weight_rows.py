@@ -13,7 +13,21 @@ from mxfp8_graph.torch_program.values import to_numpy
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 
+_MOVES: Final = frozenset(f"aten::{name}" for name in ("t", "transpose", "permute", "mT", "detach", "alias"))
+"""Steps that copy nothing, whatever the tensor."""
 _CASTS: Final = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+
+
+def layout_of(static: Static, stored: torch.Tensor, transposed: bool) -> tuple[object, ...]:
+    """Returns what tells apart the ways to see `stored`: equal where steps and `transposed` come to the same values.
+
+    A table that an embedding reads as it is and an output projection reads through a transpose is one weight.
+    """
+    if any(target._schema.name not in _MOVES for target, _, _ in static.steps):
+        return (repr(static.steps), transposed)
+    seen = static.apply(stored)
+    seen = seen.mT if transposed else seen
+    return (seen.storage_offset(), tuple(seen.shape), seen.stride())
 
 
 def rows_of(static: Static, stored: torch.Tensor) -> tuple[Rows, bool]:

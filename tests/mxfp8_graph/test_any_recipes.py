@@ -42,7 +42,8 @@ FIELDS = {
     "margin": st.sampled_from([0, 1]),
     "min_dim": SIZES,
     **dict.fromkeys(
-        ("fp8_dpa", "output_projections", "routers", "attention_scores", "attention_values"), st.booleans()
+        ("fp8_dpa", "output_projections", "routers", "embeddings", "attention_scores", "attention_values"),
+        st.booleans(),
     ),
     **dict.fromkeys(("include", "exclude"), st.lists(PATTERNS, max_size=2)),
     "rules": st.lists(st.fixed_dictionaries({}, optional=RULE), max_size=3),

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+import mxfp8_graph
 from mxfp8_graph.checking import inputs as model_inputs
 from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.checking.inputs import Inputs, check_inputs, input_specs, load_inputs
@@ -196,6 +197,14 @@ def test_a_constant_shift_moves_the_range(op: str, constant: int, expected: rang
 def test_the_smallest_table_counts() -> None:
     model = indexing([b.node("Identity", "ids", "i"), b.node("Gather", "small ids", "z")], small=b.weight(5, 2))
     assert index_ranges(model) == {"ids": range(5)}
+
+
+def test_a_packed_table_counts() -> None:
+    model, _ = mxfp8_graph.rewrite(
+        indexing([b.node("Identity", "ids", "i")]), mxfp8_graph.Recipe(embeddings=True, min_dim=1)
+    )
+    assert [n.op_type for n in model.graph.node] == ["Identity", "MXFP8Embedding"]
+    assert index_ranges(model) == {"ids": range(50)}
 
 
 def test_the_axis_of_the_table_counts() -> None:

@@ -82,7 +82,14 @@ class TestOutputProjections:
         assert roles(proto) == {"linear": "linear"}
 
     def test_a_language_model(self):
-        assert roles(language_model()) == {"ffn.up": "linear", "ffn.down": "linear", "lm_head": "output_projection"}
+        found = roles(language_model())
+        assert found == {
+            "Gather_tokens": "embedding",
+            "Gather_places": "embedding",
+            "ffn.up": "linear",
+            "ffn.down": "linear",
+            "lm_head": "output_projection",
+        }
 
     def test_a_result_that_is_returned_and_used_by_a_matmul_is_no_projection(self):
         """As the keys and values of a decoder that returns its cache."""
@@ -131,8 +138,11 @@ class TestOutputProjections:
     def test_by_default_it_is_kept_with_the_reason(self):
         _, report = mxfp8_graph.rewrite(language_model())
         kept = {site.decision.site.name: site.decision.reason for site in report.kept}
+        embedding = "embedding: ids pick its rows; set embeddings: true to quantize it"
         assert kept == {
-            "lm_head": "output projection: its result is a graph output; set output_projections: true to quantize it"
+            "Gather_tokens": embedding,
+            "Gather_places": embedding,
+            "lm_head": "output projection: its result is a graph output; set output_projections: true to quantize it",
         }
 
 

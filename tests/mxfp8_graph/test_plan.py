@@ -249,3 +249,14 @@ def test_what_decides_nothing_is_an_error(recipe: Recipe, what: str) -> None:
 def test_a_long_list_of_matmuls_is_cut() -> None:
     with pytest.raises(RecipeError, match=r"Matmuls: l0, l1, l2, l3, l4, \.\.\. \(7 in all\)$"):
         plan([site(f"l{i}") for i in range(7)], Recipe(exclude=("x",)))
+
+
+# --- Embeddings --------------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_is_kept_unless_the_recipe_asks_for_it() -> None:
+    reason = "embedding: ids pick its rows; set embeddings: true to quantize it"
+    assert decide(site(role="embedding")).reason == reason
+    assert decide(site(role="embedding"), Recipe(embeddings=True)).quantize
+    assert decide(site(role="embedding"), Recipe(rules=(Rule(name="up"),))).quantize
+    assert decide(site(role="embedding", n=2), Recipe(embeddings=True)).reason.startswith("tiny: N = 2")

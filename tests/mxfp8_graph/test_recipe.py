@@ -51,7 +51,7 @@ def test_the_default_preset_is_the_default_recipe() -> None:
         ("ocp", {"scale_rounding": "floor"}),
         (
             "all",
-            {"output_projections": True, "routers": True}
+            {"output_projections": True, "routers": True, "embeddings": True}
             | {"attention_scores": True, "attention_values": True, "fp8_dpa": True},
         ),
     ],

@@ -1,0 +1,42 @@
+"""Tables that ids pick rows from and a matmul uses too: what it costs to quantize only one of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from mxfp8_graph.policy.plan import Decision, MatMulSite
+
+_SETTINGS: Final = {"embedding": "embeddings", "output_projection": "output_projections", "router": "routers"}
+"""Role -> the recipe's field that makes its sites eligible."""
+
+
+def explained(decisions: Sequence[Decision], weights: Sequence[Hashable | None]) -> list[Decision]:
+    """Returns the decisions, with the reason of each rewritten site saying so if its table stays for another site.
+
+    Args:
+        decisions: one per site.
+        weights: what the site's static operand is stored as, equal for sites that share it; None without one.
+    """
+    groups: dict[Hashable, list[Decision]] = {}
+    for decision, weight in zip(decisions, weights, strict=True):
+        if weight is not None:
+            groups.setdefault(weight, []).append(decision)
+    return [_explained(d, groups.get(weight, ())) for d, weight in zip(decisions, weights, strict=True)]
+
+
+def _explained(decision: Decision, sharing: Sequence[Decision]) -> Decision:
+    """Returns a decision, with a reason that names the first site that shares the weight and is kept."""
+    kept = next((other for other in sharing if not other.quantize), None)
+    if not decision.quantize or kept is None or all(other.site.role != "embedding" for other in sharing):
+        return decision
+    setting = f"set {_SETTINGS.get(kept.site.role)}: true"
+    advice = f"{setting} to share one" if setting in kept.reason else "see why"
+    shared = f"its {_what(decision.site)} is also the {_what(kept.site)} of {kept.site.module or kept.site.name!r}"
+    stored = "both copies are stored, and the file is larger than with neither quantized"
+    return replace(decision, reason=f"{decision.reason}; {shared}, which is kept: {stored}; {advice}")
+
+
+def _what(site: MatMulSite) -> str:
+    return "table" if site.role == "embedding" else "weight"

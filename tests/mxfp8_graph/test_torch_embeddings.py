@@ -1,0 +1,173 @@
+"""Lookups in tables of exported programs: which become mxfp8::embedding, what they give, why the others are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from torch.export import ExportedProgram  # noqa: E402
+from torch_programs import DYNAMIC, Apply, as_numpy, call_targets, count, export, reasons, values  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph import Recipe, Rule  # noqa: E402
+from mxfp8_ops import numerics  # noqa: E402
+
+TABLES = Recipe(name="tables", embeddings=True)
+TABLE = values(96, 70, seed=1)
+IDS = torch.tensor([[3, 95], [0, 7]])
+
+
+def rows(table: Tensor, ids: Tensor) -> np.ndarray:
+    """Returns the rows that quantizing the table leaves."""
+    return numerics.dequantize(*numerics.quantize(as_numpy(table)))[ids.numpy()]
+
+
+def kept_reason(program: ExportedProgram, recipe: Recipe = TABLES) -> str:
+    """Returns why the one lookup of a program is kept."""
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(program, recipe)
+    (only,) = caught.value.decisions
+    assert only.site.role == "embedding"
+    return only.reason
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["as exported", "core ATen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_an_embedding_becomes_a_lookup_in_the_packed_table(dtype: Any, decomposed: bool) -> None:
+    module = nn.Embedding(96, 70, padding_idx=3).to(dtype)
+    program = export(module, IDS, dynamic=({0: DYNAMIC, 1: DYNAMIC},))
+    program = program.run_decompositions() if decomposed else program
+    rewritten, report = mxfp8_graph.rewrite(program, TABLES)
+    assert call_targets(rewritten) == ["mxfp8.embedding.default"]
+    assert set(rewritten.state_dict) == {"weight_mxfp8", "weight_mxfp8_scales"}
+    assert reasons(report) == ["embedding, by recipe 'tables'"]
+    result = rewritten.module()(IDS)
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result.float().numpy(), torch.from_numpy(rows(module.weight, IDS)).to(dtype).float())
+
+
+def test_its_site_has_the_ids_as_m_and_the_table_as_n_and_k() -> None:
+    (site,) = mxfp8_graph.rewrite(export(nn.Embedding(96, 70), IDS), TABLES)[1].sites
+    seen = site.decision.site
+    assert (seen.role, seen.op, seen.m, seen.n, seen.k) == ("embedding", "embedding", 4, 96, 70)
+    assert (seen.weight, site.bytes_before, site.bytes_after) == ("weight", 96 * 70 * 4, 96 * (70 + 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "ids", "table"),
+    [
+        (lambda m, ids: m.w[ids], IDS, TABLE),
+        (lambda m, ids: m.w[ids], torch.tensor([-1, 2]), TABLE),
+        (lambda m, ids: m.w.index_select(0, ids), IDS[0], TABLE),
+        (lambda m, ids: m.w.view(70, 96).t()[ids], IDS, TABLE.view(70, 96).t()),
+        (lambda m, ids: nn.functional.embedding(ids.int(), m.w), IDS, TABLE),
+    ],
+    ids=["index", "negative", "index_select", "a view of a table", "int32"],
+)
+def test_other_ways_to_pick_rows(function: Any, ids: Tensor, table: Tensor) -> None:
+    rewritten, _ = mxfp8_graph.rewrite(export(Apply(function, {"w": TABLE}), ids), TABLES)
+    assert count(rewritten, "mxfp8.embedding") == 1
+    np.testing.assert_array_equal(rewritten.module()(ids).numpy(), rows(table, ids))
+
+
+def test_by_default_it_is_kept_with_the_reason() -> None:
+    reason = kept_reason(export(nn.Embedding(96, 70), IDS), Recipe(name="default"))
+    assert reason == "embedding: ids pick its rows; set embeddings: true to quantize it"
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "reason"),
+    [
+        (
+            nn.EmbeddingBag(96, 70),
+            (IDS,),
+            "an EmbeddingBag adds up the rows it picks; expected an Embedding, and a sum after it",
+        ),
+        (
+            nn.Embedding(96, 70, max_norm=1.0),
+            (IDS,),
+            "weight 'weight' is changed by embedding_renorm_ while the program runs; expected it fixed",
+        ),
+        (
+            Apply(lambda m, x: x + m.w[m.ids], {"w": TABLE}, {"ids": IDS}),
+            (values(2, 2, 70),),
+            "its ids are constant; fold the constants of the model first",
+        ),
+        (
+            Apply(lambda m, ids: nn.functional.embedding(ids, m.w + 1), {"w": TABLE}),
+            (IDS,),
+            "weight 'add' is computed by add; expected a stored tensor behind views; fold it first",
+        ),
+        (nn.Embedding(31, 70), (IDS % 31,), "tiny: N = 31 is below min_dim = 32; lower min_dim to quantize it"),
+    ],
+    ids=["bag", "max_norm", "constant ids", "computed", "tiny"],
+)
+def test_what_cannot_be_one_is_kept_with_the_reason(module: Any, inputs: Any, reason: str) -> None:
+    assert kept_reason(export(module, *inputs)) == reason
+
+
+@pytest.mark.parametrize("module", [nn.EmbeddingBag(96, 70), nn.Embedding(96, 70, max_norm=1.0)], ids=["bag", "norm"])
+def test_once_decomposed_it_is_kept_too(module: Any) -> None:
+    reason = kept_reason(export(module, IDS).run_decompositions())
+    assert reason.startswith(("an EmbeddingBag adds up", "its table is changed by embedding_renorm (max_norm)"))
+
+
+def test_in_training_it_is_kept_with_the_reason() -> None:
+    module = nn.Sequential(nn.Embedding(96, 64), nn.Linear(64, 64))
+    _, report = mxfp8_graph.rewrite(export(module, IDS), "all", training=True)
+    assert reasons(report)[0] == "embeddings stay in high precision in training, which rewrites linears only"
+    assert report.sites[1].decision.quantize
+
+
+def test_a_rule_that_quantizes_overrides_the_default() -> None:
+    recipe = Recipe(name="one", rules=(Rule(op="embedding", weight_format="e5m2"),))
+    rewritten, _ = mxfp8_graph.rewrite(export(nn.Embedding(96, 70), IDS), recipe)
+    assert count(rewritten, "mxfp8.embedding") == 1
+
+
+class Tied(nn.Module):
+    """An embedding and an output projection on one parameter, as language models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(96, 64)
+        self.lm_head = nn.Linear(64, 96, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.wte(ids))
+        return logits
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["as exported", "core ATen"])
+def test_a_tied_table_has_one_packed_copy(decomposed: bool) -> None:
+    program = export(Tied(), IDS)
+    program = program.run_decompositions() if decomposed else program
+    rewritten, report = mxfp8_graph.rewrite(program, "all")
+    assert len(rewritten.state_dict) == 2, list(rewritten.state_dict)
+    assert {site.packed for site in report.sites} == {report.sites[0].packed}
+    assert report.bytes_after == 96 * (64 + 2)
+
+
+def test_a_tied_table_whose_projection_is_kept_is_stored_twice_and_says_so() -> None:
+    _, report = mxfp8_graph.rewrite(export(Tied(), IDS), TABLES)
+    assert reasons(report)[0] == (
+        "embedding, by recipe 'tables'; its table is also the weight of 'lm_head', which is kept: both copies are "
+        "stored, and the file is larger than with neither quantized; set output_projections: true to share one"
+    )
+
+
+def test_a_tied_table_goes_to_onnx_and_to_a_checkpoint_once(tmp_path: Any) -> None:
+    rewritten, _ = mxfp8_graph.rewrite(export(Tied(), IDS), "all")
+    model = onnx.load(mxfp8_graph.to_onnx(rewritten, tmp_path / "m.onnx"))
+    assert sorted(n.op_type for n in model.graph.node) == ["MXFP8Embedding", "MXFP8Gemm", "MXFP8Quantize"]
+    assert len(model.graph.initializer) == 2
+    assert len(mxfp8_graph.unpack(rewritten)) == 1
+    path = mxfp8_graph.export_safetensors(rewritten, tmp_path / "m.safetensors")
+    assert len(mxfp8_graph.import_safetensors(path)) == 1
