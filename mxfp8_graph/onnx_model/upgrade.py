@@ -6,7 +6,7 @@ taken from its result; every other node stays the very message it was.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Mapping
 
 import onnx
 
@@ -27,9 +27,12 @@ from mxfp8_graph.onnx_model.walk import (
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
 
+Multiplies = Callable[[str, str], bool]
+"""Whether an op multiplies matrices, by its domain and type."""
 
-def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
-    """Inlines functions with `matmul_ops` and converts the opset, in place where that is needed; notes what was done.
+
+def upgrade(opened: OpenedModel, multiplies: Multiplies) -> None:
+    """Inlines functions that multiply and converts the opset, in place where that is needed; notes what was done.
 
     Raises:
         ContractError: the opset is unknown, or onnx's converter cannot convert the model.
@@ -39,7 +42,7 @@ def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
     if not 1 <= opset <= newest:
         expected = f"1 to {newest}, which onnx {onnx.__version__} knows"
         raise ContractError(opened.name, f"opset {opset}", expected=expected, advice="upgrade onnx")
-    _inline(opened, matmul_ops, everything=opset < MIN_OPSET)
+    _inline(opened, multiplies, everything=opset < MIN_OPSET)
     if opset < MIN_OPSET:
         _convert(opened, opset)
     if opened.notes:
@@ -48,10 +51,10 @@ def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
     opened.proto.ir_version = max(opened.proto.ir_version, 10)  # the first with opset 21 and float8 in functions
 
 
-def _inline(opened: OpenedModel, matmul_ops: Container[str], *, everything: bool) -> None:
+def _inline(opened: OpenedModel, multiplies: Multiplies, *, everything: bool) -> None:
     """Inlines functions that hold matmuls; all of them when the opset changes, which applies to their bodies too."""
     functions = {function_key(f): f for f in opened.proto.functions}
-    holding = functions if everything else _holding(functions, matmul_ops)
+    holding = functions if everything else _holding(functions, multiplies)
     chosen = list(dict.fromkeys((domain, name) for domain, name, _ in holding))
     if not chosen:
         return
@@ -70,8 +73,8 @@ def _inline(opened: OpenedModel, matmul_ops: Container[str], *, everything: bool
     opened.notes.append(f"inlined local functions: {', '.join(name for _, name in chosen)}")
 
 
-def _holding(functions: Mapping[FunctionKey, onnx.FunctionProto], matmul_ops: Container[str]) -> list[FunctionKey]:
-    """Returns the local functions that hold `matmul_ops`, themselves or in what they call."""
+def _holding(functions: Mapping[FunctionKey, onnx.FunctionProto], multiplies: Multiplies) -> list[FunctionKey]:
+    """Returns the local functions that multiply, themselves or in what they call."""
     known: dict[FunctionKey, bool] = {}
 
     def holds(key: FunctionKey) -> bool:  # none calls itself: the model was validated
@@ -80,7 +83,7 @@ def _holding(functions: Mapping[FunctionKey, onnx.FunctionProto], matmul_ops: Co
         return known[key]
 
     def counts(node: onnx.NodeProto) -> bool:
-        if node.domain in STANDARD and node.op_type in matmul_ops:
+        if multiplies(node.domain, node.op_type):
             return True
         key = called_function(node)
         return key in functions and holds(key)

@@ -6,6 +6,8 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     MatMul(w [N, K], X)                 Y^T = X^T @ w^T: operands and result swapped
     Gemm(X, w, C), transA transB alpha beta
     Add(MatMul(X, w), b [N])            the bias is absorbed
+    Einsum(X, w), equation              one operand permuted, axes merged: see `einsum.py`
+    FusedMatMul, FusedGemm, Attention   ONNX Runtime's own ops: see `dense_forms.py`, `packed_attention.py`
     MatMul(Q, K^T), MatMul(softmax, V)  both operands computed at run time
 """
 
@@ -24,11 +26,12 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import graphsurgeon, onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import STANDARD, module_path, node_label, stored_in, subgraphs
-from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand, form_of, operands_of
+from mxfp8_graph.onnx_pass.form import Form
+from mxfp8_graph.onnx_pass.matmul_forms import Operand, form_of, operands_of
 from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
 from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Static, StaticOperands, Stored, overridable
 from mxfp8_graph.policy import eligibility
-from mxfp8_graph.policy.plan import Dim, MatMulSite
+from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_ops.contract import VALUE_NAMES
 
@@ -89,7 +92,7 @@ def find_sites(opened: OpenedModel) -> list[OnnxSite]:
     visible = {name: stored for name, stored in _stored(graph).items() if name not in hidden}
     scopes = list(_scopes(Scope("", 0, _view(opened), graph, visible), set()))
     statics = StaticOperands(opened, [(scope.view, scope.visible) for scope in scopes])
-    matmuls = [(node, form, scope) for scope in scopes for node in scope.view.nodes if (form := form_of(node))]
+    matmuls = [(node, form, scope) for scope in scopes for node in scope.view.nodes if (form := form_of(node, statics))]
     roles = Roles(OnnxView([scope.view for scope in scopes], statics), ROLE_OPS)
     finder = _Finder(statics, roles, [form for _, form, _ in matmuls])
     return [finder.describe(*matmul) for matmul in matmuls]
@@ -133,7 +136,7 @@ class _Finder:
     def describe(self, node: gs.Node, form: Form, scope: Scope) -> OnnxSite:
         """Returns the site of one matmul."""
         x, w, swapped = operands_of(form, self._statics)
-        m, n, k = eligibility.sizes(x.shape, w.shape)
+        m, n, k = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else _dtype(form.a) or _dtype(form.b)
         index = scope.indices[id(node)]
         output = node.outputs[0].name
@@ -144,7 +147,7 @@ class _Finder:
             op=node.op,
             module=module_path(scope.proto.node[index]),
             subgraph=scope.path,
-            role=self._roles.of_linear(node.outputs[0]) if w.static else self._roles.of_product(node.outputs[0]),
+            role=self._role(node, form, w),
             m=m,
             n=n,
             k=k,
@@ -158,6 +161,13 @@ class _Finder:
         return OnnxSite(
             matmul=matmul, scope=scope, index=index, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added
         )
+
+    def _role(self, node: gs.Node, form: Form, w: Operand) -> Role:
+        if w.static is None:
+            return self._roles.of_product(node.outputs[0])
+        # What the op itself does with the product stands between it and whatever follows.
+        passive = ROLE_OPS.views | ROLE_OPS.to_output
+        return self._roles.of_linear(node.outputs[0]) if all(s.op in passive for s in form.after) else "linear"
 
     def _absorbed(self, node: gs.Node, form: Form, scope: Scope, n: Dim, dtype: int) -> Added | None:
         """Returns the op's own c, or the static operand of a following Add, if the gemm can add it exactly."""
@@ -182,7 +192,7 @@ class _Finder:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""
         if w.static and self._statics.is_constant(form.a) and self._statics.is_constant(form.b):
             return eligibility.BOTH_CONSTANT
-        if reason := _contradiction(form, x, w):
+        if reason := form.blocker or _contradiction(form, x, w):
             return reason
         if reason := eligibility.dtype_blocker(_dtype_name(dtype), "cast the model or give it shape information"):
             return reason

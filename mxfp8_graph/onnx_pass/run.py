@@ -11,7 +11,7 @@ from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass.find import find_sites
-from mxfp8_graph.onnx_pass.matmul_forms import FORMS
+from mxfp8_graph.onnx_pass.matmul_forms import multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
@@ -32,10 +32,10 @@ def rewrite_onnx(
     reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes
     if already_rewritten(record.find(opened.proto), recipe, options, what="model"):
         return model, reporter.report(already_rewritten=True)
-    upgrade(opened, FORMS)
+    upgrade(opened, multiplies)
     sites = find_sites(opened)
     decisions = plan([site.matmul for site in sites], recipe)
-    require_eligible(decisions, options, wanted=f"{' or '.join(FORMS)} in the model")
+    require_eligible(decisions, options, wanted="MatMul or Gemm in the model")
     external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
         if options.dry_run:
