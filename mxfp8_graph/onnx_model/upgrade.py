@@ -7,6 +7,7 @@ taken from its result; every other node stays the very message it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import onnx
 
@@ -29,6 +30,12 @@ from mxfp8_ops.errors import ContractError
 
 Multiplies = Callable[[str, str], bool]
 """Whether an op multiplies matrices, by its domain and type."""
+
+_RUNTIME_OPS: Final = ("LayerNormalization", "SimplifiedLayerNormalization")
+"""Ops that ONNX Runtime's optimizer writes into the default domain whatever its version; they never changed."""
+
+_ELSEWHERE: Final = "mxfp8_graph.elsewhere"
+"""The domain of what onnx's converter is to leave alone."""
 
 
 def upgrade(opened: OpenedModel, multiplies: Multiplies) -> None:
@@ -107,12 +114,28 @@ def _since(op: str, opset: int) -> int:
 
 
 def _convert(opened: OpenedModel, opset: int) -> None:
-    converted = onnx_calls.convert(opened.proto, MIN_OPSET, opened.name)
+    converted = onnx_calls.convert(_without_unknown(opened.proto, opset), MIN_OPSET, opened.name)
     _graft(opened.proto.graph, converted.graph, {n.name for g in iter_graphs(opened.proto.graph) for n in g.node})
     for entry in opened.proto.opset_import:
         if entry.domain in STANDARD:
             entry.version = MIN_OPSET
     opened.notes.append(f"converted opset {opset} to {MIN_OPSET}")
+
+
+def _without_unknown(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """Returns a copy of `model` in which the ops that only ONNX Runtime has at `opset` are of another domain.
+
+    onnx's converter refuses what it does not know in its own domain, and leaves other domains alone.
+    """
+    unknown = {op for op in _RUNTIME_OPS if not onnx.defs.has(op, opset)}
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy.opset_import.add(domain=_ELSEWHERE, version=1)
+    for graph in iter_graphs(copy.graph):
+        for node in graph.node:
+            if node.op_type in unknown and node.domain in STANDARD:
+                node.domain = _ELSEWHERE
+    return copy
 
 
 def _graft(original: onnx.GraphProto, converted: onnx.GraphProto, names: set[str]) -> None:
