@@ -57,6 +57,8 @@ def read(node: gs.Node, statics: StaticOperands) -> Form | None:
 
 
 def _form(x: gs.Tensor, w: gs.Tensor, static: Static | None, c: _Contraction) -> Form:
+    if static is not None and static.lead:
+        raise _NoMatMulError("its static operand is repeated along a dimension; expected it without that")
     in_order = (*c.batch, *c.k, *c.n) == c.w
     wanted = c.w if in_order else (*c.batch, *c.n, *c.k)
     x_view, w_view = View(perm=_perm(c.x, (*c.batch, *c.m, *c.k))), View(perm=_perm(c.w, wanted))
@@ -85,8 +87,6 @@ def _sizes(x: gs.Tensor, static: Static | None, c: _Contraction) -> dict[str, in
     """Returns the size behind each label of the static operand, for dimensions that must be merged."""
     if static is None:
         raise _NoMatMulError("both operands are computed at run time; expected one label each for M, N and K")
-    if len(static.shape) != len(c.w):
-        raise _NoMatMulError("its static operand is repeated along a dimension; expected it without that")
     sizes = dict(zip(c.w, static.shape, strict=True))
     if 0 in sizes.values():
         raise _NoMatMulError("its static operand is empty; expected N and K above 0")

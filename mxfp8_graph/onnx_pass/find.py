@@ -26,7 +26,7 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import graphsurgeon, onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import STANDARD, module_path, node_label, stored_in, subgraphs
-from mxfp8_graph.onnx_pass.form import Form
+from mxfp8_graph.onnx_pass.form import AS_IS, Form
 from mxfp8_graph.onnx_pass.matmul_forms import Operand, form_of, operands_of
 from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
 from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Static, StaticOperands, Stored, overridable
@@ -156,7 +156,7 @@ class _Finder:
             weight_bytes=w.static.byte_size if w.static else 0,
             shared_with=self._uses[id(w.static.tensor)] - 1 if w.static else 0,
             has_bias=added.bias is not None,
-            blocker=self._blocker(form, x, w, swapped, dtype),
+            blocker=self._blocker(form, x, w, swapped, dtype) or _repeat_blocker(form, x, w, node.outputs[0]),
         )
         return OnnxSite(
             matmul=matmul, scope=scope, index=index, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added
@@ -182,7 +182,7 @@ class _Finder:
             index, total = scope.indices[id(add)], add.outputs[0]
         bias = self._statics.resolve(c)
         rank = form.rank or len(product.shape or (n,))
-        if bias is None or bias.dtype != dtype or not isinstance(n, int):
+        if bias is None or bias.lead or bias.dtype != dtype or not isinstance(n, int):
             return None
         if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
             return None
@@ -238,6 +238,18 @@ def _contradiction(form: Form, x: Operand, w: Operand) -> str | None:
     if len(set(k)) > 1:
         return f"the operands disagree on K, {k[0]} and {k[1]}; correct the model's shapes"
     return None
+
+
+def _repeat_blocker(form: Form, x: Operand, w: Operand, result: gs.Tensor) -> str | None:
+    """Returns why a weight cannot be packed that repeats along leading dimensions, or None if it can or does not."""
+    if w.static is None or not w.static.lead:
+        return None
+    if form.a_view != AS_IS or form.b_view != AS_IS:
+        return "the weight is repeated along a dimension, and its axes are permuted; expected one of both"
+    batch, seen = (None if shape is None else list(shape[:-2]) for shape in (x.shape, result.shape))
+    if batch is not None and None not in batch and batch == seen:
+        return None
+    return "the weight is repeated along a batch that the activation lacks; expand the result instead"
 
 
 def _is_add(node: gs.Node) -> bool:

@@ -10,12 +10,13 @@ A row of `FORMS` is all that a further op needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import onnx_graphsurgeon as gs
 
-from mxfp8_graph.onnx_model.walk import STANDARD
+from mxfp8_graph.onnx_model.validate import schema_of
+from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass import dense_forms, einsum, packed_attention
 from mxfp8_graph.onnx_pass.form import Form, View
 from mxfp8_graph.onnx_pass.static_operands import Static, StaticOperands, permutation
@@ -51,11 +52,18 @@ def multiplies(domain: str | None, op: str) -> bool:
 def form_of(node: gs.Node, statics: StaticOperands) -> Form | None:
     """Returns how `node` multiplies, or None if it does not."""
     read = _rows(node.domain).get(node.op)
-    return read(node, statics) if read else None
+    form = read(node, statics) if read else None
+    if form is None or node.domain != MICROSOFT or form.blocker:
+        return form
+    schema = schema_of(node.op, MICROSOFT, 1)
+    if schema is None or schema.attributes.keys() >= node.attrs.keys():
+        return form
+    attribute = min(node.attrs.keys() - schema.attributes.keys())
+    return replace(form, blocker=f"its attribute {attribute!r} is not known; expected {', '.join(schema.attributes)}")
 
 
 def _rows(domain: str | None) -> Mapping[str, Reader]:
-    return FORMS if domain in STANDARD else MICROSOFT_FORMS if domain == packed_attention.MICROSOFT else {}
+    return FORMS if domain in STANDARD else MICROSOFT_FORMS if domain == MICROSOFT else {}
 
 
 def operands_of(form: Form, statics: StaticOperands) -> tuple[Operand, Operand, bool]:
@@ -105,7 +113,7 @@ MICROSOFT_FORMS: Final[dict[str, Reader]] = {
 
 
 def _static(tensor: gs.Tensor, static: Static, transposed: bool, view: View) -> Operand:
-    if view.perm is not None and len(view.perm) == len(static.shape) and view.perm != tuple(range(len(view.perm))):
+    if view.perm is not None and view.perm != tuple(range(len(view.perm))) and not static.lead:
         static = static.then("Transpose", view.perm, shape=View(perm=view.perm).of(static.shape))
     if view.shape is not None and view.shape != static.shape:
         static = static.then("Reshape", view.shape, shape=view.shape)

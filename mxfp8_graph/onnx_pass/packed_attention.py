@@ -13,11 +13,9 @@ from typing import Final
 import onnx
 import onnx_graphsurgeon as gs
 
+from mxfp8_graph.onnx_model.walk import MICROSOFT
 from mxfp8_graph.onnx_pass.form import Form, Step
 from mxfp8_graph.onnx_pass.static_operands import StaticOperands
-
-MICROSOFT: Final = "com.microsoft"
-"""The domain of ONNX Runtime's own ops."""
 
 _KEPT: Final = ("num_heads", "unidirectional", "mask_filter_value", "scale")
 """The attributes that mean the same to MultiHeadAttention."""
