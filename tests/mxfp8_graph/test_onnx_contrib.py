@@ -119,7 +119,7 @@ class TestFusedMatMul:
             node("FusedMatMul", "p v", "a", "values", domain=MICROSOFT),
             node("Neg", "a", "y"),
         ]
-        proto = contrib_model(nodes, dict.fromkeys("qkv", ["b", 2, "s", 64]), {})
+        proto = contrib_model(nodes, {name: ["b", 2, "s", 64] for name in "qkv"}, {})
         with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
             mxfp8_graph.rewrite(proto)
         assert [d.site.role for d in caught.value.decisions] == ["attention_scores", "attention_values"]
@@ -141,16 +141,6 @@ ACTIVATIONS = {
     "HardSigmoid": {"alpha": 0.125, "beta": 0.25},
     "Selu": {"alpha": 1.5, "gamma": 1.25},
 }
-
-
-def numpy_activation(op: str, h: np.ndarray, attributes: dict[str, float]) -> np.ndarray:
-    """Returns what the standard op gives, run by ONNX Runtime."""
-    graph = helper.make_graph(
-        [node(op, "h", "y", **attributes)], "g", [value("h", F32, h.shape)], [value("y", F32, None)]
-    )
-    return run(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=IR_VERSION), {"h": h})[
-        0
-    ]
 
 
 class TestActivations:
