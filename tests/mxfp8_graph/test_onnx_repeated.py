@@ -1,4 +1,4 @@
-"""Weights behind Expand and Tile: repeated along leading dimensions that the activation has too, they are packed once."""
+"""Weights behind Expand and Tile: repeated along leading dimensions that the activation has too, they are packed."""
 
 from __future__ import annotations
 
@@ -23,42 +23,38 @@ def repeated(
     return model(nodes, {"x": (F32, x)}, {"y": (F32, y)}, {"w": w, **more})
 
 
-def as_batch(op: str, rest: tuple[int, ...]) -> list[onnx.NodeProto]:
-    """w -> wide, repeated as often as x has batches; `rest` follows the batch."""
-    return [
-        node("Shape", "x", "batch", start=0, end=1),
-        node("Concat", "batch rest", "sizes", axis=0),
-        node(op, "w sizes", "wide", "repeat"),
-    ]
-
+SIZES = [node("Shape", "x", "batch", start=0, end=1), node("Concat", "batch rest", "sizes", axis=0)]
+"""As many as x has batches, and then `rest`."""
+EXPAND = [*SIZES, node("Expand", "w sizes", "wide")]
+EXPAND_FIRST = [*SIZES, node("Expand", "w sizes", "before")]
 
 CASES = {
-    "Expand to the batch": (as_batch("Expand", (64, 96)), weight(64, 96), {"rest": np.array([64, 96])}),
-    "Expand to the batch, ones": (as_batch("Expand", (1, 1)), weight(64, 96), {"rest": np.array([1, 1])}),
-    "Expand of a leading one": (as_batch("Expand", (64, 96)), weight(1, 64, 96), {"rest": np.array([64, 96])}),
-    "Tile of a leading one": (as_batch("Tile", (1, 1)), weight(1, 64, 96), {"rest": np.array([1, 1])}),
+    "Expand to the batch": (EXPAND, weight(64, 96), [64, 96]),
+    "Expand to the batch, ones": (EXPAND, weight(64, 96), [1, 1]),
+    "Expand of a leading one": (EXPAND, weight(1, 64, 96), [64, 96]),
+    "Tile of a leading one": ([*SIZES, node("Tile", "w sizes", "wide")], weight(1, 64, 96), [1, 1]),
     "Expand, then Transpose": (
-        [*as_batch("Expand", (96, 64))[:2], node("Expand", "w sizes", "wt"), node("Transpose", "wt", "wide", perm=[0, 2, 1])],
+        [*EXPAND_FIRST, node("Transpose", "before", "wide", perm=[0, 2, 1])],
         weight(96, 64),
-        {"rest": np.array([96, 64])},
+        [96, 64],
     ),
     "Transpose, then Expand": (
-        [node("Transpose", "w", "wt"), *as_batch("Expand", (64, 96))[:2], node("Expand", "wt sizes", "wide")],
+        [node("Transpose", "w", "t"), *SIZES, node("Expand", "t sizes", "wide")],
         weight(96, 64),
-        {"rest": np.array([64, 96])},
+        [64, 96],
     ),
-    "Cast behind": (
-        [*as_batch("Expand", (64, 96))[:2], node("Expand", "w sizes", "wt"), node("Cast", "wt", "wide", to=1)],
+    "Expand, then Cast": (
+        [*EXPAND_FIRST, node("Cast", "before", "wide", to=1)],
         weight(64, 96, dtype=np.float16),
-        {"rest": np.array([64, 96])},
+        [64, 96],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_weight_repeated_along_the_batch_is_packed_once(name: str) -> None:
-    before, w, more = CASES[name]
-    rewritten, report = rewrite(repeated(before, w, **more))
+    before, w, rest = CASES[name]
+    rewritten, report = rewrite(repeated(before, w, rest=np.array(rest)))
     assert {op: n for op, n in kinds(rewritten).items() if op not in {"Shape", "Concat"}} == {
         "MXFP8Quantize": 1,
         "MXFP8Gemm": 1,
