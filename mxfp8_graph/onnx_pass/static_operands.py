@@ -240,18 +240,6 @@ class StaticOperands:
         rest = iter(before.shape)
         return _reshaped(before, tuple(1 if i in ones else next(rest) for i in range(rank)))
 
-    def _tail(self, tensor: gs.Tensor, count: int) -> list[int]:
-        """Returns the last `count` values of a vector, or fewer if only these are known: a Concat may end with them."""
-        producer = tensor.inputs[0] if tensor.inputs else None
-        parts = producer.inputs if producer is not None and producer.op == "Concat" else [tensor]
-        known: list[int] = []
-        for part in reversed(parts):
-            values = self.value(part)
-            if values is None:
-                break
-            known = values + known
-        return known[-count:]
-
     def _repeat(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
         """Returns what Expand or Tile makes of `before` if it repeats it along leading dimensions and nothing else."""
         seen, own = output.shape, before.shape
@@ -261,8 +249,7 @@ class StaticOperands:
         if lead < 0 or seen is None:
             return None
         # Expand changes no dimension but those of 1, whatever the shape that it is given while the model runs.
-        kept = 1 not in own if node.op == "Expand" else self._tail(node.inputs[1], len(own)) == [1] * len(own)
-        if not kept and tuple(seen[lead:]) != own:
+        if tuple(seen[lead:]) != own and not (node.op == "Expand" and 1 not in own):
             return None
         same = before if own == before.shape else before.then("Reshape", own, shape=own)
         return replace(same, lead=lead)

@@ -32,7 +32,6 @@ CASES = {
     "Expand to the batch": (EXPAND, weight(64, 96), [64, 96]),
     "Expand to the batch, ones": (EXPAND, weight(64, 96), [1, 1]),
     "Expand of a leading one": (EXPAND, weight(1, 64, 96), [64, 96]),
-    "Tile of a leading one": ([*SIZES, node("Tile", "w sizes", "wide")], weight(1, 64, 96), [1, 1]),
     "Expand, then Transpose": (
         [*EXPAND_FIRST, node("Transpose", "before", "wide", perm=[0, 2, 1])],
         weight(96, 64),
