@@ -66,14 +66,14 @@ def test_a_weight_repeated_along_the_batch_is_packed_once(name: str) -> None:
     expect(x, matrix if matrix.shape == (96, 64) else matrix.T).then(np.negative).check(run(rewritten, {"x": x})[0])
 
 
-def test_a_fixed_batch() -> None:
-    proto = repeated(
-        [node("Expand", "w sizes", "wide")], weight(64, 96), (5, 3, 64), (5, 3, 96), sizes=np.array([5, 1, 1])
-    )
+@pytest.mark.parametrize("op", ["Expand", "Tile"])
+def test_a_fixed_batch(op: str) -> None:
+    before = [node(op, "w sizes", "wide")]
+    proto = repeated(before, weight(1, 64, 96), (5, 3, 64), (5, 3, 96), sizes=np.array([5, 1, 1]))
     rewritten, _ = rewrite(proto)
     x = normal(5, 3, 64)
     assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1}
-    expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+    expect(x, weight(1, 64, 96)[0].T).then(np.negative).check(run(rewritten, {"x": x})[0])
 
 
 def test_a_stack_repeated_along_the_batch() -> None:
@@ -90,6 +90,12 @@ def test_a_batch_that_the_activation_lacks_is_kept_with_the_reason() -> None:
     proto = repeated(before, weight(64, 96), (3, 64), (5, 3, 96), sizes=np.array([5, 64, 96]))
     reason = "the weight is repeated along a batch that the activation lacks; expand the result instead"
     assert refusal(proto) == reason
+
+
+def test_a_tile_of_unknown_times_is_kept_with_the_reason() -> None:
+    """onnx infers nothing of what a run-time repeat makes, so that nothing tells that the activation has as many."""
+    proto = repeated([*SIZES, node("Tile", "w sizes", "wide")], weight(1, 64, 96), rest=np.array([1, 1]))
+    assert refusal(proto).startswith("weight 'wide' comes through Tile; expected only Identity, ")
 
 
 @pytest.mark.parametrize("repeats", [(1, 1, 2), (2, 2, 1)])
