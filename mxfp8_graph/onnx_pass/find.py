@@ -226,6 +226,11 @@ class _Finder:
                 f"weight {experts!r} holds experts that are gathered while the model runs, and a packed weight cannot "
                 "be; expected one MatMul per expert; export the model so"
             )
+        if repeated := self._statics.repeated(tensor):
+            return (
+                f"weight {repeated!r} is repeated while the model runs, nobody knows along which dimensions; "
+                "give the model shape information"
+            )
         return None
 
 

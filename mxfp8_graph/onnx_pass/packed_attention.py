@@ -38,7 +38,9 @@ def read(node: gs.Node, statics: StaticOperands) -> Form:
         obstacle = "it rotates positions (do_rotary), which MultiHeadAttention does not; expected none"
     elif mask is not None:
         obstacle = _mask_obstacle(mask, x)
-    if obstacle is None and static is not None and sizes is None:
+    if static is None:
+        obstacle = "its weight is computed while the model runs; expected a stored one"
+    elif obstacle is None and sizes is None:
         obstacle = f"its heads do not divide its weight {list(static.shape)}; correct the model"
     inputs = ("", *("" if tensor is None else tensor.name for tensor in (mask, attention_bias)))
     attributes = {name: node.attrs[name] for name in _KEPT if name in node.attrs}

@@ -145,6 +145,13 @@ class StaticOperands:
         stack = self.resolve(gather.inputs[0])
         return stack.name if stack is not None and len(stack.shape) > 2 else None
 
+    def repeated(self, tensor: gs.Tensor) -> str | None:
+        """Returns the name of the stored tensor that `tensor` repeats as often as the model says at run time, or None."""
+        while (node := _view_of(tensor)) is not None and node.op not in REPEATS:
+            tensor = node.inputs[0]
+        stored = None if node is None else self.resolve(node.inputs[0])
+        return None if stored is None else stored.name
+
     def source_of(self, tensor: gs.Tensor) -> str:
         """Returns the op behind the views that a constant comes from."""
         while (node := _view_of(tensor)) is not None and node.inputs[0].inputs:
@@ -245,9 +252,9 @@ class StaticOperands:
         seen, own = output.shape, before.shape
         while len(own) > 2 and own[0] == 1:
             own = own[1:]
-        lead = -1 if seen is None else len(seen) - len(own)
-        if lead < 0 or seen is None:
+        if seen is None or len(seen) < len(own):
             return None
+        lead = len(seen) - len(own)
         # Expand changes no dimension but those of 1, whatever the shape that it is given while the model runs.
         if tuple(seen[lead:]) != own and not (node.op == "Expand" and 1 not in own):
             return None

@@ -168,6 +168,16 @@ def test_what_multi_head_attention_does_not_know_is_kept_with_the_reason(name: s
     assert kinds(rewritten)["Attention"] == 1
 
 
+def test_a_weight_that_is_computed_is_kept_with_the_reason() -> None:
+    proto = attention("x v b")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(integers(HIDDEN, 3 * HIDDEN), "w"))
+    proto.graph.node.insert(0, node("Mul", "w factor", "v"))
+    factor = onnx.helper.make_tensor_value_info("factor", onnx.TensorProto.FLOAT, [])
+    proto.graph.input.append(factor)
+    reasons = [entry.decision.reason for entry in mxfp8_graph.rewrite(proto)[1].sites]
+    assert reasons[0] == "its weight is computed while the model runs; expected a stored one"
+
+
 def test_no_heads_are_refused() -> None:
     proto = attention()
     del proto.graph.node[0].attribute[:]
