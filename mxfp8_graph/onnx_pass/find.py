@@ -5,7 +5,7 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     MatMul(X, w [K, N])                 W = w^T
     MatMul(w [N, K], X)                 Y^T = X^T @ w^T: operands and result swapped
     Gemm(X, w, C), transA transB alpha beta
-    Add(MatMul(X, w), b [N])            the bias is absorbed
+    Add(MatMul(X, w), b [N])            the bias is absorbed; likewise that of BiasGelu
     Einsum(X, w), equation              one operand permuted, axes merged: see `einsum.py`
     FusedMatMul, FusedGemm, Attention   ONNX Runtime's own ops: see `dense_forms.py`, `packed_attention.py`
     MatMul(Q, K^T), MatMul(softmax, V)  both operands computed at run time
@@ -25,8 +25,8 @@ import onnx_graphsurgeon as gs
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import graphsurgeon, onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import STANDARD, module_path, node_label, stored_in, subgraphs
-from mxfp8_graph.onnx_pass.form import AS_IS, Form
+from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD, module_path, node_label, stored_in, subgraphs
+from mxfp8_graph.onnx_pass.form import AS_IS, Form, Step
 from mxfp8_graph.onnx_pass.matmul_forms import Operand, form_of, operands_of
 from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
 from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Static, StaticOperands, Stored, overridable
@@ -64,6 +64,8 @@ class Added:
     """Index of the Add node that the bias came from, which goes away."""
     addend: str | None = None
     """C where it cannot be absorbed: added by nodes of its own, times beta."""
+    after: tuple[Step, ...] = ()
+    """What the node that the bias came from does with the sum."""
     output: str
     """Name of the sum."""
 
@@ -173,11 +175,15 @@ class _Finder:
         """Returns the op's own c, or the static operand of a following Add, if the gemm can add it exactly."""
         product = node.outputs[0]
         c, index, total = form.c, None, product
+        after: tuple[Step, ...] = ()
         if c is None:
             add = product.outputs[0] if len(product.outputs) == 1 and form.absorbs_add else None
             returned = any(output is product for output in scope.view.outputs)
-            if add is None or returned or not _is_add(add) or id(add) not in scope.indices:
+            if add is None or returned or id(add) not in scope.indices:
                 return None
+            if not _is_add(add) and not (_is_bias_gelu(add) and add.inputs[0] is product):
+                return None
+            after = (Step(op="Gelu"),) if _is_bias_gelu(add) else ()
             c = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
             index, total = scope.indices[id(add)], add.outputs[0]
         bias = self._statics.resolve(c)
@@ -186,7 +192,7 @@ class _Finder:
             return None
         if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
             return None
-        return Added(bias=bias, index=index, output=total.name)
+        return Added(bias=bias, index=index, output=total.name, after=after)
 
     def _blocker(self, form: Form, x: Operand, w: Operand, swapped: bool, dtype: int) -> str | None:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""
@@ -259,6 +265,11 @@ def _repeat_blocker(form: Form, x: Operand, w: Operand, result: gs.Tensor) -> st
 
 def _is_add(node: gs.Node) -> bool:
     return node.op == "Add" and node.domain in STANDARD
+
+
+def _is_bias_gelu(node: gs.Node) -> bool:
+    """Whether `node` is what ONNX Runtime makes of an Add and a Gelu."""
+    return node.op == "BiasGelu" and node.domain == MICROSOFT and len(node.inputs) == 2
 
 
 def _dtype(tensor: gs.Tensor) -> int:

@@ -119,7 +119,7 @@ class Editor:
             steps.append(Step(op="Mul", inputs=(alpha,)))
         if site.added.addend is not None:
             steps.append(Step(op="Add", inputs=((site.added.addend, site.form.beta),)))
-        steps += site.form.after
+        steps += [*site.form.after, *site.added.after]
         output = self._fresh(f"{site.added.output}_gemm") if steps else site.added.output
         gemm = build.add(op.name, inputs, [output], name=node.name, domain=contract.DOMAIN, output_dtype=dtype)
         gemm.metadata_props.MergeFrom(node.metadata_props)

@@ -146,7 +146,7 @@ class StaticOperands:
         return stack.name if stack is not None and len(stack.shape) > 2 else None
 
     def repeated(self, tensor: gs.Tensor) -> str | None:
-        """Returns the name of the stored tensor that `tensor` repeats as often as the model says at run time, or None."""
+        """Returns the stored tensor that `tensor` repeats as often as the model says when it runs, by name, or None."""
         while (node := _view_of(tensor)) is not None and node.op not in REPEATS:
             tensor = node.inputs[0]
         stored = None if node is None else self.resolve(node.inputs[0])

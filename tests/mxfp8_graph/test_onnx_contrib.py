@@ -201,6 +201,9 @@ class TestOpsThatPassThrough:
         proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights, opset=opset)
         rewritten, report = mxfp8_graph.rewrite(proto)
         assert [entry.decision.site.role for entry in report.rewritten] == ["linear", "linear"]
+        assert [entry.decision.site.has_bias for entry in report.rewritten] == [True, False]
+        left = {"Gelu": 1, "SkipLayerNormalization": 1, "LayerNormalization": 1, "SimplifiedLayerNormalization": 1}
+        assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 2, **left}
         x = integers(2, 3, 64) / 8
         result, original = run(rewritten, {"x": x})[0], run(proto, {"x": x})[0]
         assert np.linalg.norm(result - original) < 0.12 * np.linalg.norm(original)
