@@ -55,7 +55,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
             opset_version=14,
             input_names=list(NAMES),
             output_names=list(OUTPUTS),
-            dynamic_axes=dict.fromkeys(NAMES, {0: "batch", 1: "sequence"}),
+            dynamic_axes={name: {0: "batch", 1: "sequence"} for name in NAMES},
         )
     return path
 
