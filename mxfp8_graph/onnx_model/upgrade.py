@@ -6,7 +6,8 @@ taken from its result; every other node stays the very message it was.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import onnx
 
@@ -27,9 +28,18 @@ from mxfp8_graph.onnx_model.walk import (
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
 
+Multiplies = Callable[[str, str], bool]
+"""Whether an op multiplies matrices, by its domain and type."""
 
-def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
-    """Inlines functions with `matmul_ops` and converts the opset, in place where that is needed; notes what was done.
+_RUNTIME_OPS: Final = ("LayerNormalization", "SimplifiedLayerNormalization")
+"""Ops that ONNX Runtime's optimizer writes into the default domain whatever its version; they never changed."""
+
+_ELSEWHERE: Final = "mxfp8_graph.elsewhere"
+"""The domain of what onnx's converter is to leave alone."""
+
+
+def upgrade(opened: OpenedModel, multiplies: Multiplies) -> None:
+    """Inlines functions that multiply and converts the opset, in place where that is needed; notes what was done.
 
     Raises:
         ContractError: the opset is unknown, or onnx's converter cannot convert the model.
@@ -39,7 +49,7 @@ def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
     if not 1 <= opset <= newest:
         expected = f"1 to {newest}, which onnx {onnx.__version__} knows"
         raise ContractError(opened.name, f"opset {opset}", expected=expected, advice="upgrade onnx")
-    _inline(opened, matmul_ops, everything=opset < MIN_OPSET)
+    _inline(opened, multiplies, everything=opset < MIN_OPSET)
     if opset < MIN_OPSET:
         _convert(opened, opset)
     if opened.notes:
@@ -48,10 +58,10 @@ def upgrade(opened: OpenedModel, matmul_ops: Container[str]) -> None:
     opened.proto.ir_version = max(opened.proto.ir_version, 10)  # the first with opset 21 and float8 in functions
 
 
-def _inline(opened: OpenedModel, matmul_ops: Container[str], *, everything: bool) -> None:
+def _inline(opened: OpenedModel, multiplies: Multiplies, *, everything: bool) -> None:
     """Inlines functions that hold matmuls; all of them when the opset changes, which applies to their bodies too."""
     functions = {function_key(f): f for f in opened.proto.functions}
-    holding = functions if everything else _holding(functions, matmul_ops)
+    holding = functions if everything else _holding(functions, multiplies)
     chosen = list(dict.fromkeys((domain, name) for domain, name, _ in holding))
     if not chosen:
         return
@@ -70,8 +80,8 @@ def _inline(opened: OpenedModel, matmul_ops: Container[str], *, everything: bool
     opened.notes.append(f"inlined local functions: {', '.join(name for _, name in chosen)}")
 
 
-def _holding(functions: Mapping[FunctionKey, onnx.FunctionProto], matmul_ops: Container[str]) -> list[FunctionKey]:
-    """Returns the local functions that hold `matmul_ops`, themselves or in what they call."""
+def _holding(functions: Mapping[FunctionKey, onnx.FunctionProto], multiplies: Multiplies) -> list[FunctionKey]:
+    """Returns the local functions that multiply, themselves or in what they call."""
     known: dict[FunctionKey, bool] = {}
 
     def holds(key: FunctionKey) -> bool:  # none calls itself: the model was validated
@@ -80,7 +90,7 @@ def _holding(functions: Mapping[FunctionKey, onnx.FunctionProto], matmul_ops: Co
         return known[key]
 
     def counts(node: onnx.NodeProto) -> bool:
-        if node.domain in STANDARD and node.op_type in matmul_ops:
+        if multiplies(node.domain, node.op_type):
             return True
         key = called_function(node)
         return key in functions and holds(key)
@@ -104,12 +114,28 @@ def _since(op: str, opset: int) -> int:
 
 
 def _convert(opened: OpenedModel, opset: int) -> None:
-    converted = onnx_calls.convert(opened.proto, MIN_OPSET, opened.name)
+    converted = onnx_calls.convert(_without_unknown(opened.proto, opset), MIN_OPSET, opened.name)
     _graft(opened.proto.graph, converted.graph, {n.name for g in iter_graphs(opened.proto.graph) for n in g.node})
     for entry in opened.proto.opset_import:
         if entry.domain in STANDARD:
             entry.version = MIN_OPSET
     opened.notes.append(f"converted opset {opset} to {MIN_OPSET}")
+
+
+def _without_unknown(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """Returns a copy of `model` in which the ops that only ONNX Runtime has at `opset` are of another domain.
+
+    onnx's converter refuses what it does not know in its own domain, and leaves other domains alone.
+    """
+    unknown = {op for op in _RUNTIME_OPS if not onnx.defs.has(op, opset)}
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy.opset_import.add(domain=_ELSEWHERE, version=1)
+    for graph in iter_graphs(copy.graph):
+        for node in graph.node:
+            if node.op_type in unknown and node.domain in STANDARD:
+                node.domain = _ELSEWHERE
+    return copy
 
 
 def _graft(original: onnx.GraphProto, converted: onnx.GraphProto, names: set[str]) -> None:

@@ -13,6 +13,9 @@ from onnx import numpy_helper
 STANDARD: Final = frozenset({None, "", "ai.onnx"})
 """How the default operator domain is written; None is graphsurgeon's way."""
 
+MICROSOFT: Final = "com.microsoft"
+"""The domain of ONNX Runtime's own ops."""
+
 
 def copy_fields(target: Any, origin: Any, skip: Container[str]) -> None:
     """Copies every set field of one protobuf message to another of the same type, except those in `skip`."""

@@ -10,6 +10,7 @@ from onnx import helper
 
 from mxfp8_graph.onnx_pass.embeddings import Lookup
 from mxfp8_graph.onnx_pass.find import OnnxSite, Scope
+from mxfp8_graph.onnx_pass.form import Step
 from mxfp8_graph.onnx_pass.matmul_forms import Operand
 from mxfp8_ops import contract, formats
 
@@ -54,13 +55,24 @@ class Builder:
         return node
 
     def k_last(self, operand: Operand) -> str:
-        """Returns the operand's name with its axes permuted so that K is last."""
-        if operand.perm is None:
-            return operand.name
-        key = ("Transpose", operand.name, operand.perm)
+        """Returns the operand's name with its axes permuted, and merged, so that K is last."""
+        name = operand.name
+        if operand.perm is not None:
+            name = self._view("Transpose", name, operand.perm, f"{name}_k_last")
+        if operand.merged is not None:
+            name = self._view("Reshape", name, operand.merged, f"{name}_merged")
+        return name
+
+    def _view(self, op: str, name: str, argument: Sequence[int], wanted: str) -> str:
+        """Returns the name of a tensor transposed or reshaped."""
+        key = (op, name, tuple(argument))
         if key not in self._shared:
-            output = self._fresh(f"{operand.name}_k_last")
-            self.add("Transpose", [operand.name], [output], name=output, perm=operand.perm)
+            output = self._fresh(wanted)
+            if op == "Transpose":
+                self.add(op, [name], [output], name=output, perm=argument)
+            else:
+                shape = helper.make_tensor("", onnx.TensorProto.INT64, [len(argument)], argument)
+                self.add(op, [name, self._constant(shape, f"{output}_shape")], [output], name=output)
             self._shared[key] = [output]
         return self._shared[key][0]
 
@@ -91,38 +103,37 @@ class Builder:
             self._shared[key] = outputs
         return list(self._shared[key])
 
-    def epilogue(self, site: OnnxSite, tensor: str, steps: Sequence[tuple[str, Any]]) -> None:
-        """Adds the nodes that lead from the gemm's result, `tensor`, to the site's.
+    def epilogue(self, site: OnnxSite, tensor: str, steps: Sequence[Step]) -> None:
+        """Adds the nodes that lead from the gemm's result, `tensor`, to the site's."""
+        result, before = site.added.output, [tensor]
+        for number, step in enumerate(steps, 1):
+            wanted = f"{result}_{step.op.lower()}"
+            outputs = [result] if number == len(steps) else [self._fresh(wanted) for _ in range(step.outputs)]
+            name = self._fresh(f"{site.matmul.name}_{step.op.lower()}")
+            inputs = [*before, *(self._input(given, site) for given in step.inputs)]
+            while not inputs[-1]:
+                inputs.pop()
+            self.add(step.op, inputs, outputs, name=name, domain=step.domain, **step.attributes)
+            before = outputs
 
-        Steps are ("Cast", dtype), ("Transpose", perm), ("Mul", factor) and ("Add", (tensor, its factor)).
-        """
-        for number, (op, argument) in enumerate(steps, 1):
-            result = site.added.output
-            output = result if number == len(steps) else self._fresh(f"{result}_{op.lower()}")
-            name = self._fresh(f"{site.matmul.name}_{op.lower()}")
-            inputs = [tensor]
-            attributes: dict[str, Any] = {}
-            if op == "Cast":
-                attributes["to"] = argument
-            elif op == "Transpose":
-                attributes["perm"] = argument
-            elif op == "Mul":
-                inputs.append(self._scalar(argument, site))
-            else:
-                addend, factor = argument
-                inputs.append(self._scaled(addend, factor, site))
-            self.add(op, inputs, [output], name=name, **attributes)
-            tensor = output
-
-    def _scaled(self, tensor: str, factor: float, site: OnnxSite) -> str:
+    def _input(self, given: str | onnx.TensorProto | tuple[str, float], site: OnnxSite) -> str:
+        """Returns the name of what a step takes besides the step before."""
+        if isinstance(given, str):
+            return given
+        if isinstance(given, onnx.TensorProto):
+            return self._constant(given, f"{site.matmul.name}_{'sizes' if given.dims else 'factor'}")
+        tensor, factor = given
         if factor == 1.0:
             return tensor
         scaled = self._fresh(f"{tensor}_scaled")
-        self.add("Mul", [tensor, self._scalar(factor, site)], [scaled], name=scaled)
+        number = helper.make_tensor("", site.dtype, [], [factor])
+        self.add("Mul", [tensor, self._constant(number, f"{site.matmul.name}_factor")], [scaled], name=scaled)
         return scaled
 
-    def _scalar(self, value: float, site: OnnxSite) -> str:
-        name = self._fresh(f"{site.matmul.name}_factor")
-        tensor = helper.make_tensor(name, site.dtype, [], [value])
+    def _constant(self, value: onnx.TensorProto, wanted: str) -> str:
+        name = self._fresh(wanted)
+        tensor = onnx.TensorProto()
+        tensor.CopyFrom(value)
+        tensor.name = name
         self.add("Constant", [], [name], name=name, value=tensor)
         return name

@@ -16,12 +16,12 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from mxfp8_graph.onnx_model.walk import STANDARD
-from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand
+from mxfp8_graph.onnx_pass.form import Form
+from mxfp8_graph.onnx_pass.matmul_forms import Operand
 from mxfp8_graph.onnx_pass.static_operands import Static, StaticOperands, dtype_of
 from mxfp8_graph.policy import eligibility
 
-LOOKUPS: Final = ("Gather", "GatherND")
-"""The ops that may look up rows of a table."""
+_LOOKUPS: Final = ("Gather", "GatherND")
 
 _FLOATS: Final = frozenset(
     {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
@@ -37,13 +37,16 @@ class Lookup(Form):
     """Shape [...]."""
     squeezed: bool
     """The node takes ids [..., 1]."""
-    unfit: str | None
-    """Why the node does not pick rows while the model runs, or None."""
+
+
+def looks_up(domain: str | None, op: str) -> bool:
+    """Whether an op may look up rows of a table."""
+    return op in _LOOKUPS and domain in STANDARD
 
 
 def lookup_of(node: gs.Node, statics: StaticOperands) -> Lookup | None:
     """Returns how `node` looks up rows of a table that is known before the model runs, or None if it does not."""
-    if node.op not in LOOKUPS or node.domain not in STANDARD:
+    if not looks_up(node.domain, node.op):
         return None
     table, ids = node.inputs
     if not (statics.is_constant(table) or table.name in statics.overridable):
@@ -62,11 +65,12 @@ def lookup_of(node: gs.Node, statics: StaticOperands) -> Lookup | None:
         absorbs_add=False,
         ids=Operand(name=ids.name, rank=None if lead is None else len(lead), shape=lead),
         squeezed=squeezed,
-        unfit=_unfit(node, static, statics),
+        blocker=_unfit(node, static, statics),
     )
 
 
 def _unfit(node: gs.Node, static: Static | None, statics: StaticOperands) -> str | None:
+    """Returns why the node does not pick rows while the model runs, or None."""
     ids = node.inputs[1]
     if node.op == "Gather" and node.attrs.get("axis", 0) not in {0, -2}:
         return "it picks columns of its table; expected rows (axis 0)"

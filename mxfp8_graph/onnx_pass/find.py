@@ -5,7 +5,9 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     MatMul(X, w [K, N])                 W = w^T
     MatMul(w [N, K], X)                 Y^T = X^T @ w^T: operands and result swapped
     Gemm(X, w, C), transA transB alpha beta
-    Add(MatMul(X, w), b [N])            the bias is absorbed
+    Add(MatMul(X, w), b [N])            the bias is absorbed; likewise that of BiasGelu
+    Einsum(X, w), equation              one operand permuted, axes merged: see `einsum.py`
+    FusedMatMul, FusedGemm, Attention   ONNX Runtime's own ops: see `dense_forms.py`, `packed_attention.py`
     MatMul(Q, K^T), MatMul(softmax, V)  both operands computed at run time
     Gather(w [N, K], ids)               rows picked, nothing multiplied: see `embeddings.py`
 """
@@ -23,9 +25,10 @@ import onnx_graphsurgeon as gs
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import graphsurgeon, onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import STANDARD, module_path, node_label, stored_in, subgraphs
+from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD, module_path, node_label, stored_in, subgraphs
 from mxfp8_graph.onnx_pass.embeddings import Lookup, lookup_of
-from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand, form_of, operands_of
+from mxfp8_graph.onnx_pass.form import AS_IS, Form, Step
+from mxfp8_graph.onnx_pass.matmul_forms import Operand, form_of, operands_of
 from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
 from mxfp8_graph.onnx_pass.static_operands import (
     QUANTIZED,
@@ -37,7 +40,7 @@ from mxfp8_graph.onnx_pass.static_operands import (
     overridable,
 )
 from mxfp8_graph.policy import eligibility
-from mxfp8_graph.policy.plan import Dim, MatMulSite
+from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_ops.contract import VALUE_NAMES
 
@@ -70,6 +73,8 @@ class Added:
     """Index of the Add node that the bias came from, which goes away."""
     addend: str | None = None
     """C where it cannot be absorbed: added by nodes of its own, times beta."""
+    after: tuple[Step, ...] = ()
+    """What the node that the bias came from does with the sum."""
     output: str
     """Name of the sum."""
 
@@ -104,7 +109,8 @@ def find_sites(opened: OpenedModel) -> list[OnnxSite]:
     scopes = list(_scopes(Scope("", 0, _view(opened), graph, visible), set()))
     statics = StaticOperands(opened, [(scope.view, scope.visible) for scope in scopes])
     nodes = [(node, scope) for scope in scopes for node in scope.view.nodes]
-    matmuls = [(node, form, scope) for node, scope in nodes if (form := form_of(node) or lookup_of(node, statics))]
+    read = ((node, form_of(node, statics) or lookup_of(node, statics), scope) for node, scope in nodes)
+    matmuls = [(node, form, scope) for node, form, scope in read if form]
     roles = Roles(OnnxView([scope.view for scope in scopes], statics), ROLE_OPS)
     finder = _Finder(statics, roles, [form for _, form, _ in matmuls])
     return [finder.describe(*matmul) for matmul in matmuls]
@@ -150,7 +156,7 @@ class _Finder:
         if isinstance(form, Lookup):
             return self._lookup(node, form, scope)
         x, w, swapped = operands_of(form, self._statics)
-        m, n, k = eligibility.sizes(x.shape, w.shape)
+        m, n, k = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
         index = scope.indices[id(node)]
         output = node.outputs[0].name
@@ -161,7 +167,7 @@ class _Finder:
             op=node.op,
             module=module_path(scope.proto.node[index]),
             subgraph=scope.path,
-            role=self._roles.of_linear(node.outputs[0]) if w.static else self._roles.of_product(node.outputs[0]),
+            role=self._role(node, form, w),
             m=m,
             n=n,
             k=k,
@@ -170,7 +176,7 @@ class _Finder:
             weight_bytes=w.static.byte_size if w.static else 0,
             shared_with=self._uses[id(w.static.tensor)] - 1 if w.static else 0,
             has_bias=added.bias is not None,
-            blocker=self._blocker(form, x, w, swapped, dtype),
+            blocker=self._blocker(form, x, w, swapped, dtype) or _repeat_blocker(form, x, w, node.outputs[0]),
         )
         return OnnxSite(
             matmul=matmul, scope=scope, index=index, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added
@@ -180,7 +186,7 @@ class _Finder:
         static, output, index = self._statics.resolve(form.b), node.outputs[0].name, scope.indices[id(node)]
         shape = static.shape if static else form.b.shape
         dtype = static.dtype if static else dtype_of(form.b)
-        unfit = form.unfit or (None if static else self._weight_blocker(form.b))
+        unfit = form.blocker or (None if static else self._weight_blocker(form.b))
         site = MatMulSite(
             name=take_name(node.name or f"{node.op}_{output}", self._names, "#"),
             op=node.op,
@@ -208,30 +214,41 @@ class _Finder:
             added=Added(output=output),
         )
 
+    def _role(self, node: gs.Node, form: Form, w: Operand) -> Role:
+        if w.static is None:
+            return self._roles.of_product(node.outputs[0])
+        # What the op itself does with the product stands between it and whatever follows.
+        passive = ROLE_OPS.views | ROLE_OPS.to_output
+        return self._roles.of_linear(node.outputs[0]) if all(s.op in passive for s in form.after) else "linear"
+
     def _absorbed(self, node: gs.Node, form: Form, scope: Scope, n: Dim, dtype: int) -> Added | None:
         """Returns the op's own c, or the static operand of a following Add, if the gemm can add it exactly."""
         product = node.outputs[0]
         c, index, total = form.c, None, product
+        after: tuple[Step, ...] = ()
         if c is None:
             add = product.outputs[0] if len(product.outputs) == 1 and form.absorbs_add else None
             returned = any(output is product for output in scope.view.outputs)
-            if add is None or returned or not _is_add(add) or id(add) not in scope.indices:
+            if add is None or returned or id(add) not in scope.indices:
                 return None
+            if not _is_add(add) and not (_is_bias_gelu(add) and add.inputs[0] is product):
+                return None
+            after = (Step(op="Gelu"),) if _is_bias_gelu(add) else ()
             c = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
             index, total = scope.indices[id(add)], add.outputs[0]
         bias = self._statics.resolve(c)
         rank = form.rank or len(product.shape or (n,))
-        if bias is None or bias.dtype != dtype or not isinstance(n, int):
+        if bias is None or bias.lead or bias.dtype != dtype or not isinstance(n, int):
             return None
         if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
             return None
-        return Added(bias=bias, index=index, output=total.name)
+        return Added(bias=bias, index=index, output=total.name, after=after)
 
     def _blocker(self, form: Form, x: Operand, w: Operand, swapped: bool, dtype: int) -> str | None:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""
         if w.static and self._statics.is_constant(form.a) and self._statics.is_constant(form.b):
             return eligibility.BOTH_CONSTANT
-        if reason := _contradiction(form, x, w):
+        if reason := form.blocker or _contradiction(form, x, w):
             return reason
         if reason := eligibility.dtype_blocker(_dtype_name(dtype), "cast the model or give it shape information"):
             return reason
@@ -265,6 +282,11 @@ class _Finder:
                 f"weight {experts!r} holds experts that are gathered while the model runs, and a packed weight cannot "
                 "be; expected one MatMul per expert; export the model so"
             )
+        if repeated := self._statics.repeated(tensor):
+            return (
+                f"weight {repeated!r} is repeated while the model runs, nobody knows along which dimensions; "
+                "give the model shape information"
+            )
         return None
 
 
@@ -279,8 +301,25 @@ def _contradiction(form: Form, x: Operand, w: Operand) -> str | None:
     return None
 
 
+def _repeat_blocker(form: Form, x: Operand, w: Operand, result: gs.Tensor) -> str | None:
+    """Returns why a weight cannot be packed that repeats along leading dimensions, or None if it can or does not."""
+    if w.static is None or not w.static.lead:
+        return None
+    if form.a_view != AS_IS or form.b_view != AS_IS:
+        return "the weight is repeated along a dimension, and its axes are permuted; expected one of both"
+    batch, seen = (None if shape is None else list(shape[:-2]) for shape in (x.shape, result.shape))
+    if batch is not None and None not in batch and batch == seen:
+        return None
+    return "the weight is repeated along a batch that the activation lacks; expand the result instead"
+
+
 def _is_add(node: gs.Node) -> bool:
     return node.op == "Add" and node.domain in STANDARD
+
+
+def _is_bias_gelu(node: gs.Node) -> bool:
+    """Whether `node` is what ONNX Runtime makes of an Add and a Gelu."""
+    return node.op == "BiasGelu" and node.domain == MICROSOFT and len(node.inputs) == 2
 
 
 def _dtype_name(code: int) -> str | None:

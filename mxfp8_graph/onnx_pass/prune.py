@@ -10,7 +10,7 @@ import onnx
 
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import iter_graphs
-from mxfp8_graph.onnx_pass.static_operands import VIEW_OPS
+from mxfp8_graph.onnx_pass.static_operands import REPEATS, VIEW_OPS
 
 
 def prune(opened: OpenedModel, suspects: Iterable[str]) -> None:
@@ -30,7 +30,7 @@ def prune(opened: OpenedModel, suspects: Iterable[str]) -> None:
             continue
         node = producers.get(name)
         if node is not None:
-            if node.op_type not in {*VIEW_OPS, "Constant"} or any(uses[output] for output in node.output):
+            if node.op_type not in {*VIEW_OPS, *REPEATS, "Constant"} or any(uses[output] for output in node.output):
                 continue
             uses.subtract(node.input)
             stack.extend(node.input)

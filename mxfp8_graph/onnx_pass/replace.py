@@ -14,7 +14,6 @@ Whatever is not named by a decision stays the very message it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
@@ -26,6 +25,7 @@ from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.onnx_model.write import Target
 from mxfp8_graph.onnx_pass.build import Builder, ScopeEdit
 from mxfp8_graph.onnx_pass.find import OnnxSite
+from mxfp8_graph.onnx_pass.form import Step
 from mxfp8_graph.onnx_pass.prune import prune
 from mxfp8_graph.onnx_pass.static_operands import Static
 from mxfp8_graph.onnx_pass.weight_rows import apply, layout_of, open_rows
@@ -111,15 +111,18 @@ class Editor:
         if site.x.rank is None:
             # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have.
             dtype = contract.FLOAT
-        steps: list[tuple[str, Any]] = []
+        steps: list[Step] = []
         if dtype != site.dtype:
-            steps.append(("Cast", site.dtype))
+            steps.append(Step(op="Cast", attributes={"to": site.dtype}))
         if site.swapped:
-            steps.append(("Transpose", k_last(range(max(site.x.rank or 2, site.w.rank or 2)))))
+            perm = k_last(range(max(site.x.rank or 2, site.w.rank or 2)))
+            steps.append(Step(op="Transpose", attributes={"perm": perm}))
         if site.form.alpha != 1.0 and site.w.static is None:
-            steps.append(("Mul", site.form.alpha))
+            alpha = onnx.helper.make_tensor("", site.dtype, [], [site.form.alpha])
+            steps.append(Step(op="Mul", inputs=(alpha,)))
         if site.added.addend is not None:
-            steps.append(("Add", (site.added.addend, site.form.beta)))
+            steps.append(Step(op="Add", inputs=((site.added.addend, site.form.beta),)))
+        steps += [*site.form.after, *site.added.after]
         output = self._fresh(f"{site.added.output}_gemm") if steps else site.added.output
         settings = {"output_dtype": dtype}
         if op is contract.WEIGHT_GEMM:

@@ -8,16 +8,23 @@ from typing import Final
 import onnx_graphsurgeon as gs
 
 from mxfp8_graph.onnx_model.walk import STANDARD
-from mxfp8_graph.onnx_pass.matmul_forms import FORMS
+from mxfp8_graph.onnx_pass.matmul_forms import FORMS, MICROSOFT_FORMS
 from mxfp8_graph.onnx_pass.static_operands import StaticOperands
 from mxfp8_graph.policy.roles import RoleOps
 
+_FUSED: Final = (
+    *("MultiHeadAttention", "GroupQueryAttention", "DecoderMaskedMultiHeadAttention", "PackedMultiHeadAttention"),
+    *("PagedAttention", "SparseAttention", "QAttention", "MatMulNBits", "MatMulInteger", "MatMulIntegerToFloat"),
+    *("DynamicQuantizeMatMul", "QLinearMatMul", "FusedConv", "QMoE"),
+)
+"""ONNX Runtime's ops, and quantized ones, that multiply activations by something."""
+
 ROLE_OPS: Final = RoleOps(
-    compute=frozenset({*FORMS, "Einsum", "Conv", "ConvTranspose", "Attention", "LSTM", "GRU", "RNN"}),
+    compute=frozenset({*FORMS, *MICROSOFT_FORMS, "Conv", "ConvTranspose", "Attention", "LSTM", "GRU", "RNN", *_FUSED}),
     choices=frozenset({"TopK", "ArgMax"}),
     softmax=frozenset({"Softmax"}),
-    views=frozenset({"Cast", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze"}),
-    to_output=frozenset({"Slice", "Softmax", "LogSoftmax", "Sigmoid", "Flatten", "Split", "Gather"}),
+    views=frozenset({"Cast", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten"}),
+    to_output=frozenset({"Slice", "Softmax", "LogSoftmax", "Sigmoid", "Split", "Gather"}),
     to_softmax=frozenset({"Add", "Sub", "Mul", "Div", "Where", "Clip", "Max", "Min", "Tanh", "Expand", "Concat"}),
     from_softmax=frozenset({"Dropout", "Where", "Mul", "Slice", "Split"}),
     affine=frozenset({"Add", "Sub", "Mul", "Div"}),

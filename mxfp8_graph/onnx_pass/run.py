@@ -10,9 +10,9 @@ from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.write import open_target, wants_external
-from mxfp8_graph.onnx_pass.embeddings import LOOKUPS
+from mxfp8_graph.onnx_pass.embeddings import looks_up
 from mxfp8_graph.onnx_pass.find import find_sites
-from mxfp8_graph.onnx_pass.matmul_forms import FORMS
+from mxfp8_graph.onnx_pass.matmul_forms import multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
@@ -34,11 +34,11 @@ def rewrite_onnx(
     reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes
     if already_rewritten(record.find(opened.proto), recipe, options, what="model"):
         return model, reporter.report(already_rewritten=True)
-    upgrade(opened, {*FORMS, *(LOOKUPS if recipe.embeddings else ())})
+    upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
     sites = find_sites(opened)
     stored = [id(site.w.static.tensor) if site.w.static else None for site in sites]
     decisions = tied_tables.explained(plan([site.matmul for site in sites], recipe), stored)
-    require_eligible(decisions, options, wanted=f"{' or '.join(FORMS)} in the model")
+    require_eligible(decisions, options, wanted="MatMul or Gemm in the model")
     external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
         if options.dry_run:

@@ -1,6 +1,8 @@
 """Which operands are known before the model runs: an initializer or Constant, behind view-like nodes.
 
 initializer | Constant -> (Identity | Transpose | Cast | Reshape | Squeeze | Unsqueeze | Split | Slice)* -> operand
+
+Behind them may stand an Expand or Tile that only repeats the value along leading dimensions.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Static:
     dtype: int
     """onnx.TensorProto.DataType after the steps."""
     steps: Steps = ()
+    lead: int = 0
+    """How many more leading dimensions the consumer sees, along which the value repeats."""
 
     @property
     def byte_size(self) -> int:
@@ -106,7 +110,8 @@ class StaticOperands:
             tensor = node.inputs[0]
         static = self._resolved[id(tensor)]
         for node, output in reversed(views):
-            static = _STEPS[node.op](self, node, static, output) if static else None
+            step = _behind_repeat if static and static.lead else _STEPS[node.op]
+            static = step(self, node, static, output) if static else None
             self._resolved[id(output)] = static
         return static
 
@@ -124,7 +129,7 @@ class StaticOperands:
         self._nested += 1
         static = self.resolve(tensor)
         self._nested -= 1
-        if static is None or static.byte_size > INLINE_BYTES or static.name in self._opened.tensors:
+        if static is None or static.lead or static.byte_size > INLINE_BYTES or static.name in self._opened.tensors:
             return None
         if len(static.shape) != 1 or static.dtype not in _INTEGERS or is_external(static.tensor):
             return None
@@ -139,6 +144,13 @@ class StaticOperands:
             return None
         stack = self.resolve(gather.inputs[0])
         return stack.name if stack is not None and len(stack.shape) > 2 else None
+
+    def repeated(self, tensor: gs.Tensor) -> str | None:
+        """Returns the stored tensor that `tensor` repeats as often as the model says when it runs, by name, or None."""
+        while (node := _view_of(tensor)) is not None and node.op not in REPEATS:
+            tensor = node.inputs[0]
+        stored = None if node is None else self.resolve(node.inputs[0])
+        return None if stored is None else stored.name
 
     def source_of(self, tensor: gs.Tensor) -> str:
         """Returns the op behind the views that a constant comes from."""
@@ -235,6 +247,35 @@ class StaticOperands:
         rest = iter(before.shape)
         return _reshaped(before, tuple(1 if i in ones else next(rest) for i in range(rank)))
 
+    def _repeat(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
+        """Returns what Expand or Tile makes of `before` if it repeats it along leading dimensions and nothing else."""
+        seen, own = output.shape, before.shape
+        while len(own) > 2 and own[0] == 1:
+            own = own[1:]
+        if seen is None or len(seen) < len(own):
+            return None
+        lead = len(seen) - len(own)
+        # Expand changes no dimension but those of 1, whatever the shape that it is given while the model runs.
+        if tuple(seen[lead:]) != own and not (node.op == "Expand" and 1 not in own):
+            return None
+        same = before if own == before.shape else before.then("Reshape", own, shape=own)
+        return replace(same, lead=lead)
+
+
+def _behind_repeat(statics: StaticOperands, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
+    """Returns what a view makes of a value that repeats, if it leaves the leading dimensions as they are."""
+    lead, rank = before.lead, len(before.shape)
+    if node.op == "Transpose":
+        perm = permutation(node, lead + rank)
+        if perm is None or perm[:lead] != tuple(range(lead)):
+            return None
+        inner = tuple(axis - lead for axis in perm[lead:])
+        return before.then("Transpose", inner, shape=tuple(before.shape[axis] for axis in inner))
+    if node.op == "Reshape":
+        shapes = [tensor.shape for tensor in (node.inputs[0], output)]
+        return before if None not in shapes and None not in shapes[0] and shapes[0] == shapes[1] else None
+    return _STEPS[node.op](statics, node, before, output) if node.op in {"Identity", "Cast"} else None
+
 
 def dtype_of(tensor: gs.Tensor) -> int:
     """Returns the onnx.TensorProto.DataType of a tensor; 0 if it is unknown."""
@@ -286,8 +327,13 @@ _STEPS: Final[dict[str, Callable[[StaticOperands, gs.Node, Static, gs.Tensor], S
     "Unsqueeze": StaticOperands._unsqueeze,
     "Split": StaticOperands._split,
     "Slice": StaticOperands._slice,
+    "Expand": StaticOperands._repeat,
+    "Tile": StaticOperands._repeat,
 }
-VIEW_OPS: Final = tuple(_STEPS)
+REPEATS: Final = ("Expand", "Tile")
+"""The ops a weight may stand behind if they do nothing but repeat it along leading dimensions."""
+
+VIEW_OPS: Final = tuple(op for op in _STEPS if op not in REPEATS)
 """The ops a weight may stand behind."""
 
 QUANTIZED: Final = frozenset({"DequantizeLinear", "TRT_MXFP8DequantizeLinear"})

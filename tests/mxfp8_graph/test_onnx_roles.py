@@ -255,6 +255,20 @@ class TestAttention:
         used = {k: v for k, v in weights.items() if any(k in n.input for n in after)}
         assert roles(model(nodes, inputs, {"y": (F32, [2, 5, 64])}, used)) == {"values": "attention_values"}
 
+    def test_an_old_softmax_that_onnx_converts_is_still_one(self):
+        """Below opset 13 a Softmax flattens its input: onnx's converter writes Flatten, Softmax, Reshape."""
+        nodes = [
+            node("MatMul", "q k", "s", "scores"),
+            node("Softmax", "s", "p", axis=2),
+            node("MatMul", "p v", "a", "values"),
+            node("Neg", "a", "y"),
+        ]
+        inputs = {"q": (F32, ["b", "s", 64]), "k": (F32, ["b", 64, "s"]), "v": (F32, ["b", "s", 64])}
+        proto = model(nodes, inputs, {"y": (F32, ["b", "s", 64])}, opset=12)
+        assert roles(proto) == {"scores": "attention_scores", "values": "attention_values"}
+        converted, _ = mxfp8_graph.rewrite(proto, Recipe(name="scores", attention_scores=True, min_dim=0))
+        assert "Flatten" in {n.op_type for n in converted.graph.node}
+
     def test_a_plain_product_is_neither(self):
         nodes = [node("MatMul", "a b", "h", "product"), node("Neg", "h", "y")]
         inputs = {"a": (F32, [5, 64]), "b": (F32, [64, 7])}

@@ -92,7 +92,7 @@ def _check_against(node: onnx.NodeProto, schema: Schema, place: Place, typed: bo
         names.add(name)
         kind = schema.attributes.get(name)
         if kind is None:
-            if name.startswith("__"):  # reserved for what tools keep to themselves
+            if schema.more_attributes or name.startswith("__"):  # reserved for what tools keep to themselves
                 continue
             known = ", ".join(schema.attributes)
             raise place.node_error(node, f"unknown attribute {name!r}", f"one of {known}" if known else "none")

@@ -9,6 +9,7 @@ from typing import Final
 
 import onnx
 
+from mxfp8_graph.onnx_model.walk import MICROSOFT
 from mxfp8_ops import contract
 
 MANY: Final = 2**31 - 1
@@ -16,7 +17,30 @@ MANY: Final = 2**31 - 1
 
 
 _INT: Final = int(onnx.AttributeProto.INT)
+_FLOAT: Final = int(onnx.AttributeProto.FLOAT)
+_INTS: Final = int(onnx.AttributeProto.INTS)
 _STRING: Final = int(onnx.AttributeProto.STRING)
+
+_TRANSPOSES: Final = dict.fromkeys(("transA", "transB", "transBatchA", "transBatchB"), _INT)
+_ACTIVATION: Final = {
+    "activation": _STRING,
+    "activation_axis": _INT,
+    **{f"activation_{name}": _FLOAT for name in ("alpha", "beta", "gamma")},
+}
+_PACKED_ATTENTION: Final = {
+    **dict.fromkeys(("num_heads", "unidirectional", "past_present_share_buffer"), _INT),
+    **dict.fromkeys(("do_rotary", "rotary_embedding_dim"), _INT),
+    **dict.fromkeys(("scale", "mask_filter_value"), _FLOAT),
+    "qkv_hidden_sizes": _INTS,
+}
+_MICROSOFT: Final = {
+    "FusedMatMul": ((2, 2), (1, 1), {"alpha": _FLOAT, **_TRANSPOSES}, ()),
+    "TransposeMatMul": ((2, 2), (1, 1), {"alpha": _FLOAT, **_TRANSPOSES}, ()),
+    "FusedMatMulActivation": ((2, 2), (1, 1), {"alpha": _FLOAT, **_TRANSPOSES, **_ACTIVATION}, ("activation",)),
+    "FusedGemm": ((2, 3), (1, 1), {"alpha": _FLOAT, "beta": _FLOAT, **_TRANSPOSES, **_ACTIVATION}, ()),
+    "Attention": ((2, 7), (1, 3), _PACKED_ATTENTION, ("num_heads",)),
+}
+"""Inputs, outputs, attributes and needed attributes of those of ONNX Runtime's ops that the pass reads."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +56,8 @@ class Schema:
     attributes: Mapping[str, int]
     """Name -> onnx.AttributeProto.AttributeType."""
     needed_attributes: frozenset[str]
+    more_attributes: bool = False
+    """A node may have attributes that are not among these."""
 
 
 @functools.cache
@@ -39,6 +65,8 @@ def schema_of(op: str, domain: str, opset: int) -> Schema | None:
     """Returns the schema of an op at a version of its domain; None for what onnx does not know or has retired."""
     if domain == contract.DOMAIN:
         return _ours(op)
+    if domain == MICROSOFT:
+        return _microsoft(op)
     if domain == "" and opset > onnx.defs.onnx_opset_version():
         return None
     if not 0 < opset < MANY or not onnx.defs.has(op, opset, domain):
@@ -71,4 +99,20 @@ def _ours(op: str) -> Schema | None:
         needed_outputs=frozenset(range(outputs)),
         attributes=kinds,
         needed_attributes=frozenset(),
+    )
+
+
+def _microsoft(op: str) -> Schema | None:
+    row = _MICROSOFT.get(op)
+    if row is None:
+        return None
+    inputs, outputs, attributes, needed = row
+    return Schema(
+        inputs=inputs,
+        outputs=outputs,
+        needed_inputs=frozenset({0, 1}),
+        needed_outputs=frozenset({0}),
+        attributes=attributes,
+        needed_attributes=frozenset(needed),
+        more_attributes=True,  # another version of ONNX Runtime may have others
     )

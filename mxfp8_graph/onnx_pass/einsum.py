@@ -1,0 +1,171 @@
+"""Einsums that are matmuls: X [batch..., m..., k...] times W [batch..., n..., k...].
+
+"bsk,kn->bsn"       a linear                          "nk,bsk->bns"       the static side first, the result transposed
+"bsk,khd->bshd"     N = h * d: heads at once          "bshd,hdk->bsk"     K = h * d
+"ebk,enk->ebn"      one matrix per e                  "...k,nk->...n"     any leading dimensions
+
+Labels that stand for one dimension of the product are merged by a Reshape, those that are out of order are moved by a
+Transpose, before and after the gemm. Of a static operand nothing but another packed order is left of that.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from mxfp8_graph.onnx_pass.form import Form, Step, View
+from mxfp8_graph.onnx_pass.static_operands import Static, StaticOperands
+
+_Labels = tuple[str, ...]
+
+
+class _NoMatMulError(Exception):
+    """The equation is no matmul; the message is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contraction:
+    """Which labels of "x,w->output" are which dimension of the product."""
+
+    x: _Labels
+    w: _Labels
+    output: _Labels
+    batch: _Labels
+    m: _Labels
+    n: _Labels
+    k: _Labels
+
+
+def read(node: gs.Node, statics: StaticOperands) -> Form | None:
+    """Returns how an Einsum multiplies, with its static operand last; None if it has one operand only."""
+    if len(node.inputs) == 1:
+        return None
+    operands = sorted(node.inputs, key=lambda tensor: statics.resolve(tensor) is not None)
+    x, w = operands[0], operands[-1]
+    try:
+        if len(operands) > 2:
+            raise _NoMatMulError(f"it has {len(operands)} operands; expected 2; split it")
+        contraction = _contraction(node.attrs["equation"], x, w, swapped=x is not node.inputs[0])
+        return _form(x, w, statics.resolve(w), contraction)
+    except _NoMatMulError as error:
+        return Form(a=x, b=w, blocker=f"equation {node.attrs['equation']!r}: {error}")
+
+
+def _form(x: gs.Tensor, w: gs.Tensor, static: Static | None, c: _Contraction) -> Form:
+    if static is not None and static.lead:
+        raise _NoMatMulError("its static operand is repeated along a dimension; expected it without that")
+    in_order = (*c.batch, *c.k, *c.n) == c.w
+    wanted = c.w if in_order else (*c.batch, *c.n, *c.k)
+    x_view, w_view = View(perm=_perm(c.x, (*c.batch, *c.m, *c.k))), View(perm=_perm(c.w, wanted))
+    after: list[Step] = []
+    if len(c.n) > 1 or len(c.k) > 1 or (c.batch and len(c.m) != 1):
+        sizes = _sizes(x, static, c)
+        n, k = (math.prod(sizes[label] for label in labels) for labels in (c.n, c.k))
+        lead, no_rows = [0] * len((*c.batch, *c.m)), [1] if c.batch and not c.m else []
+        ones = [1] * (len(c.m) - 1) if c.batch else []  # a stack broadcasts along every m but the last
+        stack = [*(sizes[label] for label in c.batch), *ones]
+        w_view = View(perm=w_view.perm, shape=(*stack, *((k, n) if in_order else (n, k))))
+        if len(c.k) > 1 or no_rows:
+            x_view = View(perm=x_view.perm, shape=(*lead, *no_rows, k))
+        if len(c.n) > 1 or no_rows:
+            shape = [*lead, *(sizes[label] for label in wanted if label in c.n)]
+            after.append(Step(op="Reshape", inputs=(_vector(shape),)))
+    made = (*c.batch, *c.m, *(label for label in wanted if label in c.n))
+    if made != c.output:
+        after.append(Step(op="Transpose", attributes={"perm": _perm(made, c.output)}))
+    return Form(
+        a=x, b=w, a_view=x_view, b_view=w_view, b_transposed=in_order, after=tuple(after), absorbs_add=not after
+    )
+
+
+def _sizes(x: gs.Tensor, static: Static | None, c: _Contraction) -> dict[str, int]:
+    """Returns the size behind each label of the static operand, for dimensions that must be merged."""
+    if static is None:
+        raise _NoMatMulError("both operands are computed at run time; expected one label each for M, N and K")
+    sizes = dict(zip(c.w, static.shape, strict=True))
+    if 0 in sizes.values():
+        raise _NoMatMulError("its static operand is empty; expected N and K above 0")
+    for label, size in zip(c.x, x.shape or (), strict=False):
+        if label in c.k and isinstance(size, int) and size != sizes[label]:
+            raise _NoMatMulError(f"its operands disagree on {label!r}, {size} and {sizes[label]}; correct the model")
+    return sizes
+
+
+def _contraction(equation: str, x: gs.Tensor, w: gs.Tensor, *, swapped: bool) -> _Contraction:
+    """Returns which label of an equation is which dimension; in the equation w comes first if `swapped`."""
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    sides = terms.split(",")
+    if len(sides) != 2:
+        raise _NoMatMulError(f"it has {len(sides)} terms for 2 operands; correct the model")
+    if swapped:
+        sides.reverse()
+    a, b = (_labels(side, tensor) for side, tensor in zip(sides, (x, w), strict=True))
+    for labels in (a, b):
+        if len(set(labels)) < len(labels):
+            raise _NoMatMulError("it takes a diagonal; expected each label once per operand")
+    output = _expanded(result, max(_dots(a), _dots(b), key=len)) if arrow else _implied(a, b)
+    if len(set(output)) < len(output) or not {*output} <= {*a, *b}:
+        raise _NoMatMulError("its result has labels twice or that no operand has; correct the model")
+    if alone := ({*a} ^ {*b}) - {*output}:
+        raise _NoMatMulError(f"it sums over {min(alone)!r} of one operand; expected a sum over labels of both")
+    both = {*a} & {*b}
+    k = tuple(label for label in b if label in both and label not in output)
+    n = tuple(label for label in output if label in b and label not in both)
+    if not k:
+        raise _NoMatMulError("it is no matmul: it sums over no label of both operands")
+    if not n:
+        raise _NoMatMulError("it is no matmul: its second operand has no label of its own")
+    m = tuple(label for label in output if label in a and label not in both)
+    batch = tuple(label for label in output if label in both)
+    if (*batch, *k) == b[: len(batch) + len(k)]:
+        n = b[len(batch) + len(k) :]
+    return _Contraction(x=a, w=b, output=output, batch=batch, m=m, n=n, k=k)
+
+
+def _labels(term: str, tensor: gs.Tensor) -> _Labels:
+    """Returns one label per axis of an operand; those that an ellipsis stands for are "0", "1", from the last on."""
+    rank = None if tensor.shape is None else len(tensor.shape)
+    letters = len(term.replace("...", "", 1))
+    if "..." not in term:
+        hidden = 0
+        if rank not in (None, letters):
+            raise _NoMatMulError(f"it has {letters} labels for an operand of rank {rank}; correct the model")
+    elif rank is None:
+        raise _NoMatMulError("the rank behind an ellipsis is unknown; give the model shape information")
+    elif rank < letters:
+        raise _NoMatMulError(f"it has {letters} labels for an operand of rank {rank}; correct the model")
+    else:
+        hidden = rank - letters
+    return _expanded(term, tuple(str(i) for i in reversed(range(hidden))))
+
+
+def _expanded(term: str, dots: Sequence[str]) -> _Labels:
+    """Returns the labels of a term, `dots` in place of its ellipsis."""
+    before, ellipsis, behind = term.partition("...")
+    if not {*before, *behind} <= {*string.ascii_letters}:
+        raise _NoMatMulError("it has other signs than letters; correct the model")
+    return (*before, *(dots if ellipsis else ()), *behind)
+
+
+def _dots(labels: _Labels) -> _Labels:
+    """Returns the labels that stand for axes behind an ellipsis."""
+    return tuple(label for label in labels if label.isdigit())
+
+
+def _implied(a: _Labels, b: _Labels) -> _Labels:
+    """Returns the labels of the result of an equation without "->": the ellipsis, then what is there once, sorted."""
+    once = {*a} ^ {*b}
+    return (*max(_dots(a), _dots(b), key=len), *sorted(label for label in once if not label.isdigit()))
+
+
+def _perm(have: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...]:
+    return tuple(have.index(label) for label in wanted)
+
+
+def _vector(values: Sequence[int]) -> onnx.TensorProto:
+    return onnx.helper.make_tensor("", onnx.TensorProto.INT64, [len(values)], values)

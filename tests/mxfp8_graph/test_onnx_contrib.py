@@ -1,0 +1,310 @@
+"""ONNX Runtime's own ops (domain com.microsoft): their products are rewritten, or kept with the reason.
+
+Integers up to 8 are exact in E4M3, and so are sums of their products in float32: what is rewritten gives what ONNX
+Runtime gives for the original, to the bit, up to what stands behind the product.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from builders import IR_VERSION, node, value
+from onnx import helper, numpy_helper
+from oracle import kinds, refusal, rewrite, run
+
+import mxfp8_graph
+from mxfp8_graph import Recipe, Rule
+from mxfp8_ops.errors import ContractError
+
+F32 = np.float32
+MICROSOFT = "com.microsoft"
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+def integers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(F32)
+
+
+def contrib_model(
+    nodes: list[onnx.NodeProto], inputs: dict[str, Any], weights: dict[str, np.ndarray], *, opset: int = 21
+) -> onnx.ModelProto:
+    """A model that returns y, of the rank of its first input; inputs map names to shapes, or to (dtype, shape)."""
+    first = next(iter(inputs.values()))
+    typed = {name: spec if isinstance(spec, tuple) else (F32, spec) for name, spec in inputs.items()}
+    graph = helper.make_graph(
+        nodes,
+        "contrib",
+        [value(name, *spec) for name, spec in typed.items()],
+        [value("y", F32, None if first is None else [None] * len(first))],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION)
+
+
+def product(op: str, x: Any, w: np.ndarray, inputs: str = "x w", **attributes: Any) -> onnx.ModelProto:
+    """y = -op(inputs)."""
+    weights = {"w": w, **({"c": integers(96, seed=3)} if "c" in inputs.split() else {})}
+    nodes = [node(op, inputs, "h", "linear", domain=MICROSOFT, **attributes), node("Neg", "h", "y")]
+    return contrib_model(nodes, {"x": x}, weights)
+
+
+class TestFusedMatMul:
+    @pytest.mark.parametrize("op", ["FusedMatMul", "TransposeMatMul"])
+    @pytest.mark.parametrize("alpha", [1.0, 0.125])
+    @pytest.mark.parametrize("trans_b", [0, 1])
+    @pytest.mark.parametrize("trans_a", [0, 1])
+    def test_a_static_right_side(self, op: str, alpha: float, trans_a: int, trans_b: int) -> None:
+        w = integers(96, 70) if trans_b else integers(70, 96)
+        proto = product(
+            op, ["b", 70, "s"] if trans_a else ["b", "s", 70], w, alpha=alpha, transA=trans_a, transB=trans_b
+        )
+        rewritten, report = rewrite(proto)
+        site = report.sites[0].decision.site
+        assert (site.op, site.role, site.n, site.k) == (op, "linear", 96, 70)
+        assert kinds(rewritten) == {
+            **({"Transpose": 1} if trans_a else {}),
+            "MXFP8Quantize": 1,
+            "MXFP8Gemm": 1,
+            "Neg": 1,
+        }
+        x = integers(2, 70, 3) if trans_a else integers(2, 3, 70)
+        assert np.array_equal(run(rewritten, {"x": x})[0], run(proto, {"x": x})[0])
+
+    @pytest.mark.parametrize("trans_a", [0, 1])
+    def test_a_static_left_side(self, trans_a: int) -> None:
+        w = integers(70, 96) if trans_a else integers(96, 70)
+        proto = product("FusedMatMul", ["b", 70, "s"], w, "w x", transA=trans_a, alpha=0.5)
+        rewritten, _ = rewrite(proto)
+        x = integers(2, 70, 3)
+        assert kinds(rewritten) == {"Transpose": 2, "MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1}
+        assert np.array_equal(run(rewritten, {"x": x})[0], run(proto, {"x": x})[0])
+
+    @pytest.mark.parametrize("trans_a", [0, 1])
+    def test_batches_that_do_not_come_first(self, trans_a: int) -> None:
+        w = integers(64, 4, 96)
+        shape = (64, 4, 3) if trans_a else (3, 4, 64)
+        attributes = {"transBatchA": 1, "transBatchB": 1, "transA": trans_a}
+        proto = product("FusedMatMul", list(shape), w, **attributes)
+        rewritten, report = rewrite(proto)
+        x = integers(*shape)
+        assert (report.sites[0].decision.site.n, report.sites[0].decision.site.k) == (96, 64)
+        assert np.array_equal(run(rewritten, {"x": x})[0], run(proto, {"x": x})[0])
+
+    def test_batches_that_do_not_come_first_and_an_unknown_rank_are_kept(self) -> None:
+        proto = product("FusedMatMul", None, integers(64, 4, 96), transBatchA=1, transBatchB=1)
+        assert refusal(proto).endswith("a rank is unknown; give it shape information")
+
+    def test_two_activations(self) -> None:
+        nodes = [
+            node("FusedMatMul", "a b", "h", "product", domain=MICROSOFT, alpha=0.5, transB=1),
+            node("Neg", "h", "y"),
+        ]
+        proto = contrib_model(nodes, {"a": [2, 3, 64], "b": [2, 40, 64]}, {})
+        rewritten, _ = rewrite(proto, Recipe(name="all", rules=(Rule(op="FusedMatMul"),)))
+        feeds = {"a": integers(2, 3, 64), "b": integers(2, 40, 64, seed=1)}
+        assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 1, "Constant": 1, "Mul": 1, "Neg": 1}
+        assert np.array_equal(run(rewritten, feeds)[0], run(proto, feeds)[0])
+
+    def test_scores_are_recognised(self) -> None:
+        nodes = [
+            node("FusedMatMul", "q k", "s", "scores", domain=MICROSOFT, alpha=0.125, transB=1),
+            node("Softmax", "s", "p"),
+            node("FusedMatMul", "p v", "a", "values", domain=MICROSOFT),
+            node("Neg", "a", "y"),
+        ]
+        proto = contrib_model(nodes, {name: ["b", 2, "s", 64] for name in "qkv"}, {})
+        with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+            mxfp8_graph.rewrite(proto)
+        assert [d.site.role for d in caught.value.decisions] == ["attention_scores", "attention_values"]
+
+    def test_an_attribute_of_another_version_is_kept_with_the_reason(self) -> None:
+        proto = product("FusedMatMul", ["m", 64], integers(64, 64), beta=2.0)
+        assert refusal(proto).startswith("its attribute 'beta' is not known; expected alpha, transA")
+
+
+ACTIVATIONS = {
+    "Relu": {},
+    "Sigmoid": {},
+    "Tanh": {},
+    "Softplus": {},
+    "Softsign": {},
+    "LeakyRelu": {"alpha": 0.25},
+    "Elu": {"alpha": 0.5},
+    "ThresholdedRelu": {"alpha": 2.0},
+    "HardSigmoid": {"alpha": 0.125, "beta": 0.25},
+    "Selu": {"alpha": 1.5, "gamma": 1.25},
+}
+
+
+class TestActivations:
+    @pytest.mark.parametrize("op", ACTIVATIONS)
+    def test_fused_gemm_gets_its_activation_back(self, op: str) -> None:
+        given = {f"activation_{name}": number for name, number in ACTIVATIONS[op].items()}
+        settings = {"activation": op, "alpha": 0.125, "transB": 1, **given}
+        proto = product("FusedGemm", ["m", 64], integers(96, 64), "x w c", **settings)
+        rewritten, report = rewrite(proto)
+        assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, op: 1, "Neg": 1}
+        assert report.sites[0].decision.site.has_bias
+        x = integers(3, 64)
+        np.testing.assert_allclose(run(rewritten, {"x": x})[0], run(proto, {"x": x})[0], rtol=1e-5, atol=1e-6)
+
+    def test_fused_matmul_activation_gets_its_activation_back(self) -> None:
+        """ONNX Runtime runs the op on DirectML alone; the reference is NumPy."""
+        settings = {"activation": "LeakyRelu", "activation_alpha": 0.25, "alpha": 0.5, "transB": 1}
+        rewritten, _ = rewrite(product("FusedMatMulActivation", ["m", 64], integers(96, 64), **settings))
+        x = integers(3, 64)
+        h = 0.5 * (x @ integers(96, 64).T)
+        assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "LeakyRelu": 1, "Neg": 1}
+        assert np.array_equal(run(rewritten, {"x": x})[0], -np.where(h < 0, 0.25 * h, h).astype(F32))
+
+    def test_an_activation_that_nobody_knows_is_kept_with_the_reason(self) -> None:
+        proto = product("FusedGemm", ["m", 64], integers(64, 96), activation="Mish")
+        assert refusal(proto).startswith("its activation 'Mish' is not known; expected one of Elu, HardSigmoid")
+
+    def test_an_activation_ends_an_output_projection(self) -> None:
+        """Tanh(Gemm) -> output is a linear, as it is where the two are separate; without it, an output projection."""
+        reports = []
+        for activation in ("Tanh", ""):
+            settings = {"activation": activation} if activation else {}
+            nodes = [node("FusedGemm", "x w", "y", "pooler", domain=MICROSOFT, **settings)]
+            proto = contrib_model(nodes, {"x": ["m", 64]}, {"w": integers(64, 96)})
+            reports.append(mxfp8_graph.rewrite(proto, Recipe(output_projections=True))[1])
+        assert [report.sites[0].decision.site.role for report in reports] == ["linear", "output_projection"]
+
+
+class TestOpsThatPassThrough:
+    """Ops around the products that hold none: the roles behind them are right."""
+
+    @pytest.mark.parametrize("opset", [14, 21])
+    def test_an_encoder_layer_of_fused_ops(self, opset: int) -> None:
+        nodes = [
+            node("MatMul", "x up", "h", "up"),
+            node("BiasGelu", "h b", "g", domain=MICROSOFT),
+            node("MatMul", "g down", "d", "down"),
+            node("SkipLayerNormalization", "d x s s", "n", domain=MICROSOFT),
+            node("LayerNormalization", "n s s", "l"),
+            node("SimplifiedLayerNormalization", "l s", "y"),
+        ]
+        weights = {
+            "up": integers(64, 96) / 64,
+            "down": integers(96, 64, seed=1) / 64,
+            "b": integers(96),
+            "s": integers(64),
+        }
+        proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights, opset=opset)
+        rewritten, report = mxfp8_graph.rewrite(proto)
+        assert [entry.decision.site.role for entry in report.rewritten] == ["linear", "linear"]
+        assert [entry.decision.site.has_bias for entry in report.rewritten] == [True, False]
+        left = {"Gelu": 1, "SkipLayerNormalization": 1, "LayerNormalization": 1, "SimplifiedLayerNormalization": 1}
+        assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 2, **left}
+        x = integers(2, 3, 64) / 8
+        result, original = run(rewritten, {"x": x})[0], run(proto, {"x": x})[0]
+        assert np.linalg.norm(result - original) < 0.12 * np.linalg.norm(original)
+
+    def test_attention_without_weights(self) -> None:
+        nodes = [
+            *(node("MatMul", f"x {letter}", f"{letter}0", letter) for letter in "qkv"),
+            node("MultiHeadAttention", "q0 k0 v0", "a", domain=MICROSOFT, num_heads=4),
+            node("MatMul", "a o", "r", "o"),
+            node("Add", "x r", "y"),
+        ]
+        weights = {letter: integers(64, 64, seed=seed) / 32 for seed, letter in enumerate("qkvo")}
+        proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights)
+        rewritten, report = rewrite(proto)
+        assert [entry.decision.site.role for entry in report.rewritten] == ["linear"] * 4
+        assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 4, "MultiHeadAttention": 1, "Add": 1}
+
+    def test_a_cache_that_is_returned_makes_no_output_projection(self) -> None:
+        nodes = [
+            *(node("MatMul", f"x {letter}", f"{letter}0", letter) for letter in "qkv"),
+            node("GroupQueryAttention", "q0 k0 v0   n t", "a y z", domain=MICROSOFT, num_heads=4, kv_num_heads=4),
+            node("Neg", "a", "w"),
+        ]
+        nodes[3].input[:] = ["q0", "k0", "v0", "", "", "n", "t"]
+        weights = {letter: integers(64, 64, seed=seed) for seed, letter in enumerate("qkv")}
+        inputs = {"x": ["b", "s", 64], "n": (np.int32, ["b"]), "t": (np.int32, [])}
+        proto = contrib_model(nodes, inputs, weights)
+        proto.graph.output.append(value("w", F32, None))
+        _, report = mxfp8_graph.rewrite(proto)
+        assert [entry.decision.site.role for entry in report.rewritten] == ["linear"] * 3
+
+
+INSIDE = {
+    "DecoderAttention": "x x w v",
+    "LongformerAttention": "x w",
+    "DecoderMaskedSelfAttention": "x w",
+    "PackedAttention": "x w",
+    "MoE": "x x w",
+    "GatedRelativePositionBias": "x x x w",
+    "GemmFastGelu": "x w",
+    "GemmFloat8": "x w",
+}
+
+
+@pytest.mark.parametrize("op", INSIDE)
+def test_an_op_that_multiplies_inside_is_kept_and_named(op: str) -> None:
+    nodes = [node(op, INSIDE[op], "h", "fused", domain=MICROSOFT), node("Neg", "h", "y")]
+    used = {name for name in INSIDE[op].split() if name in "wv"}
+    proto = contrib_model(nodes, {"x": ["b", "s", 64]}, {name: integers(64, 64) for name in sorted(used)})
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(proto)
+    (decision,) = caught.value.decisions
+    assert (decision.site.weight, decision.site.weight_bytes) == ("w", 64 * 64 * 4)
+    assert decision.reason == (
+        f"{op} multiplies by it inside; expected MatMul nodes; optimize the model without that fusion"
+    )
+
+
+DAMAGED = {
+    "one input": (lambda n: n.input.pop(), "1 input; expected 2"),
+    "an empty input": (lambda n: n.input.__setitem__(1, ""), "input 1 is left empty; expected a name"),
+    "alpha as text": (
+        lambda n: n.attribute.append(helper.make_attribute("alpha", "x")),
+        "attribute 'alpha' is of kind STRING; expected FLOAT",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_node_is_refused(damage: str) -> None:
+    proto = product("FusedMatMul", ["m", 64], integers(64, 96))
+    change, message = DAMAGED[damage]
+    change(proto.graph.node[0])
+    with pytest.raises(ContractError) as caught:
+        mxfp8_graph.rewrite(proto)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("level", ["ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"])
+def test_what_onnx_runtime_saves_of_a_model_is_read(level: str, tmp_path: Path) -> None:
+    nodes = [
+        node("MatMul", "x up", "h", "up"),
+        node("Div", "h two", "e"),
+        node("MatMul", "e down", "d", "down"),
+        node("Add", "d b", "z"),
+        node("Tanh", "z", "t"),
+        node("ReduceMean", "t", "m", axes=[1], keepdims=0),
+        node("Gemm", "m head c", "g", "head"),
+        node("Relu", "g", "y"),
+    ]
+    weights = {name: integers(64, 64, seed=seed) / 64 for seed, name in enumerate(("up", "down", "head"))}
+    weights |= {"b": integers(64), "c": integers(64), "two": np.array(2, F32)}
+    proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights, opset=17)
+    proto.graph.output[0].type.tensor_type.shape.dim.pop()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    rewritten, report = mxfp8_graph.rewrite(onnx.load(options.optimized_model_filepath))
+    assert sorted(entry.decision.site.op for entry in report.rewritten) == ["FusedGemm", "FusedMatMul", "MatMul"]
+    x = integers(2, 3, 64) / 8
+    result, original = run(rewritten, {"x": x})[0], run(proto, {"x": x})[0]
+    assert np.linalg.norm(result - original) < 0.12 * np.linalg.norm(original)
