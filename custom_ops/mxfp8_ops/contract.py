@@ -122,7 +122,7 @@ WEIGHT_GEMM: Final = Op(
     ),
     (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
     MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
-    "X @ transpose(B) + bias with only the weight quantized, accumulated in float32; X may be rounded to bfloat16 first.",
+    "X @ transpose(B) + bias with only the weight quantized, X perhaps rounded to bfloat16, accumulated in float32.",
 )
 
 OPS: Final[Mapping[str, Op]] = MappingProxyType({op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM)})
