@@ -35,9 +35,7 @@ def header() -> str:
         *_array("const char*", "kScaleRoundings", (f'"{name}"' for name in formats.SCALE_ROUNDINGS)),
         *_array("Dtype", "kValueDtypes", map(_dtype, values)),
         *_array("Dtype", "kElementFormats", map(_dtype, elements)),
-        *_array(
-            "Dtype", "kActivationDtypes", (_dtype(row) for row in values if row.onnx_dtype in contract.ACTIVATIONS)
-        ),
+        *_array("Dtype", "kActivationDtypes", map(_dtype, (d for d in values if d.onnx_dtype in contract.ACTIVATIONS))),
         *_array("Node", "kNodes", map(_node, contract.OPS.values())),
         "",
     ]

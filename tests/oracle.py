@@ -59,8 +59,14 @@ def expect(
     scale_rounding: str = "ceil",
     dtype: str = "float32",
 ) -> Expected:
-    """Returns x [..., M, K] times the transpose of w [..., N, K], both quantized along K, plus bias [N]."""
-    x_values = x.astype(np.float64) if weight_only else quantized(x, formats[0], scale_rounding)
+    """Returns x [..., M, K] times the transpose of w [..., N, K], both quantized along K, plus bias [N].
+
+    The first format may be "bfloat16": x is rounded to that.
+    """
+    if formats[0] == "bfloat16":
+        x_values = x.astype(numerics.value_dtype("bfloat16")).astype(np.float64)
+    else:
+        x_values = x.astype(np.float64) if weight_only else quantized(x, formats[0], scale_rounding)
     w_values = quantized(w, formats[1], scale_rounding)
     y = x_values @ np.swapaxes(w_values, -1, -2)
     if bias is not None:

@@ -125,7 +125,7 @@ WEIGHT_GEMM: Final = Op(
     ),
     (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
     MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
-    "X @ transpose(B) + bias with only the weight quantized, accumulated in float32; X may be rounded first.",
+    "X @ transpose(B) + bias with only the weight quantized, X perhaps rounded to bfloat16, accumulated in float32.",
     is_gemm=True,
 )
 EMBEDDING: Final = Op(

@@ -78,7 +78,8 @@ def _gemm(rng: random.Random) -> Any:
 def _weight_gemm(rng: random.Random) -> Any:
     x, w = _operands(rng)
     values = _tensor(rng, x, _dtype(rng))
-    return torch.ops.mxfp8.weight_gemm(values, *_packed(rng, w, -1), _bias(rng, w), _names(rng)[0], None)
+    b, bias, b_format = _packed(rng, w, -1), _bias(rng, w), _names(rng)[0]
+    return torch.ops.mxfp8.weight_gemm(values, *b, bias, b_format, None, rng.choice((None, torch.bfloat16, *_DTYPES)))
 
 
 def _operands(rng: random.Random) -> tuple[list[int], list[int]]:

@@ -23,7 +23,7 @@ JUNK = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(m
 SETTINGS = {
     "weight_only": st.booleans(),
     "activation_format": FORMATS,
-    "activations": st.sampled_from(["e4m3", "e5m2", "unchanged", "fp8"]),
+    "activations": st.sampled_from(["e4m3", "e5m2", "bfloat16", "unchanged", "fp8"]),
     "weight_format": FORMATS,
     "scale_rounding": ROUNDINGS,
 }

@@ -144,8 +144,8 @@ def test_a_model_too_large_for_one_file(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_unknown_recipe() -> None:
     assert refused("rewrite", save(b.chain_model()), "--recipe", "mxfp4") == (
-        "error: recipe: 'mxfp4'; expected one of mxfp8, mxfp8-weight-only, ocp, all, or a .yaml or .toml file; "
-        "correct the name"
+        "error: recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, all, or a .yaml or "
+        ".toml file; correct the name"
     )
 
 

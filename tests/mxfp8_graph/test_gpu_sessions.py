@@ -21,7 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("recipe", ["mxfp8", "all", "mxfp8-weight-only"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "all", "mxfp8-bf16", "mxfp8-weight-only"])
 def test_a_rewritten_model_gives_what_it_gives_on_the_processor(
     gpu: Driver, tmp_path: Path, recipe: str, dtype: type
 ) -> None:
@@ -30,7 +30,7 @@ def test_a_rewritten_model_gives_what_it_gives_on_the_processor(
     x = np.random.default_rng(0).standard_normal((2, 5, 64)).astype(dtype)
     got, expected = (ort.session(path, device=device).run(None, {"x": x})[0] for device in ("cuda-copies", "cpu"))
     kernels = {launch.kernel.partition("<")[0] for launch in gpu.launches}
-    quantized = {"quantize_rows", "gemm_skinny"} if recipe != "mxfp8-weight-only" else {"gemm_skinny"}
-    assert kernels >= quantized
+    first = {"mxfp8-bf16": {"bfloat16_rounded"}, "mxfp8-weight-only": set()}.get(recipe, {"quantize_rows"})
+    assert kernels >= {*first, "gemm_skinny"}
     difference = np.linalg.norm(got.astype(np.float64) - expected) / np.linalg.norm(expected.astype(np.float64))
     assert difference < 1e-2, "more than an element that rounds the other way here and there"

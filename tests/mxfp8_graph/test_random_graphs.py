@@ -26,7 +26,7 @@ OPS = ("matmul", "matmul", "matmul", "gemm", "add", "activate", "reshape", "cast
 SEEDS, LENGTHS = st.integers(0, 2**32 - 1), st.integers(0, 12)
 """What a graph is grown from: one that fails is grown again with fewer ops, the first of the same."""
 
-RECIPES = st.sampled_from(["mxfp8", "mxfp8-weight-only", "ocp", "all"])
+RECIPES = st.sampled_from(["mxfp8", "mxfp8-bf16", "mxfp8-weight-only", "ocp", "all"])
 
 
 class RandomGraph:

@@ -47,6 +47,7 @@ def test_the_default_preset_is_the_default_recipe() -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
+        ("mxfp8-bf16", {"activations": "bfloat16"}),
         ("mxfp8-weight-only", {"activations": "unchanged"}),
         ("ocp", {"scale_rounding": "floor"}),
         (
@@ -90,7 +91,7 @@ def test_an_unknown_name_lists_the_presets() -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("mxfp4")
     assert str(caught.value) == (
-        "recipe: 'mxfp4'; expected one of mxfp8, mxfp8-weight-only, ocp, all, or a .yaml or .toml file; "
+        "recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, all, or a .yaml or .toml file; "
         "correct the name"
     )
 
@@ -147,7 +148,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
         ("scale_rounding: up\n", "mine.yaml:1: scale_rounding: 'up'; expected 'ceil', 'floor' or 'even'; correct it"),
         (
             "activations: fp8\n",
-            "mine.yaml:1: activations: 'fp8'; expected 'e4m3', 'e5m2' or 'unchanged'; correct it",
+            "mine.yaml:1: activations: 'fp8'; expected 'e4m3', 'e5m2', 'bfloat16' or 'unchanged'; correct it",
         ),
         ("routers: maybe\n", "mine.yaml:1: routers: 'maybe'; expected true or false; correct it"),
         ("include: up_proj\n", "mine.yaml:1: include: 'up_proj'; expected a list; correct it"),

@@ -38,7 +38,7 @@ class Block(torch.nn.Module):
         return x + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-weight-only"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-bf16", "mxfp8-weight-only"])
 def test_it_writes_the_nodes_and_bytes_of_the_onnx_pass(recipe: str, tmp_path: Path) -> None:
     block, x = Block(), torch.randn(2, 5, 64)
     ours_first = exported(packed(block, x, recipe=recipe), tmp_path / "a.onnx")
@@ -103,6 +103,12 @@ def test_e5m2(tmp_path: Path) -> None:
     quantize = next(node for node in ours(onnx.load(path)) if node.op_type == "MXFP8Quantize")
     assert attributes(quantize)["output_dtype"] == FLOAT8E5M2
     check_both_ways(path, x, expected(module.linear, x, formats=("e5m2", "e4m3")))
+
+
+def test_activations_rounded_to_bfloat16(tmp_path: Path) -> None:
+    module, x = Linear(), normal(3, 64)
+    path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x), recipe="mxfp8-bf16"), tmp_path / "a.onnx")
+    check_both_ways(path, x, expected(module.linear, x, formats=("bfloat16", "e4m3")))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])

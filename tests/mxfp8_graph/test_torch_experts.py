@@ -27,9 +27,14 @@ IDS = torch.tensor([3, 0, 0, 2, 1, 3])
 ENDS = torch.tensor([1, 1, 4, 6], dtype=torch.int32)
 
 
-def one_gemm_per_row(x: Tensor, ids: Tensor, *, weight_only: bool = False) -> Prediction:
+def seen_as(activations: str, x: Tensor, weight: Tensor, **settings: str) -> Prediction:
+    """Returns x @ weight.T with what becomes of x."""
+    return predict(x, weight, weight_only=activations == "unchanged", activations=activations, **settings)
+
+
+def one_gemm_per_row(x: Tensor, ids: Tensor, *, activations: str = "e4m3") -> Prediction:
     """Returns what y[i] = x[i] @ STACK[ids[i]] transposed is in MXFP8."""
-    rows = [predict(x[i : i + 1], STACK[e], weight_only=weight_only) for i, e in enumerate(ids.tolist())]
+    rows = [seen_as(activations, x[i : i + 1], STACK[e]) for i, e in enumerate(ids.tolist())]
     return Prediction(np.concatenate([r.exact for r in rows]), np.concatenate([r.bound for r in rows]))
 
 
@@ -42,21 +47,21 @@ PICKED: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("weight_only", [False, True])
+@pytest.mark.parametrize("activations", ["e4m3", "bfloat16", "unchanged"])
 @pytest.mark.parametrize("name", PICKED)
-def test_experts_picked_at_run_time_are_picked_packed(name: str, *, weight_only: bool) -> None:
+def test_experts_picked_at_run_time_are_picked_packed(name: str, *, activations: str) -> None:
     module = Apply(PICKED[name], {"stack": STACK})
     program = export(module, X, IDS, dynamic=(({0: DYNAMIC}, {0: DYNAMIC}),))
-    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
+    recipe = OUTPUTS_TOO.model_copy(update={"activations": activations})
     rewritten, report = mxfp8_graph.rewrite(program, recipe)
     (site,) = report.rewritten
     assert (site.decision.site.weight, site.decision.site.n, site.decision.site.k) == ("stack", 48, 70)
-    assert count(rewritten, "mxfp8.weight_gemm" if weight_only else "mxfp8.gemm") == 1
+    assert count(rewritten, "mxfp8.gemm" if activations == "e4m3" else "mxfp8.weight_gemm") == 1
     assert count(rewritten, "aten.bmm") == count(rewritten, "aten.matmul") == 0
     assert set(rewritten.state_dict) == {"stack_mxfp8", "stack_mxfp8_scales"}
     for ids in (IDS, IDS[:2], *([torch.tensor([-1, 1, -4])] if name != "index_select" else [])):
         x = X[: len(ids)]
-        one_gemm_per_row(x, ids, weight_only=weight_only).check(rewritten.module()(x, ids))
+        one_gemm_per_row(x, ids, activations=activations).check(rewritten.module()(x, ids))
     with pytest.raises(IndexError, match="out of range"):
         rewritten.module()(X[:2], torch.tensor([0, 4]))
 
@@ -96,21 +101,21 @@ def grouped(m: Any, x: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(x, m.stack.transpose(-2, -1), ends)
 
 
-@pytest.mark.parametrize("weight_only", [False, True])
-def test_grouped_experts_become_one_grouped_gemm(*, weight_only: bool) -> None:
+@pytest.mark.parametrize("activations", ["e4m3", "bfloat16", "unchanged"])
+def test_grouped_experts_become_one_grouped_gemm(*, activations: str) -> None:
     stack = STACK[:, :, :64].bfloat16()  # what torch's own kernel takes
     x = X[:, :64].bfloat16()
     program = export(Apply(grouped, {"stack": stack}), x, ENDS, dynamic=(({0: DYNAMIC}, None),))
-    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
+    recipe = OUTPUTS_TOO.model_copy(update={"activations": activations})
     rewritten, report = mxfp8_graph.rewrite(program, recipe)
     assert len(report.rewritten) == count(rewritten, "mxfp8.grouped_gemm") == 1
-    assert count(rewritten, "mxfp8.quantize") == (not weight_only)
+    assert count(rewritten, "mxfp8.quantize") == (activations == "e4m3")
     assert set(rewritten.state_dict) == {"stack_mxfp8", "stack_mxfp8_scales"}
     result = rewritten.module()(x, ENDS)
     assert result.dtype == torch.bfloat16
     start = 0
     for expert, stop in enumerate(ENDS.tolist()):
-        part = predict(x[start:stop], stack[expert], weight_only=weight_only, dtype="bfloat16")
+        part = seen_as(activations, x[start:stop], stack[expert], dtype="bfloat16")
         if stop > start:
             part.check(result[start:stop])
         start = stop

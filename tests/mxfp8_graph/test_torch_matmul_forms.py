@@ -80,12 +80,12 @@ def module(case: Case) -> Apply:
     return Apply(case.function, parameters, {"buffer": W.t().contiguous()})
 
 
-@pytest.mark.parametrize("weight_only", [False, True])
+@pytest.mark.parametrize("activations", ["e4m3", "bfloat16", "unchanged"])
 @pytest.mark.parametrize("name", CASES)
-def test_form(name: str, weight_only: bool) -> None:
+def test_form(name: str, activations: str) -> None:
     case = CASES[name]
     program = export(module(case), case.x)
-    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
+    recipe, weight_only = OUTPUTS_TOO.model_copy(update={"activations": activations}), activations != "e4m3"
     rewritten, report = mxfp8_graph.rewrite(program, recipe)
     (only,) = report.rewritten
     assert only.decision.site.op == case.op
@@ -94,7 +94,7 @@ def test_form(name: str, weight_only: bool) -> None:
     assert count(rewritten, "mxfp8.quantize") == (0 if weight_only else 1)
     assert not any(count(rewritten, op) for op in ("aten.linear", "aten.matmul", "aten.mm", "aten.addmm", "aten.bmm"))
     seen = case.x if case.seen is None else case.seen
-    prediction = predict(seen, case.weight, case.bias, weight_only=weight_only)
+    prediction = predict(seen, case.weight, case.bias, weight_only=weight_only, activations=activations)
     prediction.exact, prediction.bound = case.after(prediction.exact), case.after(prediction.bound)
     prediction.check(rewritten.module()(case.x))
 

@@ -77,11 +77,11 @@ def decisions(report: RewriteReport) -> Counter[tuple[Any, ...]]:
         # Which of an attention's two products comes from where, ONNX does not record in the same words.
         sizes = (site.n, site.k) if site.weight else ()
         found.append((site.module, site.role, sizes))
-    plans = [(d.quantize, d.rule, d.reason, d.weight_only) for d in (s.decision for s in report.sites)]
+    plans = [(d.quantize, d.rule, d.reason, d.activations) for d in (s.decision for s in report.sites)]
     return Counter((*site, *plan) for site, plan in zip(found, plans, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-weight-only", "all"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-bf16", "mxfp8-weight-only", "all"])
 def test_same_decisions(minilm: tuple[Any, Any, Path], recipe: str) -> None:
     _, program, path = minilm
     _, from_torch = mxfp8_graph.rewrite(program, recipe, dry_run=True)

@@ -146,6 +146,8 @@ def test_what_training_cannot_do() -> None:
     _, ep = program()
     with pytest.raises(RecipeError, match="activations: unchanged for 'linear'"):
         mxfp8_graph.rewrite(ep, "mxfp8-weight-only", training=True)
+    with pytest.raises(RecipeError, match="activations: bfloat16 for 'linear'; expected activations in MXFP8 too"):
+        mxfp8_graph.rewrite(ep, "mxfp8-bf16", training=True)
     with pytest.raises(RecipeError, match="set that instead"):
         mxfp8_graph.rewrite(ep, Recipe(weight_format="e5m2"), training=True)
     weights = {"w": values(3, 64, 96)}

@@ -84,7 +84,7 @@ def test_integers_and_booleans_compare_too() -> None:
 # --- A rewrite that is right -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-weight-only", "ocp", "all"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-bf16", "mxfp8-weight-only", "ocp", "all"])
 @pytest.mark.parametrize(
     "model",
     [

@@ -89,7 +89,9 @@ def predict(
     """Returns x [..., M, K] times weight [..., N, K] transposed, plus bias, in MXFP8 by NumPy."""
     a, b = as_numpy(x), as_numpy(weight)
     extra = None if bias is None else as_numpy(bias).astype(np.float32)
-    if not weight_only:
+    if activations == "bfloat16":
+        a = a.astype(numerics.value_dtype(activations))
+    elif not weight_only:
         codes = numerics.quantize(a, element_format=activations, scale_rounding=scale_rounding)
         a = numerics.dequantize(*codes, element_format=activations)
     packed = numerics.quantize(b, element_format=weight_format, scale_rounding=scale_rounding)

@@ -62,6 +62,9 @@ def test_attribute_defaults_are_legal(op: Op) -> None:
     for name, default in op.attributes.items():
         if name == "output_dtype":
             assert default in op.outputs[0].dtypes
+        elif name == "activation_dtype":
+            assert default == contract.FLOAT
+            assert default in contract.ACTIVATIONS
         elif name == "scale_rounding":
             assert default in formats.SCALE_ROUNDINGS
         elif name == "block_size":

@@ -64,6 +64,7 @@ SAMPLE = (
     "gemm_float32<F32, E4M3>",
     "finish<false>",
     "bfloat16_parts<F32, false>",
+    "bfloat16_rounded<F32, false>",
     "fold",
     "swizzle_scales",
     "tile<BF16, false>",

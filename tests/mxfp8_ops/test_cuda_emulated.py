@@ -331,6 +331,21 @@ def test_parts_add_up_to_every_finite_value(dtype, total, offset):
         assert (got[:, finite] * np.sign(x[finite].astype(np.float64)) >= 0).all()  # so their magnitudes add up
 
 
+@pytest.mark.parametrize(("total", "offset"), [(4096, 0), (1000, 0), (64, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_values_are_rounded_to_nearest_even(dtype, total, offset):
+    for seed in range(20):
+        x = edges((total,), dtype, seed)
+        x[:5] = [0, -0.0, np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal, np.inf]
+        ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x80018000], np.uint32).view(np.float32)
+        x[5:10] = ties if dtype == "float32" else 1
+        source, y = placed(x, offset), aligned(2 * total)
+        kind, ragged = {"float32": "F32", "float16": "F16"}[dtype], "true" if offset or total % 16 else "false"
+        launch(f"bfloat16_rounded<{kind}, {ragged}>", 1, source.ctypes.data, y.ctypes.data, total)
+        with np.errstate(over="ignore"):
+            assert_same("rounded", y.view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16))
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("n", [40, 37])
 def test_finish_says_whether_a_sum_is_not_finite(n, parts):

@@ -16,8 +16,11 @@ from mxfp8_ops.cuda.planner import CODES
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
 
-def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, wide=False):  # noqa: PLR0917
-    """One product with heavy-tailed operands; `change(x_scales or None, b, b_scales)` may put edge codes in."""
+def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, wide=False, rounds=False):  # noqa: PLR0917
+    """One product with heavy-tailed operands; `change(x_scales or None, b, b_scales)` may put edge codes in.
+
+    With `rounds` the values of x are rounded to bfloat16 first.
+    """
     on = on or device()
     x, w = heavy_tailed((m, k), seed=1), heavy_tailed((n, k), seed=2)
     b, b_scales = numerics.quantize(w, element_format=fmt)
@@ -30,7 +33,8 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, 
         change(x, x_scales, b, b_scales)
     bias = heavy_tailed((n,), seed=3) if bias else None
     if x_scales is None:
-        expected, values = numerics.weight_gemm(x, b, b_scales, bias, b_format=fmt), x
+        values = x.astype(numerics.value_dtype("bfloat16")) if rounds else x
+        expected = numerics.weight_gemm(values, b, b_scales, bias, b_format=fmt)
     else:
         expected = numerics.gemm(x, x_scales, b, b_scales, bias, a_format=x_kind, b_format=fmt)
         values = numerics.dequantize(x, x_scales, element_format=x_kind)
@@ -47,6 +51,7 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, 
     product = planner.Gemm(
         CODES[x_kind], CODES[fmt], CODES[dtype], addresses[0], x_scale_address, *weight,
         rest[1] if bias is not None else 0, y.ctypes.data, m, n, k, *kept[:2],
+        activation_dtype=CODES["bfloat16" if rounds else "float32"],
     )  # fmt: skip
     execution.run(planner.gemm(dispatch.place(on, planner.CUBLAS), product), to)
     actual = y.view(numerics.value_dtype(dtype)).reshape(m, n)
@@ -321,6 +326,22 @@ def test_gemm_by_parts_in_slices():
         names = check_gemm(150, 40, 96, "float32", "e4m3", "bfloat16")
     assert names.count("bfloat16_parts") == names.count("finish") == 3
     assert names[-1] == "gemm_float32"
+
+
+@pytest.mark.parametrize("x_kind", ["float32", "float16"])
+def test_gemm_of_values_rounded_to_bfloat16(x_kind):
+    """The product of bfloat16 values, by the same kernels: one part, and nothing to add up."""
+    for (m, n, k), dtype in zip(((64, 20, 160), (70, 40, 96), (3, 7, 37)), itertools.cycle(DTYPES)):
+        plain = check_gemm(m, n, k, "bfloat16", "e4m3", dtype)
+        assert check_gemm(m, n, k, x_kind, "e4m3", dtype, rounds=True) == ["bfloat16_rounded", *plain]
+
+
+def test_a_gemm_of_bfloat16_values_has_nothing_to_round():
+    assert check_gemm(5, 20, 160, "bfloat16", "e4m3", "float32", rounds=True) == ["gemm_skinny"]
+
+
+def test_gemm_of_rounded_values_without_k_gives_the_bias():
+    assert check_gemm(3, 5, 0, "float32", "e4m3", "float32", rounds=True) == ["gemm_float32"]
 
 
 def test_gemm_without_k_gives_the_bias():

@@ -160,12 +160,22 @@ def test_gemms(recorder, ort_steps, size, kind, result):
     check_gemm(recorder, ort_steps, size, kind, *result)
 
 
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_gemms_of_values_rounded_to_bfloat16(recorder, ort_steps, size, kind):
+    steps = check_gemm(recorder, ort_steps, size, kind, "float32", False, rounds=True)
+    names = [kernel.partition("<")[0] for kernel, *_ in steps]
+    rounds = kind != "bfloat16" and 0 not in (size[0], size[2])
+    assert names.count("bfloat16_rounded") == rounds, names
+    assert "bfloat16_parts" not in names
+
+
 def test_parts_of_many_values_go_in_slices(recorder, ort_steps):
     steps = check_gemm(recorder, ort_steps, (65, 360_000, 32), "float32", "bfloat16", False)
     assert [kernel.partition("<")[0] for kernel, *_ in steps].count("bfloat16_parts") == 2
 
 
-def check_gemm(recorder, ort_steps, size, kind, dtype, with_bias):  # noqa: PLR0917
+def check_gemm(recorder, ort_steps, size, kind, dtype, with_bias, *, rounds=False):  # noqa: PLR0917
     m, n, k = size
     quantized, blocks = kind in FORMATS, scale_count(k)
     operands = {"x": np.zeros((m, k), np.uint8 if quantized else numerics.value_dtype(kind))}
@@ -178,19 +188,24 @@ def check_gemm(recorder, ort_steps, size, kind, dtype, with_bias):  # noqa: PLR0
     if not quantized:
         del codes[1]
     op = contract.GEMM if quantized else contract.WEIGHT_GEMM
-    expected = ort_steps(op, [*operands], [*operands.values()], codes[: len(operands)], output_dtype=CODES[dtype])
+    settings = {"activation_dtype": contract.BFLOAT16} if rounds else {}
+    expected = ort_steps(
+        op, [*operands], [*operands.values()], codes[: len(operands)], output_dtype=CODES[dtype], **settings
+    )
 
     formats = {"a_format": kind, "b_format": "e5m2"} if quantized else {"b_format": "e5m2"}
+    by_name = {"activation_dtype": "bfloat16"} if rounds else {}
+    by_dtype = {"activation_dtype": torch.bfloat16} if rounds else {}
 
     def by_cupy() -> dict[str, Any]:
         held = {name: array(a) for name, a in operands.items()}
-        y = (cuda.gemm if quantized else cuda.weight_gemm)(*held.values(), **formats, dtype=dtype)
+        y = (cuda.gemm if quantized else cuda.weight_gemm)(*held.values(), **formats, **by_name, dtype=dtype)
         return held | {"y": y}
 
     def by_torch() -> dict[str, Any]:
         held = {name: tensor(a) for name, a in operands.items()}
         run = torch_cuda.gemm if quantized else torch_cuda.weight_gemm
-        return held | {"y": run(*held.values(), **formats, dtype=getattr(torch, dtype))}
+        return held | {"y": run(*held.values(), **formats, **by_dtype, dtype=getattr(torch, dtype))}
 
     for run in (by_cupy, by_torch):
         assert products_last(taken(recorder, run)) == expected, run.__name__

@@ -277,6 +277,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ShapeError,
         "weight_gemm: bias has dtype float16; expected float32; pass bias.float()",
     ),
+    "activation_dtype": (
+        lambda: ops.weight_gemm(X, CODES, SCALES, activation_dtype=torch.float16),
+        ContractError,
+        "activation_dtype: 'float16'; expected one of bfloat16; correct the name",
+    ),
     "x dtype": (lambda: ops.weight_gemm(X.double(), CODES, SCALES), ShapeError, "weight_gemm: dtype float64"),
     "leading": (
         lambda: ops.gemm(
@@ -429,6 +434,14 @@ y = torch.ops.mxfp8.dequantize(elements, scales)
 assert torch.equal(x, y) and not y.is_inference()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weight_gemm_of_values_rounded_to_bfloat16_is_that_of_bfloat16(dtype: torch.dtype) -> None:
+    x, b = values(6, 70).to(dtype), ops.quantize(values(8, 70, seed=1))
+    got = ops.weight_gemm(x, *b, activation_dtype=torch.bfloat16)
+    assert got.dtype == dtype
+    assert torch.equal(got, ops.weight_gemm(x.bfloat16(), *b, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm"])

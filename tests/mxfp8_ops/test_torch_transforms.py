@@ -35,7 +35,12 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
         "quantize": [(x,), (x.t(),), (x.half(), 0, "e5m2", "floor"), (x[:0],)],
         "dequantize": [a, (*a, -1, "e4m3", torch.bfloat16)],
         "gemm": [(*a, *b), (*a, *batched, values(8), "e4m3", "e4m3", torch.float16)],
-        "weight_gemm": [(x, *b), (x.bfloat16(), *batched, values(8)), (x.clone().requires_grad_(), *b)],
+        "weight_gemm": [
+            (x, *b),
+            (x.bfloat16(), *batched, values(8)),
+            (x.clone().requires_grad_(), *b),
+            (x.clone().requires_grad_(), *b, None, "e4m3", torch.float16, torch.bfloat16),
+        ],
     }
 
 
@@ -179,6 +184,21 @@ def test_weight_gemm_passes_gradients_through_its_frozen_weight(shape: tuple[int
     for gradient, reference in zip(got, wanted, strict=True):
         scale = float(reference.abs().max())
         torch.testing.assert_close(gradient, reference, rtol=0, atol=scale * 64 * 2.0**-24)  # sums of at most 48
+
+
+def test_the_gradient_of_x_passes_its_rounding_to_bfloat16() -> None:
+    x, b, upstream = values(6, 45).requires_grad_(), ops.quantize(values(8, 45, seed=1)), values(6, 8, seed=3)
+    plain, rounded = (
+        torch.autograd.grad(ops.weight_gemm(x, *b, activation_dtype=dtype), x, upstream)[0]
+        for dtype in (None, torch.bfloat16)
+    )
+    assert torch.equal(rounded, plain)
+
+
+def test_vmap_of_values_rounded_to_bfloat16() -> None:
+    x, b = values(2, 6, 45), ops.quantize(values(8, 45, seed=1))
+    got = torch.vmap(lambda x: ops.weight_gemm(x, *b, activation_dtype=torch.bfloat16))(x)
+    assert torch.equal(got, ops.weight_gemm(x, *b, activation_dtype=torch.bfloat16))
 
 
 def test_an_adapter_on_a_packed_weight_trains_the_same_compiled() -> None:
