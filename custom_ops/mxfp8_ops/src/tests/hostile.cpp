@@ -375,7 +375,7 @@ mxfp8_cuda_place some_place(Random& random, int hostile, bool* refused) {
     place.parts_bytes = int64_t(random() % 4096);
   }
   if (chance(random, hostile)) {
-    int64_t fields[9];
+    int64_t fields[sizeof place / sizeof(int64_t)];
     std::memcpy(fields, &place, sizeof place);
     const auto at = random() % 9;
     fields[at] = hostile_number(random);
