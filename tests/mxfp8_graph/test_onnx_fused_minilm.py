@@ -107,7 +107,7 @@ def test_the_transformers_optimizer(optimized: Path, tmp_path: Path) -> None:
 def test_a_session_that_saves_its_model(saved: Path, tmp_path: Path) -> None:
     rewritten, report = mxfp8_graph.rewrite(saved, output=tmp_path / "mxfp8.onnx")
     sites = Counter((entry.decision.site.op, entry.decision.site.role) for entry in report.sites)
-    kept = {("FusedMatMul", "attention_scores"): 6, ("MatMul", "attention_values"): 6}
+    kept = {("FusedMatMul", "attention_scores"): 6, ("MatMul", "attention_values"): 6, ("Gather", "embedding"): 3}
     assert sites == {("MatMul", "linear"): 36, ("FusedGemm", "linear"): 1, **kept}
     assert len(report.rewritten) == 37
     check_outputs(saved, rewritten)

@@ -283,14 +283,18 @@ void multiply(Random& random, Counts* counts, bool weight_only) {
 bool write_indices(Random& random, const Array& indices, int64_t v, int hostile) {
   bool wrong = false;
   for (Wide at = 0; at < indices.bytes; at += indices.alignment) {
-    int64_t index = v == 0 ? 0 : int64_t(random() % uint64_t(2 * v)) - v;
     const bool wide = indices.alignment == 8;
+    int64_t index = v == 0 ? 0 : int64_t(random() % uint64_t(v)) - (chance(random, 2) ? v : 0);
     const int64_t outside[] = {v, -v - 1, wide ? INT64_MIN : INT32_MIN, wide ? INT64_MAX : INT32_MAX};
-    if (v < INT32_MAX && chance(random, hostile)) index = one_of(random, outside);
-    wrong = wrong || index < -v || index >= v;
+    if (chance(random, hostile)) index = one_of(random, outside);
     const auto narrow = int32_t(index);
-    std::memcpy(indices.at + size_t(at), wide ? static_cast<void*>(&index) : const_cast<int32_t*>(&narrow),
-                size_t(indices.alignment));
+    if (!wide) index = narrow;
+    wrong = wrong || index < -v || index >= v;
+    if (wide) {
+      std::memcpy(indices.at + size_t(at), &index, sizeof index);
+    } else {
+      std::memcpy(indices.at + size_t(at), &narrow, sizeof narrow);
+    }
   }
   return wrong;
 }
@@ -374,7 +378,7 @@ mxfp8_cuda_place some_place(Random& random, int hostile, bool* refused) {
     place.parts_bytes = int64_t(random() % 4096);
   }
   if (chance(random, hostile)) {
-    int64_t fields[9];
+    int64_t fields[sizeof place / sizeof(int64_t)];
     std::memcpy(fields, &place, sizeof place);
     const auto at = random() % 9;
     fields[at] = hostile_number(random);

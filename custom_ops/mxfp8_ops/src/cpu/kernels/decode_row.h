@@ -1,8 +1,6 @@
 // A row of elements and its scales to values, bit for bit those of numerics.dequantize: what dequantize.cpp and
 // embedding.cpp do with the rows that each goes through.
 #pragma once
-#include <type_traits>
-
 #include "codec.h"
 #include "simd.h"
 
