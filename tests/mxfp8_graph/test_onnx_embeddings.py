@@ -157,8 +157,8 @@ class TestKept:
             ),
             (
                 lookup(inputs="twice ids", before=[node("Add", "table table", "twice")]),
-                "weight 'twice' comes through Add; expected only Identity, Transpose, Cast, Reshape, Squeeze, Unsqueeze, "
-                "Split, Slice; fold the constants first",
+                "weight 'twice' comes through Add; expected only Identity, Transpose, Cast, Reshape, Squeeze, "
+                "Unsqueeze, Split, Slice; fold the constants first",
             ),
         ],
         ids=["axis 1", "constant ids", "tiny", "float64", "computed"],
