@@ -37,7 +37,7 @@ def mutate(data: bytes, random: random.Random) -> bytes:
 def check(data: bytes, folder: Path) -> None:
     """Makes the call that `data` stands for."""
     rng = random.Random(data)
-    op = rng.choice((_quantize, _quantize_both, _dequantize, _gemm, _weight_gemm))
+    op = rng.choice((_quantize, _quantize_both, _dequantize, _gemm, _weight_gemm, _embedding))
     try:
         _read(op(rng))
     except NotImplementedError as error:
@@ -79,6 +79,16 @@ def _weight_gemm(rng: random.Random) -> Any:
     x, w = _operands(rng)
     values = _tensor(rng, x, _dtype(rng))
     return torch.ops.mxfp8.weight_gemm(values, *_packed(rng, w, -1), _bias(rng, w), _names(rng)[0], None)
+
+
+def _embedding(rng: random.Random) -> Any:
+    table = _shape(rng, rank=2 if rng.random() < 0.95 else None)
+    rows = max(1, table[0] if table else 1)
+    index = rng.choice((torch.int64, torch.int64, torch.int32))
+    ids = torch.tensor([rng.randrange(-rows, rows) for _ in range(rng.choice(_SIZES))], dtype=index)
+    if rng.random() < 0.3:
+        ids = _tensor(rng, _shape(rng), index)
+    return torch.ops.mxfp8.embedding(ids, *_packed(rng, table, -1), _names(rng)[0], rng.choice((None, *_DTYPES)))
 
 
 def _operands(rng: random.Random) -> tuple[list[int], list[int]]:

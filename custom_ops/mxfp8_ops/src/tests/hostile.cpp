@@ -287,8 +287,11 @@ bool write_indices(Random& random, const Array& indices, int64_t v, int hostile)
     if (v < INT32_MAX && chance(random, hostile)) index = one_of(random, outside);
     wrong = wrong || index < -v || index >= v;
     const auto narrow = int32_t(index);
-    std::memcpy(indices.at + size_t(at), wide ? static_cast<void*>(&index) : const_cast<int32_t*>(&narrow),
-                size_t(indices.alignment));
+    if (wide) {
+      std::memcpy(indices.at + size_t(at), &index, sizeof index);
+    } else {
+      std::memcpy(indices.at + size_t(at), &narrow, sizeof narrow);
+    }
   }
   return wrong;
 }
@@ -372,7 +375,7 @@ mxfp8_cuda_place some_place(Random& random, int hostile, bool* refused) {
     place.parts_bytes = int64_t(random() % 4096);
   }
   if (chance(random, hostile)) {
-    int64_t fields[9];
+    int64_t fields[sizeof place / sizeof(int64_t)];
     std::memcpy(fields, &place, sizeof place);
     const auto at = random() % 9;
     fields[at] = hostile_number(random);
