@@ -86,6 +86,17 @@ def test_strided_operands_are_read_as_what_they_stand_for() -> None:
     assert torch.equal(ops.embedding(torch.tensor([2, 1]), *every_other), ops.embedding(torch.tensor([4, 2]), *TABLE))
 
 
+@DTYPES
+@pytest.mark.parametrize("ids", [IDS, IDS.int(), IDS[0, 2], IDS[:0]], ids=["int64", "int32", "scalar", "none"])
+def test_what_a_gpu_runs_gives_the_same(ids: torch.Tensor, dtype: torch.dtype) -> None:
+    """Made of torch's ops and of dequantize, which have their kernels by the device of the tensors."""
+    from mxfp8_ops.torch_ops import cuda
+
+    assert_same(cuda.embedding(ids, *TABLE, "e4m3", dtype), expected(ids, dtype=dtype))
+    every_other = tuple(t[::2] for t in TABLE)
+    assert_same(cuda.embedding(ids % 4, *every_other), expected(ids % 4 * 2))
+
+
 # --- What torch asks of an op -------------------------------------------------------------------------------------
 
 

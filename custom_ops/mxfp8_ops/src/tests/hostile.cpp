@@ -281,12 +281,13 @@ void multiply(Random& random, Counts* counts, bool weight_only) {
 bool write_indices(Random& random, const Array& indices, int64_t v, int hostile) {
   bool wrong = false;
   for (Wide at = 0; at < indices.bytes; at += indices.alignment) {
-    int64_t index = v == 0 ? 0 : int64_t(random() % uint64_t(2 * v)) - v;
     const bool wide = indices.alignment == 8;
+    int64_t index = v == 0 ? 0 : int64_t(random() % uint64_t(v)) - (chance(random, 2) ? v : 0);
     const int64_t outside[] = {v, -v - 1, wide ? INT64_MIN : INT32_MIN, wide ? INT64_MAX : INT32_MAX};
-    if (v < INT32_MAX && chance(random, hostile)) index = one_of(random, outside);
-    wrong = wrong || index < -v || index >= v;
+    if (chance(random, hostile)) index = one_of(random, outside);
     const auto narrow = int32_t(index);
+    if (!wide) index = narrow;
+    wrong = wrong || index < -v || index >= v;
     if (wide) {
       std::memcpy(indices.at + size_t(at), &index, sizeof index);
     } else {
