@@ -3,6 +3,7 @@
 run.py              the steps, in order
 find.py             finds the matmuls
 matmul_forms.py     how each op multiplies
+embeddings.py       how ids pick rows of a table
 static_operands.py  which operands are known before the model runs; weight_rows.py reads them
 roles.py            what a matmul is for: this front end's op table
 replace.py          replaces the matmuls; build.py adds the new nodes, prune.py removes what nothing uses any more

@@ -3,6 +3,7 @@
 run.py               the steps, in order
 find.py              finds the matmuls, and says what each is
 matmul_forms.py      how each op multiplies
+embeddings.py        how ids pick rows of a table
 static_operands.py   which operands are known before the program runs; weight_rows.py reads their values
 roles.py             what a matmul is for: this front end's op table
 attention.py         scaled_dot_product_attention as two matmuls

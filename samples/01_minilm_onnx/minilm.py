@@ -121,7 +121,7 @@ def main() -> None:
     for recipe in ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only"):
         output = folder / f"minilm.{recipe}.onnx"
         paths[recipe], report = mxfp8_graph.rewrite(original, recipe, output=output, overwrite=True)
-        print(f"{recipe}: {len(report.rewritten)} of {len(report.sites)} matmuls rewritten -> {output}")
+        print(f"{recipe}: {len(report.rewritten)} of {len(report.sites)} matmuls and embeddings rewritten -> {output}")
 
     sessions = {"fp32": onnxruntime.InferenceSession(original, providers=["CPUExecutionProvider"])}
     sessions |= {name: ort.session(path) for name, path in paths.items() if name != "fp32"}

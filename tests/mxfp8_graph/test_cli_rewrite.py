@@ -24,7 +24,7 @@ def test_the_closing_table() -> None:
     source = save(b.language_model(), "lm.onnx")
     lines = run("rewrite", source).stdout.splitlines()
     before, after = Path("lm.onnx").stat().st_size, Path("lm.mxfp8.onnx").stat().st_size
-    assert lines[0] == "2 of 3 matmuls rewritten to MXFP8 with recipe mxfp8"
+    assert lines[0] == "2 of 3 matmuls and 0 of 2 embeddings rewritten to MXFP8 with recipe mxfp8"
     assert " rewritten   2       linear, by recipe 'mxfp8'" in lines
     assert (
         " kept        1       output projection: its result is a graph output; "
@@ -74,14 +74,17 @@ def test_exclude_refuses(pattern: str, message: str) -> None:
 def test_dry_run_prints_a_line_per_site_and_writes_nothing() -> None:
     result = run("rewrite", save(b.language_model(), "lm.onnx"), "--dry-run")
     sizes = "batch_size*sequence_length x"
-    assert (result.exit_code, result.stdout.splitlines()[:4]) == (
+    embedding = "embedding: ids pick its rows; set embeddings: true to quantize it"
+    assert (result.exit_code, result.stdout.splitlines()[:6]) == (
         0,
         [
-            "site      op      M x N x K                              decision   rule    reason",
-            f"ffn.up    MatMul  {sizes} 128 x 64  rewritten  policy  linear, by recipe 'mxfp8'",
-            f"ffn.down  MatMul  {sizes} 64 x 128  rewritten  policy  linear, by recipe 'mxfp8'",
-            f"lm_head   MatMul  {sizes} 100 x 64  kept       policy  output projection: its result is a graph output; "
-            "set output_projections: true to quantize it",
+            "site           op      M x N x K                              decision   rule    reason",
+            f"Gather_tokens  Gather  {sizes} 100 x 64  kept       policy  {embedding}",
+            f"Gather_places  Gather  {sizes} 32 x 64   kept       policy  {embedding}",
+            f"ffn.up         MatMul  {sizes} 128 x 64  rewritten  policy  linear, by recipe 'mxfp8'",
+            f"ffn.down       MatMul  {sizes} 64 x 128  rewritten  policy  linear, by recipe 'mxfp8'",
+            f"lm_head        MatMul  {sizes} 100 x 64  kept       policy  output projection: its result is a graph "
+            "output; set output_projections: true to quantize it",
         ],
     )
     assert result.stdout.splitlines()[-1] == "result  nothing written (dry run)"

@@ -134,17 +134,17 @@ def products(layers: int, **more: int) -> dict[str, int]:
 
 CASES = {
     # GPT-2's q, k and v are one weight: four linears per block, each with an activation of its own.
-    "gpt2": Case(gpt2, 8, 8, products(2, output_projection=1)),
+    "gpt2": Case(gpt2, 8, 8, products(2, output_projection=1, embedding=2)),
     # q, k, v share a Quantize, gate and up share one: 7 linears per block, 4 Quantize nodes.
-    "llama": Case(llama, 14, 8, products(2, output_projection=1)),
-    "llama_with_cache": Case(llama_with_cache, 14, 8, products(2, output_projection=1)),
+    "llama": Case(llama, 14, 8, products(2, output_projection=1, embedding=1)),
+    "llama_with_cache": Case(llama_with_cache, 14, 8, products(2, output_projection=1, embedding=1)),
     # Encoder blocks have 6 linears and 4 activations, decoder blocks 10 and 7; all cross-attention keys and values
-    # share the encoder's output: 2 * 4 + 2 * 6 + 1.
-    "t5": Case(t5, 32, 21, products(6, output_projection=1)),
+    # share the encoder's output: 2 * 4 + 2 * 6 + 1. Both sides look up words, and distances for their scores.
+    "t5": Case(t5, 32, 21, products(6, output_projection=1, embedding=4)),
     "vit": Case(vit, 12, 8, products(2, output_projection=1)),
     # Experts are gathered per token at run time; the routers have 4 columns.
-    "mixtral": Case(mixtral, 8, 4, products(2, output_projection=1, product=4, router=2)),
-    "whisper": Case(whisper, 32, 21, products(6, output_projection=1)),
+    "mixtral": Case(mixtral, 8, 4, products(2, output_projection=1, product=4, router=2, embedding=1)),
+    "whisper": Case(whisper, 32, 21, products(6, output_projection=1, embedding=2)),
 }
 
 
@@ -272,7 +272,17 @@ class TestMiniLM:
         pooler = [s for s in report.rewritten if "pooler" in s.decision.site.module]
         assert (found["MXFP8Gemm"], len(pooler)) == (37, 1)
         assert found["MXFP8Quantize"] - 1 <= 24
-        assert {s.decision.site.role for s in report.kept} == {"attention_scores", "attention_values"}
+        assert {s.decision.site.role for s in report.kept} == {"attention_scores", "attention_values", "embedding"}
+
+    def test_with_its_embeddings_it_is_a_quarter_of_its_size(self, minilm):
+        recipe = mxfp8_graph.Recipe(name="embeddings", embeddings=True)
+        _, report = mxfp8_graph.rewrite(minilm, recipe, output=minilm.with_name("e.onnx"))
+        tables = {s.decision.site.module.rpartition(".")[2]: s.decision for s in report.sites if s.decision.site.n}
+        assert tables["word_embeddings"].quantize
+        assert tables["position_embeddings"].quantize
+        assert tables["token_type_embeddings"].reason.startswith("tiny: N = 2")
+        assert report.bytes_after is not None
+        assert report.bytes_after <= 25.5e6
 
     def test_real_weights_lose_less_than_three_percent(self, minilm):
         _, report = mxfp8_graph.rewrite(minilm, output=minilm.with_name("b.onnx"))

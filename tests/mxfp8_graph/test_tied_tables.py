@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from builders import model, node, weight
+from builders import model, node, save, weight
 from oracle import expect, initializers, kinds, quantized, reasons, rewrite, run
 
 import mxfp8_graph
@@ -119,3 +123,41 @@ def test_verify_gives_ids_of_the_table(tmp_path: Any) -> None:
     mxfp8_graph.rewrite(tmp_path / "m.onnx", BOTH, output=tmp_path / "out.onnx")
     report = mxfp8_graph.verify(tmp_path / "m.onnx", tmp_path / "out.onnx")
     assert report.passed
+
+
+HELD = """
+import sys
+from pathlib import Path
+import numpy as np
+from mxfp8_ops import ort
+
+def resident():
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+
+ids = {"ids": np.arange(4)}
+warm = ort.session(sys.argv[1])  # what a runtime takes is no model's
+warm.run(None, ids)
+before = resident()
+session = ort.session(sys.argv[2])
+session.run(None, ids)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
+def test_a_session_holds_the_table_once(tmp_path: Path) -> None:
+    paths = []
+    for rows in (96, 1 << 17):
+        table = np.resize(weight(96, 1024), (rows, 1024)).astype(np.float16)
+        nodes = [node("Gather", "table ids", "e"), *HEADS["Gemm transB"]]
+        proto = model(nodes, {"ids": (np.int64, ["m"])}, {"logits": (np.float16, ["m", rows])}, {"table": table})
+        paths.append(save(mxfp8_graph.rewrite(proto, BOTH)[0], tmp_path / f"{rows}.onnx", external=True))
+    done = subprocess.run(
+        [sys.executable, "-c", HELD, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    held = int(done.stdout) / ((1 << 17) * (1024 + 32))
+    assert held <= 1.1, f"the session holds {held:.2f}x the packed table"
