@@ -256,18 +256,25 @@ class TestAttention:
         assert roles(model(nodes, inputs, {"y": (F32, [2, 5, 64])}, used)) == {"values": "attention_values"}
 
     def test_an_old_softmax_that_onnx_converts_is_still_one(self):
-        """Below opset 13 a Softmax flattens its input: onnx's converter writes Flatten, Softmax, Reshape."""
+        """Below opset 13, and of unknown rank: onnx's converter writes Flatten, Softmax, Reshape."""
         nodes = [
             node("MatMul", "q k", "s", "scores"),
-            node("Softmax", "s", "p", axis=2),
+            node("Softmax", "s", "p", axis=3),
             node("MatMul", "p v", "a", "values"),
             node("Neg", "a", "y"),
         ]
-        inputs = {"q": (F32, ["b", "s", 64]), "k": (F32, ["b", 64, "s"]), "v": (F32, ["b", "s", 64])}
-        proto = model(nodes, inputs, {"y": (F32, ["b", "s", 64])}, opset=12)
-        assert roles(proto) == {"scores": "attention_scores", "values": "attention_values"}
-        converted, _ = mxfp8_graph.rewrite(proto, Recipe(name="scores", attention_scores=True, min_dim=0))
+        graph = helper.make_graph(
+            [*nodes, node("MatMul", "y w", "h", "linear"), node("Neg", "h", "z")],
+            "old",
+            [value(name, F32, None) for name in "qkv"],
+            [value("z", F32, None)],
+            [onnx.numpy_helper.from_array(weight(64, 64), "w")],
+        )
+        proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 12)], ir_version=7)
+        converted, report = mxfp8_graph.rewrite(proto)
         assert "Flatten" in {n.op_type for n in converted.graph.node}
+        found = {site.decision.site.name: site.decision.site.role for site in report.sites}
+        assert found == {"scores": "attention_scores", "values": "attention_values", "linear": "linear"}
 
     def test_a_plain_product_is_neither(self):
         nodes = [node("MatMul", "a b", "h", "product"), node("Neg", "h", "y")]
