@@ -25,6 +25,7 @@ MIN_OPSET: Final = 21
 # onnx.TensorProto.DataType.
 FLOAT: Final = formats.FLOAT32.onnx_dtype
 UINT8: Final = 2
+INT64: Final = 7
 FLOAT16: Final = formats.FLOAT16.onnx_dtype
 BFLOAT16: Final = formats.BFLOAT16.onnx_dtype
 FLOAT8E4M3FN: Final = formats.E4M3.onnx_dtype
@@ -33,6 +34,7 @@ FLOAT8E5M2: Final = formats.E5M2.onnx_dtype
 VALUES: Final = tuple(dtype.onnx_dtype for dtype in formats.VALUE_DTYPES.values())
 ELEMENTS: Final = tuple(fmt.onnx_dtype for fmt in formats.ELEMENT_FORMATS.values())
 SCALES: Final = (UINT8,)
+INDICES: Final = (INT64,)
 
 VALUE_NAMES: Final[Mapping[int, str]] = MappingProxyType({d.onnx_dtype: d.name for d in formats.VALUE_DTYPES.values()})
 """Name of each value dtype by its ONNX code."""
@@ -53,7 +55,7 @@ class Op:
     """One node type.
 
     A gemm is a node with an input called B; it is weight-only if A has no scales. Its other inputs are A (or X),
-    A_scales, B_scales and bias.
+    A_scales, B_scales, and bias or experts.
     """
 
     name: str
@@ -123,7 +125,35 @@ WEIGHT_GEMM: Final = Op(
     "X @ transpose(B) + bias with only the weight quantized, accumulated in float32.",
 )
 
-OPS: Final[Mapping[str, Op]] = MappingProxyType({op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM)})
+GROUPED_GEMM: Final = Op(
+    "MXFP8GroupedGemm",
+    (
+        Port("A", ELEMENTS, "[..., M, K]"),
+        Port("A_scales", SCALES, "[..., M, ceil(K / 32)]"),
+        Port("B", ELEMENTS, "[E, N, K]"),
+        Port("B_scales", SCALES, "[E, N, ceil(K / 32)]"),
+        Port("experts", INDICES, "[...]"),
+    ),
+    (Port("Y", VALUES, "[..., M, N]"),),
+    MappingProxyType({"output_dtype": FLOAT}),
+    "A @ transpose(B[experts]) on quantized operands, accumulated in float32; the matrices of B are not copied.",
+)
+GROUPED_WEIGHT_GEMM: Final = Op(
+    "MXFP8GroupedWeightGemm",
+    (
+        Port("X", VALUES, "[..., M, K]"),
+        Port("B", ELEMENTS, "[E, N, K]"),
+        Port("B_scales", SCALES, "[E, N, ceil(K / 32)]"),
+        Port("experts", INDICES, "[...]"),
+    ),
+    (Port("Y", VALUES, "[..., M, N]"),),
+    MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
+    "X @ transpose(B[experts]) with only the weights quantized, accumulated in float32.",
+)
+
+OPS: Final[Mapping[str, Op]] = MappingProxyType(
+    {op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM, GROUPED_GEMM, GROUPED_WEIGHT_GEMM)}
+)
 """Every node of the domain, by op type."""
 
 
@@ -133,7 +163,7 @@ class TorchOp:
 
     name: str
     node: Op | None = None
-    """The node it is exported to; None if ONNX has none."""
+    """The node it is exported to, that of quantized activations if it takes both; None if ONNX has none."""
     weight: tuple[str, str, str] | None = None
     """Arguments with a packed weight: its elements, its scales, its format."""
     multiplies: bool = False
@@ -156,7 +186,7 @@ TORCH_OPS: Final[Mapping[str, TorchOp]] = MappingProxyType(
             TorchOp("dequantize", DEQUANTIZE, ("elements", "scales", "element_format")),
             TorchOp("gemm", GEMM, _B, multiplies=True),
             TorchOp("weight_gemm", WEIGHT_GEMM, _B, multiplies=True),
-            TorchOp("grouped_gemm", None, _B, multiplies=True),
+            TorchOp("grouped_gemm", GROUPED_GEMM, _B, multiplies=True),
             TorchOp("linear_train", multiplies=True, trains=True),
         )
     }
