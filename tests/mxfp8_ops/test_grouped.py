@@ -1,14 +1,18 @@
-"""MXFP8GroupedGemm and MXFP8GroupedWeightGemm: the reference, the function bodies on stock ONNX Runtime."""
+"""MXFP8GroupedGemm and MXFP8GroupedWeightGemm: the reference, their bodies on stock ONNX Runtime, and the kernels."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from test_onnx_functions import assert_within, one_node_model, random_values, run
+from test_ort import cast, model, node
 
-from mxfp8_ops import contract, numerics
+from mxfp8_ops import contract, cpu, formats, numerics, ort
 from mxfp8_ops.contract import BFLOAT16, FLOAT, FLOAT8E4M3FN, FLOAT16, INT64, UINT8
 from mxfp8_ops.errors import ShapeError
 
@@ -167,3 +171,124 @@ def test_bodies_fail_on_an_index_beyond_the_experts(op: str, index: int) -> None
     case.experts = np.array([index])
     with pytest.raises(Exception, match="out of data bounds"):
         bodies(op, case)
+
+
+# --- The processor -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=cpu.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with cpu.forced_isa(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@EVERY_CASE
+def test_kernels_give_the_reference(name: str, threads: int, isa: str) -> None:
+    for a_format, b_format in itertools.product(formats.ELEMENT_FORMATS, formats.ELEMENT_FORMATS):
+        case = Case(name, a_format, b_format)
+        both = {"a_format": a_format, "b_format": b_format}
+        values = numerics.dequantize(*case.a, element_format=a_format)
+        got = cpu.grouped_gemm(*case.a, *case.b, case.experts, **both, threads=threads)
+        assert_within(got, case.exact(values), case.bound(values))
+
+
+@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
+@EVERY_CASE
+def test_weight_only_kernels_give_the_reference(name: str, dtype: str, isa: str) -> None:
+    case = Case(name)
+    x = (case.x / 64).astype(numerics.value_dtype(dtype))  # so that float16 holds the results
+    got = cpu.grouped_weight_gemm(x, *case.b, case.experts, dtype=dtype, threads=2)
+    assert got.dtype == x.dtype
+    assert_within(got, case.exact(x.astype(np.float32)), case.bound(x.astype(np.float32), dtype))
+
+
+@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
+def test_kernels_round_activations_as_numpy_does(dtype: str, isa: str) -> None:
+    # One weight of 1 per output column makes the result the rounded activation itself.
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    wide = (bits.astype(np.uint32) << 16 | np.array([0, 0x7FFF, 0x8000, 0x8001], np.uint32)[:, None]).view(np.float32)
+    x = {"float16": bits.view(np.float16), "bfloat16": bits.view(ml_dtypes.bfloat16)}.get(dtype, wide).reshape(-1, 1, 1)
+    one = numerics.quantize(np.ones((2, 1, 1), np.float32))
+    experts = np.arange(len(x)) % 2
+    got = cpu.grouped_weight_gemm(x, *one, experts, activation_dtype="bfloat16")
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    wrong = np.flatnonzero(~((got == rounded) | (np.isnan(got) & np.isnan(rounded))))
+    assert not len(wrong), f"{x[wrong[0]]}: got {got[wrong[0]]}, expected {rounded[wrong[0]]}"
+
+
+def test_kernels_read_no_row_without_an_expert(isa: str) -> None:
+    case = Case("rows without an expert")
+    case.x[0] = np.nan
+    y = cpu.grouped_weight_gemm(case.x, *case.b, case.experts)
+    assert (y[[0, 2, 4]] == 0).all()
+    assert np.isfinite(y).all()
+
+
+def test_kernels_refuse_what_the_reference_refuses() -> None:
+    case = Case("one expert for all")
+    with pytest.raises(ShapeError, match=r"expert 5 of 4; expected -4 to 3, or 4 for none"):
+        cpu.grouped_gemm(*case.a, *case.b, np.array([5]))
+    with pytest.raises(ShapeError, match="experts have dtype int32; expected int64"):
+        cpu.grouped_gemm(*case.a, *case.b, np.array([1], np.int32))
+    with pytest.raises(ShapeError, match="scales have shape"):
+        cpu.grouped_gemm(case.a[0], case.a[1][:1], *case.b, case.experts)
+    with pytest.raises(ShapeError, match=r"expected \[\.\.\., M, K\] and \[E, N, K\]"):
+        cpu.grouped_weight_gemm(case.x[0], *case.b, case.experts)
+
+
+# --- ONNX Runtime with our library -----------------------------------------------------------------------------------
+
+
+def kernel(op: str, case: Case, x_dtype: int = FLOAT, **attributes: Any) -> np.ndarray:
+    """Returns what the kernel of `op` gives; a float32 result, whatever dtype the node has."""
+    quantized = op == contract.GROUPED_GEMM.name
+    inputs = {"a": case.a[0], "as": case.a[1]} if quantized else {"x": case.x}
+    nodes = [cast("a", "A", FLOAT8E4M3FN)] if quantized else [cast("x", "X", x_dtype)]
+    if quantized:
+        inputs["a"] = case.a[0].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    nodes += [
+        cast("b", "B", FLOAT8E4M3FN),
+        node(op, f"{'A as' if quantized else 'X'} B bs experts", "y", **attributes),
+        cast("y", "wide", FLOAT),
+    ]
+    kinds = {"a": FLOAT, "as": UINT8, "x": FLOAT, "experts": INT64}
+    inputs["experts"] = case.experts
+    ports = {name: (kinds[name], [f"{name}{i}" for i in range(value.ndim)]) for name, value in inputs.items()}
+    weights = {"b": case.b[0].view(ml_dtypes.float8_e4m3fn).astype(np.float32), "bs": case.b[1]}
+    return ort.session(model(nodes, ports, {"wide": (FLOAT, None)}, **weights)).run(None, inputs)[0]
+
+
+@EVERY_CASE
+def test_nodes_give_the_reference(name: str) -> None:
+    case = Case(name)
+    values = numerics.dequantize(*case.a)
+    assert_within(kernel("MXFP8GroupedGemm", case), case.exact(values), case.bound(values))
+    assert_within(kernel("MXFP8GroupedWeightGemm", case), case.exact(case.x), case.bound(case.x))
+
+
+@pytest.mark.parametrize("y_dtype", contract.VALUES)
+@pytest.mark.parametrize("x_dtype", contract.VALUES)
+@pytest.mark.parametrize("activation_dtype", [FLOAT, BFLOAT16])
+def test_nodes_of_every_dtype(x_dtype: int, y_dtype: int, activation_dtype: int) -> None:
+    case = Case("any order, one row each")
+    case.x /= 64  # so that float16 holds the results
+    attributes = {"output_dtype": y_dtype, "activation_dtype": activation_dtype}
+    got = kernel("MXFP8GroupedWeightGemm", case, x_dtype, **attributes)
+    x = case.x.astype(numerics.value_dtype(contract.VALUE_NAMES[x_dtype]))
+    x = x.astype(numerics.value_dtype(contract.VALUE_NAMES[activation_dtype])).astype(np.float32)
+    assert_within(got, case.exact(x), case.bound(x, contract.VALUE_NAMES[y_dtype]))
+
+
+def test_nodes_say_what_is_wrong() -> None:
+    case = Case("any order, one row each")
+    case.experts = case.experts + 3
+    with pytest.raises(Exception, match=r"MXFP8GroupedGemm 'the_y': expert 6 of 4; expected -4 to 3, or 4 for none; "):
+        kernel("MXFP8GroupedGemm", case)
+    case = Case("any order, one row each")
+    with pytest.raises(Exception, match=r"activation_dtype 10; expected 1 \(activations as they are\) or 16 "):
+        kernel("MXFP8GroupedWeightGemm", case, activation_dtype=FLOAT16)
+    case.x = case.x[:3]
+    with pytest.raises(Exception, match=r"expected leading dimensions that broadcast"):
+        kernel("MXFP8GroupedWeightGemm", case)

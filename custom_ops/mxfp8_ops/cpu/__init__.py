@@ -1,6 +1,15 @@
 """The nodes on the processor: the functions of `numerics.py`, natively, on NumPy arrays (`numpy_arrays.py`)."""
 
-from mxfp8_ops.cpu.numpy_arrays import Packed, dequantize, gemm, pack, quantize, weight_gemm
+from mxfp8_ops.cpu.numpy_arrays import (
+    Packed,
+    dequantize,
+    gemm,
+    grouped_gemm,
+    grouped_weight_gemm,
+    pack,
+    quantize,
+    weight_gemm,
+)
 from mxfp8_ops.native import available_isas, force_isa, forced_isa, isa, library_path
 
 __all__ = [
@@ -10,6 +19,8 @@ __all__ = [
     "force_isa",
     "forced_isa",
     "gemm",
+    "grouped_gemm",
+    "grouped_weight_gemm",
     "isa",
     "library_path",
     "pack",

@@ -57,6 +57,12 @@ void check_rounding(const char* name, int64_t rounding) {
   check_range({name, rounding}, 0, int64_t(std::size(kScaleRoundings)) - 1);
 }
 
+void check_activation_dtype(const char* name, int64_t dtype) {
+  if (dtype == MXFP8_FLOAT32 || dtype == MXFP8_BFLOAT16) return;
+  refuse(is(name, dtype) + "; expected " + std::to_string(MXFP8_FLOAT32) + " (values as they are) or " +
+         std::to_string(MXFP8_BFLOAT16) + " (rounded to bfloat16); pass a code of mxfp8_ops.h");
+}
+
 void check_sizes(std::initializer_list<Size> sizes) {
   for (const Size& size : sizes) {
     if (size.value < 0) refuse(is(size.name, size.value) + "; expected 0 or more; pass the size of an array");

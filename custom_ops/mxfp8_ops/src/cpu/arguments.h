@@ -16,6 +16,9 @@ void check_value_dtype(const char* name, int64_t dtype);
 void check_element_format(const char* name, int64_t format);
 void check_rounding(const char* name, int64_t rounding);
 
+// What values are rounded to before they are multiplied: MXFP8_FLOAT32, not at all, or MXFP8_BFLOAT16.
+void check_activation_dtype(const char* name, int64_t dtype);
+
 struct Size {
   const char* name;
   int64_t value;

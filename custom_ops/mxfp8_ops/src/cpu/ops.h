@@ -1,4 +1,4 @@
-// The four operations over checked arguments: how each is split into tasks. Both faces of the library - the C ABI in
+// The operations over checked arguments: how each is split into tasks. Both faces of the library - the C ABI in
 // api.cpp and the ONNX Runtime binding - call these. They throw std::bad_alloc, and nothing else.
 #pragma once
 #include "kernels/kernels.h"
@@ -18,6 +18,16 @@ uint32_t scale_increment(int format, int scale_rounding);
 void quantize(const Kernels&, const Parallel&, const QuantizeArgs&);
 void dequantize(const Kernels&, const Parallel&, const DequantizeArgs&);
 void gemm(const Kernels&, const Parallel&, const GemmArgs&);
+
+// One gemm of many weights: b [experts, N, K], and every row of y says which it is multiplied with. grouped.cpp.
+struct GroupedArgs {
+  GemmArgs gemm;          // its bias is not used, and rows of a and y are dense; m: rows of y
+  int64_t experts;        // E
+  const int64_t* expert;  // [m], each -E..E: below 0 it counts from the end, and E is none: a row of zeros
+  const int64_t* row;     // [m], the row of a that each row of y is made of; null: its own
+  int activation_dtype;   // MXFP8_BFLOAT16: values of a are rounded to that first; MXFP8_FLOAT32: they stay as they are
+};
+void grouped_gemm(const Kernels&, const Parallel&, const GroupedArgs&);
 
 // args.outer is N; `transposed` says that args.x is [K, N].
 void pack(const Kernels&, const Parallel&, const QuantizeArgs&, bool transposed, mxfp8_pack_stats* stats);

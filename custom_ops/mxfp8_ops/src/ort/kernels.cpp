@@ -76,6 +76,7 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
     read(info, "axis", &attributes.axis);
     read(info, "block_size", &attributes.block_size);
     read(info, "output_dtype", &attributes.output_dtype);
+    read(info, "activation_dtype", &attributes.activation_dtype);
     read(info, "scale_rounding", &attributes.scale_rounding);
     check_attributes(where, overload.op, &attributes);
     if (overload.outputs[0] != attributes.output_dtype) {

@@ -71,6 +71,12 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
     throw NodeError(where + ": output_dtype " + std::to_string(attributes->output_dtype) + "; expected " +
                     choices(node.outputs[0]) + "; correct the attribute");
   }
+  const int64_t rounded = attributes->activation_dtype;
+  if (rounded != MXFP8_FLOAT32 && rounded != MXFP8_BFLOAT16) {
+    throw NodeError(where + ": activation_dtype " + std::to_string(rounded) + "; expected " +
+                    std::to_string(MXFP8_FLOAT32) + " (activations as they are) or " + std::to_string(MXFP8_BFLOAT16) +
+                    " (rounded to bfloat16); correct the attribute");
+  }
   if (rounding_code(attributes->scale_rounding) < 0) {
     throw NodeError(where + ": scale_rounding '" + attributes->scale_rounding + "'; expected " +
                     choices({std::begin(kScaleRoundings), std::end(kScaleRoundings)}) + "; correct the attribute");

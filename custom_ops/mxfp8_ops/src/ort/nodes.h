@@ -30,6 +30,7 @@ struct Attributes {
   int64_t axis = -1;
   int64_t block_size = kBlock;
   int64_t output_dtype = 0;  // 0: not given
+  int64_t activation_dtype = MXFP8_FLOAT32;
   std::string scale_rounding = "ceil";
 };
 
