@@ -163,7 +163,7 @@ def weight_gemm(
         return np.asarray(y, np.float32).astype(value_dtype(dtype))
 
 
-def grouped_gemm(  # noqa: PLR0917 - the inputs of the node
+def grouped_gemm(
     a: Codes,
     a_scales: Codes,
     b: Codes,

@@ -310,8 +310,8 @@ def _expert(outer: _Body, a: str, elements: str, experts: str, picked: str) -> G
     after = g("ScatterND", before, at, g("MatMul", mine, b), out="after")
     inputs = [(turn, TensorProto.INT64, []), (more, TensorProto.BOOL, []), (before, TensorProto.FLOAT, [None, None])]
     outputs = [(g("Identity", more), TensorProto.BOOL, []), (after, TensorProto.FLOAT, [None, None])]
-    ports = [[helper.make_tensor_value_info(*port) for port in side] for side in (inputs, outputs)]
-    return helper.make_graph(g.nodes, "of_one_expert", *ports)
+    ports, results = ([helper.make_tensor_value_info(*port) for port in side] for side in (inputs, outputs))
+    return helper.make_graph(g.nodes, "of_one_expert", ports, results)
 
 
 # --- Building a body ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     MatMul(w [N, K], X)                 Y^T = X^T @ w^T: operands and result swapped
     Gemm(X, w, C), transA transB alpha beta
     Add(MatMul(X, w), b [N])            the bias is absorbed
+    MatMul(X, Gather(w [E, K, N], i))   experts, picked while the model runs: see `picked.py`
     MatMul(Q, K^T), MatMul(softmax, V)  both operands computed at run time
 """
 
@@ -24,7 +25,9 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import graphsurgeon, onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import STANDARD, module_path, node_label, stored_in, subgraphs
-from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand, form_of, operands_of
+from mxfp8_graph.onnx_pass.experts import operands_with_experts, stack_of
+from mxfp8_graph.onnx_pass.matmul_forms import Form, Operand, form_of
+from mxfp8_graph.onnx_pass.picked import experts_blocker
 from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
 from mxfp8_graph.onnx_pass.static_operands import QUANTIZED, VIEW_OPS, Static, StaticOperands, Stored, overridable
 from mxfp8_graph.policy import eligibility
@@ -127,17 +130,17 @@ class _Finder:
         self._statics = statics
         self._roles = roles
         self._names: set[str] = set()
-        weights = (statics.resolve(form.b) or statics.resolve(form.a) for form in forms)
+        weights = (stack_of(form, statics) for form in forms)
         self._uses = Counter(id(weight.tensor) for weight in weights if weight)
 
     def describe(self, node: gs.Node, form: Form, scope: Scope) -> OnnxSite:
         """Returns the site of one matmul."""
-        x, w, swapped = operands_of(form, self._statics)
+        x, w, swapped = operands_with_experts(form, self._statics)
         m, n, k = eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else _dtype(form.a) or _dtype(form.b)
         index = scope.indices[id(node)]
         output = node.outputs[0].name
-        absorbed = None if swapped else self._absorbed(node, form, scope, n, dtype)
+        absorbed = None if swapped or w.picked else self._absorbed(node, form, scope, n, dtype)
         added = absorbed or Added(addend=None if form.c is None else form.c.name, output=output)
         matmul = MatMulSite(
             name=take_name(node.name or f"{node.op}_{output}", self._names, "#"),
@@ -193,6 +196,8 @@ class _Finder:
             return next(reasons, low if unknown else None)
         if reason := eligibility.weight_blocker(w.static.shape):
             return reason
+        if w.picked and (x.rank is None or x.rank < 2):
+            return "the activation's rank is unknown or below 2; give the model shape information"
         if x.rank is None and (x.transposed or swapped):
             return "the activation must be transposed and its rank is unknown; give the model shape information"
         return None
@@ -211,12 +216,7 @@ class _Finder:
                 )
             allowed = ", ".join(VIEW_OPS)
             return f"weight {name!r} comes through {via}; expected only {allowed}; fold the constants first"
-        if experts := self._statics.gathered(tensor):
-            return (
-                f"weight {experts!r} holds experts that are gathered while the model runs, and a packed weight cannot "
-                "be; expected one MatMul per expert; export the model so"
-            )
-        return None
+        return experts_blocker(tensor, self._statics)
 
 
 def _contradiction(form: Form, x: Operand, w: Operand) -> str | None:

@@ -10,6 +10,7 @@ import onnx
 
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import iter_graphs
+from mxfp8_graph.onnx_pass.picked import GATHERS
 from mxfp8_graph.onnx_pass.static_operands import VIEW_OPS
 
 
@@ -30,7 +31,7 @@ def prune(opened: OpenedModel, suspects: Iterable[str]) -> None:
             continue
         node = producers.get(name)
         if node is not None:
-            if node.op_type not in {*VIEW_OPS, "Constant"} or any(uses[output] for output in node.output):
+            if node.op_type not in {*VIEW_OPS, *GATHERS, "Constant"} or any(uses[output] for output in node.output):
                 continue
             uses.subtract(node.input)
             stack.extend(node.input)

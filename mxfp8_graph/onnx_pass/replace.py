@@ -4,6 +4,7 @@
     MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               weight_only
     MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         weight_only, float16: see `weight_gemm_dtype`
     MatMul(Q, K^T)      -> MXFP8Gemm(MXFP8Quantize(Q), MXFP8Quantize(K))
+    MatMul(X, Gather(w, i))  -> MXFP8GroupedGemm(MXFP8Quantize(X), packed w, i)    or MXFP8GroupedWeightGemm, alike
     MatMul(w, X)        -> Transpose(MXFP8Gemm(MXFP8Quantize(Transpose(X)), packed w))
 
 Whatever is not named by a decision stays the very message it was.
@@ -12,7 +13,7 @@ Whatever is not named by a decision stays the very message it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -33,6 +34,14 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.weights import pack, packed_bytes
 from mxfp8_ops import contract, formats, onnx_functions
+
+_GEMMS: Final = {
+    (False, False): contract.GEMM,
+    (True, False): contract.WEIGHT_GEMM,
+    (False, True): contract.GROUPED_GEMM,
+    (True, True): contract.GROUPED_WEIGHT_GEMM,
+}
+"""The node for a product by whether it is weight-only, and whether its weights are picked from a stack."""
 
 
 def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Sequence[Decision]) -> int:
@@ -79,6 +88,8 @@ class Editor:
             inputs += [packed.elements, packed.scales]
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding)
+        if site.w.picked is not None:
+            inputs.append(build.experts(site.w.picked))
         if site.added.bias is not None:
             inputs.append(self._bias(site, site.added.bias))
         self._put(site, decision, inputs, build)
@@ -103,10 +114,11 @@ class Editor:
     def _put(self, site: OnnxSite, decision: Decision, inputs: Sequence[str], build: Builder) -> None:
         """Adds the gemm, and after it what it cannot do: its dtype, the swap back, alpha and C where not absorbed."""
         node = site.scope.proto.node[site.index]
-        op = contract.WEIGHT_GEMM if decision.weight_only else contract.GEMM
+        op = _GEMMS[decision.weight_only, site.w.picked is not None]
         dtype = onnx_functions.weight_gemm_dtype(site.dtype) if decision.weight_only else site.dtype
-        if site.x.rank is None:
-            # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have.
+        if site.x.rank is None or (site.w.picked and site.w.picked.rank == 0):
+            # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have. To the
+            # node it shows a single index as a tensor of unknown rank.
             dtype = contract.FLOAT
         steps: list[tuple[str, Any]] = []
         if dtype != site.dtype:

@@ -52,7 +52,9 @@ def test_optional_inputs_come_last(op: Op) -> None:
 def test_every_port_accepts_known_dtypes(op: Op) -> None:
     for port in ports(op):
         assert port.dtypes, port.name
-        assert set(port.dtypes) <= {*contract.VALUES, *contract.ELEMENTS, *contract.SCALES, *contract.INDICES}, port.name
+        assert set(port.dtypes) <= {*contract.VALUES, *contract.ELEMENTS, *contract.SCALES, *contract.INDICES}, (
+            port.name
+        )
 
 
 @OPS

@@ -130,7 +130,7 @@ def weight_gemm(
     return _multiply(product, (x,), (b, b_scales), bias, y)
 
 
-def grouped_gemm(  # noqa: PLR0917 - the inputs of the node
+def grouped_gemm(
     a: Codes,
     a_scales: Codes,
     b: Codes,
@@ -142,8 +142,7 @@ def grouped_gemm(  # noqa: PLR0917 - the inputs of the node
     dtype: str = "float32",
     threads: int = 0,
 ) -> Array:
-    """Returns each matrix of a [..., M, K] times the transpose of the one of b [E, N, K] that its entry of `experts`
-    picks, as `numerics.grouped_gemm` does; the picked matrices are read where they are."""
+    """Returns dequantize(a) @ dequantize(b[experts]).T; a [..., M, K], b [E, N, K], as in `numerics.grouped_gemm`."""
     rows = _Rows((a, a_scales), (b, b_scales), experts, dtype)
     codes = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
     (a, a_scales), (b, b_scales) = rows.a, rows.b
@@ -156,7 +155,7 @@ def grouped_gemm(  # noqa: PLR0917 - the inputs of the node
     return rows.y
 
 
-def grouped_weight_gemm(  # noqa: PLR0917 - the inputs of the node
+def grouped_weight_gemm(
     x: Array,
     b: Codes,
     b_scales: Codes,
@@ -167,7 +166,7 @@ def grouped_weight_gemm(  # noqa: PLR0917 - the inputs of the node
     dtype: str = "float32",
     threads: int = 0,
 ) -> Array:
-    """Returns the same with unquantized x [..., M, K], as `numerics.grouped_weight_gemm` does."""
+    """Returns x @ dequantize(b[experts]).T; x [..., M, K], b [E, N, K], as in `numerics.grouped_weight_gemm`."""
     checks.check_value_dtype("grouped_gemm", array("grouped_gemm", "x", x).dtype)
     numerics.value_dtype(activation_dtype)  # checks the name
     rows = _Rows((x,), (b, b_scales), experts, dtype)
@@ -223,7 +222,7 @@ def pack(
 
 
 class _Rows:
-    """The operands of a grouped gemm as the library takes them: every row of the result has its row of a, and an expert.
+    """The operands of a grouped gemm as the library takes them: each row of the result has its row of a and its expert.
 
     Raises:
         ShapeError: shapes or dtypes do not fit, or an index is beyond -E..E.
