@@ -21,8 +21,7 @@ constexpr int64_t kCopyBytes = 1 << 18;  // that one task copies: 20 us
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 using Bytes = std::unique_ptr<char[]>;
-// Never null, so that scales of K = 0 tell that a is quantized.
-Bytes room(int64_t rows, int64_t row_bytes) { return Bytes(new char[size_t(rows * row_bytes) + 1]); }
+Bytes room(int64_t rows, int64_t row_bytes) { return Bytes(new char[size_t(rows * row_bytes)]); }
 
 // Calls body(i) for every row, rows of that many bytes.
 template <class Body>
@@ -120,7 +119,7 @@ class Grouped {
     }
     GemmArgs g = g_;
     g.m = int64_t(rows.size()), g.bias = nullptr, g.a_stride = g.k, g.y_stride = g.n;
-    g.b += e * g.n * g.k, g.b_scales += e * g.n * ceil_div(g.k, kBlock);
+    if (g.k > 0) g.b += e * g.n * g.k, g.b_scales += e * g.n * ceil_div(g.k, kBlock);  // else e may be anything
     Gathered scratch;
     gather(rows, &g, &scratch);
     const bool together = lie_together(rows);
@@ -134,6 +133,7 @@ class Grouped {
 
   // Makes the rows of a that `rows` of y are made of those of `g`: where they are, or copied.
   void gather(std::vector<int64_t> rows, GemmArgs* g, Gathered* scratch) {
+    if (g->k == 0) return;  // there is nothing to read
     if (args_.row != nullptr) {
       for (int64_t& row : rows) row = args_.row[row];
     }
