@@ -279,9 +279,10 @@ void multiply(Random& random, Counts* counts, bool weight_only) {
 // Indices of experts in the memory of `array`, now and then one too many. Returns whether all are good.
 bool fill_experts(Random& random, const Array& array, int64_t m, int64_t count, int hostile) {
   auto* experts = reinterpret_cast<int64_t*>(array.at);
+  const int64_t most = count < 5 ? count : 5;
   bool good = true;
   for (int64_t i = 0; i < m; ++i) {
-    int64_t expert = int64_t(random() % uint64_t(2 * count + 1)) - count;
+    int64_t expert = int64_t(random() % uint64_t(2 * most + 1)) - most;
     if (chance(random, 4 * hostile)) expert = hostile_number(random);
     good = good && expert >= -count && expert <= count;
     std::memcpy(experts + i, &expert, sizeof expert);
