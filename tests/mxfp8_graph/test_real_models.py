@@ -230,6 +230,17 @@ def test_kernels_and_function_bodies_agree_and_both_are_near_the_original(export
     assert report.worst_relative_l2 > 1e-4  # it is the quantized model that ran
 
 
+def test_of_mixtures_of_experts_all_but_routers_and_norms_is_packed(exported):
+    if not exported.case.grouped:
+        return
+    stored = {tensor.name: tensor for tensor in onnx.load(exported.path).graph.initializer}
+    total = sum(len(t.raw_data) for t in stored.values() if t.data_type == onnx.TensorProto.FLOAT)
+    embeddings = len(stored["model.model.embed_tokens.weight"].raw_data)
+    head = sum(s.bytes_before for s in exported.report.kept if s.decision.site.role == "output_projection")
+    packed = sum(s.bytes_before for s in exported.report.rewritten)
+    assert packed >= 0.99 * (total - embeddings - head), f"{packed} of {total - embeddings - head} bytes"
+
+
 def test_inputs_and_outputs_are_those_of_the_original(exported):
     before, after = (onnx.load(path).graph for path in (exported.path, exported.rewritten))
     assert list(before.input) == list(after.input)
