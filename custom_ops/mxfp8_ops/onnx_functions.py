@@ -271,20 +271,19 @@ def _matmul(g: _Body, a: str) -> None:
 
 def _grouped_matmul(g: _Body, a: str) -> None:
     """Y = a @ transpose(B[experts]), one MatMul per expert that is picked: no matrix of B is repeated per row."""
-    # float16 holds every element, in half the memory of float32; ONNX Runtime has no float8 Gather.
-    elements = g("Cast", "B", to=TensorProto.FLOAT16)
-    count = g("Squeeze", g("Shape", elements, end=1), out="count")
+    b = g("Transpose", _values(g, "B", "B_scales", _LAST, g.constant([BLOCK_SIZE])), perm=[0, 2, 1], out="b")
+    count = g("Squeeze", g("Shape", b, end=1), out="count")
     experts = g("Unsqueeze", _experts(g, count), g.constant([_LAST]))
     experts = g("Expand", experts, g("Shape", a, end=_LAST), out="of_rows")
     lead = g("Shape", experts, out="lead")  # [..., M], broadcast
     rows = g("Reshape", g("Size", experts), g.constant([1]), out="rows")
-    k, n = g("Shape", a, start=_LAST), g("Shape", elements, start=1, end=2)
+    k, n = g("Shape", a, start=_LAST), g("Shape", b, start=_LAST)
     a = g("Expand", a, g("Concat", lead, g.constant([1]), axis=0))
     a = g("Reshape", a, g("Concat", rows, k, axis=0), allowzero=1, out="a")
     experts = g("Reshape", experts, rows, allowzero=1)
     picked = g("Unique", g("Compress", experts, g("Less", experts, count)), out="picked")
     zero = g("ConstantOfShape", g("Concat", rows, n, axis=0), out="nobody")
-    y = g("Loop", g("Size", picked), "", zero, body=_expert(g, a, elements, experts, picked), out="y")
+    y = g("Loop", g("Size", picked), "", zero, body=_expert(g, a, b, experts, picked), out="y")
     y = g("Reshape", y, g("Concat", lead, n, axis=0), allowzero=1)
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
 
@@ -298,16 +297,13 @@ def _experts(g: _Body, count: str) -> str:
     return g("Gather", g("Range", g.constant(0), end, g.constant(1)), g("Where", beyond, end, experts))
 
 
-def _expert(outer: _Body, a: str, elements: str, experts: str, picked: str) -> GraphProto:
+def _expert(outer: _Body, a: str, b: str, experts: str, picked: str) -> GraphProto:
     """Returns the body of a Loop over `picked`: the rows of one expert are multiplied and put into the result."""
     g = outer.inner()
     turn, more, before = (g.unique(name) for name in ("turn", "more", "before"))
     expert = g("Gather", picked, turn, out="expert")
     at = g("Transpose", g("NonZero", g("Equal", experts, expert)), out="at")  # [rows of this expert, 1]
-    mine = g("GatherND", a, at)
-    weight, scales = g("Gather", elements, expert), g("Gather", "B_scales", expert)
-    b = g("Transpose", _values(g, weight, scales, _LAST, g.constant([BLOCK_SIZE])))
-    after = g("ScatterND", before, at, g("MatMul", mine, b), out="after")
+    after = g("ScatterND", before, at, g("MatMul", g("GatherND", a, at), g("Gather", b, expert)), out="after")
     inputs = [(turn, TensorProto.INT64, []), (more, TensorProto.BOOL, []), (before, TensorProto.FLOAT, [None, None])]
     outputs = [(g("Identity", more), TensorProto.BOOL, []), (after, TensorProto.FLOAT, [None, None])]
     ports, results = ([helper.make_tensor_value_info(*port) for port in side] for side in (inputs, outputs))

@@ -166,7 +166,7 @@ def test_picked_experts_become_grouped_gemms_of_onnx(name: str, tmp_path: Path, 
 
 def test_a_bias_beside_picked_experts_is_added_in_onnx(tmp_path: Path) -> None:
     bias = values(48, seed=6)
-    rewritten, report = mxfp8_graph.rewrite(
+    rewritten, _ = mxfp8_graph.rewrite(
         export(Apply(lambda m, x, i: (x.unsqueeze(1) @ m.stack[i].mT).squeeze(1) + bias, {"stack": STACK}), X, IDS),
         OUTPUTS_TOO,
     )
