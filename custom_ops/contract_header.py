@@ -58,7 +58,8 @@ def _dtype(row: Dtype) -> str:
 
 
 def _node(op: Op) -> str:
-    names = ("A" if op.at("X") is None else "X", "A_scales", "B", "B_scales", "bias") if op.is_gemm else ("",) * 5
+    a = "A" if op.at("X") is None else "X"
+    names = (a, "A_scales", "B", "B_scales", "bias", "experts") if op.is_gemm else ("",) * 6
     roles = [-1 if at is None else at for at in map(op.at, names)]
     inputs, outputs = (", ".join(map(_port, ports)) for ports in (op.inputs, op.outputs))
     settings = ", ".join(map(str, [op.attributes["output_dtype"], *roles]))

@@ -169,3 +169,52 @@ def gemm_shape(
             where, f"operands {x} and {b}", expected="leading dimensions that broadcast", advice="reshape one"
         ) from None
     return (*leading, *x[-2:-1], b[-2])
+
+
+def grouped_shape(
+    where: str, x: Shape, b: Shape, experts: Shape, broadcast: Callable[..., Any] = np.broadcast_shapes
+) -> Shape:
+    """Returns the shape of x [..., M, K] times the transposes of b [E, N, K] that experts [...] pick: [..., M, N].
+
+    Args:
+        where: the op, for errors.
+        x: shape of the first operand.
+        b: shape of the matrices that are picked from.
+        experts: shape of the indices; it broadcasts with the leading dimensions of `x`.
+        broadcast: as in `gemm_shape`.
+
+    Raises:
+        ShapeError: they do not fit together.
+    """
+    if len(x) < 2 or len(b) != 3 or x[-1] != b[-1]:
+        raise ShapeError(
+            where,
+            f"operands {x} and {b}",
+            expected="[..., M, K] and [E, N, K] with the same K",
+            advice="store each expert's weight with K last",
+        )
+    return gemm_shape(where, x, (*experts, *b[1:]), None, broadcast)
+
+
+def check_experts(where: str, experts: Any, count: int) -> Any:
+    """Returns indices of experts as 0..count, where `count` stands for no expert.
+
+    Args:
+        where: the op, for errors.
+        experts: int64 array; -1 is the last expert, as in ONNX Gather, and `count` is none.
+        count: how many experts there are.
+
+    Raises:
+        ShapeError: another dtype, or an index beyond -count..count.
+    """
+    if experts.dtype != np.int64:
+        raise ShapeError(where, f"experts have dtype {experts.dtype}", expected="int64", advice="cast them")
+    if ((experts < -count) | (experts > count)).any():
+        beyond = experts[(experts < -count) | (experts > count)][0]
+        raise ShapeError(
+            where,
+            f"expert {int(beyond)} of {count}",
+            expected=f"{-count} to {count - 1}, or {count} for none",
+            advice="correct the indices",
+        )
+    return experts + count * (experts < 0)

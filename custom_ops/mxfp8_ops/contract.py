@@ -59,7 +59,7 @@ class Op:
 
     An input called B has the elements of a packed weight [..., N, K], and B_scales after it their scales, of one layout
     for every node: a table of rows and an output projection may share theirs. A gemm's other inputs are A (or X),
-    A_scales and bias; it is weight-only if A has no scales.
+    A_scales, and bias or experts; it is weight-only if A has no scales.
     """
 
     name: str
@@ -140,8 +140,36 @@ EMBEDDING: Final = Op(
     "The rows of B that the indices name, dequantized; a negative index counts from the last row.",
 )
 
+GROUPED_GEMM: Final = Op(
+    "MXFP8GroupedGemm",
+    (
+        Port("A", ELEMENTS, "[..., M, K]"),
+        Port("A_scales", SCALES, "[..., M, ceil(K / 32)]"),
+        Port("B", ELEMENTS, "[E, N, K]"),
+        Port("B_scales", SCALES, "[E, N, ceil(K / 32)]"),
+        Port("experts", (INT64,), "[...]"),
+    ),
+    (Port("Y", VALUES, "[..., M, N]"),),
+    MappingProxyType({"output_dtype": FLOAT}),
+    "A @ transpose(B[experts]) on quantized operands, accumulated in float32; the matrices of B are not copied.",
+    is_gemm=True,
+)
+GROUPED_WEIGHT_GEMM: Final = Op(
+    "MXFP8GroupedWeightGemm",
+    (
+        Port("X", VALUES, "[..., M, K]"),
+        Port("B", ELEMENTS, "[E, N, K]"),
+        Port("B_scales", SCALES, "[E, N, ceil(K / 32)]"),
+        Port("experts", (INT64,), "[...]"),
+    ),
+    (Port("Y", VALUES, "[..., M, N]"),),
+    MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
+    "X @ transpose(B[experts]) with only the weights quantized, X perhaps rounded first, accumulated in float32.",
+    is_gemm=True,
+)
+
 OPS: Final[Mapping[str, Op]] = MappingProxyType(
-    {op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM, EMBEDDING)}
+    {op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM, EMBEDDING, GROUPED_GEMM, GROUPED_WEIGHT_GEMM)}
 )
 """Every node of the domain, by op type."""
 
@@ -152,7 +180,7 @@ class TorchOp:
 
     name: str
     node: Op | None = None
-    """The node it is exported to; None if ONNX has none."""
+    """The node it is exported to, that of quantized activations if it takes both; None if ONNX has none."""
     weight: tuple[str, str, str] | None = None
     """Arguments with a packed weight: its elements, its scales, its format."""
     multiplies: bool = False
@@ -176,7 +204,7 @@ TORCH_OPS: Final[Mapping[str, TorchOp]] = MappingProxyType(
             TorchOp("gemm", GEMM, _B, multiplies=True),
             TorchOp("weight_gemm", WEIGHT_GEMM, _B, multiplies=True),
             TorchOp("embedding", EMBEDDING, _B),
-            TorchOp("grouped_gemm", None, _B, multiplies=True),
+            TorchOp("grouped_gemm", GROUPED_GEMM, _B, multiplies=True),
             TorchOp("linear_train", multiplies=True, trains=True),
         )
     }

@@ -77,6 +77,8 @@ def load() -> ctypes.CDLL:
         "mxfp8_embedding": (i, p, n, i, p, p, n, n, i, p, i),
         "mxfp8_gemm": (i, p, p, i, p, p, p, n, n, n, i, p, n, i),
         "mxfp8_weight_gemm": (i, p, n, i, i, p, p, p, n, n, n, i, p, n, i),
+        "mxfp8_grouped_gemm": (i, p, p, i, p, p, p, n, n, n, n, i, p, i),
+        "mxfp8_grouped_weight_gemm": (i, p, i, i, p, p, p, n, n, n, n, i, p, i),
         "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(PackStats), i),
         "mxfp8_isa_available": (),
         "mxfp8_isa": (),

@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from mxfp8_ops import formats
 from mxfp8_ops.checks import (
+    check_experts,
     check_indices,
     check_scales,
     check_value_dtype,
     embedding_shape,
     gemm_shape,
+    grouped_shape,
     normalize_axis,
     scale_count,
 )
@@ -196,6 +198,71 @@ def embedding(indices: Array, b: Codes, b_scales: Codes, *, b_format: str = "e4m
     check_scales("embedding", b.shape, b_scales.shape, -1)
     check_indices("embedding", indices, b.shape[0])
     return dequantize(b[indices], b_scales[indices], element_format=b_format, dtype=dtype)
+
+
+def grouped_gemm(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    experts: npt.NDArray[np.int64],
+    *,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+) -> Array:
+    """Returns a times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
+
+    What `gemm(a, a_scales, b[experts], b_scales[experts])` is, but for rows without an expert.
+
+    Args:
+        a: elements uint8 [..., M, K].
+        a_scales: uint8 [..., M, ceil(K / 32)].
+        b: elements uint8 [E, N, K].
+        b_scales: uint8 [E, N, ceil(K / 32)].
+        experts: int64 [...], which broadcasts with the leading dimensions of `a`; -1 is the last expert, and E is none:
+            the result is 0 there, whatever `a` holds.
+        a_format: element format of `a`.
+        b_format: element format of `b`.
+        dtype: dtype of the result, "float32", "float16" or "bfloat16".
+
+    Returns:
+        [..., M, N].
+
+    Raises:
+        ShapeError: shapes do not fit, or an index is beyond -E..E.
+        ContractError: unknown format.
+    """
+    values = dequantize(a, a_scales, element_format=a_format)
+    return grouped_weight_gemm(values, b, b_scales, experts, b_format=b_format, dtype=dtype)
+
+
+def grouped_weight_gemm(
+    x: Array,
+    b: Codes,
+    b_scales: Codes,
+    experts: npt.NDArray[np.int64],
+    *,
+    b_format: str = "e4m3",
+    activation_dtype: str = "float32",
+    dtype: str = "float32",
+) -> Array:
+    """Returns x times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
+
+    All as in `grouped_gemm`, but x [..., M, K] is float32, float16 or bfloat16, used as it is, or with
+    `activation_dtype` "bfloat16" rounded to that first.
+    """
+    check_value_dtype("grouped_gemm", x.dtype)
+    shape = grouped_shape("grouped_gemm", x.shape, b.shape, experts.shape)
+    picked = check_experts("grouped_gemm", experts, b.shape[0])
+    weight = dequantize(b, b_scales, element_format=b_format)
+    nobody = np.zeros((1, *weight.shape[1:]), np.float32)
+    weight = np.concatenate([weight, nobody])[picked]
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = x.astype(value_dtype(activation_dtype)).astype(np.float64)
+        y = x @ np.swapaxes(weight, -1, -2).astype(np.float64)
+        y = np.where(np.broadcast_to((picked == b.shape[0])[..., None, None], shape), 0, y)
+        return np.asarray(y, np.float32).astype(value_dtype(dtype))
 
 
 @dataclass(frozen=True)

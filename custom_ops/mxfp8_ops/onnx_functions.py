@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from onnx import AttributeProto, FunctionProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.contract import Op
@@ -149,6 +149,17 @@ def _embedding(g: _Body) -> None:
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
 
 
+def _grouped_gemm(g: _Body) -> None:
+    """A, A_scales, B, B_scales, experts -> Y."""
+    _grouped_matmul(g, _values(g, "A", "A_scales", _LAST, g.constant([BLOCK_SIZE])))
+
+
+def _grouped_weight_gemm(g: _Body) -> None:
+    """X, B, B_scales, experts -> Y."""
+    x = g("Cast", g("Cast", "X", to=TensorProto.FLOAT), to=g.attribute("activation_dtype"))
+    _grouped_matmul(g, g("Cast", x, to=TensorProto.FLOAT))
+
+
 _BODIES: Final[Mapping[str, Callable[[_Body], None]]] = MappingProxyType(
     {
         contract.QUANTIZE.name: _quantize,
@@ -156,6 +167,8 @@ _BODIES: Final[Mapping[str, Callable[[_Body], None]]] = MappingProxyType(
         contract.GEMM.name: _gemm,
         contract.WEIGHT_GEMM.name: _weight_gemm,
         contract.EMBEDDING.name: _embedding,
+        contract.GROUPED_GEMM.name: _grouped_gemm,
+        contract.GROUPED_WEIGHT_GEMM.name: _grouped_weight_gemm,
     }
 )
 
@@ -267,6 +280,47 @@ def _matmul(g: _Body, a: str) -> None:
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
 
 
+def _grouped_matmul(g: _Body, a: str) -> None:
+    """Y = a @ transpose(B[experts]), one MatMul per expert that is picked: no matrix of B is repeated per row."""
+    b = g("Transpose", _values(g, "B", "B_scales", _LAST, g.constant([BLOCK_SIZE])), perm=[0, 2, 1], out="b")
+    count = g("Squeeze", g("Shape", b, end=1), out="count")
+    experts = g("Unsqueeze", _experts(g, count), g.constant([_LAST]))
+    experts = g("Expand", experts, g("Shape", a, end=_LAST), out="of_rows")
+    lead = g("Shape", experts, out="lead")  # [..., M], broadcast
+    rows = g("Reshape", g("Size", experts), g.constant([1]), out="rows")
+    k, n = g("Shape", a, start=_LAST), g("Shape", b, start=_LAST)
+    a = g("Expand", a, g("Concat", lead, g.constant([1]), axis=0))
+    a = g("Reshape", a, g("Concat", rows, k, axis=0), allowzero=1, out="a")
+    experts = g("Reshape", experts, rows, allowzero=1)
+    picked = g("Unique", g("Compress", experts, g("Less", experts, count)), out="picked")
+    zero = g("ConstantOfShape", g("Concat", rows, n, axis=0), out="nobody")
+    y = g("Loop", g("Size", picked), "", zero, body=_expert(g, a, b, experts, picked), out="y")
+    y = g("Reshape", y, g("Concat", lead, n, axis=0), allowzero=1)
+    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+
+
+def _experts(g: _Body, count: str) -> str:
+    """Returns the indices of experts as 0..count, count being none; other indices fail at run time, in the Gather."""
+    from_end = g("Add", "experts", count)
+    experts = g("Where", g("Less", "experts", g.constant(0)), from_end, "experts", out="from_start")
+    beyond = g("Or", g("Less", experts, g.constant(0)), g("Greater", experts, count), out="beyond")
+    end = g("Add", count, g.constant(1))
+    return g("Gather", g("Range", g.constant(0), end, g.constant(1)), g("Where", beyond, end, experts))
+
+
+def _expert(outer: _Body, a: str, b: str, experts: str, picked: str) -> GraphProto:
+    """Returns the body of a Loop over `picked`: the rows of one expert are multiplied and put into the result."""
+    g = outer.inner()
+    turn, more, before = (g.unique(name) for name in ("turn", "more", "before"))
+    expert = g("Gather", picked, turn, out="expert")
+    at = g("Transpose", g("NonZero", g("Equal", experts, expert)), out="at")  # [rows of this expert, 1]
+    after = g("ScatterND", before, at, g("MatMul", g("GatherND", a, at), g("Gather", b, expert)), out="after")
+    inputs = [(turn, TensorProto.INT64, []), (more, TensorProto.BOOL, []), (before, TensorProto.FLOAT, [None, None])]
+    outputs = [(g("Identity", more), TensorProto.BOOL, []), (after, TensorProto.FLOAT, [None, None])]
+    ports, results = ([helper.make_tensor_value_info(*port) for port in side] for side in (inputs, outputs))
+    return helper.make_graph(g.nodes, "of_one_expert", ports, results)
+
+
 # --- Building a body ---------------------------------------------------------------------------------------------
 
 
@@ -290,7 +344,7 @@ class _Body:
 
     def __call__(self, op_type: str, *inputs: str, out: str = "", **attributes: Any) -> str:
         """Appends the node `out` = op_type(*inputs, **attributes) and returns the name of its output."""
-        out = self._unique(out or op_type.lower())
+        out = self.unique(out or op_type.lower())
         references = {key: value for key, value in attributes.items() if isinstance(value, _Attribute)}
         plain = {key: value for key, value in attributes.items() if key not in references}
         node = helper.make_node(op_type, inputs, [out], **plain)
@@ -298,6 +352,10 @@ class _Body:
             node.attribute.append(AttributeProto(name=key, ref_attr_name=value.name, type=value.type))
         self.nodes.append(node)
         return out
+
+    def inner(self) -> _Body:
+        """Returns the body of a Loop inside this one, whose values it sees; no two share a name."""
+        return _Body(self.op, self.opset, _names=self._names)
 
     def attribute(self, name: str) -> _Attribute:
         """Returns a reference to attribute `name` of the function."""
@@ -339,7 +397,7 @@ class _Body:
         """Returns table[row] as a scalar."""
         return self("Gather", self("Gather", self.constant(table), row[0]), row[1])
 
-    def _unique(self, name: str) -> str:
+    def unique(self, name: str) -> str:
         """Returns `name`, numbered from its second use on; inputs of the function are never shadowed."""
         taken = name in {port.name for port in self.op.inputs}
         count = self._names.get(name, int(taken))

@@ -5,7 +5,7 @@ next layer's element the other way, and that is a whole step of the element form
 apart by as much as the quantization error itself. Node by node there is no drift, and a bound holds:
 
 - MXFP8Quantize, MXFP8Dequantize, MXFP8Embedding: no difference at all.
-- MXFP8Gemm, MXFP8WeightGemm: both sums are float32 sums of the same exact products, in any order. Each is within
+- The gemms: both sums are float32 sums of the same exact products, in any order. Each is within
   `numerics.gemm_error_bound` of the exact result, so they are within twice that of each other.
 
 The model is instrumented: each node gets a twin in another domain that only has the function body, and a few standard
@@ -26,7 +26,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs
 from mxfp8_ops import contract, numerics, onnx_functions
-from mxfp8_ops.contract import DEQUANTIZE, QUANTIZE
+from mxfp8_ops.contract import DEQUANTIZE, GROUPED_WEIGHT_GEMM, QUANTIZE
 
 BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
 """Domain of the twins: no kernel is registered for it, so ONNX Runtime must run the body."""
@@ -96,7 +96,7 @@ def _instrumented(model: ModelProto, nodes: list[NodeProto]) -> ModelProto:
     copy.CopyFrom(model)
     opset = next(entry.version for entry in copy.opset_import if entry.domain in STANDARD)
     carried = {function.name: function for function in model.functions if function.domain == contract.DOMAIN}
-    for name in sorted({node.op_type for node in nodes} | {DEQUANTIZE.name}):
+    for name in sorted({node.op_type for node in nodes} | {DEQUANTIZE.name, GROUPED_WEIGHT_GEMM.name}):
         body = copy.functions.add()
         body.CopyFrom(carried[name] if name in carried else onnx_functions.functions(opset, [name])[0])
         body.domain = BODY_DOMAIN
@@ -122,6 +122,7 @@ class _Check:
         self._index = index
         self._count = 0
         self._x = node.input[0]
+        self._inputs = {port.name: name for port, name in zip(self._op.inputs, node.input, strict=False)}
         given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         self.attributes: dict[str, Any] = {**self._op.attributes, **given}
 
@@ -156,12 +157,9 @@ class _Check:
 
     def _beyond(self, ours: str, body: str) -> str:
         """Returns the largest |ours - body| / (2 * bound); infinite where only one is finite."""
-        left, weight, bias = self._operands()
-        right = self("Abs", weight)
-        magnitude = self("MatMul", self("Abs", left), self("Einsum", right, equation="...nk->...kn"))
-        if bias:
-            magnitude = self("Add", magnitude, self("Abs", bias))
-        k = self("Cast", self("Shape", right, start=-1), to=TensorProto.FLOAT)
+        left = self._left()
+        magnitude = self._magnitude(self("Abs", left))
+        k = self("Cast", self("Shape", left, start=-1), to=TensorProto.FLOAT)
         terms = self("Add", k, self.constant(2))
         bound = numerics.error_bound(contract.VALUE_NAMES[int(self.attributes["output_dtype"])])
         # 1.01: the magnitude is itself a float32 sum. 2^-149: the least float32.
@@ -178,15 +176,25 @@ class _Check:
         )  # never empty
         return self("ReduceMax", flat, keepdims=0)
 
-    def _operands(self) -> tuple[str, str, str]:
-        """Returns the float32 values of A and B, and the bias; "" if there is none."""
-        inputs = {port.name: name for port, name in zip(self._op.inputs, self.node.input, strict=False)}
-        if self._op.weight_only:
-            rounded = self("Cast", self._x, to=self.attributes["activation_dtype"])
-            left = self("Cast", rounded, to=TensorProto.FLOAT)
-        else:
-            left = self._dequantized(inputs["A"], inputs["A_scales"])
-        return left, self._dequantized(inputs["B"], inputs["B_scales"]), inputs.get("bias", "")
+    def _left(self) -> str:
+        """Returns the float32 values of A."""
+        if not self._op.weight_only:
+            return self._dequantized(self._inputs["A"], self._inputs["A_scales"])
+        rounded = self("Cast", self._x, to=self.attributes["activation_dtype"])
+        return self("Cast", rounded, to=TensorProto.FLOAT)
+
+    def _magnitude(self, left: str) -> str:
+        """Returns the sums of |a||b|, and |bias|; `left` holds the |a|."""
+        elements, scales = self._inputs["B"], self._inputs["B_scales"]
+        if (experts := self._inputs.get("experts")) is not None:
+            positive = self("CastLike", self("Abs", self("Cast", elements, to=TensorProto.FLOAT16)), elements)
+            settings = {**GROUPED_WEIGHT_GEMM.attributes, "output_dtype": contract.FLOAT}
+            operands = (left, positive, scales, experts)
+            return self(GROUPED_WEIGHT_GEMM.name, *operands, domain=BODY_DOMAIN, **settings)
+        right = self("Abs", self._dequantized(elements, scales))
+        magnitude = self("MatMul", left, self("Einsum", right, equation="...nk->...kn"))
+        bias = self._inputs.get("bias", "")
+        return self("Add", magnitude, self("Abs", bias)) if bias else magnitude
 
     def _dequantized(self, elements: str, scales: str) -> str:
         settings = {**DEQUANTIZE.attributes, "axis": -1, "output_dtype": contract.FLOAT}

@@ -124,11 +124,6 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
                 raise ContractError(
                     "to_onnx", f"node {node.name!r} is {what}", expected="packed weights", advice=advice
                 )
-            if op.node is None and op.multiplies:
-                what = f"mxfp8.{op.name}, whose groups have sizes that are known at run time only, and has no ONNX form"
-                expected = "experts in high precision"
-                advice = "exclude them in the recipe, and export the model with a form of experts that ONNX has"
-                raise ContractError("to_onnx", f"node {node.name!r} is {what}", expected=expected, advice=advice)
             packed = packed or op.node is not None
             recipe = recipe or (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
     if not packed:
@@ -141,7 +136,7 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
     """Returns the program as an ONNX model with float8 elements, in onnxscript's representation."""
     import torch
 
-    from mxfp8_graph.onnx_export import float8, translation
+    from mxfp8_graph.onnx_export import experts, float8, translation
 
     try:
         with _quiet():
@@ -164,6 +159,7 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
     if found != opset:
         what = f"onnxscript cannot bring the model from opset {found} to {opset}"
         raise ContractError("to_onnx", what, expected="ops that both have", advice="pass another opset")
+    experts.pick_in_nodes(model)
     float8.retype(model)
     return model
 

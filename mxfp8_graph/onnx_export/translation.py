@@ -5,6 +5,8 @@ torch.ops.mxfp8.dequantize   -> MXFP8Dequantize
 torch.ops.mxfp8.gemm         -> MXFP8Gemm
 torch.ops.mxfp8.weight_gemm  -> MXFP8WeightGemm, or Cast(MXFP8WeightGemm) where it gives float16
 torch.ops.mxfp8.embedding    -> MXFP8Embedding
+torch.ops.mxfp8.grouped_gemm -> MXFP8GroupedGemm or MXFP8GroupedWeightGemm, alike; the expert of a row is the number of
+                                groups that end before it
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ import torch
 from onnxscript import opset18, values
 
 from mxfp8_ops import contract, formats, onnx_functions, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+
+_OPS: Final[Any] = opset18
+"""The standard ops, whose stubs take values of one kind only."""
 
 FORMATS: Final = "element_formats"
 """Attribute that carries the formats of a node's element inputs from here to `float8.py`, which removes it: in ONNX
@@ -67,14 +72,55 @@ def table() -> dict[Any, Callable[..., Any]]:
         given = onnx_functions.weight_gemm_dtype(wanted)
         settings = {"output_dtype": given, "activation_dtype": _value_dtype(activation_dtype), FORMATS: b_format}
         result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
-        return result if given == wanted else opset18.Cast(result, to=wanted)
+        return result if given == wanted else _OPS.Cast(result, to=wanted)
 
     def embedding(indices: Any, b: Any, b_scales: Any, b_format: str = "e4m3", dtype: int | None = None) -> Any:
         settings = {"output_dtype": _value_dtype(dtype), FORMATS: b_format}
         return node(contract.EMBEDDING, indices, b, b_scales, **settings)
 
-    functions = (quantize, dequantize, gemm, weight_gemm, embedding)
+    def grouped_gemm(  # noqa: PLR0917 - the signature of the op
+        a: Any,
+        a_scales: Any,
+        b: Any,
+        b_scales: Any,
+        offs: Any,
+        a_format: str = "e4m3",
+        b_format: str = "e4m3",
+        dtype: int | None = None,
+    ) -> Any:
+        weights = (b, b_scales, _experts(a, offs))
+        if a_scales is None:
+            wanted = _value_dtype(dtype, a.dtype)
+            settings = {"output_dtype": onnx_functions.weight_gemm_dtype(wanted), FORMATS: b_format}
+            y = node(contract.GROUPED_WEIGHT_GEMM, _matrix_per_row(a), *weights, **settings)
+        else:
+            wanted = _value_dtype(dtype)
+            settings = {"output_dtype": wanted, FORMATS: f"{a_format} {b_format}"}
+            y = node(contract.GROUPED_GEMM, _matrix_per_row(a), _matrix_per_row(a_scales), *weights, **settings)
+        y = _OPS.Squeeze(y, _OPS.Constant(value_ints=[1]))
+        return y if settings["output_dtype"] == wanted else _OPS.Cast(y, to=wanted)
+
+    functions = (quantize, dequantize, gemm, weight_gemm, embedding, grouped_gemm)
     return {getattr(torch.ops.mxfp8, function.__name__).default: function for function in functions}
+
+
+def _matrix_per_row(rows: Any) -> Any:
+    """Returns rows [S, K] as matrices [S, 1, K]. By Reshape: ONNX Runtime has no other op for that on float8."""
+    one = _OPS.Constant(value_ints=[1])
+    shape = _OPS.Concat(_OPS.Shape(rows, end=1), one, _OPS.Shape(rows, start=1), axis=0)
+    return _OPS.Reshape(rows, shape, allowzero=1)
+
+
+def _experts(a: Any, offs: Any) -> Any:
+    """Returns the group that each row of `a` [S, K] is in, int64 [S]; behind the last, as many as there are."""
+    zero = _OPS.Constant(value_int=0)
+    one = _OPS.Constant(value_int=1)
+    second = _OPS.Constant(value_ints=[1])
+    rows = _OPS.Squeeze(_OPS.Shape(a, start=0, end=1))
+    row = _OPS.Unsqueeze(_OPS.Range(zero, rows, one), second)
+    ends = _OPS.Cast(offs, to=contract.INT64)
+    ended = _OPS.Cast(_OPS.LessOrEqual(ends, row), to=contract.INT64)
+    return _OPS.ReduceSum(ended, second, keepdims=0)
 
 
 def _value_dtype(dtype: int | None, default: int = contract.FLOAT) -> int:

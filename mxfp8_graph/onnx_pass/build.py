@@ -12,6 +12,7 @@ from mxfp8_graph.onnx_pass.embeddings import Lookup
 from mxfp8_graph.onnx_pass.find import OnnxSite, Scope
 from mxfp8_graph.onnx_pass.form import Step
 from mxfp8_graph.onnx_pass.matmul_forms import Operand
+from mxfp8_graph.onnx_pass.picked import Picked
 from mxfp8_ops import contract, formats
 
 
@@ -102,6 +103,21 @@ class Builder:
             self.add(contract.QUANTIZE.name, [name], outputs, name=label, domain=contract.DOMAIN, **attributes)
             self._shared[key] = outputs
         return list(self._shared[key])
+
+    def experts(self, picked: Picked) -> str:
+        """Returns the name of the int64 indices that the matrices of a weight are picked by."""
+        key = ("experts", picked.index, picked.index_steps)
+        if key not in self._shared:
+            name = picked.index
+            for op, axes in picked.index_steps:
+                axes_name, before, name = self._fresh(f"{name}_axes"), name, self._fresh(f"{name}_{op.lower()}")
+                self.add("Constant", [], [axes_name], name=axes_name, value_ints=axes)
+                self.add(op, [before, axes_name], [name], name=name)
+            if not picked.is_int64:
+                before, name = name, self._fresh(f"{name}_int64")
+                self.add("Cast", [before], [name], name=name, to=contract.INT64)
+            self._shared[key] = [name]
+        return self._shared[key][0]
 
     def epilogue(self, site: OnnxSite, tensor: str, steps: Sequence[Step]) -> None:
         """Adds the nodes that lead from the gemm's result, `tensor`, to the site's."""

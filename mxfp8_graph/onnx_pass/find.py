@@ -8,6 +8,7 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     Add(MatMul(X, w), b [N])            the bias is absorbed; likewise that of BiasGelu
     Einsum(X, w), equation              one operand permuted, axes merged: see `einsum.py`
     FusedMatMul, FusedGemm, Attention   ONNX Runtime's own ops: see `dense_forms.py`, `packed_attention.py`
+    MatMul(X, Gather(w [E, K, N], i))   experts, picked while the model runs: see `picked.py`
     MatMul(Q, K^T), MatMul(softmax, V)  both operands computed at run time
     Gather(w [N, K], ids)               rows picked, nothing multiplied: see `embeddings.py`
 """
@@ -27,8 +28,10 @@ from mxfp8_graph.onnx_model import graphsurgeon, onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD, module_path, node_label, stored_in, subgraphs
 from mxfp8_graph.onnx_pass.embeddings import Lookup, lookup_of
+from mxfp8_graph.onnx_pass.experts import operands_with_experts, stack_of
 from mxfp8_graph.onnx_pass.form import AS_IS, Form, Step
-from mxfp8_graph.onnx_pass.matmul_forms import Operand, form_of, operands_of
+from mxfp8_graph.onnx_pass.matmul_forms import Operand, form_of
+from mxfp8_graph.onnx_pass.picked import experts_blocker
 from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
 from mxfp8_graph.onnx_pass.static_operands import (
     QUANTIZED,
@@ -148,19 +151,19 @@ class _Finder:
         self._statics = statics
         self._roles = roles
         self._names: set[str] = set()
-        weights = (statics.resolve(form.b) or statics.resolve(form.a) for form in forms)
+        weights = (stack_of(form, statics) for form in forms)
         self._uses = Counter(id(weight.tensor) for weight in weights if weight)
 
     def describe(self, node: gs.Node, form: Form, scope: Scope) -> OnnxSite:
         """Returns the site of one matmul, or of one lookup in a table."""
         if isinstance(form, Lookup):
             return self._lookup(node, form, scope)
-        x, w, swapped = operands_of(form, self._statics)
+        x, w, swapped = operands_with_experts(form, self._statics)
         m, n, k = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
         index = scope.indices[id(node)]
         output = node.outputs[0].name
-        absorbed = None if swapped else self._absorbed(node, form, scope, n, dtype)
+        absorbed = None if swapped or w.picked else self._absorbed(node, form, scope, n, dtype)
         added = absorbed or Added(addend=None if form.c is None else form.c.name, output=output)
         matmul = MatMulSite(
             name=take_name(node.name or f"{node.op}_{output}", self._names, "#"),
@@ -259,6 +262,8 @@ class _Finder:
             return next(reasons, low if unknown else None)
         if reason := eligibility.weight_blocker(w.static.shape):
             return reason
+        if w.picked and (x.rank is None or x.rank < 2):
+            return "the activation's rank is unknown or below 2; give the model shape information"
         if x.rank is None and (x.transposed or swapped):
             return "the activation must be transposed and its rank is unknown; give the model shape information"
         return None
@@ -277,11 +282,8 @@ class _Finder:
                 )
             allowed = ", ".join(VIEW_OPS)
             return f"weight {name!r} comes through {via}; expected only {allowed}; fold the constants first"
-        if experts := self._statics.gathered(tensor):
-            return (
-                f"weight {experts!r} holds experts that are gathered while the model runs, and a packed weight cannot "
-                "be; expected one MatMul per expert; export the model so"
-            )
+        if reason := experts_blocker(tensor, self._statics):
+            return reason
         if repeated := self._statics.repeated(tensor):
             return (
                 f"weight {repeated!r} is repeated while the model runs, nobody knows along which dimensions; "

@@ -19,6 +19,7 @@ from mxfp8_graph.onnx_model.validate import schema_of
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass import dense_forms, einsum, packed_attention
 from mxfp8_graph.onnx_pass.form import Form, View
+from mxfp8_graph.onnx_pass.picked import Picked
 from mxfp8_graph.onnx_pass.static_operands import Static, StaticOperands, permutation
 from mxfp8_graph.policy.eligibility import k_last
 
@@ -34,6 +35,8 @@ class Operand:
     transposed: bool = False
     """K is the last axis but one."""
     static: Static | None = None
+    picked: Picked | None = None
+    """How the weight is picked from the stack that `static` is; None if it is all of it."""
     perm: tuple[int, ...] | None = None
     """What brings K of a run-time operand to the end; None if it is there, or if the rank is unknown."""
     merged: tuple[int, ...] | None = None

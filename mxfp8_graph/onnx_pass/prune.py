@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import onnx
 
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import iter_graphs
+from mxfp8_graph.onnx_pass.picked import GATHERS
 from mxfp8_graph.onnx_pass.static_operands import REPEATS, VIEW_OPS
+
+_READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant"})
+"""What may stand between a weight and the product that used it."""
 
 
 def prune(opened: OpenedModel, suspects: Iterable[str]) -> None:
@@ -30,7 +34,7 @@ def prune(opened: OpenedModel, suspects: Iterable[str]) -> None:
             continue
         node = producers.get(name)
         if node is not None:
-            if node.op_type not in {*VIEW_OPS, *REPEATS, "Constant"} or any(uses[output] for output in node.output):
+            if node.op_type not in _READERS or any(uses[output] for output in node.output):
                 continue
             uses.subtract(node.input)
             stack.extend(node.input)

@@ -4,6 +4,7 @@
     MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               activations bfloat16 or unchanged
     MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         the same, float16: see `weight_gemm_dtype`
     MatMul(Q, K^T)      -> MXFP8Gemm(MXFP8Quantize(Q), MXFP8Quantize(K))
+    MatMul(X, Gather(w, i))  -> MXFP8GroupedGemm(MXFP8Quantize(X), packed w, i)    or MXFP8GroupedWeightGemm, alike
     MatMul(w, X)        -> Transpose(MXFP8Gemm(MXFP8Quantize(Transpose(X)), packed w))
     Gather(w, ids)      -> MXFP8Embedding(ids, packed w)
     GatherND(w, ids)    -> MXFP8Embedding(Squeeze(ids), packed w)
@@ -14,6 +15,7 @@ Whatever is not named by a decision stays the very message it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import onnx
@@ -35,6 +37,14 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.weights import pack, packed_bytes
 from mxfp8_ops import contract, formats, onnx_functions
+
+_GEMMS: Final = {
+    (False, False): contract.GEMM,
+    (True, False): contract.WEIGHT_GEMM,
+    (False, True): contract.GROUPED_GEMM,
+    (True, True): contract.GROUPED_WEIGHT_GEMM,
+}
+"""The node for a product by whether it is weight-only, and whether its weights are picked from a stack."""
 
 
 def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Sequence[Decision]) -> int:
@@ -81,6 +91,8 @@ class Editor:
             inputs += [packed.elements, packed.scales]
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding)
+        if site.w.picked is not None:
+            inputs.append(build.experts(site.w.picked))
         if site.added.bias is not None:
             inputs.append(self._bias(site, site.added.bias))
         self._put(site, decision, inputs, build)
@@ -105,11 +117,12 @@ class Editor:
     def _put(self, site: OnnxSite, decision: Decision, inputs: Sequence[str], build: Builder) -> None:
         """Adds the gemm, and after it what it cannot do: its dtype, the swap back, alpha and C where not absorbed."""
         node = site.scope.proto.node[site.index]
-        op = contract.WEIGHT_GEMM if decision.weight_only else contract.GEMM
-        op = contract.EMBEDDING if site.lookup else op
-        dtype = onnx_functions.weight_gemm_dtype(site.dtype) if op is contract.WEIGHT_GEMM else site.dtype
-        if site.x.rank is None:
-            # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have.
+        op = contract.EMBEDDING if site.lookup else _GEMMS[decision.weight_only, site.w.picked is not None]
+        takes_values = decision.weight_only and site.lookup is None
+        dtype = onnx_functions.weight_gemm_dtype(site.dtype) if takes_values else site.dtype
+        if site.x.rank is None or (site.w.picked and site.w.picked.rank == 0):
+            # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have. To the
+            # node it shows a single index as a tensor of unknown rank.
             dtype = contract.FLOAT
         steps: list[Step] = []
         if dtype != site.dtype:
@@ -125,7 +138,7 @@ class Editor:
         steps += [*site.form.after, *site.added.after]
         output = self._fresh(f"{site.added.output}_gemm") if steps else site.added.output
         settings = {"output_dtype": dtype}
-        if op is contract.WEIGHT_GEMM:
+        if takes_values:
             settings["activation_dtype"] = formats.activation_dtype(decision.activation_dtype).onnx_dtype
         gemm = build.add(op.name, inputs, [output], name=node.name, domain=contract.DOMAIN, **settings)
         gemm.metadata_props.MergeFrom(node.metadata_props)

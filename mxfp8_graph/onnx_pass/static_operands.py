@@ -135,15 +135,9 @@ class StaticOperands:
             return None
         return [int(value) for value in apply(static.steps, numpy_helper.to_array(static.tensor))]
 
-    def gathered(self, tensor: gs.Tensor) -> str | None:
-        """Returns the name of the stack of matrices that `tensor` is chosen from while the model runs, or None."""
-        while (node := _view_of(tensor)) is not None:
-            tensor = node.inputs[0]
-        gather = tensor.inputs[0] if tensor.inputs else None
-        if gather is None or gather.op != "Gather" or gather.domain not in STANDARD:
-            return None
-        stack = self.resolve(gather.inputs[0])
-        return stack.name if stack is not None and len(stack.shape) > 2 else None
+    def step(self, node: gs.Node, before: Static, output: gs.Tensor) -> Static | None:
+        """Returns `output`, which a view-like `node` makes of `before`, or None if that is not static."""
+        return _STEPS[node.op](self, node, before, output)
 
     def repeated(self, tensor: gs.Tensor) -> str | None:
         """Returns the stored tensor that `tensor` repeats as often as the model says when it runs, by name, or None."""

@@ -70,19 +70,3 @@ class TestProducts:
         assert refusal(self.product(), recipe) == (
             "activations: unchanged, and this product has no static weight; set activations: e4m3 for it to quantize it"
         )
-
-
-def test_experts_gathered_at_run_time_are_kept_with_a_reason_that_names_them():
-    nodes = [
-        node("Gather", "experts chosen", "w", axis=0),
-        node("Transpose", "w", "wt", perm=[0, 2, 1]),
-        node("MatMul", "x wt", "h", "expert"),
-        node("Neg", "h", "y"),
-    ]
-    inputs = {"x": (F32, ["tokens", 1, 64]), "chosen": (np.int64, ["tokens"])}
-    outputs = {"y": (F32, ["tokens", 1, 40])}
-    proto = model(nodes, inputs, outputs, {"experts": np.ones((4, 40, 64), F32)})
-    assert refusal(proto) == (
-        "weight 'experts' holds experts that are gathered while the model runs, and a packed weight cannot be; "
-        "expected one MatMul per expert; export the model so"
-    )

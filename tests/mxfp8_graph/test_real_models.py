@@ -41,6 +41,8 @@ class Case:
     quantizes: int
     kept: dict[str, int]
     """Kept sites by role."""
+    grouped: int = 0
+    """Gemms of experts."""
 
 
 class Wrapped(torch.nn.Module):
@@ -110,11 +112,24 @@ def vit() -> tuple[Any, dict[str, Any]]:
     return wrap(model, {"pixel_values": torch.randn(2, 3, 64, 64)})
 
 
+EXPERTS = {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "experts_implementation": "batched_mm"}
+"""The form of experts that torch.onnx exports: weights gathered for every row."""
+
+
 def mixtral() -> tuple[Any, dict[str, Any]]:
-    config = transformers.MixtralConfig(
-        **SMALL, num_key_value_heads=2, vocab_size=VOCABULARY, num_local_experts=4, experts_implementation="batched_mm"
-    )
+    config = transformers.MixtralConfig(**SMALL, **EXPERTS, num_local_experts=4)
     return wrap(transformers.MixtralForCausalLM(config), {"input_ids": ids()}, use_cache=False)
+
+
+def qwen_moe() -> tuple[Any, dict[str, Any]]:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 32}
+    config = transformers.Qwen3MoeConfig(**SMALL, **EXPERTS, **sizes)
+    return wrap(transformers.Qwen3MoeForCausalLM(config), {"input_ids": ids()}, use_cache=False)
+
+
+def granite_moe() -> tuple[Any, dict[str, Any]]:
+    config = transformers.GraniteMoeConfig(**SMALL, **EXPERTS, num_local_experts=4, num_experts_per_tok=2)
+    return wrap(transformers.GraniteMoeForCausalLM(config), {"input_ids": ids()}, use_cache=False)
 
 
 def whisper() -> tuple[Any, dict[str, Any]]:
@@ -142,8 +157,10 @@ CASES = {
     # share the encoder's output: 2 * 4 + 2 * 6 + 1. Both sides look up words, and distances for their scores.
     "t5": Case(t5, 32, 21, products(6, output_projection=1, embedding=4)),
     "vit": Case(vit, 12, 8, products(2, output_projection=1)),
-    # Experts are gathered per token at run time; the routers have 4 columns.
-    "mixtral": Case(mixtral, 8, 4, products(2, output_projection=1, product=4, router=2, embedding=1)),
+    # Experts are gathered for every row: 2 products per block. The routers have 4 columns.
+    "mixtral": Case(mixtral, 8, 8, products(2, output_projection=1, router=2, embedding=1), grouped=4),
+    "qwen_moe": Case(qwen_moe, 8, 8, products(2, output_projection=1, router=2, embedding=1), grouped=4),
+    "granite_moe": Case(granite_moe, 8, 8, products(2, output_projection=1, router=2, embedding=1), grouped=4),
     "whisper": Case(whisper, 32, 21, products(6, output_projection=1, embedding=2)),
 }
 
@@ -198,7 +215,8 @@ def test_every_linear_is_rewritten_and_every_other_site_has_its_reason(exported)
     assert kept == exported.case.kept
     found = kinds(onnx.load(exported.rewritten))
     assert (found["MXFP8Gemm"], found["MXFP8Quantize"]) == (exported.case.gemms, exported.case.quantizes)
-    assert found["MXFP8Gemm"] == len(exported.report.rewritten)
+    assert found.get("MXFP8GroupedGemm", 0) == exported.case.grouped
+    assert exported.case.gemms + exported.case.grouped == len(exported.report.rewritten)
 
 
 def test_the_result_passes_the_checker_and_strict_shape_inference(exported):
@@ -210,6 +228,17 @@ def test_kernels_and_function_bodies_agree_and_both_are_near_the_original(export
     report = mxfp8_graph.verify(exported.path, exported.rewritten, max_rel_l2=OUTPUT_ERROR)
     assert report.failures == ()
     assert report.worst_relative_l2 > 1e-4  # it is the quantized model that ran
+
+
+def test_of_mixtures_of_experts_all_but_routers_and_norms_is_packed(exported):
+    if not exported.case.grouped:
+        return
+    stored = {tensor.name: tensor for tensor in onnx.load(exported.path).graph.initializer}
+    total = sum(len(t.raw_data) for t in stored.values() if t.data_type == onnx.TensorProto.FLOAT)
+    embeddings = len(stored["model.model.embed_tokens.weight"].raw_data)
+    head = sum(s.bytes_before for s in exported.report.kept if s.decision.site.role == "output_projection")
+    packed = sum(s.bytes_before for s in exported.report.rewritten)
+    assert packed >= 0.99 * (total - embeddings - head), f"{packed} of {total - embeddings - head} bytes"
 
 
 def test_inputs_and_outputs_are_those_of_the_original(exported):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,8 +18,7 @@ from torch_programs import DYNAMIC, Apply, Prediction, as_numpy, count, export, 
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
-from mxfp8_ops import numerics  # noqa: E402
-from mxfp8_ops.errors import ContractError  # noqa: E402
+from mxfp8_ops import numerics, ort  # noqa: E402
 
 OUTPUTS_TOO = Recipe(name="outputs too", output_projections=True)
 STACK = values(4, 48, 70, seed=1)
@@ -145,10 +146,53 @@ def test_packed_experts_are_saved_and_unpacked(picked: Any, tmp_path: Path) -> N
     assert np.array_equal(weight.scales, scales)
 
 
-def test_packed_experts_have_no_onnx_form_and_it_says_so(picked: Any, tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match=r"picks while the model runs, and ONNX cannot gather float8; .*exclude"):
-        mxfp8_graph.to_onnx(picked, tmp_path / "experts.onnx")
-    stack, x = STACK[:, :, :64].bfloat16(), X[:, :64].bfloat16()
-    rewritten, _ = mxfp8_graph.rewrite(export(Apply(grouped, {"stack": stack}), x, ENDS), OUTPUTS_TOO)
-    with pytest.raises(ContractError, match=r"is mxfp8.grouped_gemm, .*has no ONNX form; .*exclude them"):
-        mxfp8_graph.to_onnx(rewritten, tmp_path / "experts.onnx")
+def onnx_outputs(program: Any, path: Path, *inputs: Tensor) -> list[np.ndarray]:
+    """Returns what a program computes once it is ONNX: with our kernels, and on stock ONNX Runtime."""
+    mxfp8_graph.to_onnx(program, path)
+    feeds = {port.name: as_numpy(value) for port, value in zip(onnx.load(path).graph.input, inputs, strict=True)}
+    sessions = ort.session(path), onnxruntime.InferenceSession(path)
+    return [session.run(None, feeds)[0] for session in sessions]
+
+
+@pytest.mark.parametrize("weight_only", [False, True])
+@pytest.mark.parametrize("name", PICKED)
+def test_picked_experts_become_grouped_gemms_of_onnx(name: str, tmp_path: Path, *, weight_only: bool) -> None:
+    program = export(Apply(PICKED[name], {"stack": STACK}), X, IDS, dynamic=(({0: DYNAMIC}, {0: DYNAMIC}),))
+    recipe = OUTPUTS_TOO.model_copy(update={"weight_only": weight_only})
+    rewritten, _ = mxfp8_graph.rewrite(program, recipe)
+    for y in onnx_outputs(rewritten, tmp_path / "experts.onnx", X[:4], IDS[:4]):
+        one_gemm_per_row(X[:4], IDS[:4], weight_only=weight_only).check(torch.from_numpy(y))
+    graph = onnx.load(tmp_path / "experts.onnx").graph
+    ops = [node.op_type for node in graph.node]
+    assert ops.count("MXFP8GroupedWeightGemm" if weight_only else "MXFP8GroupedGemm") == 1
+    assert "Gather" not in ops
+    assert {tuple(t.dims) for t in graph.initializer if t.name.startswith("stack")} == {(4, 48, 70), (4, 48, 3)}
+
+
+def test_a_bias_beside_picked_experts_is_added_in_onnx(tmp_path: Path) -> None:
+    bias = values(48, seed=6)
+    rewritten, _ = mxfp8_graph.rewrite(
+        export(Apply(lambda m, x, i: (x.unsqueeze(1) @ m.stack[i].mT).squeeze(1) + bias, {"stack": STACK}), X, IDS),
+        OUTPUTS_TOO,
+    )
+    expected = rewritten.module()(X, IDS)
+    for y in onnx_outputs(rewritten, tmp_path / "experts.onnx", X, IDS):
+        torch.testing.assert_close(torch.from_numpy(y), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("ends", [ENDS, ENDS - 1, torch.zeros(4, dtype=torch.int32)])
+@pytest.mark.parametrize("weight_only", [False, True])
+def test_grouped_experts_become_a_grouped_gemm_of_onnx(ends: Tensor, tmp_path: Path, *, weight_only: bool) -> None:
+    stack = STACK[:, :, :64].bfloat16()
+
+    def function(m: Any, x: Tensor, ends: Tensor) -> Tensor:
+        return grouped(m, x.bfloat16(), ends).float()
+
+    program = export(Apply(function, {"stack": stack}), X[:, :64], ENDS)
+    recipe = OUTPUTS_TOO.model_copy(update={"weight_only": weight_only})
+    rewritten, _ = mxfp8_graph.rewrite(program, recipe)
+    expected = rewritten.module()(X[:, :64], ends)
+    for y in onnx_outputs(rewritten, tmp_path / "experts.onnx", X[:, :64], ends):
+        got = torch.from_numpy(y)
+        assert (got[int(ends[-1]) :] == 0).all()
+        torch.testing.assert_close(got, expected, rtol=2.0**-7, atol=1e-4)  # one rounding to bfloat16

@@ -55,6 +55,16 @@ ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "b": BYTES, "b_scales": BYTES, "bias": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE,
         "y_dtype": CODE["value_dtype"], "y": FLOATS, "y_stride": STRIDE, **THREADS,
     },
+    "mxfp8_grouped_gemm": {
+        "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
+        "b": BYTES, "b_scales": BYTES, "experts": FLOATS, "count": SIZE, "m": SIZE, "n": SIZE, "k": SIZE,
+        "y_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
+    },
+    "mxfp8_grouped_weight_gemm": {
+        "x_dtype": CODE["value_dtype"], "x": FLOATS, "activation_dtype": CODE["value_dtype"],
+        "b_format": CODE["element_format"], "b": BYTES, "b_scales": BYTES, "experts": FLOATS, "count": SIZE,
+        "m": SIZE, "n": SIZE, "k": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
+    },
     "mxfp8_pack": {
         "value_dtype": CODE["value_dtype"], "w": FLOATS, "w_stride": STRIDE, "transposed": (0, []), "n": SIZE,
         "k": SIZE, "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"],
@@ -67,6 +77,8 @@ EMPTY = {
     "mxfp8_embedding": ({"count": 0, "v": 2**62, "d": 2**62}, {"count": 0, "v": 0}),
     "mxfp8_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "y_stride": 2**62, "k": 2**62}),
     "mxfp8_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62, "x_stride": 2**62}),
+    "mxfp8_grouped_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "k": 2**62, "count": 2**62}),
+    "mxfp8_grouped_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62}),
     "mxfp8_pack": ({"n": 0, "k": 2**62, "w_stride": 2**62}, {"n": 2**62, "k": 0}),
 }
 """Sizes of nothing: accepted without any memory, at once."""
@@ -122,7 +134,7 @@ def test_the_c_abi_refuses_what_is_no_array():
         [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=60
     )
     assert run.returncode == 0, f"ended with {run.returncode}: {run.stderr}"
-    assert run.stdout == "3600 calls\n"
+    assert run.stdout == "4800 calls\n"
 
 
 def test_a_text_belongs_to_the_thread_that_failed():

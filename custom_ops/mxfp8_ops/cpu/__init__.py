@@ -1,6 +1,16 @@
 """The nodes on the processor: the functions of `numerics.py`, natively, on NumPy arrays (`numpy_arrays.py`)."""
 
-from mxfp8_ops.cpu.numpy_arrays import Packed, dequantize, embedding, gemm, pack, quantize, weight_gemm
+from mxfp8_ops.cpu.numpy_arrays import (
+    Packed,
+    dequantize,
+    embedding,
+    gemm,
+    grouped_gemm,
+    grouped_weight_gemm,
+    pack,
+    quantize,
+    weight_gemm,
+)
 from mxfp8_ops.native import available_isas, force_isa, forced_isa, isa, library_path
 
 __all__ = [
@@ -11,6 +21,8 @@ __all__ = [
     "force_isa",
     "forced_isa",
     "gemm",
+    "grouped_gemm",
+    "grouped_weight_gemm",
     "isa",
     "library_path",
     "pack",

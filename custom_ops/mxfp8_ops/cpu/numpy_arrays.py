@@ -13,6 +13,7 @@ from ctypes import byref
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from mxfp8_ops import checks, contract, formats, native, numerics
 from mxfp8_ops.cpu.operands import array, contiguous, empty, floats, thread_count
@@ -161,6 +162,57 @@ def embedding(
     return y
 
 
+def grouped_gemm(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    experts: npt.NDArray[np.int64],
+    *,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    threads: int = 0,
+) -> Array:
+    """Returns dequantize(a) @ dequantize(b[experts]).T; a [..., M, K], b [E, N, K], as in `numerics.grouped_gemm`."""
+    rows = _Rows((a, a_scales), (b, b_scales), experts, dtype)
+    codes = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
+    (a, a_scales), (b, b_scales) = rows.a, rows.b
+    status = native.load().mxfp8_grouped_gemm(
+        codes[0], a.ctypes.data, a_scales.ctypes.data, codes[1], b.ctypes.data, b_scales.ctypes.data,
+        rows.experts.ctypes.data, *rows.sizes, VALUE_DTYPES[dtype].onnx_dtype, rows.y.ctypes.data,
+        thread_count("grouped_gemm", threads),
+    )  # fmt: skip
+    native.check("grouped_gemm", status)
+    return rows.y
+
+
+def grouped_weight_gemm(
+    x: Array,
+    b: Codes,
+    b_scales: Codes,
+    experts: npt.NDArray[np.int64],
+    *,
+    b_format: str = "e4m3",
+    activation_dtype: str = "float32",
+    dtype: str = "float32",
+    threads: int = 0,
+) -> Array:
+    """Returns x @ dequantize(b[experts]).T; x [..., M, K], b [E, N, K], as in `numerics.grouped_weight_gemm`."""
+    checks.check_value_dtype("grouped_gemm", array("grouped_gemm", "x", x).dtype)
+    numerics.value_dtype(activation_dtype)  # checks the name
+    rows = _Rows((x,), (b, b_scales), experts, dtype)
+    x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
+    (x,), (b, b_scales) = rows.a, rows.b
+    status = native.load().mxfp8_grouped_weight_gemm(
+        x_code, x.ctypes.data, VALUE_DTYPES[activation_dtype].onnx_dtype, b_code, b.ctypes.data, b_scales.ctypes.data,
+        rows.experts.ctypes.data, *rows.sizes, VALUE_DTYPES[dtype].onnx_dtype, rows.y.ctypes.data,
+        thread_count("grouped_gemm", threads),
+    )  # fmt: skip
+    native.check("grouped_gemm", status)
+    return rows.y
+
+
 def pack(
     w: Array, *, transposed: bool = False, element_format: str = "e4m3", scale_rounding: str = "ceil", threads: int = 0
 ) -> Packed:
@@ -199,6 +251,33 @@ def pack(
     native.check("pack", status)
     first = None if stats.first_nonfinite < 0 else divmod(stats.first_nonfinite, w.shape[1])
     return Packed(elements, scales, stats.signal, stats.noise, first)
+
+
+class _Rows:
+    """The operands of a grouped gemm as the library takes them: each row of the result has its row of a and its expert.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit, or an index is beyond -E..E.
+        BackendError: there is no room for the result.
+    """
+
+    def __init__(self, a: tuple[Array, ...], b: tuple[Array, ...], experts: Array, dtype: str) -> None:
+        where = "grouped_gemm"
+        names = "a", "a_scales", "b", "b_scales"
+        for name, codes in zip((*names[: len(a)], *names[2:]), (*a, *b), strict=True):
+            array(where, name, codes)
+        shape = checks.grouped_shape(where, a[0].shape, b[0].shape, array(where, "experts", experts).shape)
+        for operand in (a, b):
+            if len(operand) == 2:
+                checks.check_codes(where, *operand, -1)
+        lead, (m, n) = shape[:-2], shape[-2:]
+        picked = checks.check_experts(where, experts, b[0].shape[0])
+        self.a = tuple(contiguous(where, np.broadcast_to(t, (*lead, *t.shape[-2:]))) for t in a)
+        self.b = tuple(contiguous(where, t) for t in b)
+        self.experts = contiguous(where, np.broadcast_to(picked[..., None], (*lead, m)))
+        self.y = empty(where, shape, numerics.value_dtype(dtype))
+        self.sizes = b[0].shape[0], math.prod((*lead, m)), n, a[0].shape[-1]
+        """E, M, N, K."""
 
 
 _Product = Callable[[list[int], list[int], int | None, int, int], int]

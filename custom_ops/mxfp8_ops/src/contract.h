@@ -22,9 +22,9 @@ struct Port {
 
 struct Node {
   const char* name;
-  Port inputs[8], outputs[4];          // no name at the end
-  int output_dtype;                    // default of the attribute
-  int a, a_scales, b, b_scales, bias;  // which input of a gemm is what; -1 if there is none
+  Port inputs[8], outputs[4];                   // no name at the end
+  int output_dtype;                             // default of the attribute
+  int a, a_scales, b, b_scales, bias, experts;  // which input of a gemm is what; -1 if there is none
 };
 
 // Below, up to the last line, is what custom_ops/contract_header.py writes. Op is the index of kNodes; the format rows
@@ -46,7 +46,7 @@ static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;
 inline constexpr const char* kDomain = "mxfp8";
-enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding};
+enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm};
 inline constexpr const char* kScaleRoundings[] = {
     "ceil",
     "floor",
@@ -67,15 +67,19 @@ inline constexpr Dtype kActivationDtypes[] = {
 };
 inline constexpr Node kNodes[] = {
     {"MXFP8Quantize", {{"X", {1, 10, 16}, false}},
-     {{"elements", {17, 19}, false}, {"scales", {2}, false}}, 17, -1, -1, -1, -1, -1},
+     {{"elements", {17, 19}, false}, {"scales", {2}, false}}, 17, -1, -1, -1, -1, -1, -1},
     {"MXFP8Dequantize", {{"elements", {17, 19}, false}, {"scales", {2}, false}},
-     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1},
+     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1, -1},
     {"MXFP8Gemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
-     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 4},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 4, -1},
     {"MXFP8WeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
-     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 3},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 3, -1},
     {"MXFP8Embedding", {{"indices", {6, 7}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}},
-     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1},
+     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1, -1},
+    {"MXFP8GroupedGemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"experts", {7}, false}},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, -1, 4},
+    {"MXFP8GroupedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"experts", {7}, false}},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, -1, 3},
 };
 
 }  // namespace mxfp8

@@ -5,8 +5,8 @@ e end, and they are multiplied by that expert's weight.
 
     y[offs[e-1]:offs[e]] = a[offs[e-1]:offs[e]]  b[e]^T
 
-It is made of `gemm` and `weight_gemm`, on any device that has those, and reads `offs` on the host. It has no node in
-ONNX: there a group's size would have to be a shape.
+It is made of `gemm` and `weight_gemm`, on any device that has those, and reads `offs` on the host. In ONNX it is
+MXFP8GroupedGemm or MXFP8GroupedWeightGemm, which take an expert per row.
 """
 
 from __future__ import annotations

@@ -60,6 +60,27 @@ void multiply(GemmArgs g, const Parallel& parallel) {
   gemm(kernels_in_use(), parallel, g);
 }
 
+// What both grouped gemms ask of their arguments but a, and the product that is then safe to do.
+bool check_grouped(const GroupedArgs& args) {
+  const GemmArgs& g = args.gemm;
+  check_element_format("b_format", g.b_format);
+  check_value_dtype("y_dtype", g.y_dtype);
+  check_sizes({{"count", args.experts}, {"m", g.m}, {"n", g.n}, {"k", g.k}});
+  if (g.m == 0 || g.n == 0) return false;
+  check_array(array("b", g.b, 1), {args.experts, g.n, g.k});
+  check_array(array("b_scales", g.b_scales, 1), {args.experts, g.n, scale_count(g.k)});
+  check_array(array("experts", args.expert, sizeof(int64_t)), {g.m});
+  check_array(array("y", g.y, bytes_of(g.y_dtype)), {g.m, g.n});
+  return true;
+}
+
+void multiply(const GroupedArgs& args, const Parallel& parallel) {
+  for (int64_t i = 0; i < args.gemm.m; ++i) {
+    check_range({"an entry of experts", args.expert[i]}, -args.experts, args.experts);
+  }
+  grouped_gemm(kernels_in_use(), parallel, args);
+}
+
 }  // namespace
 
 extern "C" {
@@ -161,6 +182,46 @@ int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activati
     if (!writes) return;
     check_rows(array("x", x, bytes_of(x_dtype)), m, k, x_stride);
     multiply(g, parallel);
+  });
+}
+
+int mxfp8_grouped_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
+                       const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n, int64_t k,
+                       int y_dtype, void* y, int threads) {
+  return answer([&] {
+    check_element_format("a_format", a_format);
+    const uint8_t no_scales = 0;  // as in mxfp8_gemm
+    GroupedArgs args = {{a_format, a, a_scales, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n},
+                        count,
+                        experts,
+                        nullptr,
+                        MXFP8_FLOAT32};
+    const bool writes = check_grouped(args);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_array(array("a", a, 1), {m, k});
+    check_array(array("a_scales", a_scales, 1), {m, scale_count(k)});
+    if (k == 0) args.gemm.a_scales = &no_scales;
+    multiply(args, parallel);
+  });
+}
+
+int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activation_dtype, int b_format, const uint8_t* b,
+                              const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n,
+                              int64_t k, int y_dtype, void* y, int threads) {
+  return answer([&] {
+    check_value_dtype("x_dtype", x_dtype);
+    check_activation_dtype("activation_dtype", activation_dtype);
+    const GroupedArgs args = {{x_dtype, x, nullptr, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n},
+                              count,
+                              experts,
+                              nullptr,
+                              activation_dtype};
+    const bool writes = check_grouped(args);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_array(array("x", x, bytes_of(x_dtype)), {m, k});
+    multiply(args, parallel);
   });
 }
 

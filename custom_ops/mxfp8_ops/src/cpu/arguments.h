@@ -13,6 +13,7 @@ namespace mxfp8 {
 constexpr int64_t kMostBytes = int64_t(sizeof(void*) > 4 ? uint64_t(1) << 48 : uint64_t(1) << 31);
 
 void check_value_dtype(const char* name, int64_t dtype);
+// What values are rounded to before they are multiplied: MXFP8_FLOAT32, not at all, or MXFP8_BFLOAT16.
 void check_activation_dtype(const char* name, int64_t dtype);
 void check_element_format(const char* name, int64_t format);
 void check_index_dtype(const char* name, int64_t dtype);

@@ -75,6 +75,20 @@ MXFP8_API int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, in
                                 const uint8_t* b, const uint8_t* b_scales, const float* bias, int64_t m, int64_t n,
                                 int64_t k, int y_dtype, void* y, int64_t y_stride, int threads);
 
+// Products with matrices of a stack: row i of y [M, N] is row i of a [M, K] times the transpose of b[experts[i]], b
+// being [count, N, K]. experts [M] are -count..count: below 0 they count from the end, and `count` is none, a row of
+// zeros.
+MXFP8_API int mxfp8_grouped_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format,
+                                 const uint8_t* b, const uint8_t* b_scales, const int64_t* experts, int64_t count,
+                                 int64_t m, int64_t n, int64_t k, int y_dtype, void* y, int threads);
+
+// The same with an unquantized x [M, K], used as it is (activation_dtype MXFP8_FLOAT32) or rounded to nearest even
+// first (MXFP8_BFLOAT16).
+MXFP8_API int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activation_dtype, int b_format,
+                                        const uint8_t* b, const uint8_t* b_scales, const int64_t* experts,
+                                        int64_t count, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
+                                        int threads);
+
 // Packs a weight for the pass: quantizes along K and stores [N, K] elements, [N, ceil(K/32)] scales.
 // transposed == 0: w is [N, K]; 1: w is [K, N]; rows `w_stride` values apart.
 typedef struct {

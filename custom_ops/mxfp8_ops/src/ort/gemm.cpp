@@ -40,6 +40,8 @@ Dim broadcast(const Dim& a, const Dim& b) {
   return {-1, ""};
 }
 
+}  // namespace
+
 SymbolicDims gemm_dims(const SymbolicDims& a, const SymbolicDims& b) {
   const size_t rank_a = a.size() < 2 ? 0 : a.size() - 2, rank_b = b.size() - 2;
   const size_t rank = rank_a > rank_b ? rank_a : rank_b;
@@ -54,13 +56,16 @@ SymbolicDims gemm_dims(const SymbolicDims& a, const SymbolicDims& b) {
   return dims;
 }
 
+namespace {
+
 void infer(OrtShapeInferContext* context, const Node& node, const Attributes& attributes) {
   const SymbolicDims a = input_dims(context, size_t(node.a)), b = input_dims(context, size_t(node.b));
   if (!a.empty() && b.size() >= 2) set_output(context, 0, int(attributes.output_dtype), gemm_dims(a, b));
 }
 
-// Leading dimensions that broadcast as NumPy's do, and where each batch starts in an operand.
-Dims broadcast(const std::string& where, const Dims& a, const Dims& b) {
+}  // namespace
+
+Dims leading_dims(const std::string& where, const Dims& a, const Dims& b) {
   const size_t rank_a = a.size() - 2, rank_b = b.size() - 2;
   Dims result(std::max(rank_a, rank_b));
   for (size_t i = 0; i < result.size(); ++i) {
@@ -89,6 +94,8 @@ int64_t batch_index(const Dims& dims, const Dims& leading, int64_t batch) {
   return index;
 }
 
+namespace {
+
 void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   const Node& node = row_of(kernel.op);
   const bool quantized = node.a_scales >= 0;
@@ -110,7 +117,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 
   const bool vector = a.dims.size() == 1;
   if (vector) a.dims.insert(a.dims.begin(), 1);
-  const Dims leading = broadcast(kernel.where, a.dims, b.dims);
+  const Dims leading = leading_dims(kernel.where, a.dims, b.dims);
   int64_t m = a.dims[a.dims.size() - 2];
   Dims y_dims = leading;
   if (!vector) y_dims.push_back(m);

@@ -20,7 +20,7 @@ struct Implementation {
   // The numbers of the kernels that a GPU may launch for this overload; null: a node that runs on the processor alone.
   std::vector<int> (*cuda_kernels)(const Overload&, bool cublas);
 };
-extern const Implementation kQuantizeNode, kDequantizeNode, kGemmNode, kEmbeddingNode;
+extern const Implementation kQuantizeNode, kDequantizeNode, kGemmNode, kEmbeddingNode, kGroupedGemmNode;
 
 // Null for a node that has no kernel: it is not registered, and ONNX Runtime runs its function body.
 inline const Implementation* implementation(Op op) {
@@ -34,6 +34,9 @@ inline const Implementation* implementation(Op op) {
       return &kGemmNode;
     case Op::kEmbedding:
       return &kEmbeddingNode;
+    case Op::kGroupedGemm:
+    case Op::kGroupedWeightGemm:
+      return &kGroupedGemmNode;
     default:
       return nullptr;
   }
@@ -53,6 +56,8 @@ using SymbolicDims = std::vector<Dim>;
 SymbolicDims input_dims(const OrtShapeInferContext*, size_t index);
 void set_output(OrtShapeInferContext*, size_t index, int dtype, SymbolicDims);
 Dim scale_dim(const Dim&);
+// Of a gemm, from those of a and b [..., N, K].
+SymbolicDims gemm_dims(const SymbolicDims& a, const SymbolicDims& b);
 
 // --- for compute -----------------------------------------------------------------------------------------------------
 
@@ -63,6 +68,10 @@ void* output(OrtKernelContext*, size_t index, const Dims&);
 
 int64_t product(Dims::const_iterator begin, Dims::const_iterator end);
 Dims scale_dims(Dims, int64_t axis);
+// The leading dimensions of a gemm, those of a and b broadcast as NumPy's are, and which matrix of an operand of these
+// `dims` each batch takes. Throws NodeError.
+Dims leading_dims(const std::string& where, const Dims& a, const Dims& b);
+int64_t batch_index(const Dims& dims, const Dims& leading, int64_t batch);
 // Throws NodeError.
 void check_scales(const std::string& where, const char* name, const Tensor& elements, const Tensor& scales,
                   int64_t axis);

@@ -325,6 +325,56 @@ void embed(Random& random, Counts* counts) {
   if (refused) check_untouched(call, {&y});
 }
 
+// Indices of experts in the memory of `array`, now and then one too many. Returns whether all are good.
+bool fill_experts(Random& random, const Array& array, int64_t m, int64_t count, int hostile) {
+  auto* experts = reinterpret_cast<int64_t*>(array.at);
+  const int64_t most = count < 5 ? count : 5;
+  bool good = true;
+  for (int64_t i = 0; i < m; ++i) {
+    int64_t expert = int64_t(random() % uint64_t(2 * most + 1)) - most;
+    if (chance(random, 4 * hostile)) expert = hostile_number(random);
+    good = good && expert >= -count && expert <= count;
+    std::memcpy(experts + i, &expert, sizeof expert);
+  }
+  return good;
+}
+
+void multiply_grouped(Random& random, Counts* counts, bool weight_only) {
+  const int hostile = chance(random, 3) ? 100000 : 16;
+  const int x_kind = weight_only ? code(random, VALUES, hostile) : code(random, FORMATS, hostile);
+  const int b_format = code(random, FORMATS, hostile), y_dtype = code(random, VALUES, hostile);
+  const int rounded = code(random, {MXFP8_FLOAT32, MXFP8_BFLOAT16}, hostile);
+  const int threads = thread_count(random, hostile);
+  const int64_t m = size(random, hostile), n = size(random, hostile), k = size(random, hostile);
+  const int64_t count = chance(random, hostile) ? hostile_number(random) : int64_t(random() % 6);
+  bool refused = !(weight_only ? is_one_of(x_kind, VALUES) : is_one_of(x_kind, FORMATS)) ||
+                 (weight_only && !is_one_of(rounded, {MXFP8_FLOAT32, MXFP8_BFLOAT16})) ||
+                 !is_one_of(b_format, FORMATS) || !is_one_of(y_dtype, VALUES) || m < 0 || n < 0 || k < 0 || count < 0 ||
+                 threads < 0;
+  const bool read = refused || (m > 0 && n > 0);
+  Array x, x_scales, b, b_scales, experts, y;
+  if (!refused) {
+    x.bytes = dense({m, k}, weight_only ? bytes_of(x_kind) : 1);
+    x_scales.bytes = weight_only ? 0 : dense({m, blocks(k)}, 1);
+    b.bytes = dense({count, n, k}, 1);
+    b_scales.bytes = dense({count, n, blocks(k)}, 1);
+    experts.bytes = dense({m}, 8);
+    y.bytes = dense({m, n}, bytes_of(y_dtype));
+  }
+  x.alignment = bytes_of(x_kind), y.alignment = bytes_of(y_dtype), experts.alignment = 8, y.result = true;
+  refused = furnish_all(random, {&x, &x_scales, &b, &b_scales, &experts, &y}, refused, read, hostile);
+  if (!refused && read) refused = !fill_experts(random, experts, m, count, hostile);
+  const auto* experts_at = reinterpret_cast<const int64_t*>(experts.at);
+  const std::string call = (weight_only ? "grouped_weight_gemm" : "grouped_gemm") +
+                           list({x_kind, rounded, b_format, y_dtype, count, m, n, k});
+  const int status = weight_only ? mxfp8_grouped_weight_gemm(x_kind, x.at, rounded, b_format, b.at, b_scales.at,
+                                                             experts_at, count, m, n, k, y_dtype, y.at, threads)
+                                 : mxfp8_grouped_gemm(x_kind, x.at, x_scales.at, b_format, b.at, b_scales.at,
+                                                      experts_at, count, m, n, k, y_dtype, y.at, threads);
+  judge(call, status, refused, counts);
+  if (refused || !read) check_untouched(call, {&y});
+}
+
 // --- the planner -----------------------------------------------------------------------------------------------------
 
 // An address on a GPU for an array of that many bytes. Sets `refused` if it is not one.
@@ -525,7 +575,7 @@ Counts work(uint64_t seed, long calls, double seconds) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds;
   };
   for (long i = 0; i < calls && running(); ++i) {
-    switch (random() % 18) {
+    switch (random() % 20) {
       case 0:
       case 1:
         blockwise(random, &counts, true);
@@ -560,6 +610,10 @@ Counts work(uint64_t seed, long calls, double seconds) {
       case 15:
       case 16:
         embed(random, &counts);
+        break;
+      case 17:
+      case 18:
+        multiply_grouped(random, &counts, chance(random, 2));
         break;
       default:
         chance(random, 100) ? open_driver(random, &counts) : questions(random, &counts);

@@ -1,0 +1,182 @@
+// MXFP8GroupedGemm and MXFP8GroupedWeightGemm: rows are sorted by expert, and every expert that has rows is one gemm,
+// straight from its packed matrix.
+//
+// y [M, N], a [.., K], b [E, N, K]. Rows of one expert that lie together, in a and in y, are multiplied where they are;
+// others are copied next to each other, and their results back. So at few rows the bytes moved are those of the picked
+// matrices, 1.03 N K each; at many, (K + N) per row more.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <vector>
+
+#include "ops.h"
+
+namespace mxfp8 {
+namespace {
+
+constexpr int64_t kCopyBytes = 1 << 18;  // that one task copies: 20 us
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+using Bytes = std::unique_ptr<char[]>;
+Bytes room(int64_t rows, int64_t row_bytes) { return Bytes(new char[size_t(rows * row_bytes)]); }
+
+// Calls body(i) for every row, rows of that many bytes.
+template <class Body>
+void for_rows(const Parallel& parallel, int64_t rows, int64_t row_bytes, const Body& body) {
+  const int64_t each = std::max<int64_t>(1, kCopyBytes / std::max<int64_t>(1, row_bytes));
+  parallel_for(parallel, ceil_div(rows, each), [&](int64_t task) {
+    for (int64_t i = task * each; i < std::min(rows, (task + 1) * each); ++i) body(i);
+  });
+}
+
+bool lie_together(const std::vector<int64_t>& rows) {
+  for (size_t i = 1; i < rows.size(); ++i) {
+    if (rows[i] != rows[0] + int64_t(i)) return false;
+  }
+  return true;
+}
+
+float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// A float16 as float32, exactly: its exponent is 112 below.
+uint32_t widened(uint16_t half) {
+  const uint32_t magnitude = uint32_t(half & 0x7fff) << 13, sign = uint32_t(half & 0x8000) << 16;
+  if (magnitude >= 0x7c00u << 13) return sign | magnitude | 0x7f800000;  // Inf, NaN
+  return sign | bits_of(float_of(magnitude) * float_of((127 + 112) << 23));
+}
+
+// To nearest even; a NaN stays one.
+uint16_t bfloat16_of(uint32_t bits) {
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void round_row(int dtype, const void* from, int64_t count, uint16_t* to) {
+  if (dtype == MXFP8_FLOAT32) {
+    const auto* values = static_cast<const uint32_t*>(from);
+    for (int64_t i = 0; i < count; ++i) to[i] = bfloat16_of(values[i]);
+  } else {
+    const auto* values = static_cast<const uint16_t*>(from);
+    for (int64_t i = 0; i < count; ++i) to[i] = bfloat16_of(widened(values[i]));
+  }
+}
+
+// Scratch memory for the rows of any one expert.
+struct Gathered {
+  Bytes a, scales, y;
+};
+
+class Grouped {
+ public:
+  Grouped(const Kernels& kernels, const Parallel& parallel, const GroupedArgs& args)
+      : kernels_(kernels), parallel_(parallel), args_(args), g_(args.gemm) {
+    rounded_ = g_.a_scales == nullptr && args.activation_dtype == MXFP8_BFLOAT16 && g_.a_format != MXFP8_BFLOAT16;
+    a_bytes_ = g_.k * (g_.a_scales != nullptr ? 1 : int64_t(value_bytes(g_.a_format)));
+    y_bytes_ = g_.n * int64_t(value_bytes(g_.y_dtype));
+  }
+
+  void run() {
+    std::vector<int64_t> order(static_cast<size_t>(g_.m));
+    std::iota(order.begin(), order.end(), 0);
+    const auto before = [this](int64_t i, int64_t j) {
+      const int64_t a = expert(i), b = expert(j);
+      return a != b ? a < b : i < j;
+    };
+    if (!std::is_sorted(order.begin(), order.end(), before)) std::sort(order.begin(), order.end(), before);
+    for (auto begin = order.begin(); begin != order.end();) {
+      const int64_t e = expert(*begin);
+      const auto end = std::find_if(begin, order.end(), [&](int64_t i) { return expert(i) != e; });
+      multiply(e, {begin, end});
+      begin = end;
+    }
+  }
+
+ private:
+  int64_t expert(int64_t row) const {
+    const int64_t e = args_.expert[row];
+    return e < 0 ? e + args_.experts : e;
+  }
+  char* y(int64_t row) const { return static_cast<char*>(g_.y) + row * y_bytes_; }
+
+  // The rows of expert `e`.
+  void multiply(int64_t e, const std::vector<int64_t>& rows) {
+    if (e == args_.experts) {  // none
+      return for_rows(parallel_, int64_t(rows.size()), y_bytes_,
+                      [&](int64_t i) { std::memset(y(rows[size_t(i)]), 0, size_t(y_bytes_)); });
+    }
+    GemmArgs g = g_;
+    g.m = int64_t(rows.size()), g.bias = nullptr, g.a_stride = g.k, g.y_stride = g.n;
+    if (g.k > 0) g.b += e * g.n * g.k, g.b_scales += e * g.n * ceil_div(g.k, kBlock);  // else e may be anything
+    Gathered scratch;
+    gather(rows, &g, &scratch);
+    const bool together = lie_together(rows);
+    if (!together) scratch.y = room(g.m, y_bytes_);
+    g.y = together ? y(rows[0]) : scratch.y.get();
+    gemm(kernels_, parallel_, g);
+    if (together) return;
+    for_rows(parallel_, g.m, y_bytes_,
+             [&](int64_t i) { std::memcpy(y(rows[size_t(i)]), scratch.y.get() + i * y_bytes_, size_t(y_bytes_)); });
+  }
+
+  // Makes the rows of a that `rows` of y are made of those of `g`: where they are, or copied.
+  void gather(std::vector<int64_t> rows, GemmArgs* g, Gathered* scratch) {
+    if (g->k == 0) return;  // there is nothing to read
+    if (args_.row != nullptr) {
+      for (int64_t& row : rows) row = args_.row[row];
+    }
+    const auto* a = static_cast<const char*>(g->a);
+    const uint8_t* scales = g->a_scales;
+    const int64_t blocks = ceil_div(g->k, kBlock);
+    if (lie_together(rows) && !rounded_) {
+      g->a = a + rows[0] * a_bytes_;
+      if (scales != nullptr) g->a_scales = scales + rows[0] * blocks;
+      return;
+    }
+    if (rounded_) g->a_format = MXFP8_BFLOAT16;
+    const int64_t row_bytes = rounded_ ? 2 * g->k : a_bytes_;
+    scratch->a = room(g->m, row_bytes);
+    g->a = scratch->a.get();
+    if (scales != nullptr) {
+      scratch->scales = room(g->m, blocks);
+      g->a_scales = reinterpret_cast<const uint8_t*>(scratch->scales.get());
+    }
+    for_rows(parallel_, g->m, a_bytes_, [&](int64_t i) {
+      const int64_t row = rows[size_t(i)];
+      char* to = scratch->a.get() + i * row_bytes;
+      if (rounded_) {
+        round_row(g_.a_format, a + row * a_bytes_, g->k, reinterpret_cast<uint16_t*>(to));
+      } else {
+        std::memcpy(to, a + row * a_bytes_, size_t(a_bytes_));
+      }
+      if (scales != nullptr) std::memcpy(scratch->scales.get() + i * blocks, scales + row * blocks, size_t(blocks));
+    });
+  }
+
+  const Kernels& kernels_;
+  const Parallel& parallel_;
+  const GroupedArgs& args_;
+  const GemmArgs& g_;
+  bool rounded_;
+  int64_t a_bytes_, y_bytes_;  // of a row
+};
+
+}  // namespace
+
+void grouped_gemm(const Kernels& kernels, const Parallel& parallel, const GroupedArgs& args) {
+  if (args.gemm.m != 0 && args.gemm.n != 0) Grouped(kernels, parallel, args).run();
+}
+
+}  // namespace mxfp8
