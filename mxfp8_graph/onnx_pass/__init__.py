@@ -2,7 +2,8 @@
 
 run.py              the steps, in order
 find.py             finds the matmuls
-matmul_forms.py     how each op multiplies
+matmul_forms.py     how each op multiplies: a row per op; form.py is what a row returns
+dense_forms.py, einsum.py, packed_attention.py    read the ops of those rows
 embeddings.py       how ids pick rows of a table
 static_operands.py  which operands are known before the model runs; weight_rows.py reads them
 roles.py            what a matmul is for: this front end's op table

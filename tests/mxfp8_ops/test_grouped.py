@@ -287,7 +287,7 @@ def test_nodes_say_what_is_wrong() -> None:
     with pytest.raises(Exception, match=r"MXFP8GroupedGemm 'the_y': expert 6 of 4; expected -4 to 3, or 4 for none; "):
         kernel("MXFP8GroupedGemm", case)
     case = Case("any order, one row each")
-    with pytest.raises(Exception, match=r"activation_dtype 10; expected 1 \(activations as they are\) or 16 "):
+    with pytest.raises(Exception, match=r"activation_dtype 10; expected 1 \(float\) or 16 \(bfloat16\)"):
         kernel("MXFP8GroupedWeightGemm", case, activation_dtype=FLOAT16)
     case.x = case.x[:3]
     with pytest.raises(Exception, match=r"expected leading dimensions that broadcast"):

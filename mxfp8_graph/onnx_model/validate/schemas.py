@@ -37,7 +37,7 @@ _MICROSOFT: Final = {
     "FusedMatMul": ((2, 2), (1, 1), {"alpha": _FLOAT, **_TRANSPOSES}, ()),
     "TransposeMatMul": ((2, 2), (1, 1), {"alpha": _FLOAT, **_TRANSPOSES}, ()),
     "FusedMatMulActivation": ((2, 2), (1, 1), {"alpha": _FLOAT, **_TRANSPOSES, **_ACTIVATION}, ("activation",)),
-    "FusedGemm": ((2, 3), (1, 1), {"alpha": _FLOAT, "beta": _FLOAT, **_TRANSPOSES, **_ACTIVATION}, ()),
+    "FusedGemm": ((2, 3), (1, 1), {"alpha": _FLOAT, "beta": _FLOAT, "transA": _INT, "transB": _INT, **_ACTIVATION}, ()),
     "Attention": ((2, 7), (1, 3), _PACKED_ATTENTION, ("num_heads",)),
 }
 """Inputs, outputs, attributes and needed attributes of those of ONNX Runtime's ops that the pass reads."""
