@@ -51,7 +51,7 @@ def kernels() -> dict[str, Call]:
         "quantize": partial(library.mxfp8_quantize, f32, values, M, K, 1, e4m3, ceil, *a_codes, threads),
         "dequantize": partial(library.mxfp8_dequantize, e4m3, *a_codes, M, K, 1, f32, back.data_ptr(), threads),
         "gemm": partial(library.mxfp8_gemm, e4m3, *a_codes, *product),
-        "weight_gemm": partial(library.mxfp8_weight_gemm, f32, values, K, *product),
+        "weight_gemm": partial(library.mxfp8_weight_gemm, f32, values, K, contract.FLOAT, *product),
     }
 
 

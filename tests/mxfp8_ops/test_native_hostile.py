@@ -51,9 +51,10 @@ ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "y_dtype": CODE["value_dtype"], "y": FLOATS, "y_stride": STRIDE, **THREADS,
     },
     "mxfp8_weight_gemm": {
-        "x_dtype": CODE["value_dtype"], "x": FLOATS, "x_stride": STRIDE, "b_format": CODE["element_format"],
-        "b": BYTES, "b_scales": BYTES, "bias": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE,
-        "y_dtype": CODE["value_dtype"], "y": FLOATS, "y_stride": STRIDE, **THREADS,
+        "x_dtype": CODE["value_dtype"], "x": FLOATS, "x_stride": STRIDE,
+        "activation_dtype": CODE["value_dtype"], "b_format": CODE["element_format"], "b": BYTES, "b_scales": BYTES,
+        "bias": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS,
+        "y_stride": STRIDE, **THREADS,
     },
     "mxfp8_grouped_gemm": {
         "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
