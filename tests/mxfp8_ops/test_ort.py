@@ -1,4 +1,4 @@
-"""The four nodes inside ONNX Runtime: every dtype the contract accepts, against `numerics`."""
+"""The nodes inside ONNX Runtime: every dtype the contract accepts, against `numerics`."""
 
 from __future__ import annotations
 
