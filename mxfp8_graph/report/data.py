@@ -15,6 +15,7 @@ from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
+from mxfp8_graph.report.account import Account
 from mxfp8_ops.errors import Mxfp8Error
 
 SCHEMA: Final = 1
@@ -130,6 +131,8 @@ class RewriteReport:
     """What else was done to the model: opset conversion, inlined functions."""
     dry_run: bool = False
     already_rewritten: bool = False
+    account: Account = field(default=Account())
+    """Where every byte of the tensors is, before and after. In a dry run: would be."""
 
     @property
     def rewritten(self) -> tuple[SiteReport, ...]:
@@ -183,6 +186,7 @@ class RewriteReport:
             "kept": len(self.kept),
             "kept_by_reason": {reason: len(sites) for reason, sites in self.kept_by_reason.items()},
             "weight_error": error.to_dict() if error else None,
+            "account": self.account.to_dict(),
             "sites": [site.to_dict() for site in self.sites],
         }
 
