@@ -56,9 +56,7 @@ def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Seque
 class Editor:
     """Rewrites one model: `apply` each site in graph order, then `finish` once."""
 
-    def __init__(
-        self, opened: OpenedModel, target: Target, *, allow_nonfinite: bool, sizes_only: bool = False
-    ) -> None:
+    def __init__(self, opened: OpenedModel, target: Target, *, allow_nonfinite: bool, sizes_only: bool = False) -> None:
         """With `sizes_only` nothing is packed: new weights get names, dims and dtypes, as a dry run needs them."""
         self.made_from: dict[str, tuple[int, str]] = {}
         """Tensors that were added: id of the graph that held what each was made of, and its name there."""

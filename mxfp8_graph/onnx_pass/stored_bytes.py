@@ -45,6 +45,8 @@ Key = tuple[str, str]
 Held = MutableMapping[str, tuple[Key, ...]]
 """Name of a value -> the stored tensors that it was made of, and of nothing else."""
 
+Planned = tuple[OnnxSite, Decision]
+
 _OPERANDS: Final = 2
 """The first inputs of a matmul; what comes after is added to the product."""
 
@@ -94,7 +96,7 @@ def uses(
     opened: OpenedModel, now: Inventory, sites: Iterable[OnnxSite], decisions: Iterable[Decision]
 ) -> dict[Key, list[Use]]:
     """Returns the nodes that read each stored tensor, through views and constant computations; `now`: its inventory."""
-    finder = _Uses(now, {(id(s.scope.proto), s.index): d for s, d in zip(sites, decisions, strict=True)})
+    finder = _Uses(now, {(id(s.scope.proto), s.index): (s, d) for s, d in zip(sites, decisions, strict=True)})
     finder.of_graph(opened.proto.graph, {})
     finder.of_functions()
     return finder.found
@@ -147,10 +149,10 @@ def account(
 class _Uses:
     """Follows stored tensors to the nodes that read them."""
 
-    def __init__(self, now: Inventory, decisions: Mapping[tuple[int, int], Decision]) -> None:
-        """`decisions`: those of the sites, by id of the graph and index of the node."""
+    def __init__(self, now: Inventory, sites: Mapping[tuple[int, int], Planned]) -> None:
+        """`sites`: by id of the graph and index of the node."""
         self.found: dict[Key, list[Use]] = {}
-        self._decisions = decisions
+        self._sites = sites
         self._paths = {id(graph): path for path, graph in now.graphs}
         self._functions = {function_key(function): (path, function) for path, function in now.functions}
         self._read_by: dict[FunctionKey, Mapping[str, Sequence[Use]]] = {}
@@ -163,47 +165,59 @@ class _Uses:
         own: dict[str, tuple[Key, ...]] = {name: ((path, name),) for name in names}
         held: Held = ChainMap(own, dict(outer)) if outer else own
         for index, node in enumerate(graph.node):
-            self._of_node(path, node, held, self._decisions.get((id(graph), index)))
+            self._of_node(path, node, held, self._sites.get((id(graph), index)))
         self._count += 1
+        result = Use(node=self._count, op="graph output", what=OP_KINDS.describe(""))
         for value in graph.output:
             for key in held.get(value.name, ()):
-                self._add(key, Use(node=self._count, op="graph output", what=OP_KINDS.describe("")))
+                self.found.setdefault(key, []).append(result)
 
     def of_functions(self) -> None:
         """Finds the uses in local functions that nothing calls, or not with a stored tensor."""
         for key in self._functions:
             self._of_function(key)
 
-    def _of_node(self, path: str, node: onnx.NodeProto, held: Held, decision: Decision | None) -> None:
+    def _of_node(self, path: str, node: onnx.NodeProto, held: Held, planned: Planned | None) -> None:
         if not node.input and node.op_type == "Constant" and node.output:
             held[node.output[0]] = ((path, node.output[0]),)
             return
         keys = [held.get(name, ()) for name in node.input]
-        if any(keys) and (decision or not _passes_on(node, keys, held)):
+        if planned or (any(keys) and not _passes_on(node, keys, held)):
             self._count += 1
-            for position, uses in enumerate(self._uses(node, decision)):
-                for key in keys[position]:
-                    for use in uses:
-                        self._add(key, use)
+            found = self._of_matmul(*planned, keys) if planned else self._of_other(node, keys)
+            for key, use in found:
+                self.found.setdefault(key, []).append(use)
         if node.attribute:
             for _, inner in subgraphs(node):
                 self.of_graph(inner, held)
 
-    def _uses(self, node: onnx.NodeProto, decision: Decision | None) -> Iterator[Sequence[Use]]:
-        """Yields what to say of each input of `node`; of a local function what reads it inside."""
-        function = called_function(node)
-        if function in self._functions:
-            inside, formals = self._of_function(function), self._functions[function][1].input
-            for position, _ in enumerate(node.input):
-                uses = inside.get(formals[position], ()) if position < len(formals) else ()
-                yield [replace(use, node=self._count) for use in uses]
-            return
-        op = node.op_type
+    def _of_matmul(
+        self, site: OnnxSite, decision: Decision, keys: Sequence[tuple[Key, ...]]
+    ) -> Iterator[tuple[Key, Use]]:
+        static, op = site.w.static, site.matmul.op
+        weight = (self._paths[id(static.owner)], static.name) if static else None
+        if weight is not None:
+            yield weight, Use(node=self._count, op=op, decision=decision)
+        for position, group in enumerate(keys):
+            kept = position < _OPERANDS and not decision.quantize
+            for key in group:
+                if key != weight:
+                    yield key, Use(node=self._count, op=op, decision=decision if kept else None)
+
+    def _of_other(self, node: onnx.NodeProto, keys: Sequence[tuple[Key, ...]]) -> Iterator[tuple[Key, Use]]:
+        """Yields what reads the inputs of `node`; those of a local function are read inside it."""
+        op, function = node.op_type, called_function(node)
         quantized = op in OP_KINDS.quantized or op.startswith(_QUANTIZED_FAMILIES) or node.domain == contract.DOMAIN
-        what = "" if decision else OP_KINDS.describe(op)
-        for position, _ in enumerate(node.input):
-            operand = decision if position < _OPERANDS else None
-            yield [Use(node=self._count, op=op, what=what, quantized=quantized, decision=operand)]
+        use = Use(node=self._count, op=op, what=OP_KINDS.describe(op), quantized=quantized)
+        inside = self._of_function(function) if function in self._functions else None
+        formals = self._functions[function][1].input if inside is not None else ()
+        for position, group in enumerate(keys):
+            reading = [use]
+            if inside is not None:
+                within = inside.get(formals[position], ()) if position < len(formals) else ()
+                reading = [replace(other, node=self._count) for other in within]
+            for key in group:
+                yield from ((key, one) for one in reading)
 
     def _of_function(self, key: FunctionKey) -> Mapping[str, Sequence[Use]]:
         """Returns what reads each input of a local function inside it; none calls itself, the model was validated."""
@@ -214,9 +228,6 @@ class _Uses:
                 self._of_node(path, node, held, None)
             self._read_by[key] = {name: self.found.pop((path, f"<{name}>"), []) for name in function.input}
         return self._read_by[key]
-
-    def _add(self, key: Key, use: Use) -> None:
-        self.found.setdefault(key, []).append(use)
 
 
 def _passes_on(node: onnx.NodeProto, keys: Sequence[tuple[Key, ...]], held: Held) -> bool:
@@ -233,9 +244,7 @@ def _passes_on(node: onnx.NodeProto, keys: Sequence[tuple[Key, ...]], held: Held
     return True
 
 
-def _graphs_below(
-    nodes: Iterable[onnx.NodeProto], path: str, paths: set[str]
-) -> Iterator[tuple[str, onnx.GraphProto]]:
+def _graphs_below(nodes: Iterable[onnx.NodeProto], path: str, paths: set[str]) -> Iterator[tuple[str, onnx.GraphProto]]:
     """Yields every graph below `nodes`, which are at `path`, with a path of its own."""
     for node in nodes:
         if node.attribute:  # most have none, and large models many nodes
@@ -276,10 +285,8 @@ def _add_nodes(tensors: dict[Key, Stored], path: str, nodes: Iterable[onnx.NodeP
 
 
 def _add(tensors: dict[Key, Stored], key: Key, tensor: TensorProto) -> None:
-    if tensor.data_type == TensorProto.STRING:
-        size = sum(map(len, tensor.string_data))
-    else:
-        size = byte_length(tensor)
+    text = tensor.data_type == TensorProto.STRING
+    size = sum(map(len, tensor.string_data)) if text else byte_length(tensor)
     name = TensorProto.DataType.Name(tensor.data_type).lower()
     _put(tensors, key, Stored(_NAMES.get(name, name), tuple(tensor.dims), size))
 

@@ -1,7 +1,7 @@
 """Where every byte of a model's tensors is: what uses each one, what became of it and why. Knows no graph library.
 
-A stored tensor (an initializer, a constant, a parameter, a buffer) is counted once, however many nodes use it. The first
-of these that fits says what became of it:
+A stored tensor (an initializer, a constant, a parameter, a buffer) is counted once, however many nodes use it. The
+first of these that fits says what became of it:
 
     rewritten          a matmul that uses it was rewritten
     quantized already  it is of 8 bits or less, or an op for quantized weights uses it
@@ -56,7 +56,11 @@ class OpKinds:
 
     def describe(self, op: str) -> str:
         """Returns what `op` is instead of a matmul."""
-        kinds = ((self.lookups, "a lookup"), (self.convolutions, "a convolution"), (self.recurrent, "a recurrent layer"))
+        kinds = (
+            (self.lookups, "a lookup"),
+            (self.convolutions, "a convolution"),
+            (self.recurrent, "a recurrent layer"),
+        )
         return next((f"{what}, {_NO_MATMUL}" for ops, what in kinds if op in ops), _NO_MATMUL)
 
 
@@ -146,7 +150,7 @@ class StoredTensor:
         if by := tuple(use for use in self.uses if use.quantized):
             return "quantized already", f"quantized already, by {by[0].op}", by
         if sites and sites[0].decision:
-            return "kept", sites[0].decision.reason, sites
+            return "kept", sites[0].decision.reason + self._also(sites), sites
         vector = sum(length != 1 for length in self.shape) < 2
         if not vector and self.dtype not in _FLOATS | _WIDE:
             return "quantized already", f"quantized already, in {self.dtype}", self.uses
@@ -159,9 +163,12 @@ class StoredTensor:
             return "other op", f"{by[0].op}: {by[0].what}", by
         return "small", "biases, normalization weights and other vectors", self.uses
 
-    def _also(self, taken: tuple[Use, ...]) -> str:
-        others = tuple(use for use in self.uses if use not in taken)
-        return f"; stays as it is too, for {counted(others)}" if others and self.bytes_kept and self.bytes_new else ""
+    def _also(self, sites: tuple[Use, ...]) -> str:
+        """Returns who else uses the weight of these sites, if that is why it stays or would stay."""
+        others = counted(use for use in self.uses if use not in sites)
+        if not others or not self.bytes_kept:
+            return ""
+        return f"; stays as it is too, for {others}" if self.bytes_new else f"; also used by {others}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +197,10 @@ class Group:
     @property
     def row(self) -> tuple[str, ...]:
         """The group in words, as `HEADER` has it; of a single weight also its name."""
-        why = self.reason
+        used_by = self.used_by
         if len(self.tensors) == 1 and self.outcome not in {"small", "other", "new"}:
-            why = f"{why} ({self.tensors[0].name})"
-        return (self.outcome, size(self.bytes_before), size(self.bytes_after), self.used_by, why)
+            used_by = f"{used_by} ({self.tensors[0].name})"
+        return (self.outcome, size(self.bytes_before), size(self.bytes_after), used_by, self.reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the group with JSON types only."""
