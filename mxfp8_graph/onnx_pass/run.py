@@ -15,6 +15,7 @@ from mxfp8_graph.onnx_pass import stored_bytes
 from mxfp8_graph.onnx_pass.find import find_sites
 from mxfp8_graph.onnx_pass.matmul_forms import FORMS
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
+from mxfp8_graph.onnx_pass.tensor_uses import find_uses
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
 from mxfp8_graph.policy.plan import plan
@@ -39,7 +40,7 @@ def rewrite_onnx(
     planned = stored_bytes.inventory(opened) if opened.notes else before  # nothing was done to it without a note
     sites = find_sites(opened)
     decisions = plan([site.matmul for site in sites], recipe)
-    uses = stored_bytes.uses(opened, planned, sites, decisions)
+    uses = find_uses(opened.proto.graph, planned, sites, decisions)
     account = partial(stored_bytes.account, before, planned, uses)
     wanted = f"{' or '.join(FORMS)} in the model"
     require_eligible(decisions, options, wanted=wanted, account=lambda: account(planned, {}))

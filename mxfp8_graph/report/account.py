@@ -15,10 +15,10 @@ first of these that fits says what became of it:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from rich.filesize import decimal as size
 
@@ -64,8 +64,7 @@ class OpKinds:
         return next((f"{what}, {_NO_MATMUL}" for ops, what in kinds if op in ops), _NO_MATMUL)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Use:
+class Use(NamedTuple):
     """One node that reads a stored tensor, at once or through views."""
 
     node: int
@@ -218,7 +217,13 @@ class Group:
 class Account:
     """All stored tensors of a model and of the result of its rewrite, which a dry run predicts."""
 
-    tensors: tuple[StoredTensor, ...] = ()
+    make: Callable[[], Iterable[StoredTensor]] = tuple
+    """Gives the tensors, once they are asked for: to write a model is not to wait for its report."""
+
+    @cached_property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Every tensor, once."""
+        return tuple(self.make())
 
     @property
     def bytes_before(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -114,7 +115,7 @@ def account(
                 uses=tuple(found.get(key, ())),
             )
         )
-    return Account(tuple(tensors))
+    return Account(partial(tuple, tensors))
 
 
 class _Uses:

@@ -104,6 +104,7 @@ def test_the_keys_of_the_dict() -> None:
         "kept",
         "kept_by_reason",
         "weight_error",
+        "account",
         "sites",
     ]
 
