@@ -15,16 +15,19 @@ first of these that fits says what became of it:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 from rich.filesize import decimal as size
 
 from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.report import html
 
 Outcome = Literal["rewritten", "quantized already", "kept", "other op", "small", "other", "new"]
+
+OUTCOMES: Final[tuple[str, ...]] = get_args(Outcome)
 
 HEADER: Final[tuple[str, ...]] = ("weights", "before", "after", "used by", "why")
 """Header of `Account.rows`."""
@@ -34,6 +37,9 @@ TENSOR_HEADER: Final[tuple[str, ...]] = ("tensor", "dtype", "before", "after", "
 
 MOST_ROWS: Final = 7
 """Groups that a short account names; the others are one more row."""
+
+MOST_OPS: Final = 4
+"""Ops that `counted` names; the others are one more number."""
 
 _FLOATS: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 _WIDE: Final = frozenset({"int64", "uint64", "int32", "uint32", "int16", "uint16", "bool", "string", "complex64"})
@@ -271,6 +277,25 @@ class Account:
                 parts.append(f"{held / total:.0%} of its {size(total)} are in {nodes}, {which}")
         return "; ".join(parts)
 
+    def overview(self) -> str:
+        """Returns the bytes by outcome as bars and by group as a table, in HTML."""
+        before, after = Counter[str](), Counter[str]()
+        for group in self.groups:
+            before[group.outcome] += group.bytes_before
+            after[group.outcome] += group.bytes_after
+        names = sorted(before, key=OUTCOMES.index)
+        totals = (f"before: {size(self.bytes_before)}", before), (f"after: {size(self.bytes_after)}", after)
+        rows = [(label, [counts[name] for name in names]) for label, counts in totals]
+        legend = [f"{name}: {size(before[name])} \u2192 {size(after[name])}" for name in names]
+        total = ("total", *_sized(self.bytes_before, self.bytes_after), "", "")
+        groups = [(row[0], *_sized(g.bytes_before, g.bytes_after), *row[3:]) for g, row in _rows(self.groups)]
+        return html.bars("Where the bytes are", rows, legend) + html.Table("", HEADER, groups, total).html()
+
+    def details(self) -> str:
+        """Returns every tensor as a row of a table, in HTML."""
+        rows = [(*row[:2], *_sized(t.bytes_before, t.bytes_after), *row[4:]) for t, row in _rows(self.tensors)]
+        return html.Table("Stored tensors", TENSOR_HEADER, rows).html()
+
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only."""
         return {
@@ -283,14 +308,18 @@ class Account:
 
 def counted(uses: Iterable[Use]) -> str:
     """Returns how many nodes of which ops, most frequent first: "24 MatMul, 2 Gemm"."""
-    ops = {use.node: use.op for use in uses}
-    return ", ".join(f"{count} {op}" for op, count in Counter(ops.values()).most_common())
+    ops = Counter({use.node: use.op for use in uses}.values()).most_common()
+    shown = ops if len(ops) <= MOST_OPS else ops[: MOST_OPS - 1]
+    others = sum(count for _, count in ops[len(shown) :])
+    return ", ".join([*(f"{count} {op}" for op, count in shown), *([f"{others} others"] if others else [])])
 
 
-def bars(account: Account) -> Sequence[tuple[str, int, int]]:
-    """Returns (outcome, bytes before, bytes after) of each outcome, in the order of the groups."""
-    totals: dict[str, tuple[int, int]] = {}
-    for group in account.groups:
-        before, after = totals.get(group.outcome, (0, 0))
-        totals[group.outcome] = before + group.bytes_before, after + group.bytes_after
-    return [(outcome, *both) for outcome, both in totals.items()]
+_Item = TypeVar("_Item", Group, StoredTensor)
+
+
+def _sized(*counts: int) -> tuple[html.Cell, ...]:
+    return tuple((size(count), float(count)) for count in counts)
+
+
+def _rows(items: Iterable[_Item]) -> list[tuple[_Item, tuple[str, ...]]]:
+    return [(item, item.row) for item in items]
