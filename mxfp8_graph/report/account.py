@@ -273,7 +273,7 @@ class Account:
             held = sum(tensor.bytes_before for tensor in tensors)
             if held >= _LEAST_SHARE * total:
                 nodes = counted(use for tensor in tensors for use in tensor.holders)
-                which = "which is no matmul" if tensors[0].outcome == "other op" else tensors[0].reason
+                which = "which is no matmul" if tensors[0].outcome == "other op" else "quantized already"
                 parts.append(f"{held / total:.0%} of its {size(total)} are in {nodes}, {which}")
         return "; ".join(parts)
 

@@ -52,9 +52,10 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.5rem; 
 dt { opacity: .7; }
 dd { margin: 0; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line); }
 th { white-space: nowrap; }
+th:last-child, td:last-child { padding-right: 0; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .text { min-width: 9rem; }
 .short { white-space: nowrap; }
@@ -110,7 +111,7 @@ class Table:
         ]
         lines.append("<tbody>")
         for row in self.rows:
-            mark = ' class="paler"' if self.paler in row else ""
+            mark = ' class="paler"' if self.paler and self.paler in row else ""
             lines.append(f"<tr{mark}>{_cells(kinds, row)}</tr>")
         lines.append("</tbody>")
         lines += [f"<tfoot><tr>{_cells(kinds, self.total)}</tr></tfoot>"] if self.total else []
@@ -186,7 +187,8 @@ def plot(heading: str, points: Sequence[tuple[str, float]], *, unit: str) -> str
 _SHORT: Final = 18
 """Characters up to which the cells of a column stay on one line."""
 
-_LONG_NAME: Final = re.compile(r"(?<=[^\s/._:-])([/._:-]+)(?=[^\s])")
+_LONG_WORD: Final = re.compile(r"\S{25,}")
+_INNER_MARKS: Final = re.compile(r"(?<=\w)[/._:-]+(?=\w)")
 
 
 def _cells(kinds: Sequence[str], row: Sequence[Cell]) -> str:
@@ -202,8 +204,8 @@ def _said(cell: Cell) -> str:
 
 
 def _folding(text: str) -> str:
-    """Returns `text` so that long names fold after their dots and slashes, and never inside a word."""
-    return _LONG_NAME.sub(r"\1<wbr>", _text(text))
+    """Returns `text` so that long names fold after their dots and slashes, and nothing else inside a word."""
+    return _LONG_WORD.sub(lambda word: _INNER_MARKS.sub(r"\g<0><wbr>", word[0]), _text(text))
 
 
 def _heading(text: str) -> str:
