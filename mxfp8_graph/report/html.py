@@ -30,6 +30,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       head.ariaSort = up ? "ascending" : "descending";
       const rows = [...table.tBodies[0].rows].sort((a, b) => {
         const [x, y] = up ? [value(a), value(b)] : [value(b), value(a)];
+        if (x === "" || y === "") return (value(a) === "") - (value(b) === "");
         return typeof x === "number" && typeof y === "number"
           ? x - y : String(x).localeCompare(String(y), undefined, {numeric: true});
       });
