@@ -232,7 +232,7 @@ def rewrite(
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf instead of refusing them.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and tensor.")] = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Rewrites the matmuls of MODEL to MXFP8."""
@@ -258,6 +258,9 @@ def rewrite(
         )
     if (dry_run or verbose) and done.sites:
         show(text.plan(done, weights=verbose), fold=False)
+        show("")
+    if verbose and done.account.tensors:
+        show(text.tensors(done), fold=False)
         show("")
     show(text.closing(done))
     if report is not None:

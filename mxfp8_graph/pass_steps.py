@@ -16,6 +16,7 @@ from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.policy.plan import Decision, NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe, recorded
 from mxfp8_graph.provenance import Made, recipe_name
+from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_ops.errors import RecipeError
 
@@ -49,7 +50,12 @@ class Reporter:
     _started: float = field(default_factory=time.perf_counter, init=False)
 
     def report(
-        self, sites: Sequence[SiteReport] = (), bytes_after: int | None = None, *, already_rewritten: bool = False
+        self,
+        sites: Sequence[SiteReport] = (),
+        bytes_after: int | None = None,
+        *,
+        account: Account | None = None,
+        already_rewritten: bool = False,
     ) -> RewriteReport:
         """Returns the report; `bytes_after` is None if nothing was written."""
         output = self.options.output if bytes_after is not None else None
@@ -60,15 +66,16 @@ class Reporter:
             sites=tuple(sites),
             bytes_before=self.bytes_before,
             bytes_after=bytes_after,
+            account=account or Account(),
             seconds=time.perf_counter() - self._started,
             notes=tuple(self.notes),
             dry_run=self.options.dry_run,
             already_rewritten=already_rewritten,
         )
 
-    def dry_run(self, decisions: Sequence[Decision]) -> RewriteReport:
-        """Returns the report of a rewrite that stops with the plan."""
-        return self.report([_untouched(decision) for decision in decisions])
+    def dry_run(self, decisions: Sequence[Decision], account: Account) -> RewriteReport:
+        """Returns the report of a rewrite that stops with the plan; `account` says what its result would store."""
+        return self.report([_untouched(decision) for decision in decisions], account=account)
 
 
 def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, what: str) -> bool:
@@ -95,14 +102,25 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
     return same and options.training
 
 
-def require_eligible(decisions: Sequence[Decision], options: Options, *, wanted: str) -> None:
-    """Raises NothingEligibleError if no site is rewritten; `wanted` says what the pass looked for, and where."""
+def require_eligible(
+    decisions: Sequence[Decision], options: Options, *, wanted: str, account: Callable[[], Account]
+) -> None:
+    """Raises NothingEligibleError if no site is rewritten.
+
+    Args:
+        decisions: the plan.
+        options: name the model.
+        wanted: what the pass looked for, and where.
+        account: where the bytes of the model are, for the message.
+    """
     if any(decision.quantize for decision in decisions):
         return
     if decisions:
         what, advice = f"none of its {_counted(decisions)} is eligible", "see the reasons and adapt the recipe"
     else:
         what, advice = f"no {wanted}", "nothing to rewrite"
+    if elsewhere := account().elsewhere():
+        advice = f"{advice}: {elsewhere}"
     raise NothingEligibleError(options.name, what, advice, decisions)
 
 

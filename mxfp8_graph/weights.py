@@ -52,9 +52,10 @@ class Rows:
     """A stack of matrices [..., R, C] that can be read row by row."""
 
     shape: tuple[int, ...]
-    read: Callable[[tuple[int, ...], int, int], Array]
-    """(which matrix, first row, last row + 1) -> those rows; valid until the next call."""
-    index: Callable[[tuple[int, ...]], list[int]]
+    read: Callable[[tuple[int, ...], int, int], Array] | None = None
+    """(which matrix, first row, last row + 1) -> those rows; valid until the next call. None where only sizes are
+    wanted."""
+    index: Callable[[tuple[int, ...]], list[int]] = list
     """Where in the stored tensor the value at an index of the stack is."""
 
 
@@ -83,7 +84,8 @@ def pack(
     """Returns `factor` times a weight, quantized along K and laid out with K last.
 
     Args:
-        rows: [..., N, K], or [..., K, N] if `transposed`; float32, float16 or bfloat16.
+        rows: [..., N, K], or [..., K, N] if `transposed`; float32, float16 or bfloat16. Without values the result has
+            sizes only, and takes no memory.
         transposed: whether K is the last axis but one.
         factor: multiplied in float32 before rounding.
         element_format: "e4m3" or "e5m2".
@@ -98,6 +100,8 @@ def pack(
     n, k = (width, height) if transposed else (height, width)
     elements = np.empty((*lead, n, k), np.uint8)
     scales = np.empty((*lead, n, scale_count(k)), np.uint8)
+    if rows.read is None:
+        return Packed(elements, scales, math.nan, math.nan)
     signal = noise = 0.0
     # Slices along K are whole blocks; 4 bytes is the widest value.
     step = -(-SLICE_BYTES // (4 * width * BLOCK_SIZE)) * BLOCK_SIZE

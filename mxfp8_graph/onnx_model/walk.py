@@ -16,6 +16,10 @@ STANDARD: Final = frozenset({None, "", "ai.onnx"})
 MICROSOFT: Final = "com.microsoft"
 """The domain of ONNX Runtime's own ops."""
 
+# Looked up once: large models have many attributes, and looking one of these up takes longer than reading one.
+_GRAPH: Final = onnx.AttributeProto.GRAPH
+_TENSOR: Final = onnx.AttributeProto.TENSOR
+
 
 def copy_fields(target: Any, origin: Any, skip: Container[str]) -> None:
     """Copies every set field of one protobuf message to another of the same type, except those in `skip`."""
@@ -33,10 +37,11 @@ def copy_fields(target: Any, origin: Any, skip: Container[str]) -> None:
 def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
     """Yields (attribute name, graph) for each subgraph a control-flow node holds."""
     for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
+        if attribute.type == _GRAPH:
             yield attribute.name, attribute.g
-        for index, graph in enumerate(attribute.graphs):
-            yield f"{attribute.name}[{index}]", graph
+        if attribute.graphs:
+            for index, graph in enumerate(attribute.graphs):
+                yield f"{attribute.name}[{index}]", graph
 
 
 def node_label(node: onnx.NodeProto) -> str:
@@ -82,23 +87,35 @@ def _inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
 
 def iter_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yields every initializer and every tensor attribute of the graph, its subgraphs and the local functions."""
-    graphs = list(iter_graphs(model.graph))
+    in_functions: list[onnx.GraphProto] = []
     for function in model.functions:
-        yield from _attribute_tensors(function.node)
-        graphs.extend(_inner_graphs(function.node))
-    for graph in graphs:
-        yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
-        yield from _attribute_tensors(graph.node)
+        yield from _attribute_tensors(function.node, in_functions)
+    for graph in (model.graph, *in_functions):
+        yield from _tensors_of(graph)
 
 
-def _attribute_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+def _tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    inner: list[onnx.GraphProto] = []
+    yield from _attribute_tensors(graph.node, inner)
+    for below in inner:
+        yield from _tensors_of(below)
+
+
+def _attribute_tensors(nodes: Iterable[onnx.NodeProto], graphs: list[onnx.GraphProto]) -> Iterator[onnx.TensorProto]:
+    """Yields the tensors in attributes; the subgraphs there go to `graphs`."""
     for node in nodes:
         for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.TENSOR:
+            if attribute.type == _TENSOR:
                 yield attribute.t
-            yield from attribute.tensors
+            elif attribute.type == _GRAPH:
+                graphs.append(attribute.g)
+            if attribute.tensors:
+                yield from attribute.tensors
+            if attribute.graphs:
+                graphs.extend(attribute.graphs)
 
 
 def stored_in(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:

@@ -15,6 +15,7 @@ Whatever is not named by a decision stays the very message it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import numpy as np
@@ -35,7 +36,7 @@ from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.weights import pack, packed_bytes
+from mxfp8_graph.weights import Rows, pack, packed_bytes
 from mxfp8_ops import contract, formats, onnx_functions
 
 _GEMMS: Final = {
@@ -67,7 +68,11 @@ def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Seque
 class Editor:
     """Rewrites one model: `apply` each site in graph order, then `finish` once."""
 
-    def __init__(self, opened: OpenedModel, target: Target, *, allow_nonfinite: bool) -> None:
+    def __init__(self, opened: OpenedModel, target: Target, *, allow_nonfinite: bool, sizes_only: bool = False) -> None:
+        """With `sizes_only` nothing is packed: new weights get names, dims and dtypes, as a dry run needs them."""
+        self.made_from: dict[str, tuple[int, str]] = {}
+        """Tensors that were added: id of the graph that held what each was made of, and its name there."""
+        self._sizes_only = sizes_only
         self._opened = opened
         self._target = target
         self._allow_nonfinite = allow_nonfinite
@@ -149,8 +154,7 @@ class Editor:
         """Returns the site's packed weight; packs each weight once."""
         key = _key(site, static, decision)
         if key not in self._packed:
-            stored, folder, model = self._stored(static), self._opened.folder, self._opened.name
-            with open_rows(stored, static.steps, folder, model) as (rows, flipped):
+            with self._rows(static) as (rows, flipped):
                 result = pack(
                     rows,
                     transposed=site.w.transposed != flipped,
@@ -163,7 +167,10 @@ class Editor:
             names = self._fresh(f"{static.name}_mxfp8"), self._fresh(f"{static.name}_mxfp8_scales")
             dtypes = formats.element_format(decision.weight_format).onnx_dtype, contract.UINT8
             for name, dtype, data in zip(names, dtypes, (result.elements, result.scales), strict=True):
-                self._target.store(static.owner.initializer.add(name=name, data_type=dtype, dims=data.shape), data)
+                tensor = static.owner.initializer.add(name=name, data_type=dtype, dims=data.shape)
+                self.made_from[name] = (id(static.owner), static.name)
+                if not self._sizes_only:
+                    self._target.store(tensor, data)
             self._packed[key] = PackedNames(*names, result.byte_size, result.relative_l2)
         return self._packed[key]
 
@@ -178,12 +185,19 @@ class Editor:
             name = static.name
             if not plain or beta != 1.0 or any(step == "Cast" for step, _ in static.steps):
                 name = self._fresh(f"{static.name}_f32")
+                self.made_from[name] = (id(static.owner), static.name)
                 stored = read(self._stored(static), self._opened.folder, self._opened.name)
                 values = apply(static.steps, stored).astype(np.float32).reshape(-1) * np.float32(beta)
                 tensor = static.owner.initializer.add(name=name, data_type=contract.FLOAT, dims=[n])
                 tensor.raw_data = np.broadcast_to(values, (n,)).astype("<f4").tobytes()
             self._biases[key] = name
         return self._biases[key]
+
+    def _rows(self, static: Static) -> AbstractContextManager[tuple[Rows, bool]]:
+        """Returns what `open_rows` yields for a weight."""
+        if self._sizes_only:
+            return nullcontext((Rows(shape=static.shape), False))
+        return open_rows(self._stored(static), static.steps, self._opened.folder, self._opened.name)
 
     def _stored(self, static: Static) -> onnx.TensorProto:
         return self._opened.tensors.get(static.name, static.tensor)

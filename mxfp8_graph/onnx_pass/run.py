@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -10,10 +11,12 @@ from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.write import open_target, wants_external
+from mxfp8_graph.onnx_pass import stored_bytes
 from mxfp8_graph.onnx_pass.embeddings import looks_up
 from mxfp8_graph.onnx_pass.find import find_sites
 from mxfp8_graph.onnx_pass.matmul_forms import multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
+from mxfp8_graph.onnx_pass.tensor_uses import find_uses
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
 from mxfp8_graph.policy import tied_tables
@@ -34,19 +37,26 @@ def rewrite_onnx(
     reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes
     if already_rewritten(record.find(opened.proto), recipe, options, what="model"):
         return model, reporter.report(already_rewritten=True)
+    before = stored_bytes.inventory(opened)
     upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
+    planned = stored_bytes.inventory(opened) if opened.notes else before  # nothing was done to it without a note
     sites = find_sites(opened)
     stored = [id(site.w.static.tensor) if site.w.static else None for site in sites]
     decisions = tied_tables.explained(plan([site.matmul for site in sites], recipe), stored)
-    require_eligible(decisions, options, wanted="MatMul or Gemm in the model")
+    uses = find_uses(opened.proto.graph, planned, sites, decisions)
+    account = partial(stored_bytes.account, before, planned, uses)
+    wanted = "MatMul or Gemm in the model"
+    require_eligible(decisions, options, wanted=wanted, account=lambda: account(planned, {}))
     external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
+        editor = Editor(opened, target, allow_nonfinite=options.allow_nonfinite, sizes_only=options.dry_run)
+        progress = None if options.dry_run else options.progress
+        reports = replace_each(sites, decisions, editor.apply, progress=progress)
+        editor.finish()
+        result = account(stored_bytes.inventory(opened), editor.made_from)
         if options.dry_run:
             target.probe()
-            return None, reporter.dry_run(decisions)
-        editor = Editor(opened, target, allow_nonfinite=options.allow_nonfinite)
-        reports = replace_each(sites, decisions, editor.apply, progress=options.progress)
-        editor.finish()
+            return None, reporter.dry_run(decisions, result)
         record.complete(opened.proto, opened.opset, recipe.model_dump_json())
         target.finish()
-    return target.path or opened.proto, reporter.report(reports, target.byte_size)
+    return target.path or opened.proto, reporter.report(reports, target.byte_size, account=result)

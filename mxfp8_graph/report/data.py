@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
@@ -15,6 +15,7 @@ from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
+from mxfp8_graph.report.account import Account
 from mxfp8_ops.errors import Mxfp8Error
 
 SCHEMA: Final = 2
@@ -130,6 +131,8 @@ class RewriteReport:
     """What else was done to the model: opset conversion, inlined functions."""
     dry_run: bool = False
     already_rewritten: bool = False
+    account: Account = field(default=Account())
+    """Where every byte of the tensors is, before and after. In a dry run: would be."""
 
     @property
     def rewritten(self) -> tuple[SiteReport, ...]:
@@ -183,6 +186,7 @@ class RewriteReport:
             "kept": len(self.kept),
             "kept_by_reason": {reason: len(sites) for reason, sites in self.kept_by_reason.items()},
             "weight_error": error.to_dict() if error else None,
+            "account": self.account.to_dict(),
             "sites": [site.to_dict() for site in self.sites],
         }
 
@@ -192,10 +196,21 @@ class RewriteReport:
         return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
     def to_html(self) -> str:
-        """Returns one self-contained page: no scripts, nothing fetched."""
-        header, rows = filled((*SITE_HEADER, *WEIGHT_HEADER), [(*s.row, *s.weight_row) for s in self.sites])
-        tables = (("", (), facts(self)), ("Why", REASON_HEADER, reason_rows(self)), ("Sites", header, rows))
-        return html.page(f"{headline(self)}: {self.source}", tables, dimmed="kept")
+        """Returns one self-contained page: nothing fetched, and all there without its script, which sorts tables."""
+        parts = [html.facts(facts(self))]
+        if self.account.tensors:
+            parts.append(self.account.overview())
+        errors = [(site, site.sqnr_db) for site in self.rewritten if site.sqnr_db is not None]
+        points = [(_point(site), db) for site, db in errors if math.isfinite(db)]
+        if points:
+            parts.append(html.plot("Errors of the packed weights, site by site", points, unit="dB"))
+        header, rows = filled((*SITE_HEADER, *WEIGHT_HEADER), [_cells(site) for site in self.sites])
+        reasons = [(decision, (count, float(count)), reason) for decision, count, reason in reason_rows(self)]
+        parts.append(html.Table("Why", REASON_HEADER, reasons).html())
+        parts.append(html.Table("Sites", header, rows, paler="kept").html())
+        if self.account.tensors:
+            parts.append(self.account.details())
+        return html.page(f"{headline(self)}: {self.source}", parts)
 
     def write(self, path: str | Path) -> Path:
         """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
@@ -269,7 +284,10 @@ def sizes(site: MatMulSite) -> str:
     return " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
 
 
-def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+Column = TypeVar("Column", str, html.Cell)
+
+
+def filled(header: Sequence[str], rows: Sequence[Sequence[Column]]) -> tuple[tuple[str, ...], list[tuple[Column, ...]]]:
     """Returns a table without its columns that have only empty cells."""
     used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
     return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
@@ -284,6 +302,17 @@ def _counts(report: RewriteReport) -> str:
         of_kind[1] += 1
     told = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
     return " and ".join(told)
+
+
+def _cells(site: SiteReport) -> tuple[html.Cell, ...]:
+    """Returns `row` and `weight_row` of a site, with numbers to sort by."""
+    numbers = site.bytes_before, site.bytes_after, site.relative_l2, site.sqnr_db
+    weights = zip(site.weight_row, numbers, strict=True)
+    return (*site.row, *((text, float(number)) if text and number is not None else text for text, number in weights))
+
+
+def _point(site: SiteReport) -> str:
+    return f"{site.row[0]}: relative L2 {site.weight_row[2]}, {site.weight_row[3]} dB"
 
 
 def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...]]:

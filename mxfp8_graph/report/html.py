@@ -1,58 +1,216 @@
-"""Titled tables as one HTML page: no scripts, nothing fetched, readable in print."""
+"""A report as one HTML page: tables that sort, bars and a plot. Nothing is fetched, and it reads without its script.
+
+Names in it come from files of anybody: all text is escaped, none of it stands in the script, and the page's own policy
+lets no other script run.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Final
 
 from mxfp8_graph.naming import printable
 
-_PAGE: Final = """<!DOCTYPE html>
+_SCRIPT: Final = """
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => {
+    const value = row => {
+      const cell = row.cells[column];
+      return "sort" in cell.dataset ? Number(cell.dataset.sort) : cell.textContent;
+    };
+    const sort = () => {
+      const up = head.ariaSort === "descending" || head.ariaSort === null;
+      heads.forEach(other => { other.ariaSort = null; });
+      head.ariaSort = up ? "ascending" : "descending";
+      const rows = [...table.tBodies[0].rows].sort((a, b) => {
+        const [x, y] = up ? [value(a), value(b)] : [value(b), value(a)];
+        if (x === "" || y === "") return (value(a) === "") - (value(b) === "");
+        return typeof x === "number" && typeof y === "number"
+          ? x - y : String(x).localeCompare(String(y), undefined, {numeric: true});
+      });
+      table.tBodies[0].append(...rows);
+    };
+    head.tabIndex = 0;
+    head.addEventListener("click", sort);
+    head.addEventListener("keydown", event => { if (event.key === "Enter") sort(); });
+  });
+}
+"""
+
+_STYLE: Final = """
+:root { color-scheme: light dark; --line: #8884; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 84rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; }
+h1, dd { overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.5rem; margin: 0; }
+dt { opacity: .7; }
+dd { margin: 0; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line); }
+th { white-space: nowrap; }
+th:last-child, td:last-child { padding-right: 0; }
+.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.text { min-width: 9rem; }
+.short { white-space: nowrap; }
+tfoot td { font-weight: 600; border-bottom: 0; }
+th[tabindex] { cursor: pointer; }
+th[tabindex]:hover { text-decoration: underline; }
+th[aria-sort=ascending]::after { content: " \\2191"; }
+th[aria-sort=descending]::after { content: " \\2193"; }
+.paler { opacity: .7; }
+svg { display: block; width: 100%; }
+svg text { fill: currentColor; font-size: 14px; }
+.bar { height: 1.4rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; padding: 0; margin: .4rem 0 1rem; list-style: none; }
+.legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin-right: .4rem; }
+"""
+
+_COLORS: Final = ("#2f9e6e", "#d98e04", "#c9504a", "#4f7fd6", "#8e6bc4", "#7d8590", "#a3a9b2", "#5aa9b0")
+"""Told apart on white and on black, and in the order of the bar."""
+
+_PLOT_WIDTH: Final = 1000
+_PLOT_HEIGHT: Final = 180
+_MARGIN: Final = 26
+"""Around the dots of a plot, in the same units."""
+
+Cell = str | tuple[str, float]
+"""Text, or text and the number that it stands for."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table."""
+
+    heading: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    total: Sequence[Cell] = ()
+    """A last row, which sorting leaves where it is."""
+    paler: str = ""
+    """Rows with a cell that says this are paler than the others."""
+
+    def html(self) -> str:
+        """Returns the table, sortable by column."""
+        numbers = [any(isinstance(row[i], tuple) for row in self.rows) for i in range(len(self.header))]
+        longest = [max((len(_said(row[i])) for row in self.rows), default=0) for i in range(len(self.header))]
+        kinds = [
+            "number" if n else "text" if most > _SHORT else "short" for n, most in zip(numbers, longest, strict=True)
+        ]
+        head = "".join(f'<th class="{kind}">{_text(cell)}</th>' for kind, cell in zip(kinds, self.header, strict=True))
+        lines = [
+            _heading(self.heading),
+            '<div class="scroll"><table class="sortable">',
+            f"<thead><tr>{head}</tr></thead>",
+        ]
+        lines.append("<tbody>")
+        for row in self.rows:
+            mark = ' class="paler"' if self.paler and self.paler in row else ""
+            lines.append(f"<tr{mark}>{_cells(kinds, row)}</tr>")
+        lines.append("</tbody>")
+        lines += [f"<tfoot><tr>{_cells(kinds, self.total)}</tr></tfoot>"] if self.total else []
+        return "\n".join([*lines, "</table></div>"])
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """Returns the page with `parts`, each as the functions here make it."""
+    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    head = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 80rem; margin: 2rem auto; padding: 0 1rem; }}
-h1 {{ font-size: 1.4rem; }}
-h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-table {{ border-collapse: collapse; }}
-th, td {{ text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid #8884; }}
-td {{ overflow-wrap: anywhere; }}
-.{dimmed} {{ opacity: .7; }}
-</style>
+<title>{_text(title)}</title>
+<style>{_STYLE}</style>
 </head>
 <body>
-<h1>{title}</h1>
-{tables}
-</body>
-</html>
-"""
-
-Table = tuple[str, Sequence[str], Iterable[Sequence[str]]]
-"""Heading, header and rows; heading and header may be empty."""
+<h1>{_text(title)}</h1>"""
+    return "\n".join([head, *parts, f"<script>{_SCRIPT}</script>", "</body>", "</html>", ""])
 
 
-def page(title: str, tables: Iterable[Table], *, dimmed: str) -> str:
-    """Returns the page; rows with a cell that says `dimmed`, one word, are paler than the others."""
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Returns one line per (label, value)."""
+    return "<dl>" + "\n".join(f"<dt>{_text(label)}</dt><dd>{_text(value)}</dd>" for label, value in pairs) + "</dl>"
+
+
+def bars(heading: str, rows: Sequence[tuple[str, Sequence[int]]], legend: Sequence[str]) -> str:
+    """Returns one bar per (label, lengths), all on one scale, each length in the color of its place in `legend`."""
+    scale = max((sum(lengths) for _, lengths in rows), default=0) or 1
+    lines = [_heading(heading)]
+    for label, lengths in rows:
+        start, boxes = 0.0, []
+        for length, name, color in zip(lengths, legend, _COLORS, strict=False):
+            width = 100 * length / scale
+            box = f'<rect x="{start:.3f}%" width="{width:.3f}%" height="100%" fill="{color}">'
+            boxes.append(f"{box}<title>{_text(name)}</title></rect>")
+            start += width
+        lines.append(f'<div>{_text(label)}</div><svg class="bar" role="img" aria-label="{_text(label)}">')
+        lines.append("".join(boxes) + "</svg>")
+    items = (
+        f'<li><i style="background:{color}"></i>{_text(name)}</li>'
+        for name, color in zip(legend, _COLORS, strict=False)
+    )
+    return "\n".join([*lines, f'<ul class="legend">{"".join(items)}</ul>'])
+
+
+def plot(heading: str, points: Sequence[tuple[str, float]], *, unit: str) -> str:
+    """Returns dots at the heights of (label, value), left to right, with the labels to hover over."""
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    if high - low < 1:  # all but equal values are shown as such
+        low, high = (low + high) / 2 - 1, (low + high) / 2 + 1
+    left, right = 3 * _MARGIN, _PLOT_WIDTH - _MARGIN
+    step = (right - left) / max(len(points) - 1, 1)
+
+    def height(value: float) -> float:
+        return _MARGIN + (high - value) / (high - low) * (_PLOT_HEIGHT - 2 * _MARGIN)
+
+    lines = [_heading(heading), f'<div class="scroll"><svg viewBox="0 0 {_PLOT_WIDTH} {_PLOT_HEIGHT}" role="img"']
+    lines.append(f' style="min-width:36rem" aria-label="{_text(heading)}">')
+    for value in (high, (low + high) / 2, low):
+        y = height(value)
+        lines.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" opacity=".2"/>')
+        lines.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.1f} {_text(unit)}</text>')
+    for number, (label, value) in enumerate(points):
+        at = f'cx="{left + number * step:.1f}" cy="{height(value):.1f}"'
+        lines.append(f'<circle {at} r="3.5" fill="{_COLORS[0]}"><title>{_text(label)}</title></circle>')
+    return "\n".join([*lines, "</svg></div>"])
+
+
+_SHORT: Final = 18
+"""Characters up to which the cells of a column stay on one line."""
+
+_LONG_WORD: Final = re.compile(r"\S{25,}")
+_INNER_MARKS: Final = re.compile(r"(?<=\w)[/._:-]+(?=\w)")
+
+
+def _cells(kinds: Sequence[str], row: Sequence[Cell]) -> str:
     parts = []
-    for heading, header, rows in tables:
-        parts += [f"<h2>{_text(heading)}</h2>"] if heading else []
-        parts.append(_table(header, rows, dimmed))
-    return _PAGE.format(title=_text(title), tables="\n".join(parts), dimmed=dimmed)
+    for kind, cell in zip(kinds, row, strict=True):
+        sort = f' data-sort="{cell[1]!r}"' if isinstance(cell, tuple) else ""
+        parts.append(f'<td class="{kind}"{sort}>{_folding(_said(cell)) if kind == "text" else _text(_said(cell))}</td>')
+    return "".join(parts)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], dimmed: str) -> str:
-    head = "".join(f"<th>{_text(cell)}</th>" for cell in header)
-    lines = ["<table>"]
-    lines += [f"<tr>{head}</tr>"] if header else []
-    for row in rows:
-        cells = "".join(f"<td>{_text(cell)}</td>" for cell in row)
-        lines.append(f'<tr class="{dimmed if dimmed in row else ""}">{cells}</tr>')
-    return "\n".join([*lines, "</table>"])
+def _said(cell: Cell) -> str:
+    return cell if isinstance(cell, str) else cell[0]
+
+
+def _folding(text: str) -> str:
+    """Returns `text` so that long names fold after their dots and slashes, and nothing else inside a word."""
+    return _LONG_WORD.sub(lambda word: _INNER_MARKS.sub(r"\g<0><wbr>", word[0]), _text(text))
+
+
+def _heading(text: str) -> str:
+    return f"<h2>{_text(text)}</h2>" if text else ""
 
 
 def _text(text: str) -> str:

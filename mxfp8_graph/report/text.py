@@ -13,7 +13,7 @@ from rich.text import Text
 
 from mxfp8_graph.naming import printable
 from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.report import data
+from mxfp8_graph.report import account, data
 from mxfp8_graph.report.data import SITE_HEADER, RewriteReport
 
 STYLES: Final = {
@@ -31,8 +31,15 @@ def closing(report: RewriteReport) -> RenderableType:
     """Returns the table that ends a rewrite: sites grouped by reason, then `facts`."""
     if report.already_rewritten:
         return lines((("", data.headline(report)), *data.facts(report)[-1:]))
-    table = grid(data.REASON_HEADER, data.reason_rows(report))
-    return Group(Text(printable(data.headline(report))), table, lines(data.facts(report)))
+    parts = [grid(data.REASON_HEADER, data.reason_rows(report))]
+    if rows := report.account.rows():
+        parts.append(grid(account.HEADER, rows))
+    return Group(Text(printable(data.headline(report))), *parts, lines(data.facts(report)))
+
+
+def tensors(report: RewriteReport) -> Text:
+    """Returns one line per tensor that the model or the result stores."""
+    return columns(account.TENSOR_HEADER, [tensor.row for tensor in report.account.tensors])
 
 
 def plan(report: RewriteReport, *, weights: bool = False) -> Text:

@@ -34,7 +34,7 @@ from mxfp8_graph.torch_pass.weight_rows import layout_of, rows_of
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program, Scope
 from mxfp8_graph.torch_program.values import storage_of
-from mxfp8_graph.weights import pack
+from mxfp8_graph.weights import Rows, pack
 from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten
@@ -54,7 +54,11 @@ class _Call:
 class Editor:
     """Rewrites one program: `apply` each site in graph order, then `finish` once."""
 
-    def __init__(self, program: Program, made: Made, *, allow_nonfinite: bool) -> None:
+    def __init__(self, program: Program, made: Made, *, allow_nonfinite: bool, sizes_only: bool = False) -> None:
+        """With `sizes_only` nothing is packed: new weights have a shape and no values, as a dry run needs them."""
+        self.made_from: dict[str, torch.Tensor] = {}
+        """Names of the tensors that were added, and what each was made of."""
+        self._sizes_only = sizes_only
         self._program = program
         self._made = made
         self._allow_nonfinite = allow_nonfinite
@@ -126,7 +130,7 @@ class Editor:
             self._packed[key] = self._store(static.name, *torchao_weights.unpacked(stored), None)
             return self._packed[key]
         self._sources.add(storage_of(stored))
-        rows, flipped = rows_of(static, stored)
+        rows, flipped = (Rows(shape=static.shape), False) if self._sizes_only else rows_of(static, stored)
         result = pack(
             rows,
             transposed=transposed != flipped,
@@ -143,6 +147,7 @@ class Editor:
     def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> PackedNames:
         """Makes a packed weight buffers of the program."""
         names = self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales")
+        self.made_from |= dict.fromkeys(names, self._program.tensor(name))
         packed = PackedNames(*names, elements.nbytes + scales.nbytes, relative_l2)
         self._program.add_buffer(packed.elements, elements)
         self._program.add_buffer(packed.scales, scales)
@@ -169,7 +174,8 @@ class Editor:
         key = (*identity(self._program, static), repr(static.steps), beta, n)
         if key not in self._biases:
             name = self._program.fresh(f"{static.name}_f32")
-            values = static.apply(self._program.tensor(static.name)).float().reshape(-1) * np.float32(beta).item()
+            stored = self.made_from[name] = self._program.tensor(static.name)
+            values = static.apply(stored).float().reshape(-1) * np.float32(beta).item()
             self._program.add_buffer(name, values.expand(int(n or 0)).contiguous())
             self._biases[key] = name
         return [self._program.weight(site.scope, self._biases[key])]

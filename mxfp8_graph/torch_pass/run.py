@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,13 @@ from mxfp8_graph.policy.plan import Decision, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_graph.torch_pass import attention, matmul_forms, torchao_weights, training
+from mxfp8_graph.torch_pass import attention, matmul_forms, stored_bytes, training
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.static_operands import identity
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
-from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Option
 
@@ -45,17 +44,21 @@ def rewrite_torch(
     reporter.notes += filter(None, [internals.check_torch()])
     if already_rewritten(record.find(source), recipe, options, what="program"):
         return model, reporter.report(already_rewritten=True)
+    before = stored_bytes.inventory(source.state_dict, source.constants)
     program, sites, decisions = _planned(source, recipe, options)
     reporter.notes += _notes(sites, decisions)
-    require_eligible(decisions, options, wanted="matmul in the program")
+    account = partial(stored_bytes.account, before, stored_bytes.uses(program, sites, decisions))
+    wanted = "matmul in the program"
+    require_eligible(decisions, options, wanted=wanted, account=lambda: account(before, {}))
+    reports, made_from = _replaced(program, sites, decisions, recipe, options)
+    stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
     if options.dry_run:
-        return None, reporter.dry_run(decisions)
-    reports = _replaced(program, sites, decisions, recipe, options)
+        return None, reporter.dry_run(decisions, stored)
     result = program.finish()
     if options.output is None:
-        return result, reporter.report(reports, byte_size(result))
+        return result, reporter.report(reports, byte_size(result), account=stored)
     save(result, options.output, overwrite=options.overwrite)
-    return options.output, reporter.report(reports, options.output.stat().st_size)
+    return options.output, reporter.report(reports, options.output.stat().st_size, account=stored)
 
 
 def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
@@ -68,13 +71,8 @@ def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: boo
 
 def byte_size(program: ExportedProgram) -> int:
     """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
-    sizes: dict[object, int] = {}
-    for tensor in (*program.state_dict.values(), *program.constants.values()):
-        if torchao_weights.is_mx(tensor):
-            sizes[id(tensor)] = tensor.qdata.nbytes + tensor.scale.nbytes
-        elif isinstance(tensor, torch.Tensor):
-            sizes[storage_of(tensor) or id(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(sizes.values())
+    found = stored_bytes.inventory(program.state_dict, program.constants)
+    return sum(stored.byte_size for stored in found.values())
 
 
 def _planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
@@ -83,7 +81,7 @@ def _planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple
     sites = find_sites(program)
     decisions = _decide(program, sites, recipe, options)
     wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and matmul_forms.is_attention(s.node)}
-    if wanted and not options.dry_run:
+    if wanted:
         for node in wanted:
             attention.expand(program, node)
         sites = find_sites(program)
@@ -116,10 +114,10 @@ def _without_einsum(source: ExportedProgram) -> ExportedProgram:
 
 def _replaced(
     program: Program, sites: Sequence[Site], decisions: Sequence[Decision], recipe: Recipe, options: Options
-) -> list[SiteReport]:
-    """Replaces every site that is rewritten, and returns what became of each."""
+) -> tuple[list[SiteReport], Mapping[str, torch.Tensor]]:
+    """Replaces every site that is rewritten; returns what became of each, and see `Editor.made_from`."""
     made = Made(node="", recipe=recipe.model_dump_json(), packed=not options.training)
-    editor = Editor(program, made, allow_nonfinite=options.allow_nonfinite)
+    editor = Editor(program, made, allow_nonfinite=options.allow_nonfinite, sizes_only=options.dry_run)
 
     def change(site: Site, decision: Decision) -> SiteReport:
         assert isinstance(site, TorchSite), "attention is taken apart before"
@@ -128,11 +126,12 @@ def _replaced(
         return editor.apply(site, decision)
 
     undo = partial(training.undo, program)
-    reports = replace_each(sites, decisions, change, keep=undo, progress=options.progress)
+    progress = None if options.dry_run else options.progress
+    reports = replace_each(sites, decisions, change, keep=undo, progress=progress)
     editor.finish()
     if not options.training:
         program.freeze()  # no gradient passes through packed matmuls
-    return reports
+    return reports, editor.made_from
 
 
 def _notes(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[str]:

@@ -1,5 +1,7 @@
 """The report as data, JSON and HTML: counts, groups, errors; and files that are whole or not there."""
 
+import base64
+import hashlib
 import json
 import math
 from html.parser import HTMLParser
@@ -11,6 +13,7 @@ from full_disk import files, files_of_at_most
 
 from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report import html
 from mxfp8_graph.report.data import RewriteReport, SiteReport, sqnr_db
 from mxfp8_ops.errors import Mxfp8Error
 
@@ -104,6 +107,7 @@ def test_the_keys_of_the_dict() -> None:
         "kept",
         "kept_by_reason",
         "weight_error",
+        "account",
         "sites",
     ]
 
@@ -161,7 +165,7 @@ def test_write_json(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Collects the text of table cells, and the tags."""
+    """Collects the text of cells, and the tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -171,7 +175,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
-        if tag == "td":
+        if tag in {"td", "dt", "dd"}:
             self.cells.append("")
 
     def handle_data(self, data: str) -> None:
@@ -185,7 +189,32 @@ def test_write_html(tmp_path: Path) -> None:
     assert {"<head>", "down[0]", "batch x 64 x 128", "if/then_branch/small", "40.0 kB -> 10.0 kB (4.00x smaller)"} <= {
         *cells
     }
-    assert page.tags.isdisjoint({"script", "link", "img", "iframe"})
+    assert page.tags.isdisjoint({"link", "img", "iframe"})
+
+
+def test_the_page_lets_only_its_own_script_run() -> None:
+    page = make_report().to_html()
+    script = page.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+
+
+def test_the_page_plots_errors_that_are_numbers() -> None:
+    assert make_report().to_html().count("<circle") == 3
+    exact = tuple(SiteReport(decision=s.decision, packed="w", relative_l2=0.0) for s in make_report().rewritten)
+    assert "<circle" not in make_report(sites=exact).to_html()
+
+
+def test_numbers_sort_as_numbers() -> None:
+    assert '<td class="number" data-sort="4000.0">4.0 kB</td>' in make_report().to_html()
+
+
+def test_long_names_fold_at_their_dots_only() -> None:
+    name = "encoder.layer.0.attention.self.query"
+    rows = [(name, "set output_projections: true to quantize it")]
+    table = html.Table("", ("name", "reason"), rows).html()
+    assert name.replace(".", ".<wbr>") in table
+    assert "set output_projections: true to quantize it" in table
 
 
 def test_an_existing_report_is_replaced(tmp_path: Path) -> None:

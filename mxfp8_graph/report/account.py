@@ -1,0 +1,325 @@
+"""Where every byte of a model's tensors is: what uses each one, what became of it and why. Knows no graph library.
+
+A stored tensor (an initializer, a constant, a parameter, a buffer) is counted once, however many nodes use it. The
+first of these that fits says what became of it:
+
+    rewritten          a matmul that uses it was rewritten
+    quantized already  it is of 8 bits or less, or an op for quantized weights uses it
+    kept               the weight of a matmul that was kept, for the site's reason
+    other op           the weight of an op that is no matmul: a lookup, a convolution, a recurrent layer, any other
+    small              biases, normalization weights and other vectors
+    other              shapes, indices, scalars, and what nothing uses
+    new                what the rewrite added and that stands for no other tensor
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
+
+from rich.filesize import decimal as size
+
+from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.report import html
+
+Outcome = Literal["rewritten", "quantized already", "kept", "other op", "small", "other", "new"]
+
+OUTCOMES: Final[tuple[str, ...]] = get_args(Outcome)
+
+HEADER: Final[tuple[str, ...]] = ("weights", "before", "after", "used by", "why")
+"""Header of `Account.rows`."""
+
+TENSOR_HEADER: Final[tuple[str, ...]] = ("tensor", "dtype", "before", "after", "weights", "used by", "why")
+"""Header of `StoredTensor.row`."""
+
+MOST_ROWS: Final = 7
+"""Groups that a short account names; the others are one more row."""
+
+MOST_OPS: Final = 4
+"""Ops that `counted` names; the others are one more number."""
+
+_FLOATS: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+_WIDE: Final = frozenset({"int64", "uint64", "int32", "uint32", "int16", "uint16", "bool", "string", "complex64"})
+
+_NO_MATMUL: Final = "no matmul"
+
+_LEAST_SHARE: Final = 0.1
+"""Share of a model's bytes from which on `Account.elsewhere` speaks of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpKinds:
+    """What the ops of a front end do with a weight, by op name."""
+
+    lookups: frozenset[str]
+    convolutions: frozenset[str]
+    recurrent: frozenset[str]
+    quantized: frozenset[str]
+    """Ops whose weights are stored quantized."""
+
+    def describe(self, op: str) -> str:
+        """Returns what `op` is instead of a matmul."""
+        kinds = (
+            (self.lookups, "a lookup"),
+            (self.convolutions, "a convolution"),
+            (self.recurrent, "a recurrent layer"),
+        )
+        return next((f"{what}, {_NO_MATMUL}" for ops, what in kinds if op in ops), _NO_MATMUL)
+
+
+class Use(NamedTuple):
+    """One node that reads a stored tensor, at once or through views."""
+
+    node: int
+    """A number that no other node of the model has."""
+    op: str
+    """What the node is, as the host says it."""
+    what: str = ""
+    """What the op is instead of a matmul, as `OpKinds.describe` says; empty if it is one."""
+    quantized: bool = False
+    """Whether it is one of the ops whose weights are stored quantized."""
+    decision: Decision | None = None
+    """What became of the node, if it is a matmul and the tensor one of its operands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor that the model stores, and what is left of it or stands in its place."""
+
+    name: str
+    also_called: tuple[str, ...] = ()
+    """Other names of the same data."""
+    dtype: str
+    shape: tuple[int, ...]
+    bytes_before: int
+    """0 if the model did not have it."""
+    bytes_kept: int
+    """Bytes of the tensor itself in the result."""
+    bytes_new: int = 0
+    """Bytes of what was made of it: elements, scales, a bias in float32."""
+    uses: tuple[Use, ...] = ()
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes in the result."""
+        return self.bytes_kept + self.bytes_new
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of it."""
+        return self._verdict[0]
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        return self._verdict[1]
+
+    @property
+    def holders(self) -> tuple[Use, ...]:
+        """The uses that `outcome` is about."""
+        return self._verdict[2]
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The tensor in words, as `TENSOR_HEADER` has it."""
+        sizes = size(self.bytes_before), size(self.bytes_after)
+        return (self.name, self.dtype, *sizes, self.outcome, counted(self.uses), self.reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the tensor with JSON types only."""
+        return {
+            "name": self.name,
+            "also_called": list(self.also_called),
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "bytes_before": self.bytes_before,
+            "bytes_kept": self.bytes_kept,
+            "bytes_after": self.bytes_after,
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "used_by": dict(Counter(use.op for use in self.uses)),
+            "sites": list(dict.fromkeys(use.decision.site.name for use in self.uses if use.decision)),
+        }
+
+    @cached_property
+    def _verdict(self) -> tuple[Outcome, str, tuple[Use, ...]]:
+        sites = tuple(use for use in self.uses if use.decision)
+        taken = tuple(use for use in sites if use.decision and use.decision.quantize)
+        if taken and taken[0].decision:
+            return "rewritten", taken[0].decision.reason + self._also(taken), taken
+        if not self.bytes_before:
+            return "new", "added to the model", ()
+        if by := tuple(use for use in self.uses if use.quantized):
+            return "quantized already", f"quantized already, by {by[0].op}", by
+        if sites and sites[0].decision:
+            return "kept", sites[0].decision.reason + self._also(sites), sites
+        vector = sum(length != 1 for length in self.shape) < 2
+        if not vector and self.dtype not in _FLOATS | _WIDE:
+            return "quantized already", f"quantized already, in {self.dtype}", self.uses
+        if not self.uses:
+            return "other", "nothing uses it", ()
+        if self.dtype not in _FLOATS:
+            return "other", "shapes, indices and other constants", self.uses
+        known_first = sorted(self.uses, key=lambda use: use.what == _NO_MATMUL)
+        if not vector and (by := tuple(use for use in known_first if use.what)):
+            return "other op", f"{by[0].op}: {by[0].what}", by
+        return "small", "biases, normalization weights and other vectors", self.uses
+
+    def _also(self, sites: tuple[Use, ...]) -> str:
+        """Returns who else uses the weight of these sites, if that is why it stays or would stay."""
+        others = counted(use for use in self.uses if use not in sites)
+        if not others or not self.bytes_kept:
+            return ""
+        return f"; stays as it is too, for {others}" if self.bytes_new else f"; also used by {others}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The tensors of which the same became for the same reason."""
+
+    outcome: str
+    reason: str
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes in the model."""
+        return sum(tensor.bytes_before for tensor in self.tensors)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes in the result."""
+        return sum(tensor.bytes_after for tensor in self.tensors)
+
+    @property
+    def used_by(self) -> str:
+        """How many nodes of which ops, in words."""
+        return counted(use for tensor in self.tensors for use in tensor.holders)
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The group in words, as `HEADER` has it; of a single weight also its name."""
+        used_by = self.used_by
+        if len(self.tensors) == 1 and self.outcome not in {"small", "other", "new"}:
+            used_by = f"{used_by} ({self.tensors[0].name})"
+        return (self.outcome, size(self.bytes_before), size(self.bytes_after), used_by, self.reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the group with JSON types only."""
+        return {
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "tensors": len(self.tensors),
+            "used_by": self.used_by,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+        }
+
+
+@dataclass(frozen=True)
+class Account:
+    """All stored tensors of a model and of the result of its rewrite, which a dry run predicts."""
+
+    make: Callable[[], Iterable[StoredTensor]] = tuple
+    """Gives the tensors, once they are asked for: to write a model is not to wait for its report."""
+
+    @cached_property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Every tensor, once."""
+        return tuple(self.make())
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all tensors that the model stores."""
+        return sum(tensor.bytes_before for tensor in self.tensors)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all tensors that the result stores."""
+        return sum(tensor.bytes_after for tensor in self.tensors)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The tensors by outcome and reason: what was rewritten first, then what takes most bytes in the result."""
+        found: dict[tuple[str, str], list[StoredTensor]] = {}
+        for tensor in self.tensors:
+            found.setdefault((tensor.outcome, tensor.reason), []).append(tensor)
+        groups = [Group(outcome=key[0], reason=key[1], tensors=tuple(group)) for key, group in found.items()]
+        return tuple(sorted(groups, key=lambda g: (g.outcome != "rewritten", -g.bytes_after, -g.bytes_before)))
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns the groups in words, as `HEADER` has them, the smallest in one row; and the total."""
+        if not self.tensors:
+            return []
+        shown = self.groups if len(self.groups) <= MOST_ROWS else self.groups[: MOST_ROWS - 1]
+        rows = [group.row for group in shown]
+        if rest := self.groups[len(shown) :]:
+            before, after = (sum(getattr(group, key) for group in rest) for key in ("bytes_before", "bytes_after"))
+            rows.append(("...", size(before), size(after), "", f"{len(rest)} more reasons"))
+        return [*rows, ("total", size(self.bytes_before), size(self.bytes_after), "", "")]
+
+    def elsewhere(self) -> str:
+        """Returns which ops that are no matmul hold how much of the model, for one where nothing is eligible; or ""."""
+        total = self.bytes_before
+        found: dict[str, list[StoredTensor]] = {}
+        for tensor in self.tensors:
+            if tensor.outcome in {"other op", "quantized already"}:
+                found.setdefault(tensor.holders[0].op if tensor.holders else "", []).append(tensor)
+        parts = []
+        for tensors in sorted(found.values(), key=lambda group: -sum(t.bytes_before for t in group)):
+            held = sum(tensor.bytes_before for tensor in tensors)
+            if held >= _LEAST_SHARE * total:
+                nodes = counted(use for tensor in tensors for use in tensor.holders)
+                which = "which is no matmul" if tensors[0].outcome == "other op" else "quantized already"
+                parts.append(f"{held / total:.0%} of its {size(total)} are in {nodes}, {which}")
+        return "; ".join(parts)
+
+    def overview(self) -> str:
+        """Returns the bytes by outcome as bars and by group as a table, in HTML."""
+        before, after = Counter[str](), Counter[str]()
+        for group in self.groups:
+            before[group.outcome] += group.bytes_before
+            after[group.outcome] += group.bytes_after
+        names = sorted(before, key=OUTCOMES.index)
+        totals = (f"before: {size(self.bytes_before)}", before), (f"after: {size(self.bytes_after)}", after)
+        rows = [(label, [counts[name] for name in names]) for label, counts in totals]
+        legend = [f"{name}: {size(before[name])} \u2192 {size(after[name])}" for name in names]
+        total = ("total", *_sized(self.bytes_before, self.bytes_after), "", "")
+        groups = [(row[0], *_sized(g.bytes_before, g.bytes_after), *row[3:]) for g, row in _rows(self.groups)]
+        return html.bars("Where the bytes are", rows, legend) + html.Table("", HEADER, groups, total).html()
+
+    def details(self) -> str:
+        """Returns every tensor as a row of a table, in HTML."""
+        rows = [(*row[:2], *_sized(t.bytes_before, t.bytes_after), *row[4:]) for t, row in _rows(self.tensors)]
+        return html.Table("Stored tensors", TENSOR_HEADER, rows).html()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only."""
+        return {
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "groups": [group.to_dict() for group in self.groups],
+            "tensors": [tensor.to_dict() for tensor in self.tensors],
+        }
+
+
+def counted(uses: Iterable[Use]) -> str:
+    """Returns how many nodes of which ops, most frequent first: "24 MatMul, 2 Gemm"."""
+    ops = Counter({use.node: use.op for use in uses}.values()).most_common()
+    shown = ops if len(ops) <= MOST_OPS else ops[: MOST_OPS - 1]
+    others = sum(count for _, count in ops[len(shown) :])
+    return ", ".join([*(f"{count} {op}" for op, count in shown), *([f"{others} others"] if others else [])])
+
+
+_Item = TypeVar("_Item", Group, StoredTensor)
+
+
+def _sized(*counts: int) -> tuple[html.Cell, ...]:
+    return tuple((size(count), float(count)) for count in counts)
+
+
+def _rows(items: Iterable[_Item]) -> list[tuple[_Item, tuple[str, ...]]]:
+    return [(item, item.row) for item in items]

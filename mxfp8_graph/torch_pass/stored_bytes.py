@@ -1,0 +1,187 @@
+"""Counts the bytes of every tensor that a program stores, and says which nodes use it: the torch half of
+`report.account`.
+
+Counted are the storages of parameters, buffers and constants, each once: tied weights and views share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.report.account import Account, OpKinds, StoredTensor, Use
+from mxfp8_graph.torch_pass import torchao_weights
+from mxfp8_graph.torch_pass.find import Site, TorchSite
+from mxfp8_graph.torch_pass.static_operands import VIEW_OPS
+from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_program.values import storage_of
+from mxfp8_ops import contract
+from mxfp8_ops.checks import dtype_name
+
+OP_KINDS: Final = OpKinds(
+    lookups=internals.op_names("embedding embedding_bag _embedding_bag index index_select gather take"),
+    convolutions=internals.op_names(
+        "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d"
+    ),
+    recurrent=internals.op_names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
+    quantized=internals.op_names("_scaled_mm _scaled_grouped_mm _weight_int4pack_mm _weight_int8pack_mm _int_mm"),
+)
+_QUANTIZED_FAMILIES: Final = (f"{contract.DOMAIN}::", "torchao::", "quantized", "_quantized")
+"""How the names of further such ops begin."""
+
+
+@dataclass
+class Stored:
+    """A storage and the tensors in it."""
+
+    names: list[str]
+    dtype: str
+    shape: tuple[int, ...]
+    byte_size: int
+
+
+Inventory = Mapping[int, Stored]
+"""What is stored, by where it lies."""
+
+
+def inventory(state: Mapping[str, torch.Tensor], constants: Mapping[str, Any]) -> Inventory:
+    """Returns what a program with these parameters and buffers, and these constants, stores."""
+    found: dict[int, Stored] = {}
+    for name, tensor in (*state.items(), *constants.items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        key = _place(tensor)
+        if key in found:
+            found[key].names.append(name)
+        elif torchao_weights.is_mx(tensor):
+            packed: Any = tensor
+            size = packed.qdata.nbytes + packed.scale.nbytes
+            found[key] = Stored([name], dtype_name(packed.qdata.dtype), tuple(tensor.shape), size)
+        else:
+            size = tensor.untyped_storage().nbytes()
+            found[key] = Stored([name], dtype_name(tensor.dtype), tuple(tensor.shape), size)
+    return found
+
+
+def uses(program: Program, sites: Iterable[Site], decisions: Iterable[Decision]) -> dict[int, list[Use]]:
+    """Returns the nodes that read each storage, through views and constant computations."""
+    finder = _Uses(program, {site.node: (site, d) for site, d in zip(sites, decisions, strict=True)})
+    finder.walk()
+    return finder.found
+
+
+def account(
+    before: Inventory,
+    found: Mapping[int, Sequence[Use]],
+    after: Inventory,
+    made_from: Mapping[str, torch.Tensor],
+) -> Account:
+    """Returns where the bytes are.
+
+    Args:
+        before: what the program stored.
+        found: see `uses`.
+        after: what the result stores.
+        made_from: names of the tensors that the rewrite added, and what each was made of.
+    """
+    made: dict[int, int] = {}
+    parts: set[int] = set()
+    for key, stored in after.items():
+        source = made_from.get(stored.names[0])
+        if source is not None and key not in before and _place(source) in before:
+            made[_place(source)] = made.get(_place(source), 0) + stored.byte_size
+            parts.add(key)
+    tensors = []
+    for key in dict.fromkeys((*before, *after)):
+        if key in parts:
+            continue
+        known = before.get(key) or after[key]
+        tensors.append(
+            StoredTensor(
+                name=known.names[0],
+                also_called=tuple(known.names[1:]),
+                dtype=known.dtype,
+                shape=known.shape,
+                bytes_before=before[key].byte_size if key in before else 0,
+                bytes_kept=after[key].byte_size if key in after else 0,
+                bytes_new=made.get(key, 0),
+                uses=tuple(found.get(key, ())),
+            )
+        )
+    return Account(partial(tuple, tensors))
+
+
+class _Uses:
+    """Follows storages to the nodes that read them."""
+
+    def __init__(self, program: Program, sites: Mapping[Node, tuple[Site, Decision]]) -> None:
+        self.found: dict[int, list[Use]] = {}
+        self._program = program
+        self._sites = sites
+        self._held: dict[Node, tuple[int, ...]] = {}
+        """The storages that a value was made of, and of nothing else."""
+        self._handed: dict[int, list[Use]] = {}
+        """Calls of other graphs, which count where nothing is known of what those do with a storage."""
+
+    def walk(self) -> None:
+        """Finds the uses in every graph."""
+        nodes = (node for scope in self._program.scopes for node in scope.module.graph.nodes)
+        for number, node in enumerate(nodes):
+            if node.op == "placeholder":
+                name = self._program.stored_name(node)
+                self._held[node] = () if name is None else (_place(self._program.tensor(name)),)
+            elif node.op in {"call_function", "output"} and not (node not in self._sites and self._passes_on(node)):
+                for key, use in self._uses(node, number):
+                    kind = self._handed if internals.is_higher_order(node) else self.found
+                    kind.setdefault(key, []).append(use)
+        for key, calls in self._handed.items():
+            self.found.setdefault(key, calls)
+
+    def _passes_on(self, node: Node) -> bool:
+        """Whether `node` is a view or computes constants: what reads it then reads the storages."""
+        op, sources = internals.op_name(node), node.all_input_nodes
+        if node.op == "output" or internals.is_higher_order(node) or _is_quantized(op):
+            return False
+        view = op in VIEW_OPS and bool(sources) and node.args[0] is sources[0]
+        constant = bool(sources) and all(self._held.get(source) for source in sources)
+        if not (constant or (view and self._held.get(sources[0]))):
+            return False
+        made_of = sources[:1] if view else sources
+        self._held[node] = tuple(dict.fromkeys(key for source in made_of for key in self._held[source]))
+        return True
+
+    def _uses(self, node: Node, number: int) -> Iterator[tuple[int, Use]]:
+        site, decision = self._sites.get(node, (None, None))
+        op = decision.site.op if decision else internals.op_name(node) or "graph output"
+        what = "" if decision else OP_KINDS.describe(op)
+        weight = self._weight(site)
+        bias = site.form.c if isinstance(site, TorchSite) else None
+        seen: set[int] = set()
+        for source in node.all_input_nodes:
+            for key in self._held.get(source, ()):
+                seen.add(key)
+                operand = key == weight or (decision and not decision.quantize and source is not bias)
+                chosen = decision if operand else None
+                yield key, Use(node=number, op=op, what=what, quantized=_is_quantized(op), decision=chosen)
+        if weight is not None and weight not in seen:  # experts that are picked while the program runs
+            yield weight, Use(node=number, op=op, decision=decision)
+
+    def _weight(self, site: Site | None) -> int | None:
+        """Returns the storage of a site's static operand."""
+        static = site.w.static if isinstance(site, TorchSite) else None
+        return None if static is None else _place(self._program.tensor(static.name))
+
+
+def _is_quantized(op: str) -> bool:
+    return op in OP_KINDS.quantized or op.startswith(_QUANTIZED_FAMILIES)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return id(tensor) if torchao_weights.is_mx(tensor) else storage_of(tensor) or id(tensor)
