@@ -12,7 +12,7 @@ import functools
 import importlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from torch.utils import _pytree as pytree  # trees of containers are its
@@ -23,9 +23,8 @@ _DEFINES_CONTAINERS: Final = re.compile(
 """Modules that are imported because a file asks for them."""
 
 _CACHES: Final = "transformers.cache_utils"
-_CACHE_CLASSES: Final = frozenset(
-    ["DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer", "StaticCache", "StaticLayer"]
-    + ["StaticSlidingWindowLayer", "EncoderDecoderCache"]
+_CACHE_CLASSES: Final = {"EncoderDecoderCache"} | frozenset(
+    f"{kind}{part}" for kind in ("Dynamic", "Static") for part in ("Cache", "Layer", "SlidingWindowLayer")
 )
 """Classes of `_CACHES` that hold tensors and plain values."""
 _PLAIN_CLASSES: Final = frozenset(
@@ -55,7 +54,7 @@ def register_named(program: bytes) -> None:
 
 
 def _register_cache(name: str, separator: str) -> None:
-    """Registers a cache in the way that its name tells: there are two, and each writes the name with a mark of its own."""
+    """Registers a cache in one of two ways: each writes the name of the class behind a separator of its own."""
     cache = getattr(importlib.import_module(_CACHES), name)
     if cache in pytree.SUPPORTED_NODES:
         return
@@ -65,8 +64,8 @@ def _register_cache(name: str, separator: str) -> None:
         importlib.import_module("transformers.integrations.executorch").register_dynamic_cache_export_support()
 
 
-def unpickled_as(names: Iterable[str]) -> list[tuple[type, str]]:
-    """Returns what to unpickle instead of those of `names`, classes written with dots, that are transformers' caches."""
+def unpickled_as(names: Iterable[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    """Returns what to unpickle instead of those of `names`, classes with their modules, that are caches."""
     known = [name for name in names if name.startswith(f"{_CACHES}.") and name.split(".")[-1] in _CACHE_CLASSES]
     with contextlib.suppress(ImportError, AttributeError):  # none, or another version, of transformers
         return [(_stand_in(name.removeprefix(f"{_CACHES}.")), name) for name in known]
@@ -81,15 +80,15 @@ def _stand_in(name: str) -> type:
     """
     real: type = getattr(importlib.import_module(_CACHES), name)
 
-    def __init__(self: Any) -> None:
+    def refuse(self: Any) -> None:
         raise TypeError(f"makes {name} by a call")
 
-    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+    def become(self: Any, state: dict[str, Any]) -> None:
         self.__class__ = real
         vars(self).update({key: getattr(value, "real_class", value) for key, value in state.items()})
 
     # Layers that have a type would register themselves.
-    members = {"__init__": __init__, "__setstate__": __setstate__, "real_class": real, "_layer_type": None}
+    members = {"__init__": refuse, "__setstate__": become, "real_class": real, "_layer_type": None}
     return type(name, (real,), members)
 
 
