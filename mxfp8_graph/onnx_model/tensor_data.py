@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -26,10 +27,14 @@ _BITS: Final = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2, "
 
 def byte_length(tensor: onnx.TensorProto) -> int:
     """Returns how many bytes the values of `tensor` take as raw data, by its dtype and dims."""
-    count = math.prod(tensor.dims)
-    if bits := _BITS.get(onnx.TensorProto.DataType.Name(tensor.data_type)):
-        return -(-count * bits // 8)
-    return count * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    return -(-math.prod(tensor.dims) * _bits(tensor.data_type) // 8)
+
+
+@functools.cache
+def _bits(data_type: int) -> int:
+    """Returns how many bits a value takes; onnx's own look-ups are slow."""
+    shared = _BITS.get(onnx.TensorProto.DataType.Name(data_type))
+    return shared or 8 * int(onnx.helper.tensor_dtype_to_np_dtype(data_type).itemsize)
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:

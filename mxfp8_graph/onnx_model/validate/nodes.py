@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 import onnx
@@ -44,26 +45,31 @@ def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *,
         if domain == contract.DOMAIN:
             raise place.node_error(node, f"no node of domain {domain!r}", f"one of {', '.join(contract.OPS)}")
         return
-    for names, limits, needed, kind in (
-        (node.input, schema.inputs, schema.needed_inputs, "input"),
-        (node.output, schema.outputs, schema.needed_outputs, "output"),
-    ):
-        _check_count(node, names, limits, kind, place)
-        if "" in names:
-            for index, name in enumerate(names):
-                if not name and index in needed:
-                    raise place.node_error(node, f"{kind} {index} is left empty", "a name")
+    _check_names(node, node.input, schema.inputs, schema.needed_inputs, "input", place)
+    _check_names(node, node.output, schema.outputs, schema.needed_outputs, "output", place)
     if has_attributes or schema.needed_attributes:
         _check_against(node, schema, place, typed)
     if domain == "" and op in _BODIES:
         _check_bodies(node, opsets, place)
 
 
-def _check_count(node: onnx.NodeProto, names: Sequence[str], limits: tuple[int, int], kind: str, place: Place) -> None:
+def _check_names(
+    node: onnx.NodeProto,
+    names: Sequence[str],
+    limits: tuple[int, int],
+    needed: AbstractSet[int],
+    kind: str,
+    place: Place,
+) -> None:
+    """Raises ContractError if a node has too few or too many inputs or outputs, or leaves one empty that is needed."""
     least, most = limits
     if not least <= len(names) <= most:
         expected = f"at least {least}" if most >= MANY else f"{least}" if least == most else f"{least} to {most}"
         raise place.node_error(node, count(len(names), kind), expected)
+    if "" in names:
+        for index, name in enumerate(names):
+            if not name and index in needed:
+                raise place.node_error(node, f"{kind} {index} is left empty", "a name")
 
 
 def _check_attributes(node: onnx.NodeProto, place: Place) -> None:
