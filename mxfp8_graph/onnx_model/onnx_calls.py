@@ -105,6 +105,10 @@ def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
         del graph.value_info[:]
         for output in graph.output:
             output.ClearField("type")
+        for value in graph.input:
+            for dim in value.type.tensor_type.shape.dim if value.type.HasField("tensor_type") else ():
+                if dim.dim_value < 0:  # what some exporters write for a size they do not know
+                    dim.ClearField("dim_value")
     for check_type in (False, True):  # a type that does not fit ends the search for shapes
         try:
             shape_inference.infer_shapes(bare, check_type=check_type, strict_mode=True)

@@ -359,6 +359,13 @@ class TestHostileOperands:
             == f"node 'odd' ({damaged.op_type}): {expected}; expected inputs and attributes that fit together"
         )
 
+    def test_an_input_with_a_size_of_minus_one_is_no_damage(self):
+        proto = linear()
+        proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value = -1
+        onnxruntime.set_default_logger_severity(4)
+        onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": np.ones((2, 64), F32)})
+        assert len(mxfp8_graph.rewrite(proto)[1].sites) == 1
+
     def test_declared_shapes_that_are_wrong_are_no_damage(self):
         """ONNX Runtime warns of them."""
         proto = linear()
