@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -19,7 +18,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mxfp8_graph._version import __version__
+from mxfp8_graph._version import __version__, installed
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report.text import STYLES
 from mxfp8_ops import contract, cpu, numerics
@@ -117,11 +116,9 @@ def healthy(checks: Sequence[Check]) -> bool:
 
 def _version(distributions: Sequence[str]) -> str | None:
     for name in distributions:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return version if name == distributions[0] else f"{version} ({name})"
+        version = installed(name)
+        if version is not None:
+            return version if name == distributions[0] else f"{version} ({name})"
     return None
 
 

@@ -6,11 +6,10 @@ import hashlib
 import platform
 import shlex
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from mxfp8_graph._version import __version__
+from mxfp8_graph._version import __version__, installed
 from mxfp8_graph.file_reading import open_regular
 
 _PACKAGES: Final = ("numpy", "onnx", "onnxruntime", "torch")
@@ -26,16 +25,9 @@ def lines(arguments: Sequence[str], files: Iterable[Path]) -> list[str]:
         files: those it was given; each is told by size and SHA-256.
     """
     versions = [f"mxfp8-graph {__version__}", f"Python {platform.python_version()}", platform.machine()]
-    versions += [f"{name} {version}" for name in _PACKAGES if (version := _version(name)) is not None]
+    versions += [f"{name} {version}" for name in _PACKAGES if (version := installed(name)) is not None]
     facts = [f"command: mxfp8-graph {shlex.join(arguments)}", f"versions: {', '.join(versions)}"]
     return facts + [f"file: {path}, {told}" for path in files if (told := _told(path)) is not None]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _told(path: Path) -> str | None:

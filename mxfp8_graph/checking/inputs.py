@@ -7,6 +7,7 @@ are noise.
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ Array = npt.NDArray[Any]
 Inputs = dict[str, Array]
 
 BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
+
+MOST_BYTES: Final = 2**30
+"""Of all inputs that are synthesised for one model; those that are given may have any size."""
 
 PASS_OTHERS: Final = ("pass ", Option("inputs", "FILE.npz"), " or ", Option("shapes", {"NAME": "SIZE"}))
 """Advice for inputs that a model refuses."""
@@ -131,8 +135,16 @@ def synthesise(
     sizes = Sizes({spec.name: spec.dims for spec in specs}, shapes or {}, where)
     rng = np.random.default_rng(seed)
     inputs: Inputs = {}
+    left = MOST_BYTES
     for spec in specs:
         shape = sizes.shape(spec.name)
+        left -= math.prod(shape) * spec.dtype.itemsize
+        if left < 0:
+            what = f"input {spec} would be {shape}"
+            expected = f"synthesised inputs of at most {MOST_BYTES // 2**20} MiB in all"
+            smaller = ("pass smaller sizes, ", sizes.option(spec.name), ", or ") if _is_free(spec) else ()
+            advice = (*smaller, "pass your own, ", Option("inputs", "FILE.npz"))
+            raise ShapeError(where, what, expected=expected, advice=advice)
         try:
             inputs[spec.name] = _fill(spec, shape, ranges.get(spec.name), sizes.past, rng)
         except (MemoryError, ValueError):  # NumPy's ValueError is about sizes that no array can have
@@ -140,6 +152,10 @@ def synthesise(
             advice = ("pass smaller sizes, ", sizes.option(spec.name))
             raise ShapeError(where, what, expected="one that fits in memory", advice=advice) from None
     return inputs
+
+
+def _is_free(spec: InputSpec) -> bool:
+    return not all(isinstance(dim, int) for dim in spec.dims)
 
 
 def _fill(spec: InputSpec, shape: tuple[int, ...], bounds: range | None, past: int, rng: np.random.Generator) -> Array:

@@ -5,6 +5,7 @@ Each call runs in a child process, within limits; see `child.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -12,7 +13,7 @@ import onnx
 from onnx import inliner, shape_inference, version_converter
 
 from mxfp8_graph.onnx_model import child
-from mxfp8_graph.onnx_model.walk import STANDARD
+from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs
 from mxfp8_ops.errors import ContractError
 
 MOST_SECONDS: Final = 10
@@ -31,11 +32,12 @@ def infer_shapes(model: onnx.ModelProto, name: str, notes: list[str]) -> onnx.Mo
         notes: what is told of a rewrite.
 
     Raises:
-        ContractError: onnx cannot read the model at all.
+        ContractError: onnx cannot read the model at all, or an op cannot take what it is given.
     """
-    result = _call(lambda: shape_inference.infer_shapes(model, data_prop=True), model)
+    result = _call(lambda: _inferred(model), model)
     if isinstance(result, onnx.ModelProto):
         return result
+    _raise_impossible(result, name)
     if result.kind != shape_inference.InferenceError.__name__:
         what = f"onnx's shape inference {_said(result)}"
         raise ContractError(name, what, expected="a model that onnx understands", advice="export the model again")
@@ -62,15 +64,75 @@ def convert(model: onnx.ModelProto, opset: int, name: str) -> onnx.ModelProto:
     """Returns `model` at another version of the default domain.
 
     Raises:
-        ContractError: onnx cannot convert it.
+        ContractError: onnx cannot convert it, or an op cannot take what it is given, which might no longer show.
     """
-    result = _call(lambda: version_converter.convert_version(model, opset), model)
+
+    def converted() -> onnx.ModelProto:
+        _inferred(model)
+        return version_converter.convert_version(model, opset)
+
+    result = _call(converted, model)
     if isinstance(result, onnx.ModelProto):
         return result
+    _raise_impossible(result, name)
     before = next(entry.version for entry in model.opset_import if entry.domain in STANDARD)
     what = f"opset {before}, and onnx's converter cannot bring it to {opset}: {_said(result, refusal='')}"
     expected = f"opset {opset} or above"
     raise ContractError(name, what, expected=expected, advice="export the model again with one")
+
+
+_IMPOSSIBLE: Final = re.compile(
+    r"\(op_type:(?P<op>[^,)]*)(?:, node name: (?P<node>.*?))?\): "
+    r"(?:\[ShapeInferenceError\] (?!Inferred shape and existing))?(?P<what>[^\[].*)"
+)
+"""An op that cannot take the shapes or dtypes it is given. ONNX Runtime does not load such a model, but loads one whose
+declared shapes are wrong; and our nodes, which it knows by their bodies only, would hide it."""
+
+
+def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy of `model` with shapes.
+
+    Raises:
+        InferenceError: an op cannot take what it is given, whatever shapes the model declares for what is between ops.
+    """
+    try:
+        return shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    except shape_inference.InferenceError:
+        pass
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    for graph in iter_graphs(bare.graph):
+        del graph.value_info[:]
+        for output in graph.output:
+            output.ClearField("type")
+        for value in graph.input:
+            for dim in value.type.tensor_type.shape.dim if value.type.HasField("tensor_type") else ():
+                if dim.dim_value < 0:  # what some exporters write for a size they do not know
+                    dim.ClearField("dim_value")
+    for check_type in (False, True):  # a type that does not fit ends the search for shapes
+        try:
+            shape_inference.infer_shapes(bare, check_type=check_type, strict_mode=True)
+        except shape_inference.InferenceError as error:
+            if _impossible(str(error)):
+                raise
+    return shape_inference.infer_shapes(model, data_prop=True)
+
+
+def _impossible(message: str) -> re.Match[str] | None:
+    """Returns what is impossible in a model, as onnx says; of dtypes that ops do not know, only those of matmuls."""
+    for found in _IMPOSSIBLE.finditer(message):
+        if "has unsupported type" not in found["what"] or "op_type:MatMul" in found[0] or "op_type:Gemm" in found[0]:
+            return found
+    return None
+
+
+def _raise_impossible(failure: child.Failure, name: str) -> None:
+    """Raises ContractError if a call failed because an op cannot take what it is given."""
+    found = _impossible(failure.message)
+    if failure.kind == shape_inference.InferenceError.__name__ and found is not None:
+        where = f"{name}: node {found['node'] or ''!r} ({found['op']})"
+        expected = "inputs and attributes that fit together"
+        raise ContractError(where, found["what"], expected=expected, advice="export the model again")
 
 
 def _call(function: Callable[[], onnx.ModelProto], model: onnx.ModelProto) -> onnx.ModelProto | child.Failure:

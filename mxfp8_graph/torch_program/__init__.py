@@ -4,6 +4,7 @@ files.py         .pt2 files
 program.py       a private copy of a program: graphs, signature, weights
 higher_order.py  how higher-order ops (cond, while_loop, ...) hand operands to the graphs they hold
 values.py        tensors as NumPy sees them
+containers.py    what is known of the containers (model outputs, caches) that programs take and give
 record.py        which recipe made a program
 internals.py     every private torch API the project stands on, checked against the torch version
 """

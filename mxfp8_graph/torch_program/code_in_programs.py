@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 
+from mxfp8_graph.torch_program.containers import unknown_classes
 from mxfp8_ops.errors import ContractError, Option
 
 TRUST: Final = (
@@ -379,6 +380,9 @@ def _check_nodes(tree: Any) -> str | None:
     while stack:
         node = stack.pop()
         context = node["context"]
+        unknown = next(unknown_classes(context), None)
+        if unknown is not None:
+            return f"makes a {unknown}"
         if isinstance(context, dict):  # a defaultdict, whose factory is looked up by name
             factory = (context.get("default_factory_module", "builtins"), context.get("default_factory_name", "list"))
             if factory[0] != "builtins" or factory[1] not in {"list", "dict", "set", "int", "float", "str", "tuple"}:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -18,7 +15,7 @@ from mxfp8_graph import provenance
 from mxfp8_graph.file_locks import uninterrupted
 from mxfp8_graph.file_reading import Pins
 from mxfp8_graph.file_writing import is_taken, replacing
-from mxfp8_graph.torch_program import internals, record, serialized
+from mxfp8_graph.torch_program import containers, internals, record, serialized
 from mxfp8_graph.torch_program.archive import Archive
 from mxfp8_graph.torch_program.stored import check_stored
 from mxfp8_ops import (
@@ -31,12 +28,11 @@ EXTRA_FILE: Final = "mxfp8_graph.json"
 """Name of the extra file in the archive: how the program was made, and which modules define its containers."""
 
 _MODULES_KEY: Final = "mxfp8_graph.modules"
+_SAMPLES_KEY: Final = "mxfp8_graph.samples"
+_LEAVES: Final = "leaves"
+"""What stands under that key if the sample inputs are stored as the leaves of their tree, without its containers."""
 _KNOWN_PACKAGES: Final = frozenset({"torch", "transformers"})
-"""Packages that register their containers when they, or what `_DEFINES_CONTAINERS` matches, are imported."""
-_DEFINES_CONTAINERS: Final = re.compile(
-    r"transformers\.(modeling_\w+|cache_utils|utils\.generic|models(\.[a-z0-9_]+)+\.modeling_\w+)"
-)
-"""Modules that `load` imports by itself because a file asks for them."""
+"""Packages that register their containers when they, or what `containers.py` knows of them, are imported."""
 
 
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -45,6 +41,10 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     made = record.find(program)
     entries: dict[str, Any] = provenance.entries(made.recipe if made else None)
     entries[_MODULES_KEY] = internals.container_modules(program)
+    leaves = internals.sample_leaves(program)
+    if leaves is not None:
+        entries[_SAMPLES_KEY] = _LEAVES
+        program = internals.with_samples(program, (tuple(leaves), {}))
     try:
         with replacing(path, overwrite=overwrite) as file:
             with uninterrupted() as interrupts:
@@ -103,9 +103,11 @@ def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
         made_by = entries.get(provenance.VERSION_KEY, "a newer mxfp8-graph")
         what = f"node contract {version}, made by mxfp8-graph {made_by}"
         raise ContractError(path, what, expected=f"at most {contract.VERSION}", advice="upgrade mxfp8-graph")
-    unknown = _import(entries.get(_MODULES_KEY, []))
+    unknown = _import(entries.get(_MODULES_KEY, []), archive)
     try:
         program = internals.load_archive(path) if trust_pickle else serialized.read_program(archive)
+        if program is not None and entries.get(_SAMPLES_KEY) == _LEAVES:
+            program.example_inputs = internals.samples_of_leaves(program)
     except Mxfp8Error:
         raise
     except Exception as error:
@@ -163,19 +165,15 @@ def _contract_version(path: Path, entries: Mapping[str, Any]) -> int:
     return int(text)
 
 
-def _import(modules: list[str]) -> list[str]:
-    """Imports the modules that register known containers; returns those that the user must import.
+def _import(modules: list[str], archive: Archive) -> list[str]:
+    """Registers the known containers that a file names; returns the modules of others, which the user must import.
 
-    A file names them, so only modules that define models and their outputs are imported, never any other.
+    Only modules that define models and their outputs are imported, never any other.
     """
-    unknown = []
-    for module in modules:
-        if _DEFINES_CONTAINERS.fullmatch(module):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module)
-        elif module.partition(".")[0] not in _KNOWN_PACKAGES:
-            unknown.append(module)
-    return unknown
+    containers.import_modules(modules)
+    if serialized.PROGRAM in archive.names:
+        containers.register_named(archive.read(serialized.PROGRAM))
+    return [module for module in modules if module.partition(".")[0] not in _KNOWN_PACKAGES]
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,6 +5,8 @@ What is used beyond the documented API, and why:
     ExportedProgram._update            the only way to give a program other parameters; it verifies the result
     GraphModule.__deepcopy__           renames placeholders that shadow builtins; `clone` puts the names back
     OpOverload._schema                 says which arguments an op writes to
+    ExportedProgram._example_inputs    to save sample inputs without their containers
+    torch.utils._pytree                the containers that a program takes and gives
     Node.meta["from_node"]             what a node was before decomposition
     torch._export.serde                reads what torch.export.save writes, see serialized.py and code_in_programs.py
     torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
@@ -16,6 +18,7 @@ import contextlib
 import copy
 import inspect
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,12 +27,16 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from mxfp8_ops.errors import BackendError
 
 OLDEST: Final = (2, 9)
 """Older versions lack the serialization of custom metadata."""
 NEWEST_TESTED: Final = (2, 13)
+
+_PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
+"""Containers that torch unpickles without the help of a class; None is no container, but a leaf."""
 
 _UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "constants")
 
@@ -104,16 +111,47 @@ def load_archive(path: Path) -> ExportedProgram | None:
 def container_modules(program: ExportedProgram) -> list[str]:
     """Returns the modules that define the containers (model outputs, caches) a program takes and returns."""
     found: set[str] = set()
-    stack: list[Any] = [program.call_spec.in_spec, program.call_spec.out_spec]
-    while stack:
-        spec = stack.pop()
-        if spec is None:
-            continue
+    for spec in (*_specs(program.call_spec.in_spec), *_specs(program.call_spec.out_spec)):
         for kind in (spec.type, spec.context):
             if isinstance(kind, type):
                 found.add(kind.__module__)
-        stack += spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
     return sorted(found - {"builtins", "collections"})
+
+
+def _specs(tree: Any) -> Iterator[Any]:
+    """Yields the nodes of a tree of containers."""
+    stack = [tree] if tree is not None else []
+    while stack:
+        spec = stack.pop()
+        yield spec
+        stack += spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
+
+
+def sample_leaves(program: ExportedProgram) -> list[Any] | None:
+    """Returns the leaves of the sample inputs if those hold more than plain containers, which need their classes."""
+    if program.example_inputs is None:
+        return None
+    leaves, tree = pytree.tree_flatten(program.example_inputs)
+    if tree != program.call_spec.in_spec or {spec.type for spec in _specs(tree)} <= _PLAIN:
+        return None
+    return leaves
+
+
+def with_samples(program: ExportedProgram, samples: Any) -> ExportedProgram:
+    """Returns `program`, all else shared, with sample inputs that need not be arguments of it."""
+    other = copy.copy(program)
+    other._example_inputs = samples
+    return other
+
+
+def samples_of_leaves(program: ExportedProgram) -> Any:
+    """Returns sample inputs whose leaves, `sample_leaves`, the program has in their place.
+
+    Raises:
+        ValueError, TypeError: there are more or fewer than its inputs have.
+    """
+    leaves, _ = program.example_inputs
+    return pytree.tree_unflatten(leaves, program.call_spec.in_spec)
 
 
 @contextlib.contextmanager

@@ -19,11 +19,12 @@ from torch.export import ExportedProgram
 
 from mxfp8_graph.torch_program.archive import Archive, check_inner
 from mxfp8_graph.torch_program.code_in_programs import TRUST, refuse_code, refuse_code_in_keys
+from mxfp8_graph.torch_program.containers import unpickled_as
 from mxfp8_ops.errors import ContractError
 
 _FORMAT: Final = ("archive_format", b"pt2")
 _VERSION: Final = ("archive_version", b"0")
-_PROGRAM: Final = "models/model.json"
+PROGRAM: Final = "models/model.json"
 _SAMPLES: Final = "data/sample_inputs/model.pt"
 _WEIGHTS: Final = "data/weights/"
 _CONSTANTS: Final = "data/constants/"
@@ -41,13 +42,13 @@ def read_program(archive: Archive) -> ExportedProgram | None:
     Raises:
         ContractError: the file could run code, or is damaged.
     """
-    if _PROGRAM not in archive.names:
+    if PROGRAM not in archive.names:
         return None
     for name, wanted in (_FORMAT, _VERSION):
         if archive.read(name).strip() != wanted:
             what = f"{name} {archive.read(name)[:20]!r}"
             raise ContractError(archive.path, what, expected=repr(wanted), advice="export with another torch")
-    program = _parsed(schema.ExportedProgram, archive.json(_PROGRAM))
+    program = _parsed(schema.ExportedProgram, archive.json(PROGRAM))
     refuse_code(program, archive.path)
     samples = _sample_inputs(archive)
     weights, constants = (_tensors(archive, folder) for folder in (_WEIGHTS, _CONSTANTS))
@@ -133,7 +134,8 @@ def _unpickled(archive: Archive, content: bytes, what: str) -> Any:
             with contextlib.suppress(ImportError):
                 for module in _TORCHAO:
                     importlib.import_module(module)
-        return torch.load(io.BytesIO(content), weights_only=True)
+        with torch.serialization.safe_globals(unpickled_as(needs)):
+            return torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
         found = f"{what} a pickle that is more than tensors: {_reason(content, error)}"
         raise ContractError(archive.path, found, expected="tensors in plain containers", advice=TRUST) from None

@@ -1,6 +1,7 @@
 """doctor: what it checks, and what it says when something is missing or does not work."""
 
 import platform
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,9 +107,9 @@ def test_another_distribution_of_a_package_is_named(monkeypatch: pytest.MonkeyPa
     def version(name: str) -> str:
         if name == "onnxruntime-gpu":
             return "1.30.0"
-        raise doctor.metadata.PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     assert find("onnxruntime").detail == "1.30.0 (onnxruntime-gpu)"
 
 

@@ -115,10 +115,37 @@ def test_a_given_size_that_fits_nothing(shapes: dict[str, int], message: str) ->
     assert str(caught.value) == message
 
 
-def test_a_size_that_does_not_fit_in_memory() -> None:
-    advice = 'expected one that fits in memory; pass smaller sizes, shapes={"n": 1125899906842624}'
-    with pytest.raises(ShapeError, match=advice):
-        synthesise(model_with(x=(np.float32, ["n", 1024])), shapes={"n": 1 << 50})
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (
+            {"x": (np.float32, ["n", 2**20])},
+            "input x float32 [n, 1048576] would be (512, 1048576); expected synthesised inputs of at most 1024 MiB in "
+            'all; pass smaller sizes, shapes={"n": 512}, or pass your own, inputs="FILE.npz"',
+        ),
+        (
+            {"x": (np.float32, [4] * 22)},
+            f"input x float32 [{', '.join('4' * 22)}] would be ({', '.join('4' * 22)}); expected synthesised inputs of "
+            'at most 1024 MiB in all; pass your own, inputs="FILE.npz"',
+        ),
+        (
+            {"a": (np.int8, ["n", 2**20]), "b": (np.int8, ["n", 2**20]), "c": (np.int8, ["n", 2**20])},
+            "input c int8 [n, 1048576] would be (512, 1048576); expected synthesised inputs of at most 1024 MiB in "
+            'all; pass smaller sizes, shapes={"n": 512}, or pass your own, inputs="FILE.npz"',
+        ),
+    ],
+    ids=["one", "rank", "together"],
+)
+def test_more_than_is_synthesised(inputs: dict[str, Any], expected: str) -> None:
+    shapes = {"n": 512} if any("n" in dims for _, dims in inputs.values()) else None
+    with pytest.raises(ShapeError) as caught:
+        synthesise(model_with(**inputs), shapes=shapes)
+    assert str(caught.value) == f"model: {expected}"
+
+
+def test_more_dimensions_than_numpy_has() -> None:
+    with pytest.raises(ShapeError, match="expected one that fits in memory"):
+        synthesise(model_with(x=(np.float32, [1] * 65)))
 
 
 # --- Values ------------------------------------------------------------------------------------------------------

@@ -105,6 +105,16 @@ class TestNodes:
         empty.attribute.add(name="then_branch", type=onnx.AttributeProto.GRAPH)
         assert refusal(linear(empty)) == "node 'If_z' (If): attribute 'then_branch' has no value; expected one"
 
+    @pytest.mark.parametrize("other", [{"i": 1}, {"ints": [1]}, {"s": b"x"}])
+    def test_an_attribute_with_a_value_of_another_kind(self, other):
+        """ONNX Runtime refuses it, and the attributes of a Gemm are gone after a rewrite."""
+        gemm = node("Gemm", "w w", "z", alpha=0.5, transB=1)
+        gemm.attribute[0].MergeFrom(onnx.AttributeProto(**other))
+        with pytest.raises(Exception, match="mismatch in attribute"):
+            onnxruntime.InferenceSession(linear(gemm).SerializeToString())
+        what = f"attribute 'alpha' of kind FLOAT has a value in field {next(iter(other))!r}"
+        assert refusal(linear(gemm)) == f"node 'Gemm_z' (Gemm): {what}; expected a value of its kind and no other"
+
     def test_a_reference_to_an_attribute_of_no_function(self):
         referring = node("Cast", "x", "z")
         referring.attribute.add(name="to", type=onnx.AttributeProto.INT, ref_attr_name="dtype")
@@ -325,11 +335,44 @@ class TestHostileOperands:
         rewritten, _ = mxfp8_graph.rewrite(proto, Recipe(name="r", rules=(Rule(op="MatMul"),)))
         assert [n.op_type for n in rewritten.graph.node][-2:] == ["Add", "Neg"]
 
-    def test_operands_that_disagree_are_kept(self):
-        proto = linear(node("MatMul", "x short", "z", "odd"), short=weight(32, 96))
-        _, report = mxfp8_graph.rewrite(proto)
-        kept = "the operands disagree on K, 64 and 32; correct the model's shapes"
-        assert [site.decision.reason for site in report.sites if not site.decision.quantize] == [kept]
+    @pytest.mark.parametrize("opset", [11, 21])
+    @pytest.mark.parametrize(
+        ("damaged", "expected"),
+        [
+            (node("MatMul", "x short", "z", "odd"), "Incompatible dimensions for matrix multiplication"),
+            (node("Add", "h x", "z", "odd"), "Incompatible dimensions"),
+            (node("Softmax", "b", "z", "odd", axis=1), "'axis' must be in [-1 , 0]. Its actual value is: 1"),
+            (node("MatMul", "x integers", "z", "odd"), "B has inconsistent type tensor(int64)"),
+        ],
+        ids=["K", "bias", "axis", "dtype"],
+    )
+    def test_what_an_op_cannot_take(self, damaged, expected, opset):
+        """ONNX Runtime refuses these, but not always what our node or onnx's converter make of them."""
+        stored = {"short": weight(32, 96), "b": weight(96), "integers": np.zeros((64, 96), np.int64)}
+        proto = linear(damaged, **stored)
+        proto.opset_import[0].version = opset
+        onnxruntime.set_default_logger_severity(4)
+        with pytest.raises(Exception, match="odd"):
+            onnxruntime.InferenceSession(proto.SerializeToString())
+        assert (
+            refusal(proto)
+            == f"node 'odd' ({damaged.op_type}): {expected}; expected inputs and attributes that fit together"
+        )
+
+    def test_an_input_with_a_size_of_minus_one_is_no_damage(self):
+        proto = linear()
+        proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value = -1
+        onnxruntime.set_default_logger_severity(4)
+        onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": np.ones((2, 64), F32)})
+        assert len(mxfp8_graph.rewrite(proto)[1].sites) == 1
+
+    def test_declared_shapes_that_are_wrong_are_no_damage(self):
+        """ONNX Runtime warns of them."""
+        proto = linear()
+        proto.graph.value_info.append(helper.make_tensor_value_info("h", 1, ["n", 7]))
+        onnxruntime.set_default_logger_severity(4)
+        onnxruntime.InferenceSession(proto.SerializeToString())
+        assert len(mxfp8_graph.rewrite(proto)[1].rewritten) == 1
 
     def test_what_aborts_the_shape_inference_of_onnx(self):
         """Onnx 1.23 runs over the end of a vector here; another version may know better."""

@@ -58,8 +58,6 @@ class Functions:
 
         Calls, and the nodes of functions, must be of a domain that is among `imports`.
         """
-        if not self.by_key:
-            return
         key = called_function(node)
         function = self.by_key.get(key)
         if (function is not None or place.in_function) and key[0] not in imports:

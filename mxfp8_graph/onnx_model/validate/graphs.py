@@ -80,7 +80,7 @@ def _check_nodes(
     late: list[tuple[onnx.NodeProto, str]] = []
     made: set[str] = set()
     for node in nodes:
-        missing = next((n for n in _needs(node) if n not in defined and not _visible(n, around)), None)
+        missing = _missing(node, defined, around)
         if missing is None:
             _check_one(node, place, check, around, defined)
             continue
@@ -89,6 +89,13 @@ def _check_nodes(
             raise place.node_error(node, f"uses {missing!r}, which nothing defines", "a name that is defined")
         late.append((node, missing))
     return late
+
+
+def _missing(node: onnx.NodeProto, defined: set[str], around: Scopes) -> str | None:
+    """Returns the first name that a node needs and that is not defined, or None."""
+    if not node.attribute and defined.issuperset(node.input):
+        return None  # as for most nodes, which are many
+    return next((n for n in _needs(node) if n not in defined and not _visible(n, around)), None)
 
 
 def _check_one(node: onnx.NodeProto, place: Place, check: CheckNode, around: Scopes, defined: set[str]) -> None:
@@ -101,7 +108,7 @@ def _check_one(node: onnx.NodeProto, place: Place, check: CheckNode, around: Sco
             continue
         if not isinstance(output, str):
             raise place.node_error(node, f"the name of output {output!r} is not UTF-8", "text")
-        if output in defined or _visible(output, around):
+        if output in defined or (around and _visible(output, around)):
             raise place.node_error(node, f"output {output!r} is defined twice", "each name once")
         defined.add(output)
 

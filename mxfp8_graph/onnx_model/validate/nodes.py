@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 import onnx
@@ -14,13 +15,30 @@ from mxfp8_ops import contract
 
 _Attribute = onnx.AttributeProto
 
-_VALUE_FIELDS: Final = {
+_NO_DEFAULT: Final = {
     _Attribute.TENSOR: "t",
     _Attribute.GRAPH: "g",
     _Attribute.SPARSE_TENSOR: "sparse_tensor",
     _Attribute.TYPE_PROTO: "tp",
 }
 """Where attributes keep what has no default."""
+
+_FIELDS: Final = {
+    _Attribute.FLOAT: "f",
+    _Attribute.INT: "i",
+    _Attribute.STRING: "s",
+    _Attribute.TENSOR: "t",
+    _Attribute.GRAPH: "g",
+    _Attribute.TYPE_PROTO: "tp",
+    _Attribute.FLOATS: "floats",
+    _Attribute.INTS: "ints",
+    _Attribute.STRINGS: "strings",
+    _Attribute.TENSORS: "tensors",
+    _Attribute.GRAPHS: "graphs",
+    _Attribute.TYPE_PROTOS: "type_protos",
+}
+"""Where attributes keep values. ONNX Runtime does not mind sparse tensors beside others."""
+_ANY_FIELD: Final = frozenset(_FIELDS.values())
 
 
 def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *, typed: bool) -> None:
@@ -44,26 +62,32 @@ def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *,
         if domain == contract.DOMAIN:
             raise place.node_error(node, f"no node of domain {domain!r}", f"one of {', '.join(contract.OPS)}")
         return
-    for names, limits, needed, kind in (
-        (node.input, schema.inputs, schema.needed_inputs, "input"),
-        (node.output, schema.outputs, schema.needed_outputs, "output"),
-    ):
-        _check_count(node, names, limits, kind, place)
-        if "" in names:
-            for index, name in enumerate(names):
-                if not name and index in needed:
-                    raise place.node_error(node, f"{kind} {index} is left empty", "a name")
+    _check_names(node, node.input, schema.inputs, schema.needed_inputs, place, kind="input")
+    _check_names(node, node.output, schema.outputs, schema.needed_outputs, place, kind="output")
     if has_attributes or schema.needed_attributes:
         _check_against(node, schema, place, typed)
     if domain == "" and op in _BODIES:
         _check_bodies(node, opsets, place)
 
 
-def _check_count(node: onnx.NodeProto, names: Sequence[str], limits: tuple[int, int], kind: str, place: Place) -> None:
+def _check_names(
+    node: onnx.NodeProto,
+    names: Sequence[str],
+    limits: tuple[int, int],
+    needed: AbstractSet[int],
+    place: Place,
+    *,
+    kind: str,
+) -> None:
+    """Raises ContractError if a node has too few or too many inputs or outputs, or leaves one empty that is needed."""
     least, most = limits
     if not least <= len(names) <= most:
         expected = f"at least {least}" if most >= MANY else f"{least}" if least == most else f"{least} to {most}"
         raise place.node_error(node, count(len(names), kind), expected)
+    if "" in names:
+        for index, name in enumerate(names):
+            if not name and index in needed:
+                raise place.node_error(node, f"{kind} {index} is left empty", "a name")
 
 
 def _check_attributes(node: onnx.NodeProto, place: Place) -> None:
@@ -76,12 +100,24 @@ def _check_attributes(node: onnx.NodeProto, place: Place) -> None:
         twice = next(name for name in names if names.count(name) > 1)
         raise place.node_error(node, f"has attribute {twice!r} twice", "each once")
     for attribute in node.attribute:
-        field = _VALUE_FIELDS.get(attribute.type)
+        field = _NO_DEFAULT.get(attribute.type)
         if attribute.ref_attr_name and not place.in_function:
             what = f"attribute {attribute.name!r} stands for one of a function"
             raise place.node_error(node, what, "a value: the node is in no function")
         if field is not None and not attribute.ref_attr_name and not attribute.HasField(field):
             raise place.node_error(node, f"attribute {attribute.name!r} has no value", "one")
+        if attribute.type:
+            _check_field(attribute, node, place)
+
+
+def _check_field(attribute: onnx.AttributeProto, node: onnx.NodeProto, place: Place) -> None:
+    """Raises ContractError if an attribute has a value of another kind than it says, beside its own or instead."""
+    used = {field.name for field, _ in attribute.ListFields()}
+    other = min(used & _ANY_FIELD - {_FIELDS.get(attribute.type)}, default=None)
+    if other is not None:
+        kind = _Attribute.AttributeType.Name(attribute.type)
+        what = f"attribute {attribute.name!r} of kind {kind} has a value in field {other!r}"
+        raise place.node_error(node, what, "a value of its kind and no other")
 
 
 def _check_against(node: onnx.NodeProto, schema: Schema, place: Place, typed: bool) -> None:

@@ -52,7 +52,7 @@ def _check(tensor: onnx.TensorProto, place: Place) -> None:
     dims = list(tensor.dims)
     if len(dims) > MOST_DIMS:
         raise place.tensor_error(tensor.name, f"{len(dims)} dims", f"at most {MOST_DIMS}")
-    if dims and min(dims) < 0:
+    if min(dims, default=0) < 0:
         raise place.tensor_error(tensor.name, f"dims {dims}", "none below 0")
     if math.prod(dims) > MOST_BYTES // 16:
         raise place.tensor_error(tensor.name, f"dims {dims}", "a size that a file can have")

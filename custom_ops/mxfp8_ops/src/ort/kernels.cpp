@@ -1,5 +1,8 @@
 // Kernel creation (attributes are read and checked once) and compute: checks shapes, then calls a backend. Kernels keep
 // no state but their attributes and that, so any number of threads may run one at once.
+#include <stdexcept>
+#include <string>
+
 #include "node_kernel.h"
 
 namespace mxfp8::ort {
@@ -19,6 +22,12 @@ void read(const OrtKernelInfo* info, const char* name, std::string* value) {
   std::vector<char> text(size);
   check(KernelInfoGetAttribute_string(info, name, text.data(), &size));
   *value = text.data();
+}
+
+// What an error of the CUDA planner says, without the "mxfp8: " that stands for where it happened.
+std::string without_prefix(const std::string& message) {
+  const std::string prefix = "mxfp8: ";
+  return message.compare(0, prefix.size(), prefix) == 0 ? message.substr(prefix.size()) : message;
 }
 
 std::string node_name(const OrtKernelInfo* info) {
@@ -95,7 +104,11 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
 OrtStatus* compute(void* kernel, OrtKernelContext* context) {
   return guarded([&] {
     const auto& self = *static_cast<const NodeKernel*>(kernel);
-    implementation(self.op)->compute(self, context);
+    try {
+      implementation(self.op)->compute(self, context);
+    } catch (const std::invalid_argument& error) {  // of the planner, which knows no nodes
+      throw NodeError(self.where + ": " + without_prefix(error.what()));
+    }
   });
 }
 

@@ -1,0 +1,153 @@
+"""Programs that take a cache of transformers: read, rewritten and run without trusting their files."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hostile_programs import PROGRAM, SAMPLES, edited, records, write
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch import Tensor  # noqa: E402
+from torch.export import ExportedProgram  # noqa: E402
+from torch_programs import Apply, export, values  # noqa: E402
+from transformers.exporters.exporter_dynamo import register_pytree_node  # noqa: E402
+from transformers.integrations.executorch import register_dynamic_cache_export_support  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_ops.errors import ContractError  # noqa: E402
+
+
+def decoder(cache: Any) -> ExportedProgram:
+    """Returns a Llama that continues three tokens of which `cache` makes an empty cache."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=64, max_position_embeddings=64)
+    model = transformers.LlamaForCausalLM(config).eval()
+    past = cache(config)
+    with torch.no_grad():
+        model(input_ids=torch.arange(4)[None], past_key_values=past, use_cache=True)
+    inputs = {"input_ids": torch.arange(4, 7)[None], "past_key_values": past, "use_cache": True}
+    return torch.export.export(model, (), inputs, strict=False)
+
+
+@pytest.fixture(scope="module")
+def dynamic() -> ExportedProgram:
+    register_dynamic_cache_export_support()
+    return decoder(lambda config: transformers.DynamicCache(config=config))
+
+
+@pytest.fixture(scope="module")
+def static() -> ExportedProgram:
+    """As transformers' own exporter registers caches."""
+    register_pytree_node(transformers.StaticCache)
+    return decoder(lambda config: transformers.StaticCache(config=config, max_cache_len=16))
+
+
+@pytest.fixture(params=["dynamic", "static"])
+def program(request: pytest.FixtureRequest) -> ExportedProgram:
+    found: ExportedProgram = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(params=[mxfp8_graph.save, torch.export.save], ids=["ours", "torch's"])
+def file(program: ExportedProgram, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    request.param(program, tmp_path / "model.pt2")
+    return tmp_path / "model.pt2"
+
+
+def test_samples_are_what_they_were(program: ExportedProgram, file: Path) -> None:
+    loaded = mxfp8_graph.load(file)
+    before, after = (p.example_inputs[1]["past_key_values"] for p in (program, loaded))
+    assert type(after) is type(before)
+    assert [type(layer) for layer in after.layers] == [type(layer) for layer in before.layers]
+    assert torch.equal(after.layers[0].keys, before.layers[0].keys)
+    assert loaded.call_spec.in_spec == program.call_spec.in_spec
+
+
+def test_the_command_line_in_new_processes_trusts_nothing(file: Path) -> None:
+    packed = file.with_name("model.mxfp8.pt2")
+    for command in (["rewrite", file], ["verify", file, packed], ["run", packed, "--repeat", "1"]):
+        arguments = [sys.executable, "-m", "mxfp8_graph", *map(str, command)]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_saved_samples_are_plain(dynamic: ExportedProgram, tmp_path: Path) -> None:
+    path = mxfp8_graph.save(dynamic, tmp_path / "model.pt2")
+    leaves, keywords = torch.load(io.BytesIO(records(path)[SAMPLES]), weights_only=True)
+    assert ([type(leaf) for leaf in leaves], keywords) == ([Tensor, Tensor, Tensor, bool], {})
+    assert dynamic.example_inputs[1].keys() == {"input_ids", "past_key_values", "use_cache"}
+
+
+def test_samples_of_a_class_that_its_owner_registers(tmp_path: Path) -> None:
+    class Pair(NamedTuple):
+        a: Tensor
+        b: Tensor
+
+    torch.utils._pytree._register_namedtuple(Pair, serialized_type_name="test_torch_caches.Pair")
+    program = export(Apply(lambda m, x: x.a + x.b, {}), Pair(values(2, 3), values(2, 3)))
+    loaded = mxfp8_graph.load(mxfp8_graph.save(program, tmp_path / "pair.pt2"))
+    assert isinstance(loaded.example_inputs[0][0], Pair)
+
+
+@pytest.mark.parametrize("change", [lambda leaves: leaves[:-1], lambda leaves: [*leaves, 1]], ids=["fewer", "more"])
+def test_another_number_of_leaves(change: Callable[[Any], Any], dynamic: ExportedProgram, tmp_path: Path) -> None:
+    path = mxfp8_graph.save(dynamic, tmp_path / "model.pt2")
+    content = records(path)
+    leaves, keywords = torch.load(io.BytesIO(content[SAMPLES]), weights_only=True)
+    buffer = io.BytesIO()
+    torch.save((tuple(change(leaves)), keywords), buffer)
+    with pytest.raises(ContractError, match="cannot read the program"):
+        mxfp8_graph.load(write(path, {**content, SAMPLES: buffer.getvalue()}))
+
+
+class Called:
+    """Pickles to a call of a cache's class."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return transformers.DynamicCache, ([(torch.ones(2, 2), torch.ones(2, 2))] * 3,)
+
+
+def test_no_cache_is_called(dynamic: ExportedProgram, tmp_path: Path) -> None:
+    """Its constructor copies each of its layers, and a pickle may repeat one for ever."""
+    content = records(mxfp8_graph.save(dynamic, tmp_path / "model.pt2"))
+    buffer = io.BytesIO()
+    torch.save(((Called(),), {}), buffer)
+    with pytest.raises(ContractError, match=r"more than tensors: it calls transformers\.cache_utils\.DynamicCache"):
+        mxfp8_graph.load(write(tmp_path / "bad.pt2", {**content, SAMPLES: buffer.getvalue()}))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"_t": "seq", "p": "os:system", "v": ["true"]},
+        {"_t": "obj", "p": "subprocess:Popen", "s": {}},
+        {"_t": "map", "p": "transformers.cache_utils:DynamicCache", "v": {}},
+        {"_t": "type", "p": "transformers.cache_utils:logging.os"},
+        {"_t": "obj", "p": "transformers.cache_utils:StaticCache", "s": {"layers": [{"_t": "type", "p": "os:open"}]}},
+    ],
+)
+@pytest.mark.parametrize("escape", [False, True])
+def test_contexts_that_name_other_classes(context: Any, escape: bool, static: ExportedProgram, tmp_path: Path) -> None:
+    """transformers looks up and calls whatever the context of its cache names."""
+    text = json.dumps(context)
+    text = text.replace("_t", "\\u005ft") if escape else text
+
+    def edit(program: Any) -> None:
+        signature = program["graph_module"]["module_call_graph"][0]["signature"]
+        tree = json.loads(signature["in_spec"])
+        tree[1]["children_spec"][1]["children_spec"][1]["context"] = text
+        signature["in_spec"] = json.dumps(tree)
+
+    path = mxfp8_graph.save(static, tmp_path / "model.pt2")
+    with pytest.raises(ContractError, match="in its program makes a "):
+        mxfp8_graph.load(edited(path, tmp_path / "bad.pt2", edit, PROGRAM))
