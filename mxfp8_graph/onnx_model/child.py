@@ -25,6 +25,8 @@ MOST_MEMORY: Final = 1 << 30
 PATIENCE: Final = 20
 """Seconds to wait for each second of processor time that the call may take: other processes want processors too."""
 
+_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
+
 _CHUNK: Final = 1 << 20
 _DONE, _RAISED = b"+", b"-"
 """The first byte of what a child writes: before its result, or before the class and message of an exception."""
@@ -75,9 +77,17 @@ def call(function: Callable[[], bytes], seconds: int) -> bytes | Failure:
 
 
 def _fork() -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, none of which the child needs
-        return os.fork()
+    # What an interrupt raises while Python calls the handlers of a fork is lost, and may leave a lock held.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+    child = -1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads, none of which the child needs
+            child = os.fork()
+        return child
+    finally:
+        if child:  # the child waits until it has handlers of its own
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(function: Callable[[], bytes], writing: int, seconds: int) -> NoReturn:
@@ -99,8 +109,9 @@ def _run(function: Callable[[], bytes], writing: int, seconds: int) -> NoReturn:
 
 def _limit(seconds: int) -> None:
     faulthandler.disable()  # a crash is reported once, by the parent
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in _INTERRUPTS:
         signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     own = Path("/proc/self/statm")

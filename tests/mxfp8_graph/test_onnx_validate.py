@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -505,3 +506,19 @@ def test_an_invalid_model_never_becomes_one_that_runs():
             onnxruntime.InferenceSession(damaged.SerializeToString())
         with pytest.raises(ContractError):
             mxfp8_graph.rewrite(damaged, recipe)
+
+
+def test_an_interrupt_while_the_child_is_made_reaches_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, interrupts = os.fork, (signal.SIGINT, signal.SIGTERM)
+
+    def interrupted() -> int:
+        os.kill(os.getpid(), signal.SIGINT)  # what this raises in a handler of the fork would be lost
+        made = fork()
+        if made:
+            assert set(interrupts) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        return made
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        child.call(lambda: b"", seconds=5)
+    assert not set(interrupts) & signal.pthread_sigmask(signal.SIG_BLOCK, ())
