@@ -65,7 +65,7 @@ FLOAT = np.float32
         ("LSTM", SEQUENCE, (1, 128, 32), RECURRENT, {"hidden_size": 32}),
         ("GRU", SEQUENCE, (1, 96, 32), RECURRENT, {"hidden_size": 32}),
         ("RNN", SEQUENCE, (1, 32, 32), RECURRENT, {"hidden_size": 32}),
-        ("Gather", IDS, (100, 64), LOOKUP, {}),
+        ("Gather", IDS, (4, 100, 64), LOOKUP, {}),
     ],
 )
 def test_a_weight_of_an_op_that_is_no_matmul(
@@ -78,6 +78,13 @@ def test_a_weight_of_an_op_that_is_no_matmul(
     _, report = mxfp8_graph.rewrite(beside(op, inputs, given, weights, **attributes))
     assert told(report) == ("other op", held.nbytes, held.nbytes, f"{op}: {reason}")
     assert tensor(report, "held").to_dict()["used_by"] == {op: 1}
+
+
+def test_a_table_that_ids_pick_rows_from() -> None:
+    held = b.weight(100, 64)
+    _, report = mxfp8_graph.rewrite(beside("Gather", "held i", IDS, {"held": held}))
+    reason = "embedding: ids pick its rows; set embeddings: true to quantize it"
+    assert told(report) == ("kept", held.nbytes, held.nbytes, reason)
 
 
 SCALE, ZERO = np.ones((), FLOAT), np.zeros((), np.int8)
@@ -184,7 +191,12 @@ class TestCommandLine:
     def test_verbose_has_a_line_per_tensor(self) -> None:
         lines = run("rewrite", save(b.language_model(), "lm.onnx"), "-v").stdout.splitlines()
         (line,) = (line for line in lines if line.startswith("wpe"))
-        assert " ".join(line.split()) == "wpe float32 8.2 kB 8.2 kB other op 1 Gather Gather: a lookup, no matmul"
+        assert " ".join(line.split()) == " ".join(
+            (
+                "wpe float32 8.2 kB 8.2 kB kept 1 Gather",
+                "embedding: ids pick its rows; set embeddings: true to quantize it",
+            )
+        )
 
     def test_json_has_every_tensor(self) -> None:
         run("rewrite", save(b.language_model(), "lm.onnx"), "--report", "r.json")

@@ -52,6 +52,7 @@ def main() -> None:
         for m in (5, 70):
             cuda.weight_gemm(values(m, k), *b)
             cuda.weight_gemm(values(m, k).astype(np.float16), *b)
+            cuda.weight_gemm(values(m, k), *b, activation_dtype="bfloat16")
         if _queue().device.capability == (9, 0):
             for variant in ("plain", "paired", "two_blocks"):
                 with dispatch.forced_route("fused"), dispatch.forced_variant("gemm_fused", variant):
