@@ -13,9 +13,10 @@ from mxfp8_graph.torch_program.values import to_numpy
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 
-_MOVES: Final = frozenset(f"aten::{name}" for name in ("t", "transpose", "permute", "mT", "detach", "alias"))
+_ATEN: Final = torch.ops.aten
+_MOVES: Final = frozenset({_ATEN.t, _ATEN.transpose, _ATEN.permute, _ATEN.mT, _ATEN.detach, _ATEN.alias})
 """Steps that copy nothing, whatever the tensor."""
-_CASTS: Final = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+_CASTS: Final = (_ATEN.to.dtype, _ATEN._to_copy.default)
 
 
 def layout_of(static: Static, stored: torch.Tensor, transposed: bool) -> tuple[object, ...]:
@@ -23,7 +24,7 @@ def layout_of(static: Static, stored: torch.Tensor, transposed: bool) -> tuple[o
 
     A table that an embedding reads as it is and an output projection reads through a transpose is one weight.
     """
-    if any(target._schema.name not in _MOVES for target, _, _ in static.steps):
+    if any(target.overloadpacket not in _MOVES for target, _, _ in static.steps):
         return (repr(static.steps), transposed)
     seen = static.apply(stored)
     seen = seen.mT if transposed else seen

@@ -48,12 +48,7 @@ def tensor(report: RewriteReport, name: str) -> StoredTensor:
         ("norm.weight", "small", "biases, normalization weights and other vectors"),
         ("conv.weight", "other op", "conv1d: a convolution, no matmul"),
         ("memory.weight_ih_l0", "other op", "lstm: a recurrent layer, no matmul"),
-        (
-            "head.weight",
-            "kept",
-            "output projection: its result is a graph output; set output_projections: true to quantize it; "
-            "also used by 1 embedding",
-        ),
+        ("head.weight", "kept", "embedding: ids pick its rows; set embeddings: true to quantize it"),
     ],
 )
 def test_what_became_of_each_tensor(name: str, outcome: str, reason: str) -> None:
@@ -63,9 +58,8 @@ def test_what_became_of_each_tensor(name: str, outcome: str, reason: str) -> Non
 
 def test_a_tied_table_is_counted_once() -> None:
     found = tensor(rewritten("all"), "table.weight")
-    assert (found.bytes_before, found.bytes_kept, found.bytes_new) == (25600, 25600, 100 * 66)
+    assert (found.bytes_before, found.bytes_kept, found.bytes_new) == (25600, 0, 100 * 66)
     assert found.to_dict()["used_by"] == {"embedding": 1, "linear": 1}
-    assert found.reason.endswith("; stays as it is too, for 1 embedding")
 
 
 def test_the_account_of_a_program_in_memory_is_its_size() -> None:
@@ -80,7 +74,8 @@ def test_an_embedding_alone() -> None:
 
     program = export(Apply(looked_up, {"table": values(50, 64), "w": values(64, 64)}), torch.zeros(4, dtype=torch.long))
     found = tensor(mxfp8_graph.rewrite(program)[1], "table")
-    assert (found.outcome, found.reason, found.bytes_after) == ("other op", "embedding: a lookup, no matmul", 50 * 256)
+    assert (found.outcome, found.bytes_after) == ("kept", 50 * 256)
+    assert found.reason == "embedding: ids pick its rows; set embeddings: true to quantize it"
 
 
 def test_nothing_eligible_says_which_ops_hold_the_weights() -> None:

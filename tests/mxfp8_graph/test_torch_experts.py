@@ -158,10 +158,10 @@ def onnx_outputs(program: Any, path: Path, *inputs: Tensor) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", PICKED)
 def test_picked_experts_become_grouped_gemms_of_onnx(name: str, tmp_path: Path, *, weight_only: bool) -> None:
     program = export(Apply(PICKED[name], {"stack": STACK}), X, IDS, dynamic=(({0: DYNAMIC}, {0: DYNAMIC}),))
-    recipe = OUTPUTS_TOO.model_copy(update={"weight_only": weight_only})
+    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
     rewritten, _ = mxfp8_graph.rewrite(program, recipe)
     for y in onnx_outputs(rewritten, tmp_path / "experts.onnx", X[:4], IDS[:4]):
-        one_gemm_per_row(X[:4], IDS[:4], weight_only=weight_only).check(torch.from_numpy(y))
+        one_gemm_per_row(X[:4], IDS[:4], activations="unchanged" if weight_only else "e4m3").check(torch.from_numpy(y))
     graph = onnx.load(tmp_path / "experts.onnx").graph
     ops = [node.op_type for node in graph.node]
     assert ops.count("MXFP8GroupedWeightGemm" if weight_only else "MXFP8GroupedGemm") == 1
@@ -189,7 +189,7 @@ def test_grouped_experts_become_a_grouped_gemm_of_onnx(ends: Tensor, tmp_path: P
         return grouped(m, x.bfloat16(), ends).float()
 
     program = export(Apply(function, {"stack": stack}), X[:, :64], ENDS)
-    recipe = OUTPUTS_TOO.model_copy(update={"weight_only": weight_only})
+    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
     rewritten, _ = mxfp8_graph.rewrite(program, recipe)
     expected = rewritten.module()(X[:, :64], ends)
     for y in onnx_outputs(rewritten, tmp_path / "experts.onnx", X[:, :64], ends):
