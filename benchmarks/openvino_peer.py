@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -82,8 +83,6 @@ class Peer:
 
 def serve(settings: dict[str, Any]) -> None:
     """Compiles the model; then answers each line: a file of feeds, or "run" with the seconds of one inference."""
-    import os
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     import openvino

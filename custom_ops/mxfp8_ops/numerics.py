@@ -244,25 +244,23 @@ def grouped_weight_gemm(
     experts: npt.NDArray[np.int64],
     *,
     b_format: str = "e4m3",
-    activation_dtype: str = "float32",
     dtype: str = "float32",
+    activation_dtype: str | None = None,
 ) -> Array:
     """Returns x times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
 
-    All as in `grouped_gemm`, but x [..., M, K] is float32, float16 or bfloat16, used as it is, or with
-    `activation_dtype` "bfloat16" rounded to that first.
+    All as in `grouped_gemm`, but with x [..., M, K] and `activation_dtype` as in `weight_gemm`.
     """
     check_value_dtype("grouped_gemm", x.dtype)
-    shape = grouped_shape("grouped_gemm", x.shape, b.shape, experts.shape)
+    grouped_shape("grouped_gemm", x.shape, b.shape, experts.shape)
+    check_scales("grouped_gemm", b.shape, b_scales.shape, -1)
     picked = check_experts("grouped_gemm", experts, b.shape[0])
-    weight = dequantize(b, b_scales, element_format=b_format)
-    nobody = np.zeros((1, *weight.shape[1:]), np.float32)
-    weight = np.concatenate([weight, nobody])[picked]
-    with np.errstate(over="ignore", invalid="ignore"):
-        x = x.astype(value_dtype(activation_dtype)).astype(np.float64)
-        y = x @ np.swapaxes(weight, -1, -2).astype(np.float64)
-        y = np.where(np.broadcast_to((picked == b.shape[0])[..., None, None], shape), 0, y)
-        return np.asarray(y, np.float32).astype(value_dtype(dtype))
+    nobody = picked == b.shape[0]
+    # One matrix more, for rows that no expert multiplies.
+    b, b_scales = (np.concatenate([t, np.zeros((1, *t.shape[1:]), np.uint8)])[picked] for t in (b, b_scales))
+    y = weight_gemm(x, b, b_scales, b_format=b_format, dtype=dtype, activation_dtype=activation_dtype)
+    y[np.broadcast_to(nobody, y.shape[:-2])] = 0  # whatever x holds
+    return y
 
 
 @dataclass(frozen=True)

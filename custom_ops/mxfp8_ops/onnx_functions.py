@@ -135,9 +135,14 @@ def _gemm(g: _Body) -> None:
     _matmul(g, _values(g, "A", "A_scales", _LAST, g.constant([BLOCK_SIZE])))
 
 
+def _activations(g: _Body) -> str:
+    """Returns the float32 values of X. That holds every X: a Cast to it, the default, changes nothing."""
+    return g("Cast", g("Cast", "X", to=g.attribute("activation_dtype")), to=TensorProto.FLOAT)
+
+
 def _weight_gemm(g: _Body) -> None:
-    """X, B, B_scales, bias -> Y. float32 holds every X: a Cast to it, the default, changes nothing."""
-    _matmul(g, g("Cast", g("Cast", "X", to=g.attribute("activation_dtype")), to=TensorProto.FLOAT))
+    """X, B, B_scales, bias -> Y."""
+    _matmul(g, _activations(g))
 
 
 def _embedding(g: _Body) -> None:
@@ -156,8 +161,7 @@ def _grouped_gemm(g: _Body) -> None:
 
 def _grouped_weight_gemm(g: _Body) -> None:
     """X, B, B_scales, experts -> Y."""
-    x = g("Cast", g("Cast", "X", to=TensorProto.FLOAT), to=g.attribute("activation_dtype"))
-    _grouped_matmul(g, g("Cast", x, to=TensorProto.FLOAT))
+    _grouped_matmul(g, _activations(g))
 
 
 _BODIES: Final[Mapping[str, Callable[[_Body], None]]] = MappingProxyType(

@@ -194,18 +194,18 @@ def grouped_weight_gemm(
     experts: npt.NDArray[np.int64],
     *,
     b_format: str = "e4m3",
-    activation_dtype: str = "float32",
     dtype: str = "float32",
+    activation_dtype: str | None = None,
     threads: int = 0,
 ) -> Array:
     """Returns x @ dequantize(b[experts]).T; x [..., M, K], b [E, N, K], as in `numerics.grouped_weight_gemm`."""
     checks.check_value_dtype("grouped_gemm", array("grouped_gemm", "x", x).dtype)
-    numerics.value_dtype(activation_dtype)  # checks the name
+    rounding = formats.activation_dtype(activation_dtype).onnx_dtype
     rows = _Rows((x,), (b, b_scales), experts, dtype)
     x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
     (x,), (b, b_scales) = rows.a, rows.b
     status = native.load().mxfp8_grouped_weight_gemm(
-        x_code, x.ctypes.data, VALUE_DTYPES[activation_dtype].onnx_dtype, b_code, b.ctypes.data, b_scales.ctypes.data,
+        x_code, x.ctypes.data, rounding, b_code, b.ctypes.data, b_scales.ctypes.data,
         rows.experts.ctypes.data, *rows.sizes, VALUE_DTYPES[dtype].onnx_dtype, rows.y.ctypes.data,
         thread_count("grouped_gemm", threads),
     )  # fmt: skip
