@@ -22,8 +22,8 @@ template <class F>
 constexpr int kMinScale = 1 - kElementExponent<F>;
 
 // Two registers of values, 32 each, the lower half of both from the first block and the upper from the second. The dot
-// product of AMX takes pairs of values along K out of 32-bit lanes, four bytes of which are turned into columns at once:
-// there `even` holds the even codes. Elsewhere `even` holds codes 0-7, 16-23, 32-39 and 48-55, which is what
+// product of AMX takes pairs of values along K out of 32-bit lanes, four bytes of which are turned into columns at
+// once: there `even` holds the even codes. Elsewhere `even` holds codes 0-7, 16-23, 32-39 and 48-55, which is what
 // interleaving bytes gives, within 128-bit lanes. `odd` holds the others.
 struct Values {
   __m512i even, odd;
@@ -33,8 +33,8 @@ struct Values {
 MXFP8_INLINE Values joined(__m512i low, __m512i high) {
 #if defined(__AMX_BF16__)
   const __m512i upper = _mm512_set1_epi16(short(0xff00));
-  return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, upper, 0xf4),     // | (low & ~upper)
-          _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, upper, 0xf8)};    // | (high & upper)
+  return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, upper, 0xf4),   // | (low & ~upper)
+          _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, upper, 0xf8)};  // | (high & upper)
 #else
   return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
 #endif

@@ -1,9 +1,9 @@
 // The gemms on AMX, which multiplies tiles of bfloat16: up to 16 rows of A with 16 rows of B, 32 values deep, in 16
 // cycles. Exact as told in gemm_bf16.cpp: TDPBF16PS, too, flushes subnormal numbers.
 //
-// y [M, N] = A [M, K] . B [N, K]^T, rows of A kAmxStripRows at a time. Work is split over M and N. Flops: 2 M N K, at 1024
-// a cycle and core. Bytes moved: 1.03 N K once per strip of A + 2 M K + the result. Decoding a value of B takes as long
-// as multiplying it with 100 rows.
+// y [M, N] = A [M, K] . B [N, K]^T, rows of A kAmxStripRows at a time. Work is split over M and N. Flops: 2 M N K, at
+// 1024 a cycle and core. Bytes moved: 1.03 N K once per strip of A + 2 M K + the result. Decoding a value of B takes as
+// long as multiplying it with 100 rows.
 //
 // Layout: B is decoded in panels of 16 rows, turned, so that a row of a tile holds two values along K of 16 columns.
 // Panels are decoded a group at a time, one chunk deep, and wait in L2; a tile or two of A stay in L1 meanwhile. Packed
@@ -21,13 +21,12 @@ namespace {
 
 constexpr int kStep = kStepBf16;
 constexpr int kPanel = kTurnRows;       // rows of B decoded at a time: columns of a tile
-constexpr int64_t kDepth = 512;         // of a chunk: two tiles of A, and as much of two panels, fill L1
+constexpr int64_t kDepth = 384;         // of a chunk: two tiles of A, and as much of two panels, fill L1
 constexpr int64_t kGroupColumns = 128;  // of a group: its panels wait in L2
-constexpr int64_t kFewRows = 64;        // up to which panels are decoded in pairs: A is read from L1 anyway
 constexpr int kGroup = 4;               // values along K that are turned together
 constexpr int kGroups = kStep / kGroup;
-constexpr int64_t kSlab = 32;                           // values along K of a tile
-constexpr int64_t kPairColumns = 2 * kPanel;            // of two tiles side by side
+constexpr int64_t kSlab = 32;                            // values along K of a tile
+constexpr int64_t kPairColumns = 2 * kPanel;             // of two tiles side by side
 constexpr int64_t kPanelStep = int64_t(kPanel) * kStep;  // values of a panel in a step
 
 // Loads the scales of a panel, 127 where there are none, and turns them: row i holds block i of every column.
@@ -41,61 +40,95 @@ MXFP8_INLINE void load_panel_scales(const uint8_t* scales, int64_t blocks, int64
   turn(turned);
 }
 
-// Decodes a panel: kPanel rows of B from `column` on, one chunk deep, and fetches those `ahead` rows further. Rows past
-// `column_end` are zero. Returns a bit for every row that does not fit; what is decoded there is of no use.
+// Fetches a range of B in order of its addresses, a bit with every step that is decoded elsewhere: the processor's own
+// prefetcher joins in, which reading many rows side by side does not wake.
+struct Ahead {
+  const uint8_t* elements;
+  const uint8_t* scales;
+
+  MXFP8_INLINE_MEMBER Ahead(const GemmArgs& args, int64_t column)
+      : elements(args.b + column * args.k), scales(args.b_scales + column * blocks_of(args.k)) {}
+  MXFP8_INLINE_MEMBER void fetch_step() {
+    for (int64_t i = 0; i < kPanelStep; i += 64) __builtin_prefetch(elements + i, 0, 2);
+    __builtin_prefetch(scales, 0, 2);
+    elements += kPanelStep;
+    scales += kPanelStep / kBlock;
+  }
+};
+
+// A panel: kPanel rows of B from `column` on; those past `column_end` are zero. Decodes it one chunk after the other,
+// step by step.
 template <class F>
-MXFP8_INLINE uint32_t decode_panel(const GemmArgs& args, int64_t column, int64_t column_end, Chunk chunk, int64_t ahead,
-                                   int lowest, uint16_t* out) {
-  const int64_t blocks = blocks_of(args.k), columns = min_of(kPanel, column_end - column);
-  const uint8_t* elements = args.b + column * args.k + chunk.k;
-  const uint8_t* scales = args.b_scales + column * blocks + chunk.k / kBlock;
-  __m128i turned[kDepth / kBlock];
-  static_assert(kDepth / kBlock == kPanel, "scales are turned as a square");
-  load_panel_scales(scales, blocks, columns, blocks_of(chunk.count), turned);
-  for (int c = 0; c < kPanel; ++c) __builtin_prefetch(scales + (c + ahead) * blocks, 0, 2);
-  const Decoder<F> decoder;
-  __m512i highest = _mm512_setzero_si512();
-  uint32_t misfits = 0;
-  for (int64_t k = 0; k < chunk.count; k += kStep, out += kPanelStep) {
-    const int64_t left = chunk.count - k;
+class Panel {
+ public:
+  MXFP8_INLINE_MEMBER Panel(const GemmArgs& args, int64_t column, int64_t column_end, int lowest)
+      : k_(args.k),
+        columns_(min_of(kPanel, column_end - column)),
+        b_(args.b + column * args.k),
+        b_scales_(args.b_scales + column * blocks_of(args.k)),
+        lowest_(lowest) {}
+
+  MXFP8_INLINE_MEMBER void begin(Chunk chunk) {
+    elements_ = b_ + chunk.k, scales_ = b_scales_ + chunk.k / kBlock, count_ = chunk.count;
+    load_panel_scales(scales_, blocks_of(k_), columns_, blocks_of(count_), turned_);
+  }
+
+  // Decodes the values from k on, in the chunk, into two tiles.
+  MXFP8_INLINE_MEMBER void step(int64_t k, uint16_t* out) {
+    const int64_t left = count_ - k;
     __m512i codes[kPanel];
-    if (__builtin_expect(columns == kPanel && left >= kStep, 1)) {
-      for (int c = 0; c < kPanel; ++c) {
-        const uint8_t* row = elements + c * args.k + k;
-        __builtin_prefetch(row + ahead * args.k, 0, 2);
-        codes[c] = _mm512_loadu_si512(row);
-      }
+    if (__builtin_expect(columns_ == kPanel && left >= kStep, 1)) {
+      for (int c = 0; c < kPanel; ++c) codes[c] = _mm512_loadu_si512(elements_ + c * k_ + k);
     } else {
       for (int c = 0; c < kPanel; ++c) {
-        codes[c] = c < columns ? load_codes(elements + c * args.k + k, left) : _mm512_setzero_si512();
+        codes[c] = c < columns_ ? load_codes(elements_ + c * k_ + k, left) : _mm512_setzero_si512();
       }
     }
     turn(codes);
     for (int half = 0; half < 2; ++half) {
-      const int64_t block_k = k + half * kBlock, block_left = chunk.count - block_k;
-      const __m128i block_scales = turned[block_k / kBlock];
-      if (block_left > 0) {
-        uint32_t wrong = outside(block_scales, lowest, kMaxScale<F>) & ((1u << columns) - 1);
-        for (; __builtin_expect(wrong != 0, 0); wrong &= wrong - 1) {
-          const int c = __builtin_ctz(wrong);
-          const uint8_t scale = scales[c * blocks + block_k / kBlock];
-          if (!is_zero(elements + c * args.k + block_k, block_left, scale)) misfits |= 1u << c;
-        }
-      }
-      const __m512i exponents = exponents_of(block_scales);
+      const __m128i scales = turned_[k / kBlock + half];
+      if (left > half * kBlock) check_scales(k + half * kBlock, scales);
+      const __m512i exponents = exponents_of(scales);
 #pragma GCC unroll 8
       for (int i = 0; i < kGroups / 2; ++i) {
         const int group = half * kGroups / 2 + i;
-        const Values values = decoder.values(codes[group], &highest);
+        const Values values = decoder_.values(codes[group], &highest_);
         _mm512_store_si512(out + group * kSlab, add_exponents(values.even, exponents));
         _mm512_store_si512(out + kAmxTile + group * kSlab, add_exponents(values.odd, exponents));
       }
     }
   }
-  const uint64_t special = _mm512_cmpeq_epi8_mask(highest, _mm512_set1_epi8(0x7f));
-  for (int c = 0; special != 0 && c < kPanel; ++c) misfits |= uint32_t((special >> (kGroup * c) & 0xf) != 0) << c;
-  return misfits;
-}
+
+  // A bit for every row that did not fit since this was asked last; what was decoded there is of no use.
+  MXFP8_INLINE_MEMBER uint32_t misfits() {
+    uint64_t special = _mm512_cmpeq_epi8_mask(highest_, _mm512_set1_epi8(0x7f));
+    uint32_t found = misfits_;
+    for (int c = 0; special != 0; ++c, special >>= kGroup) found |= uint32_t((special & 0xf) != 0) << c;
+    highest_ = _mm512_setzero_si512(), misfits_ = 0;
+    return found;
+  }
+
+ private:
+  MXFP8_INLINE_MEMBER void check_scales(int64_t k, __m128i scales) {
+    uint32_t wrong = outside(scales, lowest_, kMaxScale<F>) & ((1u << columns_) - 1);
+    for (; __builtin_expect(wrong != 0, 0); wrong &= wrong - 1) {
+      const int c = __builtin_ctz(wrong);
+      if (!is_zero(elements_ + c * k_ + k, count_ - k, scales_[c * blocks_of(k_) + k / kBlock])) misfits_ |= 1u << c;
+    }
+  }
+
+  const int64_t k_, columns_;
+  const uint8_t* const b_;
+  const uint8_t* const b_scales_;
+  const int lowest_;
+  const Decoder<F> decoder_;
+  const uint8_t* elements_ = nullptr;
+  const uint8_t* scales_ = nullptr;
+  int64_t count_ = 0;
+  __m128i turned_[kPanel];
+  __m512i highest_ = _mm512_setzero_si512();
+  uint32_t misfits_ = 0;
+};
 
 // A block of sums: rows `stride` values apart.
 struct Sums {
@@ -104,102 +137,91 @@ struct Sums {
   bool add;  // to what is there
 };
 
-// Multiplies up to two tiles of rows of A, the second right after the first, with one panel or two.
+// The sums of up to two tiles of rows of A with one panel of B or two, in tiles 0 to 3.
 template <bool TwoTiles, bool TwoPanels>
-MXFP8_INLINE void multiply_tiles(const uint16_t* a, int64_t first_rows, int64_t second_rows, const uint16_t* b,
-                                 int64_t depth, Sums sums) {
-  const size_t stride = size_t(sums.stride) * sizeof(float), a_stride = kStep * sizeof(uint16_t);
-  const uint16_t* second = a + first_rows * depth;
-  float* below = sums.at + first_rows * sums.stride;
-  if (sums.add) {
-    _tile_loadd(0, sums.at, stride);
-    if (TwoPanels) _tile_loadd(1, sums.at + kPanel, stride);
-    if (TwoTiles) _tile_loadd(2, below, stride);
-    if (TwoTiles && TwoPanels) _tile_loadd(3, below + kPanel, stride);
-  } else {
-    _tile_zero(0);
-    if (TwoPanels) _tile_zero(1);
-    if (TwoTiles) _tile_zero(2);
-    if (TwoTiles && TwoPanels) _tile_zero(3);
+struct WholeBlock {
+  static constexpr int parts = 1;
+
+  static MXFP8_INLINE_MEMBER void start(Sums sums, int64_t rows) {
+    const size_t stride = size_t(sums.stride) * sizeof(float);
+    float* below = sums.at + rows * sums.stride;
+    if (sums.add) {
+      _tile_loadd(0, sums.at, stride);
+      if (TwoPanels) _tile_loadd(1, sums.at + kPanel, stride);
+      if (TwoTiles) _tile_loadd(2, below, stride);
+      if (TwoTiles && TwoPanels) _tile_loadd(3, below + kPanel, stride);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
   }
-  for (int64_t k = 0; k < depth; k += kStep) {
+
+  // Adds the products of one step of K: of the first tile of A, of the second, of the two panels.
+  static MXFP8_INLINE_MEMBER void step(const uint16_t* first, const uint16_t* second, const uint16_t* left,
+                                       const uint16_t* right) {
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; ++odd) {
-      _tile_loadd(6, b + odd * kAmxTile, kAmxRowBytes);
-      if (TwoPanels) _tile_loadd(7, b + kPanel * depth + odd * kAmxTile, kAmxRowBytes);
-      _tile_loadd(4, a + odd * kSlab, a_stride);
+      _tile_loadd(6, left + odd * kAmxTile, kAmxRowBytes);
+      if (TwoPanels) _tile_loadd(7, right + odd * kAmxTile, kAmxRowBytes);
+      _tile_loadd(4, first + odd * kSlab, kStep * sizeof(uint16_t));
       _tile_dpbf16ps(0, 4, 6);
       if (TwoPanels) _tile_dpbf16ps(1, 4, 7);
       if (TwoTiles) {
-        _tile_loadd(5, second + odd * kSlab, a_stride);
+        _tile_loadd(5, second + odd * kSlab, kStep * sizeof(uint16_t));
         _tile_dpbf16ps(2, 5, 6);
         if (TwoPanels) _tile_dpbf16ps(3, 5, 7);
       }
     }
-    a += first_rows * kStep;
-    second += second_rows * kStep;
-    b += kPanelStep;
   }
-  _tile_stored(0, sums.at, stride);
-  if (TwoPanels) _tile_stored(1, sums.at + kPanel, stride);
-  if (TwoTiles) _tile_stored(2, below, stride);
-  if (TwoTiles && TwoPanels) _tile_stored(3, below + kPanel, stride);
-}
 
-// A row of A as bfloat16 values, 32 rows at a time.
-struct Whole {
-  static constexpr int parts = 1;
-  static constexpr int64_t rows_at_once = 2 * kAmxRows;
-
-  static MXFP8_INLINE_MEMBER void multiply(AmxTiles* tiles, const uint16_t* a, int64_t rows, const uint16_t* b,
-                                           int64_t columns, int64_t depth, Sums sums) {
-    const int64_t first = min_of(rows, kAmxRows), second = rows - first;
-    tiles->shape(int(first), int(second > 0 ? second : first));
-    if (second > 0) {
-      if (columns > kPanel) return multiply_tiles<true, true>(a, first, second, b, depth, sums);
-      return multiply_tiles<true, false>(a, first, second, b, depth, sums);
-    }
-    if (columns > kPanel) return multiply_tiles<false, true>(a, first, 0, b, depth, sums);
-    return multiply_tiles<false, false>(a, first, 0, b, depth, sums);
+  static MXFP8_INLINE_MEMBER void finish(Sums sums, int64_t rows) {
+    const size_t stride = size_t(sums.stride) * sizeof(float);
+    float* below = sums.at + rows * sums.stride;
+    _tile_stored(0, sums.at, stride);
+    if (TwoPanels) _tile_stored(1, sums.at + kPanel, stride);
+    if (TwoTiles) _tile_stored(2, below, stride);
+    if (TwoTiles && TwoPanels) _tile_stored(3, below + kPanel, stride);
   }
 };
 
-// A row of A as Parts bfloat16 numbers that add up to each value. The products with all but the first, 2^-8 of it, are
-// added up apart: then they add no more roundings than there are values.
-template <int Parts>
-struct InParts {
+// The same where a row of A is Parts bfloat16 numbers that add up to each value. The products with all but the first,
+// 2^-8 of it, are added up apart, in tiles 2 and 3: then they add no more roundings than there are values.
+template <int Parts, bool TwoPanels>
+struct PartsBlock {
   static constexpr int parts = Parts;
-  static constexpr int64_t rows_at_once = kAmxRows;
 
-  template <bool TwoPanels>
-  static MXFP8_INLINE_MEMBER void multiply_panels(const uint16_t* a, int64_t rows, const uint16_t* b, int64_t depth,
-                                                  Sums sums) {
-    constexpr size_t a_stride = Parts * kStep * sizeof(uint16_t);
-    const size_t stride = size_t(sums.stride) * sizeof(float);
+  static MXFP8_INLINE_MEMBER void start(Sums sums, int64_t) {
     _tile_zero(0);
+    _tile_zero(1);
     _tile_zero(2);
-    if (TwoPanels) _tile_zero(1);
-    if (TwoPanels) _tile_zero(3);
-    if (sums.add) _tile_loadd(0, sums.at, stride);
-    if (sums.add && TwoPanels) _tile_loadd(1, sums.at + kPanel, stride);
-    for (int64_t k = 0; k < depth; k += kStep) {
+    _tile_zero(3);
+    if (sums.add) _tile_loadd(0, sums.at, size_t(sums.stride) * sizeof(float));
+    if (sums.add && TwoPanels) _tile_loadd(1, sums.at + kPanel, size_t(sums.stride) * sizeof(float));
+  }
+
+  static MXFP8_INLINE_MEMBER void step(const uint16_t* first, const uint16_t*, const uint16_t* left,
+                                       const uint16_t* right) {
+    constexpr size_t stride = Parts * kStep * sizeof(uint16_t);
 #pragma GCC unroll 2
-      for (int odd = 0; odd < 2; ++odd) {
-        _tile_loadd(6, b + odd * kAmxTile, kAmxRowBytes);
-        if (TwoPanels) _tile_loadd(7, b + kPanel * depth + odd * kAmxTile, kAmxRowBytes);
-        _tile_loadd(4, a + odd * kSlab, a_stride);
-        _tile_dpbf16ps(0, 4, 6);
-        if (TwoPanels) _tile_dpbf16ps(1, 4, 7);
+    for (int odd = 0; odd < 2; ++odd) {
+      _tile_loadd(6, left + odd * kAmxTile, kAmxRowBytes);
+      if (TwoPanels) _tile_loadd(7, right + odd * kAmxTile, kAmxRowBytes);
+      _tile_loadd(4, first + odd * kSlab, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      if (TwoPanels) _tile_dpbf16ps(1, 4, 7);
 #pragma GCC unroll 2
-        for (int part = 1; part < Parts; ++part) {
-          _tile_loadd(5, a + part * kStep + odd * kSlab, a_stride);
-          _tile_dpbf16ps(2, 5, 6);
-          if (TwoPanels) _tile_dpbf16ps(3, 5, 7);
-        }
+      for (int part = 1; part < Parts; ++part) {
+        _tile_loadd(5, first + part * kStep + odd * kSlab, stride);
+        _tile_dpbf16ps(2, 5, 6);
+        if (TwoPanels) _tile_dpbf16ps(3, 5, 7);
       }
-      a += rows * Parts * kStep;
-      b += kPanelStep;
     }
+  }
+
+  static MXFP8_INLINE_MEMBER void finish(Sums sums, int64_t rows) {
+    const size_t stride = size_t(sums.stride) * sizeof(float);
     alignas(64) float rest[kAmxRows * kPairColumns];
     _tile_stored(0, sums.at, stride);
     _tile_stored(2, rest, kPairColumns * sizeof(float));
@@ -212,12 +234,37 @@ struct InParts {
       }
     }
   }
+};
 
-  static MXFP8_INLINE_MEMBER void multiply(AmxTiles* tiles, const uint16_t* a, int64_t rows, const uint16_t* b,
-                                           int64_t columns, int64_t depth, Sums sums) {
+// A as bfloat16 values. with_block calls call(block, rows of the first tile, rows of the second) with the block for up
+// to `rows_at_once` rows and two panels.
+struct Whole {
+  static constexpr int parts = 1;
+  static constexpr int64_t rows_at_once = 2 * kAmxRows;
+
+  template <class Call>
+  static MXFP8_INLINE_MEMBER void with_block(AmxTiles* tiles, int64_t rows, int64_t columns, const Call& call) {
+    const int64_t first = min_of(rows, kAmxRows), second = rows - first;
+    tiles->shape(int(first), int(second > 0 ? second : first));
+    if (second > 0) {
+      if (columns > kPanel) return call(WholeBlock<true, true>{}, first, second);
+      return call(WholeBlock<true, false>{}, first, second);
+    }
+    if (columns > kPanel) return call(WholeBlock<false, true>{}, first, second);
+    return call(WholeBlock<false, false>{}, first, second);
+  }
+};
+
+// A in three parts.
+struct InParts {
+  static constexpr int parts = 3;
+  static constexpr int64_t rows_at_once = kAmxRows;
+
+  template <class Call>
+  static MXFP8_INLINE_MEMBER void with_block(AmxTiles* tiles, int64_t rows, int64_t columns, const Call& call) {
     tiles->shape(int(rows), int(rows));
-    if (columns > kPanel) return multiply_panels<true>(a, rows, b, depth, sums);
-    return multiply_panels<false>(a, rows, b, depth, sums);
+    if (columns > kPanel) return call(PartsBlock<parts, true>{}, rows, int64_t(0));
+    return call(PartsBlock<parts, false>{}, rows, int64_t(0));
   }
 };
 
@@ -230,10 +277,29 @@ struct Group {
 };
 
 template <class F>
-MXFP8_INLINE void decode_group(const GemmArgs& args, int64_t ahead, int lowest, Group* group) {
+MXFP8_INLINE void decode_group(const GemmArgs& args, Ahead* ahead, int lowest, Group* group) {
   for (int64_t j = 0; j < group->columns; j += kPanel) {
-    group->misfits[j / kPanel] = decode_panel<F>(args, group->column + j, group->column + group->columns, group->chunk,
-                                                 ahead, lowest, group->b + j * group->chunk.padded);
+    Panel<F> panel(args, group->column + j, group->column + group->columns, lowest);
+    panel.begin(group->chunk);
+    uint16_t* out = group->b + j * group->chunk.padded;
+    for (int64_t k = 0; k < group->chunk.count; k += kStep, out += kPanelStep) {
+      ahead->fetch_step();
+      panel.step(k, out);
+    }
+    group->misfits[j / kPanel] = panel.misfits();
+  }
+}
+
+// Replaces the sums of columns that did not fit, which were `before` [rows, kPairColumns], by exact ones.
+template <class F>
+MXFP8_NOINLINE void correct(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
+                            uint32_t misfits, const float* before, Sums sums) {
+  for (; misfits != 0; misfits &= misfits - 1) {
+    const int64_t c = __builtin_ctz(misfits);
+    for (int64_t i = 0; i < rows; ++i) {
+      sums.at[i * sums.stride + c] =
+          before[i * kPairColumns + c] + exact_dot<F>(args, row + i, column + c, chunk.k, chunk.count);
+    }
   }
 }
 
@@ -241,7 +307,7 @@ MXFP8_INLINE void decode_group(const GemmArgs& args, int64_t ahead, int lowest, 
 template <class F, class A>
 MXFP8_INLINE void multiply_pair(const GemmArgs& args, AmxTiles* tiles, const uint16_t* a, int64_t row, int64_t rows,
                                 const Group& group, int64_t j, Sums sums) {
-  const int64_t columns = min_of(kPairColumns, group.columns - j), panel = j / kPanel;
+  const int64_t columns = min_of(kPairColumns, group.columns - j), panel = j / kPanel, depth = group.chunk.padded;
   const uint32_t misfits = group.misfits[panel] | (columns > kPanel ? group.misfits[panel + 1] << kPanel : 0);
   float before[A::rows_at_once * kPairColumns];
   if (__builtin_expect(misfits != 0, 0)) {
@@ -249,14 +315,96 @@ MXFP8_INLINE void multiply_pair(const GemmArgs& args, AmxTiles* tiles, const uin
       before[i] = sums.add ? sums.at[i / kPairColumns * sums.stride + i % kPairColumns] : 0;
     }
   }
-  A::multiply(tiles, a, rows, group.b + j * group.chunk.padded, columns, group.chunk.padded, sums);
-  for (uint32_t left = misfits; __builtin_expect(left != 0, 0); left &= left - 1) {
-    const int64_t c = __builtin_ctz(left);
-    for (int64_t i = 0; i < rows; ++i) {
-      sums.at[i * sums.stride + c] =
-          before[i * kPairColumns + c] +
-          exact_dot<F>(args, row + i, group.column + j + c, group.chunk.k, group.chunk.count);
+  A::with_block(tiles, rows, columns, [&](auto block, int64_t first, int64_t second) MXFP8_INLINE_LAMBDA {
+    const uint16_t* above = a;
+    const uint16_t* below = a + first * depth * A::parts;
+    const uint16_t* b = group.b + j * depth;
+    block.start(sums, first);
+    for (int64_t k = 0; k < depth; k += kStep, b += kPanelStep) {
+      block.step(above, below, b, b + kPanel * depth);
+      above += first * kStep * A::parts;
+      below += second * kStep * A::parts;
     }
+    block.finish(sums, first);
+  });
+  if (__builtin_expect(misfits != 0, 0))
+    correct<F>(args, row, rows, group.column + j, group.chunk, misfits, before, sums);
+}
+
+// Multiplies all rows from `first` to `end` of the strip with columns of the result.
+template <class F, class A>
+MXFP8_INLINE void multiply_many(const GemmArgs& args, int64_t row, int64_t rows, int64_t first, int64_t end,
+                                int64_t column_begin, int64_t column_end, const uint16_t* a, int lowest) {
+  const int64_t chunks = chunks_of(args.k, kDepth);
+  AmxTiles tiles;
+  Group group;
+  alignas(64) float block[A::rows_at_once * kPairColumns];  // of a pair of panels
+  alignas(64) float strip[kAmxStripRows * kGroupColumns];   // where a sum is made of several chunks
+  for (group.column = column_begin; group.column < column_end; group.column += kGroupColumns) {
+    group.columns = min_of(kGroupColumns, column_end - group.column);
+    Ahead ahead(args, group.column + group.columns);
+    for (int64_t c = 0; c < chunks; ++c) {
+      group.chunk = chunk_at(args.k, kDepth, c, kStep);
+      decode_group<F>(args, &ahead, lowest, &group);
+      for (int64_t i = first; i < end; i += A::rows_at_once) {
+        const int64_t count = min_of(A::rows_at_once, end - i);
+        const uint16_t* from = a + (group.chunk.k * rows + group.chunk.padded * i) * A::parts;
+        for (int64_t j = 0; j < group.columns; j += kPairColumns) {
+          const Sums sums = chunks == 1 ? Sums{block, kPairColumns, false}
+                                        : Sums{strip + i * kGroupColumns + j, kGroupColumns, c > 0};
+          multiply_pair<F, A>(args, &tiles, from, row + i, count, group, j, sums);
+          if (c < chunks - 1) continue;
+          store_strip(args, row + i, count, group.column + j, min_of(kPairColumns, group.columns - j), sums.at,
+                      sums.stride);
+        }
+      }
+    }
+  }
+}
+
+// The same for rows that are multiplied at once: B is multiplied right after it is decoded, a step behind, so that the
+// tiles work meanwhile, and sums stay in them along all of K.
+template <class F, class A>
+MXFP8_INLINE void multiply_few(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
+                               int64_t column_end, const uint16_t* a, int lowest) {
+  AmxTiles tiles;
+  alignas(64) uint16_t b[2][2 * kPanelStep];
+  alignas(64) float block[A::rows_at_once * kPairColumns];
+  const Sums sums{block, kPairColumns, false};
+  for (int64_t column = column_begin; column < column_end; column += kPairColumns) {
+    const int64_t columns = min_of(kPairColumns, column_end - column);
+    Panel<F> left(args, column, column_end, lowest), right(args, column + kPanel, column_end, lowest);
+    Ahead ahead(args, column + columns);
+    A::with_block(&tiles, rows, columns, [&](auto block, int64_t first, int64_t second) MXFP8_INLINE_LAMBDA {
+      const uint16_t *above = nullptr, *below = nullptr;
+      int buffer = 0;
+      block.start(sums, first);
+      for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
+        const Chunk chunk = chunk_at(args.k, kDepth, c, kStep);
+        left.begin(chunk);
+        if (columns > kPanel) right.begin(chunk);
+        for (int64_t k = 0; k < chunk.count; k += kStep, buffer ^= 1) {
+          ahead.fetch_step();
+          left.step(k, b[buffer]);
+          if (columns > kPanel) {
+            ahead.fetch_step();
+            right.step(k, b[buffer] + kPanelStep);
+          }
+          if (above != nullptr) block.step(above, below, b[buffer ^ 1], b[buffer ^ 1] + kPanelStep);
+          const uint16_t* from = a + chunk.k * rows * A::parts;
+          above = from + k * first * A::parts;
+          below = from + (chunk.padded * first + k * second) * A::parts;
+        }
+      }
+      block.step(above, below, b[buffer ^ 1], b[buffer ^ 1] + kPanelStep);
+      block.finish(sums, first);
+    });
+    const uint32_t misfits = left.misfits() | (columns > kPanel ? right.misfits() << kPanel : 0);
+    if (__builtin_expect(misfits != 0, 0)) {
+      const float before[A::rows_at_once * kPairColumns] = {};
+      correct<F>(args, row, rows, column, Chunk{0, args.k, 0}, misfits, before, sums);
+    }
+    store_strip(args, row, rows, column, columns, block, kPairColumns);
   }
 }
 
@@ -274,34 +422,13 @@ MXFP8_INLINE void multiply_strip(const GemmArgs& args, int64_t row, int64_t rows
   const auto* a = static_cast<const uint16_t*>(packed);
   const int64_t first = tile_begin * kAmxRows, end = min_of(tile_end * kAmxRows, rows);
   if (args.k == 0) return store_nothing(args, row + first, end - first, column_begin, column_end);
-  const int64_t chunks = chunks_of(args.k, kDepth);
-  const int64_t group_columns = rows <= kFewRows ? kPairColumns : kGroupColumns;
-  const int64_t ahead = rows <= kFewRows ? kPairColumns : kPanel;
-  AmxTiles tiles;
-  Group group;
-  alignas(64) float block[A::rows_at_once * kPairColumns];   // of a pair of panels
-  alignas(64) float strip[kAmxStripRows * kGroupColumns];    // where a sum is made of several chunks
   with_format(args.b_format, [&](auto format) {
     using F = decltype(format);
     const int lowest = lowest_scale<F>(exponent);
-    for (group.column = column_begin; group.column < column_end; group.column += group_columns) {
-      group.columns = min_of(group_columns, column_end - group.column);
-      for (int64_t c = 0; c < chunks; ++c) {
-        group.chunk = chunk_at(args.k, kDepth, c, kStep);
-        decode_group<F>(args, ahead, lowest, &group);
-        for (int64_t i = first; i < end; i += A::rows_at_once) {
-          const int64_t count = min_of(A::rows_at_once, end - i);
-          const uint16_t* from = a + (group.chunk.k * rows + group.chunk.padded * i) * A::parts;
-          for (int64_t j = 0; j < group.columns; j += kPairColumns) {
-            const Sums sums = chunks == 1 ? Sums{block, kPairColumns, false}
-                                          : Sums{strip + i * kGroupColumns + j, kGroupColumns, c > 0};
-            multiply_pair<F, A>(args, &tiles, from, row + i, count, group, j, sums);
-            if (c < chunks - 1) continue;
-            store_strip(args, row + i, count, group.column + j, min_of(kPairColumns, group.columns - j), sums.at,
-                        sums.stride);
-          }
-        }
-      }
+    if (rows <= A::rows_at_once) {
+      multiply_few<F, A>(args, row, rows, column_begin, column_end, a, lowest);
+    } else {
+      multiply_many<F, A>(args, row, rows, first, end, column_begin, column_end, a, lowest);
     }
   });
 }
@@ -398,7 +525,7 @@ void gemm_amx_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
 
 void gemm_amx_parts_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                              int64_t column_begin, int64_t column_end, const void* packed, int exponent) {
-  multiply_strip<InParts<3>>(args, row, rows, tile_begin, tile_end, column_begin, column_end, packed, exponent);
+  multiply_strip<InParts>(args, row, rows, tile_begin, tile_end, column_begin, column_end, packed, exponent);
 }
 
 }  // namespace mxfp8::MXFP8_ISA

@@ -37,6 +37,8 @@ MXFP8_DECLARE(gemm_f32);
 MXFP8_DECLARE(gemm_amx);
 MXFP8_DECLARE(gemm_amx_parts);
 
+constexpr int64_t kFewAmxRows = 3;  // up to here turning B takes longer than multiplying it in registers
+
 struct ThreeParts {
   uint16_t parts[3];
 };
@@ -50,6 +52,8 @@ constexpr int64_t kManyRows = 192;  // beyond, turning B pays
 
 constexpr GemmKernel gemms[] = {
 #if defined(__AMX_BF16__)
+    gemm<float>(Values::kBf16, 1, kFewAmxRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_f32)),
+    gemm<float>(Values::kOther, 1, kFewAmxRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_f32)),
     gemm<uint16_t>(Values::kBf16, 1, kAmxStripRows, 16, MXFP8_GEMM(gemm_amx)),
     gemm<ThreeParts>(Values::kOther, 1, kAmxStripRows, 16, MXFP8_GEMM(gemm_amx_parts)),
 #elif defined(__AVX512BF16__)
@@ -75,7 +79,11 @@ constexpr Kernels table() {
   all.dequantize_columns = dequantize_columns;
   all.embedding = embedding;
   all.has_bf16 = gemms[0].values == Values::kBf16;
-  all.strip_rows = gemms[0].most_rows > kGemmRows ? gemms[0].most_rows : kGemmRows;
+#if defined(__AMX_BF16__)
+  all.strip_rows = kAmxStripRows;
+#else
+  all.strip_rows = kGemmRows;
+#endif
   all.gemms = gemms;
   return all;
 }
