@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy.typing as npt
 import onnx
@@ -55,8 +55,8 @@ class GraphView:
         Args:
             graph: the graph, as it is now.
             types: what is known of values, by name.
-            stored: what is stored here and in the graphs around it, by name.
-            unread: names of stored tensors that are no constants, or whose data is not at hand.
+            stored: the constants that are stored here and in the graphs around it, by name.
+            unread: names of stored tensors whose data is not at hand.
             fresh: makes a name that nothing in the model has.
         """
         self.fresh = fresh
@@ -78,9 +78,13 @@ class GraphView:
                     self._shared.update(output.name for output in below.output)
                     self._shared.update(name for node_below in below.node for name in node_below.input)
 
-    def maker(self, name: str) -> onnx.NodeProto | None:
-        """Returns the node of this graph that makes a value; None for inputs, initializers and values from outside."""
-        return self._makers.get(name)
+    def maker(self, name: str, *ops: str) -> onnx.NodeProto | None:
+        """Returns the node of this graph that makes a value; None for inputs, initializers and values from outside.
+
+        With `ops` given, None as well if it is none of these ops of the standard domain.
+        """
+        node = self._makers.get(name)
+        return node if not ops or is_op(node, *ops) else None
 
     def readers(self, name: str) -> Sequence[onnx.NodeProto]:
         """Returns the nodes of this graph that read a value, a node once for each time it does."""
@@ -106,6 +110,11 @@ class GraphView:
         if tensor is None or name in self._unread or is_external(tensor):
             return None
         return numpy_helper.to_array(tensor)
+
+    def stored_shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of a stored constant of any size; None for any other value."""
+        tensor = self._stored.get(name)
+        return None if tensor is None else tuple(tensor.dims)
 
     def scalar(self, name: str) -> float | None:
         """Returns the value of a constant that is one number, of whatever rank; None if it is none."""
@@ -137,7 +146,7 @@ class GraphView:
         return TensorType(attribute(node, "output_dtype", contract.FLOAT), shape)
 
 
-def is_op(node: onnx.NodeProto | None, *ops: str) -> bool:
+def is_op(node: onnx.NodeProto | None, *ops: str) -> TypeGuard[onnx.NodeProto]:
     """Whether there is a node, and it is one of these ops of the standard domain."""
     return node is not None and node.domain in STANDARD and node.op_type in ops
 

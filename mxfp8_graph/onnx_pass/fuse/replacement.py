@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
+from onnx import helper
 
 from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView
+from mxfp8_ops import contract
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +34,15 @@ class Replacement:
 
 Fusion = Callable[[GraphView, onnx.NodeProto], Replacement | None]
 """Returns what takes the place of the pattern that ends, or begins, in a node; None if it is not there."""
+
+
+def successor(
+    node: onnx.NodeProto, op: contract.Op, inputs: Sequence[str], outputs: Sequence[str], **changes: Any
+) -> onnx.NodeProto:
+    """Returns a node of type `op` with the name, the metadata and the attributes of `node`, as far as `op` has them."""
+    given = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+    settings = {name: changes.get(name, given.get(name, default)) for name, default in op.attributes.items()}
+    fused = helper.make_node(op.name, inputs, outputs, name=node.name, domain=contract.DOMAIN, **settings)
+    fused.metadata_props.MergeFrom(node.metadata_props)
+    fused.doc_string = node.doc_string
+    return fused

@@ -9,13 +9,16 @@ import onnx
 
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import node_label, stored_in, subgraphs
+from mxfp8_graph.onnx_pass.fuse.activation import fuse_activation
+from mxfp8_graph.onnx_pass.fuse.gated import fuse_gate
 from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView, TensorType
+from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
 from mxfp8_graph.onnx_pass.fuse.replacement import Fusion, Replacement
 from mxfp8_graph.onnx_pass.prune import prune
 from mxfp8_graph.onnx_pass.static_operands import overridable
 from mxfp8_graph.report.data import FusionReport
 
-FUSIONS: Final[tuple[Fusion, ...]] = ()
+FUSIONS: Final[tuple[Fusion, ...]] = (fuse_activation, fuse_gate, fuse_norm)
 """Every fusion. Each sees the graph as those before it left it."""
 
 
@@ -42,19 +45,25 @@ class _Step:
         """What nodes that are gone read and made, and nothing may use any more."""
         self._types = types
         self._fresh = fresh
-        self._unread = {*opened.tensors, *overridable(opened)}
+        self._unread = opened.tensors
+        self._overridable = overridable(opened)
 
     def graph(self, graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
         """Fuses in `graph`, then in those below it; `outer`: what the graphs around it store."""
-        stored = {**outer, **stored_in(graph)}
+        stored = self._visible(graph, outer)
         for fusion in FUSIONS:
             view = GraphView(graph, self._types, stored, unread=self._unread, fresh=self._fresh)
             if found := list(_found(fusion, view)):
                 self._put(graph, view.nodes, found)
-                stored = {**outer, **stored_in(graph)}
+                stored = self._visible(graph, outer)
         for node in graph.node:  # after the edits, which copy what is inside nodes
             for _, inner in subgraphs(node):
                 self.graph(inner, stored)
+
+    def _visible(self, graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> Mapping[str, onnx.TensorProto]:
+        """Returns the constants that nodes of `graph` can read."""
+        own = {name: tensor for name, tensor in stored_in(graph).items() if name not in self._overridable}
+        return {**outer, **own}
 
     def _put(
         self, graph: onnx.GraphProto, before: Sequence[onnx.NodeProto], replacements: Sequence[Replacement]
