@@ -33,6 +33,8 @@ def header() -> str:
         f'inline constexpr const char* kDomain = "{contract.DOMAIN}";',
         f"enum class Op {{{', '.join('k' + name.removeprefix('MXFP8') for name in contract.OPS)}}};",
         *_array("const char*", "kScaleRoundings", (f'"{name}"' for name in formats.SCALE_ROUNDINGS)),
+        *_array("const char*", "kEpilogues", (f'"{name}"' for name in contract.EPILOGUES)),
+        *_array("const char*", "kNorms", (f'"{name}"' for name in contract.NORMS)),
         *_array("Dtype", "kValueDtypes", map(_dtype, values)),
         *_array("Dtype", "kElementFormats", map(_dtype, elements)),
         *_array("Dtype", "kActivationDtypes", map(_dtype, (d for d in values if d.onnx_dtype in contract.ACTIVATIONS))),
@@ -59,15 +61,16 @@ def _dtype(row: Dtype) -> str:
 
 def _node(op: Op) -> str:
     a = "A" if op.at("X") is None else "X"
-    names = (a, "A_scales", "B", "B_scales", "bias", "experts") if op.is_gemm else ("",) * 6
+    names = (a, "A_scales", "B", "B_scales", "bias", "experts", "factor") if op.is_gemm else ("",) * 7
     roles = [-1 if at is None else at for at in map(op.at, names)]
-    inputs, outputs = (", ".join(map(_port, ports)) for ports in (op.inputs, op.outputs))
+    inputs, outputs = (", ".join(_port(port, op) for port in ports) for ports in (op.inputs, op.outputs))
     settings = ", ".join(map(str, [op.attributes["output_dtype"], *roles]))
     return f'{{"{op.name}", {{{inputs}}},\n     {{{outputs}}}, {settings}}}'
 
 
-def _port(port: Port) -> str:
-    return f'{{"{port.name}", {{{", ".join(map(str, port.dtypes))}}}, {str(port.optional).lower()}}}'
+def _port(port: Port, op: Op) -> str:
+    like = f", {op.at(port.like)}" if port.like else ""
+    return f'{{"{port.name}", {{{", ".join(map(str, port.dtypes))}}}, {str(port.optional).lower()}{like}}}'
 
 
 if __name__ == "__main__":

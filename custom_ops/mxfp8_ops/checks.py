@@ -218,3 +218,41 @@ def check_experts(where: str, experts: Any, count: int) -> Any:
             advice="correct the indices",
         )
     return experts + count * (experts < 0)
+
+
+def check_factor(where: str, factor: Any, y: Shape) -> None:
+    """Raises ShapeError unless `factor` is an array of values of the shape `y` of what it multiplies."""
+    check_value_dtype(where, factor.dtype)
+    if factor.shape != y:
+        raise ShapeError(
+            where, f"factor has shape {factor.shape}", expected=f"{y}, that of the result", advice="broadcast it first"
+        )
+
+
+def check_norm(where: str, x: Any, scale: Any, bias: Any, residual: Any) -> None:
+    """Raises ShapeError unless x [..., K], scale [K], bias [K] and a residual like `x` fit together.
+
+    Args:
+        where: the op, for errors.
+        x: an array.
+        scale: a float32 array.
+        bias: the same, or None.
+        residual: an array, or None.
+    """
+    if len(x.shape) < 1:
+        raise ShapeError(where, "a scalar", expected="[..., K]", advice="reshape it")
+    for name, row in (("scale", scale), ("bias", bias)):
+        if row is not None and (row.shape, row.dtype) != (x.shape[-1:], np.float32):
+            raise ShapeError(
+                where,
+                f"{name} is {row.dtype} of shape {row.shape}",
+                expected=f"float32 of shape {x.shape[-1:]}",
+                advice="broadcast or cast it first",
+            )
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ShapeError(
+            where,
+            f"a residual that is {residual.dtype} of shape {residual.shape}",
+            expected=f"{x.dtype} of shape {x.shape}, as the input",
+            advice="broadcast or cast it first",
+        )

@@ -39,6 +39,11 @@ ACTIVATIONS: Final = (FLOAT, BFLOAT16)
 """What `activation_dtype` may be: FLOAT leaves values as they are, whatever their dtype; BFLOAT16 rounds them to it."""
 INDICES: Final = (INT32, INT64)
 
+EPILOGUES: Final = ("none", "relu", "gelu", "gelu_tanh", "silu")
+"""What a fused gemm does to its float32 sums: gelu is the exact one, of erf; silu is x * sigmoid(x)."""
+NORMS: Final = ("layer", "rms")
+"""How rows are normalized: rms takes no mean away."""
+
 VALUE_NAMES: Final[Mapping[int, str]] = MappingProxyType({d.onnx_dtype: d.name for d in formats.VALUE_DTYPES.values()})
 """Name of each value dtype by its ONNX code."""
 
@@ -51,6 +56,9 @@ class Port:
     dtypes: tuple[int, ...]
     shape: str
     optional: bool = False
+    """A node leaves absent inputs out, the last ones; it writes an absent output as an empty name, wherever it is."""
+    like: str = ""
+    """The input whose dtype it always has; "" if it has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +67,13 @@ class Op:
 
     An input called B has the elements of a packed weight [..., N, K], and B_scales after it their scales, of one layout
     for every node: a table of rows and an output projection may share theirs. A gemm's other inputs are A (or X),
-    A_scales, and bias or experts; it is weight-only if A has no scales.
+    A_scales, and bias, factor or experts; it is weight-only if A has no scales.
     """
 
     name: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
-    attributes: Mapping[str, int | str]
+    attributes: Mapping[str, int | float | str]
     """Default of each; every attribute is always written out."""
     summary: str
     is_gemm: bool = False
@@ -168,8 +176,73 @@ GROUPED_WEIGHT_GEMM: Final = Op(
     is_gemm=True,
 )
 
+# Fused nodes: each is a composition of the nodes above and standard ops, which is its body. Gemms with a factor and
+# norms of a sum are nodes of their own: a body cannot tell that an input of any shape is absent.
+_FACTOR: Final = Port("factor", VALUES, "shape of Y")
+_BIAS: Final = Port("bias", (FLOAT,), "[N]", optional=True)
+_GEMM_OUTPUTS: Final = (Port("Y", VALUES, "[..., M, N] or [..., N]"),)
+_EPILOGUE: Final[Mapping[str, int | float | str]] = {"epilogue": "none", "output_dtype": FLOAT}
+
+FUSED_GEMM: Final = Op(
+    "MXFP8FusedGemm",
+    GEMM.inputs,
+    _GEMM_OUTPUTS,
+    MappingProxyType(_EPILOGUE),
+    "epilogue(A @ transpose(B) + bias) on quantized operands, in float32.",
+    is_gemm=True,
+)
+FUSED_WEIGHT_GEMM: Final = Op(
+    "MXFP8FusedWeightGemm",
+    WEIGHT_GEMM.inputs,
+    _GEMM_OUTPUTS,
+    MappingProxyType({"activation_dtype": FLOAT, **_EPILOGUE}),
+    "epilogue(X @ transpose(B) + bias) with only the weight quantized, X perhaps rounded first, in float32.",
+    is_gemm=True,
+)
+GATED_GEMM: Final = Op(
+    "MXFP8GatedGemm",
+    (*GEMM.inputs[:-1], _FACTOR, _BIAS),
+    _GEMM_OUTPUTS,
+    MappingProxyType(_EPILOGUE),
+    "epilogue(A @ transpose(B) + bias) * factor on quantized operands, in float32.",
+    is_gemm=True,
+)
+GATED_WEIGHT_GEMM: Final = Op(
+    "MXFP8GatedWeightGemm",
+    (*WEIGHT_GEMM.inputs[:-1], _FACTOR, _BIAS),
+    _GEMM_OUTPUTS,
+    MappingProxyType({"activation_dtype": FLOAT, **_EPILOGUE}),
+    "epilogue(X @ transpose(B) + bias) * factor with only the weight quantized, X perhaps rounded first, in float32.",
+    is_gemm=True,
+)
+_NORM_INPUTS: Final = (Port("scale", (FLOAT,), "[K]"), Port("bias", (FLOAT,), "[K]", optional=True))
+_NORM_OUTPUTS: Final = (*QUANTIZE.outputs, Port("normalized", VALUES, "shape of X", optional=True, like="X"))
+_NORM_ATTRIBUTES: Final[Mapping[str, int | float | str]] = MappingProxyType(
+    {"norm": "layer", "epsilon": 1e-5, "output_dtype": FLOAT8E4M3FN, "scale_rounding": "ceil"}
+)
+NORM_QUANTIZE: Final = Op(
+    "MXFP8NormQuantize",
+    (Port("X", VALUES, "[..., K]"), *_NORM_INPUTS),
+    _NORM_OUTPUTS,
+    _NORM_ATTRIBUTES,
+    "Rows normalized in float32, times scale, plus bias, rounded to the dtype of X; and that in MXFP8.",
+)
+ADD_NORM_QUANTIZE: Final = Op(
+    "MXFP8AddNormQuantize",
+    (Port("X", VALUES, "[..., K]"), Port("residual", VALUES, "shape of X", like="X"), *_NORM_INPUTS),
+    (*_NORM_OUTPUTS, Port("sum", VALUES, "shape of X", optional=True, like="X")),
+    _NORM_ATTRIBUTES,
+    "MXFP8NormQuantize of sum = X + residual.",
+)
+
 OPS: Final[Mapping[str, Op]] = MappingProxyType(
-    {op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM, EMBEDDING, GROUPED_GEMM, GROUPED_WEIGHT_GEMM)}
+    {
+        op.name: op
+        for op in (
+            *(QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM, EMBEDDING, GROUPED_GEMM, GROUPED_WEIGHT_GEMM),
+            *(FUSED_GEMM, FUSED_WEIGHT_GEMM, GATED_GEMM, GATED_WEIGHT_GEMM, NORM_QUANTIZE, ADD_NORM_QUANTIZE),
+        )
+    }
 )
 """Every node of the domain, by op type."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from onnx import TensorProto
 
-from mxfp8_ops import contract, formats, numerics
+from mxfp8_ops import contract, formats, fused, fused_functions, numerics
 from mxfp8_ops.contract import Op, Port
 
 OPS = pytest.mark.parametrize("op", contract.OPS.values(), ids=contract.OPS)
@@ -33,6 +33,10 @@ def test_values_are_the_dtypes_of_numerics() -> None:
     assert tuple(contract.VALUE_NAMES.values()) == tuple(numerics.VALUE_DTYPES)
 
 
+def test_epilogues_are_those_of_the_reference() -> None:
+    assert tuple(fused.EPILOGUES) == contract.EPILOGUES
+
+
 @OPS
 def test_names_within_an_op_are_unique(op: Op) -> None:
     names = [port.name for port in ports(op)] + list(op.attributes)
@@ -43,9 +47,19 @@ def test_names_within_an_op_are_unique(op: Op) -> None:
 
 @OPS
 def test_optional_inputs_come_last(op: Op) -> None:
-    optional = [port.optional for port in op.inputs]
-    assert optional == sorted(optional)
-    assert not any(port.optional for port in op.outputs)
+    for side in (op.inputs, op.outputs):
+        optional = [port.optional for port in side]
+        assert optional == sorted(optional)
+
+
+@OPS
+def test_a_port_is_like_an_input_that_it_shares_all_dtypes_with(op: Op) -> None:
+    for port in ports(op):
+        if port.like:
+            index = op.at(port.like)
+            assert index is not None
+            assert not op.inputs[index].like
+            assert op.inputs[index].dtypes == port.dtypes
 
 
 @OPS
@@ -71,6 +85,12 @@ def test_attribute_defaults_are_legal(op: Op) -> None:
             assert default == formats.BLOCK_SIZE
         elif name == "axis":
             assert default == -1
+        elif name == "epilogue":
+            assert default in contract.EPILOGUES
+        elif name == "norm":
+            assert default in contract.NORMS
+        elif name == "epsilon":
+            assert default == 1e-5
         else:
             pytest.fail(f"{op.name} has an attribute this test does not know: {name}")
 
@@ -86,25 +106,29 @@ def test_the_table_cannot_be_changed() -> None:
 
 
 def test_gemms_say_where_their_operands_are() -> None:
-    names = ("A", "A_scales", "B", "B_scales", "bias", "experts")
+    names = ("A", "A_scales", "B", "B_scales", "bias", "experts", "factor")
     at = {name: tuple(map(op.at, names)) for name, op in contract.OPS.items()}
-    assert at["MXFP8Gemm"] == (0, 1, 2, 3, 4, None)
-    assert at["MXFP8WeightGemm"] == (None, None, 1, 2, 3, None)
-    assert at["MXFP8GroupedGemm"] == (0, 1, 2, 3, None, 4)
-    assert at["MXFP8GroupedWeightGemm"] == (None, None, 1, 2, None, 3)
-    gemms = {"MXFP8Gemm", "MXFP8WeightGemm", "MXFP8GroupedGemm", "MXFP8GroupedWeightGemm"}
-    assert {name for name, op in contract.OPS.items() if op.is_gemm} == gemms
-    assert {name for name, op in contract.OPS.items() if op.weight_only} == {
-        "MXFP8WeightGemm",
-        "MXFP8GroupedWeightGemm",
-    }
+    for name in ("MXFP8Gemm", "MXFP8FusedGemm"):
+        assert at[name] == (0, 1, 2, 3, 4, None, None), name
+    for name in ("MXFP8WeightGemm", "MXFP8FusedWeightGemm"):
+        assert at[name] == (None, None, 1, 2, 3, None, None), name
+    assert at["MXFP8GroupedGemm"] == (0, 1, 2, 3, None, 4, None)
+    assert at["MXFP8GroupedWeightGemm"] == (None, None, 1, 2, None, 3, None)
+    assert at["MXFP8GatedGemm"] == (0, 1, 2, 3, 5, None, 4)
+    assert at["MXFP8GatedWeightGemm"] == (None, None, 1, 2, 4, None, 3)
+    kinds = ("", "Grouped", "Fused", "Gated")
+    gemms = {f"MXFP8{kind}Gemm" for kind in kinds}
+    weight_gemms = {f"MXFP8{kind}WeightGemm" for kind in kinds}
+    assert {name for name, op in contract.OPS.items() if op.is_gemm} == gemms | weight_gemms
+    assert {name for name, op in contract.OPS.items() if op.weight_only} == weight_gemms
 
 
 def test_nodes_say_where_their_packed_weight_is() -> None:
     at = {name: op.packed_at for name, op in contract.OPS.items()}
     assert at == {
         "MXFP8Quantize": None, "MXFP8Dequantize": 0, "MXFP8Gemm": 2, "MXFP8WeightGemm": 1, "MXFP8Embedding": 1,
-        "MXFP8GroupedGemm": 2, "MXFP8GroupedWeightGemm": 1,
+        "MXFP8GroupedGemm": 2, "MXFP8GroupedWeightGemm": 1, "MXFP8FusedGemm": 2, "MXFP8FusedWeightGemm": 1,
+        "MXFP8GatedGemm": 2, "MXFP8GatedWeightGemm": 1, "MXFP8NormQuantize": None, "MXFP8AddNormQuantize": None,
     }  # fmt: skip
     for name, index in at.items():
         if index is not None:
@@ -122,9 +146,10 @@ def test_torch_ops_are_those_that_are_registered() -> None:
         assert {*(op.weight or ())} <= arguments, op.name
 
 
-def test_every_node_but_the_second_of_grouped_gemm_has_one_torch_op() -> None:
+def test_every_node_but_the_second_of_grouped_gemm_and_the_fused_ones_has_one_torch_op() -> None:
     exported = [op.node for op in contract.TORCH_OPS.values() if op.node is not None]
-    assert exported == [op for op in contract.OPS.values() if op is not contract.GROUPED_WEIGHT_GEMM]
+    onnx_only = {contract.GROUPED_WEIGHT_GEMM.name, *fused_functions.BODIES}
+    assert exported == [op for name, op in contract.OPS.items() if name not in onnx_only]
     assert {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm", "mxfp8::embedding"} == contract.PACKED_OPS
     assert {"mxfp8::linear_train"} == contract.TRAINING_OPS
     assert (contract.PACKED_OPS | contract.TRAINING_OPS) - {"mxfp8::embedding"} == contract.TORCH_GEMMS

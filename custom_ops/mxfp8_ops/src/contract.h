@@ -18,13 +18,14 @@ struct Port {
   const char* name;
   int dtypes[8];  // 0 at the end
   bool optional;
+  int like = -1;  // the input whose dtype it has
 };
 
 struct Node {
   const char* name;
-  Port inputs[8], outputs[4];                   // no name at the end
-  int output_dtype;                             // default of the attribute
-  int a, a_scales, b, b_scales, bias, experts;  // which input of a gemm is what; -1 if there is none
+  Port inputs[8], outputs[5];                           // no name at the end
+  int output_dtype;                                     // default of the attribute
+  int a, a_scales, b, b_scales, bias, experts, factor;  // which input of a gemm is what; -1 if there is none
 };
 
 // Below, up to the last line, is what custom_ops/contract_header.py writes. Op is the index of kNodes; the format rows
@@ -46,11 +47,22 @@ static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;
 inline constexpr const char* kDomain = "mxfp8";
-enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm};
+enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kNormQuantize, kAddNormQuantize};
 inline constexpr const char* kScaleRoundings[] = {
     "ceil",
     "floor",
     "even",
+};
+inline constexpr const char* kEpilogues[] = {
+    "none",
+    "relu",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+};
+inline constexpr const char* kNorms[] = {
+    "layer",
+    "rms",
 };
 inline constexpr Dtype kValueDtypes[] = {
     {MXFP8_FLOAT32, "float", "F32", 4, {}},
@@ -67,19 +79,31 @@ inline constexpr Dtype kActivationDtypes[] = {
 };
 inline constexpr Node kNodes[] = {
     {"MXFP8Quantize", {{"X", {1, 10, 16}, false}},
-     {{"elements", {17, 19}, false}, {"scales", {2}, false}}, 17, -1, -1, -1, -1, -1, -1},
+     {{"elements", {17, 19}, false}, {"scales", {2}, false}}, 17, -1, -1, -1, -1, -1, -1, -1},
     {"MXFP8Dequantize", {{"elements", {17, 19}, false}, {"scales", {2}, false}},
-     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1, -1},
+     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1, -1, -1},
     {"MXFP8Gemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
-     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 4, -1},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 4, -1, -1},
     {"MXFP8WeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
-     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 3, -1},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 3, -1, -1},
     {"MXFP8Embedding", {{"indices", {6, 7}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}},
-     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1, -1},
+     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1, -1, -1},
     {"MXFP8GroupedGemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"experts", {7}, false}},
-     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, -1, 4},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, -1, 4, -1},
     {"MXFP8GroupedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"experts", {7}, false}},
-     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, -1, 3},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, -1, 3, -1},
+    {"MXFP8FusedGemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 4, -1, -1},
+    {"MXFP8FusedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 3, -1, -1},
+    {"MXFP8GatedGemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"factor", {1, 10, 16}, false}, {"bias", {1}, true}},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 5, -1, 4},
+    {"MXFP8GatedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"factor", {1, 10, 16}, false}, {"bias", {1}, true}},
+     {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 4, -1, 3},
+    {"MXFP8NormQuantize", {{"X", {1, 10, 16}, false}, {"scale", {1}, false}, {"bias", {1}, true}},
+     {{"elements", {17, 19}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
+    {"MXFP8AddNormQuantize", {{"X", {1, 10, 16}, false}, {"residual", {1, 10, 16}, false, 0}, {"scale", {1}, false}, {"bias", {1}, true}},
+     {{"elements", {17, 19}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}, {"sum", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
 };
 
 }  // namespace mxfp8

@@ -1,0 +1,269 @@
+"""The fused nodes in NumPy: compositions of `numerics`, and how far float32 may be from them.
+
+The other backends have functions with these signatures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_ops import contract, numerics
+from mxfp8_ops.checks import check_factor, check_norm, check_value_dtype
+from mxfp8_ops.errors import ContractError
+from mxfp8_ops.numerics import Array, Codes
+
+Float64s = npt.NDArray[np.float64]
+
+UNIT: Final = 2.0**-24
+"""Half a unit in the last place of 1 in float32."""
+
+
+def gemm(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    factor: Array | None = None,
+    epilogue: str = "none",
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+) -> Array:
+    """Returns epilogue(A @ B.T + bias) * factor, as `numerics.gemm` multiplies.
+
+    Args:
+        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
+        a_scales: uint8 [..., M, ceil(K / 32)].
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
+        b_scales: uint8 [..., N, ceil(K / 32)].
+        bias: float32 [N], or None.
+        factor: the shape of the result, float32, float16 or bfloat16; None is ones.
+        epilogue: one of `contract.EPILOGUES`.
+        a_format: element format of `a`.
+        b_format: element format of `b`.
+        dtype: dtype of the result, "float32", "float16" or "bfloat16".
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format or epilogue.
+    """
+    values = numerics.dequantize(a, a_scales, element_format=a_format)
+    return weight_gemm(values, b, b_scales, bias, factor=factor, epilogue=epilogue, b_format=b_format, dtype=dtype)
+
+
+def weight_gemm(
+    x: Array,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    factor: Array | None = None,
+    epilogue: str = "none",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    activation_dtype: str | None = None,
+) -> Array:
+    """Returns epilogue(x @ dequantize(b).T + bias) * factor, as `numerics.weight_gemm` multiplies.
+
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16, and `activation_dtype` as there.
+    """
+    row = _epilogue(epilogue)
+    sums = numerics.weight_gemm(x, b, b_scales, bias, b_format=b_format, activation_dtype=activation_dtype)
+    if factor is not None:
+        check_factor("gemm", factor, sums.shape)
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = row.of(sums.astype(np.float64))
+        if factor is not None:
+            y = y * factor.astype(np.float64)
+        return np.asarray(y, np.float32).astype(numerics.value_dtype(dtype))
+
+
+def norm_quantize(
+    x: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    residual: Array | None = None,
+    norm: str = "layer",
+    epsilon: float = 1e-5,
+    element_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+) -> tuple[Codes, Codes, Array, Array]:
+    """Returns (elements, scales, normalized, sum): rows of x + residual, normalized, and quantized along the last axis.
+
+    Args:
+        x: [..., K] float32, float16 or bfloat16.
+        scale: float32 [K].
+        bias: float32 [K], or None.
+        residual: dtype and shape of `x`; None adds nothing.
+        norm: one of `contract.NORMS`: "layer" takes the mean of a row away, "rms" does not.
+        epsilon: what is added to the mean of the squares.
+        element_format: "e4m3" or "e5m2".
+        scale_rounding: as in `numerics.quantize`.
+
+    Returns:
+        elements: uint8, the shape of `x`.
+        scales: uint8 [..., ceil(K / 32)].
+        normalized: what `numerics.quantize` made those of, in the dtype of `x`.
+        sum: x + residual in the dtype of `x`; what was normalized.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown norm, format or rounding.
+    """
+    check_value_dtype("norm_quantize", x.dtype)
+    check_norm("norm_quantize", x, scale, bias, residual)
+    total = x
+    with np.errstate(all="ignore"):
+        if residual is not None:
+            total = (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
+        centred, deviation = _rows(total, norm, epsilon)
+        y = centred / deviation * scale.astype(np.float64) + (0 if bias is None else bias.astype(np.float64))
+        normalized = np.asarray(y, np.float32).astype(x.dtype)
+    codes = numerics.quantize(normalized, element_format=element_format, scale_rounding=scale_rounding)
+    return *codes, normalized, total
+
+
+def _rows(x: Array, norm: str, epsilon: float) -> tuple[Float64s, Float64s]:
+    """Returns rows less their mean, and the root of the mean of the squares of that, in float64."""
+    if norm not in contract.NORMS:
+        raise ContractError.unknown("norm", norm, contract.NORMS)
+    wide = x.astype(np.float64)
+    if wide.shape[-1] == 0:
+        return wide, np.ones_like(wide)
+    centred = wide - wide.mean(-1, keepdims=True) if norm == "layer" else wide
+    return centred, np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
+
+
+def norm_error_bound(
+    total: Array, scale: Array, bias: Array | None = None, *, norm: str = "layer", epsilon: float = 1e-5
+) -> Float64s:
+    """Returns how far a float32 `normalized` may be from that of `norm_quantize`, both in the dtype of `total`.
+
+    For means that are sums in any order, of the rows and then of the squares of what is left of them (two passes), with
+    u = 2^-24, deviation d = x - mean and v = mean(d^2) + epsilon:
+
+        mean      off by at most m = (K + 1) u mean|x|;  0 for "rms"
+        v         off by at most p v, p = (K + 4) u + m^2 / v: the deviations sum to 0, so m counts squared
+        result    |scale| / sqrt(v) (2 m + |d| (p + 8 u)) + 2 u |bias|, and a unit in the last place for the stores
+
+    It says nothing of rows whose squares leave the range of float32, and only what is smaller than v of p v.
+
+    Args:
+        total: [..., K], what is normalized.
+        scale: float32 [K].
+        bias: float32 [K], or None.
+        norm: one of `contract.NORMS`.
+        epsilon: that of the norm.
+    """
+    dtype = next(name for name, numpy in numerics.VALUE_DTYPES.items() if numpy == total.dtype)
+    store, k = numerics.error_bound(dtype), total.shape[-1]
+    d, deviation = _rows(total, norm, epsilon)
+    magnitudes = np.abs(total.astype(np.float64))
+    mean = (k + 1) * UNIT * magnitudes.mean(-1, keepdims=True) if norm == "layer" and k else np.zeros(1)
+    p = (k + 4) * UNIT + (mean / deviation) ** 2
+    shift = 0 if bias is None else np.abs(bias.astype(np.float64))
+    gain = np.abs(scale.astype(np.float64)) / deviation
+    rounded = gain * np.abs(d) + shift
+    inexact = gain * (2 * mean + np.abs(d) * (p + 8 * UNIT)) + 2 * UNIT * shift
+    return np.asarray(inexact * (1 + 2 * store.store) + 2 * (store.store * rounded + store.tiny + 2.0**-149))
+
+
+# --- Epilogues -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a gemm does to its sums, and how float32 errs in it."""
+
+    of: Callable[[Float64s], Float64s]
+    steepest: float
+    """The greatest magnitude of its derivative: what an error of the sum becomes, at most."""
+    error: float
+    """Of evaluating it in float32, at most, in units of 2^-24 |x|: no epilogue exceeds |x|."""
+
+
+def error_bound(dtype: str, epilogue: str) -> numerics.ErrorBound:
+    """Returns the bound for results of `dtype` of a fused gemm, where there is a factor of 1.
+
+    Its magnitude is that of the gemm, which no epilogue exceeds. A factor multiplies it and the bound but for `tiny`.
+    """
+    bound, row = numerics.error_bound(dtype), _epilogue(epilogue)
+    return numerics.ErrorBound(
+        per_term=bound.per_term * row.steepest,
+        store=bound.store + (row.error + 2) * UNIT * (1 + bound.store),
+        underflow=bound.underflow * row.steepest,
+        tiny=bound.tiny,
+    )
+
+
+def gemm_error_bound(
+    x: Array,
+    weight: Array,
+    dtype: str = "float32",
+    bias: Array | None = None,
+    *,
+    epilogue: str = "none",
+    factor: Array | None = None,
+) -> Float64s:
+    """Returns how far every output of a fused gemm may be from `gemm` or `weight_gemm` with dtype="float32".
+
+    Args:
+        x: [..., M, K] dequantized values.
+        weight: [..., N, K] dequantized values.
+        dtype: dtype of the result being judged.
+        bias: [N], or None.
+        epilogue: one of `contract.EPILOGUES`.
+        factor: the shape of the result, or None.
+    """
+    bound = error_bound(dtype, epilogue)
+    magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
+    if bias is not None:
+        magnitude = magnitude + np.abs(bias.astype(np.float64))
+    times = np.ones(1) if factor is None else np.abs(factor.astype(np.float64))
+    return np.asarray(times * bound.at(magnitude, x.shape[-1]) + bound.tiny)
+
+
+def _relu(x: Float64s) -> Float64s:
+    return np.where(x < 0, 0.0, x)
+
+
+def _gelu(x: Float64s) -> Float64s:
+    return np.asarray(x * 0.5 * np.vectorize(math.erfc, otypes=[np.float64])(-x / math.sqrt(2)))
+
+
+def _gelu_tanh(x: Float64s) -> Float64s:
+    # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2z)), which does not cancel.
+    return np.asarray(x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+
+
+def _silu(x: Float64s) -> Float64s:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+EPILOGUES: Final[Mapping[str, Epilogue]] = MappingProxyType(
+    {
+        "none": Epilogue(lambda x: x, 1.0, 0.0),
+        "relu": Epilogue(_relu, 1.0, 0.0),
+        "gelu": Epilogue(_gelu, 1.13, 8.0),
+        "gelu_tanh": Epilogue(_gelu_tanh, 1.13, 16.0),
+        "silu": Epilogue(_silu, 1.1, 8.0),
+    }
+)
+"""Each of `contract.EPILOGUES`."""
+
+
+def _epilogue(name: str) -> Epilogue:
+    try:
+        return EPILOGUES[name]
+    except KeyError:
+        raise ContractError.unknown("epilogue", name, EPILOGUES) from None

@@ -1,0 +1,239 @@
+"""The bodies of the fused nodes, run by stock ONNX Runtime with no library, against the reference."""
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from test_onnx_functions import (
+    DTYPES,
+    FORMATS,
+    NUMPY,
+    OPSETS,
+    ROUNDINGS,
+    Feed,
+    assert_same_codes,
+    assert_within,
+    gemm_bias,
+    one_node_model,
+    random_values,
+    run,
+)
+
+from mxfp8_ops import contract, fused, numerics
+from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8
+from mxfp8_ops.formats import ELEMENT_FORMATS
+from mxfp8_ops.onnx_functions import functions
+
+EPILOGUES = pytest.mark.parametrize("epilogue", contract.EPILOGUES)
+NORMS = pytest.mark.parametrize("norm", contract.NORMS)
+E4M3 = contract.FLOAT8E4M3FN
+GATED = pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+BIASED = pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+
+
+def gemm_inputs(
+    x_shape: tuple[int, ...], b_shape: tuple[int, ...], dtype: int | None, *, gated: bool, biased: bool
+) -> dict[str, Feed]:
+    """Returns the inputs of a fused gemm; with a dtype of X, of one whose weight alone is quantized."""
+    x = np.float32(0.1) * random_values(0, *x_shape)
+    b, b_scales = numerics.quantize(random_values(1, *b_shape))
+    if dtype is None:
+        a, a_scales = numerics.quantize(x)
+        inputs = {"A": (a, E4M3), "A_scales": (a_scales, UINT8)}
+    else:
+        inputs = {"X": (x.astype(NUMPY[dtype]), dtype)}
+    inputs |= {"B": (b, E4M3), "B_scales": (b_scales, UINT8)}
+    if gated:
+        shape = (x @ np.swapaxes(np.zeros(b_shape), -1, -2)).shape
+        factor = FLOAT if dtype is None else dtype
+        inputs["factor"] = ((np.float32(0.1) * random_values(2, *shape)).astype(NUMPY[factor]), factor)
+    return inputs | ({"bias": (gemm_bias(b_shape[-2]), FLOAT)} if biased else {})
+
+
+def gemm_op(inputs: dict[str, Feed]) -> str:
+    kind = "Gated" if "factor" in inputs else "Fused"
+    return f"MXFP8{kind}{'Weight' if 'X' in inputs else ''}Gemm"
+
+
+def gemm_reference(inputs: dict[str, Feed], epilogue: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the result and how far one of `dtype` may be from it."""
+    given = {name: array for name, (array, _) in inputs.items()}
+    b = given["B"], given["B_scales"]
+    x = given["X"] if "X" in given else numerics.dequantize(given["A"], given["A_scales"])
+    optional = {"bias": given.get("bias"), "factor": given.get("factor"), "epilogue": epilogue}
+    expected = fused.weight_gemm(x, *b, **optional)
+    return expected, fused.gemm_error_bound(x, numerics.dequantize(*b), dtype, **optional)
+
+
+@OPSETS
+@EPILOGUES
+@GATED
+@BIASED
+@pytest.mark.parametrize("dtype", [None, *contract.VALUES])
+def test_a_fused_gemm_is_within_its_bound(dtype: int | None, biased: bool, gated: bool, epilogue: str, opset: int):
+    inputs = gemm_inputs((2, 5, 70), (7, 70), dtype, gated=gated, biased=biased)
+    for output in contract.VALUES:
+        attributes = {"epilogue": epilogue, "output_dtype": output}
+        model = one_node_model(gemm_op(inputs), inputs, {"Y": output}, opset, attributes)
+        assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, contract.VALUE_NAMES[output]))
+
+
+@EPILOGUES
+@pytest.mark.parametrize(
+    ("x_shape", "b_shape"),
+    [((70,), (7, 70)), ((0, 40), (7, 40)), ((3, 0), (7, 0)), ((3, 8), (0, 8)), ((2, 1, 3, 33), (2, 5, 33))],
+)
+def test_fused_gemms_of_any_shape(x_shape: tuple[int, ...], b_shape: tuple[int, ...], epilogue: str) -> None:
+    inputs = gemm_inputs(x_shape, b_shape, None, gated=True, biased=True)
+    model = one_node_model(gemm_op(inputs), inputs, {"Y": FLOAT}, 23, {"epilogue": epilogue})
+    assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, "float32"))
+
+
+@EPILOGUES
+@BIASED
+def test_weights_that_are_initializers_and_a_rounded_activation(epilogue: str, biased: bool) -> None:
+    inputs = gemm_inputs((3, 70), (7, 70), FLOAT, gated=True, biased=biased)
+    constants = [name for name in ("B", "B_scales", "bias") if name in inputs]
+    attributes = {"epilogue": epilogue, "activation_dtype": contract.BFLOAT16}
+    model = one_node_model(gemm_op(inputs), inputs, {"Y": FLOAT}, 23, attributes, constants=constants)
+    got = run(model, inputs)[0]
+    inputs["X"] = (inputs["X"][0].astype(NUMPY[contract.BFLOAT16]), contract.BFLOAT16)
+    assert_within(got, *gemm_reference(inputs, epilogue, "float32"))
+
+
+@EPILOGUES
+def test_bad_values_surface(epilogue: str) -> None:
+    x = np.zeros((5, 32), np.float32)
+    x[:, 0] = [np.nan, np.inf, -np.inf, 300, -300]
+    b, b_scales = numerics.quantize(np.eye(1, 32, dtype=np.float32))
+    inputs = {"X": (x, FLOAT), "B": (b, E4M3), "B_scales": (b_scales, UINT8)}
+    model = one_node_model("MXFP8FusedWeightGemm", inputs, {"Y": FLOAT}, 23, {"epilogue": epilogue})
+    got, expected = run(model, inputs)[0][:, 0], fused.weight_gemm(x, b, b_scales, epilogue=epilogue)[:, 0]
+    bad = ~np.isfinite(expected)
+    assert np.isfinite(got).tolist() == (~bad).tolist(), (got, expected)
+    np.testing.assert_allclose(got[~bad], expected[~bad], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("attribute", ["epilogue", "norm"])
+def test_an_unknown_epilogue_or_norm_fails_and_does_not_fall_back(attribute: str) -> None:
+    if attribute == "norm":
+        op, outputs = "MXFP8NormQuantize", {"e": E4M3, "s": UINT8, "n": FLOAT}
+        inputs: dict[str, Feed] = {"X": (random_values(0, 2, 64), FLOAT), "scale": (np.ones(64, np.float32), FLOAT)}
+    else:
+        inputs = gemm_inputs((3, 70), (7, 70), None, gated=False, biased=False)
+        op, outputs = gemm_op(inputs), {"Y": FLOAT}
+    model = one_node_model(op, inputs, outputs, 23, {attribute: "swish"})
+    with pytest.raises(Exception, match=r"running Reshape node.*requested shape:\{\}"):
+        run(model, inputs)
+
+
+# --- Norms ---------------------------------------------------------------------------------------------------------
+
+
+def norm_inputs(shape: tuple[int, ...], dtype: int, *, biased: bool, added: bool, mean: float = 3.0) -> dict[str, Feed]:
+    values = (random_values(0, *shape) + np.float32(mean)).astype(NUMPY[dtype])
+    inputs = {"X": (values, dtype)}
+    if added:
+        inputs["residual"] = (random_values(1, *shape).astype(NUMPY[dtype]), dtype)
+    inputs["scale"] = (random_values(2, shape[-1]), FLOAT)
+    return inputs | ({"bias": (gemm_bias(shape[-1]), FLOAT)} if biased else {})
+
+
+def norm_outputs(inputs: dict[str, Feed], element_format: str = "e4m3") -> dict[str, int]:
+    dtype = inputs["X"][1]
+    outputs = {"elements": ELEMENT_FORMATS[element_format].onnx_dtype, "scales": UINT8, "normalized": dtype}
+    return outputs | ({"sum": dtype} if "residual" in inputs else {})
+
+
+def norm_op(inputs: dict[str, Feed]) -> str:
+    return "MXFP8AddNormQuantize" if "residual" in inputs else "MXFP8NormQuantize"
+
+
+def check_norm(inputs: dict[str, Feed], got: list[np.ndarray], **settings: Any) -> None:
+    """Fails unless the outputs are those of a norm: the sum exactly, the codes exactly those of what is normalized."""
+    given = {name: array for name, (array, _) in inputs.items()}
+    elements, scales, normalized, *sums = got
+    format_and_rounding = {
+        name: settings.pop(name) for name in ("element_format", "scale_rounding") if name in settings
+    }
+    _, _, expected, total = fused.norm_quantize(given.pop("X"), given.pop("scale"), **given, **settings)
+    for array in sums:
+        np.testing.assert_array_equal(array.astype(np.float32), total.astype(np.float32))
+    scale, bias = inputs["scale"][0], given.get("bias")
+    bound = fused.norm_error_bound(total, scale, bias, **settings)
+    assert_within(normalized.astype(np.float32), expected.astype(np.float32), bound)
+    codes = numerics.quantize(normalized, **format_and_rounding)
+    assert_same_codes(scales, codes[1], normalized)
+    assert_same_codes(elements, codes[0], normalized)
+
+
+@OPSETS
+@NORMS
+@DTYPES
+@BIASED
+@pytest.mark.parametrize("added", [False, True], ids=["", "add"])
+def test_a_norm_is_within_its_bound_and_its_codes_are_exact(added, biased, dtype: int, norm: str, opset: int) -> None:
+    inputs = norm_inputs((2, 5, 70), dtype, biased=biased, added=added)
+    model = one_node_model(norm_op(inputs), inputs, norm_outputs(inputs), opset, {"norm": norm, "epsilon": 1e-3})
+    check_norm(inputs, run(model, inputs), norm=norm, epsilon=float(np.float32(1e-3)))
+
+
+@FORMATS
+@ROUNDINGS
+def test_norms_take_the_settings_of_quantize(element_format: str, scale_rounding: str) -> None:
+    inputs = norm_inputs((9, 64), FLOAT, biased=True, added=True)
+    outputs = norm_outputs(inputs, element_format)
+    attributes = {"output_dtype": outputs["elements"], "scale_rounding": scale_rounding}
+    model = one_node_model(norm_op(inputs), inputs, outputs, 23, attributes)
+    check_norm(inputs, run(model, inputs), element_format=element_format, scale_rounding=scale_rounding)
+
+
+@pytest.mark.parametrize("shape", [(70,), (0, 40), (2, 0), (1, 1), (2, 3, 4, 33)])
+def test_norms_of_any_shape(shape: tuple[int, ...]) -> None:
+    inputs = norm_inputs(shape, FLOAT, biased=True, added=True)
+    check_norm(inputs, run(one_node_model(norm_op(inputs), inputs, norm_outputs(inputs), 23, {}), inputs))
+
+
+@NORMS
+def test_outputs_that_nobody_wants_have_empty_names(norm: str) -> None:
+    inputs = norm_inputs((2, 70), FLOAT16, biased=False, added=True)
+    outputs = norm_outputs(inputs)
+    everything = run(one_node_model(norm_op(inputs), inputs, outputs, 23, {"norm": norm}), inputs)
+    for wanted in (["elements", "scales"], ["elements", "scales", "sum"], ["elements", "scales", "normalized"]):
+        model = one_node_model(norm_op(inputs), inputs, outputs, 23, {"norm": norm})
+        model.graph.node[0].output[:] = [name if name in wanted else "" for name in outputs]
+        kept = [output for output in model.graph.output if output.name in wanted]
+        del model.graph.output[:]
+        model.graph.output.extend(kept)
+        for name, array in zip(wanted, run(model, inputs), strict=True):
+            np.testing.assert_array_equal(array, everything[list(outputs).index(name)], err_msg=name)
+
+
+# --- The functions as parts of a model -----------------------------------------------------------------------------
+
+
+def test_the_nodes_inside_come_with_their_bodies() -> None:
+    def names(*ops: str) -> list[str]:
+        return [function.name for function in functions(23, ops)]
+
+    assert names("MXFP8FusedGemm") == ["MXFP8Gemm", "MXFP8FusedGemm"]
+    assert names("MXFP8GatedWeightGemm", "MXFP8WeightGemm") == ["MXFP8WeightGemm", "MXFP8GatedWeightGemm"]
+    assert names("MXFP8AddNormQuantize", "MXFP8NormQuantize") == [
+        "MXFP8Quantize",
+        "MXFP8AddNormQuantize",
+        "MXFP8NormQuantize",
+    ]
+
+
+@OPSETS
+def test_onnx_s_checker_and_shape_inference_see_through_the_nesting(opset: int) -> None:
+    inputs = gemm_inputs((2, 5, 70), (7, 70), None, gated=True, biased=False)
+    model = one_node_model(
+        gemm_op(inputs), inputs, {"Y": FLOAT16}, opset, {"epilogue": "silu", "output_dtype": FLOAT16}
+    )
+    model.graph.output[0].type.CopyFrom(onnx.helper.make_tensor_type_proto(FLOAT16, ["batch", 5, 7]))
+    onnx.checker.check_model(model, full_check=True)
+    model.graph.output[0].type.tensor_type.ClearField("elem_type")
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    assert inferred.graph.output[0].type.tensor_type.elem_type == FLOAT16
