@@ -26,25 +26,28 @@ def graph_model(
     inputs: Mapping[str, Sequence[Any]] | None = None,
     dtype: Any = F32,
     opset: int = 21,
+    rank: int = 2,
 ) -> onnx.ModelProto:
-    """Returns a model from x [batch, 64] to outputs of the same dtype and rank 2."""
+    """Returns a model from x [batch, 64] to outputs of the same dtype and rank."""
     graph = helper.make_graph(
         list(nodes),
         "fused",
         [value(name, dtype, shape) for name, shape in (inputs or {"x": ["batch", 64]}).items()],
-        [value(name, dtype, [None, None]) for name in outputs],
+        [value(name, dtype, [None] * rank) for name in outputs],
         [numpy_helper.from_array(array, name) for name, array in weights.items()],
     )
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=max(IR_VERSION, 10 + (opset > 22)))
 
 
-def activated(*after: onnx.NodeProto, dtype: Any = F32, outputs: Sequence[str] = ("y",), **numbers: Any) -> Any:
+def activated(
+    *after: onnx.NodeProto, dtype: Any = F32, outputs: Sequence[str] = ("y",), rank: int = 2, **numbers: Any
+) -> onnx.ModelProto:
     """Returns y = f(x @ w + b), f made of nodes from h to y and of numbers."""
     weights = {"w": weight(64, 96, dtype=dtype), "b": weight(96, seed=1, dtype=dtype)}
     weights.update({name: np.asarray(number, dtype) for name, number in numbers.items()})
     nodes = [node("MatMul", "x w", "m", "linear"), node("Add", "m b", "h", "bias"), *after]
-    return graph_model(nodes, weights, outputs=outputs, dtype=dtype)
+    return graph_model(nodes, weights, outputs=outputs, dtype=dtype, rank=rank)
 
 
 def normalized(*before: onnx.NodeProto, dtype: Any = F32, outputs: Sequence[str] = ("y",), **arrays: Any) -> Any:

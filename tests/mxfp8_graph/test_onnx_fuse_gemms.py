@@ -132,7 +132,7 @@ NEAR_MISSES = {
     "another root": activated(*chain(GELU["the half on the sum"][0]), root=1.5, one=1, half=0.5),
     "another function": activated(node("Tanh", "h", "y")),
     "a gelu of ONNX Runtime that is not exact": activated(node("QuickGelu", "h", "y", domain=MICROSOFT)),
-    "the constant has a dimension more": activated(*chain("Mul h one>t; Relu t>y"), one=[[[1.0]]]),
+    "the constant has a dimension more": activated(*chain("Mul h one>t; Relu t>y"), one=[[[1.0]]], rank=3),
     "a Cast is between": activated(
         node("Cast", "h", "c", to=onnx.TensorProto.DOUBLE),
         node("Relu", "c", "r"),

@@ -36,9 +36,8 @@ def fuse_norm(view: GraphView, node: onnx.NodeProto) -> Replacement | None:
     before, vectors = _float32(view, norm)
     operands = [norm.x, *([norm.residual] if norm.residual else []), *vectors]
     outputs = [*node.output, *(_if_read(view, output, gone) for output in (name, norm.total))]
-    while not outputs[-1]:
-        outputs.pop()
     op = contract.ADD_NORM_QUANTIZE if norm.residual else contract.NORM_QUANTIZE
+    outputs = outputs[: len(op.outputs)]
     fused = successor(node, op, operands, outputs, norm=norm.kind, epsilon=norm.epsilon)
     kind = f"{'add + ' if norm.residual else ''}{norm.kind} norm + quantize"
     return Replacement(kind=kind, node=fused, gone=gone, before=before)
