@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import onnx
 
 from mxfp8_graph import provenance
-from mxfp8_graph.onnx_model.walk import iter_graphs, iter_nodes, node_label
+from mxfp8_graph.onnx_model.walk import iter_graphs, node_label
 from mxfp8_ops import contract, onnx_functions
 
 
@@ -24,19 +22,9 @@ def recipe_of(model: onnx.ModelProto) -> str | None:
 
 def complete(model: onnx.ModelProto, opset: int, recipe: str | None) -> None:
     """Adds function bodies for the nodes of a rewritten model, the import of their domain, and how it was made."""
-    wanted = _ours(node for graph in iter_graphs(model.graph) for node in graph.node)
-    bodies: dict[str, onnx.FunctionProto] = {}
-    while wanted:  # a body may call other nodes
-        new = onnx_functions.functions(opset, sorted(wanted))
-        bodies.update({body.name: body for body in new})
-        wanted = _ours(node for body in new for node in iter_nodes(body.node)) - bodies.keys()
-    model.functions.extend(bodies[name] for name in sorted(bodies))
+    used = {node.op_type for graph in iter_graphs(model.graph) for node in graph.node if node.domain == contract.DOMAIN}
+    model.functions.extend(onnx_functions.functions(opset, sorted(used)))
     if not any(entry.domain == contract.DOMAIN for entry in model.opset_import):
         model.opset_import.add(domain=contract.DOMAIN, version=contract.VERSION)
     recorded = {entry.key: entry.value for entry in model.metadata_props}
     onnx.helper.set_model_props(model, {**recorded, **provenance.entries(recipe)})
-
-
-def _ours(nodes: Iterable[onnx.NodeProto]) -> set[str]:
-    """Returns the types of those nodes that are ours."""
-    return {node.op_type for node in nodes if node.domain == contract.DOMAIN}

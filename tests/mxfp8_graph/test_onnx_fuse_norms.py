@@ -65,7 +65,8 @@ def test_a_norm_is_part_of_the_quantization(form: str) -> None:
     assert kinds_fused(report) == [f"{kind} norm + quantize"]
     assert attribute(fused_node(fused), "norm", None) == kind
     assert list(fused_node(fused).output)[2:] == [""]
-    assert {t.name for t in fused.graph.initializer} == {"w_mxfp8", "w_mxfp8_scales", "scale"} | arrays.keys() & {"bias"}
+    vectors = {"scale", "bias"} & arrays.keys()
+    assert {t.name for t in fused.graph.initializer} == {"w_mxfp8", "w_mxfp8_scales", *vectors}
     check_same(proto, fused, plain, limit=2e-3)  # an element may be rounded to the other side
 
 
@@ -173,9 +174,7 @@ NEAR_MISSES: dict[str, onnx.ModelProto] = {
     "another axis": normalized(
         node("LayerNormalization", "x scale", "n", axis=0), scale=np.broadcast_to(SCALE, (5, 64))
     ),
-    "the mean is read": normalized(
-        node("LayerNormalization", "x scale", "n mean"), scale=SCALE, outputs=("y", "mean")
-    ),
+    "the mean is read": normalized(node("LayerNormalization", "x scale", "n mean"), scale=SCALE, outputs=("y", "mean")),
     "a scale that is computed": normalized(
         node("Abs", "scale0", "scale"), node("LayerNormalization", "x scale", "n"), scale0=SCALE
     ),
@@ -200,5 +199,6 @@ def test_what_is_no_norm_of_rows_stays(case: str) -> None:
 
 
 def test_weight_only_gemms_leave_norms_alone() -> None:
-    _, _, report = both_ways(normalized(*FORMS["LayerNormalization"][1], **FORMS["LayerNormalization"][2]), "mxfp8-bf16")
+    _, nodes, arrays = FORMS["LayerNormalization"]
+    _, _, report = both_ways(normalized(*nodes, **arrays), "mxfp8-bf16")
     assert report.fusions == ()

@@ -26,11 +26,11 @@ MOST_NODES: Final = 12
 Array = npt.NDArray[np.float64]
 
 _erf: Final[Callable[[Array], Array]] = np.vectorize(math.erf, otypes=[np.float64])
+_tanh: Final[Callable[[Array], Array]] = np.tanh
 
 
 def _sigmoid(x: Array) -> Array:
-    values: Array = (1 + np.tanh(x / 2)) / 2
-    return values
+    return (1 + _tanh(x / 2)) / 2
 
 
 def _gelu(x: Array) -> Array:
@@ -38,20 +38,20 @@ def _gelu(x: Array) -> Array:
 
 
 def _gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + _tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
-
-_EPILOGUES: Final[Mapping[str, Callable[[Array], Array]]] = MappingProxyType(
-    {
-        "relu": lambda x: np.maximum(x, 0),
-        "gelu": _gelu,
-        "gelu_tanh": _gelu_tanh,
-        "silu": lambda x: x * _sigmoid(x),
-    }
-)
-"""The activation functions that a fused gemm has, by the value of its attribute `epilogue`."""
 
 _POINTS: Final = np.concatenate([np.linspace(-12, 12, 241), [-1e4, -300, -40, -1e-3, 1e-3, 40, 300, 1e4]])
+
+_EPILOGUES: Final[Mapping[str, Array]] = MappingProxyType(
+    {
+        "relu": np.maximum(_POINTS, 0),
+        "gelu": _gelu(_POINTS),
+        "gelu_tanh": _gelu_tanh(_POINTS),
+        "silu": _POINTS * _sigmoid(_POINTS),
+    }
+)
+"""The activation functions that a fused gemm has at `_POINTS`, by the value of its attribute `epilogue`."""
 
 _TOLERANCE: Final = MappingProxyType({contract.FLOAT: 1e-6, contract.FLOAT16: 2.5e-4, contract.BFLOAT16: 2e-3})
 """How far a function may be off, relative to 1 + |x|, by dtype, to which its constants are rounded."""
@@ -73,7 +73,7 @@ _STANDARD: Final[Mapping[str, _Compute]] = MappingProxyType(
         "Neg": lambda node, given: -given[0],
         "Relu": lambda node, given: np.maximum(given[0], 0),
         "Sigmoid": lambda node, given: _sigmoid(given[0]),
-        "Tanh": lambda node, given: np.tanh(given[0]),
+        "Tanh": lambda node, given: _tanh(given[0]),
         "Erf": lambda node, given: _erf(given[0]),
         "Gelu": _standard_gelu,
         "Swish": _swish,
@@ -121,7 +121,8 @@ def _cone(view: GraphView, name: str) -> list[tuple[onnx.NodeProto, Array]]:
     They are in order; none if there are more than `MOST_NODES`, since no activation has that many.
     """
     values, waiting = {name: _POINTS}, [name]
-    while waiting and len(values) <= MOST_NODES + 1:
+    found: list[onnx.NodeProto] = []
+    while waiting and len(found) <= MOST_NODES:
         for node in view.readers(waiting.pop()):
             compute = _OPS.get(node.domain, {}).get(node.op_type)
             if compute is None or len(node.output) != 1 or node.output[0] in values:
@@ -131,10 +132,10 @@ def _cone(view: GraphView, name: str) -> list[tuple[onnx.NodeProto, Array]]:
                 with np.errstate(all="ignore"):
                     values[node.output[0]] = compute(node, given)
                 waiting.append(node.output[0])
-    if len(values) > MOST_NODES + 1:
+                found.append(node)
+    if len(found) > MOST_NODES:
         return []
-    del values[name]
-    return [(node, values[node.output[0]]) for node in view.nodes if node.output and node.output[0] in values]
+    return [(node, values[node.output[0]]) for node in sorted(found, key=view.place)]
 
 
 def _known(view: GraphView, name: str, values: Mapping[str, Array]) -> Array | None:
@@ -159,7 +160,7 @@ def _made_of(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
 
 def _named(values: Array, dtype: int) -> str | None:
     """Returns the epilogue with these values at `_POINTS`, within the tolerance of the dtype."""
-    errors = {name: _error(values, function(_POINTS)) for name, function in _EPILOGUES.items()}
+    errors = {name: _error(values, wanted) for name, wanted in _EPILOGUES.items()}
     nearest = min(errors, key=errors.__getitem__)
     return nearest if errors[nearest] <= _TOLERANCE[dtype] else None
 

@@ -63,6 +63,7 @@ class GraphView:
         """Returns a name like the one it is given that nothing in the model has yet."""
         self.nodes: Sequence[onnx.NodeProto] = list(graph.node)
         """In order, each behind what it reads."""
+        self._places = {id(node): place for place, node in enumerate(self.nodes)}
         self._types = types
         self._stored = stored
         self._unread = unread
@@ -89,6 +90,10 @@ class GraphView:
     def readers(self, name: str) -> Sequence[onnx.NodeProto]:
         """Returns the nodes of this graph that read a value, a node once for each time it does."""
         return self._readers.get(name, ())
+
+    def place(self, node: onnx.NodeProto) -> int:
+        """Returns where a node is in `nodes`."""
+        return self._places[id(node)]
 
     def is_shared(self, name: str) -> bool:
         """Whether a value is an output of the graph, or read in a subgraph: it has to stay, whoever else reads it."""

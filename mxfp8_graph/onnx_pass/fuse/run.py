@@ -54,7 +54,7 @@ class _Step:
         for fusion in FUSIONS:
             view = GraphView(graph, self._types, stored, unread=self._unread, fresh=self._fresh)
             if found := list(_found(fusion, view)):
-                self._put(graph, view.nodes, found)
+                self._put(graph, view, found)
                 stored = self._visible(graph, outer)
         for node in graph.node:  # after the edits, which copy what is inside nodes
             for _, inner in subgraphs(node):
@@ -65,15 +65,12 @@ class _Step:
         own = {name: tensor for name, tensor in stored_in(graph).items() if name not in self._overridable}
         return {**outer, **own}
 
-    def _put(
-        self, graph: onnx.GraphProto, before: Sequence[onnx.NodeProto], replacements: Sequence[Replacement]
-    ) -> None:
+    def _put(self, graph: onnx.GraphProto, view: GraphView, replacements: Sequence[Replacement]) -> None:
         """Puts each replacement where the last of the nodes was that it stands for."""
-        index = {id(node): place for place, node in enumerate(before)}
         gone = {id(node) for found in replacements for node in found.gone}
-        at = {max(index[id(node)] for node in found.gone): found for found in replacements}
+        at = {max(map(view.place, found.gone)): found for found in replacements}
         nodes: list[onnx.NodeProto] = []
-        for place, node in enumerate(before):
+        for place, node in enumerate(view.nodes):
             if found := at.get(place):
                 nodes += [*found.before, found.node, *found.after]
                 self._tell(found)
@@ -86,8 +83,9 @@ class _Step:
     def _tell(self, found: Replacement) -> None:
         for node in found.gone:
             self.suspects.update((*node.input, *node.output))
-        labels = tuple(label for node in found.gone if (label := node_label(node)) != found.node.name)
-        self.reports.append(FusionReport(kind=found.kind, node=found.node.name, replaced=labels))
+        name = node_label(found.node)
+        others = tuple(label for node in found.gone if (label := node_label(node)) != name)
+        self.reports.append(FusionReport(kind=found.kind, node=name, replaced=others))
 
 
 def _found(fusion: Fusion, view: GraphView) -> Iterator[Replacement]:
