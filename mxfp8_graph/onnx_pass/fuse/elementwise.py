@@ -18,7 +18,7 @@ import onnx
 
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView, attribute
-from mxfp8_ops import contract
+from mxfp8_ops import contract, fused
 
 MOST_NODES: Final = 12
 """An activation has fewer: the longest in use, gelu of tanh with a cube of products, has ten."""
@@ -27,31 +27,20 @@ Array = npt.NDArray[np.float64]
 
 _erf: Final[Callable[[Array], Array]] = np.vectorize(math.erf, otypes=[np.float64])
 _tanh: Final[Callable[[Array], Array]] = np.tanh
+_relu, _gelu, _gelu_tanh = (fused.EPILOGUES[name].of for name in ("relu", "gelu", "gelu_tanh"))
 
 
 def _sigmoid(x: Array) -> Array:
     return (1 + _tanh(x / 2)) / 2
 
 
-def _gelu(x: Array) -> Array:
-    return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
-
-
-def _gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1 + _tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
 _POINTS: Final = np.concatenate([np.linspace(-12, 12, 241), [-1e4, -300, -40, -1e-3, 1e-3, 40, 300, 1e4]])
 
-_EPILOGUES: Final[Mapping[str, Array]] = MappingProxyType(
-    {
-        "relu": np.maximum(_POINTS, 0),
-        "gelu": _gelu(_POINTS),
-        "gelu_tanh": _gelu_tanh(_POINTS),
-        "silu": _POINTS * _sigmoid(_POINTS),
-    }
-)
-"""The activation functions that a fused gemm has at `_POINTS`, by the value of its attribute `epilogue`."""
+with np.errstate(over="ignore"):
+    _EPILOGUES: Final[Mapping[str, Array]] = MappingProxyType(
+        {name: row.of(_POINTS) for name, row in fused.EPILOGUES.items() if name != "none"}
+    )
+    """The activation functions that a fused gemm has, at `_POINTS`, by the value of its attribute `epilogue`."""
 
 _TOLERANCE: Final = MappingProxyType({contract.FLOAT: 1e-6, contract.FLOAT16: 2.5e-4, contract.BFLOAT16: 2e-3})
 """How far a function may be off, relative to 1 + |x|, by dtype, to which its constants are rounded."""
@@ -71,7 +60,7 @@ _STANDARD: Final[Mapping[str, _Compute]] = MappingProxyType(
     {
         "Identity": lambda node, given: given[0],
         "Neg": lambda node, given: -given[0],
-        "Relu": lambda node, given: np.maximum(given[0], 0),
+        "Relu": lambda node, given: _relu(given[0]),
         "Sigmoid": lambda node, given: _sigmoid(given[0]),
         "Tanh": lambda node, given: _tanh(given[0]),
         "Erf": lambda node, given: _erf(given[0]),
