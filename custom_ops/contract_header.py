@@ -20,7 +20,8 @@ def header() -> str:
     """Returns the text of src/contract.h: what is written by hand, then the rows."""
     values, elements = formats.VALUE_DTYPES.values(), formats.ELEMENT_FORMATS.values()
     codes = [f"{_code(row)} == {row.onnx_dtype}" for row in (*values, *elements)]
-    codes += [f"MXFP8_{name.upper()} == {index}" for index, name in enumerate(formats.SCALE_ROUNDINGS)]
+    for names in (formats.SCALE_ROUNDINGS, contract.EPILOGUES, contract.NORMS):
+        codes += [f"MXFP8_{name.upper()} == {index}" for index, name in enumerate(names)]
     codes += [f"MXFP8_INT32 == {contract.INT32}", f"MXFP8_INT64 == {contract.INT64}"]
     codes += [f"MXFP8_CONTRACT_VERSION == {contract.VERSION}"]
     cpp_formats = [f"ROW({row.name.upper()}, {row.mantissa_bits}, {row.bias}, {row.max_code:#x})" for row in elements]

@@ -15,6 +15,9 @@ from mxfp8_ops.contract import Op
 
 _KINDS: Final = {int: AttributeProto.INT, float: AttributeProto.FLOAT, str: AttributeProto.STRING}
 
+_MOST_STRINGS: Final = 3
+"""In one constant: ONNX Runtime 1.25 keeps those of more than 127 bytes, 32 for each, where it cannot read them."""
+
 
 @dataclass(frozen=True)
 class Attribute:
@@ -98,12 +101,15 @@ class Body:
         """
         reference = self.attribute(name)
         if reference.type == AttributeProto.STRING:
-            known = self("Constant", value_strings=list(values))
             given = self("Constant", value_string=reference)
+            parts = [
+                self("Constant", value_strings=list(part))
+                for part in (values[i : i + _MOST_STRINGS] for i in range(0, len(values), _MOST_STRINGS))
+            ]
         else:
-            known = self.constant(list(values))
             given = self("Constant", value_int=reference)
-        hits = self("NonZero", self("Equal", known, given))
+            parts = [self.constant(list(values))]
+        hits = self("NonZero", self("Concat", *(self("Equal", part, given) for part in parts), axis=0))
         return self("Reshape", hits, self.constant(np.zeros(0, np.int64)), out=f"{name}_index")
 
     def lookup(self, table: npt.NDArray[Any], row: tuple[str, str]) -> str:

@@ -255,7 +255,7 @@ EPILOGUES: Final[Mapping[str, Epilogue]] = MappingProxyType(
         "none": Epilogue(lambda x: x, 1.0, 0.0),
         "relu": Epilogue(_relu, 1.0, 0.0),
         "gelu": Epilogue(_gelu, 1.13, 8.0),
-        "gelu_tanh": Epilogue(_gelu_tanh, 1.13, 16.0),
+        "gelu_tanh": Epilogue(_gelu_tanh, 1.13, 8.0),
         "silu": Epilogue(_silu, 1.1, 8.0),
     }
 )

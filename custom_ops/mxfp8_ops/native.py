@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,6 +77,9 @@ def load() -> ctypes.CDLL:
         "mxfp8_embedding": (i, p, n, i, p, p, n, n, i, p, i),
         "mxfp8_gemm": (i, p, p, i, p, p, p, n, n, n, i, p, n, i),
         "mxfp8_weight_gemm": (i, p, n, i, i, p, p, p, n, n, n, i, p, n, i),
+        "mxfp8_fused_gemm": (i, p, p, i, p, p, p, i, i, p, n, n, n, i, p, n, i),
+        "mxfp8_fused_weight_gemm": (i, p, n, i, i, p, p, p, i, i, p, n, n, n, i, p, n, i),
+        "mxfp8_norm_quantize": (i, p, p, p, p, n, n, i, c_float, i, i, p, p, p, p, i),
         "mxfp8_grouped_gemm": (i, p, p, i, p, p, p, n, n, n, n, i, p, i),
         "mxfp8_grouped_weight_gemm": (i, p, i, i, p, p, p, n, n, n, n, i, p, i),
         "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(PackStats), i),

@@ -8,7 +8,6 @@ BackendError if the native library is missing; it is loaded on first use.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from ctypes import byref
 from dataclasses import dataclass
 
@@ -16,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import checks, contract, formats, native, numerics
-from mxfp8_ops.cpu.operands import array, contiguous, empty, floats, thread_count
+from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
+from mxfp8_ops.cpu.products import End, multiply, result
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
 from mxfp8_ops.numerics import Array, Codes
@@ -94,16 +94,16 @@ def gemm(
     threads: int = 0,
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numerics.gemm`."""
-    y, bias = _result((a, a_scales), (b, b_scales), bias, dtype)
+    y, bias = result((a, a_scales), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
     a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
     library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
 
-    def product(a: list[int], b: list[int], bias: int | None, m: int, y: int) -> int:
-        status: int = library.mxfp8_gemm(a_code, *a, b_code, *b, bias, m, n, k, y_code, y, n, threads)
+    def product(a: list[int], b: list[int], end: End, m: int, y: int) -> int:
+        status: int = library.mxfp8_gemm(a_code, *a, b_code, *b, end[0], m, n, k, y_code, y, n, threads)
         return status
 
-    return _multiply(product, (a, a_scales), (b, b_scales), bias, y)
+    return multiply(product, (a, a_scales), (b, b_scales), (bias, None), y)
 
 
 def weight_gemm(
@@ -119,19 +119,19 @@ def weight_gemm(
 ) -> Array:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`."""
     checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
-    y, bias = _result((x,), (b, b_scales), bias, dtype)
+    y, bias = result((x,), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
     x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
     rounding = formats.activation_dtype(activation_dtype).onnx_dtype
     library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
 
-    def product(x: list[int], b: list[int], bias: int | None, m: int, y: int) -> int:
+    def product(x: list[int], b: list[int], end: End, m: int, y: int) -> int:
         status: int = library.mxfp8_weight_gemm(
-            x_code, *x, k, rounding, b_code, *b, bias, m, n, k, y_code, y, n, threads
+            x_code, *x, k, rounding, b_code, *b, end[0], m, n, k, y_code, y, n, threads
         )
         return status
 
-    return _multiply(product, (x,), (b, b_scales), bias, y)
+    return multiply(product, (x,), (b, b_scales), (bias, None), y)
 
 
 def embedding(
@@ -278,45 +278,3 @@ class _Rows:
         self.y = empty(where, shape, numerics.value_dtype(dtype))
         self.sizes = b[0].shape[0], math.prod((*lead, m)), n, a[0].shape[-1]
         """E, M, N, K."""
-
-
-_Product = Callable[[list[int], list[int], int | None, int, int], int]
-"""Multiplies matrices; from the addresses of a, b (each with its scales) and the bias, M, and the address of y."""
-
-
-def _result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype: str) -> tuple[Array, Array | None]:
-    """Returns an empty result of a gemm whose operands come with their scales, if they have any, and the bias.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        BackendError: there is no room for the result.
-    """
-    for name, operand in (("a", a), ("b", b)):
-        for which, codes in zip((name, f"{name}_scales"), operand, strict=False):
-            array("gemm", which, codes)
-    bias = None if bias is None else floats("gemm", "bias", bias)
-    shape = checks.gemm_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
-    for operand in (a, b):
-        if len(operand) == 2:
-            checks.check_codes("gemm", *operand, -1)
-    return empty("gemm", shape, numerics.value_dtype(dtype)), bias
-
-
-def _multiply(
-    product: _Product, a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, result: Array
-) -> Array:
-    """Returns `result`, filled by one `product` per leading index; by one in all if only `a` has leading indices."""
-    y = result[..., None, :] if a[0].ndim == 1 else result
-    a = tuple(contiguous("gemm", np.atleast_2d(t)) for t in a)
-    b = tuple(contiguous("gemm", t) for t in b)
-    flat = b[0].ndim == 2
-    leading = () if flat else y.shape[:-2]
-    m = math.prod(y.shape[:-1]) if flat else y.shape[-2]
-    every_a, every_b = (
-        operand if flat else [np.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b)
-    )
-    for i in np.ndindex(leading if y.size else (0,)):
-        one_a, one_b = ([t[i].ctypes.data for t in operand] for operand in (every_a, every_b))
-        address = None if bias is None else bias.ctypes.data
-        native.check("gemm", product(one_a, one_b, address, m, y[i].ctypes.data))
-    return result

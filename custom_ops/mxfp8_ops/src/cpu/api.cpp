@@ -41,16 +41,20 @@ void check_indices(const EmbeddingArgs& e) {
   if (at >= 0) throw Refused(MXFP8_BAD_ARGUMENT, outside(e, at, std::to_string(at)));
 }
 
-// What both gemms ask of b, bias and y, and the product that is then safe to do. Where y is empty, nothing is read.
+// What the gemms ask of b, bias, factor and y, and the product that is then safe to do. Where y is empty, nothing is
+// read.
 bool check_product(const GemmArgs& g) {
   check_element_format("b_format", g.b_format);
   check_value_dtype("y_dtype", g.y_dtype);
+  check_epilogue("epilogue", g.epilogue);
+  check_value_dtype("factor_dtype", g.factor_dtype);
   check_sizes({{"m", g.m}, {"n", g.n}, {"k", g.k}});
   check_range({"y_stride", g.y_stride}, g.n, INT64_MAX);
   if (g.m == 0 || g.n == 0) return false;
   check_array(array("b", g.b, 1), {g.n, g.k});
   check_array(array("b_scales", g.b_scales, 1), {g.n, scale_count(g.k)});
   if (g.bias != nullptr) check_array(array("bias", g.bias, sizeof(float)), {g.n});
+  if (g.factor != nullptr) check_array(array("factor", g.factor, bytes_of(g.factor_dtype)), {g.m, g.n});
   check_rows(array("y", g.y, bytes_of(g.y_dtype)), g.m, g.n, g.y_stride);
   return true;
 }
@@ -58,6 +62,35 @@ bool check_product(const GemmArgs& g) {
 void multiply(GemmArgs g, const Parallel& parallel) {
   g.a_stride = stride_of(g.m, g.k, g.a_stride), g.y_stride = stride_of(g.m, g.n, g.y_stride);
   gemm(kernels_in_use(), parallel, g);
+}
+
+// The gemms with A quantized, and with values for A.
+int quantized_product(GemmArgs g, int threads) {
+  return answer([&] {
+    check_element_format("a_format", g.a_format);
+    const uint8_t no_scales = 0;  // stands for those of K = 0: without an address, a would be taken for values
+    const bool writes = check_product(g);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_array(array("a", g.a, 1), {g.m, g.k});
+    check_array(array("a_scales", g.a_scales, 1), {g.m, scale_count(g.k)});
+    if (g.k == 0) g.a_scales = &no_scales;
+    multiply(g, parallel);
+  });
+}
+
+int weight_product(GemmArgs g, int activation_dtype, int threads) {
+  return answer([&] {
+    check_value_dtype("x_dtype", g.a_format);
+    check_activation_dtype("activation_dtype", activation_dtype);
+    g.rounds_a = activation_dtype == MXFP8_BFLOAT16;
+    const bool writes = check_product(g);
+    check_range({"x_stride", g.a_stride}, g.k, INT64_MAX);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_rows(array("x", g.a, bytes_of(g.a_format)), g.m, g.k, g.a_stride);
+    multiply(g, parallel);
+  });
 }
 
 // What both grouped gemms ask of their arguments but a, and the product that is then safe to do.
@@ -154,34 +187,55 @@ int mxfp8_embedding(int index_dtype, const void* indices, int64_t count, int b_f
 int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
                int64_t y_stride, int threads) {
-  return answer([&] {
-    check_element_format("a_format", a_format);
-    const uint8_t no_scales = 0;  // stands for those of K = 0: without an address, a would be taken for values
-    GemmArgs g = {a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride};
-    const bool writes = check_product(g);
-    const Parallel parallel = checked_threads(threads);
-    if (!writes) return;
-    check_array(array("a", a, 1), {m, k});
-    check_array(array("a_scales", a_scales, 1), {m, scale_count(k)});
-    if (k == 0) g.a_scales = &no_scales;
-    multiply(g, parallel);
-  });
+  return quantized_product(
+      {a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride, false}, threads);
 }
 
 int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,
                       const uint8_t* b, const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k,
                       int y_dtype, void* y, int64_t y_stride, int threads) {
+  return weight_product({x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride},
+                        activation_dtype, threads);
+}
+
+int mxfp8_fused_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
+                     const uint8_t* b_scales, const float* bias, int epilogue, int factor_dtype, const void* factor,
+                     int64_t m, int64_t n, int64_t k, int y_dtype, void* y, int64_t y_stride, int threads) {
+  return quantized_product({a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride, false,
+                            epilogue, factor_dtype, factor},
+                           threads);
+}
+
+int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,
+                            const uint8_t* b, const uint8_t* b_scales, const float* bias, int epilogue,
+                            int factor_dtype, const void* factor, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
+                            int64_t y_stride, int threads) {
+  return weight_product({x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride,
+                         false, epilogue, factor_dtype, factor},
+                        activation_dtype, threads);
+}
+
+int mxfp8_norm_quantize(int value_dtype, const void* x, const void* residual, const float* scale, const float* bias,
+                        int64_t rows, int64_t k, int norm, float epsilon, int element_format, int scale_rounding,
+                        uint8_t* elements, uint8_t* scales, void* normalized, void* sum, int threads) {
   return answer([&] {
-    check_value_dtype("x_dtype", x_dtype);
-    check_activation_dtype("activation_dtype", activation_dtype);
-    GemmArgs g = {x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride};
-    g.rounds_a = activation_dtype == MXFP8_BFLOAT16;
-    const bool writes = check_product(g);
-    check_range({"x_stride", x_stride}, k, INT64_MAX);
-    const Parallel parallel = checked_threads(threads);
-    if (!writes) return;
-    check_rows(array("x", x, bytes_of(x_dtype)), m, k, x_stride);
-    multiply(g, parallel);
+    check_value_dtype("value_dtype", value_dtype);
+    check_norm("norm", norm);
+    check_element_format("element_format", element_format);
+    check_rounding("scale_rounding", scale_rounding);
+    check_sizes({{"rows", rows}, {"k", k}});
+    const int64_t bytes = bytes_of(value_dtype);
+    check_array(array("x", x, bytes), {rows, k});
+    for (const Array& each :
+         {array("residual", residual, bytes), array("normalized", normalized, bytes), array("sum", sum, bytes)}) {
+      if (each.address != 0) check_array(each, {rows, k});
+    }
+    if (rows > 0) check_array(array("scale", scale, sizeof(float)), {k});
+    if (rows > 0 && bias != nullptr) check_array(array("bias", bias, sizeof(float)), {k});
+    check_blocks(elements, scales, rows, k, 1);
+    norm_quantize(kernels_in_use(), checked_threads(threads),
+                  {value_dtype, x, residual, scale, bias, rows, k, norm, epsilon, element_format,
+                   scale_increment(element_format, scale_rounding), elements, scales, normalized, sum});
   });
 }
 

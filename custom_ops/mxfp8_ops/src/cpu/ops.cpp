@@ -32,13 +32,16 @@ void for_ranges(const Parallel& parallel, int64_t count, int64_t per_task, const
                [&](int64_t task) { body(task, task * per_task, std::min(count, (task + 1) * per_task)); });
 }
 
-// The same in ranges of equal size, as many for each thread.
+// How many ranges `count` things of so many values are cut into: as many for each thread.
+int64_t equal_ranges(const Parallel& parallel, int64_t count, int64_t values_each) {
+  const int64_t values = count * values_each;
+  return values < kLeastValues ? 1 : ceil_div(ceil_div(values, kTaskValues), parallel.threads) * parallel.threads;
+}
+
+// The same in ranges of equal size.
 template <class Body>
 void for_equal_ranges(const Parallel& parallel, int64_t count, int64_t values_each, const Body& body) {
-  const int64_t values = count * values_each;
-  const int64_t tasks =
-      values < kLeastValues ? 1 : ceil_div(ceil_div(values, kTaskValues), parallel.threads) * parallel.threads;
-  for_ranges(parallel, count, ceil_div(count, tasks), body);
+  for_ranges(parallel, count, ceil_div(count, equal_ranges(parallel, count, values_each)), body);
 }
 
 // The row of a code, or null.
@@ -100,6 +103,16 @@ void embedding(const Kernels& kernels, const Parallel& parallel, const Embedding
   if (args.count == 0 || args.d == 0) return;
   for_equal_ranges(parallel, args.count, args.d,
                    [&](int64_t, int64_t begin, int64_t end) { kernels.embedding(args, begin, end); });
+}
+
+void norm_quantize(const Kernels& kernels, const Parallel& parallel, const NormArgs& args) {
+  if (args.rows == 0 || args.k == 0) return;
+  const int64_t tasks = equal_ranges(parallel, args.rows, args.k), per_task = ceil_div(args.rows, tasks);
+  const int64_t room = std::min(norm_rows(args.k), per_task) * args.k;
+  std::vector<float> rooms(size_t(ceil_div(args.rows, per_task) * room));
+  for_ranges(parallel, args.rows, per_task, [&](int64_t task, int64_t begin, int64_t end) {
+    kernels.norm_quantize(args, begin, end, rooms.data() + task * room);
+  });
 }
 
 void pack(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& args, bool transposed,

@@ -19,6 +19,7 @@ void quantize(const Kernels&, const Parallel&, const QuantizeArgs&);
 void dequantize(const Kernels&, const Parallel&, const DequantizeArgs&);
 void embedding(const Kernels&, const Parallel&, const EmbeddingArgs&);  // whose indices are checked: indices.h
 void gemm(const Kernels&, const Parallel&, const GemmArgs&);
+void norm_quantize(const Kernels&, const Parallel&, const NormArgs&);
 
 // One gemm of many weights: b [experts, N, K], and every row of y says which it is multiplied with. grouped.cpp.
 struct GroupedArgs {

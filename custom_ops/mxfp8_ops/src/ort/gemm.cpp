@@ -1,4 +1,4 @@
-// MXFP8Gemm and MXFP8WeightGemm, whose X has no scales.
+// MXFP8Gemm and MXFP8WeightGemm, whose X has no scales; and the same with an epilogue, and with a factor.
 #include <algorithm>
 
 #include "../cuda_host/kernels.h"
@@ -19,6 +19,7 @@ struct Gemm final : Job {
     operands->in(&args.b, args.n * args.k);
     operands->in(&args.b_scales, args.n * blocks);
     operands->in(&args.bias, int64_t(sizeof(float)) * args.n);
+    operands->in(&args.factor, args.m * args.n * int64_t(value_bytes(args.factor_dtype)));
     operands->out(&args.y, args.m * args.n * int64_t(value_bytes(args.y_dtype)));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { gemm(kernels, parallel, args); }
@@ -101,7 +102,8 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   const bool quantized = node.a_scales >= 0;
   Tensor a = input(context, node.a);
   const Tensor a_scales = input(context, node.a_scales), b = input(context, node.b);
-  const Tensor b_scales = input(context, node.b_scales), bias = input(context, node.bias);
+  const Tensor b_scales = input(context, node.b_scales), bias = input(context, node.bias),
+               factor = input(context, node.factor);
 
   if (a.dims.empty() || b.dims.size() < 2 || a.dims.back() != b.dims.back()) {
     throw NodeError(kernel.where + ": operands " + to_string(a.dims) + " and " + to_string(b.dims) +
@@ -122,6 +124,10 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   Dims y_dims = leading;
   if (!vector) y_dims.push_back(m);
   y_dims.push_back(n);
+  if (factor.data != nullptr && factor.dims != y_dims) {
+    throw NodeError(kernel.where + ": factor has shape " + to_string(factor.dims) + "; expected " + to_string(y_dims) +
+                    ", that of the result; broadcast it first");
+  }
   auto* y = static_cast<char*>(output(context, 0, y_dims));
 
   int64_t batches = product(leading.begin(), leading.end());
@@ -143,6 +149,11 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
               static_cast<const uint8_t*>(b.data) + b_row * k,
               static_cast<const uint8_t*>(b_scales.data) + b_row * blocks, static_cast<const float*>(bias.data), m, n,
               k, y_dtype, y + batch * m * n * y_bytes, n, kernel.attributes.activation_dtype == MXFP8_BFLOAT16});
+    job.args.epilogue = epilogue_code(kernel.attributes.epilogue);
+    if (factor.data != nullptr) {
+      job.args.factor_dtype = factor.dtype;
+      job.args.factor = static_cast<const char*>(factor.data) + batch * m * n * int64_t(value_bytes(factor.dtype));
+    }
     kernel.backend->run(context, &job);
   }
 }
@@ -153,5 +164,7 @@ const Implementation kGemmNode = {infer, compute, [](const Overload& node, bool 
                                     return cuda::gemm_kernels(node.inputs[0], node.inputs[size_t(row_of(node.op).b)],
                                                               cublas);
                                   }};
+
+const Implementation kFusedGemmNode = {infer, compute, nullptr, true};
 
 }  // namespace mxfp8::ort

@@ -13,6 +13,10 @@ void read(const OrtKernelInfo* info, const char* name, int64_t* value) {
   if (OrtStatus* missing = KernelInfoGetAttribute_int64(info, name, value)) ReleaseStatus(missing);
 }
 
+void read(const OrtKernelInfo* info, const char* name, float* value) {
+  if (OrtStatus* missing = KernelInfoGetAttribute_float(info, name, value)) ReleaseStatus(missing);
+}
+
 void read(const OrtKernelInfo* info, const char* name, std::string* value) {
   size_t size = 0;
   if (OrtStatus* missing = KernelInfoGetAttribute_string(info, name, nullptr, &size)) {
@@ -87,6 +91,9 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
     read(info, "output_dtype", &attributes.output_dtype);
     read(info, "activation_dtype", &attributes.activation_dtype);
     read(info, "scale_rounding", &attributes.scale_rounding);
+    read(info, "epilogue", &attributes.epilogue);
+    read(info, "norm", &attributes.norm);
+    read(info, "epsilon", &attributes.epsilon);
     check_attributes(where, overload.op, &attributes);
     if (overload.outputs[0] != attributes.output_dtype) {
       // Shape inference tells ONNX Runtime the output's type; without a rank to report it cannot (shapes.cpp).

@@ -30,16 +30,30 @@ std::string choices(const Port& port) {
   return choices(names);
 }
 
+// Index of a name in a table, -1 if it is not there.
+template <size_t N>
+int index_of(const char* const (&names)[N], const std::string& name) {
+  const auto* found = std::find(std::begin(names), std::end(names), name);
+  return found == std::end(names) ? -1 : int(found - names);
+}
+
+template <size_t N>
+void check_name(const std::string& where, const char* attribute, const char* const (&names)[N],
+                const std::string& name) {
+  if (index_of(names, name) >= 0) return;
+  throw NodeError(where + ": " + attribute + " '" + name + "'; expected " +
+                  choices({std::begin(names), std::end(names)}) + "; correct the attribute");
+}
+
 }  // namespace
 
 bool accepts(const Port& port, int64_t dtype) {
   return dtype != 0 && std::find(std::begin(port.dtypes), std::end(port.dtypes), dtype) != std::end(port.dtypes);
 }
 
-int rounding_code(const std::string& name) {
-  const auto* found = std::find(std::begin(kScaleRoundings), std::end(kScaleRoundings), name);
-  return found == std::end(kScaleRoundings) ? -1 : int(found - kScaleRoundings);
-}
+int rounding_code(const std::string& name) { return index_of(kScaleRoundings, name); }
+int epilogue_code(const std::string& name) { return index_of(kEpilogues, name); }
+int norm_code(const std::string& name) { return index_of(kNorms, name); }
 
 std::string to_string(const Dims& dims) {
   std::string text = "(";
@@ -81,10 +95,9 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
     throw NodeError(where + ": activation_dtype " + std::to_string(attributes->activation_dtype) + "; expected " +
                     choices(names) + "; correct the attribute");
   }
-  if (rounding_code(attributes->scale_rounding) < 0) {
-    throw NodeError(where + ": scale_rounding '" + attributes->scale_rounding + "'; expected " +
-                    choices({std::begin(kScaleRoundings), std::end(kScaleRoundings)}) + "; correct the attribute");
-  }
+  check_name(where, "scale_rounding", kScaleRoundings, attributes->scale_rounding);
+  check_name(where, "epilogue", kEpilogues, attributes->epilogue);
+  check_name(where, "norm", kNorms, attributes->norm);
 }
 
 int64_t normalize_axis(const std::string& where, int64_t axis, int64_t rank) {

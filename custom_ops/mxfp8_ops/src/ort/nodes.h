@@ -32,6 +32,9 @@ struct Attributes {
   int64_t output_dtype = 0;  // 0: not given
   int64_t activation_dtype = MXFP8_FLOAT32;
   std::string scale_rounding = "ceil";
+  std::string epilogue = "none";
+  std::string norm = "layer";
+  float epsilon = 1e-5f;
 };
 
 // "<where>: <what is>; expected <what>; <what to do>"
@@ -56,8 +59,10 @@ bool accepts(const Port& port, int64_t dtype);
 // Fills in the default output_dtype and checks every attribute the op has. Throws NodeError.
 void check_attributes(const std::string& where, Op op, Attributes* attributes);
 
-// Index in kScaleRoundings, the code of mxfp8_ops.h; -1 if it is none.
+// Index in kScaleRoundings, kEpilogues or kNorms, the code of mxfp8_ops.h; -1 if it is none.
 int rounding_code(const std::string& name);
+int epilogue_code(const std::string& name);
+int norm_code(const std::string& name);
 
 // `axis` as 0..rank-1. Throws NodeError.
 int64_t normalize_axis(const std::string& where, int64_t axis, int64_t rank);

@@ -41,6 +41,14 @@ SymbolicDims input_dims(const OrtShapeInferContext* context, size_t index) {
   return dims;
 }
 
+int input_dtype(const OrtShapeInferContext* context, size_t index) {
+  Shape* shape = nullptr;  // belongs to the context
+  check(ShapeInferContext_GetInputTypeShape(context, index, &shape));
+  int dtype = 0;
+  check(GetTensorElementType(shape, &dtype));
+  return dtype;
+}
+
 void set_output(OrtShapeInferContext* context, size_t index, int dtype, SymbolicDims dims) {
   Dims sizes;
   std::vector<const char*> symbols;

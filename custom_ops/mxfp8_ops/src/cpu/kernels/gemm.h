@@ -6,6 +6,7 @@
 // So a multiply reads it front to back.
 #pragma once
 #include "codec.h"
+#include "epilogue.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -110,21 +111,10 @@ MXFP8_NOINLINE float exact_dot(const GemmArgs& args, int64_t row, int64_t column
   return sum;
 }
 
-// Adds the bias to a strip [rows, kGemmColumns] and stores it in the result's dtype.
+// Finishes a strip [rows, kGemmColumns] of the result.
 MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t width,
                               const float* strip) {
-  with_dtype(args.y_dtype, [&](auto dtype) {
-    using D = decltype(dtype);
-    for (int64_t i = 0; i < rows; ++i) {
-      auto* y = static_cast<typename D::Storage*>(args.y) + (row + i) * args.y_stride + column;
-      const float* sums = strip + i * kGemmColumns;
-      if (args.bias != nullptr) {
-        for (int64_t j = 0; j < width; ++j) y[j] = D::store(sums[j] + args.bias[column + j]);
-      } else {
-        for (int64_t j = 0; j < width; ++j) y[j] = D::store(sums[j]);
-      }
-    }
-  });
+  for (int64_t i = 0; i < rows; ++i) finish_row(args, row + i, column, width, strip + i * kGemmColumns);
 }
 
 // Walks the result in strips of kGemmColumns columns, chunks `depth` deep. T is the type of packed values; PanelRows

@@ -10,11 +10,12 @@
 
 namespace mxfp8 {
 
-constexpr int64_t kColumnTile = 64;   // columns a strided kernel handles at once
-constexpr int64_t kPackDepth = 8;     // blocks along K in one tile of the transposing pack
-constexpr int64_t kGemmRows = 256;    // rows of A packed at a time: they stay in L2
-constexpr int64_t kSkinnyRows = 16;   // the most rows of A that B is decoded in registers for
-constexpr int64_t kGemmColumns = 64;  // columns of one accumulator strip
+constexpr int64_t kColumnTile = 64;    // columns a strided kernel handles at once
+constexpr int64_t kPackDepth = 8;      // blocks along K in one tile of the transposing pack
+constexpr int64_t kGemmRows = 256;     // rows of A packed at a time: they stay in L2
+constexpr int64_t kSkinnyRows = 16;    // the most rows of A that B is decoded in registers for
+constexpr int64_t kGemmColumns = 64;   // columns of one accumulator strip
+constexpr int64_t kNormValues = 4096;  // that a norm handles at a time, whole rows of them: they stay in L1
 
 // x is [outer, K, inner] for quantize; for pack it is [N, K] or, transposed, [K, N], with `stride` values per row.
 struct QuantizeArgs {
@@ -26,6 +27,9 @@ struct QuantizeArgs {
   uint8_t* elements;
   uint8_t* scales;
 };
+
+// Rows of k > 0 values that a norm handles at a time.
+constexpr int64_t norm_rows(int64_t k) { return k < kNormValues ? kNormValues / k : 1; }
 
 // One task's share of mxfp8_pack_stats. Blocks that hold a NaN or Inf count in neither sum.
 struct Stats {
@@ -72,6 +76,29 @@ struct GemmArgs {
   void* y;
   int64_t y_stride;
   bool rounds_a = false;
+  // What becomes of sums and bias, see epilogue.h; then that times a factor [m, n], or null.
+  int epilogue = MXFP8_NONE;
+  int factor_dtype = MXFP8_FLOAT32;
+  const void* factor = nullptr;
+};
+
+// Rows of x + residual, normalized, times scale, plus bias; and quantized. Null: residual, bias; and normalized and
+// sum, if nobody wants them.
+struct NormArgs {
+  int dtype;
+  const void* x;
+  const void* residual;
+  const float* scale;
+  const float* bias;
+  int64_t rows, k;
+  int norm;
+  float epsilon;
+  int format;
+  uint32_t increment;  // formats.scale_increment
+  uint8_t* elements;
+  uint8_t* scales;
+  void* normalized;
+  void* sum;
 };
 
 // The gemm kernels work alike. Up to kGemmRows rows of A are packed, in tiles of `tile_rows`, into scratch memory that
@@ -104,6 +131,8 @@ struct Kernels {
   void (*dequantize_rows)(const DequantizeArgs&, int64_t row_begin, int64_t row_end);
   void (*dequantize_columns)(const DequantizeArgs&, int64_t tile_begin, int64_t tile_end);
   void (*embedding)(const EmbeddingArgs&, int64_t begin, int64_t end);
+  // `room` has norm_rows(k) * k values.
+  void (*norm_quantize)(const NormArgs&, int64_t row_begin, int64_t row_end, float* room);
   bool has_bf16;            // whether there are gemms for Values::kBf16
   const GemmKernel* gemms;  // fastest first; the last takes anything
 };

@@ -10,6 +10,7 @@ void pack_columns(const QuantizeArgs&, int64_t, int64_t, Stats*);
 void dequantize_rows(const DequantizeArgs&, int64_t, int64_t);
 void dequantize_columns(const DequantizeArgs&, int64_t, int64_t);
 void embedding(const EmbeddingArgs&, int64_t, int64_t);
+void norm_quantize(const NormArgs&, int64_t, int64_t, float*);
 
 // One row of the gemms: for strips of `least` to `most` rows, in tiles of `tile` rows, packed as `Value`.
 template <class Value>
@@ -64,6 +65,7 @@ constexpr Kernels table() {
   all.dequantize_rows = dequantize_rows;
   all.dequantize_columns = dequantize_columns;
   all.embedding = embedding;
+  all.norm_quantize = norm_quantize;
   all.has_bf16 = gemms[0].values == Values::kBf16;
   all.gemms = gemms;
   return all;

@@ -1,0 +1,131 @@
+"""The functions of `mxfp8_ops.fused`, natively, on NumPy arrays: same names, same arguments, same errors.
+
+Each also takes `threads`, how many to use (0 for one per processor), and raises BackendError if the native library is
+missing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mxfp8_ops import checks, contract, formats, native
+from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
+from mxfp8_ops.cpu.products import End, multiply, result
+from mxfp8_ops.errors import ContractError
+from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
+from mxfp8_ops.numerics import Array, Codes
+
+
+def gemm(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    factor: Array | None = None,
+    epilogue: str = "none",
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    threads: int = 0,
+) -> Array:
+    """Returns epilogue(A @ B.T + bias) * factor; a [..., M, K], b [..., N, K], as in `fused.gemm`."""
+    codes = _codes(epilogue, factor)
+    y, bias = result((a, a_scales), (b, b_scales), bias, dtype)
+    threads = thread_count("gemm", threads)
+    a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
+    library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
+
+    def product(a: list[int], b: list[int], end: End, m: int, y: int) -> int:
+        status: int = library.mxfp8_fused_gemm(
+            a_code, *a, b_code, *b, end[0], *codes, end[1], m, n, k, y_code, y, n, threads
+        )
+        return status
+
+    return multiply(product, (a, a_scales), (b, b_scales), (bias, _like(factor, y)), y)
+
+
+def weight_gemm(
+    x: Array,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    factor: Array | None = None,
+    epilogue: str = "none",
+    b_format: str = "e4m3",
+    dtype: str = "float32",
+    activation_dtype: str | None = None,
+    threads: int = 0,
+) -> Array:
+    """Returns epilogue(x @ dequantize(b).T + bias) * factor; x [..., M, K], as in `fused.weight_gemm`."""
+    codes = _codes(epilogue, factor)
+    checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
+    y, bias = result((x,), (b, b_scales), bias, dtype)
+    threads = thread_count("gemm", threads)
+    x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
+    rounding = formats.activation_dtype(activation_dtype).onnx_dtype
+    library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
+
+    def product(x: list[int], b: list[int], end: End, m: int, y: int) -> int:
+        status: int = library.mxfp8_fused_weight_gemm(
+            x_code, *x, k, rounding, b_code, *b, end[0], *codes, end[1], m, n, k, y_code, y, n, threads
+        )
+        return status
+
+    return multiply(product, (x,), (b, b_scales), (bias, _like(factor, y)), y)
+
+
+def norm_quantize(
+    x: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    residual: Array | None = None,
+    norm: str = "layer",
+    epsilon: float = 1e-5,
+    element_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+    threads: int = 0,
+) -> tuple[Codes, Codes, Array, Array]:
+    """Returns (elements, scales, normalized, sum), as `fused.norm_quantize` does."""
+    where, fmt = "norm_quantize", formats.element_format(element_format)
+    formats.scale_increment(fmt, scale_rounding)  # checks the name
+    if norm not in contract.NORMS:
+        raise ContractError.unknown("norm", norm, contract.NORMS)
+    operands = {"x": x, "scale": scale, "bias": bias, "residual": residual}
+    for name, operand in operands.items():
+        if operand is not None:
+            array(where, name, operand)
+    checks.check_value_dtype(where, x.dtype)
+    checks.check_norm(where, x, scale, bias, residual)
+    given = {name: contiguous(where, operand) for name, operand in operands.items() if operand is not None}
+    shape = x.shape
+    elements, scales = (empty(where, size, np.uint8) for size in (shape, checks.scale_shape(shape, -1)))
+    normalized, total = empty(where, shape, x.dtype), given["x"] if residual is None else empty(where, shape, x.dtype)
+    at = {name: operand.ctypes.data for name, operand in given.items()}
+    status = native.load().mxfp8_norm_quantize(
+        VALUE_DTYPES[x.dtype.name].onnx_dtype, at["x"], at.get("residual"), at["scale"], at.get("bias"),
+        *checks.split_at(shape, len(shape) - 1)[:2], contract.NORMS.index(norm), epsilon, fmt.onnx_dtype,
+        SCALE_ROUNDINGS.index(scale_rounding), elements.ctypes.data, scales.ctypes.data, normalized.ctypes.data,
+        None if residual is None else total.ctypes.data, thread_count(where, threads),
+    )  # fmt: skip
+    native.check(where, status)
+    return elements, scales, normalized, total
+
+
+def _codes(epilogue: str, factor: Array | None) -> tuple[int, int]:
+    """Returns the codes of an epilogue and of the dtype of a factor."""
+    if epilogue not in contract.EPILOGUES:
+        raise ContractError.unknown("epilogue", epilogue, contract.EPILOGUES)
+    if factor is None:
+        return contract.EPILOGUES.index(epilogue), contract.FLOAT
+    checks.check_value_dtype("gemm", array("gemm", "factor", factor).dtype)
+    return contract.EPILOGUES.index(epilogue), VALUE_DTYPES[factor.dtype.name].onnx_dtype
+
+
+def _like(factor: Array | None, y: Array) -> Array | None:
+    if factor is not None:
+        checks.check_factor("gemm", factor, y.shape)
+    return factor
