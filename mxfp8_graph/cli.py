@@ -221,6 +221,10 @@ def rewrite(
             help="Keep matmuls whose name or module path matches; beside the recipe's own. Repeatable.",
         ),
     ] = None,
+    no_fuse: Annotated[
+        bool,
+        typer.Option("--no-fuse", help="ONNX: leave activations, normalizations and attention beside matmuls alone."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done to each matmul; stop.")] = False,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json or .html.")
@@ -244,6 +248,7 @@ def rewrite(
     if report is not None:
         check_report_path(report, models=[model, *([output] if output else [])])
     chosen = load_recipe(recipe).excluding(exclude or ())
+    chosen = chosen.without_fusion() if no_fuse else chosen
     with progress_bar() as progress:
         _, done = rewriting.rewrite(
             model,

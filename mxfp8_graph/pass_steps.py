@@ -17,7 +17,7 @@ from mxfp8_graph.policy.plan import Decision, NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe, recorded
 from mxfp8_graph.provenance import Made, recipe_name
 from mxfp8_graph.report.account import Account
-from mxfp8_graph.report.data import RewriteReport, SiteReport
+from mxfp8_graph.report.data import FusionReport, RewriteReport, SiteReport
 from mxfp8_ops.errors import RecipeError
 
 Site = TypeVar("Site")
@@ -47,6 +47,8 @@ class Reporter:
     """Size of the model, once it is known."""
     notes: list[str] = field(default_factory=list)
     """What else was done to the model; grows on the way."""
+    fusions: Sequence[FusionReport] = ()
+    """What was fused."""
     _started: float = field(default_factory=time.perf_counter, init=False)
 
     def report(
@@ -59,11 +61,13 @@ class Reporter:
     ) -> RewriteReport:
         """Returns the report; `bytes_after` is None if nothing was written."""
         output = self.options.output if bytes_after is not None else None
+        gone = {name for fusion in self.fusions for name in fusion.replaced}
         return RewriteReport(
             source=self.options.name,
             output=None if output is None else str(output),
             recipe=self.recipe.model_dump(mode="json"),
-            sites=tuple(sites),
+            sites=tuple(site.without(gone) for site in sites) if gone else tuple(sites),
+            fusions=tuple(self.fusions),
             bytes_before=self.bytes_before,
             bytes_after=bytes_after,
             account=account or Account(),
@@ -88,7 +92,8 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
     """
     if made is None:
         return False
-    same = recorded(made.recipe) == recipe
+    before = recorded(made.recipe)
+    same = before is not None and before.without_fusion() == recipe.without_fusion()  # weights are packed alike
     if made.packed:
         if same and not options.training:
             return True
@@ -100,6 +105,14 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
         changed = f"Recipe type changed from {recipe_name(made.recipe)} to {recipe.name}"
         warnings.warn(printable(changed), stacklevel=4)  # the caller of mxfp8_graph.rewrite
     return same and options.training
+
+
+def fusion_note(made: Made | None, recipe: Recipe) -> list[str]:
+    """Returns what to tell of a model that was rewritten before with fusion where `recipe` has none, or without it."""
+    before = None if made is None else recorded(made.recipe)
+    if before is None or before.fuse == recipe.fuse:
+        return []
+    return [f"it was rewritten with{'' if before.fuse else 'out'} fusion; rewrite the original to change that"]
 
 
 def require_eligible(

@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 
 import mxfp8_graph
+from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops import numerics, ort
 
@@ -92,9 +93,12 @@ def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray]) -> list[n
     return list(session.run(None, dict(feeds)))
 
 
-def rewrite(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> tuple[onnx.ModelProto, RewriteReport]:
-    """Rewrites a model in memory and checks that the result is well formed."""
-    rewritten, report = mxfp8_graph.rewrite(proto, recipe)
+def rewrite(
+    proto: onnx.ModelProto, recipe: Any = "mxfp8", *, fuse: bool = False
+) -> tuple[onnx.ModelProto, RewriteReport]:
+    """Rewrites a model in memory and checks that the result is well formed; nothing is fused unless a test asks."""
+    recipe = load_recipe(recipe)
+    rewritten, report = mxfp8_graph.rewrite(proto, recipe if fuse else recipe.without_fusion())
     check_well_formed(rewritten)
     return rewritten, report
 

@@ -47,7 +47,7 @@ def _shape(shape: Sequence[int]) -> str:
 def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:
     """Returns what the kernels of one op did against their function bodies, in words."""
     worst = max(node.excess for node in nodes)
-    if nodes[0].is_gemm:
+    if nodes[0].has_bound:
         bound = f"at most {worst:.2g} of the fp32 accumulation bound"
         return f"{len(nodes)} {op}: kernel and function body differ by {bound}"
     differing = f"{worst:.0f} values differ" if worst else "the same bytes"

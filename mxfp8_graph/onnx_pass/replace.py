@@ -86,7 +86,7 @@ class Editor:
     def apply(self, site: OnnxSite, decision: Decision) -> SiteReport:
         """Packs the site's weight, plans its new nodes, and returns what became of it; errors as `pack`."""
         edit = self._edits.setdefault(site.scope.path, ScopeEdit(site.scope))
-        build = Builder(edit, site.index, self._fresh)
+        build = Builder(edit, site.index, self.fresh)
         inputs = [build.ids(site.lookup) if site.lookup else build.k_last(site.x)]
         if decision.activation_format is not None and site.lookup is None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding)
@@ -115,7 +115,7 @@ class Editor:
             edit.rebuild()
         prune(self._opened, self._suspects)
 
-    def _fresh(self, wanted: str) -> str:
+    def fresh(self, wanted: str) -> str:
         """Returns `wanted`, or `wanted` with a number, that no tensor or node of the model is called."""
         return take_name(wanted, self._names)
 
@@ -141,7 +141,7 @@ class Editor:
         if site.added.addend is not None:
             steps.append(Step(op="Add", inputs=((site.added.addend, site.form.beta),)))
         steps += [*site.form.after, *site.added.after]
-        output = self._fresh(f"{site.added.output}_gemm") if steps else site.added.output
+        output = self.fresh(f"{site.added.output}_gemm") if steps else site.added.output
         settings = {"output_dtype": dtype}
         if takes_values:
             settings["activation_dtype"] = formats.activation_dtype(decision.activation_dtype).onnx_dtype
@@ -164,7 +164,7 @@ class Editor:
                     name=static.name,
                     allow_nonfinite=self._allow_nonfinite,
                 )
-            names = self._fresh(f"{static.name}_mxfp8"), self._fresh(f"{static.name}_mxfp8_scales")
+            names = self.fresh(f"{static.name}_mxfp8"), self.fresh(f"{static.name}_mxfp8_scales")
             dtypes = formats.element_format(decision.weight_format).onnx_dtype, contract.UINT8
             for name, dtype, data in zip(names, dtypes, (result.elements, result.scales), strict=True):
                 tensor = static.owner.initializer.add(name=name, data_type=dtype, dims=data.shape)
@@ -184,7 +184,7 @@ class Editor:
             plain = plain and static.tensor.data_type == contract.FLOAT and static.tensor.dims == [n]
             name = static.name
             if not plain or beta != 1.0 or any(step == "Cast" for step, _ in static.steps):
-                name = self._fresh(f"{static.name}_f32")
+                name = self.fresh(f"{static.name}_f32")
                 self.made_from[name] = (id(static.owner), static.name)
                 stored = read(self._stored(static), self._opened.folder, self._opened.name)
                 values = apply(static.steps, stored).astype(np.float32).reshape(-1) * np.float32(beta)

@@ -14,11 +14,13 @@ from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass import stored_bytes
 from mxfp8_graph.onnx_pass.embeddings import looks_up
 from mxfp8_graph.onnx_pass.find import find_sites
+from mxfp8_graph.onnx_pass.fuse import fuse
+from mxfp8_graph.onnx_pass.fuse.graph_view import types_of
 from mxfp8_graph.onnx_pass.matmul_forms import multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.onnx_pass.tensor_uses import find_uses
 from mxfp8_graph.options import Options
-from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
+from mxfp8_graph.pass_steps import Reporter, already_rewritten, fusion_note, replace_each, require_eligible
 from mxfp8_graph.policy import tied_tables
 from mxfp8_graph.policy.plan import plan
 from mxfp8_graph.policy.recipe import Recipe
@@ -35,7 +37,9 @@ def rewrite_onnx(
     reporter = Reporter(recipe=recipe, options=options)
     opened = open_model(model)
     reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes
-    if already_rewritten(record.find(opened.proto), recipe, options, what="model"):
+    made = record.find(opened.proto)
+    if already_rewritten(made, recipe, options, what="model"):
+        reporter.notes += fusion_note(made, recipe)
         return model, reporter.report(already_rewritten=True)
     before = stored_bytes.inventory(opened)
     upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
@@ -53,10 +57,13 @@ def rewrite_onnx(
         progress = None if options.dry_run else options.progress
         reports = replace_each(sites, decisions, editor.apply, progress=progress)
         editor.finish()
+        if recipe.fuse:
+            types = types_of({id(site.scope): site.scope.view for site in sites}.values())
+            reporter.fusions = fuse(opened, types, editor.fresh)
         result = account(stored_bytes.inventory(opened), editor.made_from)
         if options.dry_run:
             target.probe()
             return None, reporter.dry_run(decisions, result)
-        record.complete(opened.proto, opened.opset, recipe.model_dump_json())
+        record.complete(opened.proto, opened.opset, recipe.to_record())
         target.finish()
     return target.path or opened.proto, reporter.report(reports, target.byte_size, account=result)

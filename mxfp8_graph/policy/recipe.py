@@ -159,6 +159,9 @@ class Recipe(_Model):
     """Sites whose name or module path matches one of these stay in high precision, whatever else is said."""
     rules: tuple[Rule, ...] = ()
     """First match wins."""
+    fuse: Flag = True
+    """Also what stands beside a rewritten matmul of an ONNX model: its activation, a normalization in front of it, the
+    attention between two. Exported programs have that from torch.compile."""
 
     def excluding(self, patterns: Sequence[str]) -> Recipe:
         """Returns the recipe with more patterns in `exclude`, and a name that says so.
@@ -171,6 +174,14 @@ class Recipe(_Model):
         name = f"{self.name} excluding {', '.join(patterns)}"
         fields = self.model_dump(exclude_unset=True)
         return Recipe(**{**fields, "name": name, "exclude": (*self.exclude, *patterns)})
+
+    def without_fusion(self) -> Recipe:
+        """Returns the recipe with `fuse` false."""
+        return self.model_copy(update={"fuse": False})
+
+    def to_record(self) -> str:
+        """Returns the recipe as JSON, as `recorded` reads it; without fusion, as versions wrote it that had none."""
+        return self.model_dump_json(exclude=None if self.fuse else {"fuse"})
 
     _older = model_validator(mode="before")(older_spellings.in_recipe)
 
@@ -195,11 +206,15 @@ class Recipe(_Model):
 
 
 def recorded(text: str | None) -> Recipe | None:
-    """Returns the recipe that a rewritten model records as JSON; None if this version cannot read it."""
+    """Returns the recipe that a rewritten model records as JSON; None if this version cannot read it.
+
+    A model of a version without fusion does not say `fuse`: nothing in it is fused.
+    """
     try:
-        return Recipe.model_validate_json(text or "")
+        recipe = Recipe.model_validate_json(text or "")
     except pydantic.ValidationError:
         return None
+    return recipe if "fuse" in recipe.model_fields_set else recipe.without_fusion()
 
 
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -34,6 +35,9 @@ SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "dec
 WEIGHT_HEADER: Final[tuple[str, ...]] = ("before", "after", "rel. L2", "SQNR dB")
 """Header of `SiteReport.weight_row`."""
 
+FUSION_HEADER: Final[tuple[str, ...]] = ("kind", "node", "stands also for")
+"""Header of the fused nodes."""
+
 REASON_HEADER: Final[tuple[str, ...]] = ("decision", "sites", "reason")
 """Header of `reason_rows`."""
 
@@ -58,6 +62,10 @@ class SiteReport:
     """Size of the static operand as elements and scales."""
     relative_l2: float | None = None
     """|w - dequantized| / |w| of the static operand; None without one."""
+
+    def without(self, nodes: Container[str]) -> SiteReport:
+        """Returns the report for a site some of whose nodes are no more, since a fused node stands for them."""
+        return replace(self, nodes=tuple(name for name in self.nodes if name not in nodes))
 
     @property
     def sqnr_db(self) -> float | None:
@@ -95,6 +103,22 @@ class SiteReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusionReport:
+    """One fused node."""
+
+    kind: str
+    """What it is made of: "gemm + gelu"."""
+    node: str
+    """Its name."""
+    replaced: tuple[str, ...]
+    """Names of the other nodes that it stands for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fusion with JSON types only."""
+        return {"kind": self.kind, "node": self.node, "replaced": list(self.replaced)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightError:
     """Errors of the packed weights, each weight counted once however many sites share it."""
 
@@ -123,6 +147,8 @@ class RewriteReport:
     output: str | None
     recipe: dict[str, Any]
     sites: tuple[SiteReport, ...]
+    fusions: tuple[FusionReport, ...] = ()
+    """What was, or in a dry run would be, fused; empty for a program."""
     bytes_before: int
     bytes_after: int | None
     """Size of the model, external data included; None if nothing was written."""
@@ -188,6 +214,7 @@ class RewriteReport:
             "weight_error": error.to_dict() if error else None,
             "account": self.account.to_dict(),
             "sites": [site.to_dict() for site in self.sites],
+            "fusions": [fusion.to_dict() for fusion in self.fusions],
         }
 
     def to_json(self) -> str:
@@ -208,6 +235,9 @@ class RewriteReport:
         reasons = [(decision, (count, float(count)), reason) for decision, count, reason in reason_rows(self)]
         parts.append(html.Table("Why", REASON_HEADER, reasons).html())
         parts.append(html.Table("Sites", header, rows, paler="kept").html())
+        if self.fusions:
+            fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
+            parts.append(html.Table("Fused nodes", FUSION_HEADER, fused).html())
         if self.account.tensors:
             parts.append(self.account.details())
         return html.page(f"{headline(self)}: {self.source}", parts)
@@ -259,6 +289,9 @@ def facts(report: RewriteReport) -> list[tuple[str, str]]:
     if error := report.weight_error:
         mean, worst = (f"{value:.4f} ({sqnr_db(value):.1f} dB)" for value in (error.mean, error.worst))
         lines.append(("weight error", f"relative L2 mean {mean}, worst {worst} at {error.worst_site}"))
+    if report.fusions:
+        kinds = Counter(fusion.kind for fusion in report.fusions)
+        lines.append(("fused", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
     lines.append(("time", f"{report.seconds:.1f} s"))
     lines += [("note", note) for note in report.notes]
     if report.dry_run:

@@ -30,7 +30,9 @@ STYLES: Final = {
 def closing(report: RewriteReport) -> RenderableType:
     """Returns the table that ends a rewrite: sites grouped by reason, then `facts`."""
     if report.already_rewritten:
-        return lines((("", data.headline(report)), *data.facts(report)[-1:]))
+        return lines(
+            (("", data.headline(report)), *(fact for fact in data.facts(report) if fact[0] in {"note", "result"}))
+        )
     parts = [grid(data.REASON_HEADER, data.reason_rows(report))]
     if rows := report.account.rows():
         parts.append(grid(account.HEADER, rows))

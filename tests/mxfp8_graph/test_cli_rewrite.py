@@ -38,7 +38,20 @@ def test_the_closing_table() -> None:
 def test_output_and_recipe() -> None:
     source = save(b.chain_model())
     assert run("rewrite", source, "-o", "out.onnx", "--recipe", "mxfp8-weight-only").exit_code == 0
-    assert {node.op_type for node in onnx.load("out.onnx").graph.node} == {"MXFP8WeightGemm", "Relu"}
+    assert {node.op_type for node in onnx.load("out.onnx").graph.node} == {"MXFP8FusedWeightGemm"}
+
+
+def test_no_fuse() -> None:
+    source = save(b.chain_model())
+    assert run("rewrite", source, "-o", "out.onnx", "--no-fuse").exit_code == 0
+    assert {node.op_type for node in onnx.load("out.onnx").graph.node} == {"MXFP8Quantize", "MXFP8Gemm", "Relu"}
+
+
+def test_fused_nodes_are_counted() -> None:
+    result = run("rewrite", save(b.chain_model()), "--report", "r.json")
+    assert "fused         2 gemm + relu" in result.stdout
+    fusions = json.loads(Path("r.json").read_text())["fusions"]
+    assert fusions[0] == {"kind": "gemm + relu", "node": "layers.0.linear", "replaced": ["layers.0.relu"]}
 
 
 def test_a_recipe_file() -> None:

@@ -364,5 +364,5 @@ class TestAlreadyRewritten:
 
     def test_a_loop_body_that_was_rewritten_counts(self):
         rewritten, _ = mxfp8_graph.rewrite(gemm_model())
-        assert kinds(rewritten)["MXFP8Gemm"] == 1
+        assert kinds(rewritten)["MXFP8FusedGemm"] == 1
         assert initializers(mxfp8_graph.rewrite(rewritten)[0]) == initializers(rewritten)

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from builders import chain_model, matmul_model, matmul_stack, model, node, weight
 from onnx import helper
-from oracle import check_well_formed, expect, initializers, kinds, normal, relu, run
+from oracle import check_well_formed, expect, initializers, kinds, normal, relu, rewrite, run
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
@@ -83,7 +83,7 @@ def test_one_weight_with_and_without_quantized_activations_is_packed_once():
 
 def test_only_the_functions_that_are_used_are_attached():
     names = {
-        recipe: sorted(f.name for f in mxfp8_graph.rewrite(matmul_model(), recipe)[0].functions)
+        recipe: sorted(f.name for f in rewrite(matmul_model(), recipe)[0].functions)
         for recipe in ("mxfp8", "mxfp8-weight-only")
     }
     assert names == {"mxfp8": ["MXFP8Gemm", "MXFP8Quantize"], "mxfp8-weight-only": ["MXFP8WeightGemm"]}

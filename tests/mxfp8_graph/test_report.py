@@ -109,6 +109,7 @@ def test_the_keys_of_the_dict() -> None:
         "weight_error",
         "account",
         "sites",
+        "fusions",
     ]
 
 

@@ -1,0 +1,158 @@
+"""Finds which activation function a few elementwise nodes compute, by computing it.
+
+Exporters write one function in many ways: 0.5 * x * (1 + erf(x / sqrt(2))) has its factors in any order, sqrt(2) as a
+divisor or as a factor, and x ** 3 as a power or as products. All of them are the same function of x, which a few
+hundred points tell from any other that so few nodes make.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
+from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView, attribute
+from mxfp8_ops import contract, fused
+
+MOST_NODES: Final = 12
+"""An activation has fewer: the longest in use, gelu of tanh with a cube of products, has ten."""
+
+Array = npt.NDArray[np.float64]
+
+_erf: Final[Callable[[Array], Array]] = np.vectorize(math.erf, otypes=[np.float64])
+_tanh: Final[Callable[[Array], Array]] = np.tanh
+_relu, _gelu, _gelu_tanh = (fused.EPILOGUES[name].of for name in ("relu", "gelu", "gelu_tanh"))
+
+
+def _sigmoid(x: Array) -> Array:
+    return (1 + _tanh(x / 2)) / 2
+
+
+_POINTS: Final = np.concatenate([np.linspace(-12, 12, 241), [-1e4, -300, -40, -1e-3, 1e-3, 40, 300, 1e4]])
+
+with np.errstate(over="ignore"):
+    _EPILOGUES: Final[Mapping[str, Array]] = MappingProxyType(
+        {name: row.of(_POINTS) for name, row in fused.EPILOGUES.items() if name != "none"}
+    )
+    """The activation functions that a fused gemm has, at `_POINTS`, by the value of its attribute `epilogue`."""
+
+_TOLERANCE: Final = MappingProxyType({contract.FLOAT: 1e-6, contract.FLOAT16: 2.5e-4, contract.BFLOAT16: 2e-3})
+"""How far a function may be off, relative to 1 + |x|, by dtype, to which its constants are rounded."""
+
+_Compute = Callable[[onnx.NodeProto, Sequence[Array]], Array]
+
+
+def _standard_gelu(node: onnx.NodeProto, given: Sequence[Array]) -> Array:
+    return (_gelu_tanh if attribute(node, "approximate", "none") == "tanh" else _gelu)(given[0])
+
+
+def _swish(node: onnx.NodeProto, given: Sequence[Array]) -> Array:
+    return given[0] * _sigmoid(attribute(node, "alpha", 1.0) * given[0])
+
+
+_STANDARD: Final[Mapping[str, _Compute]] = MappingProxyType(
+    {
+        "Identity": lambda node, given: given[0],
+        "Neg": lambda node, given: -given[0],
+        "Relu": lambda node, given: _relu(given[0]),
+        "Sigmoid": lambda node, given: _sigmoid(given[0]),
+        "Tanh": lambda node, given: _tanh(given[0]),
+        "Erf": lambda node, given: _erf(given[0]),
+        "Gelu": _standard_gelu,
+        "Swish": _swish,
+        "Add": lambda node, given: given[0] + given[1],
+        "Sub": lambda node, given: given[0] - given[1],
+        "Mul": lambda node, given: given[0] * given[1],
+        "Div": lambda node, given: given[0] / given[1],
+        "Pow": lambda node, given: given[0] ** given[1],
+    }
+)
+_MICROSOFT: Final[Mapping[str, _Compute]] = MappingProxyType(
+    {
+        "Gelu": lambda node, given: _gelu(given[0]),
+        "FastGelu": lambda node, given: _gelu_tanh(given[0] if len(given) == 1 else given[0] + given[1]),
+        "QuickGelu": lambda node, given: given[0] * _sigmoid(attribute(node, "alpha", 1.702) * given[0]),
+    }
+)
+_OPS: Final = MappingProxyType({MICROSOFT: _MICROSOFT, **dict.fromkeys(STANDARD, _STANDARD)})
+"""What each elementwise op computes, by domain."""
+
+
+def activation_of(view: GraphView, name: str, dtype: int) -> tuple[str, Sequence[onnx.NodeProto]] | None:
+    """Returns the longest activation of value `name` that a fused gemm has, and its nodes; or None.
+
+    Nobody reads `name`, nor what is between the nodes, but the nodes themselves.
+
+    Args:
+        view: the graph.
+        name: of a value with that dtype.
+        dtype: an onnx.TensorProto.DataType.
+    """
+    cone = _cone(view, name)
+    for count in range(len(cone), 0, -1):
+        nodes = _made_of([node for node, _ in cone[:count]])
+        inner = {name, *(node.output[0] for node in nodes[:-1])}
+        epilogue = _named(cone[count - 1][1], dtype)
+        if epilogue is not None and all(view.is_between(value, *nodes) for value in inner):
+            return epilogue, nodes
+    return None
+
+
+def _cone(view: GraphView, name: str) -> list[tuple[onnx.NodeProto, Array]]:
+    """Returns the elementwise nodes that read nothing but `name` and numbers, and what they make of it at `_POINTS`.
+
+    They are in order; none if there are more than `MOST_NODES`, since no activation has that many.
+    """
+    values, waiting = {name: _POINTS}, [name]
+    found: list[onnx.NodeProto] = []
+    while waiting and len(found) <= MOST_NODES:
+        for node in view.readers(waiting.pop()):
+            compute = _OPS.get(node.domain, {}).get(node.op_type)
+            if compute is None or len(node.output) != 1 or node.output[0] in values:
+                continue
+            given = [value for name in node.input if (value := _known(view, name, values)) is not None]
+            if len(given) == len(node.input):
+                with np.errstate(all="ignore"):
+                    values[node.output[0]] = compute(node, given)
+                waiting.append(node.output[0])
+                found.append(node)
+    if len(found) > MOST_NODES:
+        return []
+    return [(node, values[node.output[0]]) for node in sorted(found, key=view.place)]
+
+
+def _known(view: GraphView, name: str, values: Mapping[str, Array]) -> Array | None:
+    """Returns a value of the cone, or a constant that is one number and adds no dimension to what it meets."""
+    if name in values:
+        return values[name]
+    value = view.constant(name)
+    if value is None or value.size != 1 or value.ndim > 1 or value.dtype == object:
+        return None
+    return np.full(_POINTS.shape, value.astype(np.float64).reshape(()))
+
+
+def _made_of(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """Returns those of `nodes` that the last one is made of, in order."""
+    wanted, found = {nodes[-1].output[0]}, []
+    for node in reversed(nodes):
+        if node.output[0] in wanted:
+            found.append(node)
+            wanted.update(node.input)
+    return found[::-1]
+
+
+def _named(values: Array, dtype: int) -> str | None:
+    """Returns the epilogue with these values at `_POINTS`, within the tolerance of the dtype."""
+    errors = {name: _error(values, wanted) for name, wanted in _EPILOGUES.items()}
+    nearest = min(errors, key=errors.__getitem__)
+    return nearest if errors[nearest] <= _TOLERANCE[dtype] else None
+
+
+def _error(values: Array, wanted: Array) -> float:
+    return float(np.max(np.nan_to_num(np.abs(values - wanted) / (1 + np.abs(_POINTS)), nan=np.inf)))

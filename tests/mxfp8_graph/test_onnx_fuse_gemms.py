@@ -1,0 +1,212 @@
+"""Activations and gates behind gemms become part of them; what is no such thing stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from builders import node, weight
+from fused_models import F32, MICROSOFT, activated, both_ways, check_same, graph_model, kinds_fused
+from oracle import kinds
+
+from mxfp8_graph.onnx_pass.fuse.graph_view import attribute
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+ROOT_2 = 2**0.5
+ROOT = (2 / np.pi) ** 0.5
+
+GELU = {
+    "x / root, the half last": (
+        "Div h root>a; Erf a>b1; Add b1 one>c; Mul h c>d; Mul d half>y",
+        {"root": ROOT_2, "one": 1, "half": 0.5},
+    ),
+    "x * inverse, the half first": (
+        "Mul h inverse>a; Erf a>b1; Add one b1>c; Mul half h>d; Mul c d>y",
+        {"inverse": 1 / ROOT_2, "one": 1, "half": 0.5},
+    ),
+    "the half on the sum": (
+        "Div h root>a; Erf a>b1; Add b1 one>c; Mul c half>d; Mul h d>y",
+        {"root": ROOT_2, "one": [1], "half": [0.5]},
+    ),
+}
+GELU_TANH = {
+    "cube by Pow": (
+        "Pow h three>a; Mul a k>b1; Add h b1>c; Mul c root>d; Tanh d>e; Add e one>f; Mul h half>g; Mul g f>y",
+        {"three": 3, "k": 0.044715, "root": ROOT, "one": 1, "half": 0.5},
+    ),
+    "cube by products": (
+        "Mul h h>s; Mul s h>a; Mul k a>b1; Add h b1>c; Mul c root>d; Tanh d>e; Add one e>f; Mul f half>g; Mul h g>y",
+        {"k": 0.044715, "root": ROOT, "one": 1, "half": 0.5},
+    ),
+    "x times a polynomial": (
+        "Mul h h>s; Mul s k>a; Add a root>c; Mul c h>d; Tanh d>e; Mul h half>g; Mul g e>f; Add f g>y",
+        {"k": 0.044715 * ROOT, "root": ROOT, "half": 0.5},
+    ),
+}
+
+
+def chain(text: str) -> list[onnx.NodeProto]:
+    """Returns nodes written as "Op inputs>output; ..."."""
+    steps = (step.strip().split(" ", 1) for step in text.split(";"))
+    return [node(op, *rest.split(">")) for op, rest in steps]
+
+
+def epilogue_of(model: onnx.ModelProto) -> Any:
+    (gemm,) = (n for n in model.graph.node if n.name == "linear")
+    return attribute(gemm, "epilogue", None)
+
+
+OPS = {
+    "relu": [node("Relu", "h", "y")],
+    "gelu": [node("Gelu", "h", "y")],
+    "gelu_tanh": [node("Gelu", "h", "y", approximate="tanh")],
+    "silu": chain("Sigmoid h>s; Mul h s>y"),
+}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-bf16", "mxfp8-weight-only"])
+@pytest.mark.parametrize("epilogue", OPS)
+def test_an_activation_is_part_of_the_gemm(epilogue: str, recipe: str) -> None:
+    proto = activated(*OPS[epilogue])
+    fused, plain, report = both_ways(proto, recipe)
+    gemm = "MXFP8FusedGemm" if recipe == "mxfp8" else "MXFP8FusedWeightGemm"
+    assert kinds(fused) == {**({"MXFP8Quantize": 1} if recipe == "mxfp8" else {}), gemm: 1}
+    assert epilogue_of(fused) == epilogue
+    assert kinds_fused(report) == [f"gemm + {epilogue}"]
+    check_same(proto, fused, plain)
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "form"),
+    [*((("gelu", form)) for form in GELU), *((("gelu_tanh", form)) for form in GELU_TANH)],
+)
+def test_a_decomposed_gelu_is_one(epilogue: str, form: str) -> None:
+    text, numbers = (GELU if epilogue == "gelu" else GELU_TANH)[form]
+    proto = activated(*chain(text), **numbers)
+    fused, plain, _ = both_ways(proto)
+    assert (epilogue_of(fused), len(fused.graph.node)) == (epilogue, 2)
+    assert {t.name for t in fused.graph.initializer} == {"w_mxfp8", "w_mxfp8_scales", "b"}
+    check_same(proto, fused, plain)
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "epilogue"),
+    [("Gelu", {}, "gelu"), ("FastGelu", {}, "gelu_tanh"), ("QuickGelu", {"alpha": 1.0}, "silu")],
+)
+def test_ops_of_onnx_runtime(op: str, attributes: dict[str, Any], epilogue: str) -> None:
+    proto = activated(node(op, "h", "y", domain=MICROSOFT, **attributes))
+    fused, plain, _ = both_ways(proto)
+    assert epilogue_of(fused) == epilogue
+    check_same(proto, fused, plain)
+
+
+def test_constants_rounded_to_float16_are_those_of_gelu() -> None:
+    text, numbers = GELU_TANH["cube by Pow"]
+    fused, _, _ = both_ways(activated(*chain(text), dtype=np.float16, **numbers))
+    assert epilogue_of(fused) == "gelu_tanh"
+
+
+def test_the_fused_gemm_is_the_gemm_that_reports_name() -> None:
+    proto = activated(node("Relu", "h", "y"))
+    proto.graph.node[0].metadata_props.add(key="k", value="v")
+    proto.graph.node[0].doc_string = "documented"
+    fused, _, report = both_ways(proto)
+    (gemm,) = (n for n in fused.graph.node if n.name == "linear")
+    assert [(p.key, p.value) for p in gemm.metadata_props] == [("k", "v")]
+    assert gemm.doc_string == "documented"
+    assert "linear" in report.sites[0].nodes
+    assert set(report.sites[0].nodes) <= {n.name for n in fused.graph.node}
+    assert [fusion.to_dict() for fusion in report.fusions] == [
+        {"kind": "gemm + relu", "node": "linear", "replaced": ["Relu_y"]}
+    ]
+
+
+NEAR_MISSES = {
+    "the sums are an output": activated(node("Relu", "h", "y"), outputs=("y", "h")),
+    "the sums have another reader": activated(node("Relu", "h", "r"), node("Neg", "h", "s"), node("Add", "r s", "y")),
+    "a step is an output": activated(*chain("Sigmoid h>s; Mul h s>y"), outputs=("y", "s")),
+    "another slope": activated(*chain("Mul h slope>t; Sigmoid t>s; Mul h s>y"), slope=1.702),
+    "another root": activated(*chain(GELU["the half on the sum"][0]), root=1.5, one=1, half=0.5),
+    "another function": activated(node("Tanh", "h", "y")),
+    "a gelu of ONNX Runtime that is not exact": activated(node("QuickGelu", "h", "y", domain=MICROSOFT)),
+    "the constant has a dimension more": activated(*chain("Mul h one>t; Relu t>y"), one=[[[1.0]]], rank=3),
+    "a Cast is between": activated(
+        node("Cast", "h", "c", to=onnx.TensorProto.DOUBLE),
+        node("Relu", "c", "r"),
+        node("Cast", "r", "y", to=onnx.TensorProto.FLOAT),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEAR_MISSES)
+def test_what_is_no_activation_of_a_gemm_stays(case: str) -> None:
+    fused, plain, report = both_ways(NEAR_MISSES[case])
+    assert report.fusions == ()
+    assert fused.graph == plain.graph
+
+
+def test_a_gemm_that_onnx_runtime_may_run_in_float32_stays() -> None:
+    _, plain, report = both_ways(activated(node("Relu", "h", "y"), dtype=np.float16), "mxfp8-weight-only")
+    assert kinds(plain)["Cast"] == 1
+    assert report.fusions == ()
+
+
+def test_a_scaled_relu_is_fused_up_to_the_relu() -> None:
+    proto = activated(*chain("Relu h>r; Mul r half>y"), half=0.5)
+    fused, plain, _ = both_ways(proto)
+    assert kinds(fused) == {"MXFP8Quantize": 1, "MXFP8FusedGemm": 1, "Mul": 1}
+    check_same(proto, fused, plain)
+
+
+def gated(product: str = "s u", up: str = "x", dtype: Any = F32, **more: Any) -> onnx.ModelProto:
+    """Returns y = silu(x @ g) * (up @ v)."""
+    weights = {"g": weight(64, 96, dtype=dtype), "v": weight(64, 96, seed=1, dtype=dtype)}
+    nodes = [
+        node("MatMul", "x g", "h", "gate"),
+        *chain("Sigmoid h>t; Mul h t>s"),
+        node("MatMul", f"{up} v", "u", "up"),
+        node("Mul", product, "y"),
+    ]
+    return graph_model(nodes, weights, dtype=dtype, **more)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-weight-only"])
+@pytest.mark.parametrize("product", ["s u", "u s"])
+def test_a_gate_is_part_of_the_gemm(product: str, recipe: str) -> None:
+    proto = gated(product)
+    fused, plain, report = both_ways(proto, recipe)
+    op = "MXFP8{}Gemm" if recipe == "mxfp8" else "MXFP8{}WeightGemm"
+    assert kinds(fused) == {
+        **({"MXFP8Quantize": 1} if recipe == "mxfp8" else {}),
+        op.format(""): 1,
+        op.format("Gated"): 1,
+    }
+    assert kinds_fused(report) == ["gemm + silu", "gemm + silu + gate"]
+    check_same(proto, fused, plain)
+
+
+def test_a_gate_of_a_gemm_with_a_bias() -> None:
+    proto = gated()
+    proto.graph.node[0].output[0] = "h0"
+    proto.graph.node.insert(1, node("Add", "h0 b", "h"))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight(96, seed=3), "b"))
+    fused, plain, _ = both_ways(proto)
+    (gate,) = (n for n in fused.graph.node if n.name == "gate")
+    assert gate.input[-2:] == ["u", "b"]
+    check_same(proto, fused, plain)
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [
+        gated(up="z", inputs={"x": ["batch", 64], "z": [None, 64]}),
+        gated(dtype=np.float16),
+    ],
+    ids=["other rows", "float16"],
+)
+def test_a_gate_that_may_be_repeated_or_run_in_float32_stays(proto: onnx.ModelProto) -> None:
+    _, _, report = both_ways(proto)
+    assert kinds_fused(report) == ["gemm + silu"]

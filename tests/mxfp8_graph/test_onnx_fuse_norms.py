@@ -1,0 +1,204 @@
+"""Normalizations in front of a quantization, and sums in front of those, become one node; near misses stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from builders import node, weight
+from fused_models import F32, MICROSOFT, both_ways, check_same, graph_model, kinds_fused, normalized
+from oracle import kinds
+from test_onnx_fuse_gemms import chain
+
+import mxfp8_graph
+from mxfp8_graph import Recipe
+from mxfp8_graph.onnx_pass.fuse.graph_view import attribute
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+SCALE = np.linspace(0.5, 1.5, 64)
+BIAS = np.linspace(-1, 1, 64)
+LAST = np.array([-1])
+RMS = "Pow x two>p; ReduceMean p last>m0; Add m0 e>v; Sqrt v>r; "
+RMS_NUMBERS = {"two": 2, "e": 1e-6, "last": LAST, "scale": SCALE}
+
+FORMS: dict[str, tuple[str, list[onnx.NodeProto], dict[str, Any]]] = {
+    "LayerNormalization": (
+        "layer",
+        [node("LayerNormalization", "x scale bias", "n", epsilon=1e-6)],
+        {"scale": SCALE, "bias": BIAS},
+    ),
+    "without a bias": ("layer", [node("LayerNormalization", "x scale", "n", axis=1)], {"scale": SCALE}),
+    "RMSNormalization": ("rms", [node("RMSNormalization", "x scale", "n", epsilon=1e-6)], {"scale": SCALE}),
+    "Reciprocal": ("rms", chain(RMS + "Reciprocal r>i; Mul x i>c; Mul scale c>n"), RMS_NUMBERS),
+    "one by the root": ("rms", chain(RMS + "Div one r>i; Mul i x>c; Mul c scale>n"), {**RMS_NUMBERS, "one": 1}),
+    "Div": ("rms", chain(RMS + "Div x r>c; Mul c scale>n"), RMS_NUMBERS),
+    "a power": (
+        "rms",
+        chain("Mul x x>p; ReduceMean p last>m0; Add e m0>v; Pow v power>i; Mul x i>c; Mul c scale>n"),
+        {"power": -0.5, "e": 1e-6, "last": LAST, "scale": SCALE},
+    ),
+    "decomposed LayerNorm": (
+        "layer",
+        chain(
+            "ReduceMean x last>a; Sub x a>d; Pow d two>p; ReduceMean p last>m0; Add m0 e>v; Sqrt v>r; Div d r>c; "
+            "Mul c scale>s; Add s bias>n"
+        ),
+        {**RMS_NUMBERS, "bias": BIAS},
+    ),
+}
+
+
+def fused_node(model: onnx.ModelProto) -> onnx.NodeProto:
+    (found,) = (n for n in model.graph.node if "Norm" in n.op_type)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_norm_is_part_of_the_quantization(form: str) -> None:
+    kind, nodes, arrays = FORMS[form]
+    proto = normalized(*nodes, **arrays)
+    fused, plain, report = both_ways(proto)
+    assert kinds(fused) == {"MXFP8NormQuantize": 1, "MXFP8Gemm": 1, "Neg": 1}
+    assert kinds_fused(report) == [f"{kind} norm + quantize"]
+    assert attribute(fused_node(fused), "norm", None) == kind
+    assert list(fused_node(fused).output)[2:] == [""]
+    vectors = {"scale", "bias"} & arrays.keys()
+    assert {t.name for t in fused.graph.initializer} == {"w_mxfp8", "w_mxfp8_scales", *vectors}
+    check_same(proto, fused, plain, limit=2e-3)  # an element may be rounded to the other side
+
+
+def test_epsilon_is_that_of_the_model() -> None:
+    fused, _, _ = both_ways(normalized(node("LayerNormalization", "x scale", "n", epsilon=0.25), scale=SCALE))
+    assert attribute(fused_node(fused), "epsilon", None) == 0.25
+
+
+def test_the_rms_norm_of_onnx_runtime() -> None:
+    """Its domain is that of ONNX, which does not know it and so cannot check it."""
+    proto = normalized(node("SimplifiedLayerNormalization", "x scale", "n"), scale=SCALE)
+    fused, _ = mxfp8_graph.rewrite(proto)
+    plain, _ = mxfp8_graph.rewrite(proto, Recipe(fuse=False))
+    assert attribute(fused_node(fused), "norm", None) == "rms"
+    check_same(proto, fused, plain, limit=2e-3)
+
+
+def test_a_model_in_float16_with_its_casts() -> None:
+    nodes = [
+        node("Cast", "x", "x32", to=onnx.TensorProto.FLOAT),
+        *chain(RMS.replace(" x ", " x32 ") + "Reciprocal r>i; Mul x32 i>c"),
+        node("Cast", "c", "c16", to=onnx.TensorProto.FLOAT16),
+        node("Mul", "scale c16", "n"),
+    ]
+    proto = normalized(*nodes, dtype=np.float16, **RMS_NUMBERS)
+    for name in ("two", "e"):
+        tensor = next(t for t in proto.graph.initializer if t.name == name)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(F32), name))
+    fused, plain, _ = both_ways(proto)
+    assert kinds(fused) == {"Cast": 1, "MXFP8NormQuantize": 1, "MXFP8Gemm": 1, "Neg": 1}  # of the scale
+    check_same(proto, fused, plain, limit=1e-2)
+
+
+def sum_model(*after: onnx.NodeProto, outputs: tuple[str, ...] = ("y",), z: Any = ("batch", 64)) -> onnx.ModelProto:
+    """Returns y = -(norm(x + z) @ w)."""
+    weights = {"w": weight(64, 96), "scale": SCALE.astype(F32), "bias": BIAS.astype(F32)}
+    nodes = [
+        node("Add", "x z", "t", "sum"),
+        node("LayerNormalization", "t scale bias", "n", "norm"),
+        node("MatMul", "n w", "m", "linear"),
+        node("Neg", "m", "y"),
+        *after,
+    ]
+    return graph_model(nodes, weights, outputs=outputs, inputs={"x": ["batch", 64], "z": z})
+
+
+def test_a_sum_is_part_of_the_norm() -> None:
+    proto = sum_model()
+    fused, plain, report = both_ways(proto)
+    assert kinds(fused) == {"MXFP8AddNormQuantize": 1, "MXFP8Gemm": 1, "Neg": 1}
+    assert list(fused_node(fused).input) == ["x", "z", "scale", "bias"]
+    assert report.fusions[0].replaced == ("norm", "sum")
+    check_same(proto, fused, plain, limit=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "wanted"),
+    [(("y", "t"), ["", "t"]), (("y", "n"), ["n", ""]), (("y", "n", "t"), ["n", "t"])],
+)
+def test_what_others_read_is_an_output(outputs: tuple[str, ...], wanted: list[str]) -> None:
+    proto = sum_model(outputs=outputs)
+    fused, plain, _ = both_ways(proto)
+    assert list(fused_node(fused).output)[2:] == wanted
+    check_same(proto, fused, plain, limit=2e-3)
+
+
+def test_a_reader_in_front_of_the_quantization_comes_behind_it() -> None:
+    proto = sum_model(outputs=("y", "o"))
+    proto.graph.node.insert(1, node("Neg", "t", "o"))
+    fused, plain, _ = both_ways(proto)
+    onnx.checker.check_model(fused)
+    check_same(proto, fused, plain, limit=2e-3)
+
+
+def test_a_sum_that_repeats_one_side_stays() -> None:
+    proto = sum_model(z=(1, 64))
+    fused, plain, _ = both_ways(proto)
+    assert kinds(fused) == {"Add": 1, "MXFP8NormQuantize": 1, "MXFP8Gemm": 1, "Neg": 1}
+    check_same(proto, fused, plain, limit=2e-3)
+
+
+@pytest.mark.parametrize("op", ["SkipLayerNormalization", "SkipSimplifiedLayerNormalization"])
+def test_a_sum_and_norm_of_onnx_runtime(op: str) -> None:
+    proto = sum_model(outputs=("y", "t"))
+    proto.graph.node[1].CopyFrom(node(op, "x z scale", "n   t".replace("   ", " mean deviation "), domain=MICROSOFT))
+    proto.graph.node[1].output[1] = proto.graph.node[1].output[2] = ""
+    proto.graph.node.pop(0)
+    fused, plain, _ = both_ways(proto)
+    assert kinds(fused) == {"MXFP8AddNormQuantize": 1, "MXFP8Gemm": 1, "Neg": 1}
+    check_same(proto, fused, plain, limit=2e-3)
+
+
+def test_two_formats_of_one_norm() -> None:
+    """The second quantization reads the normalized values that the first gives."""
+    proto = normalized(node("LayerNormalization", "x scale", "n"), node("MatMul", "n w2", "k"), scale=SCALE)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight(64, 96, seed=5), "w2"))
+    proto.graph.node.append(node("Neg", "k", "y2"))
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("y2", 1, [None, None]))
+    fused, plain, _ = both_ways(proto)
+    assert kinds(fused) == {"MXFP8NormQuantize": 1, "MXFP8Gemm": 2, "Neg": 2}
+    check_same(proto, fused, plain, limit=2e-3)
+
+
+NEAR_MISSES: dict[str, onnx.ModelProto] = {
+    "another axis": normalized(
+        node("LayerNormalization", "x scale", "n", axis=0), scale=np.broadcast_to(SCALE, (5, 64))
+    ),
+    "the mean is read": normalized(node("LayerNormalization", "x scale", "n mean"), scale=SCALE, outputs=("y", "mean")),
+    "a scale that is computed": normalized(
+        node("Abs", "scale0", "scale"), node("LayerNormalization", "x scale", "n"), scale0=SCALE
+    ),
+    "a scale of one number": normalized(node("RMSNormalization", "x scale", "n"), scale=np.ones(1)),
+    "an epsilon that is computed": normalized(
+        node("Abs", "e0", "e"), *FORMS["Div"][1], e0=1e-6, two=2, last=LAST, scale=SCALE
+    ),
+    "a mean over rows": normalized(*FORMS["Div"][1], **{**RMS_NUMBERS, "last": np.array([0])}),
+    "another power": normalized(*FORMS["Div"][1], **{**RMS_NUMBERS, "two": 4}),
+    "a step is an output": normalized(*FORMS["Div"][1], **RMS_NUMBERS, outputs=("y", "c")),
+    "a bias that is computed": normalized(
+        node("Abs", "bias0", "bias"), node("LayerNormalization", "x scale bias", "n"), scale=SCALE, bias0=BIAS
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEAR_MISSES)
+def test_what_is_no_norm_of_rows_stays(case: str) -> None:
+    fused, plain, report = both_ways(NEAR_MISSES[case])
+    assert report.fusions == ()
+    assert fused.graph == plain.graph
+
+
+def test_weight_only_gemms_leave_norms_alone() -> None:
+    _, nodes, arrays = FORMS["LayerNormalization"]
+    _, _, report = both_ways(normalized(*nodes, **arrays), "mxfp8-bf16")
+    assert report.fusions == ()
