@@ -52,6 +52,7 @@ class Port:
     dtypes: tuple[int, ...]
     shape: str
     optional: bool = False
+    """Of an input: the node may end before it. Of an output: its name may be empty."""
     dtype_of: str = ""
     """The input that has the same dtype, if one must; that of its own otherwise."""
 
@@ -198,8 +199,9 @@ ATTENTION: Final = Op(
     ),
     "ONNX's Attention on 3-D inputs; a mask or a past that is not there is a constant that changes nothing.",
 )
-"""Its inputs are all written out: ONNX Runtime before 1.27 crashes where a node of ours leaves one of them empty, and a
-body cannot ask whether an input is there."""
+"""Its six inputs and three outputs are all written: ONNX Runtime before 1.27 crashes where a node of ours leaves an
+input empty, and a body cannot ask whether one is there; it refuses, or crashes on, a body with more outputs than the node
+has. An optional output that nobody asks for is an empty name."""
 
 OPS: Final[Mapping[str, Op]] = MappingProxyType(
     {
