@@ -1,8 +1,8 @@
 // MXFP8Attention: how it is split into tasks - kernels/attention.cpp does them -, and the presents.
 //
-// A task is one head of keys and up to kAttentionRows of the rows that share it. Where those are fewer than threads, as in
-// generation, keys are split too, and what tasks made of their parts is merged. Each run of tasks has its own scratch
-// memory.
+// A task is one head of keys and up to kAttentionRows of the rows that share it. Where those are fewer than threads, as
+// in generation, keys are split too, and what tasks made of their parts is merged. Each run of tasks has its own
+// scratch memory.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -44,8 +44,9 @@ struct Split {
   int64_t count(const AttentionArgs& a) const { return a.batch * a.kv_heads * blocks * parts; }
   AttentionTask at(const AttentionArgs& a, int64_t index) const {
     const int64_t part = index % parts, block = index / parts % blocks, head = index / parts / blocks;
-    return {head / a.kv_heads,      head % a.kv_heads, block * each,
-            std::min(rows, (block + 1) * each), part * keys,       std::min(total, (part + 1) * keys)};
+    return {head / a.kv_heads, head % a.kv_heads,
+            block * each,      std::min(rows, (block + 1) * each),
+            part * keys,       std::min(total, (part + 1) * keys)};
   }
 };
 
@@ -56,7 +57,8 @@ void put_together(const AttentionArgs& a, int64_t batch, int64_t head, const voi
   char* to = static_cast<char*>(present) + index * (before + keys) * width;
   if (before != 0) std::memcpy(to, static_cast<const char*>(past) + index * before * width, before * width);
   to += before * width;
-  const char* from = static_cast<const char*>(fresh) + (size_t(batch) * keys * size_t(a.kv_heads) + size_t(head)) * width;
+  const char* from =
+      static_cast<const char*>(fresh) + (size_t(batch) * keys * size_t(a.kv_heads) + size_t(head)) * width;
   for (size_t i = 0; i < keys; ++i) std::memcpy(to + i * width, from + i * size_t(a.kv_heads) * width, width);
 }
 

@@ -91,12 +91,12 @@ MXFP8_API int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activati
 
 // Attention: per head, y = softmax(scale * q k^T + mask) v, computed in float32; head h of q meets head
 // h / (q_heads / kv_heads) of k and v. q [batch, rows, q_heads * d], k [batch, keys, kv_heads * d] and v
-// [batch, keys, kv_heads * dv], behind past_key [batch, kv_heads, past, d] and past_value [batch, kv_heads, past, dv]; y
-// [batch, rows, q_heads * dv]; present_key [batch, kv_heads, past + keys, d] and present_value, or NULL.
-// dtype is that of all of them. mask: MXFP8_BOOL, 0 where a row may not see a key, or values to add to the scores; dense,
-// its four sizes those of [batch, q_heads, rows, past + keys] or 1; NULL for none.
-// causal: row i sees keys 0 .. past + i. scale: 0 stands for 1 / sqrt(d). activation_dtype: MXFP8_BFLOAT16 rounds q, k, v
-// and weights to that before they are multiplied. nan_guard: rows that see nothing, or NaN, give 0, not NaN.
+// [batch, keys, kv_heads * dv], behind past_key [batch, kv_heads, past, d] and past_value [batch, kv_heads, past, dv];
+// y [batch, rows, q_heads * dv]; present_key [batch, kv_heads, past + keys, d] and present_value, or NULL. dtype is
+// that of all of them. mask: MXFP8_BOOL, 0 where a row may not see a key, or values to add to the scores; dense, its
+// four sizes those of [batch, q_heads, rows, past + keys] or 1; NULL for none. causal: row i sees keys 0 .. past + i.
+// scale: 0 stands for 1 / sqrt(d). activation_dtype: MXFP8_BFLOAT16 rounds q, k, v and weights to that before they are
+// multiplied. nan_guard: rows that see nothing, or NaN, give 0, not NaN.
 typedef struct {
   int dtype, mask_dtype, activation_dtype, causal, nan_guard;
   float scale;

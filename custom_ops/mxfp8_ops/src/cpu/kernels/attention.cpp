@@ -5,8 +5,8 @@
 // those are few, over keys. Bytes moved: q, k, v, the past and y once, keys and values once more per further block of
 // rows. Multiply-adds: B * Hq * S * (P + T) * (D + Dv), half of them if causal; exponentials: B * Hq * S * (P + T).
 //
-// Many rows: keys are packed transposed, so that lanes are keys in one product and values in the other, and both are one
-// function. Few rows, as in generation: keys and values are read from where they are, once, lanes along D.
+// Many rows: keys are packed transposed, so that lanes are keys in one product and values in the other, and both are
+// one function. Few rows, as in generation: keys and values are read from where they are, once, lanes along D.
 #include "attention.h"
 
 #include "attention_amx.h"

@@ -1,9 +1,9 @@
 // What the kernels of MXFP8Attention share: where rows lie, the exponential, and the walk over blocks of keys.
 //
 // A task is a block of the rows that one head of keys has - the G query heads that share it, S rows each, one after the
-// other - and a range of keys. It goes through the keys kKeys at a time and keeps, per row, the highest score so far, the
-// sum of the weights and the sum of the weighted values, both as if the highest score were 0; where a higher score comes,
-// they are scaled down. Nothing of the size S x T is ever in memory.
+// other - and a range of keys. It goes through the keys kKeys at a time and keeps, per row, the highest score so far,
+// the sum of the weights and the sum of the weighted values, both as if the highest score were 0; where a higher score
+// comes, they are scaled down. Nothing of the size S x T is ever in memory.
 //
 // An engine packs keys and values, multiplies queries with keys, and weights with values; attention.cpp has those of
 // float32, attention_amx.h that of bfloat16 tiles.
@@ -45,8 +45,8 @@ MXFP8_INLINE float sum_of_lanes(Vec v) {
 #endif
 }
 
-// 2^z for z <= 0, within 3 units of 2^-24 (the polynomial is off by 1.6, computing it by no more than the rest); 0 below
-// 2^-125; NaN stays NaN. The sum with 1.5 * 2^23 rounds to a whole number, and has it in its low bits.
+// 2^z for z <= 0, within 3 units of 2^-24 (the polynomial is off by 1.6, computing it by no more than the rest); 0
+// below 2^-125; NaN stays NaN. The sum with 1.5 * 2^23 rounds to a whole number, and has it in its low bits.
 MXFP8_INLINE Vec exp2_of(Vec z) {
   typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
   const Vec shifted = z + 12582912.0f, f = z - (shifted - 12582912.0f);
@@ -65,7 +65,8 @@ MXFP8_INLINE Vec exp2_of(Vec z) {
 }
 MXFP8_INLINE float exp2_of(float z) { return exp2_of(all_of(z))[0]; }
 
-// Where the keys and values of a head are: those of the past, then the new ones, which lie between those of other heads.
+// Where the keys and values of a head are: those of the past, then the new ones, which lie between those of other
+// heads.
 struct Source {
   const void* data;
   int64_t offset, stride;  // in values
@@ -97,8 +98,7 @@ MXFP8_INLINE int64_t query_offset(const AttentionArgs& a, const AttentionTask& t
 
 // `rows` rows of `count` values as float32, `to_stride` apart, zeros behind them; `rounds` them to bfloat16 first.
 template <class D>
-MXFP8_INLINE void load_rows_of(Source from, int64_t rows, int64_t count, float* to,
-                               int64_t to_stride, bool rounds) {
+MXFP8_INLINE void load_rows_of(Source from, int64_t rows, int64_t count, float* to, int64_t to_stride, bool rounds) {
   for (int64_t i = 0; i < rows; ++i, to += to_stride) {
     const auto* row = static_cast<const typename D::Storage*>(from.data) + from.offset + i * from.stride;
     int64_t j = 0;

@@ -1,5 +1,6 @@
-// MXFP8Attention for values rounded to bfloat16, in AMX tiles: 32 rows of queries with 32 keys, or columns of values, at
-// a time. Keys and values are packed as the tiles want their second operand: pairs of what is summed over in one word.
+// MXFP8Attention for values rounded to bfloat16, in AMX tiles: 32 rows of queries with 32 keys, or columns of values,
+// at a time. Keys and values are packed as the tiles want their second operand: pairs of what is summed over in one
+// word.
 //
 // Products of bfloat16 are exact in float32, and added there. Numbers below 2^-126, operands and sums, count as 0.
 #pragma once

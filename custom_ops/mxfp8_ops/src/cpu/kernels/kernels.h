@@ -56,6 +56,30 @@ struct EmbeddingArgs {
   void* y;
 };
 
+// q [batch, rows, q_heads * d], k [batch, keys, kv_heads * d], v [batch, keys, kv_heads * dv], past_key
+// [batch, kv_heads, past, d] and past_value likewise; y [batch, rows, q_heads * dv]. All of one dtype.
+struct AttentionArgs {
+  int dtype;
+  const void *q, *k, *v, *past_key, *past_value;
+  int mask_dtype;           // MXFP8_BOOL or a value dtype
+  const void* mask;         // null: none
+  int64_t mask_strides[4];  // from batch to batch, head, row and key, in values; 0 where the mask has one for all
+  void *y, *present_key, *present_value;  // the presents may be null
+  int64_t batch, rows, keys, past, q_heads, kv_heads, d, dv;
+  float scale;     // not 0
+  bool causal;     // row i sees keys up to past + i
+  bool rounds;     // q, k, v and weights are rounded to bfloat16 before they are multiplied
+  bool nan_guard;  // rows without a sum give 0, not NaN
+};
+
+// Rows of one head of keys: those of the query heads that share it, `rows` each, one after the other.
+struct AttentionTask {
+  int64_t batch, head, row_begin, row_end, key_begin, key_end;
+};
+constexpr int64_t kAttentionRows = 128;   // the most rows of a task: they share what is packed of keys and values
+constexpr int64_t kAttentionRowPad = 32;  // what rows are padded to in a task's memory
+constexpr int64_t kAttentionPad = 16;     // and values of a row
+
 // a is either quantized (a_format is an element format, a_scales set) or values (a_format is a value dtype); `rounds_a`
 // says that each of these is rounded to bfloat16, to nearest even, before it is multiplied.
 struct GemmArgs {
@@ -73,30 +97,6 @@ struct GemmArgs {
   int64_t y_stride;
   bool rounds_a = false;
 };
-
-// q [batch, rows, q_heads * d], k [batch, keys, kv_heads * d], v [batch, keys, kv_heads * dv], past_key
-// [batch, kv_heads, past, d] and past_value likewise; y [batch, rows, q_heads * dv]. All of one dtype.
-struct AttentionArgs {
-  int dtype;
-  const void *q, *k, *v, *past_key, *past_value;
-  int mask_dtype;            // MXFP8_BOOL or a value dtype
-  const void* mask;          // null: none
-  int64_t mask_strides[4];   // from batch to batch, head, row and key, in values; 0 where the mask has one for all
-  void *y, *present_key, *present_value;  // the presents may be null
-  int64_t batch, rows, keys, past, q_heads, kv_heads, d, dv;
-  float scale;     // not 0
-  bool causal;     // row i sees keys up to past + i
-  bool rounds;     // q, k, v and weights are rounded to bfloat16 before they are multiplied
-  bool nan_guard;  // rows without a sum give 0, not NaN
-};
-
-// Rows of one head of keys: those of the query heads that share it, `rows` each, one after the other.
-struct AttentionTask {
-  int64_t batch, head, row_begin, row_end, key_begin, key_end;
-};
-constexpr int64_t kAttentionRows = 128;  // the most rows of a task: they share what is packed of keys and values
-constexpr int64_t kAttentionRowPad = 32;  // what rows are padded to in a task's memory
-constexpr int64_t kAttentionPad = 16;     // and values of a row
 
 // The gemm kernels work alike. Up to kGemmRows rows of A are packed, in tiles of `tile_rows`, into scratch memory that
 // all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes a few at
