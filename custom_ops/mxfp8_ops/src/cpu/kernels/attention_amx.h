@@ -62,7 +62,10 @@ class TileRows {
 
   MXFP8_INLINE_MEMBER void score(int64_t row, int64_t, int64_t used) {
     for (int64_t j = 0; j < used; j += 2 * kAmxRows) {
-      _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
       for (int64_t k = 0; k < d_; k += kDepth) {
         multiply<true>(queries_ + row * d_ + k, d_, keys_ + k / 2 * kKeys + j, kKeys);
       }
