@@ -116,8 +116,11 @@ void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs a
   const Scratch states = scratch_of(split.parts == 1 ? 0 : count * state * int64_t(sizeof(float)));
   auto* state_of = split.parts == 1 ? nullptr : static_cast<float*>(states.get());
   parallel_for(parallel, runs, [&](int64_t run) {
-    for (int64_t i = count * run / runs; i < count * (run + 1) / runs; ++i) {
-      kernels.attention(args, split.at(args, i), static_cast<char*>(scratch.get()) + run * each,
+    const int64_t end = count * (run + 1) / runs;
+    for (int64_t i = count * run / runs; i < end; ++i) {
+      const AttentionTask next = split.at(args, i + 1);
+      kernels.attention(args, split.at(args, i), i + 1 < end ? &next : nullptr,
+                        static_cast<char*>(scratch.get()) + run * each,
                         state_of == nullptr ? nullptr : state_of + i * state);
     }
   });

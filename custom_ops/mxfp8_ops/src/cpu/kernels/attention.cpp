@@ -198,10 +198,11 @@ void store_rows(const AttentionArgs& a, const AttentionTask& t, const Running& r
 }
 
 template <class Engine>
-MXFP8_NOINLINE void run(const AttentionArgs& a, const AttentionTask& t, Room room, const Running& running) {
+MXFP8_NOINLINE void run(const AttentionArgs& a, const AttentionTask& t, const AttentionTask* next, Room room,
+                        const Running& running) {
   Engine engine(a, t, &room);
   engine.begin(running);
-  attend(a, t, engine, running);
+  attend(a, t, next, engine, running);
 }
 
 template <class Engine>
@@ -229,18 +230,19 @@ int64_t attention_scratch(const AttentionArgs& args, const AttentionTask& task) 
   return bytes<ManyRows>(args, task, room);
 }
 
-void attention(const AttentionArgs& args, const AttentionTask& task, void* scratch, float* state) {
+void attention(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, void* scratch,
+               float* state) {
   Room room{reinterpret_cast<uintptr_t>(scratch)};
   float* own = room.take<float>(attention_state(args, task));
   const Running running = running_in(task.row_end - task.row_begin, state == nullptr ? own : state);
   if (are_few(task)) {
-    run<FewRows>(args, task, room, running);
+    run<FewRows>(args, task, next, room, running);
 #if defined(__AMX_BF16__)
   } else if (args.rounds) {
-    run<TileRows>(args, task, room, running);
+    run<TileRows>(args, task, next, room, running);
 #endif
   } else {
-    run<ManyRows>(args, task, room, running);
+    run<ManyRows>(args, task, next, room, running);
   }
   if (state == nullptr) store_rows(args, task, running);
 }

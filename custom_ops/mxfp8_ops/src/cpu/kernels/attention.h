@@ -229,9 +229,49 @@ MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, const AttentionTask& t, in
   return seen_end(a, begin.head == last.head ? last.row : a.rows - 1, key_end);
 }
 
-// Goes through the keys of a task.
+// What is wanted next, which no hardware guesses: rows of a head lie far apart. A block of keys and values and, at the
+// end of a task, the rows of the next. Every row that is weighed asks for its share.
+class Ahead {
+ public:
+  Ahead(const AttentionArgs& a, int64_t rows) : a_(a), rows_(rows) {}
+  MXFP8_INLINE_MEMBER void want(const AttentionTask& task, int64_t key, int64_t count, int64_t rows) {
+    task_ = task, key_ = key, count_ = count, queries_ = rows;
+  }
+  MXFP8_INLINE_MEMBER void ask(int64_t row) const {
+    const auto bytes = int64_t(a_.dtype == MXFP8_FLOAT32 ? 4 : 2);
+    for (int64_t j = count_ * row / rows_; j < count_ * (row + 1) / rows_; ++j) {
+      prefetch(keys_at(a_, task_, key_ + j), a_.d, bytes);
+      prefetch(values_at(a_, task_, key_ + j), a_.dv, bytes);
+    }
+    for (int64_t i = queries_ * row / rows_; i < queries_ * (row + 1) / rows_; ++i) {
+      prefetch({a_.q, query_offset(a_, task_, i, a_.d), 0}, a_.d, bytes);
+      prefetch({a_.y, query_offset(a_, task_, i, a_.dv), 0}, a_.dv, bytes);
+    }
+  }
+
+ private:
+  static MXFP8_INLINE_MEMBER void prefetch(Source from, int64_t count, int64_t bytes) {
+    const char* row = static_cast<const char*>(from.data) + from.offset * bytes;
+    for (int64_t at = 0; at < count * bytes; at += 64) __builtin_prefetch(row + at);
+  }
+
+  const AttentionArgs& a_;
+  int64_t rows_;
+  AttentionTask task_ = {};
+  int64_t key_ = 0, count_ = 0, queries_ = 0;
+};
+
+// How many keys from `key` on are done at once: none of the past with new ones.
 template <class Engine>
-MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, Engine& engine, const Running& running) {
+MXFP8_INLINE int64_t keys_from(const AttentionArgs& a, int64_t key, int64_t key_end) {
+  const int64_t end = key < a.past ? least_of(a.past, key_end) : key_end;
+  return least_of(Engine::kKeys, end - key);
+}
+
+// Goes through the keys of a task; `next`, if there is one, is what follows.
+template <class Engine>
+MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const AttentionTask* next, Engine& engine,
+                         const Running& running) {
   const Scaling scaling(a);
   const int64_t rows = t.row_end - t.row_begin, dv = padded(a.dv, kAttentionPad);
   const bool one_mask = a.mask != nullptr && a.mask_strides[1] == 0 && a.mask_strides[2] == 0;
@@ -239,9 +279,18 @@ MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, Engine&
   for (int64_t i = 0; i < rows; ++i) running.highest[i] = -__builtin_inff(), running.sum[i] = 0;
   std::memset(running.out, 0, size_t(rows * dv) * sizeof(float));
   const int64_t key_end = seen_end(a, t, 0, rows, t.key_end);
+  Ahead ahead(a, rows);
   for (int64_t key = t.key_begin, count = 0; key < key_end; key += count) {
-    count = least_of(Engine::kKeys, (key < a.past ? least_of(a.past, key_end) : key_end) - key);
+    count = keys_from<Engine>(a, key, key_end);
     engine.take(key, count);
+    if (key + count < key_end) {
+      ahead.want(t, key + count, keys_from<Engine>(a, key + count, key_end), 0);
+    } else if (next != nullptr) {
+      const int64_t keys = next->key_begin < next->key_end ? keys_from<Engine>(a, next->key_begin, next->key_end) : 0;
+      ahead.want(*next, next->key_begin, keys, next->row_end - next->row_begin);
+    } else {
+      ahead.want(t, 0, 0, 0);
+    }
     if (one_mask) load_mask(a, t, place_of(a, t, 0), key, count, mask);
     for (int64_t row = 0; row < rows; row += Engine::kRows) {
       const int64_t these = least_of(Engine::kRows, rows - row);
@@ -250,6 +299,7 @@ MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, Engine&
       engine.score(row, these, used);
       for (int64_t i = row; i < row + these; ++i) {
         const RowPlace place = place_of(a, t, i);
+        ahead.ask(i);
         const int64_t seen = most_of(0, least_of(used, seen_end(a, place.row, key_end) - key));
         if (a.mask != nullptr && !one_mask) load_mask(a, t, place, key, used, mask);
         weigh(scaling, engine.products(i - row), a.mask == nullptr ? nullptr : mask, seen, engine.width(used),

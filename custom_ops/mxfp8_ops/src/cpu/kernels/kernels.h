@@ -131,8 +131,9 @@ struct Kernels {
   // The floats that say what a task made of its keys, and the bytes of scratch memory it needs.
   int64_t (*attention_state)(const AttentionArgs&, const AttentionTask&);
   int64_t (*attention_scratch)(const AttentionArgs&, const AttentionTask&);
-  // Writes the task's rows of y or, if there is a state, that. Scratch memory begins with a cache line.
-  void (*attention)(const AttentionArgs&, const AttentionTask&, void* scratch, float* state);
+  // Writes the task's rows of y or, if there is a state, that. Scratch memory begins with a cache line. `next` is what
+  // the caller does then, or null.
+  void (*attention)(const AttentionArgs&, const AttentionTask&, const AttentionTask* next, void* scratch, float* state);
   // Writes the rows of y of tasks that differ in their keys alone, from their states, one behind the other.
   void (*attention_merge)(const AttentionArgs&, const AttentionTask&, float* states, int64_t count);
   bool has_bf16;            // whether there are gemms for Values::kBf16

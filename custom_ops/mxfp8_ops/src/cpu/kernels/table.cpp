@@ -12,7 +12,7 @@ void dequantize_columns(const DequantizeArgs&, int64_t, int64_t);
 void embedding(const EmbeddingArgs&, int64_t, int64_t);
 int64_t attention_state(const AttentionArgs&, const AttentionTask&);
 int64_t attention_scratch(const AttentionArgs&, const AttentionTask&);
-void attention(const AttentionArgs&, const AttentionTask&, void*, float*);
+void attention(const AttentionArgs&, const AttentionTask&, const AttentionTask*, void*, float*);
 void attention_merge(const AttentionArgs&, const AttentionTask&, float*, int64_t);
 
 // One row of the gemms: for strips of `least` to `most` rows, in tiles of `tile` rows, packed as `Value`.
