@@ -23,6 +23,7 @@ def header() -> str:
     for names in (formats.SCALE_ROUNDINGS, contract.EPILOGUES, contract.NORMS):
         codes += [f"MXFP8_{name.upper()} == {index}" for index, name in enumerate(names)]
     codes += [f"MXFP8_INT32 == {contract.INT32}", f"MXFP8_INT64 == {contract.INT64}"]
+    codes += [f"MXFP8_BOOL == {contract.BOOL}"]
     codes += [f"MXFP8_CONTRACT_VERSION == {contract.VERSION}"]
     cpp_formats = [f"ROW({row.name.upper()}, {row.mantissa_bits}, {row.bias}, {row.max_code:#x})" for row in elements]
     lines = [
@@ -65,7 +66,7 @@ def _node(op: Op) -> str:
     names = (a, "A_scales", "B", "B_scales", "bias", "experts", "factor") if op.is_gemm else ("",) * 7
     roles = [-1 if at is None else at for at in map(op.at, names)]
     inputs, outputs = (", ".join(_port(port, op) for port in ports) for ports in (op.inputs, op.outputs))
-    settings = ", ".join(map(str, [op.attributes["output_dtype"], *roles]))
+    settings = ", ".join(map(str, [op.attributes.get("output_dtype", 0), *roles]))
     return f'{{"{op.name}", {{{inputs}}},\n     {{{outputs}}}, {settings}}}'
 
 

@@ -27,6 +27,7 @@ FLOAT: Final = formats.FLOAT32.onnx_dtype
 UINT8: Final = 2
 INT32: Final = 6
 INT64: Final = 7
+BOOL: Final = 9
 FLOAT16: Final = formats.FLOAT16.onnx_dtype
 BFLOAT16: Final = formats.BFLOAT16.onnx_dtype
 FLOAT8E4M3FN: Final = formats.E4M3.onnx_dtype
@@ -235,12 +236,44 @@ ADD_NORM_QUANTIZE: Final = Op(
     "MXFP8NormQuantize of sum = X + residual.",
 )
 
+ATTENTION: Final = Op(
+    "MXFP8Attention",
+    (
+        Port("Q", VALUES, "[B, S, Hq * D]"),
+        Port("K", VALUES, "[B, T, Hkv * D]", like="Q"),
+        Port("V", VALUES, "[B, T, Hkv * Dv]", like="Q"),
+        Port("attn_mask", (*VALUES, BOOL), "broadcasts to [B, Hq, S, P + T]; none: [1], 0 or True"),
+        Port("past_key", VALUES, "[B, Hkv, P, D]; none: [0]", like="Q"),
+        Port("past_value", VALUES, "[B, Hkv, P, Dv]; none: [0]", like="Q"),
+    ),
+    (
+        Port("Y", VALUES, "[B, S, Hq * Dv]", like="Q"),
+        Port("present_key", VALUES, "[B, Hkv, P + T, D]", optional=True, like="Q"),
+        Port("present_value", VALUES, "[B, Hkv, P + T, Dv]", optional=True, like="Q"),
+    ),
+    MappingProxyType(
+        {
+            "q_num_heads": 1,
+            "kv_num_heads": 1,
+            "is_causal": 0,
+            "scale": 0.0,
+            "activation_dtype": FLOAT,
+            "nan_guard": 0,
+        }
+    ),
+    "ONNX's Attention on 3-D inputs; a mask or a past that is not there is a constant that changes nothing.",
+)
+"""Its six inputs and three outputs are all written: ONNX Runtime before 1.27 crashes where a node of ours leaves an
+input empty, a body cannot ask whether one is there, and no ONNX Runtime loads a node that has fewer outputs than its
+body."""
+
 OPS: Final[Mapping[str, Op]] = MappingProxyType(
     {
         op.name: op
         for op in (
             *(QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM, EMBEDDING, GROUPED_GEMM, GROUPED_WEIGHT_GEMM),
             *(FUSED_GEMM, FUSED_WEIGHT_GEMM, GATED_GEMM, GATED_WEIGHT_GEMM, NORM_QUANTIZE, ADD_NORM_QUANTIZE),
+            ATTENTION,
         )
     }
 )

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import FunctionProto, GraphProto, TensorProto, helper
 
-from mxfp8_ops import contract, fused_functions
+from mxfp8_ops import attention_functions, contract, fused_functions
 from mxfp8_ops.contract import Op
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, SCALE_BIAS, SCALE_NAN, SCALE_ROUNDINGS, scale_increment
@@ -191,6 +191,7 @@ _BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
         contract.GROUPED_GEMM.name: _grouped_gemm,
         contract.GROUPED_WEIGHT_GEMM.name: _grouped_weight_gemm,
         **fused_functions.BODIES,
+        contract.ATTENTION.name: attention_functions.attention,
     }
 )
 

@@ -20,7 +20,7 @@ def ports(op: Op) -> Iterator[Port]:
 
 
 def test_dtype_codes_are_those_of_onnx() -> None:
-    for name in ("FLOAT", "UINT8", "INT32", "INT64", "FLOAT16", "BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2"):
+    for name in ("FLOAT", "UINT8", "INT32", "INT64", "BOOL", "FLOAT16", "BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2"):
         assert getattr(contract, name) == getattr(TensorProto, name), name
 
 
@@ -46,10 +46,11 @@ def test_names_within_an_op_are_unique(op: Op) -> None:
 
 
 @OPS
-def test_optional_inputs_come_last(op: Op) -> None:
+def test_optional_ports_come_last(op: Op) -> None:
     for side in (op.inputs, op.outputs):
         optional = [port.optional for port in side]
         assert optional == sorted(optional)
+    assert not op.outputs[0].optional
 
 
 @OPS
@@ -66,9 +67,8 @@ def test_a_port_is_like_an_input_that_it_shares_all_dtypes_with(op: Op) -> None:
 def test_every_port_accepts_known_dtypes(op: Op) -> None:
     for port in ports(op):
         assert port.dtypes, port.name
-        assert set(port.dtypes) <= {*contract.VALUES, *contract.ELEMENTS, *contract.SCALES, *contract.INDICES}, (
-            port.name
-        )
+        known = {*contract.VALUES, *contract.ELEMENTS, *contract.SCALES, *contract.INDICES, contract.BOOL}
+        assert set(port.dtypes) <= known, port.name
 
 
 @OPS
@@ -91,6 +91,10 @@ def test_attribute_defaults_are_legal(op: Op) -> None:
             assert default in contract.NORMS
         elif name == "epsilon":
             assert default == 1e-5
+        elif name in {"q_num_heads", "kv_num_heads"}:
+            assert default == 1
+        elif name in {"is_causal", "nan_guard", "scale"}:
+            assert default == 0
         else:
             pytest.fail(f"{op.name} has an attribute this test does not know: {name}")
 
@@ -129,6 +133,7 @@ def test_nodes_say_where_their_packed_weight_is() -> None:
         "MXFP8Quantize": None, "MXFP8Dequantize": 0, "MXFP8Gemm": 2, "MXFP8WeightGemm": 1, "MXFP8Embedding": 1,
         "MXFP8GroupedGemm": 2, "MXFP8GroupedWeightGemm": 1, "MXFP8FusedGemm": 2, "MXFP8FusedWeightGemm": 1,
         "MXFP8GatedGemm": 2, "MXFP8GatedWeightGemm": 1, "MXFP8NormQuantize": None, "MXFP8AddNormQuantize": None,
+        "MXFP8Attention": None,
     }  # fmt: skip
     for name, index in at.items():
         if index is not None:
@@ -146,9 +151,9 @@ def test_torch_ops_are_those_that_are_registered() -> None:
         assert {*(op.weight or ())} <= arguments, op.name
 
 
-def test_every_node_but_the_second_of_grouped_gemm_and_the_fused_ones_has_one_torch_op() -> None:
+def test_every_node_but_those_of_onnx_alone_has_one_torch_op() -> None:
     exported = [op.node for op in contract.TORCH_OPS.values() if op.node is not None]
-    onnx_only = {contract.GROUPED_WEIGHT_GEMM.name, *fused_functions.BODIES}
+    onnx_only = {contract.GROUPED_WEIGHT_GEMM.name, contract.ATTENTION.name, *fused_functions.BODIES}
     assert exported == [op for name, op in contract.OPS.items() if name not in onnx_only]
     assert {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm", "mxfp8::embedding"} == contract.PACKED_OPS
     assert {"mxfp8::linear_train"} == contract.TRAINING_OPS

@@ -24,7 +24,7 @@ struct Port {
 struct Node {
   const char* name;
   Port inputs[8], outputs[5];                           // no name at the end
-  int output_dtype;                                     // default of the attribute
+  int output_dtype;                                     // default of the attribute; 0 if it has none
   int a, a_scales, b, b_scales, bias, experts, factor;  // which input of a gemm is what; -1 if there is none
 };
 
@@ -50,11 +50,12 @@ static_assert(MXFP8_LAYER == 0, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_RMS == 1, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_INT32 == 6, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_INT64 == 7, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_BOOL == 9, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;
 inline constexpr const char* kDomain = "mxfp8";
-enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kNormQuantize, kAddNormQuantize};
+enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kNormQuantize, kAddNormQuantize, kAttention};
 inline constexpr const char* kScaleRoundings[] = {
     "ceil",
     "floor",
@@ -111,6 +112,8 @@ inline constexpr Node kNodes[] = {
      {{"elements", {17, 19}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
     {"MXFP8AddNormQuantize", {{"X", {1, 10, 16}, false}, {"residual", {1, 10, 16}, false, 0}, {"scale", {1}, false}, {"bias", {1}, true}},
      {{"elements", {17, 19}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}, {"sum", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
+    {"MXFP8Attention", {{"Q", {1, 10, 16}, false}, {"K", {1, 10, 16}, false, 0}, {"V", {1, 10, 16}, false, 0}, {"attn_mask", {1, 10, 16, 9}, false}, {"past_key", {1, 10, 16}, false, 0}, {"past_value", {1, 10, 16}, false, 0}},
+     {{"Y", {1, 10, 16}, false, 0}, {"present_key", {1, 10, 16}, true, 0}, {"present_value", {1, 10, 16}, true, 0}}, 0, -1, -1, -1, -1, -1, -1, -1},
 };
 
 }  // namespace mxfp8

@@ -20,7 +20,8 @@ _INT: Final = int(onnx.AttributeProto.INT)
 _FLOAT: Final = int(onnx.AttributeProto.FLOAT)
 _INTS: Final = int(onnx.AttributeProto.INTS)
 _STRING: Final = int(onnx.AttributeProto.STRING)
-_KINDS: Final = {int: _INT, float: _FLOAT, str: _STRING}
+_KINDS: Final[dict[type, int]] = {int: _INT, float: _FLOAT, str: _STRING}
+"""What a default is written as."""
 
 _TRANSPOSES: Final = dict.fromkeys(("transA", "transB", "transBatchA", "transBatchB"), _INT)
 _ACTIVATION: Final = {
