@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy.typing as npt
 import onnx
@@ -137,7 +137,7 @@ class GraphView:
         return TensorType(attribute(node, "output_dtype", contract.FLOAT), shape)
 
 
-def is_op(node: onnx.NodeProto | None, *ops: str) -> bool:
+def is_op(node: onnx.NodeProto | None, *ops: str) -> TypeGuard[onnx.NodeProto]:
     """Whether there is a node, and it is one of these ops of the standard domain."""
     return node is not None and node.domain in STANDARD and node.op_type in ops
 
