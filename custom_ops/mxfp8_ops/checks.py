@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -218,3 +219,92 @@ def check_experts(where: str, experts: Any, count: int) -> Any:
             advice="correct the indices",
         )
     return experts + count * (experts < 0)
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """The sizes of an attention: Q [B, S, Hq * D], K [B, T, Hkv * D], V [B, T, Hkv * Dv] behind P keys of the past."""
+
+    batch: int
+    rows: int
+    """S"""
+    keys: int
+    """T, those of K"""
+    past: int
+    """P"""
+    q_heads: int
+    kv_heads: int
+    d: int
+    dv: int
+
+    @property
+    def total(self) -> int:
+        """P + T."""
+        return self.past + self.keys
+
+    @property
+    def scores(self) -> Shape:
+        """[B, Hq, S, P + T], what a mask broadcasts to."""
+        return self.batch, self.q_heads, self.rows, self.total
+
+    @property
+    def y(self) -> Shape:
+        """[B, S, Hq * Dv]."""
+        return self.batch, self.rows, self.q_heads * self.dv
+
+
+def attention_sizes(
+    where: str, operands: tuple[Shape, Shape, Shape], mask: Shape, pasts: tuple[Shape, Shape], heads: tuple[int, int]
+) -> AttentionSizes:
+    """Returns the sizes of an attention of tensors of these shapes.
+
+    Args:
+        where: the op, for errors.
+        operands: q [B, S, Hq * D], k [B, T, Hkv * D] and v [B, T, Hkv * Dv].
+        mask: broadcasts to [B, Hq, S, P + T].
+        pasts: those of past_key [B, Hkv, P, D] and past_value [B, Hkv, P, Dv], or both [0], for none.
+        heads: Hq and Hkv.
+
+    Raises:
+        ShapeError: they do not fit together.
+    """
+    sizes = _unmasked_sizes(where, operands, pasts, heads)
+    expected = [(sizes.batch, sizes.kv_heads, sizes.past, d) for d in (sizes.d, sizes.dv)]
+    if pasts != ((0,), (0,)) and pasts != (expected[0], expected[1]):
+        raise ShapeError(
+            where,
+            f"past_key {pasts[0]} and past_value {pasts[1]}",
+            expected=f"[B, Hkv, P, D] and [B, Hkv, P, Dv] with B = {sizes.batch}, Hkv = {sizes.kv_heads}, "
+            f"D = {sizes.d} and Dv = {sizes.dv}, or both [0] for no past",
+            advice="pass the present_key and present_value of the step before",
+        )
+    fitting = zip(reversed(mask), reversed(sizes.scores), strict=False)
+    if len(mask) > len(sizes.scores) or any(size not in (1, full) for size, full in fitting):
+        raise ShapeError(
+            where, f"attn_mask has shape {mask}", expected=f"one that broadcasts to {sizes.scores}", advice="reshape it"
+        )
+    return sizes
+
+
+def _unmasked_sizes(
+    where: str, operands: tuple[Shape, Shape, Shape], pasts: tuple[Shape, Shape], heads: tuple[int, int]
+) -> AttentionSizes:
+    """Returns the sizes of an attention whose mask and past are not checked."""
+    (q, k, v), (q_heads, kv_heads) = operands, heads
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
+        raise ShapeError(
+            where,
+            f"{q_heads} heads of Q and {kv_heads} of K and V",
+            expected="at least one of each, and as many or a multiple of them for Q",
+            advice="correct q_num_heads and kv_num_heads",
+        )
+    fits = len(q) == len(k) == len(v) == 3 and q[0] == k[0] == v[0] and k[1] == v[1]
+    if not fits or q[2] % q_heads or k[2] % kv_heads or v[2] % kv_heads or q[2] // q_heads != k[2] // kv_heads:
+        raise ShapeError(
+            where,
+            f"Q {q}, K {k} and V {v} with {q_heads} and {kv_heads} heads",
+            expected="[B, S, Hq * D], [B, T, Hkv * D] and [B, T, Hkv * Dv]",
+            advice="merge the heads into the last dimension, and give Q and K heads of one size",
+        )
+    past = pasts[0][2] if len(pasts[0]) == 4 else 0
+    return AttentionSizes(q[0], q[1], k[1], past, q_heads, kv_heads, q[2] // q_heads, v[2] // kv_heads)

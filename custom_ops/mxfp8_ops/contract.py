@@ -27,6 +27,7 @@ FLOAT: Final = formats.FLOAT32.onnx_dtype
 UINT8: Final = 2
 INT32: Final = 6
 INT64: Final = 7
+BOOL: Final = 9
 FLOAT16: Final = formats.FLOAT16.onnx_dtype
 BFLOAT16: Final = formats.BFLOAT16.onnx_dtype
 FLOAT8E4M3FN: Final = formats.E4M3.onnx_dtype
@@ -51,6 +52,8 @@ class Port:
     dtypes: tuple[int, ...]
     shape: str
     optional: bool = False
+    dtype_of: str = ""
+    """The input that has the same dtype, if one must; that of its own otherwise."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Op:
     name: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
-    attributes: Mapping[str, int | str]
+    attributes: Mapping[str, int | float | str]
     """Default of each; every attribute is always written out."""
     summary: str
     is_gemm: bool = False
@@ -168,8 +171,50 @@ GROUPED_WEIGHT_GEMM: Final = Op(
     is_gemm=True,
 )
 
+ATTENTION: Final = Op(
+    "MXFP8Attention",
+    (
+        Port("Q", VALUES, "[B, S, Hq * D]"),
+        Port("K", VALUES, "[B, T, Hkv * D]", dtype_of="Q"),
+        Port("V", VALUES, "[B, T, Hkv * Dv]", dtype_of="Q"),
+        Port("attn_mask", (*VALUES, BOOL), "broadcasts to [B, Hq, S, P + T]; none: [1], 0 or True"),
+        Port("past_key", VALUES, "[B, Hkv, P, D]; none: [0]", dtype_of="Q"),
+        Port("past_value", VALUES, "[B, Hkv, P, Dv]; none: [0]", dtype_of="Q"),
+    ),
+    (
+        Port("Y", VALUES, "[B, S, Hq * Dv]", dtype_of="Q"),
+        Port("present_key", VALUES, "[B, Hkv, P + T, D]", optional=True, dtype_of="Q"),
+        Port("present_value", VALUES, "[B, Hkv, P + T, Dv]", optional=True, dtype_of="Q"),
+    ),
+    MappingProxyType(
+        {
+            "q_num_heads": 1,
+            "kv_num_heads": 1,
+            "is_causal": 0,
+            "scale": 0.0,
+            "activation_dtype": FLOAT,
+            "nan_guard": 0,
+        }
+    ),
+    "ONNX's Attention on 3-D inputs; a mask or a past that is not there is a constant that changes nothing.",
+)
+"""Its inputs are all written out: ONNX Runtime before 1.27 crashes where a node of ours leaves one of them empty, and a
+body cannot ask whether an input is there."""
+
 OPS: Final[Mapping[str, Op]] = MappingProxyType(
-    {op.name: op for op in (QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM, EMBEDDING, GROUPED_GEMM, GROUPED_WEIGHT_GEMM)}
+    {
+        op.name: op
+        for op in (
+            QUANTIZE,
+            DEQUANTIZE,
+            GEMM,
+            WEIGHT_GEMM,
+            EMBEDDING,
+            GROUPED_GEMM,
+            GROUPED_WEIGHT_GEMM,
+            ATTENTION,
+        )
+    }
 )
 """Every node of the domain, by op type."""
 

@@ -13,19 +13,19 @@ MXFP8Embedding, those of float16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import FunctionProto, GraphProto, TensorProto, helper
 
-from mxfp8_ops import contract, numerics
-from mxfp8_ops.contract import Op
+from mxfp8_ops import contract, onnx_attention
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, SCALE_BIAS, SCALE_NAN, SCALE_ROUNDINGS, scale_increment
+from mxfp8_ops.onnx_body import Attribute, Body
 
 BITCAST_OPSET: Final = 26
 """First opset with BitCast. Below it, exponents are found by comparison instead."""
@@ -76,7 +76,7 @@ def _function(name: str, opset: int) -> FunctionProto:
             "functions", f"no node {name!r}", expected=f"one of {', '.join(_BODIES)}", advice="correct the name"
         )
     op = contract.OPS[name]
-    body = _Body(op, opset)
+    body = Body(op, opset)
     _BODIES[name](body)
     return helper.make_function(
         contract.DOMAIN,
@@ -92,7 +92,7 @@ def _function(name: str, opset: int) -> FunctionProto:
 # --- The bodies --------------------------------------------------------------------------------------------------
 
 
-def _quantize(g: _Body) -> None:
+def _quantize(g: Body) -> None:
     """X -> elements, scales."""
     axis, block = g.attribute("axis"), g.vector("block_size")
     x = g("Cast", "X", to=TensorProto.FLOAT)
@@ -124,28 +124,28 @@ def _quantize(g: _Body) -> None:
     g("Reshape", codes, g("Concat", view.lead, view.count, view.trail, axis=0), allowzero=1, out="scales")
 
 
-def _dequantize(g: _Body) -> None:
+def _dequantize(g: Body) -> None:
     """elements, scales -> Y."""
     y = _values(g, "elements", "scales", g.attribute("axis"), g.vector("block_size"))
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
 
 
-def _gemm(g: _Body) -> None:
+def _gemm(g: Body) -> None:
     """A, A_scales, B, B_scales, bias -> Y."""
     _matmul(g, _values(g, "A", "A_scales", _LAST, g.constant([BLOCK_SIZE])))
 
 
-def _activations(g: _Body) -> str:
+def _activations(g: Body) -> str:
     """Returns the float32 values of X. That holds every X: a Cast to it, the default, changes nothing."""
     return g("Cast", g("Cast", "X", to=g.attribute("activation_dtype")), to=TensorProto.FLOAT)
 
 
-def _weight_gemm(g: _Body) -> None:
+def _weight_gemm(g: Body) -> None:
     """X, B, B_scales, bias -> Y."""
     _matmul(g, _activations(g))
 
 
-def _embedding(g: _Body) -> None:
+def _embedding(g: Body) -> None:
     """indices, B, B_scales -> Y."""
     # Float16 holds every element: Gather takes that, and a table that is an initializer is widened no further.
     elements = g("Gather", g("Cast", "B", to=TensorProto.FLOAT16), "indices", axis=0)
@@ -154,17 +154,17 @@ def _embedding(g: _Body) -> None:
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
 
 
-def _grouped_gemm(g: _Body) -> None:
+def _grouped_gemm(g: Body) -> None:
     """A, A_scales, B, B_scales, experts -> Y."""
     _grouped_matmul(g, _values(g, "A", "A_scales", _LAST, g.constant([BLOCK_SIZE])))
 
 
-def _grouped_weight_gemm(g: _Body) -> None:
+def _grouped_weight_gemm(g: Body) -> None:
     """X, B, B_scales, experts -> Y."""
     _grouped_matmul(g, _activations(g))
 
 
-_BODIES: Final[Mapping[str, Callable[[_Body], None]]] = MappingProxyType(
+_BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
     {
         contract.QUANTIZE.name: _quantize,
         contract.DEQUANTIZE.name: _dequantize,
@@ -173,6 +173,7 @@ _BODIES: Final[Mapping[str, Callable[[_Body], None]]] = MappingProxyType(
         contract.EMBEDDING.name: _embedding,
         contract.GROUPED_GEMM.name: _grouped_gemm,
         contract.GROUPED_WEIGHT_GEMM.name: _grouped_weight_gemm,
+        contract.ATTENTION.name: onnx_attention.attention,
     }
 )
 
@@ -201,7 +202,7 @@ class _View:
     """[ceil(K / 32) * 32]"""
 
 
-def _view(g: _Body, x: str, axis: int | _Attribute, block: str) -> _View:
+def _view(g: Body, x: str, axis: int | Attribute, block: str) -> _View:
     """Returns the block view of `x` along `axis`."""
     lead = g("Shape", x, end=axis, out="lead")
     rest = g("Shape", x, start=axis)
@@ -216,7 +217,7 @@ def _view(g: _Body, x: str, axis: int | _Attribute, block: str) -> _View:
     return _View(g("Shape", x, out="shape"), lead, trail, p, k, q, block, count, padded)
 
 
-def _split(g: _Body, view: _View, x: str) -> str:
+def _split(g: Body, view: _View, x: str) -> str:
     """Returns `x` as [P, ceil(K / 32), 32, Q], the last block zero-padded."""
     flat = g("Reshape", x, g("Concat", view.p, view.k, view.q, axis=0), allowzero=1)
     pads = g("Concat", g.constant([0, 0, 0, 0]), g("Sub", view.padded, view.k), g.constant([0]), axis=0)
@@ -224,7 +225,7 @@ def _split(g: _Body, view: _View, x: str) -> str:
     return g("Reshape", g("Pad", flat, pads), shape, allowzero=1, out="blocks")
 
 
-def _join(g: _Body, view: _View, blocks: str) -> str:
+def _join(g: Body, view: _View, blocks: str) -> str:
     """Returns [P, ceil(K / 32), 32, Q] in the shape that `_split` took apart; the padding is dropped."""
     flat = g("Reshape", blocks, g("Concat", view.p, view.padded, view.q, axis=0), allowzero=1)
     return g("Reshape", g("Slice", flat, g.constant([0]), view.k, g.constant([1])), view.shape, allowzero=1)
@@ -233,7 +234,7 @@ def _join(g: _Body, view: _View, blocks: str) -> str:
 # --- Scales and values -------------------------------------------------------------------------------------------
 
 
-def _exponent(g: _Body, amax: str, increments: npt.NDArray[np.int32], row: tuple[str, str]) -> str:
+def _exponent(g: Body, amax: str, increments: npt.NDArray[np.int32], row: tuple[str, str]) -> str:
     """Returns (bits(amax) + increment) >> 23 as int64: the biased exponent of amax, rounded as the increment says.
 
     Args:
@@ -263,7 +264,7 @@ def _exponent(g: _Body, amax: str, increments: npt.NDArray[np.int32], row: tuple
     return g("Add", guess, g("ReduceSum", exceeded, g.constant([2]), keepdims=1), out="exponent")
 
 
-def _values(g: _Body, elements: str, scales: str, axis: int | _Attribute, block: str) -> str:
+def _values(g: Body, elements: str, scales: str, axis: int | Attribute, block: str) -> str:
     """Returns the float32 values of (elements, scales) in the shape of the elements."""
     x = g("Cast", elements, to=TensorProto.FLOAT)
     view = _view(g, x, axis, block)
@@ -272,7 +273,7 @@ def _values(g: _Body, elements: str, scales: str, axis: int | _Attribute, block:
     return _join(g, view, g("Mul", _split(g, view, x), g("Gather", g.powers(), codes)))
 
 
-def _matmul(g: _Body, a: str) -> None:
+def _matmul(g: Body, a: str) -> None:
     """Y = a @ transpose(B) + bias."""
     b = _values(g, "B", "B_scales", _LAST, g.constant([BLOCK_SIZE]))
     y = g("MatMul", a, g("Einsum", b, equation="...nk->...kn"))
@@ -284,7 +285,7 @@ def _matmul(g: _Body, a: str) -> None:
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
 
 
-def _grouped_matmul(g: _Body, a: str) -> None:
+def _grouped_matmul(g: Body, a: str) -> None:
     """Y = a @ transpose(B[experts]), one MatMul per expert that is picked: no matrix of B is repeated per row."""
     b = g("Transpose", _values(g, "B", "B_scales", _LAST, g.constant([BLOCK_SIZE])), perm=[0, 2, 1], out="b")
     count = g("Squeeze", g("Shape", b, end=1), out="count")
@@ -303,7 +304,7 @@ def _grouped_matmul(g: _Body, a: str) -> None:
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
 
 
-def _experts(g: _Body, count: str) -> str:
+def _experts(g: Body, count: str) -> str:
     """Returns the indices of experts as 0..count, count being none; other indices fail at run time, in the Gather."""
     from_end = g("Add", "experts", count)
     experts = g("Where", g("Less", "experts", g.constant(0)), from_end, "experts", out="from_start")
@@ -312,7 +313,7 @@ def _experts(g: _Body, count: str) -> str:
     return g("Gather", g("Range", g.constant(0), end, g.constant(1)), g("Where", beyond, end, experts))
 
 
-def _expert(outer: _Body, a: str, b: str, experts: str, picked: str) -> GraphProto:
+def _expert(outer: Body, a: str, b: str, experts: str, picked: str) -> GraphProto:
     """Returns the body of a Loop over `picked`: the rows of one expert are multiplied and put into the result."""
     g = outer.inner()
     turn, more, before = (g.unique(name) for name in ("turn", "more", "before"))
@@ -323,87 +324,3 @@ def _expert(outer: _Body, a: str, b: str, experts: str, picked: str) -> GraphPro
     outputs = [(g("Identity", more), TensorProto.BOOL, []), (after, TensorProto.FLOAT, [None, None])]
     ports, results = ([helper.make_tensor_value_info(*port) for port in side] for side in (inputs, outputs))
     return helper.make_graph(g.nodes, "of_one_expert", ports, results)
-
-
-# --- Building a body ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Attribute:
-    """A reference to an attribute of the function, to be the value of an attribute of a node in its body."""
-
-    name: str
-    type: AttributeProto.AttributeType
-
-
-@dataclass
-class _Body:
-    """The nodes of one function body. Calling it appends a node and returns the name of its output."""
-
-    op: Op
-    opset: int
-    nodes: list[NodeProto] = field(default_factory=list)
-    _names: dict[str, int] = field(default_factory=dict)
-    _constants: dict[bytes, str] = field(default_factory=dict)
-
-    def __call__(self, op_type: str, *inputs: str, out: str = "", **attributes: Any) -> str:
-        """Appends the node `out` = op_type(*inputs, **attributes) and returns the name of its output."""
-        out = self.unique(out or op_type.lower())
-        references = {key: value for key, value in attributes.items() if isinstance(value, _Attribute)}
-        plain = {key: value for key, value in attributes.items() if key not in references}
-        node = helper.make_node(op_type, inputs, [out], **plain)
-        for key, value in references.items():
-            node.attribute.append(AttributeProto(name=key, ref_attr_name=value.name, type=value.type))
-        self.nodes.append(node)
-        return out
-
-    def inner(self) -> _Body:
-        """Returns the body of a Loop inside this one, whose values it sees; no two share a name."""
-        return _Body(self.op, self.opset, _names=self._names)
-
-    def attribute(self, name: str) -> _Attribute:
-        """Returns a reference to attribute `name` of the function."""
-        text = isinstance(self.op.attributes[name], str)
-        return _Attribute(name, AttributeProto.STRING if text else AttributeProto.INT)
-
-    def vector(self, name: str) -> str:
-        """Returns the value of the integer attribute `name` as a 1-D tensor."""
-        return self("Reshape", self("Constant", value_int=self.attribute(name)), self.constant([1]), out=name)
-
-    def constant(self, value: Any) -> str:
-        """Returns a constant tensor; Python integers become int64. Equal constants share one node."""
-        tensor = numpy_helper.from_array(np.asarray(value))
-        key = tensor.SerializeToString()
-        if key not in self._constants:
-            self._constants[key] = self("Constant", value=tensor)
-        return self._constants[key]
-
-    def powers(self) -> str:
-        """Returns the table code -> float32 value of all E8M0 scales: [0] is 2^-127, [254] 2^127, [255] NaN."""
-        return self.constant(numerics.decode_scale(np.arange(256, dtype=np.uint8)))
-
-    def index_of(self, name: str, values: Sequence[int | str]) -> str:
-        """Returns where in `values` the attribute `name` stands, as an int64 scalar.
-
-        A value that is not among them fails at run time, in the Reshape: no default is assumed.
-        """
-        reference = self.attribute(name)
-        if reference.type == AttributeProto.STRING:
-            known = self("Constant", value_strings=list(values))
-            given = self("Constant", value_string=reference)
-        else:
-            known = self.constant(list(values))
-            given = self("Constant", value_int=reference)
-        hits = self("NonZero", self("Equal", known, given))
-        return self("Reshape", hits, self.constant(np.zeros(0, np.int64)), out=f"{name}_index")
-
-    def lookup(self, table: npt.NDArray[Any], row: tuple[str, str]) -> str:
-        """Returns table[row] as a scalar."""
-        return self("Gather", self("Gather", self.constant(table), row[0]), row[1])
-
-    def unique(self, name: str) -> str:
-        """Returns `name`, numbered from its second use on; inputs of the function are never shadowed."""
-        taken = name in {port.name for port in self.op.inputs}
-        count = self._names.get(name, int(taken))
-        self._names[name] = count + 1
-        return name if count == 0 else f"{name}_{count}"

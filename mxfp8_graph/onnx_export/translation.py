@@ -141,7 +141,8 @@ def _schema(op: contract.Op) -> onnx.defs.OpSchema:
         return schema.FormalParameter(row.name, name, param_option=option)
 
     defaults = {**op.attributes, FORMATS: ""}.items()
-    attributes = {n: schema.AttrType.STRING if isinstance(v, str) else schema.AttrType.INT for n, v in defaults}
+    kinds = {str: schema.AttrType.STRING, float: schema.AttrType.FLOAT, int: schema.AttrType.INT}
+    attributes = {name: kinds[type(value)] for name, value in defaults}
     return schema(
         op.name,
         contract.DOMAIN,

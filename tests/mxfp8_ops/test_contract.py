@@ -20,7 +20,7 @@ def ports(op: Op) -> Iterator[Port]:
 
 
 def test_dtype_codes_are_those_of_onnx() -> None:
-    for name in ("FLOAT", "UINT8", "INT32", "INT64", "FLOAT16", "BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2"):
+    for name in ("FLOAT", "UINT8", "INT32", "INT64", "BOOL", "FLOAT16", "BFLOAT16", "FLOAT8E4M3FN", "FLOAT8E5M2"):
         assert getattr(contract, name) == getattr(TensorProto, name), name
 
 
@@ -42,19 +42,27 @@ def test_names_within_an_op_are_unique(op: Op) -> None:
 
 
 @OPS
-def test_optional_inputs_come_last(op: Op) -> None:
-    optional = [port.optional for port in op.inputs]
-    assert optional == sorted(optional)
-    assert not any(port.optional for port in op.outputs)
+def test_optional_ports_come_last(op: Op) -> None:
+    for side in (op.inputs, op.outputs):
+        optional = [port.optional for port in side]
+        assert optional == sorted(optional)
+    assert not op.outputs[0].optional
+
+
+@OPS
+def test_what_shares_a_dtype_names_an_input_with_one_of_its_own(op: Op) -> None:
+    for port in ports(op):
+        if port.dtype_of:
+            other = op.inputs[op.at(port.dtype_of)]  # type: ignore[index]
+            assert (other.dtypes, other.dtype_of) == (port.dtypes, ""), port.name
 
 
 @OPS
 def test_every_port_accepts_known_dtypes(op: Op) -> None:
     for port in ports(op):
         assert port.dtypes, port.name
-        assert set(port.dtypes) <= {*contract.VALUES, *contract.ELEMENTS, *contract.SCALES, *contract.INDICES}, (
-            port.name
-        )
+        known = {*contract.VALUES, *contract.ELEMENTS, *contract.SCALES, *contract.INDICES, contract.BOOL}
+        assert set(port.dtypes) <= known, port.name
 
 
 @OPS
@@ -71,6 +79,10 @@ def test_attribute_defaults_are_legal(op: Op) -> None:
             assert default == formats.BLOCK_SIZE
         elif name == "axis":
             assert default == -1
+        elif name in {"q_num_heads", "kv_num_heads"}:
+            assert default == 1
+        elif name in {"is_causal", "nan_guard", "scale"}:
+            assert default == 0
         else:
             pytest.fail(f"{op.name} has an attribute this test does not know: {name}")
 
@@ -104,7 +116,7 @@ def test_nodes_say_where_their_packed_weight_is() -> None:
     at = {name: op.packed_at for name, op in contract.OPS.items()}
     assert at == {
         "MXFP8Quantize": None, "MXFP8Dequantize": 0, "MXFP8Gemm": 2, "MXFP8WeightGemm": 1, "MXFP8Embedding": 1,
-        "MXFP8GroupedGemm": 2, "MXFP8GroupedWeightGemm": 1,
+        "MXFP8GroupedGemm": 2, "MXFP8GroupedWeightGemm": 1, "MXFP8Attention": None,
     }  # fmt: skip
     for name, index in at.items():
         if index is not None:
@@ -122,9 +134,10 @@ def test_torch_ops_are_those_that_are_registered() -> None:
         assert {*(op.weight or ())} <= arguments, op.name
 
 
-def test_every_node_but_the_second_of_grouped_gemm_has_one_torch_op() -> None:
+def test_every_node_but_those_of_onnx_alone_has_one_torch_op() -> None:
     exported = [op.node for op in contract.TORCH_OPS.values() if op.node is not None]
-    assert exported == [op for op in contract.OPS.values() if op is not contract.GROUPED_WEIGHT_GEMM]
+    of_onnx_alone = (contract.GROUPED_WEIGHT_GEMM, contract.ATTENTION)
+    assert exported == [op for op in contract.OPS.values() if op not in of_onnx_alone]
     assert {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm", "mxfp8::embedding"} == contract.PACKED_OPS
     assert {"mxfp8::linear_train"} == contract.TRAINING_OPS
     assert (contract.PACKED_OPS | contract.TRAINING_OPS) - {"mxfp8::embedding"} == contract.TORCH_GEMMS

@@ -18,12 +18,13 @@ struct Port {
   const char* name;
   int dtypes[8];  // 0 at the end
   bool optional;
+  int dtype_of = -1;  // the input whose dtype it has; -1: its own
 };
 
 struct Node {
   const char* name;
   Port inputs[8], outputs[4];                   // no name at the end
-  int output_dtype;                             // default of the attribute
+  int output_dtype;                             // default of the attribute; 0 if it has none
   int a, a_scales, b, b_scales, bias, experts;  // which input of a gemm is what; -1 if there is none
 };
 
@@ -46,7 +47,7 @@ static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;
 inline constexpr const char* kDomain = "mxfp8";
-enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm};
+enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kAttention};
 inline constexpr const char* kScaleRoundings[] = {
     "ceil",
     "floor",
@@ -80,6 +81,8 @@ inline constexpr Node kNodes[] = {
      {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, -1, 4},
     {"MXFP8GroupedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"experts", {7}, false}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, -1, 3},
+    {"MXFP8Attention", {{"Q", {1, 10, 16}, false}, {"K", {1, 10, 16}, false, 0}, {"V", {1, 10, 16}, false, 0}, {"attn_mask", {1, 10, 16, 9}, false}, {"past_key", {1, 10, 16}, false, 0}, {"past_value", {1, 10, 16}, false, 0}},
+     {{"Y", {1, 10, 16}, false, 0}, {"present_key", {1, 10, 16}, true, 0}, {"present_value", {1, 10, 16}, true, 0}}, 0, -1, -1, -1, -1, -1, -1},
 };
 
 }  // namespace mxfp8

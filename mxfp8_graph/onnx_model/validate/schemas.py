@@ -20,6 +20,8 @@ _INT: Final = int(onnx.AttributeProto.INT)
 _FLOAT: Final = int(onnx.AttributeProto.FLOAT)
 _INTS: Final = int(onnx.AttributeProto.INTS)
 _STRING: Final = int(onnx.AttributeProto.STRING)
+_KINDS: Final[dict[type, int]] = {int: _INT, float: _FLOAT, str: _STRING}
+"""What a default is written as."""
 
 _TRANSPOSES: Final = dict.fromkeys(("transA", "transB", "transBatchA", "transBatchB"), _INT)
 _ACTIVATION: Final = {
@@ -90,13 +92,13 @@ def _ours(op: str) -> Schema | None:
     if row is None:
         return None
     needed = frozenset(index for index, port in enumerate(row.inputs) if not port.optional)
-    kinds = {name: _INT if isinstance(default, int) else _STRING for name, default in row.attributes.items()}
-    outputs = len(row.outputs)
+    kinds = {name: _KINDS[type(default)] for name, default in row.attributes.items()}
+    needed_outputs = frozenset(index for index, port in enumerate(row.outputs) if not port.optional)
     return Schema(
         inputs=(len(needed), len(row.inputs)),
-        outputs=(outputs, outputs),
+        outputs=(len(needed_outputs), len(row.outputs)),
         needed_inputs=needed,
-        needed_outputs=frozenset(range(outputs)),
+        needed_outputs=needed_outputs,
         attributes=kinds,
         needed_attributes=frozenset(),
     )

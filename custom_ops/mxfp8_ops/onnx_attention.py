@@ -1,0 +1,113 @@
+"""The portable body of MXFP8Attention: ONNX's Attention of opset 23, for every opset from 21 on.
+
+A group of query heads that share keys is one matrix [G * S, D], so that no key is repeated. All is computed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from onnx import TensorProto
+
+from mxfp8_ops.onnx_body import Body
+
+_LAST: Final = -1
+
+
+def attention(g: Body) -> None:
+    """Q, K, V, attn_mask, past_key, past_value -> Y, present_key, present_value."""
+    batch, rows = g("Shape", "Q", end=1, out="batch"), g("Shape", "Q", start=1, end=2, out="rows")
+    heads, groups = g.vector("q_num_heads"), g.vector("kv_num_heads")
+    past = _past_length(g)
+    keys = _with_past(g, "K", "past_key", groups, past)
+    values = _with_past(g, "V", "past_value", groups, past)
+    g("CastLike", keys, "Q", out="present_key")
+    g("CastLike", values, "Q", out="present_value")
+
+    q = _split_heads(g, _floats(g, "Q"), heads)
+    d, total = g("Shape", q, start=3, out="d"), g("Shape", keys, start=2, end=3, out="total")
+    stacked = g("Mul", g("Div", heads, groups), rows, out="stacked")  # G * S
+    q = _reshape(g, _rounded(g, q), batch, groups, stacked, d)
+    scores = g("MatMul", q, g("Transpose", _rounded(g, keys), perm=[0, 1, 3, 2]))
+    scores = _reshape(g, g("Mul", scores, _scale(g, d)), batch, heads, rows, total)
+    scores = g("Where", _seen(g, rows, past, total), g("Add", scores, _additive_mask(g)), _infinity(g, -1))
+    weights = _reshape(g, _rounded(g, _softmax(g, scores)), batch, groups, stacked, total)
+    dv = g("Shape", values, start=3, out="dv")
+    y = _reshape(g, g("MatMul", weights, _rounded(g, values)), batch, heads, rows, dv)
+    y = _reshape(g, g("Transpose", y, perm=[0, 2, 1, 3]), batch, rows, g("Mul", heads, dv))
+    g("CastLike", y, "Q", out="Y")
+
+
+def _reshape(g: Body, x: str, *sizes: str) -> str:
+    return g("Reshape", x, g("Concat", *sizes, axis=0), allowzero=1)
+
+
+def _infinity(g: Body, sign: int) -> str:
+    return g.constant(np.float32(sign * np.inf))
+
+
+def _floats(g: Body, x: str) -> str:
+    return g("Cast", x, to=TensorProto.FLOAT)
+
+
+def _rounded(g: Body, x: str) -> str:
+    """Returns float32 values rounded to activation_dtype; a Cast to float32, the default, changes nothing."""
+    return _floats(g, g("Cast", x, to=g.attribute("activation_dtype")))
+
+
+def _split_heads(g: Body, x: str, heads: str) -> str:
+    """Returns x [B, L, heads * D] as [B, heads, L, D]."""
+    lead = g("Shape", x, end=2)
+    d = g("Div", g("Shape", x, start=2), heads)
+    return g("Transpose", _reshape(g, x, lead, heads, d), perm=[0, 2, 1, 3])
+
+
+def _past_length(g: Body) -> str:
+    """Returns [P], the third dimension of past_key; 0 if it has none, which stands for no past."""
+    size = g("Shape", "past_key", start=2, end=3)
+    return g("ReduceSum", size, g.constant([0]), keepdims=1, out="past")
+
+
+def _with_past(g: Body, new: str, past: str, groups: str, length: str) -> str:
+    """Returns `past` [B, Hkv, P, D] and, behind it, `new` [B, T, Hkv * D], as float32 [B, Hkv, P + T, D]."""
+    new = _split_heads(g, _floats(g, new), groups)
+    lead, d = g("Shape", new, end=2), g("Shape", new, start=3)
+    return g("Concat", _reshape(g, _floats(g, past), lead, length, d), new, axis=2)
+
+
+def _scale(g: Body, d: str) -> str:
+    """Returns the attribute, or 1 / sqrt(D) where that is 0."""
+    given = g("Constant", value_float=g.attribute("scale"))
+    usual = g("Reciprocal", g("Sqrt", _floats(g, d)))
+    return g("Where", g("Equal", given, g.constant(np.float32(0))), usual, given)
+
+
+def _additive_mask(g: Body) -> str:
+    """Returns attn_mask as what to add to the scores, whether it is boolean or not."""
+    mask = _floats(g, "attn_mask")
+    # 2 becomes 1 in a boolean's dtype alone.
+    two = _floats(g, g("CastLike", g.constant(np.float32(2)), "attn_mask"))
+    added = g("Where", g("Equal", mask, g.constant(np.float32(0))), _infinity(g, -1), g.constant(np.float32(0)))
+    return g("Where", g("Less", two, g.constant(np.float32(2))), added, mask)
+
+
+def _seen(g: Body, rows: str, past: str, total: str) -> str:
+    """Returns [S, P + T]: whether row i may see key j, which is j <= P + i if is_causal and always if not."""
+    start, zero, one = g("Squeeze", past), g.constant(0), g.constant(1)
+    i = g("Range", start, g("Add", start, g("Squeeze", rows)), one)
+    j = g("Range", zero, g("Squeeze", total), one)
+    before = g("LessOrEqual", j, g("Unsqueeze", i, g.constant([1])))
+    everything = g("Equal", g("Constant", value_int=g.attribute("is_causal")), zero)
+    return g("Or", before, everything)
+
+
+def _softmax(g: Body, scores: str) -> str:
+    """Returns the softmax of each row. Rows without one - NaN, Inf, or -Inf throughout - are NaN, or 0 if nan_guard."""
+    # ONNX Runtime's Softmax makes numbers of such rows: 1 per finite score, NaN for NaN and Inf, 0 for -Inf tell.
+    finite = g("Add", g("Mul", scores, g.constant(np.float32(0))), g.constant(np.float32(1)))
+    finite = g("Where", g("Equal", scores, _infinity(g, -1)), g.constant(np.float32(0)), finite)
+    good = g("Greater", g("ReduceSum", finite, g.constant([_LAST]), keepdims=1), g.constant(np.float32(0)))
+    guarded = g("Equal", g("Constant", value_int=g.attribute("nan_guard")), g.constant(0))
+    otherwise = g("Where", guarded, g.constant(np.float32(np.nan)), g.constant(np.float32(0)))
+    return g("Where", good, g("Softmax", scores, axis=_LAST), otherwise)

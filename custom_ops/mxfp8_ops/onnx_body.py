@@ -1,0 +1,95 @@
+"""Builds the nodes of one function body: what `onnx_functions.py` and the files of bodies beside it write in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import AttributeProto, NodeProto, helper, numpy_helper
+
+from mxfp8_ops import numerics
+from mxfp8_ops.contract import Op
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A reference to an attribute of the function, to be the value of an attribute of a node in its body."""
+
+    name: str
+    type: AttributeProto.AttributeType
+
+
+@dataclass
+class Body:
+    """The nodes of one function body. Calling it appends a node and returns the name of its output."""
+
+    op: Op
+    opset: int
+    nodes: list[NodeProto] = field(default_factory=list)
+    _names: dict[str, int] = field(default_factory=dict)
+    _constants: dict[bytes, str] = field(default_factory=dict)
+
+    def __call__(self, op_type: str, *inputs: str, out: str = "", **attributes: Any) -> str:
+        """Appends the node `out` = op_type(*inputs, **attributes) and returns the name of its output."""
+        out = self.unique(out or op_type.lower())
+        references = {key: value for key, value in attributes.items() if isinstance(value, Attribute)}
+        plain = {key: value for key, value in attributes.items() if key not in references}
+        node = helper.make_node(op_type, inputs, [out], **plain)
+        for key, value in references.items():
+            node.attribute.append(AttributeProto(name=key, ref_attr_name=value.name, type=value.type))
+        self.nodes.append(node)
+        return out
+
+    def inner(self) -> Body:
+        """Returns the body of a Loop inside this one, whose values it sees; no two share a name."""
+        return Body(self.op, self.opset, _names=self._names)
+
+    def attribute(self, name: str) -> Attribute:
+        """Returns a reference to attribute `name` of the function."""
+        kinds = {str: AttributeProto.STRING, float: AttributeProto.FLOAT, int: AttributeProto.INT}
+        return Attribute(name, kinds[type(self.op.attributes[name])])
+
+    def vector(self, name: str) -> str:
+        """Returns the value of the integer attribute `name` as a 1-D tensor."""
+        return self("Reshape", self("Constant", value_int=self.attribute(name)), self.constant([1]), out=name)
+
+    def constant(self, value: Any) -> str:
+        """Returns a constant tensor; Python integers become int64. Equal constants share one node."""
+        tensor = numpy_helper.from_array(np.asarray(value))
+        key = tensor.SerializeToString()
+        if key not in self._constants:
+            self._constants[key] = self("Constant", value=tensor)
+        return self._constants[key]
+
+    def powers(self) -> str:
+        """Returns the table code -> float32 value of all E8M0 scales: [0] is 2^-127, [254] 2^127, [255] NaN."""
+        return self.constant(numerics.decode_scale(np.arange(256, dtype=np.uint8)))
+
+    def index_of(self, name: str, values: Sequence[int | str]) -> str:
+        """Returns where in `values` the attribute `name` stands, as an int64 scalar.
+
+        A value that is not among them fails at run time, in the Reshape: no default is assumed.
+        """
+        reference = self.attribute(name)
+        if reference.type == AttributeProto.STRING:
+            known = self("Constant", value_strings=list(values))
+            given = self("Constant", value_string=reference)
+        else:
+            known = self.constant(list(values))
+            given = self("Constant", value_int=reference)
+        hits = self("NonZero", self("Equal", known, given))
+        return self("Reshape", hits, self.constant(np.zeros(0, np.int64)), out=f"{name}_index")
+
+    def lookup(self, table: npt.NDArray[Any], row: tuple[str, str]) -> str:
+        """Returns table[row] as a scalar."""
+        return self("Gather", self("Gather", self.constant(table), row[0]), row[1])
+
+    def unique(self, name: str) -> str:
+        """Returns `name`, numbered from its second use on; inputs of the function are never shadowed."""
+        taken = name in {port.name for port in self.op.inputs}
+        count = self._names.get(name, int(taken))
+        self._names[name] = count + 1
+        return name if count == 0 else f"{name}_{count}"
