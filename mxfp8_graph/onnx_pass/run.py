@@ -59,7 +59,7 @@ def rewrite_onnx(
         editor.finish()
         if recipe.fuse:
             types = types_of({id(site.scope): site.scope.view for site in sites}.values())
-            reporter.fusions = fuse(opened, types, editor.fresh)
+            reporter.fusions = fuse(opened, types, editor.fresh, recipe)
         result = account(stored_bytes.inventory(opened), editor.made_from)
         if options.dry_run:
             target.probe()

@@ -10,7 +10,7 @@ products that became MXFP8Gemm. What makes the mask stays as it is: layers share
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -19,7 +19,7 @@ from mxfp8_graph.onnx_model.walk import iter_graphs, subgraphs
 from mxfp8_graph.onnx_pass.fuse import attention_node, attention_scores
 from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, is_transpose, same, shape_of
 from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention
-from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView, is_op
+from mxfp8_graph.onnx_pass.fuse.graph_view import Dim, GraphView, is_op
 from mxfp8_graph.onnx_pass.fuse.replacement import Replacement
 from mxfp8_ops import contract
 
@@ -81,10 +81,9 @@ def _result(view: GraphView, found: Attention) -> _Result | None:
     """Returns how the graph puts the heads of the result side by side; None if it does not."""
     if found.merged:
         return _Result(found.result, found.result)
-    (batch, count, length, _), size = found.q.heads, found.v.heads.size
-    name = found.result
+    name, batch, length = found.result, found.q.heads.batch, found.q.heads.length
     while (reshape := _user(view, name)) is not None and is_op(reshape, "Reshape"):
-        if not _keeps(view, name, reshape.output[0], (batch, count, length, size)):
+        if not _keeps(view, name, reshape.output[0], (batch, found.q.heads.count, length, found.v.heads.size)):
             return None
         name = reshape.output[0]
     transpose = _user(view, name)
@@ -110,12 +109,13 @@ def _user(view: GraphView, name: str) -> onnx.NodeProto | None:
     return users[0] if len(users) == 1 else None
 
 
-def _keeps(view: GraphView, name: str, reshaped: str, sizes: tuple[object, ...]) -> bool:
+def _keeps(view: GraphView, name: str, reshaped: str, sizes: Sequence[Dim]) -> bool:
     """Whether `reshaped` is `name` of those four sizes as it is: if three are as they were, the fourth is."""
     after, before = shape_of(view, reshaped, 4), shape_of(view, name, 4)
     if after is None or before is None:
         return False
-    return sum(same(*either) or same(*given) for either, given in zip(zip(after, before), zip(after, sizes))) >= 3
+    ways = zip(after, before, sizes, strict=True)
+    return sum(same(size, either) or same(size, other) for size, either, other in ways) >= 3
 
 
 def _unneeded(view: GraphView, given: Collection[str], taken: Collection[str]) -> dict[int, onnx.NodeProto]:
@@ -135,8 +135,9 @@ def _unneeded(view: GraphView, given: Collection[str], taken: Collection[str]) -
 
 def _is_circular(view: GraphView, given: Collection[str], taken: Collection[str], gone: Collection[int]) -> bool:
     """Whether a node that stays makes some of `taken` from some of `given`, as masks are from a length with past."""
-    users = {id(n) for n in view.nodes if id(n) not in gone and not given.isdisjoint(_read_by(n))}
-    waiting, seen = [view.maker(name) for name in taken] if users else [], set()
+    users = {id(n) for n in view.nodes if id(n) not in gone and any(name in given for name in _read_by(n))}
+    waiting = [view.maker(name) for name in taken] if users else []
+    seen: set[int] = set()
     while waiting:
         node = waiting.pop()
         if node is None or id(node) in seen or id(node) in gone:

@@ -11,7 +11,7 @@ Nothing is followed whose sizes are not known to fit. Names of sizes count: two 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple, TypeGuard
+from typing import Final, Literal, TypeGuard
 
 import onnx
 
@@ -30,7 +30,8 @@ Layout = Literal["merged", "split", "heads"]
 """[B, S, H * D], [B, S, H, D] or [B, H, S, D]."""
 
 
-class Heads(NamedTuple):
+@dataclass(frozen=True)
+class Heads:
     """The sizes of Q, K or V."""
 
     batch: Dim
@@ -165,10 +166,10 @@ def _width(view: GraphView, name: str, batch: Dim, length: Dim) -> int | None:
 
 def _follow_split(view: GraphView, source: Source, *, scaled: bool) -> Source:
     """Returns what heads come from that stand apart behind the tokens, [B, S, H, D]."""
-    heads = source.heads
-    if _width(view, source.name, heads.batch, heads.length) != heads.count * heads.size:
+    heads, reshape = source.heads, view.maker(source.name)
+    if reshape is None or _width(view, source.name, heads.batch, heads.length) != heads.count * heads.size:
         return source
-    name, factor = view.maker(source.name).input[0], 1.0
+    name, factor = reshape.input[0], 1.0
     if scaled:
         name, factor = unscaled(view, name)
     return replace(source, name=name, layout="merged", factor=source.factor * factor)
@@ -179,7 +180,7 @@ def _ungrouped(view: GraphView, name: str) -> str | None:
     reshape = view.maker(name)
     expand = view.maker(reshape.input[0]) if is_op(reshape, "Reshape") else None
     unsqueeze = view.maker(expand.input[0]) if is_op(expand, "Expand") else None
-    if not is_op(unsqueeze, "Unsqueeze"):
+    if expand is None or not is_op(unsqueeze, "Unsqueeze"):
         return None
     axes = view.constant(unsqueeze.input[1])
     before, repeated, after = (

@@ -155,7 +155,8 @@ def _is_lowest(view: GraphView, name: str) -> bool:
     value = view.constant(name)
     if value is None or value.size != 1 or not np.issubdtype(value.dtype, np.floating):
         return False
-    return bool(value.reshape(()) <= ml_dtypes.finfo(value.dtype).min)
+    lowest = ml_dtypes.finfo(value.dtype).min  # type: ignore[no-untyped-call]
+    return bool(value.reshape(()) <= lowest)
 
 
 def _standard(view: GraphView, node: onnx.NodeProto, *, cached: bool) -> Attention | None:
@@ -192,7 +193,7 @@ def _standard(view: GraphView, node: onnx.NodeProto, *, cached: bool) -> Attenti
 def _merged(view: GraphView, name: str, count: int) -> Source | None:
     """Returns `name` [B, S, H * D] as H = `count` heads."""
     shape = shape_of(view, name, 3)
-    if shape is None or not isinstance(shape[2], int) or count < 1 or shape[2] % count:
+    batch, length, width = shape or (None, None, None)
+    if not isinstance(width, int) or count < 1 or width % count:
         return None
-    batch, length, width = shape
     return Source(name=name, heads=Heads(batch, count, length, width // count), layout="merged")
