@@ -19,7 +19,7 @@ def build(view: GraphView, found: Attention, output: str, activation_dtype: int)
     q, k, v, last = found.q, found.k, found.v, found.inside[-1]
     writer = _Writer(view, view.type_of(q.name).dtype)
     inputs = [*map(writer.side_by_side, (q, k, v)), writer.mask(found.masks), *map(writer.past, (k, v))]
-    outputs = [output, k.present, v.present] if k.present else [output]
+    outputs = [output, k.present, v.present]
     attributes = {
         **contract.ATTENTION.attributes,
         "q_num_heads": q.heads.count,
