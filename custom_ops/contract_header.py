@@ -61,13 +61,13 @@ def _node(op: Op) -> str:
     a = "A" if op.at("X") is None else "X"
     names = (a, "A_scales", "B", "B_scales", "bias", "experts") if op.is_gemm else ("",) * 6
     roles = [-1 if at is None else at for at in map(op.at, names)]
-    inputs, outputs = (", ".join(_port(op, port) for port in ports) for ports in (op.inputs, op.outputs))
+    inputs, outputs = (", ".join(_port(port, op) for port in ports) for ports in (op.inputs, op.outputs))
     settings = ", ".join(map(str, [op.attributes.get("output_dtype", 0), *roles]))
     return f'{{"{op.name}", {{{inputs}}},\n     {{{outputs}}}, {settings}}}'
 
 
-def _port(op: Op, port: Port) -> str:
-    like = f", {op.at(port.dtype_of)}" if port.dtype_of else ""
+def _port(port: Port, op: Op) -> str:
+    like = f", {op.at(port.like)}" if port.like else ""
     return f'{{"{port.name}", {{{", ".join(map(str, port.dtypes))}}}, {str(port.optional).lower()}{like}}}'
 
 

@@ -52,8 +52,9 @@ class Port:
     dtypes: tuple[int, ...]
     shape: str
     optional: bool = False
-    dtype_of: str = ""
-    """The input that has the same dtype, if one must; that of its own otherwise."""
+    """A node leaves absent inputs out, the last ones; it writes an absent output as an empty name, wherever it is."""
+    like: str = ""
+    """The input whose dtype it always has; "" if it has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +176,16 @@ ATTENTION: Final = Op(
     "MXFP8Attention",
     (
         Port("Q", VALUES, "[B, S, Hq * D]"),
-        Port("K", VALUES, "[B, T, Hkv * D]", dtype_of="Q"),
-        Port("V", VALUES, "[B, T, Hkv * Dv]", dtype_of="Q"),
+        Port("K", VALUES, "[B, T, Hkv * D]", like="Q"),
+        Port("V", VALUES, "[B, T, Hkv * Dv]", like="Q"),
         Port("attn_mask", (*VALUES, BOOL), "broadcasts to [B, Hq, S, P + T]; none: [1], 0 or True"),
-        Port("past_key", VALUES, "[B, Hkv, P, D]; none: [0]", dtype_of="Q"),
-        Port("past_value", VALUES, "[B, Hkv, P, Dv]; none: [0]", dtype_of="Q"),
+        Port("past_key", VALUES, "[B, Hkv, P, D]; none: [0]", like="Q"),
+        Port("past_value", VALUES, "[B, Hkv, P, Dv]; none: [0]", like="Q"),
     ),
     (
-        Port("Y", VALUES, "[B, S, Hq * Dv]", dtype_of="Q"),
-        Port("present_key", VALUES, "[B, Hkv, P + T, D]", optional=True, dtype_of="Q"),
-        Port("present_value", VALUES, "[B, Hkv, P + T, Dv]", optional=True, dtype_of="Q"),
+        Port("Y", VALUES, "[B, S, Hq * Dv]", like="Q"),
+        Port("present_key", VALUES, "[B, Hkv, P + T, D]", optional=True, like="Q"),
+        Port("present_value", VALUES, "[B, Hkv, P + T, Dv]", optional=True, like="Q"),
     ),
     MappingProxyType(
         {
@@ -198,8 +199,9 @@ ATTENTION: Final = Op(
     ),
     "ONNX's Attention on 3-D inputs; a mask or a past that is not there is a constant that changes nothing.",
 )
-"""Its inputs are all written out: ONNX Runtime before 1.27 crashes where a node of ours leaves one of them empty, and a
-body cannot ask whether an input is there."""
+"""Its six inputs and three outputs are all written: ONNX Runtime before 1.27 crashes where a node of ours leaves an
+input empty, a body cannot ask whether one is there, and no ONNX Runtime loads a node that has fewer outputs than its
+body."""
 
 OPS: Final[Mapping[str, Op]] = MappingProxyType(
     {

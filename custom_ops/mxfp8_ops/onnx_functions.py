@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 from onnx import FunctionProto, GraphProto, TensorProto, helper
 
-from mxfp8_ops import contract, onnx_attention
+from mxfp8_ops import attention_functions, contract
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, SCALE_BIAS, SCALE_NAN, SCALE_ROUNDINGS, scale_increment
-from mxfp8_ops.onnx_body import Attribute, Body
+from mxfp8_ops.function_body import Attribute, Body
 
 BITCAST_OPSET: Final = 26
 """First opset with BitCast. Below it, exponents are found by comparison instead."""
@@ -173,7 +173,7 @@ _BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
         contract.EMBEDDING.name: _embedding,
         contract.GROUPED_GEMM.name: _grouped_gemm,
         contract.GROUPED_WEIGHT_GEMM.name: _grouped_weight_gemm,
-        contract.ATTENTION.name: onnx_attention.attention,
+        contract.ATTENTION.name: attention_functions.attention,
     }
 )
 

@@ -124,7 +124,7 @@ def test_the_body_takes_every_dtype(dtype: str) -> None:
 
 def test_the_presents_may_be_left_out() -> None:
     case = Case("one output", rows=4, keys=4)
-    (y,) = run_stock(case, 21, outputs=1)
+    (y,) = run_stock(case, 21, presents=False)
     np.testing.assert_array_equal(y, run_stock(case, 21)[0])
 
 

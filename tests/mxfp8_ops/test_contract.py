@@ -52,9 +52,9 @@ def test_optional_ports_come_last(op: Op) -> None:
 @OPS
 def test_what_shares_a_dtype_names_an_input_with_one_of_its_own(op: Op) -> None:
     for port in ports(op):
-        if port.dtype_of:
-            other = op.inputs[op.at(port.dtype_of)]  # type: ignore[index]
-            assert (other.dtypes, other.dtype_of) == (port.dtypes, ""), port.name
+        if port.like:
+            other = op.inputs[op.at(port.like)]  # type: ignore[index]
+            assert (other.dtypes, other.like) == (port.dtypes, ""), port.name
 
 
 @OPS

@@ -18,7 +18,7 @@ struct Port {
   const char* name;
   int dtypes[8];  // 0 at the end
   bool optional;
-  int dtype_of = -1;  // the input whose dtype it has; -1: its own
+  int like = -1;  // the input whose dtype it has
 };
 
 struct Node {

@@ -93,12 +93,12 @@ def _ours(op: str) -> Schema | None:
         return None
     needed = frozenset(index for index, port in enumerate(row.inputs) if not port.optional)
     kinds = {name: _KINDS[type(default)] for name, default in row.attributes.items()}
-    needed_outputs = frozenset(index for index, port in enumerate(row.outputs) if not port.optional)
+    outputs = len(row.outputs)
     return Schema(
         inputs=(len(needed), len(row.inputs)),
-        outputs=(len(needed_outputs), len(row.outputs)),
+        outputs=(outputs, outputs),
         needed_inputs=needed,
-        needed_outputs=needed_outputs,
+        needed_outputs=frozenset(index for index, port in enumerate(row.outputs) if not port.optional),
         attributes=kinds,
         needed_attributes=frozenset(),
     )

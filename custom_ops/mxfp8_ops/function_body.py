@@ -1,10 +1,10 @@
-"""Builds the nodes of one function body: what `onnx_functions.py` and the files of bodies beside it write in."""
+"""How the function body of a node is written: a `Body` collects its nodes and names their values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ from onnx import AttributeProto, NodeProto, helper, numpy_helper
 
 from mxfp8_ops import numerics
 from mxfp8_ops.contract import Op
+
+_KINDS: Final = {int: AttributeProto.INT, float: AttributeProto.FLOAT, str: AttributeProto.STRING}
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,7 @@ class Body:
 
     def attribute(self, name: str) -> Attribute:
         """Returns a reference to attribute `name` of the function."""
-        kinds = {str: AttributeProto.STRING, float: AttributeProto.FLOAT, int: AttributeProto.INT}
-        return Attribute(name, kinds[type(self.op.attributes[name])])
+        return Attribute(name, _KINDS[type(self.op.attributes[name])])
 
     def vector(self, name: str) -> str:
         """Returns the value of the integer attribute `name` as a 1-D tensor."""

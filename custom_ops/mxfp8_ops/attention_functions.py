@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto
 
-from mxfp8_ops.onnx_body import Body
+from mxfp8_ops.function_body import Body
 
 _LAST: Final = -1
 
