@@ -66,7 +66,7 @@ def _fits(view: GraphView, found: Attention) -> bool:
         len(dtypes) == 1
         and dtypes <= set(contract.VALUES)
         and same(q.heads.batch, k.heads.batch, v.heads.batch)
-        and same(k.heads.length, v.heads.length)
+        and (not k.past or same(k.heads.length, v.heads.length))
         and q.heads.size == k.heads.size
         and k.heads.count == v.heads.count
         and q.heads.count % k.heads.count == 0

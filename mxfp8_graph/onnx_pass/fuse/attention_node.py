@@ -20,7 +20,7 @@ def build(view: GraphView, found: Attention, output: str, activation_dtype: int)
     writer = _Writer(view, view.type_of(q.name).dtype)
     inputs = [*map(writer.side_by_side, (q, k, v)), writer.mask(found.masks), *map(writer.past, (k, v))]
     outputs = [output, k.present, v.present]
-    attributes = {
+    attributes: dict[str, Any] = {
         **contract.ATTENTION.attributes,
         "q_num_heads": q.heads.count,
         "kv_num_heads": k.heads.count,
