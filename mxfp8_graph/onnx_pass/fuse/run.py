@@ -20,7 +20,7 @@ from mxfp8_graph.report.data import FusionReport
 from mxfp8_ops import contract
 
 FUSIONS: Final[tuple[Fusion, ...]] = ()
-"""Every fusion that asks no recipe; that of attention comes last. Each sees the graph as those before it left it."""
+"""Every fusion. Each sees the graph as those before it left it."""
 
 
 def fuse(
