@@ -53,7 +53,21 @@ def inline(model: onnx.ModelProto, functions: Sequence[tuple[str, str]], name: s
     Raises:
         ContractError: onnx cannot do that.
     """
-    result = _call(lambda: inliner.inline_selected_functions(model, list(functions)), model)
+    return _inlined(lambda: inliner.inline_selected_functions(model, list(functions)), model, name)
+
+
+def inline_standard(model: onnx.ModelProto, ops: Sequence[tuple[str, str]], name: str) -> onnx.ModelProto:
+    """Returns `model` with these ops, each (domain, name), replaced by the functions that the standard says they are.
+
+    Raises:
+        ContractError: onnx cannot do that, as versions before 1.19.
+    """
+    options = {"inline_schema_functions": True}
+    return _inlined(lambda: inliner.inline_selected_functions(model, list(ops), **options), model, name)
+
+
+def _inlined(call: Callable[[], onnx.ModelProto], model: onnx.ModelProto, name: str) -> onnx.ModelProto:
+    result = _call(call, model)
     if isinstance(result, onnx.ModelProto):
         return result
     what = f"onnx's inliner of local functions {_said(result)}"

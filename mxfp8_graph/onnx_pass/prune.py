@@ -13,8 +13,8 @@ from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.onnx_pass.picked import GATHERS
 from mxfp8_graph.onnx_pass.static_operands import REPEATS, VIEW_OPS
 
-_READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant"})
-"""What may stand between a weight and the product that used it."""
+_READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
+"""What may stand between a weight and the product that used it; and what computes the sizes of views."""
 
 
 def prune(opened: OpenedModel, suspects: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model import attention_op, record
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.write import open_target, wants_external
@@ -43,6 +43,8 @@ def rewrite_onnx(
         return model, reporter.report(already_rewritten=True)
     before = stored_bytes.inventory(opened)
     upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
+    if recipe.attention_scores or recipe.attention_values:
+        attention_op.take_apart(opened)
     planned = stored_bytes.inventory(opened) if opened.notes else before  # nothing was done to it without a note
     sites = find_sites(opened)
     stored = [id(site.w.static.tensor) if site.w.static else None for site in sites]
@@ -59,7 +61,7 @@ def rewrite_onnx(
         editor.finish()
         if recipe.fuse:
             types = types_of({id(site.scope): site.scope.view for site in sites}.values())
-            reporter.fusions = fuse(opened, types, editor.fresh)
+            reporter.fusions = fuse(opened, types, editor.fresh, recipe)
         result = account(stored_bytes.inventory(opened), editor.made_from)
         if options.dry_run:
             target.probe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import onnx
@@ -10,27 +11,33 @@ import onnx
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import node_label, stored_in, subgraphs
 from mxfp8_graph.onnx_pass.fuse.activation import fuse_activation
+from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
 from mxfp8_graph.onnx_pass.fuse.gated import fuse_gate
 from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView, TensorType
 from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
 from mxfp8_graph.onnx_pass.fuse.replacement import Fusion, Replacement
 from mxfp8_graph.onnx_pass.prune import prune
 from mxfp8_graph.onnx_pass.static_operands import overridable
+from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import FusionReport
+from mxfp8_ops import contract
 
 FUSIONS: Final[tuple[Fusion, ...]] = (fuse_activation, fuse_gate, fuse_norm)
 """Every fusion. Each sees the graph as those before it left it."""
 
 
-def fuse(opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[str], str]) -> tuple[FusionReport, ...]:
+def fuse(
+    opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[str], str], recipe: Recipe
+) -> tuple[FusionReport, ...]:
     """Returns what was fused in the model, whose matmuls have been replaced.
 
     Args:
         opened: the model; edited in place.
         types: what is known of values, by name; see `graph_view.types_of`.
         fresh: makes a name that nothing in the model has.
+        recipe: by which they were replaced.
     """
-    step = _Step(opened, types, fresh)
+    step = _Step(opened, types, fresh, recipe)
     step.graph(opened.proto.graph, {})
     prune(opened, step.suspects)
     return tuple(step.reports)
@@ -39,19 +46,25 @@ def fuse(opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[
 class _Step:
     """The fusion step of one model."""
 
-    def __init__(self, opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[str], str]) -> None:
+    def __init__(
+        self, opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[str], str], recipe: Recipe
+    ) -> None:
         self.reports: list[FusionReport] = []
         self.suspects: set[str] = set()
         """What nodes that are gone read and made, and nothing may use any more."""
         self._types = types
         self._fresh = fresh
+        # The weights' gemms see no more of activations than bfloat16 holds, unless the recipe leaves those unchanged.
+        exact = recipe.activations == "unchanged"
+        attention = partial(fuse_attention, activation_dtype=contract.FLOAT if exact else contract.BFLOAT16)
+        self._fusions: tuple[Fusion, ...] = (*FUSIONS, attention)
         self._unread = opened.tensors
         self._overridable = overridable(opened)
 
     def graph(self, graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
         """Fuses in `graph`, then in those below it; `outer`: what the graphs around it store."""
         stored = self._visible(graph, outer)
-        for fusion in FUSIONS:
+        for fusion in self._fusions:
             view = GraphView(graph, self._types, stored, unread=self._unread, fresh=self._fresh)
             if found := list(_found(fusion, view)):
                 self._put(graph, view, found)

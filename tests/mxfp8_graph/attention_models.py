@@ -1,0 +1,159 @@
+"""Attention as exporters write it, step by step; each step may be written otherwise.
+
+q [B, S, 64], k, v [B, T, 64] -> heads -> scores -> scale -> mask -> softmax -> values -> merge -> a linear -> y
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from builders import model, node, weight
+from onnx import NodeProto
+
+BATCH, ROWS, PAST, HEADS, HIDDEN = 2, 5, 3, 4, 64
+SIZE = HIDDEN // HEADS
+
+Steps = Mapping[str, Sequence[NodeProto]]
+
+
+def split(name: str, perm: Sequence[int] = (0, 2, 1, 3)) -> list[NodeProto]:
+    """name -> name1 [B, S, 4, 16] -> name2, its axes permuted."""
+    return [node("Reshape", f"{name} split", f"{name}1"), node("Transpose", f"{name}1", f"{name}2", perm=perm)]
+
+
+STEPS: Steps = {
+    "q": split("q"),
+    "k": split("k", (0, 2, 3, 1)),
+    "v": split("v"),
+    "scores": [node("MatMul", "q2 k2", "scores")],
+    "scale": [node("Div", "scores root", "scaled")],
+    "mask": [node("Add", "scaled mask", "masked")],
+    "softmax": [node("Softmax", "masked", "weights", axis=-1)],
+    "values": [node("MatMul", "weights v2", "heads", "values")],
+    "merge": [node("Transpose", "heads", "apart", perm=[0, 2, 1, 3]), node("Reshape", "apart merged", "a")],
+    "after": [],
+}
+
+
+def attention(
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, Any] | None = None,
+    constants: Mapping[str, np.ndarray] | None = None,
+    dtype: Any = np.float32,
+    opset: int = 21,
+    **steps: Sequence[NodeProto],
+) -> onnx.ModelProto:
+    """Returns the model with some steps written otherwise, more inputs and outputs, and other constants."""
+    nodes = [each for step in {**STEPS, **steps}.values() for each in step]
+    nodes += [node("MatMul", "a o", "projected", "o"), node("Neg", "projected", "y")]
+    used = {name for each in nodes for name in each.input}
+    known = {
+        "q": (dtype, ["batch", "rows", HIDDEN]),
+        "k": (dtype, ["batch", "keys", HIDDEN]),
+        "v": (dtype, ["batch", "keys", HIDDEN]),
+        "mask": (dtype, ["batch", 1, "rows", "keys"]),
+        **(inputs or {}),
+    }
+    stored = {
+        "split": np.array([0, 0, HEADS, SIZE]),
+        "merged": np.array([0, 0, HIDDEN]),
+        "root": np.array(SIZE**0.5, dtype),
+        "o": weight(HIDDEN, HIDDEN, dtype=dtype),
+        **(constants or {}),
+    }
+    return model(
+        nodes,
+        {name: spec for name, spec in known.items() if name in used},
+        {"y": (dtype, ["batch", "rows", HIDDEN]), **(outputs or {})},
+        {name: value for name, value in stored.items() if name in used},
+        opset=opset,
+    )
+
+
+def decoder(
+    *,
+    axis: int = 2,
+    past: bool = True,
+    constants: Mapping[str, np.ndarray] | None = None,
+    outputs: Mapping[str, Any] | None = None,
+    **steps: Sequence[NodeProto],
+) -> onnx.ModelProto:
+    """Returns attention of 4 heads to 2 of keys and values, kc and vc, which `past` ones are in front of.
+
+    Each of the 2 is there twice: as heads 0, 1 and 2, 3 with `axis` 2, as heads 0, 2 and 1, 3 with 1.
+    """
+    times = np.ones(5, np.int64)
+    times[axis] = 2
+    own = {"split2": np.array([0, 0, 2, SIZE]), "at": np.array([axis]), "times": times}
+    own["all_heads"] = np.array([0, HEADS, -1, SIZE])
+    for name in "kv":
+        steps[name] = [
+            node("Reshape", f"{name} split2", f"{name}1"),
+            node("Transpose", f"{name}1", f"{name}n", perm=[0, 2, 1, 3]),
+            node("Concat", f"past_{name} {name}n", f"{name}c", axis=-2),
+            node("Unsqueeze", f"{name}c at", f"{name}u"),
+            node("Expand", f"{name}u times", f"{name}e"),
+            node("Reshape", f"{name}e all_heads", f"{name}2" if name == "v" else "kh"),
+        ]
+    steps["k"] = [*steps["k"], node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])]
+    total = ROWS + PAST
+    cache, present = ({f"{name}": (np.float32, [BATCH, 2, length, SIZE]) for name in names}
+                      for names, length in ((("past_k", "past_v"), PAST), (("kc", "vc"), total)))  # fmt: skip
+    new = {name: (np.float32, [BATCH, ROWS, 2 * SIZE]) for name in "kv"}
+    inputs = {**cache, **new, "q": (np.float32, [BATCH, ROWS, HIDDEN]), "mask": (np.float32, [BATCH, 1, ROWS, total])}
+    return attention(
+        inputs=inputs, outputs={**present, **(outputs or {})}, constants={**own, **(constants or {})}, **steps
+    )
+
+
+def standard(
+    inputs: str = "q k v",
+    outputs: str = "a",
+    *,
+    shapes: Mapping[str, Any] | None = None,
+    heads: bool = False,
+    opset: int = 23,
+    **attributes: Any,
+) -> onnx.ModelProto:
+    """Returns the model with ONNX's Attention, on inputs of three dimensions or on `heads`."""
+    own = {} if heads else {"q_num_heads": HEADS, "kv_num_heads": HEADS}
+    op = node(
+        "Attention", "q2 k2 v2" if heads else "q", "heads" if heads else outputs, "attention", **{**own, **attributes}
+    )
+    names = inputs.split(" ")
+    op.input[:] = ["" if name == "-" else f"{name}2" if heads and name in "qkv" else name for name in names]
+    steps: dict[str, Any] = dict.fromkeys(STEPS, ())
+    steps["values"] = [op]
+    if heads:
+        steps |= {name: split(name) for name in "qkv"} | {"merge": STEPS["merge"]}
+    known = {
+        "bool_mask": (np.bool_, ["batch", 1, "rows", "keys"]),
+        "past_key": (np.float32, ["batch", HEADS, "past", SIZE]),
+        "past_value": (np.float32, ["batch", HEADS, "past", SIZE]),
+        **(shapes or {}),
+    }
+    more = {name: (np.float32, ["batch", HEADS, None, None]) for name in outputs.split()[1:]}
+    return attention(inputs=known, outputs=more, opset=opset, **steps)
+
+
+def feeds(proto: onnx.ModelProto, rows: int = ROWS, keys: int = ROWS, **more: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns inputs of the model: soft attention, a mask that hides some keys of each row."""
+    rng = np.random.default_rng(3)
+    sizes = {"batch": BATCH, "rows": rows, "keys": keys, "past": PAST}
+    given = {}
+    for value in proto.graph.input:
+        tensor = value.type.tensor_type
+        shape = [sizes.get(dim.dim_param, dim.dim_value) for dim in tensor.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        if tensor.elem_type == onnx.TensorProto.BOOL:
+            given[value.name] = rng.random(shape) < 0.7
+            given[value.name][..., 0] = True
+        elif "mask" in value.name:
+            given[value.name] = np.where(rng.random(shape) < 0.3, -3.0, 0.5).astype(dtype)
+        else:
+            given[value.name] = rng.standard_normal(shape).astype(dtype)
+    return {**given, **more}

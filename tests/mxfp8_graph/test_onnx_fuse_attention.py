@@ -1,0 +1,347 @@
+"""MXFP8Attention takes the place of attention, however it is written, and of nothing that merely looks like it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from attention_models import BATCH, HEADS, HIDDEN, PAST, ROWS, SIZE, attention, decoder, feeds, split, standard
+from builders import node
+from oracle import check_well_formed, kinds, run
+
+import mxfp8_graph
+from mxfp8_graph import Recipe
+
+F32, F16 = np.float32, np.float16
+EXACT = Recipe(activations="unchanged", min_dim=0)
+"""Fused or not, values are multiplied as they are: results differ by sums in another order."""
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+def fused(proto: onnx.ModelProto, recipe: Recipe = EXACT) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
+    """Returns the rewritten model, checked, and the attributes and names of its attentions."""
+    result, report = mxfp8_graph.rewrite(proto, recipe)
+    check_well_formed(result)
+    found = [each for each in result.graph.node if each.op_type == "MXFP8Attention"]
+    assert [f.kind for f in report.fusions].count("attention") == len(found)
+    named = [{a.name: onnx.helper.get_attribute_value(a) for a in each.attribute} for each in found]
+    return result, [
+        {**a, "inputs": list(n.input), "outputs": list(n.output)} for a, n in zip(named, found, strict=True)
+    ]
+
+
+def check_same(proto: onnx.ModelProto, given: dict[str, np.ndarray], error: float = 1e-5) -> None:
+    """Fails if a model gives something else where attention is fused."""
+    unfused = mxfp8_graph.rewrite(proto, EXACT.without_fusion())[0]
+    for before, after in zip(run(unfused, given), run(fused(proto)[0], given), strict=True):
+        assert before.shape == after.shape
+        difference = np.linalg.norm((after - before).astype(F32)) / np.linalg.norm(before.astype(F32))
+        assert difference < error, f"off by {difference}"
+
+
+def half(value: float = 0.5) -> dict[str, np.ndarray]:
+    return {"half": np.array(value, F32)}
+
+
+K_HEADS = [*split("k"), node("Transpose", "k2", "k3", perm=[0, 1, 3, 2])]
+IN_HEADS = {
+    name: (F32, ["batch", HEADS, length, SIZE]) for name, length in (("q2", "rows"), ("kh", "keys"), ("v2", "keys"))
+}
+LOWEST = np.array(np.finfo(F32).min, F32)
+ZERO = {"zero": np.array(0, F32)}
+
+
+def guarded() -> list[onnx.NodeProto]:
+    """Returns a softmax behind which NaN is replaced by zero."""
+    return [
+        node("Softmax", "masked", "w"),
+        node("IsNaN", "w", "nan"),
+        node("Where", "nan zero w", "weights"),
+    ]
+
+
+CONDITION = {"seen": (np.bool_, ["batch", 1, "rows", "keys"])}
+IN_THREE = [
+    *split("k"),
+    node("Reshape", "k2 three", "k3"),
+    node("Transpose", "k3", "k4", perm=[0, 2, 1]),
+    node("Reshape", "k4 four", "k5"),
+]
+STATIC = {name: (F32, [BATCH, ROWS, HIDDEN]) for name in "qkv"}
+
+FORMS: dict[str, onnx.ModelProto] = {
+    "as BERT": attention(),
+    "without a mask": attention(mask=[], softmax=[node("Softmax", "scaled", "weights")]),
+    "without a scale": attention(scale=[], mask=[node("Add", "scores mask", "masked")]),
+    "scaled by a product": attention(scale=[node("Mul", "half scores", "scaled")], constants=half()),
+    "scaled on both sides": attention(
+        scores=[node("Mul", "q2 half", "q3"), node("Div", "k2 root", "k3"), node("MatMul", "q3 k3", "scores")],
+        scale=[], mask=[node("Add", "scores mask", "masked")], constants=half(),
+    ),
+    "scaled before the heads": attention(q=[node("Mul", "q half", "qs"), *split("qs")], constants=half(),
+                                         scores=[node("MatMul", "qs2 k2", "scores")]),
+    "the mask comes first": attention(mask=[node("Add", "mask scaled", "masked")]),
+    "two masks": attention(mask=[node("Add", "scaled mask", "m"), node("Add", "mask2 m", "masked")],
+                           inputs={"mask2": (F32, [1, HEADS, 1, "keys"])}),
+    "a condition and lowest": attention(mask=[node("Where", "seen scaled lowest", "masked")], inputs=CONDITION,
+                                        constants={"lowest": LOWEST}),
+    "a condition and -Inf": attention(mask=[node("Where", "seen scaled lowest", "masked")], inputs=CONDITION,
+                                      constants={"lowest": np.array([-np.inf], F32)}),
+    "a condition the other way": attention(mask=[node("Where", "hidden lowest scaled", "masked")],
+                                           inputs={"hidden": CONDITION["seen"]}, constants={"lowest": LOWEST}),
+    "a condition and a mask": attention(
+        mask=[node("Where", "seen scaled lowest", "m"), node("Add", "m mask", "masked")], inputs=CONDITION,
+        constants={"lowest": LOWEST},
+    ),
+    "a guard against NaN": attention(softmax=guarded(), constants=ZERO),
+    "keys in heads, then turned": attention(k=K_HEADS, scores=[node("MatMul", "q2 k3", "scores")]),
+    "keys turned in three dimensions": attention(
+        k=IN_THREE, scores=[node("MatMul", "q2 k5", "scores")], inputs=STATIC,
+        constants={"three": np.array([-1, ROWS, SIZE]), "four": np.array([BATCH, HEADS, SIZE, ROWS])},
+    ),
+    "inputs in heads": attention(q=[], k=[node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])], v=[], inputs=IN_HEADS),
+    "one head of keys for all": attention(
+        k=[node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])], v=[],
+        inputs={name: (F32, ["batch", 1, "keys", SIZE]) for name in ("kh", "v2")},
+    ),
+    "rows merged": attention(
+        merge=[node("Transpose", "heads", "apart", perm=[0, 2, 1, 3]), node("Reshape", "apart flat", "a")],
+        constants={"flat": np.array([-1, HIDDEN])}, outputs={"y": (F32, ["all", HIDDEN])},
+    ),
+    "reshaped to what it is": attention(
+        merge=[node("Reshape", "heads four", "h"), node("Transpose", "h", "apart", perm=[0, 2, 1, 3]),
+               node("Reshape", "apart merged", "a")], constants={"four": np.array([0, HEADS, -1, SIZE])},
+    ),
+    "the other axis for the last": attention(softmax=[node("Softmax", "masked", "weights", axis=3)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_it_is_one_node_and_gives_the_same(name: str) -> None:
+    proto = FORMS[name]
+    result, found = fused(proto)
+    assert len(found) == 1
+    assert not kinds(result).keys() & {"Softmax", "MatMul", "IsNaN"}
+    assert (found[0]["q_num_heads"], found[0]["nan_guard"]) == (HEADS, int(name == "a guard against NaN"))
+    static = "three dimensions" in name
+    check_same(proto, feeds(proto) if static else feeds(proto, rows=3, keys=6))
+
+
+def test_projections_are_taken_as_they_are() -> None:
+    result, (found,) = fused(attention())
+    assert found["inputs"][:4] == ["q", "k", "v", "mask"]
+    assert kinds(result) == {"Constant": 2, "MXFP8Attention": 1, "MXFP8WeightGemm": 1, "Neg": 1}
+
+
+def test_factors_of_queries_keys_and_scores_become_one_scale() -> None:
+    assert fused(FORMS["scaled on both sides"])[1][0]["scale"] == 0.5 / 4
+    assert fused(FORMS["scaled before the heads"])[1][0]["scale"] == 0.5 / 4
+    assert fused(FORMS["without a scale"])[1][0]["scale"] == 1
+
+
+@pytest.mark.parametrize(("activations", "dtype"), [("e4m3", 16), ("e5m2", 16), ("bfloat16", 16), ("unchanged", 1)])
+def test_values_are_rounded_where_the_recipe_rounds_activations(activations: str, dtype: int) -> None:
+    assert fused(attention(), Recipe(activations=activations))[1][0]["activation_dtype"] == dtype
+
+
+def test_rounded_to_bfloat16_it_stays_within_that() -> None:
+    proto = attention()
+    given, recipe = feeds(proto), Recipe(activations="bfloat16")
+    before = run(mxfp8_graph.rewrite(proto, recipe.without_fusion())[0], given)[0]
+    after = run(fused(proto, recipe)[0], given)[0]
+    cosine = float((before * after).sum() / np.linalg.norm(before) / np.linalg.norm(after))
+    assert 1e-4 < np.linalg.norm(after - before) / np.linalg.norm(before) < 2**-7
+    assert cosine > 0.99999
+
+
+def test_rows_that_may_see_nothing_are_what_they_were() -> None:
+    for name, expected in (("a condition and -Inf", np.isnan), ("a condition and lowest", np.isfinite)):
+        proto = FORMS[name]
+        given = feeds(proto)
+        given["seen"][0, :, 2] = False
+        y, unfused = run(fused(proto)[0], given)[0], run(proto, given)[0]
+        assert expected(y[0, 2]).all()
+        assert not np.isnan(y[0, :2]).any()
+        if expected is np.isfinite:
+            assert np.linalg.norm(y[0, 2] - unfused[0, 2]) < 0.05 * np.linalg.norm(unfused[0, 2])
+    proto = attention(softmax=guarded(), constants=ZERO)
+    hidden = np.zeros((BATCH, 1, ROWS, ROWS), F32)
+    hidden[0, :, 2] = -np.inf
+    y = run(fused(proto)[0], feeds(proto, mask=hidden))[0]
+    assert not y[0, 2].any()
+    assert y[0, 1].all()
+
+
+def test_half_precision_with_a_softmax_in_float32() -> None:
+    steps = {"softmax": [node("Cast", "masked", "wide", to=1), node("Softmax", "wide", "w32"),
+                         node("Cast", "w32", "weights", to=10)]}  # fmt: skip
+    for proto in (attention(dtype=F16), attention(dtype=F16, **steps)):
+        assert len(fused(proto)[1]) == 1
+        check_same(proto, feeds(proto), error=2e-3)
+
+
+class TestGroupsAndCaches:
+    """Keys and values of fewer heads, and of tokens before."""
+
+    def test_the_node_takes_the_past_and_makes_the_present(self) -> None:
+        proto = decoder()
+        result, (found,) = fused(proto)
+        assert found["inputs"] == ["q", "k", "v", "mask", "past_k", "past_v"]
+        assert found["outputs"][1:] == ["kc", "vc"]
+        assert (found["q_num_heads"], found["kv_num_heads"]) == (4, 2)
+        assert kinds(result) == {"MXFP8Attention": 1, "MXFP8WeightGemm": 1, "Neg": 1}
+        check_same(proto, feeds(proto))
+
+    def test_heads_repeated_one_after_another_are_no_groups(self) -> None:
+        """Head 2 meets head 0 of the keys, not head 1: they are taken as they were repeated."""
+        proto = decoder(axis=1)
+        _, (found,) = fused(proto)
+        assert (found["q_num_heads"], found["kv_num_heads"]) == (4, 4)
+        check_same(proto, feeds(proto))
+
+    def test_a_present_that_others_read_is_theirs_too(self) -> None:
+        proto = decoder(after=[node("Abs", "kc", "z")], outputs={"z": (F32, [BATCH, 2, ROWS + PAST, SIZE])})
+        assert fused(proto)[1][0]["outputs"][1] == "kc"
+        check_same(proto, feeds(proto))
+
+    def test_a_mask_made_from_the_present_leaves_the_cache_to_the_graph(self) -> None:
+        """The node cannot make what it needs for its mask."""
+        mask = [
+            node("ReduceMean", "kc inner", "m"),
+            node("Transpose", "m", "turned", perm=[0, 1, 3, 2]),
+            node("ReduceMean", "turned second", "of_keys"),
+            node("Add", "scaled of_keys", "masked"),
+        ]
+        proto = decoder(mask=mask, constants={"inner": np.array([3]), "second": np.array([1])})
+        _, (found,) = fused(proto)
+        assert found["outputs"][1:] == ["", ""]
+        assert not {"past_k", "past_v"} & set(found["inputs"])
+        check_same(proto, feeds(proto))
+
+
+STANDARD: dict[str, onnx.ModelProto] = {
+    "plain": standard(),
+    "heads": standard(heads=True),
+    "scale": standard(scale=0.3),
+    "a mask": standard("q k v mask"),
+    "a condition": standard("q k v bool_mask"),
+    "a condition, heads": standard("q k v bool_mask", heads=True),
+    "causal": standard(is_causal=1),
+    "groups": standard(kv_num_heads=2, shapes={n: (F32, ["batch", "keys", HIDDEN // 2]) for n in "kv"}),
+    "opset 24": standard("q k v mask", opset=24),
+    "present": standard(outputs="a pk pv"),
+    "past and present": standard("q k v - past_key past_value", "a pk pv"),
+    "mask, past and present": standard(
+        "q k v all_mask past_key past_value", "a pk pv", shapes={"all_mask": (F32, ["batch", 1, "rows", "all"])}
+    ),
+    "past, causal": standard("q k v - past_key past_value", "a pk pv", is_causal=1),
+}
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_the_standard_op_is_one_node_and_gives_the_same(name: str) -> None:
+    proto = STANDARD[name]
+    result, (found,) = fused(proto)
+    assert "Attention" not in kinds(result)
+    assert found["inputs"][:3] == ["q", "k", "v"]
+    assert found["is_causal"] == int("causal" in name)
+    given = feeds(proto, rows=3, keys=6)
+    given |= {"all_mask": np.zeros((BATCH, 1, 3, 6 + PAST), F32)} if "all_mask" in given else {}
+    check_same(proto, given)
+
+
+def test_the_standard_op_gives_zero_where_nothing_may_be_seen() -> None:
+    proto = STANDARD["a condition"]
+    given = feeds(proto)
+    given["bool_mask"][0, :, 2] = False
+    unfused, y = run(proto, given)[0], run(fused(proto)[0], given)[0]
+    assert not unfused[0, 2].any()
+    assert not y[0, 2].any()
+
+
+def test_a_cache_in_front_of_a_causal_op_stays_there() -> None:
+    """Behind its own past, the op's last row sees the last key; behind a Concat, row 0 sees key 0 alone."""
+    nodes = [node("Attention", "q2 k2 v2", "heads", is_causal=1)]
+    steps = {name: [*split(name)[:1], node("Transpose", f"{name}1", f"{name}n", perm=[0, 2, 1, 3]),
+                    node("Concat", f"past_{name} {name}n", f"{name}2", axis=2)] for name in "kv"}  # fmt: skip
+    past = {f"past_{name}": (F32, ["batch", HEADS, "past", SIZE]) for name in "kv"}
+    empty = dict.fromkeys(("scores", "scale", "mask", "softmax"), ())
+    proto = attention(**{**empty, **steps}, values=nodes, inputs=past, opset=23)
+    _, (found,) = fused(proto)
+    assert found["outputs"][1:] == ["", ""]
+    check_same(proto, feeds(proto))
+
+
+def output(name: str, *shape: Any) -> dict[str, Any]:
+    return {name: (F32, list(shape))}
+
+
+SCORES = ("batch", HEADS, "rows", "keys")
+NEAR_MISSES: dict[str, onnx.ModelProto] = {
+    "another axis of the softmax": attention(softmax=[node("Softmax", "masked", "weights", axis=2)]),
+    "another order of the result's axes": attention(
+        merge=[node("Transpose", "heads", "apart", perm=[0, 2, 3, 1]), node("Reshape", "apart merged", "a")]
+    ),
+    "the result stays in heads": attention(merge=[node("Reshape", "heads merged", "a")], inputs=STATIC,
+                                           constants={"merged": np.array([BATCH, ROWS, HIDDEN])}),
+    "keys that are not turned": attention(
+        k=split("k", (0, 2, 1, 3)), inputs={n: (F32, [BATCH, SIZE, HIDDEN]) for n in "qkv"},
+        constants={"split": np.array([BATCH, SIZE, HEADS, SIZE])},
+    ),
+    "a soft cap": attention(scale=[node("Tanh", "scores", "t"), node("Div", "t root", "scaled")]),
+    "scaled after the mask": attention(scale=[node("Add", "scores mask", "s")], mask=[node("Div", "s root", "masked")]),
+    "a scale that is computed": attention(scale=[node("Mul", "scores scale", "scaled")], inputs={"scale": (F32, [])}),
+    "a scale per head": attention(constants={"root": np.full((HEADS, 1, 1), 4, F32)}),
+    "divided by zero": attention(constants={"root": np.array(0, F32)}),
+    "a mask after the softmax": attention(softmax=[node("Softmax", "scaled", "w"), node("Mul", "w mask", "weights")],
+                                          mask=[]),
+    "a condition and a number that counts": attention(
+        mask=[node("Where", "seen scaled low", "masked")], inputs=CONDITION, constants={"low": np.array(-1e4, F32)}
+    ),
+    "a guard that puts 1": attention(softmax=guarded(), constants={"zero": np.array(1, F32)}),
+    "a guard of something else": attention(
+        softmax=[node("Softmax", "masked", "w"), node("IsNaN", "scaled", "n"), node("Where", "n zero w", "weights")],
+        constants=ZERO,
+    ),
+    "scores that are returned": attention(outputs=output("scores", *SCORES)),
+    "weights that are returned": attention(outputs=output("weights", *SCORES)),
+    "weights that something else needs": attention(after=[node("Abs", "weights", "z")], outputs=output("z", *SCORES)),
+    "heads that something else needs": attention(
+        after=[node("Abs", "heads", "z")], outputs=output("z", "batch", HEADS, "rows", SIZE)
+    ),
+    "a batch of its own": attention(inputs={n: (F32, ["other", "keys", HIDDEN]) for n in "kv"}),
+    "heads of unknown number": attention(
+        q=[], k=[node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])], v=[],
+        inputs={n: (F32, ["batch", "heads", "keys", SIZE]) for n in ("q2", "kh", "v2")},
+    ),
+    "a soft cap of the standard op": standard(softcap=2.0),
+    "the standard op's scores": standard(outputs="a pk pv scores"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_merely_looks_like_it_is_left_alone(name: str) -> None:
+    proto = NEAR_MISSES[name]
+    result, found = fused(proto)
+    assert not found
+    kept = ("Softmax", "IsNaN", "MatMul", "Attention", "Transpose")
+    before, after = kinds(proto), kinds(result)
+    assert [after.get(op, 0) + (op == "MatMul") * after["MXFP8WeightGemm"] for op in kept] == [
+        before.get(op, 0) for op in kept
+    ]
+
+
+@pytest.mark.parametrize("products", [{"attention_scores": True}, {"attention_values": True}, {"fp8_dpa": True}])
+def test_products_that_are_quantized_stay_gemms(products: dict[str, bool]) -> None:
+    result, found = fused(attention(), Recipe(min_dim=0, **products))
+    assert not found
+    assert kinds(result)["MXFP8Gemm"] == 1 + (2 if "fp8_dpa" in products else 1)
+
+
+def test_without_fusion_it_stays() -> None:
+    result, report = mxfp8_graph.rewrite(attention(), EXACT.without_fusion())
+    assert "MXFP8Attention" not in kinds(result)
+    assert report.fusions == ()
