@@ -8,10 +8,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import helper
 from test_fused_functions import check_norm, gemm_inputs, gemm_op, gemm_reference, norm_inputs, norm_op, norm_outputs
 from test_onnx_functions import Feed, assert_within, from_ort, one_node_model, to_ort
 
-from mxfp8_ops import contract, ort
+from mxfp8_ops import contract, fused, numerics, ort
 from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8
 
 EPILOGUES = pytest.mark.parametrize("epilogue", contract.EPILOGUES)
@@ -105,7 +106,7 @@ def test_kernels_are_of_the_processor_alone(op, device):
     if device is None:
         onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     else:
-        with pytest.raises(Exception, match=rf"{op}\(1\) is not a registered function/op"):
+        with pytest.raises(Exception, match=rf"{op}\(-?1\) is not a registered function/op"):
             onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
@@ -121,7 +122,7 @@ ROW, MATRIX = np.zeros(7, np.float32), np.zeros((3, 41), np.float32)
             GEMM,
             {},
             {"epilogue": "swish"},
-            "epilogue 'swish'; expected none, relu, gelu, gelu_tanh or silu; correct the",
+            "epilogue 'swish'; expected none, relu, gelu, gelu_tanh or silu;",
         ),
         (GEMM, {"factor": ROW}, {}, "factor has shape (7,); expected (3, 5), that of the result; broadcast it first"),
         (GEMM, {"bias": ROW}, {}, "bias has shape (7,); expected (5,), one value per output column"),
@@ -130,7 +131,6 @@ ROW, MATRIX = np.zeros(7, np.float32), np.zeros((3, 41), np.float32)
         (NORM, {"scale": ROW}, {}, "scale has shape (7,); expected (40,), one value per value of a row"),
         (NORM, {"bias": ROW}, {}, "bias has shape (7,); expected (40,), one value per value of a row"),
         (NORM, {"residual": MATRIX}, {}, "residual has shape (3, 41); expected (3, 40), that of X"),
-        (NORM, {"X": np.float32(1).reshape(())}, {}, "X is a scalar; expected [..., K]"),
     ],
 )
 def test_what_does_not_fit_is_named(inputs, changed, attributes, message):
@@ -142,16 +142,11 @@ def test_what_does_not_fit_is_named(inputs, changed, attributes, message):
 
 
 def test_a_chain_runs_as_a_whole():
-    """Norm, a gated pair of gemms and the next norm, as in a decoder's block."""
+    """The feed-forward part of a decoder's block, with both norms."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((4, 64)).astype(np.float32)
-    from mxfp8_ops import fused, numerics
-
-    up, gate, down = (
-        numerics.quantize(rng.standard_normal(shape).astype(np.float32)) for shape in ((96, 64),) * 2 + ((64, 96),)
-    )
-    ones = np.ones(64, np.float32)
-    node = lambda op, i, o, **a: onnx.helper.make_node(op, i.split(), o.split(" "), domain=contract.DOMAIN, **a)  # noqa: E731
+    x, ones = rng.standard_normal((4, 64)).astype(np.float32), np.ones(64, np.float32)
+    shapes = {"up": (96, 64), "gate": (96, 64), "down": (64, 96)}
+    weights = {name: numerics.quantize(rng.standard_normal(s).astype(np.float32)) for name, s in shapes.items()}
     nodes = [
         node("MXFP8NormQuantize", "x ones", "e s ", norm="rms"),
         node("MXFP8Gemm", "e s up up_s", "u"),
@@ -160,23 +155,25 @@ def test_a_chain_runs_as_a_whole():
         node("MXFP8FusedGemm", "he hs down down_s", "d"),
         node("MXFP8AddNormQuantize", "d x ones", "ye ys  y", norm="rms"),
     ]
-    tensors = {"up": up[0], "gate": gate[0], "down": down[0]}
-    make = onnx.helper.make_tensor
-    initializers = [make(n, contract.FLOAT8E4M3FN, t.shape, t.tobytes(), raw=True) for n, t in tensors.items()]
-    initializers += [
-        make(f"{n}_s", UINT8, t.shape, t.tobytes(), raw=True)
-        for n, t in zip(tensors, (up[1], gate[1], down[1]), strict=True)
-    ]
-    initializers.append(make("ones", FLOAT, [64], ones.tobytes(), raw=True))
-    info = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        nodes, "block", [info("x", FLOAT, ["t", 64])], [info("y", FLOAT, ["t", 64])], initializers
-    )
-    imports = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(contract.DOMAIN, 1)]
-    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    initializers = [onnx.numpy_helper.from_array(ones, "ones")]
+    for name, (elements, scales) in weights.items():
+        initializers.append(raw_tensor(name, contract.FLOAT8E4M3FN, elements))
+        initializers.append(raw_tensor(f"{name}_s", UINT8, scales))
+    ports = [helper.make_tensor_value_info(name, FLOAT, ["tokens", 64]) for name in "xy"]
+    graph = helper.make_graph(nodes, "block", ports[:1], ports[1:], initializers)
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     (got,) = ort.session(model.SerializeToString()).run(None, {"x": x})
     e, s, _, _ = fused.norm_quantize(x, ones, norm="rms")
-    h = fused.gemm(e, s, *gate, factor=numerics.gemm(e, s, *up), epilogue="silu")
-    expected = x + numerics.gemm(*numerics.quantize(h), *down)
+    h = fused.gemm(e, s, *weights["gate"], factor=numerics.gemm(e, s, *weights["up"]), epilogue="silu")
+    expected = x + numerics.gemm(*numerics.quantize(h), *weights["down"])
     # A last bit may round an element the other way: a sixteenth of it, of one of 96 terms.
     assert np.abs(got - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def node(op: str, inputs: str, outputs: str, **attributes: str) -> onnx.NodeProto:
+    return helper.make_node(op, inputs.split(" "), outputs.split(" "), domain=contract.DOMAIN, **attributes)
+
+
+def raw_tensor(name: str, dtype: int, codes: np.ndarray) -> onnx.TensorProto:
+    return helper.make_tensor(name, dtype, codes.shape, codes.tobytes(), raw=True)
