@@ -111,10 +111,10 @@ MXFP8_NOINLINE float exact_dot(const GemmArgs& args, int64_t row, int64_t column
   return sum;
 }
 
-// Finishes a strip [rows, kGemmColumns] of the result.
+// Finishes a strip [rows, width] of the result, its rows `stride` values apart.
 MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t width,
-                              const float* strip) {
-  for (int64_t i = 0; i < rows; ++i) finish_row(args, row + i, column, width, strip + i * kGemmColumns);
+                              const float* strip, int64_t stride = kGemmColumns) {
+  for (int64_t i = 0; i < rows; ++i) finish_row(args, row + i, column, width, strip + i * stride);
 }
 
 // Walks the result in strips of kGemmColumns columns, chunks `depth` deep. T is the type of packed values; PanelRows
