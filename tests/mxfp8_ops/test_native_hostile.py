@@ -10,7 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
-from ctypes import CDLL, byref, c_char_p, c_double, c_int64, c_void_p, create_string_buffer, sizeof
+from ctypes import CDLL, byref, c_char_p, c_double, c_float, c_int64, c_void_p, create_string_buffer, sizeof
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ ROOM = 4096
 FLOAT32, INT64, E4M3 = 1, 7, 17
 
 # name of the argument: (a value that is right, values that are not). A pointer's name says what it points to.
-CODE = {"value_dtype": (FLOAT32, CODES), "element_format": (E4M3, CODES), "scale_rounding": (0, [3, 99, -1])}
+CODE = {"value_dtype": (FLOAT32, CODES), "element_format": (E4M3, CODES), "scale_rounding": (0, [3, 99, -1]),
+        "epilogue": (2, [5, 99, -1]), "norm": (0, [2, 99, -1])}  # fmt: skip
 THREADS = {"threads": (1, [-1, -(2**31)])}
 SIZE, BYTES, FLOATS, STRIDE = (2, SIZES), ("bytes", [None]), ("floats", [None, "odd"]), (2, [1, -1, -(2**63)])
 ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
@@ -66,6 +67,25 @@ ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "b_format": CODE["element_format"], "b": BYTES, "b_scales": BYTES, "experts": FLOATS, "count": SIZE,
         "m": SIZE, "n": SIZE, "k": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
     },
+    "mxfp8_fused_gemm": {
+        "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
+        "b": BYTES, "b_scales": BYTES, "bias": ("floats", ["odd"]), "epilogue": CODE["epilogue"],
+        "factor_dtype": CODE["value_dtype"], "factor": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE,
+        "y_dtype": CODE["value_dtype"], "y": FLOATS, "y_stride": STRIDE, **THREADS,
+    },
+    "mxfp8_fused_weight_gemm": {
+        "x_dtype": CODE["value_dtype"], "x": FLOATS, "x_stride": STRIDE,
+        "activation_dtype": CODE["value_dtype"], "b_format": CODE["element_format"], "b": BYTES, "b_scales": BYTES,
+        "bias": ("floats", ["odd"]), "epilogue": CODE["epilogue"], "factor_dtype": CODE["value_dtype"],
+        "factor": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS,
+        "y_stride": STRIDE, **THREADS,
+    },
+    "mxfp8_norm_quantize": {
+        "value_dtype": CODE["value_dtype"], "x": FLOATS, "residual": ("floats", ["odd"]), "scale": FLOATS,
+        "bias": ("floats", ["odd"]), "rows": SIZE, "k": SIZE, "norm": CODE["norm"], "epsilon": (1.0, []),
+        "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"], "elements": BYTES,
+        "scales": BYTES, "normalized": ("floats", ["odd"]), "sum": ("floats", ["odd"]), **THREADS,
+    },
     "mxfp8_pack": {
         "value_dtype": CODE["value_dtype"], "w": FLOATS, "w_stride": STRIDE, "transposed": (0, []), "n": SIZE,
         "k": SIZE, "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"],
@@ -80,6 +100,9 @@ EMPTY = {
     "mxfp8_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62, "x_stride": 2**62}),
     "mxfp8_grouped_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "k": 2**62, "count": 2**62}),
     "mxfp8_grouped_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62}),
+    "mxfp8_fused_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "y_stride": 2**62, "k": 2**62}),
+    "mxfp8_fused_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62, "x_stride": 2**62}),
+    "mxfp8_norm_quantize": ({"rows": 0, "k": 2**62}, {"rows": 2**62, "k": 0}),
     "mxfp8_pack": ({"n": 0, "k": 2**62, "w_stride": 2**62}, {"n": 2**62, "k": 0}),
 }
 """Sizes of nothing: accepted without any memory, at once."""
@@ -101,6 +124,8 @@ def call(library: CDLL, entry: str, changed: dict[str, Any]) -> tuple[int, str]:
             arguments.append(c_void_p(value))
         elif name in CODE or name.endswith(("_dtype", "_format")) or name in ("threads", "transposed"):
             arguments.append(value)
+        elif name == "epsilon":
+            arguments.append(c_float(value))
         else:
             arguments.append(c_int64(value))
     library.mxfp8_last_error.restype = c_char_p
@@ -135,7 +160,7 @@ def test_the_c_abi_refuses_what_is_no_array():
         [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, timeout=60
     )
     assert run.returncode == 0, f"ended with {run.returncode}: {run.stderr}"
-    assert run.stdout == "4800 calls\n"
+    assert run.stdout == "6600 calls\n"
 
 
 def test_a_text_belongs_to_the_thread_that_failed():

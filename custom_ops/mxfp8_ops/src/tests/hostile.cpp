@@ -80,6 +80,8 @@ bool is_one_of(int64_t value, std::initializer_list<int> known) {
 #define FORMATS {MXFP8_E4M3, MXFP8_E5M2}
 #define INDICES {MXFP8_INT32, MXFP8_INT64}
 #define ROUNDINGS {MXFP8_CEIL, MXFP8_FLOOR, MXFP8_EVEN}
+#define EPILOGUES {MXFP8_NONE, MXFP8_RELU, MXFP8_GELU, MXFP8_GELU_TANH, MXFP8_SILU}
+#define NORMS {MXFP8_LAYER, MXFP8_RMS}
 
 int64_t bytes_of(int64_t dtype) { return dtype == MXFP8_FLOAT32 ? 4 : is_one_of(dtype, VALUES) ? 2 : 1; }
 Wide blocks(int64_t k) { return (Wide(k) + 31) / 32; }
@@ -237,20 +239,23 @@ void pack(Random& random, Counts* counts) {
   if (refused) check_untouched(call, {&elements, &scales, &stats});
 }
 
-void multiply(Random& random, Counts* counts, bool weight_only) {
+void multiply(Random& random, Counts* counts, bool weight_only, bool fused) {
   const int hostile = chance(random, 3) ? 100000 : 16;
   const int x_kind = weight_only ? code(random, VALUES, hostile) : code(random, FORMATS, hostile);
   const int b_format = code(random, FORMATS, hostile), y_dtype = code(random, VALUES, hostile);
   const int activation = weight_only ? code(random, ACTIVATIONS, hostile) : int(MXFP8_FLOAT32);
+  const int epilogue = fused ? code(random, EPILOGUES, hostile) : int(MXFP8_NONE);
+  const int factor_dtype = fused ? code(random, VALUES, hostile) : int(MXFP8_FLOAT32);
   const int threads = thread_count(random, hostile);
   const int64_t m = size(random, hostile), n = size(random, hostile), k = size(random, hostile);
   const int64_t y_stride = chance(random, hostile) ? hostile_number(random) : above(random, n);
   const int64_t x_stride = chance(random, hostile) ? hostile_number(random) : above(random, k);
   bool refused = !(weight_only ? is_one_of(x_kind, VALUES) : is_one_of(x_kind, FORMATS)) ||
                  !is_one_of(activation, ACTIVATIONS) || !is_one_of(b_format, FORMATS) || !is_one_of(y_dtype, VALUES) ||
-                 m < 0 || n < 0 || k < 0 || y_stride < n || (weight_only && x_stride < k) || threads < 0;
+                 !is_one_of(epilogue, EPILOGUES) || !is_one_of(factor_dtype, VALUES) || m < 0 || n < 0 || k < 0 ||
+                 y_stride < n || (weight_only && x_stride < k) || threads < 0;
   const bool read = refused || (m > 0 && n > 0);
-  Array x, x_scales, b, b_scales, bias, y;
+  Array x, x_scales, b, b_scales, bias, factor, y;
   if (!refused) {
     x.bytes = weight_only ? rows(m, k, x_stride, bytes_of(x_kind)) : dense({m, k}, 1);
     x_scales.bytes = weight_only ? 0 : dense({m, blocks(k)}, 1);
@@ -258,25 +263,72 @@ void multiply(Random& random, Counts* counts, bool weight_only) {
     b_scales.bytes = dense({n, blocks(k)}, 1);
     y.bytes = rows(m, n, y_stride, bytes_of(y_dtype));
     bias.bytes = dense({n}, 4);
+    factor.bytes = dense({m, n}, bytes_of(factor_dtype));
   }
-  x.alignment = bytes_of(x_kind), y.alignment = bytes_of(y_dtype), bias.alignment = 4, y.result = true;
+  x.alignment = bytes_of(x_kind), y.alignment = bytes_of(y_dtype), bias.alignment = 4,
+  factor.alignment = bytes_of(factor_dtype), y.result = true;
   const bool biased = chance(random, 2);
   refused = furnish_all(random, {&x, &x_scales, &b, &b_scales, &y}, refused, read, hostile);
   const bool small = bias.bytes <= kMostHere;
   if (biased && small && furnish(random, &bias, false, hostile) && bias.at != nullptr && read) refused = true;
+  const bool times = fused && chance(random, 2) && factor.bytes <= kMostHere;
+  if (times && furnish(random, &factor, false, hostile) && factor.at != nullptr && read) refused = true;
+  const void* factor_at = times ? factor.at : nullptr;
   const auto* bias_at = reinterpret_cast<const float*>(biased ? bias.at : nullptr);
-  const std::string call = (weight_only ? "weight_gemm" : "gemm") +
-                           list({x_kind, activation, b_format, y_dtype, m, n, k, x_stride, y_stride, biased});
-  const int status = weight_only ? mxfp8_weight_gemm(x_kind, x.at, x_stride, activation, b_format, b.at, b_scales.at,
-                                                     bias_at, m, n, k, y_dtype, y.at, y_stride, threads)
-                                 : mxfp8_gemm(x_kind, x.at, x_scales.at, b_format, b.at, b_scales.at, bias_at, m, n, k,
-                                              y_dtype, y.at, y_stride, threads);
+  const std::string call =
+      (fused ? "fused_" : "") + std::string(weight_only ? "weight_gemm" : "gemm") +
+      list({x_kind, activation, b_format, y_dtype, m, n, k, x_stride, y_stride, biased, epilogue, factor_dtype, times});
+  int status = 0;
+  if (weight_only && fused) {
+    status = mxfp8_fused_weight_gemm(x_kind, x.at, x_stride, activation, b_format, b.at, b_scales.at, bias_at, epilogue,
+                                     factor_dtype, factor_at, m, n, k, y_dtype, y.at, y_stride, threads);
+  } else if (weight_only) {
+    status = mxfp8_weight_gemm(x_kind, x.at, x_stride, activation, b_format, b.at, b_scales.at, bias_at, m, n, k,
+                               y_dtype, y.at, y_stride, threads);
+  } else if (fused) {
+    status = mxfp8_fused_gemm(x_kind, x.at, x_scales.at, b_format, b.at, b_scales.at, bias_at, epilogue, factor_dtype,
+                              factor_at, m, n, k, y_dtype, y.at, y_stride, threads);
+  } else {
+    status = mxfp8_gemm(x_kind, x.at, x_scales.at, b_format, b.at, b_scales.at, bias_at, m, n, k, y_dtype, y.at,
+                        y_stride, threads);
+  }
   judge(call, status, refused, counts);
   if (refused || !read) return check_untouched(call, {&y});
   const Wide value = bytes_of(y_dtype);
   for (Wide row = 0; row + 1 < m; ++row) {
     if (!untouched(y, (row * y_stride + n) * value, (row + 1) * y_stride * value)) fail(call + ": wrote between rows");
   }
+}
+
+void norm(Random& random, Counts* counts) {
+  const int hostile = chance(random, 3) ? 100000 : 16;
+  const int dtype = code(random, VALUES, hostile), format = code(random, FORMATS, hostile);
+  const int rounding = code(random, ROUNDINGS, hostile), kind = code(random, NORMS, hostile);
+  const int threads = thread_count(random, hostile);
+  const int64_t m = size(random, hostile), k = size(random, hostile);
+  bool refused = !is_one_of(dtype, VALUES) || !is_one_of(format, FORMATS) || !is_one_of(rounding, ROUNDINGS) ||
+                 !is_one_of(kind, NORMS) || m < 0 || k < 0 || threads < 0;
+  Array x, residual, scale, bias, elements, scales, normalized, sum;
+  if (m >= 0 && k >= 0) {
+    for (Array* each : {&x, &residual, &normalized, &sum}) each->bytes = dense({m, k}, bytes_of(dtype));
+    scale.bytes = bias.bytes = m == 0 ? 0 : dense({k}, 4);
+    elements.bytes = dense({m, k}, 1);
+    scales.bytes = dense({m, blocks(k)}, 1);
+  }
+  for (Array* each : {&x, &residual, &normalized, &sum}) each->alignment = bytes_of(dtype);
+  scale.alignment = bias.alignment = 4;
+  elements.result = scales.result = normalized.result = sum.result = true;
+  refused = furnish_all(random, {&x, &scale, &elements, &scales}, refused, true, hostile);
+  for (Array* each : {&residual, &bias, &normalized, &sum}) {  // which may be NULL
+    if (each->bytes > kMostHere || !chance(random, 2)) continue;
+    if (furnish(random, each, false, hostile) && each->at != nullptr) refused = true;
+  }
+  const std::string call = "norm_quantize" + list({dtype, format, rounding, kind, m, k});
+  const int status = mxfp8_norm_quantize(dtype, x.at, residual.at, reinterpret_cast<const float*>(scale.at),
+                                         reinterpret_cast<const float*>(bias.at), m, k, kind, 1e-5f, format, rounding,
+                                         elements.at, scales.at, normalized.at, sum.at, threads);
+  judge(call, status, refused, counts);
+  if (refused) check_untouched(call, {&elements, &scales, &normalized, &sum});
 }
 
 // The bytes of indices of a table of `v` rows; some calls get one that names no row. Returns whether this one did.
@@ -540,7 +592,8 @@ void questions(Random& random, Counts* counts) {
   if (sized ? Wide(bytes) < dense({sides[0], blocks(sides[1])}, 1) : bytes != MXFP8_BAD_ARGUMENT) {
     fail("swizzled_bytes" + list({sides[0], sides[1], bytes}));
   }
-  const char* names[] = {nullptr, "", "avx", "portable", "avx2", "avx512", "avx512_bf16", "amx_bf16", "\xff\xfe", "avx2 "};
+  const char* names[] = {nullptr,       "",         "avx",      "portable", "avx2", "avx512",
+                         "avx512_bf16", "amx_bf16", "\xff\xfe", "avx2 "};
   const std::string available = "," + std::string(mxfp8_isa_available()) + ",";
   const char* name = one_of(random, names);
   const bool there =
@@ -575,7 +628,7 @@ Counts work(uint64_t seed, long calls, double seconds) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds;
   };
   for (long i = 0; i < calls && running(); ++i) {
-    switch (random() % 20) {
+    switch (random() % 21) {
       case 0:
       case 1:
         blockwise(random, &counts, true);
@@ -587,12 +640,12 @@ Counts work(uint64_t seed, long calls, double seconds) {
       case 4:
       case 5:
       case 6:
-        multiply(random, &counts, false);
+        multiply(random, &counts, false, chance(random, 2));
         break;
       case 7:
       case 8:
       case 9:
-        multiply(random, &counts, true);
+        multiply(random, &counts, true, chance(random, 2));
         break;
       case 10:
       case 11:
@@ -614,6 +667,9 @@ Counts work(uint64_t seed, long calls, double seconds) {
       case 17:
       case 18:
         multiply_grouped(random, &counts, chance(random, 2));
+        break;
+      case 19:
+        norm(random, &counts);
         break;
       default:
         chance(random, 100) ? open_driver(random, &counts) : questions(random, &counts);

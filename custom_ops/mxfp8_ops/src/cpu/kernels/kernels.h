@@ -10,13 +10,13 @@
 
 namespace mxfp8 {
 
-constexpr int64_t kColumnTile = 64;    // columns a strided kernel handles at once
-constexpr int64_t kPackDepth = 8;      // blocks along K in one tile of the transposing pack
-constexpr int64_t kGemmRows = 256;     // rows of A packed at a time: they stay in L2
+constexpr int64_t kColumnTile = 64;     // columns a strided kernel handles at once
+constexpr int64_t kPackDepth = 8;       // blocks along K in one tile of the transposing pack
+constexpr int64_t kGemmRows = 256;      // rows of A packed at a time: they stay in L2
 constexpr int64_t kAmxStripRows = 512;  // the same for AMX, which multiplies so fast that decoding B counts more
-constexpr int64_t kSkinnyRows = 16;    // the most rows of A that B is decoded in registers for
-constexpr int64_t kGemmColumns = 64;   // columns of one accumulator strip
-constexpr int64_t kNormValues = 4096;  // that a norm handles at a time, whole rows of them: they stay in L1
+constexpr int64_t kSkinnyRows = 16;     // the most rows of A that B is decoded in registers for
+constexpr int64_t kGemmColumns = 64;    // columns of one accumulator strip
+constexpr int64_t kNormValues = 4096;   // that a norm handles at a time, whole rows of them: they stay in L1
 
 // x is [outer, K, inner] for quantize; for pack it is [N, K] or, transposed, [K, N], with `stride` values per row.
 struct QuantizeArgs {
@@ -126,9 +126,9 @@ struct NormArgs {
   void* sum;
 };
 
-// The gemm kernels work alike. Up to `most_rows` rows of A are packed, in tiles of `tile_rows`, into scratch memory that
-// all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes a few at
-// a time. `row` is the first packed row, `rows` their number.
+// The gemm kernels work alike. Up to `most_rows` rows of A are packed, in tiles of `tile_rows`, into scratch memory
+// that all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes a few
+// at a time. `row` is the first packed row, `rows` their number.
 //
 // `exponent` is that of the lowest bit set in any packed value: a bf16 dot product flushes subnormal numbers to zero,
 // so it is used only where exponents show that no product reaches down there. See gemm_bf16.cpp.

@@ -1,0 +1,239 @@
+"""The kernels of the fused nodes against the reference, on every instruction set this machine has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_cpu import DTYPES, FORMATS, ROUNDINGS, assert_same, assert_within, heavy_tailed
+
+from mxfp8_ops import contract, cpu, fused, numerics
+from mxfp8_ops.cpu import fused as kernels
+from mxfp8_ops.errors import ContractError, ShapeError
+
+EPILOGUES = pytest.mark.parametrize("epilogue", contract.EPILOGUES)
+NORMS = pytest.mark.parametrize("norm", contract.NORMS)
+ONE = numerics.quantize(np.eye(1, 32, dtype=np.float32))
+"""A weight that multiplies the first value of a row by 1: the sum is that value."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
+
+
+@pytest.fixture(params=cpu.available_isas())
+def isa(request: pytest.FixtureRequest):
+    with cpu.forced_isa(request.param):
+        yield request.param
+
+
+def as_sums(values: np.ndarray) -> np.ndarray:
+    """Returns an X whose products with ONE are `values`."""
+    return np.pad(np.float32(values)[:, None], ((0, 0), (0, 31)))
+
+
+# --- epilogues -----------------------------------------------------------------------------------------------------
+
+
+@EPILOGUES
+def test_an_epilogue_is_within_its_error_of_the_exact_function(isa, epilogue):
+    rng = np.random.default_rng(0)
+    ends = np.float32([5.25, -5.25, 87, -87, 88.4, -88.4, 89, -89, 3e38, -3e38, 2.0**-126, -(2.0**-149)])
+    values = np.concatenate(
+        [
+            *(np.linspace(-end, end, 50_001) for end in (6, 12, 100)),
+            np.ldexp(rng.standard_normal(50_000), rng.integers(-149, 127, 50_000)),
+            *(np.nextafter(ends, np.float32(to)) for to in (-np.inf, np.inf)),
+            ends,
+        ]
+    ).astype(np.float32)
+    row = fused.EPILOGUES[epilogue]
+    sums = values.astype(np.float64)
+    bound = row.error * fused.UNIT * np.abs(sums) + 2.0**-149
+    assert_within(epilogue, kernels.weight_gemm(as_sums(values), *ONE, epilogue=epilogue)[:, 0], row.of(sums), bound)
+
+
+@EPILOGUES
+def test_no_epilogue_exceeds_its_argument_or_is_steeper_than_it_says(epilogue):
+    x = np.linspace(-20, 20, 1_000_001)
+    y = fused.EPILOGUES[epilogue].of(x)
+    assert (np.abs(y) <= np.abs(x)).all()
+    steepest = np.abs(np.diff(y) / np.diff(x)).max()
+    assert fused.EPILOGUES[epilogue].steepest - 0.01 < steepest <= fused.EPILOGUES[epilogue].steepest * (1 + 1e-9)
+
+
+@EPILOGUES
+def test_bad_sums_are_as_bad_as_the_composition_makes_them(isa, epilogue):
+    values = np.float32([np.nan, np.inf, -np.inf, 0, -0.0])
+    x = as_sums(values)
+    got, expected = (f(x, *ONE, epilogue=epilogue)[:, 0] for f in (kernels.weight_gemm, fused.weight_gemm))
+    np.testing.assert_array_equal(got, expected)
+    assert np.isnan(got[0])
+    assert got[1] == np.inf
+
+
+# --- gemms ---------------------------------------------------------------------------------------------------------
+
+
+def check_gemm(
+    shape: tuple[int, int, int], epilogue: str, dtype: str = "float32", factor_dtype: str | None = "float32"
+) -> None:
+    m, n, k = shape
+    small = np.float32(0.1)  # float16 has to hold the results
+    a, b = numerics.quantize(small * heavy_tailed((m, k))), numerics.quantize(small * heavy_tailed((n, k), 1))
+    factor = None if factor_dtype is None else (small * heavy_tailed((m, n), 2)).astype(factor_dtype)
+    bias = None if factor_dtype == "bfloat16" else heavy_tailed((n,), 3)
+    x, w = numerics.dequantize(*a), numerics.dequantize(*b)
+    options = {"factor": factor, "epilogue": epilogue}
+    bound = fused.gemm_error_bound(x, w, dtype, bias, **options)
+    got = kernels.gemm(*a, *b, bias, dtype=dtype, **options)
+    what = f"{shape} {epilogue} {dtype} factor {factor_dtype}"
+    assert_within(what, got, fused.gemm(*a, *b, bias, **options), bound)
+    got = kernels.weight_gemm(x, *b, bias, dtype=dtype, **options)
+    assert_within(f"weight {what}", got, fused.weight_gemm(x, *b, bias, **options), bound)
+
+
+@EPILOGUES
+@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
+@pytest.mark.parametrize("factor", [None, *numerics.VALUE_DTYPES])
+def test_fused_gemms_of_every_dtype(isa, epilogue, dtype, factor):
+    check_gemm((5, 70, 96), epilogue, dtype, factor)
+
+
+@EPILOGUES
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (1, 67, 40), (3, 16, 0), (17, 130, 33), (64, 65, 96), (200, 48, 70), (300, 100, 64), (0, 5, 8)]
+)
+def test_fused_gemms_of_every_kernel(isa, epilogue, shape):
+    check_gemm(shape, epilogue)
+
+
+def test_fused_gemms_broadcast_leading_dimensions(isa):
+    a, b = numerics.quantize(heavy_tailed((2, 1, 3, 40))), numerics.quantize(heavy_tailed((4, 5, 40), 1))
+    factor = heavy_tailed((2, 4, 3, 5), 2)
+    options = {"epilogue": "gelu", "factor": factor}
+    bound = fused.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*b), **options)
+    assert_within("batched", kernels.gemm(*a, *b, **options), fused.gemm(*a, *b, **options), bound)
+
+
+def test_a_fused_gemm_of_a_vector_rounds_its_activation(isa):
+    x, b, factor = heavy_tailed((40,)), numerics.quantize(heavy_tailed((5, 40), 1)), heavy_tailed((5,), 2)
+    options = {"epilogue": "silu", "factor": factor}
+    rounded = x.astype(numerics.value_dtype("bfloat16"))
+    got = kernels.weight_gemm(x, *b, activation_dtype="bfloat16", **options)
+    bound = fused.gemm_error_bound(rounded, numerics.dequantize(*b), **options)
+    assert_within("vector", got, fused.weight_gemm(x, *b, activation_dtype="bfloat16", **options), bound)
+    assert_within("vector", got, fused.weight_gemm(rounded, *b, **options), bound)
+
+
+def test_the_bound_catches_another_epilogue():
+    x, b = heavy_tailed((8, 64)), numerics.quantize(heavy_tailed((8, 64), 1))
+    exact = fused.weight_gemm(x, *b, epilogue="gelu")
+    wrong = np.abs(exact - fused.weight_gemm(x, *b, epilogue="gelu_tanh"))
+    assert (wrong > fused.gemm_error_bound(x, numerics.dequantize(*b), epilogue="gelu")).any()
+
+
+# --- norms ---------------------------------------------------------------------------------------------------------
+
+
+def check_norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray | None, residual: np.ndarray | None, **options):
+    """Fails unless the sum is exact, what is normalized within its bound, and the codes exactly those of that."""
+    elements, scales, normalized, total = kernels.norm_quantize(x, scale, bias, residual=residual, **options)
+    quantized = {name: options.pop(name) for name in ("element_format", "scale_rounding") if name in options}
+    _, _, expected, expected_total = fused.norm_quantize(x, scale, bias, residual=residual, **options)
+    assert_same("sum", total, expected_total)
+    bound = fused.norm_error_bound(total, scale, bias, **options)
+    assert_within(f"normalized {x.dtype} {options}", normalized, expected, bound)
+    expected_elements, expected_scales = numerics.quantize(normalized, **quantized)
+    assert_same("scales", scales, expected_scales)
+    assert_same("elements", elements, expected_elements, normalized)
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "k"), [(1, 1), (3, 31), (40, 33), (2, 64), (11, 384), (5, 770), (2, 5000)])
+def test_norms(isa, norm, dtype, rows, k):
+    scale, bias = heavy_tailed((k,), 1), heavy_tailed((k,), 2)
+    x, residual = (heavy_tailed((rows, k), seed).astype(dtype) for seed in (3, 4))
+    for given in ((None, None), (bias, residual), (bias, None), (None, residual)):
+        check_norm(x, scale, *given, norm=norm)
+
+
+@NORMS
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_norms_quantize_to_every_format(isa, norm, fmt, rounding):
+    x, scale = heavy_tailed((9, 100)), heavy_tailed((100,), 1)
+    check_norm(x, scale, scale, x, norm=norm, element_format=fmt, scale_rounding=rounding)
+
+
+@pytest.mark.parametrize("mean", [1e2, 1e4, 1e6])
+def test_a_mean_that_dwarfs_the_deviations(isa, mean):
+    """In one pass, mean(x^2) - mean(x)^2 would lose them all."""
+    x = (np.random.default_rng(0).standard_normal((4, 768)) + mean).astype(np.float32)
+    check_norm(x, np.ones(768, np.float32), None, None)
+
+
+@NORMS
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_value_spoils_its_row_alone(isa, norm, bad):
+    x = heavy_tailed((3, 64))
+    x[1, 7] = bad
+    elements, scales, normalized, _ = kernels.norm_quantize(x, np.ones(64, np.float32), norm=norm)
+    _, _, expected, _ = fused.norm_quantize(x, np.ones(64, np.float32), norm=norm)
+    np.testing.assert_array_equal(np.isnan(normalized), np.isnan(expected))
+    assert scales[1, 0] == 255
+    assert (elements[1, :32] == 0x7F).all()
+    assert (scales[[0, 2]] != 255).all()
+
+
+@NORMS
+def test_rows_without_deviations(isa, norm):
+    x = np.full((2, 40), 3, np.float32)
+    x[1] = 0
+    check_norm(x, np.ones(40, np.float32), np.ones(40, np.float32), None, norm=norm)
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (3, 0), (7,), (2, 0, 5), (2, 3, 4, 33)])
+def test_norms_of_any_shape(isa, shape):
+    x = heavy_tailed(shape)
+    check_norm(x, np.ones(shape[-1], np.float32), np.ones(shape[-1], np.float32), x)
+
+
+def test_norms_do_not_depend_on_threads():
+    x, scale = heavy_tailed((3000, 96)), heavy_tailed((96,), 1)
+    one, many = (kernels.norm_quantize(x, scale, residual=x, threads=threads) for threads in (1, 5))
+    for a, b in zip(one, many, strict=True):
+        assert_same("threads", b, a)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+X, W = np.zeros((2, 32), np.float32), (np.zeros((3, 32), np.uint8), np.zeros((3, 1), np.uint8))
+
+
+@pytest.mark.parametrize("module", [fused, kernels], ids=["reference", "kernels"])
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda f: f.weight_gemm(X, *W, epilogue="swish"), ContractError, "'swish'; expected one of none, relu, gelu,"),
+        (lambda f: f.weight_gemm(X, *W, factor=X), ShapeError, r"factor has shape \(2, 32\); expected \(2, 3\), that"),
+        (lambda f: f.weight_gemm(X, *W, factor=np.zeros((2, 3))), ShapeError, "dtype float64; expected one of float32"),
+        (lambda f: f.norm_quantize(X, X[0], norm="batch"), ContractError, "'batch'; expected one of layer, rms"),
+        (lambda f: f.norm_quantize(X, X), ShapeError, r"scale is float32 of shape \(2, 32\); expected float32 of"),
+        (lambda f: f.norm_quantize(X, np.zeros(32)), ShapeError, r"scale is float64 of shape \(32,\); expected float"),
+        (lambda f: f.norm_quantize(X, X[0], X[0, :3]), ShapeError, r"bias is float32 of shape \(3,\); expected float"),
+        (lambda f: f.norm_quantize(X, X[0], residual=X[:1]), ShapeError, r"a residual that is float32 of shape \(1, 3"),
+        (lambda f: f.norm_quantize(np.array(1, np.float32), X[0]), ShapeError, r"a scalar; expected \[..., K\]"),
+        (lambda f: f.norm_quantize(X.astype(np.int32), X[0]), ShapeError, "dtype int32; expected one of float32"),
+    ],
+)
+def test_bad_arguments_are_refused_alike(module, call, error, message):
+    with pytest.raises(error, match=message):
+        call(module)
+
+
+def test_operands_in_another_layout_are_copied(isa):
+    x, scale = heavy_tailed((64, 6)).T, heavy_tailed((128,), 1)[::2]
+    check_norm(x, scale, scale, x[::-1])
+    factor = heavy_tailed((3, 6), 1).T
+    got = kernels.weight_gemm(x, *numerics.quantize(heavy_tailed((3, 64), 2)), factor=factor)
+    again = kernels.weight_gemm(x, *numerics.quantize(heavy_tailed((3, 64), 2)), factor=factor.copy())
+    assert_same("factor", got, again)

@@ -1,0 +1,179 @@
+"""The fused nodes inside ONNX Runtime, every dtype the contract accepts, against the reference; and without kernels."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+from test_fused_functions import check_norm, gemm_inputs, gemm_op, gemm_reference, norm_inputs, norm_op, norm_outputs
+from test_onnx_functions import Feed, assert_within, from_ort, one_node_model, to_ort
+
+from mxfp8_ops import contract, fused, numerics, ort
+from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8
+
+EPILOGUES = pytest.mark.parametrize("epilogue", contract.EPILOGUES)
+NORMS = pytest.mark.parametrize("norm", contract.NORMS)
+
+
+def run(model: onnx.ModelProto, inputs: dict[str, Feed]) -> list[np.ndarray]:
+    """Returns the outputs of a model by the kernels: its bodies are taken away."""
+    del model.functions[:]
+    session = ort.session(model.SerializeToString())
+    feeds = {name: to_ort(*inputs[name]) for name in (port.name for port in session.get_inputs())}
+    outputs = {port.name: port.type.tensor_type.elem_type for port in model.graph.output}
+    values = session.run_with_ort_values(list(outputs), feeds)
+    return [from_ort(value, dtype) for value, dtype in zip(values, outputs.values(), strict=True)]
+
+
+@EPILOGUES
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("dtype", [None, *contract.VALUES])
+def test_fused_gemms(dtype, gated, epilogue):
+    for biased in (False, True):
+        inputs = gemm_inputs((2, 5, 70), (7, 70), dtype, gated=gated, biased=biased)
+        for output in contract.VALUES:
+            attributes = {"epilogue": epilogue, "output_dtype": output}
+            if dtype == output == FLOAT16:
+                continue  # ONNX Runtime refuses it: see custom_ops/README.md
+            model = one_node_model(gemm_op(inputs), inputs, {"Y": output}, 21, attributes)
+            assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, contract.VALUE_NAMES[output]))
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "b_shape"), [((70,), (7, 70)), ((0, 40), (7, 40)), ((3, 0), (7, 0)), ((2, 1, 3, 33), (2, 5, 33))]
+)
+def test_fused_gemms_of_any_shape(x_shape, b_shape):
+    inputs = gemm_inputs(x_shape, b_shape, None, gated=True, biased=True)
+    model = one_node_model(gemm_op(inputs), inputs, {"Y": FLOAT}, 23, {"epilogue": "silu"})
+    assert_within(run(model, inputs)[0], *gemm_reference(inputs, "silu", "float32"))
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", contract.VALUES)
+@pytest.mark.parametrize("added", [False, True], ids=["", "add"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_norms(fmt, added, dtype, norm):
+    for biased in (False, True):
+        inputs = norm_inputs((2, 5, 70), dtype, biased=biased, added=added)
+        outputs = norm_outputs(inputs, fmt)
+        attributes = {"norm": norm, "epsilon": 1e-3, "output_dtype": outputs["elements"]}
+        model = one_node_model(norm_op(inputs), inputs, outputs, 23, attributes)
+        check_norm(inputs, run(model, inputs), norm=norm, epsilon=float(np.float32(1e-3)), element_format=fmt)
+
+
+@pytest.mark.parametrize("wanted", [[], ["normalized"], ["sum"], ["normalized", "sum"]], ids=str)
+def test_outputs_with_empty_names_are_left_out(wanted):
+    inputs = norm_inputs((3, 70), FLOAT, biased=True, added=True)
+    outputs = norm_outputs(inputs)
+    every = dict(zip(outputs, run(one_node_model(norm_op(inputs), inputs, outputs, 23, {}), inputs), strict=True))
+    names = ["elements", "scales", *wanted]
+    model = one_node_model(norm_op(inputs), inputs, {name: outputs[name] for name in names}, 23, {})
+    model.graph.node[0].output[:] = [name if name in names else "" for name in outputs]
+    for name, array in zip(names, run(model, inputs), strict=True):
+        np.testing.assert_array_equal(array, every[name], err_msg=name)
+
+
+def test_shapes_of_all_outputs_are_inferred():
+    inputs = norm_inputs((2, 70), FLOAT16, biased=False, added=True)
+    model = one_node_model(norm_op(inputs), inputs, norm_outputs(inputs), 23, {})
+    del model.functions[:]
+    shapes = {output.name: output.shape for output in ort.session(model.SerializeToString()).get_outputs()}
+    assert {len(shape) for shape in shapes.values()} == {2}, shapes
+    assert shapes["normalized"] == shapes["sum"] == shapes["elements"]
+
+
+@pytest.mark.parametrize("op", ["MXFP8FusedGemm", "MXFP8NormQuantize"])
+@pytest.mark.parametrize("device", [None, "cuda", "cuda-copies"])
+def test_kernels_are_of_the_processor_alone(op, device):
+    """With a GPU in the session, ONNX Runtime takes a fused node apart, and runs its parts there."""
+    gemm = op == "MXFP8FusedGemm"
+    inputs = (
+        gemm_inputs((3, 40), (5, 40), None, gated=False, biased=False)
+        if gemm
+        else norm_inputs((3, 40), FLOAT, biased=False, added=False)
+    )
+    model = one_node_model(op, inputs, {"Y": FLOAT} if gemm else norm_outputs(inputs), 23, {})
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if device is not None:
+        options.add_session_config_entry("mxfp8.device", device)
+    ort.register(options)
+    del model.functions[:]  # without a body there is nothing to fall back on
+    if device is None:
+        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    else:
+        with pytest.raises(Exception, match=rf"{op}\(-?1\) is not a registered function/op"):
+            onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+GEMM = gemm_inputs((3, 40), (5, 40), None, gated=True, biased=True)
+NORM = norm_inputs((3, 40), FLOAT, biased=True, added=True)
+ROW, MATRIX = np.zeros(7, np.float32), np.zeros((3, 41), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "changed", "attributes", "message"),
+    [
+        (
+            GEMM,
+            {},
+            {"epilogue": "swish"},
+            "epilogue 'swish'; expected none, relu, gelu, gelu_tanh or silu;",
+        ),
+        (GEMM, {"factor": ROW}, {}, "factor has shape (7,); expected (3, 5), that of the result; broadcast it first"),
+        (GEMM, {"bias": ROW}, {}, "bias has shape (7,); expected (5,), one value per output column"),
+        (NORM, {}, {"norm": "batch"}, "norm 'batch'; expected layer or rms; correct the attribute"),
+        (NORM, {}, {"scale_rounding": "up"}, "scale_rounding 'up'; expected ceil, floor or even"),
+        (NORM, {"scale": ROW}, {}, "scale has shape (7,); expected (40,), one value per value of a row"),
+        (NORM, {"bias": ROW}, {}, "bias has shape (7,); expected (40,), one value per value of a row"),
+        (NORM, {"residual": MATRIX}, {}, "residual has shape (3, 41); expected (3, 40), that of X"),
+    ],
+)
+def test_what_does_not_fit_is_named(inputs, changed, attributes, message):
+    inputs = {**inputs, **{name: (array, FLOAT) for name, array in changed.items()}}
+    gemm = "B" in inputs
+    op, outputs = (gemm_op(inputs), {"Y": FLOAT}) if gemm else (norm_op(inputs), norm_outputs(inputs))
+    with pytest.raises(Exception, match=re.escape(message)):
+        run(one_node_model(op, inputs, outputs, 23, attributes), inputs)
+
+
+def test_a_chain_runs_as_a_whole():
+    """The feed-forward part of a decoder's block, with both norms."""
+    rng = np.random.default_rng(0)
+    x, ones = rng.standard_normal((4, 64)).astype(np.float32), np.ones(64, np.float32)
+    shapes = {"up": (96, 64), "gate": (96, 64), "down": (64, 96)}
+    weights = {name: numerics.quantize(rng.standard_normal(s).astype(np.float32)) for name, s in shapes.items()}
+    nodes = [
+        node("MXFP8NormQuantize", "x ones", "e s ", norm="rms"),
+        node("MXFP8Gemm", "e s up up_s", "u"),
+        node("MXFP8GatedGemm", "e s gate gate_s u", "h", epilogue="silu"),
+        node("MXFP8Quantize", "h", "he hs"),
+        node("MXFP8FusedGemm", "he hs down down_s", "d"),
+        node("MXFP8AddNormQuantize", "d x ones", "ye ys  y", norm="rms"),
+    ]
+    initializers = [onnx.numpy_helper.from_array(ones, "ones")]
+    for name, (elements, scales) in weights.items():
+        initializers.append(raw_tensor(name, contract.FLOAT8E4M3FN, elements))
+        initializers.append(raw_tensor(f"{name}_s", UINT8, scales))
+    ports = [helper.make_tensor_value_info(name, FLOAT, ["tokens", 64]) for name in "xy"]
+    graph = helper.make_graph(nodes, "block", ports[:1], ports[1:], initializers)
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    (got,) = ort.session(model.SerializeToString()).run(None, {"x": x})
+    e, s, _, _ = fused.norm_quantize(x, ones, norm="rms")
+    h = fused.gemm(e, s, *weights["gate"], factor=numerics.gemm(e, s, *weights["up"]), epilogue="silu")
+    expected = x + numerics.gemm(*numerics.quantize(h), *weights["down"])
+    # A last bit may round an element the other way: a sixteenth of it, of one of 96 terms.
+    assert np.abs(got - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def node(op: str, inputs: str, outputs: str, **attributes: str) -> onnx.NodeProto:
+    return helper.make_node(op, inputs.split(" "), outputs.split(" "), domain=contract.DOMAIN, **attributes)
+
+
+def raw_tensor(name: str, dtype: int, codes: np.ndarray) -> onnx.TensorProto:
+    return helper.make_tensor(name, dtype, codes.shape, codes.tobytes(), raw=True)
