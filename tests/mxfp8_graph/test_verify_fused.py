@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from builders import node
 from fused_models import activated, normalized
 from onnx import helper
 from oracle import normal
