@@ -57,7 +57,7 @@ class Body:
     ) -> None:
         references = {key: value for key, value in attributes.items() if isinstance(value, Attribute)}
         plain = {key: value for key, value in attributes.items() if key not in references}
-        node = helper.make_node(op_type, inputs, outputs, domain=domain, **plain)
+        node = helper.make_node(op_type, inputs, outputs, domain=domain or None, **plain)
         for key, value in references.items():
             node.attribute.append(AttributeProto(name=key, ref_attr_name=value.name, type=value.type))
         self.nodes.append(node)

@@ -20,6 +20,7 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.write import INLINE_LIMIT, data_path_of, open_target
+from mxfp8_graph.policy.recipe import recorded
 from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ContractError
 
@@ -72,7 +73,7 @@ def to_onnx(
     names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
     model = _translate(exported, opset, {key: value for key, value in names.items() if value is not None})
     opened, tensors = _skeleton(model)
-    record.complete(opened.proto, opset, recipe)
+    record.complete(opened.proto, opset, _unfused(recipe))
     oldest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
     opened.proto.ir_version = max(opened.proto.ir_version, oldest, 10)  # 10: the first with float8 in functions
     external = external_data == "always" or (external_data == "auto" and opened.byte_size > INLINE_LIMIT)
@@ -130,6 +131,12 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
         advice = "call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is"
         raise ContractError("to_onnx", "the program has no mxfp8 op", expected="a rewritten one", advice=advice)
     return recipe
+
+
+def _unfused(text: str | None) -> str | None:
+    """Returns a recorded recipe as the record of a model in which nothing is fused."""
+    recipe = recorded(text)
+    return text if recipe is None else recipe.without_fusion().to_record()
 
 
 def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -> ir.Model:

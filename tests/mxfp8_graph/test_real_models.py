@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib.resources
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ class Case:
     """Kept sites by role."""
     grouped: int = 0
     """Gemms of experts."""
+    fused: dict[str, int] = field(default_factory=dict)
+    """Fused nodes by kind, as each fusion reports."""
 
 
 class Wrapped(torch.nn.Module):
@@ -147,21 +150,50 @@ def products(layers: int, **more: int) -> dict[str, int]:
     return {"attention_scores": layers, "attention_values": layers, **more}
 
 
+GATED = {"gemm + silu": 2, "gemm + silu + gate": 2, "rms norm + quantize": 1, "add + rms norm + quantize": 3}
+EXPERTS_FUSED = {"rms norm + quantize": 1, "add + rms norm + quantize": 1}
+"""Only attention's: routers, which are kept, read what a layer of experts does."""
+
 CASES = {
-    # GPT-2's q, k and v are one weight: four linears per block, each with an activation of its own.
+    # GPT-2's q, k and v are one weight: four linears per block, each with an activation of its own. Reshapes stand
+    # between them and their neighbours, so nothing is fused.
     "gpt2": Case(gpt2, 8, 8, products(2, output_projection=1, embedding=2)),
     # q, k, v share a Quantize, gate and up share one: 7 linears per block, 4 Quantize nodes.
-    "llama": Case(llama, 14, 8, products(2, output_projection=1, embedding=1)),
-    "llama_with_cache": Case(llama_with_cache, 14, 8, products(2, output_projection=1, embedding=1)),
+    "llama": Case(llama, 14, 8, products(2, output_projection=1, embedding=1), fused=GATED),
+    "llama_with_cache": Case(llama_with_cache, 14, 8, products(2, output_projection=1, embedding=1), fused=GATED),
     # Encoder blocks have 6 linears and 4 activations, decoder blocks 10 and 7; all cross-attention keys and values
     # share the encoder's output: 2 * 4 + 2 * 6 + 1. Both sides look up words, and distances for their scores.
-    "t5": Case(t5, 32, 21, products(6, output_projection=1, embedding=4)),
-    "vit": Case(vit, 12, 8, products(2, output_projection=1)),
+    "t5": Case(
+        t5,
+        32,
+        21,
+        products(6, output_projection=1, embedding=4),
+        fused={"gemm + relu": 4, "rms norm + quantize": 2, "add + rms norm + quantize": 9},
+    ),
+    "vit": Case(
+        vit,
+        12,
+        8,
+        products(2, output_projection=1),
+        fused={"gemm + gelu": 2, "layer norm + quantize": 1, "add + layer norm + quantize": 3},
+    ),
     # Experts are gathered for every row: 2 products per block. The routers have 4 columns.
-    "mixtral": Case(mixtral, 8, 8, products(2, output_projection=1, router=2, embedding=1), grouped=4),
-    "qwen_moe": Case(qwen_moe, 8, 8, products(2, output_projection=1, router=2, embedding=1), grouped=4),
-    "granite_moe": Case(granite_moe, 8, 8, products(2, output_projection=1, router=2, embedding=1), grouped=4),
-    "whisper": Case(whisper, 32, 21, products(6, output_projection=1, embedding=2)),
+    "mixtral": Case(
+        mixtral, 8, 8, products(2, output_projection=1, router=2, embedding=1), grouped=4, fused=EXPERTS_FUSED
+    ),
+    "qwen_moe": Case(
+        qwen_moe, 8, 8, products(2, output_projection=1, router=2, embedding=1), grouped=4, fused=EXPERTS_FUSED
+    ),
+    "granite_moe": Case(
+        granite_moe, 8, 8, products(2, output_projection=1, router=2, embedding=1), grouped=4, fused=EXPERTS_FUSED
+    ),
+    "whisper": Case(
+        whisper,
+        32,
+        21,
+        products(6, output_projection=1, embedding=2),
+        fused={"gemm + gelu": 4, "layer norm + quantize": 1, "add + layer norm + quantize": 10},
+    ),
 }
 
 
@@ -214,9 +246,16 @@ def test_every_linear_is_rewritten_and_every_other_site_has_its_reason(exported)
         assert len(site.decision.reason) > 20
     assert kept == exported.case.kept
     found = kinds(onnx.load(exported.rewritten))
-    assert (found["MXFP8Gemm"], found["MXFP8Quantize"]) == (exported.case.gemms, exported.case.quantizes)
+    gemms = sum(count for op, count in found.items() if op in {"MXFP8Gemm", "MXFP8FusedGemm", "MXFP8GatedGemm"})
+    quantizes = sum(count for op, count in found.items() if op.startswith("MXFP8") and op.endswith("Quantize"))
+    assert (gemms, quantizes) == (exported.case.gemms, exported.case.quantizes)
     assert found.get("MXFP8GroupedGemm", 0) == exported.case.grouped
     assert exported.case.gemms + exported.case.grouped == len(exported.report.rewritten)
+
+
+def test_activations_gates_and_norms_are_fused(exported):
+    fused = Counter(fusion.kind for fusion in exported.report.fusions)
+    assert fused == exported.case.fused
 
 
 def test_the_result_passes_the_checker_and_strict_shape_inference(exported):
@@ -299,8 +338,16 @@ class TestMiniLM:
         rewritten, report = mxfp8_graph.rewrite(minilm, output=minilm.with_name("a.onnx"))
         found = kinds(onnx.load(rewritten))
         pooler = [s for s in report.rewritten if "pooler" in s.decision.site.module]
-        assert (found["MXFP8Gemm"], len(pooler)) == (37, 1)
-        assert found["MXFP8Quantize"] - 1 <= 24
+        assert (found["MXFP8Gemm"] + found["MXFP8FusedGemm"], len(pooler)) == (37, 1)
+        assert found["MXFP8Quantize"] + found["MXFP8NormQuantize"] + found["MXFP8AddNormQuantize"] - 1 <= 24
+
+    def test_every_gelu_and_every_norm_in_front_of_a_linear_is_fused(self, minilm):
+        _, report = mxfp8_graph.rewrite(minilm, dry_run=True)
+        assert Counter(fusion.kind for fusion in report.fusions) == {
+            "gemm + gelu": 6,
+            "layer norm + quantize": 1,
+            "add + layer norm + quantize": 11,
+        }
         assert {s.decision.site.role for s in report.kept} == {"attention_scores", "attention_values", "embedding"}
 
     def test_with_its_embeddings_it_is_a_quarter_of_its_size(self, minilm):

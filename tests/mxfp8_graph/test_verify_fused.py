@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from builders import node
 from fused_models import activated, normalized
 from onnx import helper
 from oracle import normal
@@ -51,6 +50,7 @@ def test_a_fused_node_is_judged(name: str) -> None:
 def test_a_norm_in_bfloat16_which_onnx_runtime_cannot_multiply() -> None:
     """So there is no original to compare with, but the nodes are judged."""
     rewritten, _ = mxfp8_graph.rewrite(normalized(*NORM[1], **NORM[2], dtype=ml_dtypes.bfloat16))
+    assert rewritten.graph.node.pop().op_type == "Neg"
     checks = check_nodes(rewritten, {"x": normal(5, 64, dtype=ml_dtypes.bfloat16)}, None, "model")
     assert [check.op for check in checks if check.passed] == ["MXFP8NormQuantize", "MXFP8Gemm"]
 
