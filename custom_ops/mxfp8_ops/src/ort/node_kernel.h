@@ -23,7 +23,7 @@ struct Implementation {
   bool fused = false;
 };
 extern const Implementation kQuantizeNode, kDequantizeNode, kGemmNode, kEmbeddingNode, kGroupedGemmNode, kFusedGemmNode,
-    kNormQuantizeNode;
+    kNormQuantizeNode, kAttentionNode;
 
 // Null for a node that has no kernel: it is not registered, and ONNX Runtime runs its function body.
 inline const Implementation* implementation(Op op) {
@@ -48,6 +48,8 @@ inline const Implementation* implementation(Op op) {
     case Op::kNormQuantize:
     case Op::kAddNormQuantize:
       return &kNormQuantizeNode;
+    case Op::kAttention:
+      return &kAttentionNode;
     default:
       return nullptr;
   }

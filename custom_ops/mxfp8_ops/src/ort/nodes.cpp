@@ -84,7 +84,7 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
     throw NodeError(where + ": block_size " + std::to_string(attributes->block_size) + "; expected " +
                     std::to_string(kBlock) + "; quantize the model again with blocks of " + std::to_string(kBlock));
   }
-  if (!accepts(node.outputs[0], attributes->output_dtype)) {
+  if (node.output_dtype != 0 && !accepts(node.outputs[0], attributes->output_dtype)) {
     throw NodeError(where + ": output_dtype " + std::to_string(attributes->output_dtype) + "; expected " +
                     choices(node.outputs[0]) + "; correct the attribute");
   }
@@ -98,6 +98,12 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
   check_name(where, "scale_rounding", kScaleRoundings, attributes->scale_rounding);
   check_name(where, "epilogue", kEpilogues, attributes->epilogue);
   check_name(where, "norm", kNorms, attributes->norm);
+  const int64_t q = attributes->q_num_heads, kv = attributes->kv_num_heads;
+  if (kv < 1 || q < 1 || q % kv != 0) {
+    throw NodeError(where + ": " + std::to_string(q) + " heads of Q and " + std::to_string(kv) +
+                    " of K and V; expected at least one of each, and as many or a multiple of them for Q; correct "
+                    "q_num_heads and kv_num_heads");
+  }
 }
 
 int64_t normalize_axis(const std::string& where, int64_t axis, int64_t rank) {

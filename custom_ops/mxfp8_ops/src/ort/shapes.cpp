@@ -83,6 +83,8 @@ OrtStatus* infer_shapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
     Attributes attributes;
     read(context, "axis", &attributes.axis);
     read(context, "output_dtype", &attributes.output_dtype);
+    read(context, "q_num_heads", &attributes.q_num_heads);
+    read(context, "kv_num_heads", &attributes.kv_num_heads);
     check_attributes(node.name, overload.op, &attributes);
     implementation(overload.op)->infer_shapes(context, node, attributes);
   });

@@ -377,6 +377,52 @@ void embed(Random& random, Counts* counts) {
   if (refused) check_untouched(call, {&y});
 }
 
+void attend(Random& random, Counts* counts) {
+  const int hostile = chance(random, 3) ? 100000 : 16;
+  mxfp8_attention_arguments a = {};
+  a.dtype = code(random, VALUES, hostile), a.activation_dtype = code(random, ACTIVATIONS, hostile);
+  a.mask_dtype = chance(random, 2) ? int(MXFP8_BOOL) : code(random, VALUES, hostile);
+  a.causal = int(random() % 2), a.nan_guard = int(random() % 2), a.scale = chance(random, 2) ? 0.0f : -1.5f;
+  a.batch = int64_t(random() % 3), a.rows = size(random, hostile), a.keys = size(random, hostile);
+  a.past = chance(random, 2) ? 0 : size(random, hostile), a.d = size(random, hostile), a.dv = size(random, hostile);
+  a.kv_heads = chance(random, hostile) ? hostile_number(random) : int64_t(1 + random() % 2);
+  a.q_heads = chance(random, hostile) ? hostile_number(random) : a.kv_heads * int64_t(1 + random() % 3);
+  const int threads = thread_count(random, hostile);
+  const bool masked = chance(random, 2);
+  bool refused = !is_one_of(a.dtype, VALUES) || !is_one_of(a.activation_dtype, ACTIVATIONS) || a.rows < 0 ||
+                 a.keys < 0 || a.past < 0 || a.keys > kMostBytes || a.past > kMostBytes || a.d < 0 || a.dv < 0 ||
+                 a.kv_heads < 1 || a.q_heads < a.kv_heads || a.q_heads > INT32_MAX || a.q_heads % a.kv_heads != 0 ||
+                 threads < 0 || (masked && a.mask_dtype != MXFP8_BOOL && !is_one_of(a.mask_dtype, VALUES));
+  const int64_t full[] = {a.batch, a.q_heads, a.rows, refused ? 0 : a.past + a.keys};
+  for (int i = 0; i < 4; ++i) a.mask_sizes[i] = chance(random, 2) ? 1 : full[i];
+  const int64_t bytes = bytes_of(a.dtype);
+  Array q, k, v, mask, past_key, past_value, y;
+  for (Array* each : {&q, &k, &v, &past_key, &past_value, &y}) each->alignment = bytes;
+  mask.alignment = a.mask_dtype == MXFP8_BOOL ? 1 : bytes_of(a.mask_dtype);
+  if (!refused) {
+    q.bytes = dense({a.batch, a.rows, a.q_heads, a.d}, bytes),
+    k.bytes = dense({a.batch, a.keys, a.kv_heads, a.d}, bytes);
+    v.bytes = dense({a.batch, a.keys, a.kv_heads, a.dv}, bytes);
+    past_key.bytes = dense({a.batch, a.kv_heads, a.past, a.d}, bytes);
+    past_value.bytes = dense({a.batch, a.kv_heads, a.past, a.dv}, bytes);
+    y.bytes = dense({a.batch, a.rows, a.q_heads, a.dv}, bytes);
+    const int64_t* m = a.mask_sizes;
+    mask.bytes = masked ? dense({m[0], m[1], m[2], m[3]}, mask.alignment) : 0;
+  }
+  y.result = true;
+  refused = furnish_all(random, {&q, &k, &v, &past_key, &past_value, &y}, refused, true, hostile);
+  if (masked && mask.bytes <= kMostHere && furnish(random, &mask, false, 100000)) refused = true;
+  if (masked && mask.bytes > kMostHere) refused = true, mask.at = reinterpret_cast<uint8_t*>(uintptr_t(INT64_MAX));
+  a.q = q.at, a.k = k.at, a.v = v.at, a.past_key = past_key.at, a.past_value = past_value.at, a.y = y.at;
+  a.mask = masked ? mask.at : nullptr;
+  const std::string call = "attention" + list({a.dtype, a.mask_dtype, a.activation_dtype, a.batch, a.rows, a.keys,
+                                               a.past, a.q_heads, a.kv_heads, a.d, a.dv, masked});
+  const bool none = chance(random, 10000);
+  refused = refused || none;
+  judge(call, mxfp8_attention(none ? nullptr : &a, threads), refused, counts);
+  if (refused) check_untouched(call, {&y});
+}
+
 // Indices of experts in the memory of `array`, now and then one too many. Returns whether all are good.
 bool fill_experts(Random& random, const Array& array, int64_t m, int64_t count, int hostile) {
   auto* experts = reinterpret_cast<int64_t*>(array.at);
@@ -628,7 +674,7 @@ Counts work(uint64_t seed, long calls, double seconds) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds;
   };
   for (long i = 0; i < calls && running(); ++i) {
-    switch (random() % 21) {
+    switch (random() % 22) {
       case 0:
       case 1:
         blockwise(random, &counts, true);
@@ -670,6 +716,9 @@ Counts work(uint64_t seed, long calls, double seconds) {
         break;
       case 19:
         norm(random, &counts);
+        break;
+      case 20:
+        attend(random, &counts);
         break;
       default:
         chance(random, 100) ? open_driver(random, &counts) : questions(random, &counts);
