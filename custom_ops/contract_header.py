@@ -22,6 +22,7 @@ def header() -> str:
     codes = [f"{_code(row)} == {row.onnx_dtype}" for row in (*values, *elements)]
     codes += [f"MXFP8_{name.upper()} == {index}" for index, name in enumerate(formats.SCALE_ROUNDINGS)]
     codes += [f"MXFP8_INT32 == {contract.INT32}", f"MXFP8_INT64 == {contract.INT64}"]
+    codes += [f"MXFP8_BOOL == {contract.BOOL}"]
     codes += [f"MXFP8_CONTRACT_VERSION == {contract.VERSION}"]
     cpp_formats = [f"ROW({row.name.upper()}, {row.mantissa_bits}, {row.bias}, {row.max_code:#x})" for row in elements]
     lines = [

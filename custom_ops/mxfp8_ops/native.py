@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,19 @@ _RETURN_TEXT: Final = ("mxfp8_isa", "mxfp8_isa_available", "mxfp8_last_error")
 _REINSTALL: Final = "reinstall the project"
 _BAD_ARGUMENT: Final = -1
 """MXFP8_BAD_ARGUMENT of mxfp8_ops.h; every other status is the library's or the machine's fault, not the arguments'."""
+
+
+class AttentionArguments(Structure):
+    """`mxfp8_attention_arguments` of the C header."""
+
+    _fields_ = (
+        *((name, c_int) for name in ("dtype", "mask_dtype", "activation_dtype", "causal", "nan_guard")),
+        ("scale", c_float),
+        *((name, c_int64) for name in ("batch", "rows", "keys", "past", "q_heads", "kv_heads", "d", "dv")),
+        ("mask_sizes", c_int64 * 4),
+        *((name, c_void_p) for name in ("q", "k", "v", "mask", "past_key", "past_value")),
+        *((name, c_void_p) for name in ("y", "present_key", "present_value")),
+    )
 
 
 class PackStats(Structure):
@@ -79,6 +92,7 @@ def load() -> ctypes.CDLL:
         "mxfp8_weight_gemm": (i, p, n, i, i, p, p, p, n, n, n, i, p, n, i),
         "mxfp8_grouped_gemm": (i, p, p, i, p, p, p, n, n, n, n, i, p, i),
         "mxfp8_grouped_weight_gemm": (i, p, i, i, p, p, p, n, n, n, n, i, p, i),
+        "mxfp8_attention": (POINTER(AttentionArguments), i),
         "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(PackStats), i),
         "mxfp8_isa_available": (),
         "mxfp8_isa": (),

@@ -1,5 +1,6 @@
 """The nodes on the processor: the functions of `numerics.py`, natively, on NumPy arrays (`numpy_arrays.py`)."""
 
+from mxfp8_ops.cpu.attention import attention
 from mxfp8_ops.cpu.numpy_arrays import (
     Packed,
     dequantize,
@@ -15,6 +16,7 @@ from mxfp8_ops.native import available_isas, force_isa, forced_isa, isa, library
 
 __all__ = [
     "Packed",
+    "attention",
     "available_isas",
     "dequantize",
     "embedding",

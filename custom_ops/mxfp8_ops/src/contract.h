@@ -43,6 +43,7 @@ static_assert(MXFP8_FLOOR == 1, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_EVEN == 2, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_INT32 == 6, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_INT64 == 7, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_BOOL == 9, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;

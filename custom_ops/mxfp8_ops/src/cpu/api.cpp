@@ -81,6 +81,42 @@ void multiply(const GroupedArgs& args, const Parallel& parallel) {
   grouped_gemm(kernels_in_use(), parallel, args);
 }
 
+// A mask has each size of the scores, or 1.
+void check_mask(const mxfp8_attention_arguments& g) {
+  if (g.mask_dtype != MXFP8_BOOL) check_value_dtype("mask_dtype", g.mask_dtype);
+  const int64_t full[] = {g.batch, g.q_heads, g.rows, g.past + g.keys};
+  for (int i = 0; i < 4; ++i) {
+    if (g.mask_sizes[i] != 1) check_range({"an entry of mask_sizes", g.mask_sizes[i]}, full[i], full[i]);
+  }
+  const int64_t bytes = g.mask_dtype == MXFP8_BOOL ? 1 : bytes_of(g.mask_dtype);
+  check_array(array("mask", g.mask, bytes), {g.mask_sizes[0], g.mask_sizes[1], g.mask_sizes[2], g.mask_sizes[3]});
+}
+
+void check_attention(const mxfp8_attention_arguments& g) {
+  check_value_dtype("dtype", g.dtype);
+  check_activation_dtype("activation_dtype", g.activation_dtype);
+  check_sizes({{"batch", g.batch}, {"rows", g.rows}, {"d", g.d}, {"dv", g.dv}});
+  check_range({"kv_heads", g.kv_heads}, 1, INT32_MAX);
+  check_range({"q_heads", g.q_heads}, g.kv_heads, INT32_MAX);
+  check_range({"q_heads modulo kv_heads", g.q_heads % g.kv_heads}, 0, 0);
+  check_range({"keys", g.keys}, 0, kMostBytes);
+  check_range({"past", g.past}, 0, kMostBytes);
+  const int64_t bytes = bytes_of(g.dtype), total = g.past + g.keys;
+  check_array(array("q", g.q, bytes), {g.batch, g.rows, g.q_heads, g.d});
+  check_array(array("k", g.k, bytes), {g.batch, g.keys, g.kv_heads, g.d});
+  check_array(array("v", g.v, bytes), {g.batch, g.keys, g.kv_heads, g.dv});
+  check_array(array("past_key", g.past_key, bytes), {g.batch, g.kv_heads, g.past, g.d});
+  check_array(array("past_value", g.past_value, bytes), {g.batch, g.kv_heads, g.past, g.dv});
+  check_array(array("y", g.y, bytes), {g.batch, g.rows, g.q_heads, g.dv});
+  if (g.present_key != nullptr) {
+    check_array(array("present_key", g.present_key, bytes), {g.batch, g.kv_heads, total, g.d});
+  }
+  if (g.present_value != nullptr) {
+    check_array(array("present_value", g.present_value, bytes), {g.batch, g.kv_heads, total, g.dv});
+  }
+  if (g.mask != nullptr) check_mask(g);
+}
+
 }  // namespace
 
 extern "C" {
@@ -222,6 +258,25 @@ int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activation_dtype, 
     if (!writes) return;
     check_array(array("x", x, bytes_of(x_dtype)), {m, k});
     multiply(args, parallel);
+  });
+}
+
+int mxfp8_attention(const mxfp8_attention_arguments* arguments, int threads) {
+  return answer([&] {
+    check_array(array("arguments", arguments, alignof(mxfp8_attention_arguments)),
+                {sizeof *arguments / alignof(mxfp8_attention_arguments)});
+    const mxfp8_attention_arguments& g = *arguments;
+    check_attention(g);
+    AttentionArgs a = {};
+    a.dtype = g.dtype, a.mask_dtype = g.mask_dtype;
+    a.q = g.q, a.k = g.k, a.v = g.v, a.past_key = g.past_key, a.past_value = g.past_value, a.mask = g.mask;
+    a.y = g.y, a.present_key = g.present_key, a.present_value = g.present_value;
+    a.batch = g.batch, a.rows = g.rows, a.keys = g.keys, a.past = g.past;
+    a.q_heads = g.q_heads, a.kv_heads = g.kv_heads, a.d = g.d, a.dv = g.dv;
+    a.scale = g.scale, a.causal = g.causal != 0, a.nan_guard = g.nan_guard != 0;
+    a.rounds = g.activation_dtype == MXFP8_BFLOAT16;
+    set_mask_strides(g.mask_sizes, &a);
+    attention(kernels_in_use(), checked_threads(threads), a);
   });
 }
 

@@ -30,7 +30,7 @@ extern "C" {
 // Value dtypes, element formats and dtypes of indices carry their onnx.TensorProto.DataType codes, roundings their
 // index in formats.SCALE_ROUNDINGS.
 enum { MXFP8_FLOAT32 = 1, MXFP8_FLOAT16 = 10, MXFP8_BFLOAT16 = 16, MXFP8_E4M3 = 17, MXFP8_E5M2 = 19 };
-enum { MXFP8_INT32 = 6, MXFP8_INT64 = 7 };
+enum { MXFP8_INT32 = 6, MXFP8_INT64 = 7, MXFP8_BOOL = 9 };
 enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
 // MXFP8_FAILED: what none of the others says.
 enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3, MXFP8_FAILED = -5 };
@@ -88,6 +88,24 @@ MXFP8_API int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activati
                                         const uint8_t* b, const uint8_t* b_scales, const int64_t* experts,
                                         int64_t count, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
                                         int threads);
+
+// Attention: per head, y = softmax(scale * q k^T + mask) v, computed in float32; head h of q meets head
+// h / (q_heads / kv_heads) of k and v. q [batch, rows, q_heads * d], k [batch, keys, kv_heads * d] and v
+// [batch, keys, kv_heads * dv], behind past_key [batch, kv_heads, past, d] and past_value [batch, kv_heads, past, dv];
+// y [batch, rows, q_heads * dv]; present_key [batch, kv_heads, past + keys, d] and present_value, or NULL. dtype is
+// that of all of them. mask: MXFP8_BOOL, 0 where a row may not see a key, or values to add to the scores; dense, its
+// four sizes those of [batch, q_heads, rows, past + keys] or 1; NULL for none. causal: row i sees keys 0 .. past + i.
+// scale: 0 stands for 1 / sqrt(d). activation_dtype: MXFP8_BFLOAT16 rounds q, k, v and weights to that before they are
+// multiplied. nan_guard: rows that see nothing, or NaN, give 0, not NaN.
+typedef struct {
+  int dtype, mask_dtype, activation_dtype, causal, nan_guard;
+  float scale;
+  int64_t batch, rows, keys, past, q_heads, kv_heads, d, dv;
+  int64_t mask_sizes[4];
+  const void *q, *k, *v, *mask, *past_key, *past_value;
+  void *y, *present_key, *present_value;
+} mxfp8_attention_arguments;
+MXFP8_API int mxfp8_attention(const mxfp8_attention_arguments* arguments, int threads);
 
 // Packs a weight for the pass: quantizes along K and stores [N, K] elements, [N, ceil(K/32)] scales.
 // transposed == 0: w is [N, K]; 1: w is [K, N]; rows `w_stride` values apart.

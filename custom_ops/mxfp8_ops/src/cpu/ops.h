@@ -30,6 +30,11 @@ struct GroupedArgs {
 };
 void grouped_gemm(const Kernels&, const Parallel&, const GroupedArgs&);
 
+// A scale of 0 stands for 1 / sqrt(d), and a mask of one value that hides nothing for none. attention.cpp.
+void attention(const Kernels&, const Parallel&, AttentionArgs);
+// Those of a dense mask with these sizes.
+void set_mask_strides(const int64_t (&sizes)[4], AttentionArgs*);
+
 // args.outer is N; `transposed` says that args.x is [K, N].
 void pack(const Kernels&, const Parallel&, const QuantizeArgs&, bool transposed, mxfp8_pack_stats* stats);
 

@@ -10,6 +10,10 @@ void pack_columns(const QuantizeArgs&, int64_t, int64_t, Stats*);
 void dequantize_rows(const DequantizeArgs&, int64_t, int64_t);
 void dequantize_columns(const DequantizeArgs&, int64_t, int64_t);
 void embedding(const EmbeddingArgs&, int64_t, int64_t);
+int64_t attention_state(const AttentionArgs&, const AttentionTask&);
+int64_t attention_scratch(const AttentionArgs&, const AttentionTask&);
+void attention(const AttentionArgs&, const AttentionTask&, const AttentionTask*, void*, float*);
+void attention_merge(const AttentionArgs&, const AttentionTask&, float*, int64_t);
 
 // One row of the gemms: for strips of `least` to `most` rows, in tiles of `tile` rows, packed as `Value`.
 template <class Value>
@@ -64,6 +68,10 @@ constexpr Kernels table() {
   all.dequantize_rows = dequantize_rows;
   all.dequantize_columns = dequantize_columns;
   all.embedding = embedding;
+  all.attention_state = attention_state;
+  all.attention_scratch = attention_scratch;
+  all.attention = attention;
+  all.attention_merge = attention_merge;
   all.has_bf16 = gemms[0].values == Values::kBf16;
   all.gemms = gemms;
   return all;

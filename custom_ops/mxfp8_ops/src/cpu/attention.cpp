@@ -1,0 +1,134 @@
+// MXFP8Attention: how it is split into tasks - kernels/attention.cpp does them -, and the presents.
+//
+// A task is one head of keys and up to kAttentionRows of the rows that share it. Where those are fewer than threads, as
+// in generation, keys are split too, and what tasks made of their parts is merged. Each run of tasks has its own
+// scratch memory.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "ops.h"
+
+namespace mxfp8 {
+namespace {
+
+constexpr int64_t kTaskProducts = 1 << 20;  // multiply-adds worth a task: 10 us
+constexpr int64_t kLeastKeys = 256;         // keys worth a task of their own
+constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kLine = 64;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Free {
+  void operator()(void* p) const { ::operator delete(p, std::align_val_t{kLine}); }
+};
+using Scratch = std::unique_ptr<void, Free>;
+Scratch scratch_of(int64_t bytes) { return Scratch(::operator new(size_t(bytes), std::align_val_t{kLine})); }
+
+// The tasks of an attention: `parts` of keys for each of `blocks` of rows of each head of keys.
+struct Split {
+  int64_t rows, each, blocks, total, parts, keys;
+  Split(const AttentionArgs& a, int threads)
+      : rows(a.rows * (a.q_heads / a.kv_heads)),
+        each(ceil_div(rows, ceil_div(rows, kAttentionRows))),
+        blocks(ceil_div(rows, each)),
+        total(a.past + a.keys) {
+    const int64_t alone = a.batch * a.kv_heads * blocks;
+    parts = std::max<int64_t>(1, std::min(ceil_div(threads, alone), total / kLeastKeys));
+    keys = std::max<int64_t>(1, ceil_div(total, parts));
+    parts = std::max<int64_t>(1, ceil_div(total, keys));
+  }
+  int64_t count(const AttentionArgs& a) const { return a.batch * a.kv_heads * blocks * parts; }
+  AttentionTask at(const AttentionArgs& a, int64_t index) const {
+    const int64_t part = index % parts, block = index / parts % blocks, head = index / parts / blocks;
+    return {head / a.kv_heads, head % a.kv_heads,
+            block * each,      std::min(rows, (block + 1) * each),
+            part * keys,       std::min(total, (part + 1) * keys)};
+  }
+};
+
+// Puts the past and, behind it, the new rows of one head of one batch into `present`; rows of `width` bytes.
+void put_together(const AttentionArgs& a, int64_t batch, int64_t head, const void* past, const void* fresh,
+                  void* present, size_t width) {
+  const auto index = size_t(batch * a.kv_heads + head), before = size_t(a.past), keys = size_t(a.keys);
+  char* to = static_cast<char*>(present) + index * (before + keys) * width;
+  if (before != 0) std::memcpy(to, static_cast<const char*>(past) + index * before * width, before * width);
+  to += before * width;
+  const char* from =
+      static_cast<const char*>(fresh) + (size_t(batch) * keys * size_t(a.kv_heads) + size_t(head)) * width;
+  for (size_t i = 0; i < keys; ++i) std::memcpy(to + i * width, from + i * size_t(a.kv_heads) * width, width);
+}
+
+bool changes_nothing(const AttentionArgs& a) {
+  const auto is_zero = [](int64_t stride) { return stride == 0; };
+  if (!std::all_of(a.mask_strides, a.mask_strides + 4, is_zero) || a.past + a.keys == 0) return false;
+  if (a.mask_dtype == MXFP8_BOOL) return *static_cast<const uint8_t*>(a.mask) != 0;
+  if (a.mask_dtype == MXFP8_FLOAT32) return *static_cast<const float*>(a.mask) == 0;
+  return (*static_cast<const uint16_t*>(a.mask) & 0x7fff) == 0;
+}
+
+void write_presents(const Parallel& parallel, const AttentionArgs& a) {
+  const bool key = a.present_key != nullptr && a.past + a.keys > 0 && a.d > 0;
+  const bool value = a.present_value != nullptr && a.past + a.keys > 0 && a.dv > 0;
+  if (!key && !value) return;
+  const size_t bytes = value_bytes(a.dtype);
+  const int64_t heads = a.batch * a.kv_heads;
+  const int64_t tasks = std::min(heads, parallel.threads * kTasksPerThread);
+  parallel_for(parallel, tasks, [&](int64_t task) {
+    for (int64_t i = heads * task / tasks; i < heads * (task + 1) / tasks; ++i) {
+      const int64_t batch = i / a.kv_heads, head = i % a.kv_heads;
+      if (key) {
+        put_together(a, batch, head, a.past_key, a.k, a.present_key, size_t(a.d) * bytes);
+      }
+      if (value) {
+        put_together(a, batch, head, a.past_value, a.v, a.present_value, size_t(a.dv) * bytes);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void set_mask_strides(const int64_t (&sizes)[4], AttentionArgs* args) {
+  int64_t stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    args->mask_strides[i] = sizes[i] == 1 ? 0 : stride;
+    stride *= sizes[i];
+  }
+}
+
+void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs args) {
+  if (args.scale == 0) args.scale = 1 / std::sqrt(float(std::max<int64_t>(1, args.d)));
+  if (args.mask != nullptr && changes_nothing(args)) args.mask = nullptr;
+  write_presents(parallel, args);
+  if (args.batch == 0 || args.rows == 0 || args.dv == 0) return;
+  const Split split(args, parallel.threads);
+  const AttentionTask first = split.at(args, 0);  // no task has more rows, or needs more memory
+  const int64_t count = split.count(args), state = kernels.attention_state(args, first);
+  const int64_t each = kernels.attention_scratch(args, first);
+  const double products = double(count) * double(split.each) * double(split.keys) * double(args.d + args.dv);
+  const auto most = int64_t(std::min(products / kTaskProducts, double(parallel.threads * kTasksPerThread)));
+  const int64_t runs = std::max<int64_t>(1, std::min(count, most));
+  const Scratch scratch = scratch_of(runs * each);
+  const Scratch states = scratch_of(split.parts == 1 ? 0 : count * state * int64_t(sizeof(float)));
+  auto* state_of = split.parts == 1 ? nullptr : static_cast<float*>(states.get());
+  parallel_for(parallel, runs, [&](int64_t run) {
+    const int64_t end = count * (run + 1) / runs;
+    for (int64_t i = count * run / runs; i < end; ++i) {
+      const AttentionTask next = split.at(args, i + 1);
+      kernels.attention(args, split.at(args, i), i + 1 < end ? &next : nullptr,
+                        static_cast<char*>(scratch.get()) + run * each,
+                        state_of == nullptr ? nullptr : state_of + i * state);
+    }
+  });
+  if (split.parts == 1) return;
+  parallel_for(parallel, count / split.parts, [&](int64_t block) {
+    const AttentionTask task = split.at(args, block * split.parts);
+    kernels.attention_merge(args, task, state_of + block * split.parts * state, split.parts);
+  });
+}
+
+}  // namespace mxfp8

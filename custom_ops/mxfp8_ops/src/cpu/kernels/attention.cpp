@@ -1,0 +1,274 @@
+// MXFP8Attention: attention.attention, in float32.
+//
+// q [B, S, Hq * D], k [B, T, Hkv * D], v [B, T, Hkv * Dv], pasts [B, Hkv, P, ...]: read where they lie; y
+// [B, S, Hq * Dv]. Work is split over B, Hkv, blocks of kAttentionRows of the G * S rows that share keys, and, where
+// those are few, over keys. Bytes moved: q, k, v, the past and y once, keys and values once more per further block of
+// rows. Multiply-adds: B * Hq * S * (P + T) * (D + Dv), half of them if causal; exponentials: B * Hq * S * (P + T).
+//
+// Many rows: keys are packed transposed, so that lanes are keys in one product and values in the other, and both are
+// one function. Few rows, as in generation: keys and values are read from where they are, once, lanes along D.
+#include "attention.h"
+
+#include "attention_amx.h"
+#include "attention_transpose.h"
+#include "gemm.h"
+
+namespace mxfp8::MXFP8_ISA {
+namespace {
+
+// --- c [rows, n] = or += a [rows, k] . b [k, n], n whole vectors ---
+
+template <int R, int N>
+MXFP8_INLINE void multiply_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t k, float* c,
+                                int64_t c_stride, bool accumulate) {
+  Vec sums[R][N];
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < N; ++j) sums[i][j] = zero();
+  }
+  for (int64_t at = 0; at < k; ++at, b += b_stride) {
+    Vec row[N];
+    for (int j = 0; j < N; ++j) row[j] = load(b + j * kLanes);
+    for (int i = 0; i < R; ++i) {
+      const Vec value = all_of(a[i * a_stride + at]);
+      for (int j = 0; j < N; ++j) sums[i][j] = multiply_add(value, row[j], sums[i][j]);
+    }
+  }
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < N; ++j) {
+      float* to = c + i * c_stride + j * kLanes;
+      store(to, accumulate ? load(to) + sums[i][j] : sums[i][j]);
+    }
+  }
+}
+
+template <int N>
+MXFP8_NOINLINE void multiply_columns(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t k,
+                                     float* c, int64_t c_stride, int64_t rows, bool accumulate) {
+  constexpr int kMost = N == 4 ? kTileRows : 2 * kTileRows;  // as many sums as there are registers for
+  for (int64_t i = 0; i < rows; i += kMost) {
+    with_rows<kMost>(rows - i, [&](auto r) {
+      multiply_tile<decltype(r)::value, N>(a + i * a_stride, a_stride, b, b_stride, k, c + i * c_stride, c_stride,
+                                           accumulate);
+    });
+  }
+}
+
+MXFP8_INLINE void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t k, float* c,
+                           int64_t c_stride, int64_t rows, int64_t n, bool accumulate) {
+  for (int64_t j = 0; j < n;) {
+    const int64_t vectors = (n - j) / kLanes;
+    const auto columns = vectors >= 4 ? multiply_columns<4> : vectors >= 2 ? multiply_columns<2> : multiply_columns<1>;
+    columns(a, a_stride, b + j, b_stride, k, c + j, c_stride, rows, accumulate);
+    j += (vectors >= 4 ? 4 : vectors >= 2 ? 2 : 1) * kLanes;
+  }
+}
+
+// --- many rows ---
+
+class ManyRows {
+ public:
+  static constexpr int64_t kKeys = 128, kRows = 24;
+
+  ManyRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
+      : a_(args), t_(task), dv_(padded(args.dv, kAttentionPad)), rows_(task.row_end - task.row_begin) {
+    queries_ = room->take<float>(rows_ * a_.d);
+    keys_ = room->take<float>(a_.d * kKeys);
+    values_ = room->take<float>(kKeys * dv_);
+    step_ = room->take<float>(kStep * a_.d);
+    products_ = room->take<float>(kRows * kKeys);
+  }
+  void begin(const Running&) {
+    for (int64_t i = 0; i < rows_; ++i) {
+      load_rows(a_, {a_.q, query_offset(a_, t_, i, a_.d), 0}, 1, a_.d, queries_ + i * a_.d, a_.d, a_.rounds);
+    }
+  }
+  MXFP8_INLINE_MEMBER void take(int64_t key, int64_t count) {
+    Source keys = keys_at(a_, t_, key);
+    for (int64_t j = 0; j < count; j += kStep, keys.offset += kStep * keys.stride) {
+      const int64_t rows = least_of(kStep, count - j);
+      load_rows(a_, keys, rows, a_.d, step_, a_.d, a_.rounds);
+      std::memset(step_ + rows * a_.d, 0, size_t((kStep - rows) * a_.d) * sizeof(float));
+      transpose_rows(step_, a_.d, a_.d, keys_ + j, kKeys);
+    }
+    load_rows(a_, values_at(a_, t_, key), count, a_.dv, values_, dv_, a_.rounds);
+  }
+  MXFP8_INLINE_MEMBER void score(int64_t row, int64_t rows, int64_t used) {
+    multiply(queries_ + row * a_.d, a_.d, keys_, kKeys, a_.d, products_, kKeys, rows, padded(used, kLanes), false);
+  }
+  MXFP8_INLINE_MEMBER float* products(int64_t row) { return products_ + row * kKeys; }
+  MXFP8_INLINE_MEMBER int64_t width(int64_t used) const { return padded(used, kLanes); }
+  MXFP8_INLINE_MEMBER void write(int64_t row, int64_t j, Vec weights) { store(products_ + row * kKeys + j, weights); }
+  MXFP8_INLINE_MEMBER void add(int64_t, int64_t rows, int64_t used, float* out) {
+    multiply(products_, kKeys, values_, dv_, used, out, dv_, rows, dv_, true);
+  }
+
+ private:
+  const AttentionArgs& a_;
+  const AttentionTask& t_;
+  int64_t dv_, rows_;
+  float *queries_, *keys_, *values_, *step_, *products_;
+};
+
+// --- few rows ---
+
+class FewRows {
+ public:
+  static constexpr int64_t kKeys = 64, kRows = 8;
+
+  FewRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
+      : a_(args), t_(task), d_(padded(args.d, kAttentionPad)), dv_(padded(args.dv, kAttentionPad)) {
+    queries_ = room->take<float>(kRows * d_);
+    products_ = room->take<float>(kRows * kKeys);
+    key_room_ = room->take<float>(kKeys * d_);
+    value_room_ = room->take<float>(kKeys * dv_);
+  }
+  void begin(const Running&) {
+    for (int64_t i = 0; i < t_.row_end - t_.row_begin; ++i) {
+      load_rows(a_, {a_.q, query_offset(a_, t_, i, a_.d), 0}, 1, a_.d, queries_ + i * d_, d_, a_.rounds);
+    }
+  }
+  MXFP8_INLINE_MEMBER void take(int64_t key, int64_t count) {
+    keys_ = in_place(keys_at(a_, t_, key), count, a_.d, d_, key_room_, &key_stride_);
+    values_ = in_place(values_at(a_, t_, key), count, a_.dv, dv_, value_room_, &value_stride_);
+  }
+  MXFP8_INLINE_MEMBER void score(int64_t row, int64_t rows, int64_t used) {
+    for (int64_t j = 0; j < used; j += 4) {
+      const float* keys[4];
+      for (int64_t c = 0; c < 4; ++c) keys[c] = keys_ + least_of(j + c, used - 1) * key_stride_;
+      for (int64_t i = 0; i < rows; ++i) {
+        const float* query = queries_ + (row + i) * d_;
+        Vec sums[4] = {zero(), zero(), zero(), zero()};
+        for (int64_t at = 0; at < d_; at += kLanes) {
+          const Vec part = load(query + at);
+          for (int c = 0; c < 4; ++c) sums[c] = multiply_add(part, load(keys[c] + at), sums[c]);
+        }
+        store_sums(sums, products_ + i * kKeys + j, false);
+      }
+    }
+  }
+  MXFP8_INLINE_MEMBER float* products(int64_t row) { return products_ + row * kKeys; }
+  MXFP8_INLINE_MEMBER int64_t width(int64_t used) const { return padded(used, kLanes); }
+  MXFP8_INLINE_MEMBER void write(int64_t row, int64_t j, Vec weights) { store(products_ + row * kKeys + j, weights); }
+  MXFP8_INLINE_MEMBER void add(int64_t, int64_t rows, int64_t used, float* out) {
+    multiply(products_, kKeys, values_, value_stride_, used, out, dv_, rows, dv_, true);
+  }
+
+ private:
+  // The rows themselves, if they are whole vectors of what is multiplied, or copies.
+  MXFP8_INLINE_MEMBER const float* in_place(Source from, int64_t count, int64_t d, int64_t wide, float* room,
+                                            int64_t* stride) {
+    if (a_.dtype == MXFP8_FLOAT32 && !a_.rounds && d == wide) {
+      *stride = from.stride;
+      return static_cast<const float*>(from.data) + from.offset;
+    }
+    *stride = wide;
+    load_rows(a_, from, count, d, room, wide, a_.rounds);
+    return room;
+  }
+
+  const AttentionArgs& a_;
+  const AttentionTask& t_;
+  int64_t d_, dv_, key_stride_, value_stride_;
+  float *queries_, *products_, *key_room_, *value_room_;
+  const float *keys_, *values_;
+};
+
+// --- tasks ---
+
+// Stores a row of weighted values, divided by the sum of the weights.
+template <class D>
+MXFP8_INLINE void store_row(const AttentionArgs& a, float sum, const float* out, int64_t offset) {
+  const float empty = a.past + a.keys == 0 || a.nan_guard ? 0.0f : float_of(kQuietNan);
+  auto* y = static_cast<typename D::Storage*>(a.y) + offset;
+  if (sum > 0) {
+    const float inverse = 1 / sum;
+    for (int64_t j = 0; j < a.dv; ++j) y[j] = D::store(out[j] * inverse);
+  } else {  // 0, or NaN
+    for (int64_t j = 0; j < a.dv; ++j) y[j] = D::store(empty);
+  }
+}
+
+void store_rows(const AttentionArgs& a, const AttentionTask& t, const Running& running) {
+  const int64_t dv = padded(a.dv, kAttentionPad);
+  with_dtype(a.dtype, [&](auto dtype) {
+    for (int64_t i = 0; i < t.row_end - t.row_begin; ++i) {
+      store_row<decltype(dtype)>(a, running.sum[i], running.out + i * dv, query_offset(a, t, i, a.dv));
+    }
+  });
+}
+
+template <class Engine>
+MXFP8_NOINLINE void run(const AttentionArgs& a, const AttentionTask& t, const AttentionTask* next, Room room,
+                        const Running& running) {
+  Engine engine(a, t, &room);
+  engine.begin(running);
+  attend(a, t, next, engine, running);
+}
+
+template <class Engine>
+int64_t bytes(const AttentionArgs& a, const AttentionTask& t, Room room) {
+  Engine(a, t, &room);
+  return int64_t(room.next);
+}
+
+bool are_few(const AttentionTask& t) { return t.row_end - t.row_begin <= FewRows::kRows; }
+
+}  // namespace
+
+int64_t attention_state(const AttentionArgs& args, const AttentionTask& task) {
+  const int64_t rows = padded(task.row_end - task.row_begin, kAttentionRowPad);
+  return rows * (2 + padded(args.dv, kAttentionPad));
+}
+
+int64_t attention_scratch(const AttentionArgs& args, const AttentionTask& task) {
+  Room room{0};
+  room.take<float>(attention_state(args, task));
+  if (are_few(task)) return bytes<FewRows>(args, task, room);
+#if defined(__AMX_BF16__)
+  if (args.rounds) return bytes<TileRows>(args, task, room);
+#endif
+  return bytes<ManyRows>(args, task, room);
+}
+
+void attention(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, void* scratch,
+               float* state) {
+  Room room{reinterpret_cast<uintptr_t>(scratch)};
+  float* own = room.take<float>(attention_state(args, task));
+  const Running running = running_in(task.row_end - task.row_begin, state == nullptr ? own : state);
+  if (are_few(task)) {
+    run<FewRows>(args, task, next, room, running);
+#if defined(__AMX_BF16__)
+  } else if (args.rounds) {
+    run<TileRows>(args, task, next, room, running);
+#endif
+  } else {
+    run<ManyRows>(args, task, next, room, running);
+  }
+  if (state == nullptr) store_rows(args, task, running);
+}
+
+void attention_merge(const AttentionArgs& args, const AttentionTask& task, float* states, int64_t count) {
+  const Scaling scaling(args);
+  const int64_t rows = task.row_end - task.row_begin, dv = padded(args.dv, kAttentionPad);
+  const Running first = running_in(rows, states);
+  for (int64_t part = 1; part < count; ++part) {
+    const Running other = running_in(rows, states + part * attention_state(args, task));
+    for (int64_t i = 0; i < rows; ++i) {
+      const float a = first.highest[i], b = other.highest[i], now = a > b ? a : b;
+      if (now == -__builtin_inff()) {  // both have seen nothing, or NaN
+        first.sum[i] += other.sum[i];
+        continue;
+      }
+      const float shrink = exp2_of((a - now) * scaling.multiplier), add = exp2_of((b - now) * scaling.multiplier);
+      first.highest[i] = now;
+      first.sum[i] = first.sum[i] * shrink + other.sum[i] * add;
+      for (int64_t j = 0; j < dv; j += kLanes) {
+        float* out = first.out + i * dv + j;
+        store(out, multiply_add(load(other.out + i * dv + j), all_of(add), load(out) * shrink));
+      }
+    }
+  }
+  store_rows(args, task, first);
+}
+
+}  // namespace mxfp8::MXFP8_ISA

@@ -1,0 +1,314 @@
+// What the kernels of MXFP8Attention share: where rows lie, the exponential, and the walk over blocks of keys.
+//
+// A task is a block of the rows that one head of keys has - the G query heads that share it, S rows each, one after the
+// other - and a range of keys. It goes through the keys kKeys at a time and keeps, per row, the highest score so far,
+// the sum of the weights and the sum of the weighted values, both as if the highest score were 0; where a higher score
+// comes, they are scaled down. Nothing of the size S x T is ever in memory.
+//
+// An engine packs keys and values, multiplies queries with keys, and weights with values; attention.cpp has those of
+// float32, attention_amx.h that of bfloat16 tiles.
+#pragma once
+#include "codec.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace mxfp8::MXFP8_ISA {
+
+constexpr float kLog2e = 1.44269504f;
+
+MXFP8_INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+MXFP8_INLINE int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
+MXFP8_INLINE int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+MXFP8_INLINE Vec all_of(float x) { return Vec{} + x; }
+MXFP8_INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+MXFP8_INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b if one is NaN
+
+MXFP8_INLINE float highest_lane(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(v);
+#else
+  float lanes[kLanes], highest = v[0];
+  store(lanes, v);
+  for (int i = 1; i < kLanes; ++i) highest = lanes[i] > highest ? lanes[i] : highest;
+  return highest;
+#endif
+}
+MXFP8_INLINE float sum_of_lanes(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(v);
+#else
+  float lanes[kLanes], sum = 0;
+  store(lanes, v);
+  for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+  return sum;
+#endif
+}
+
+// 2^z for z <= 0, within 3 units of 2^-24 (the polynomial is off by 1.6, computing it by no more than the rest); 0
+// below 2^-125; NaN stays NaN. The sum with 1.5 * 2^23 rounds to a whole number, and has it in its low bits.
+MXFP8_INLINE Vec exp2_of(Vec z) {
+  typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
+  const Vec shifted = z + 12582912.0f, f = z - (shifted - 12582912.0f);
+  Vec p = multiply_add(all_of(0.0013264727f), f, all_of(0.009671513f));
+  p = multiply_add(p, f, all_of(0.055507336f));
+  p = multiply_add(p, f, all_of(0.24022242f));
+  p = multiply_add(p, f, all_of(0.693147f));
+  p = multiply_add(p, f, all_of(1.0f));
+  Ints bits, exponent;
+  std::memcpy(&bits, &p, sizeof bits);
+  std::memcpy(&exponent, &shifted, sizeof exponent);
+  bits += exponent << 23;
+  Vec power;
+  std::memcpy(&power, &bits, sizeof power);
+  return z >= -125.0f ? power : larger(zero(), z);
+}
+MXFP8_INLINE float exp2_of(float z) { return exp2_of(all_of(z))[0]; }
+
+// Where the keys and values of a head are: those of the past, then the new ones, which lie between those of other
+// heads.
+struct Source {
+  const void* data;
+  int64_t offset, stride;  // in values
+};
+MXFP8_INLINE Source source_at(const AttentionArgs& a, const AttentionTask& t, int64_t key, const void* past,
+                              const void* fresh, int64_t d) {
+  if (key < a.past) return {past, ((t.batch * a.kv_heads + t.head) * a.past + key) * d, d};
+  return {fresh, ((t.batch * a.keys + key - a.past) * a.kv_heads + t.head) * d, a.kv_heads * d};
+}
+MXFP8_INLINE Source keys_at(const AttentionArgs& a, const AttentionTask& t, int64_t key) {
+  return source_at(a, t, key, a.past_key, a.k, a.d);
+}
+MXFP8_INLINE Source values_at(const AttentionArgs& a, const AttentionTask& t, int64_t key) {
+  return source_at(a, t, key, a.past_value, a.v, a.dv);
+}
+
+// A row of a task: which head of queries it is of, and its place among the S.
+struct RowPlace {
+  int64_t head, row;
+};
+MXFP8_INLINE RowPlace place_of(const AttentionArgs& a, const AttentionTask& t, int64_t row) {
+  const int64_t at = t.row_begin + row;
+  return {t.head * (a.q_heads / a.kv_heads) + at / a.rows, at % a.rows};
+}
+MXFP8_INLINE int64_t query_offset(const AttentionArgs& a, const AttentionTask& t, int64_t row, int64_t d) {
+  const RowPlace place = place_of(a, t, row);
+  return ((t.batch * a.rows + place.row) * a.q_heads + place.head) * d;
+}
+
+// `rows` rows of `count` values as float32, `to_stride` apart, zeros behind them; `rounds` them to bfloat16 first.
+template <class D>
+MXFP8_INLINE void load_rows_of(Source from, int64_t rows, int64_t count, float* to, int64_t to_stride, bool rounds) {
+  for (int64_t i = 0; i < rows; ++i, to += to_stride) {
+    const auto* row = static_cast<const typename D::Storage*>(from.data) + from.offset + i * from.stride;
+    int64_t j = 0;
+    for (; j + kBlock <= count; j += kBlock) {
+      const float* block = D::load_block(row + j, to + j);
+      if (block != to + j) std::memcpy(to + j, block, kBlock * sizeof *to);
+    }
+    for (; j < count; ++j) to[j] = D::load(row[j]);
+    if (rounds) {
+      for (j = 0; j < count; ++j) to[j] = BFloat16::load(BFloat16::store(to[j]));
+    }
+    for (j = count; j < to_stride; ++j) to[j] = 0;
+  }
+}
+MXFP8_NOINLINE void load_rows(const AttentionArgs& a, Source from, int64_t rows, int64_t count, float* to,
+                              int64_t to_stride, bool rounds) {
+  with_dtype(a.dtype, [&](auto dtype) { load_rows_of<decltype(dtype)>(from, rows, count, to, to_stride, rounds); });
+}
+
+// Scratch memory, handed out in whole cache lines; from 0 on it only counts.
+struct Room {
+  uintptr_t next;
+  template <class T>
+  T* take(int64_t count) {
+    T* taken = reinterpret_cast<T*>(next);
+    next += uintptr_t(padded(count * int64_t(sizeof(T)), 64));
+    return taken;
+  }
+};
+
+// What a task knows of its rows so far.
+struct Running {
+  float* highest;  // [rows], of scores as the engine gives them
+  float* sum;      // [rows], of weights
+  float* out;      // [rows padded, dv padded], weighted values
+};
+MXFP8_INLINE Running running_in(int64_t rows, float* memory) {
+  const int64_t lead = padded(rows, kAttentionRowPad);
+  return {memory, memory + lead, memory + 2 * lead};
+}
+
+// The scores of a mask's row for keys key..key + count - 1, with zeros up to the next whole vector.
+template <class T, class Load>
+MXFP8_INLINE void load_mask_as(const AttentionArgs& a, int64_t offset, int64_t count, float* to, const Load& load) {
+  const T* from = static_cast<const T*>(a.mask) + offset;
+  if (a.mask_strides[3] == 1) {
+    for (int64_t j = 0; j < count; ++j) to[j] = load(from[j]);
+  } else {
+    for (int64_t j = 0; j < count; ++j) to[j] = load(from[0]);
+  }
+}
+MXFP8_NOINLINE void load_mask(const AttentionArgs& a, const AttentionTask& t, RowPlace place, int64_t key,
+                              int64_t count, float* to) {
+  const int64_t* s = a.mask_strides;
+  const int64_t offset = t.batch * s[0] + place.head * s[1] + place.row * s[2] + key * s[3];
+  if (a.mask_dtype == MXFP8_BOOL) {
+    load_mask_as<uint8_t>(a, offset, count, to, [](uint8_t seen) { return seen ? 0.0f : -__builtin_inff(); });
+  } else {
+    with_dtype(a.mask_dtype, [&](auto dtype) {
+      using D = decltype(dtype);
+      load_mask_as<typename D::Storage>(a, offset, count, to, [](auto value) { return D::load(value); });
+    });
+  }
+  for (int64_t j = count; j < padded(count, kLanes); ++j) to[j] = 0;
+}
+
+// How scores become exponents of two: score = factor * product + mask; weight = 2^(multiplier * (score - highest)).
+// Without a mask the factor goes into the multiplier.
+struct Scaling {
+  float factor, multiplier;
+  explicit Scaling(const AttentionArgs& a) : factor(a.scale), multiplier(kLog2e) {
+    if (a.mask == nullptr && a.scale > 0) factor = 1, multiplier = a.scale * kLog2e;
+  }
+};
+
+// Products [count] of one row to weights, where they are; `write(j, weights)` puts them elsewhere as well. Keys from
+// `seen` on have none. The row's running sums are scaled to the new highest score.
+template <class Write>
+MXFP8_INLINE void weigh(const Scaling& scaling, float* products, const float* mask, int64_t seen, int64_t count,
+                        float* highest, float* sum, float* out, int64_t dv, const Write& write) {
+  if (mask != nullptr) {
+    for (int64_t j = 0; j < seen; j += kLanes) {
+      store(products + j, multiply_add(load(products + j), all_of(scaling.factor), load(mask + j)));
+    }
+  } else if (scaling.factor != 1) {
+    for (int64_t j = 0; j < seen; j += kLanes) store(products + j, load(products + j) * scaling.factor);
+  }
+  for (int64_t j = seen; j < padded(seen, kLanes); ++j) products[j] = -__builtin_inff();
+  Vec top = all_of(-__builtin_inff());
+  for (int64_t j = 0; j < seen; j += kLanes) top = larger(load(products + j), top);
+  const float before = *highest, block = highest_lane(top), now = block > before ? block : before;
+  int64_t j = 0;
+  if (now == -__builtin_inff()) {  // nothing seen, or NaN alone, which must show
+    Vec nan = zero();
+    for (; j < seen; j += kLanes) {
+      const Vec score = load(products + j), weight = score == score ? zero() : score;
+      nan += weight;
+      write(j, weight);
+    }
+    *sum += sum_of_lanes(nan);
+  } else {
+    Vec total = zero();
+    for (; j < seen; j += kLanes) {
+      const Vec weight = exp2_of((load(products + j) - now) * scaling.multiplier);
+      total += weight;
+      write(j, weight);
+    }
+    if (now != before) {
+      const float shrink = before == -__builtin_inff() ? 0.0f : exp2_of((before - now) * scaling.multiplier);
+      *highest = now;
+      *sum *= shrink;
+      for (int64_t i = 0; i < dv; i += kLanes) store(out + i, load(out + i) * shrink);
+    }
+    *sum += sum_of_lanes(total);
+  }
+  for (; j < count; j += kLanes) write(j, zero());
+}
+
+// The keys that a row may see of those before key_end.
+MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, int64_t row, int64_t key_end) {
+  return a.causal ? least_of(key_end, a.past + row + 1) : key_end;
+}
+
+// The same of rows first..first + count - 1 of a task.
+MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, const AttentionTask& t, int64_t first, int64_t count,
+                              int64_t key_end) {
+  const RowPlace begin = place_of(a, t, first), last = place_of(a, t, first + count - 1);
+  return seen_end(a, begin.head == last.head ? last.row : a.rows - 1, key_end);
+}
+
+// What is wanted next, which no hardware guesses: rows of a head lie far apart. A block of keys and values and, at the
+// end of a task, the rows of the next. Every row that is weighed asks for its share.
+class Ahead {
+ public:
+  Ahead(const AttentionArgs& a, int64_t rows) : a_(a), rows_(rows) {}
+  MXFP8_INLINE_MEMBER void want(const AttentionTask& task, int64_t key, int64_t count, int64_t rows) {
+    task_ = task, key_ = key, count_ = count, queries_ = rows;
+  }
+  MXFP8_INLINE_MEMBER void ask(int64_t row) const {
+    const auto bytes = int64_t(a_.dtype == MXFP8_FLOAT32 ? 4 : 2);
+    for (int64_t j = count_ * row / rows_; j < count_ * (row + 1) / rows_; ++j) {
+      prefetch(keys_at(a_, task_, key_ + j), a_.d, bytes);
+      prefetch(values_at(a_, task_, key_ + j), a_.dv, bytes);
+    }
+    for (int64_t i = queries_ * row / rows_; i < queries_ * (row + 1) / rows_; ++i) {
+      prefetch({a_.q, query_offset(a_, task_, i, a_.d), 0}, a_.d, bytes);
+      prefetch({a_.y, query_offset(a_, task_, i, a_.dv), 0}, a_.dv, bytes);
+    }
+  }
+
+ private:
+  static MXFP8_INLINE_MEMBER void prefetch(Source from, int64_t count, int64_t bytes) {
+    const char* row = static_cast<const char*>(from.data) + from.offset * bytes;
+    for (int64_t at = 0; at < count * bytes; at += 64) __builtin_prefetch(row + at);
+  }
+
+  const AttentionArgs& a_;
+  int64_t rows_;
+  AttentionTask task_ = {};
+  int64_t key_ = 0, count_ = 0, queries_ = 0;
+};
+
+// How many keys from `key` on are done at once: none of the past with new ones.
+template <class Engine>
+MXFP8_INLINE int64_t keys_from(const AttentionArgs& a, int64_t key, int64_t key_end) {
+  const int64_t end = key < a.past ? least_of(a.past, key_end) : key_end;
+  return least_of(Engine::kKeys, end - key);
+}
+
+// Goes through the keys of a task; `next`, if there is one, is what follows.
+template <class Engine>
+MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const AttentionTask* next, Engine& engine,
+                         const Running& running) {
+  const Scaling scaling(a);
+  const int64_t rows = t.row_end - t.row_begin, dv = padded(a.dv, kAttentionPad);
+  const bool one_mask = a.mask != nullptr && a.mask_strides[1] == 0 && a.mask_strides[2] == 0;
+  alignas(64) float mask[Engine::kKeys];
+  for (int64_t i = 0; i < rows; ++i) running.highest[i] = -__builtin_inff(), running.sum[i] = 0;
+  std::memset(running.out, 0, size_t(rows * dv) * sizeof(float));
+  const int64_t key_end = seen_end(a, t, 0, rows, t.key_end);
+  Ahead ahead(a, rows);
+  for (int64_t key = t.key_begin, count = 0; key < key_end; key += count) {
+    count = keys_from<Engine>(a, key, key_end);
+    engine.take(key, count);
+    if (key + count < key_end) {
+      ahead.want(t, key + count, keys_from<Engine>(a, key + count, key_end), 0);
+    } else if (next != nullptr) {
+      const int64_t keys = next->key_begin < next->key_end ? keys_from<Engine>(a, next->key_begin, next->key_end) : 0;
+      ahead.want(*next, next->key_begin, keys, next->row_end - next->row_begin);
+    } else {
+      ahead.want(t, 0, 0, 0);
+    }
+    if (one_mask) load_mask(a, t, place_of(a, t, 0), key, count, mask);
+    for (int64_t row = 0; row < rows; row += Engine::kRows) {
+      const int64_t these = least_of(Engine::kRows, rows - row);
+      const int64_t used = least_of(count, seen_end(a, t, row, these, key_end) - key);
+      if (used <= 0) continue;
+      engine.score(row, these, used);
+      for (int64_t i = row; i < row + these; ++i) {
+        const RowPlace place = place_of(a, t, i);
+        ahead.ask(i);
+        const int64_t seen = most_of(0, least_of(used, seen_end(a, place.row, key_end) - key));
+        if (a.mask != nullptr && !one_mask) load_mask(a, t, place, key, used, mask);
+        weigh(scaling, engine.products(i - row), a.mask == nullptr ? nullptr : mask, seen, engine.width(used),
+              running.highest + i, running.sum + i, running.out + i * dv, dv,
+              [&](int64_t j, Vec weight) MXFP8_INLINE_LAMBDA { engine.write(i - row, j, weight); });
+      }
+      engine.add(row, these, used, running.out + row * dv);
+    }
+  }
+}
+
+}  // namespace mxfp8::MXFP8_ISA

@@ -1,0 +1,50 @@
+// Rows of words to columns, for the kernels of attention.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "simd.h"
+
+namespace mxfp8::MXFP8_ISA {
+
+constexpr int64_t kStep = 16;  // rows that are transposed at a time
+
+#if defined(__AVX512F__)
+// 16 rows of 16 words; strides are in words.
+MXFP8_INLINE void transpose_tile(const char* from, int64_t stride, char* to, int64_t to_stride) {
+  const auto lane = [](const char* at) { return _mm_loadu_ps(reinterpret_cast<const float*>(at)); };
+  const auto pairs = [](Vec x) { return _mm512_castps_pd(x); };
+  for (int part = 0; part < 4; ++part) {  // four columns
+    Vec rows[4];                          // row i, i + 4, i + 8 and i + 12, four words of each
+    for (int i = 0; i < 4; ++i) {
+      const char* at = from + (i * stride + 4 * part) * 4;
+      rows[i] = _mm512_castps128_ps512(lane(at));
+      rows[i] = _mm512_insertf32x4(rows[i], lane(at + 16 * stride), 1);
+      rows[i] = _mm512_insertf32x4(rows[i], lane(at + 32 * stride), 2);
+      rows[i] = _mm512_insertf32x4(rows[i], lane(at + 48 * stride), 3);
+    }
+    const Vec a = _mm512_unpacklo_ps(rows[0], rows[1]), b = _mm512_unpackhi_ps(rows[0], rows[1]);
+    const Vec c = _mm512_unpacklo_ps(rows[2], rows[3]), d = _mm512_unpackhi_ps(rows[2], rows[3]);
+    char* out = to + 4 * part * to_stride * 4;
+    _mm512_storeu_pd(out, _mm512_unpacklo_pd(pairs(a), pairs(c)));
+    _mm512_storeu_pd(out + 4 * to_stride, _mm512_unpackhi_pd(pairs(a), pairs(c)));
+    _mm512_storeu_pd(out + 8 * to_stride, _mm512_unpacklo_pd(pairs(b), pairs(d)));
+    _mm512_storeu_pd(out + 12 * to_stride, _mm512_unpackhi_pd(pairs(b), pairs(d)));
+  }
+}
+#endif
+
+// kStep rows of `count` words to `count` rows of kStep; strides are in words of 4 bytes.
+MXFP8_INLINE void transpose_rows(const void* rows, int64_t stride, int64_t count, void* columns, int64_t to_stride) {
+  const auto* from = static_cast<const char*>(rows);
+  auto* to = static_cast<char*>(columns);
+  int64_t j = 0;
+#if defined(__AVX512F__)
+  for (; j + kStep <= count; j += kStep) transpose_tile(from + j * 4, stride, to + j * to_stride * 4, to_stride);
+#endif
+  for (; j < count; ++j) {
+    for (int64_t i = 0; i < kStep; ++i) std::memcpy(to + (j * to_stride + i) * 4, from + (i * stride + j) * 4, 4);
+  }
+}
+
+}  // namespace mxfp8::MXFP8_ISA
