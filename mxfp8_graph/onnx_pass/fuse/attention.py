@@ -38,9 +38,9 @@ def fuse_attention(view: GraphView, node: onnx.NodeProto, *, activation_dtype: i
         if found is not None and result is not None:
             new = attention_node.build(view, found, result.output, activation_dtype)
             taken = {name for made in new for name in made.input}
-            given = {result.replaced, *filter(None, (found.k.present, found.v.present))}
-            gone = _unneeded(view, given, taken)
-            if all(id(inner) in gone for inner in found.inside) and not _is_circular(view, given, taken, gone):
+            presents = set(filter(None, (found.k.present, found.v.present)))
+            gone = _unneeded(view, {result.replaced, *presents}, taken)
+            if all(id(inner) in gone for inner in found.inside) and not _is_circular(view, presents, taken, gone):
                 nodes = tuple(gone.values())
                 return Replacement(kind="attention", node=new[-1], gone=nodes, before=new[:-1], after=result.after)
     return None
@@ -133,9 +133,10 @@ def _unneeded(view: GraphView, given: Collection[str], taken: Collection[str]) -
     return gone
 
 
-def _is_circular(view: GraphView, given: Collection[str], taken: Collection[str], gone: Collection[int]) -> bool:
-    """Whether a node that stays makes some of `taken` from some of `given`, as masks are from a length with past."""
-    users = {id(n) for n in view.nodes if id(n) not in gone and any(name in given for name in _read_by(n))}
+def _is_circular(view: GraphView, presents: Collection[str], taken: Collection[str], gone: Collection[int]) -> bool:
+    """Whether a node that stays makes some of `taken` from some of `presents`: a mask from their length, say."""
+    readers = (node for name in presents for node in (*view.readers(name), *view.read_inside(name)))
+    users = {id(node) for node in readers} - set(gone)
     waiting = [view.maker(name) for name in taken] if users else []
     seen: set[int] = set()
     while waiting:
