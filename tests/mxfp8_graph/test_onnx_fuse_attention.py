@@ -334,6 +334,13 @@ NEAR_MISSES: dict[str, onnx.ModelProto] = {
         q=[], k=[node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])], v=[],
         inputs={n: (F32, ["batch", "heads", "keys", SIZE]) for n in ("q2", "kh", "v2")},
     ),
+    "a mask that makes more of one batch": attention(
+        inputs={n: (F32, [1, "rows", HIDDEN]) for n in "qkv"} | {"mask": (F32, ["batch", 1, "rows", "rows"])}
+    ),
+    "the standard op's mask of one key": standard("q k v key_mask", shapes=output("key_mask", 1, 1, "rows", 1)),
+    "the standard op's mask of integers": standard(
+        "q k v int_mask", shapes={"int_mask": (np.int32, ["batch", 1, "rows", "keys"])}
+    ),
     "a soft cap of the standard op": standard(softcap=2.0),
     "the standard op's scores": standard(outputs="a pk pv scores"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ import onnx
 
 from mxfp8_graph.onnx_model.walk import iter_graphs, subgraphs
 from mxfp8_graph.onnx_pass.fuse import attention_node, attention_scores
-from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, is_transpose, same, shape_of
+from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, Heads, is_transpose, same, shape_of
 from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention
 from mxfp8_graph.onnx_pass.fuse.graph_view import Dim, GraphView, is_op
 from mxfp8_graph.onnx_pass.fuse.replacement import Replacement
@@ -61,10 +61,12 @@ def _fits(view: GraphView, found: Attention) -> bool:
     """Whether MXFP8Attention takes Q, K, V, masks and past as they are."""
     q, k, v = found.q, found.k, found.v
     dtypes = {view.type_of(source.name).dtype for source in (q, k, v)}
-    masks = [view.type_of(mask.name) for mask in found.masks]
+    added = {view.type_of(mask.fill or mask.name).dtype for mask in found.masks}
     return (
         len(dtypes) == 1
         and dtypes <= set(contract.VALUES)
+        and len(added) <= 1
+        and added <= {*contract.VALUES, contract.BOOL}
         and same(q.heads.batch, k.heads.batch, v.heads.batch)
         and (not k.past or same(k.heads.length, v.heads.length))
         and q.heads.size == k.heads.size
@@ -72,9 +74,16 @@ def _fits(view: GraphView, found: Attention) -> bool:
         and q.heads.count % k.heads.count == 0
         and bool(k.past) == bool(v.past)
         and bool(k.present) == bool(v.present)
-        and all(mask.shape is not None and len(mask.shape) <= 4 for mask in masks)
-        and len({view.type_of(mask.fill or mask.name).dtype for mask in found.masks}) <= 1
+        and all(_is_mask(view.type_of(mask.name).shape, q.heads) for mask in found.masks)
     )
+
+
+def _is_mask(shape: Sequence[Dim] | None, q: Heads) -> bool:
+    """Whether a value broadcasts to scores, and not the scores to the value."""
+    if shape is None or len(shape) > 4:
+        return False
+    sizes = (1, 1, 1, 1, *shape)[-4:-1]
+    return all(size == 1 or own != 1 for size, own in zip(sizes, (q.batch, q.count, q.length), strict=True))
 
 
 def _result(view: GraphView, found: Attention) -> _Result | None:

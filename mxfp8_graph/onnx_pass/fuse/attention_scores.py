@@ -174,6 +174,8 @@ def _standard(view: GraphView, node: onnx.NodeProto, *, cached: bool) -> Attenti
     precision = attribute(node, "softmax_precision", contract.FLOAT)
     if lengths or products or attribute(node, "softcap", 0.0) or precision != contract.FLOAT:
         return None
+    if mask and (view.type_of(mask).shape or (1,))[-1] == 1:  # here a mask of fewer keys hides all others
+        return None
     is_causal = bool(attribute(node, "is_causal", 0))
     merged = shape_of(view, q_name, 3) is not None
     if merged:
