@@ -101,6 +101,7 @@ constexpr Function<72, OrtStatus*(const OrtMemoryInfo*, int*)> MemoryInfoGetId;
 constexpr Function<75, OrtStatus*(OrtAllocator*, size_t, void**)> AllocatorAlloc;
 constexpr Function<76, OrtStatus*(OrtAllocator*, void*)> AllocatorFree;
 constexpr Function<77, OrtStatus*(const OrtAllocator*, const OrtMemoryInfo**)> AllocatorGetInfo;
+constexpr Function<85, OrtStatus*(const OrtKernelInfo*, const char*, float*)> KernelInfoGetAttribute_float;
 constexpr Function<86, OrtStatus*(const OrtKernelInfo*, const char*, int64_t*)> KernelInfoGetAttribute_int64;
 constexpr Function<87, OrtStatus*(const OrtKernelInfo*, const char*, char*, size_t*)> KernelInfoGetAttribute_string;
 constexpr Function<88, OrtStatus*(const OrtKernelContext*, size_t*)> KernelContext_GetInputCount;

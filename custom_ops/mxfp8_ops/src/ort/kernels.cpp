@@ -13,6 +13,10 @@ void read(const OrtKernelInfo* info, const char* name, int64_t* value) {
   if (OrtStatus* missing = KernelInfoGetAttribute_int64(info, name, value)) ReleaseStatus(missing);
 }
 
+void read(const OrtKernelInfo* info, const char* name, float* value) {
+  if (OrtStatus* missing = KernelInfoGetAttribute_float(info, name, value)) ReleaseStatus(missing);
+}
+
 void read(const OrtKernelInfo* info, const char* name, std::string* value) {
   size_t size = 0;
   if (OrtStatus* missing = KernelInfoGetAttribute_string(info, name, nullptr, &size)) {
@@ -87,8 +91,13 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
     read(info, "output_dtype", &attributes.output_dtype);
     read(info, "activation_dtype", &attributes.activation_dtype);
     read(info, "scale_rounding", &attributes.scale_rounding);
+    read(info, "q_num_heads", &attributes.q_num_heads);
+    read(info, "kv_num_heads", &attributes.kv_num_heads);
+    read(info, "is_causal", &attributes.is_causal);
+    read(info, "scale", &attributes.scale);
+    read(info, "nan_guard", &attributes.nan_guard);
     check_attributes(where, overload.op, &attributes);
-    if (overload.outputs[0] != attributes.output_dtype) {
+    if (row_of(overload.op).output_dtype != 0 && overload.outputs[0] != attributes.output_dtype) {
       // Shape inference tells ONNX Runtime the output's type; without a rank to report it cannot (shapes.cpp).
       throw NodeError(where + ": output_dtype " + std::to_string(attributes.output_dtype) +
                       " on an input of unknown rank; expected an input whose rank is known; give the graph's inputs "

@@ -19,8 +19,10 @@ struct Implementation {
   void (*compute)(const NodeKernel&, OrtKernelContext*);
   // The numbers of the kernels that a GPU may launch for this overload; null: a node that runs on the processor alone.
   std::vector<int> (*cuda_kernels)(const Overload&, bool cublas);
+  // Whether its body is made of other nodes; where a GPU may have kernels for those, it is not registered.
+  bool fused = false;
 };
-extern const Implementation kQuantizeNode, kDequantizeNode, kGemmNode, kEmbeddingNode, kGroupedGemmNode;
+extern const Implementation kQuantizeNode, kDequantizeNode, kGemmNode, kEmbeddingNode, kGroupedGemmNode, kAttentionNode;
 
 // Null for a node that has no kernel: it is not registered, and ONNX Runtime runs its function body.
 inline const Implementation* implementation(Op op) {
@@ -37,6 +39,8 @@ inline const Implementation* implementation(Op op) {
     case Op::kGroupedGemm:
     case Op::kGroupedWeightGemm:
       return &kGroupedGemmNode;
+    case Op::kAttention:
+      return &kAttentionNode;
     default:
       return nullptr;
   }
@@ -54,6 +58,7 @@ using SymbolicDims = std::vector<Dim>;
 // unknown. A declared rank may be wrong too, and stock ONNX Runtime would run the node's body all the same: so
 // infer_shapes throws for no shape, and leaves open what does not fit.
 SymbolicDims input_dims(const OrtShapeInferContext*, size_t index);
+int input_dtype(const OrtShapeInferContext*, size_t index);
 void set_output(OrtShapeInferContext*, size_t index, int dtype, SymbolicDims);
 Dim scale_dim(const Dim&);
 // Of a gemm, from those of a and b [..., N, K].

@@ -70,7 +70,7 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
     throw NodeError(where + ": block_size " + std::to_string(attributes->block_size) + "; expected " +
                     std::to_string(kBlock) + "; quantize the model again with blocks of " + std::to_string(kBlock));
   }
-  if (!accepts(node.outputs[0], attributes->output_dtype)) {
+  if (node.output_dtype != 0 && !accepts(node.outputs[0], attributes->output_dtype)) {
     throw NodeError(where + ": output_dtype " + std::to_string(attributes->output_dtype) + "; expected " +
                     choices(node.outputs[0]) + "; correct the attribute");
   }
@@ -80,6 +80,12 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
     for (const Dtype& row : kActivationDtypes) names.push_back(choice(row));
     throw NodeError(where + ": activation_dtype " + std::to_string(attributes->activation_dtype) + "; expected " +
                     choices(names) + "; correct the attribute");
+  }
+  const int64_t q = attributes->q_num_heads, kv = attributes->kv_num_heads;
+  if (kv < 1 || q < 1 || q % kv != 0) {
+    throw NodeError(where + ": " + std::to_string(q) + " heads of Q and " + std::to_string(kv) +
+                    " of K and V; expected at least one of each, and as many or a multiple of them for Q; correct "
+                    "q_num_heads and kv_num_heads");
   }
   if (rounding_code(attributes->scale_rounding) < 0) {
     throw NodeError(where + ": scale_rounding '" + attributes->scale_rounding + "'; expected " +

@@ -25,13 +25,18 @@ struct Overload : OrtCustomOp {
   std::vector<int> outputs;
 };
 
-// The attributes of any node, with the defaults of contract.py; output_dtype has one per node.
+// The attributes of any node, with the defaults of contract.py; output_dtype has one per node, or none: 0.
 struct Attributes {
   int64_t axis = -1;
   int64_t block_size = kBlock;
   int64_t output_dtype = 0;  // 0: not given
   int64_t activation_dtype = MXFP8_FLOAT32;
   std::string scale_rounding = "ceil";
+  int64_t q_num_heads = 1;
+  int64_t kv_num_heads = 1;
+  int64_t is_causal = 0;
+  int64_t nan_guard = 0;
+  float scale = 0;  // 0: that of the size of a head
 };
 
 // "<where>: <what is>; expected <what>; <what to do>"

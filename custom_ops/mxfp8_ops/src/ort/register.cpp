@@ -40,7 +40,9 @@ std::unique_ptr<Overload> make_overload(Op op, Place place, const std::vector<in
   made->GetInputCharacteristic = [](const OrtCustomOp* self, size_t i) -> int {
     return row_of(overload(self).op).inputs[i].optional ? kOptional : kRequired;
   };
-  made->GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
+  made->GetOutputCharacteristic = [](const OrtCustomOp* self, size_t i) -> int {
+    return row_of(overload(self).op).outputs[i].optional ? kOptional : kRequired;
+  };
   made->GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
   const auto one = [](const OrtCustomOp*) { return 1; };
   made->GetVariadicInputMinArity = one;
@@ -56,10 +58,15 @@ std::unique_ptr<Overload> make_overload(Op op, Place place, const std::vector<in
   return made;
 }
 
-// Appends every dtype that `port` accepts to every row of `dtypes`.
+// Appends every dtype that `port` accepts to every row of `dtypes`: one, if it is like an input's.
 std::vector<std::vector<int>> combined(const std::vector<std::vector<int>>& dtypes, const Port& port) {
   std::vector<std::vector<int>> longer;
   for (const std::vector<int>& row : dtypes) {
+    if (port.like >= 0) {
+      longer.push_back(row);
+      longer.back().push_back(row[size_t(port.like)]);
+      continue;
+    }
     for (const int* dtype = port.dtypes; *dtype != 0; ++dtype) {
       longer.push_back(row);
       longer.back().push_back(*dtype);
@@ -68,12 +75,13 @@ std::vector<std::vector<int>> combined(const std::vector<std::vector<int>>& dtyp
   return longer;
 }
 
-// Each node that has a kernel for the place, once per combination of the dtypes its ports accept.
-std::vector<std::unique_ptr<Overload>> make_overloads(Place place) {
+// Each node that has a kernel for the place, once per combination of the dtypes its ports accept. `with_fused`: also
+// those that ONNX Runtime would otherwise take apart.
+std::vector<std::unique_ptr<Overload>> make_overloads(Place place, bool with_fused) {
   std::vector<std::unique_ptr<Overload>> made;
   for (size_t op = 0; op < std::size(kNodes); ++op) {
     const Implementation* found = implementation(Op(op));
-    if (found == nullptr) continue;
+    if (found == nullptr || (found->fused && !with_fused)) continue;
     const bool on_gpu = found->cuda_kernels != nullptr;
     if (place.device == Device::kCuda && !on_gpu) continue;
     const Place there = on_gpu ? place : Place{Device::kCpu, false};
@@ -89,14 +97,16 @@ std::vector<std::unique_ptr<Overload>> make_overloads(Place place) {
 }
 
 // Made once and never released: sessions refer to it for as long as they live. On a GPU the nodes are those of the
-// processor too, for what ONNX Runtime leaves there; with copies they take their place.
+// processor too, for what ONNX Runtime leaves there; with copies they take their place. Fused nodes are then left to
+// their bodies, which are made of nodes that a GPU has kernels for.
 OrtCustomOpDomain* make_domain(Place place) {
   OrtCustomOpDomain* domain = nullptr;
   check(CreateCustomOpDomain(kDomain, &domain));
   std::vector<Place> places = {place};
   if (place.device == Device::kCuda) places.insert(places.begin(), {Device::kCpu, false});
   for (const Place& each : places) {
-    for (auto& overload : make_overloads(each)) check(CustomOpDomain_Add(domain, overload.release()));
+    for (auto& overload : make_overloads(each, place.device == Device::kCpu))
+      check(CustomOpDomain_Add(domain, overload.release()));
   }
   return domain;
 }

@@ -41,6 +41,14 @@ SymbolicDims input_dims(const OrtShapeInferContext* context, size_t index) {
   return dims;
 }
 
+int input_dtype(const OrtShapeInferContext* context, size_t index) {
+  Shape* shape = nullptr;  // belongs to the context
+  check(ShapeInferContext_GetInputTypeShape(context, index, &shape));
+  int dtype = 0;
+  check(GetTensorElementType(shape, &dtype));
+  return dtype;
+}
+
 void set_output(OrtShapeInferContext* context, size_t index, int dtype, SymbolicDims dims) {
   Dims sizes;
   std::vector<const char*> symbols;
@@ -75,6 +83,8 @@ OrtStatus* infer_shapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
     Attributes attributes;
     read(context, "axis", &attributes.axis);
     read(context, "output_dtype", &attributes.output_dtype);
+    read(context, "q_num_heads", &attributes.q_num_heads);
+    read(context, "kv_num_heads", &attributes.kv_num_heads);
     check_attributes(node.name, overload.op, &attributes);
     implementation(overload.op)->infer_shapes(context, node, attributes);
   });
