@@ -275,6 +275,23 @@ def test_a_cache_in_front_of_a_causal_op_stays_there() -> None:
     check_same(proto, feeds(proto))
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_onnx_runtimes_product_is_one_too(turned: bool) -> None:
+    """Its optimizer puts scales and transposes into products."""
+    proto = attention(
+        k=split("k") if turned else split("k", (0, 2, 3, 1)), scale=[], mask=[node("Add", "scores mask", "masked")]
+    )
+    product = next(each for each in proto.graph.node if each.output[0] == "scores")
+    product.op_type, product.domain = "FusedMatMul", "com.microsoft"
+    product.attribute.extend(onnx.helper.make_attribute(*each) for each in (("alpha", 0.3), ("transB", int(turned))))
+    proto.opset_import.add(domain="com.microsoft", version=1)
+    _, (found,) = fused(proto)
+    assert found["scale"] == pytest.approx(0.3)
+    check_same(proto, feeds(proto, rows=3, keys=6))
+    product.attribute.append(onnx.helper.make_attribute("transA", 1))
+    assert not fused(proto)[1]
+
+
 def output(name: str, *shape: Any) -> dict[str, Any]:
     return {name: (F32, list(shape))}
 
@@ -316,6 +333,13 @@ NEAR_MISSES: dict[str, onnx.ModelProto] = {
     "heads of unknown number": attention(
         q=[], k=[node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])], v=[],
         inputs={n: (F32, ["batch", "heads", "keys", SIZE]) for n in ("q2", "kh", "v2")},
+    ),
+    "a mask that makes more of one batch": attention(
+        inputs={n: (F32, [1, "rows", HIDDEN]) for n in "qkv"} | {"mask": (F32, ["batch", 1, "rows", "rows"])}
+    ),
+    "the standard op's mask of one key": standard("q k v key_mask", shapes=output("key_mask", 1, 1, "rows", 1)),
+    "the standard op's mask of integers": standard(
+        "q k v int_mask", shapes={"int_mask": (np.int32, ["batch", 1, "rows", "keys"])}
     ),
     "a soft cap of the standard op": standard(softcap=2.0),
     "the standard op's scores": standard(outputs="a pk pv scores"),

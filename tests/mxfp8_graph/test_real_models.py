@@ -251,6 +251,7 @@ def test_every_linear_is_rewritten_and_every_other_site_has_its_reason(exported)
     assert (gemms, quantizes) == (exported.case.gemms, exported.case.quantizes)
     assert found.get("MXFP8GroupedGemm", 0) == exported.case.grouped
     assert exported.case.gemms + exported.case.grouped == len(exported.report.rewritten)
+    assert found["MXFP8Attention"] == kept["attention_scores"]  # what is kept is fused
 
 
 def test_activations_gates_and_norms_are_fused(exported):

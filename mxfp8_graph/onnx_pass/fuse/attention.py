@@ -17,7 +17,7 @@ import onnx
 
 from mxfp8_graph.onnx_model.walk import iter_graphs, subgraphs
 from mxfp8_graph.onnx_pass.fuse import attention_node, attention_scores
-from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, is_transpose, same, shape_of
+from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, Heads, is_transpose, same, shape_of
 from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention
 from mxfp8_graph.onnx_pass.fuse.graph_view import Dim, GraphView, is_op
 from mxfp8_graph.onnx_pass.fuse.replacement import Replacement
@@ -38,9 +38,9 @@ def fuse_attention(view: GraphView, node: onnx.NodeProto, *, activation_dtype: i
         if found is not None and result is not None:
             new = attention_node.build(view, found, result.output, activation_dtype)
             taken = {name for made in new for name in made.input}
-            given = {result.replaced, *filter(None, (found.k.present, found.v.present))}
-            gone = _unneeded(view, given, taken)
-            if all(id(inner) in gone for inner in found.inside) and not _is_circular(view, given, taken, gone):
+            presents = set(filter(None, (found.k.present, found.v.present)))
+            gone = _unneeded(view, {result.replaced, *presents}, taken)
+            if all(id(inner) in gone for inner in found.inside) and not _is_circular(view, presents, taken, gone):
                 nodes = tuple(gone.values())
                 return Replacement(kind="attention", node=new[-1], gone=nodes, before=new[:-1], after=result.after)
     return None
@@ -61,10 +61,12 @@ def _fits(view: GraphView, found: Attention) -> bool:
     """Whether MXFP8Attention takes Q, K, V, masks and past as they are."""
     q, k, v = found.q, found.k, found.v
     dtypes = {view.type_of(source.name).dtype for source in (q, k, v)}
-    masks = [view.type_of(mask.name) for mask in found.masks]
+    added = {view.type_of(mask.fill or mask.name).dtype for mask in found.masks}
     return (
         len(dtypes) == 1
         and dtypes <= set(contract.VALUES)
+        and len(added) <= 1
+        and added <= {*contract.VALUES, contract.BOOL}
         and same(q.heads.batch, k.heads.batch, v.heads.batch)
         and (not k.past or same(k.heads.length, v.heads.length))
         and q.heads.size == k.heads.size
@@ -72,9 +74,16 @@ def _fits(view: GraphView, found: Attention) -> bool:
         and q.heads.count % k.heads.count == 0
         and bool(k.past) == bool(v.past)
         and bool(k.present) == bool(v.present)
-        and all(mask.shape is not None and len(mask.shape) <= 4 for mask in masks)
-        and len({view.type_of(mask.fill or mask.name).dtype for mask in found.masks}) <= 1
+        and all(_is_mask(view.type_of(mask.name).shape, q.heads) for mask in found.masks)
     )
+
+
+def _is_mask(shape: Sequence[Dim] | None, q: Heads) -> bool:
+    """Whether a value broadcasts to scores, and not the scores to the value."""
+    if shape is None or len(shape) > 4:
+        return False
+    sizes = (1, 1, 1, 1, *shape)[-4:-1]
+    return all(size == 1 or own != 1 for size, own in zip(sizes, (q.batch, q.count, q.length), strict=True))
 
 
 def _result(view: GraphView, found: Attention) -> _Result | None:
@@ -133,9 +142,10 @@ def _unneeded(view: GraphView, given: Collection[str], taken: Collection[str]) -
     return gone
 
 
-def _is_circular(view: GraphView, given: Collection[str], taken: Collection[str], gone: Collection[int]) -> bool:
-    """Whether a node that stays makes some of `taken` from some of `given`, as masks are from a length with past."""
-    users = {id(n) for n in view.nodes if id(n) not in gone and any(name in given for name in _read_by(n))}
+def _is_circular(view: GraphView, presents: Collection[str], taken: Collection[str], gone: Collection[int]) -> bool:
+    """Whether a node that stays makes some of `taken` from some of `presents`: a mask from their length, say."""
+    readers = (node for name in presents for node in (*view.readers(name), *view.read_inside(name)))
+    users = {id(node) for node in readers} - set(gone)
     waiting = [view.maker(name) for name in taken] if users else []
     seen: set[int] = set()
     while waiting:

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
+from mxfp8_graph.onnx_model.walk import MICROSOFT
 from mxfp8_graph.onnx_pass.fuse.attention_heads import (
     Heads,
     Source,
@@ -69,6 +70,8 @@ class _Scores:
 
     product: onnx.NodeProto
     factor: float
+    turned: bool
+    """The product takes k^T, not k."""
     masks: tuple[Mask, ...] = ()
 
 
@@ -94,7 +97,8 @@ def _decomposed(view: GraphView, softmax: onnx.NodeProto, *, cached: bool) -> At
     if last is None or scores is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return None
     q = follow(view, scores.product.input[0])
-    k = follow_turned(view, scores.product.input[1], cached=cached)
+    follow_k = follow_turned if scores.turned else follow
+    k = follow_k(view, scores.product.input[1], cached=cached)
     v = follow(view, last.input[1], scaled=False, cached=cached)
     if q is None or k is None or v is None:
         return None
@@ -129,9 +133,13 @@ def _is_guard(view: GraphView, node: onnx.NodeProto, name: str) -> bool:
 def _scores(view: GraphView, name: str, masks: int = 0) -> _Scores | None:
     """Returns how the graph makes what a softmax takes; None if not as attention does."""
     unmasked, factor = unscaled(view, name)
-    node = view.maker(unmasked)
-    if node is not None and is_op(node, "MatMul"):
-        return _Scores(node, factor)
+    product = view.maker(unmasked)
+    if is_op(product, "MatMul"):
+        return _Scores(product, factor, turned=True)
+    if product is not None and (product.domain, product.op_type) == (MICROSOFT, "FusedMatMul"):
+        others = (attribute(product, name, 0) for name in ("transA", "transBatchA", "transBatchB"))
+        alpha, turned = attribute(product, "alpha", 1.0), not attribute(product, "transB", 0)
+        return None if any(others) else _Scores(product, factor * alpha, turned)
     node = view.maker(name)
     if node is None or masks == _MOST_MASKS:
         return None
@@ -165,6 +173,8 @@ def _standard(view: GraphView, node: onnx.NodeProto, *, cached: bool) -> Attenti
     result, present_key, present_value, products = [*node.output, *[""] * 4][:4]
     precision = attribute(node, "softmax_precision", contract.FLOAT)
     if lengths or products or attribute(node, "softcap", 0.0) or precision != contract.FLOAT:
+        return None
+    if mask and (view.type_of(mask).shape or (1,))[-1] == 1:  # here a mask of fewer keys hides all others
         return None
     is_causal = bool(attribute(node, "is_causal", 0))
     merged = shape_of(view, q_name, 3) is not None

@@ -73,11 +73,15 @@ class GraphView:
             for name in node.input:
                 self._readers.setdefault(name, []).append(node)
         self._shared = {output.name for output in graph.output}
+        self._read_inside: dict[str, list[onnx.NodeProto]] = {}
         for node in self.nodes:
             for _, inner in subgraphs(node):
                 for below in iter_graphs(inner):
-                    self._shared.update(output.name for output in below.output)
-                    self._shared.update(name for node_below in below.node for name in node_below.input)
+                    names = {output.name for output in below.output}
+                    names.update(name for node_below in below.node for name in node_below.input)
+                    self._shared |= names
+                    for name in names:
+                        self._read_inside.setdefault(name, []).append(node)
 
     def maker(self, name: str, *ops: str) -> onnx.NodeProto | None:
         """Returns the node of this graph that makes a value; None for inputs, initializers and values from outside.
@@ -94,6 +98,10 @@ class GraphView:
     def place(self, node: onnx.NodeProto) -> int:
         """Returns where a node is in `nodes`."""
         return self._places[id(node)]
+
+    def read_inside(self, name: str) -> Sequence[onnx.NodeProto]:
+        """Returns the nodes of this graph in whose subgraphs a value is read."""
+        return self._read_inside.get(name, ())
 
     def is_shared(self, name: str) -> bool:
         """Whether a value is an output of the graph, or read in a subgraph: it has to stay, whoever else reads it."""
