@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
 from mxfp8_graph.report.account import Account
+from mxfp8_graph.report.json_text import json_text
 from mxfp8_ops.errors import Mxfp8Error
 
 SCHEMA: Final = 2
@@ -191,12 +191,14 @@ class RewriteReport:
         }
 
     def to_json(self) -> str:
-        """Returns `to_dict` as indented JSON: names exactly, but escaped where they are more than visible text."""
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+        """Returns `to_dict` as JSON, a site and a tensor per line."""
+        return json_text(self.to_dict())
 
     def to_html(self) -> str:
-        """Returns one self-contained page: nothing fetched, and all there without its script, which sorts tables."""
+        """Returns one self-contained page: nothing fetched, and all there without its script, which sorts tables.
+
+        Of tables with more than `html.MOST_ROWS` rows it has the first, and says how many more the JSON has.
+        """
         parts = [html.facts(facts(self))]
         if self.account.tensors:
             parts.append(self.account.overview())
