@@ -25,7 +25,7 @@ import typer.core
 from mxfp8_graph._version import __version__
 from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import console, progress_bar, say, show
+from mxfp8_graph.terminal import progress_bar, say, show
 from mxfp8_ops.errors import Mxfp8Error, Option
 
 FAILED: Final = 1
@@ -165,7 +165,7 @@ def _refuse(error: Mxfp8Error) -> int:
     if error.decisions:
         from mxfp8_graph.report import text
 
-        console(stderr=True).print(text.reasons(error.decisions), soft_wrap=True)
+        show(text.reasons(error.decisions), fold=False, stderr=True)
     return NOTHING_ELIGIBLE
 
 
