@@ -6,6 +6,7 @@ skeleton and so costs nothing per byte of weights; `tensor_data.py` reads the da
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -74,7 +75,7 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
     if isinstance(model, onnx.ModelProto):
         return _open(model, "model", None, model.ByteSize())
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ContractError(path, "a directory", expected="an ONNX file", advice="name the .onnx file inside it")
     folder = ModelFolder(path)
     try:

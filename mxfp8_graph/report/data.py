@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,8 +238,8 @@ def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES, mo
     if path.suffix.lower() not in suffixes:
         what = f"report with suffix {path.suffix!r}"
         raise Mxfp8Error(path, what, expected=" or ".join(suffixes), advice="rename it")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "a folder" if path.is_dir() else f"no folder {path.parent}"
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
+        what = "a folder" if os.path.isdir(path) else f"no folder {path.parent}"
         raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
     return path
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -36,7 +37,7 @@ class Archive:
 
     def __init__(self, path: Path, pins: Pins) -> None:
         self.path = path
-        if path.is_dir():
+        if os.path.isdir(path):
             raise ContractError(path, "a directory", expected="a .pt2 file", advice="name the file inside it")
         start = b""
         try:

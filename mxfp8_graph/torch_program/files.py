@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -132,8 +133,8 @@ def check_target(path: str | Path, *, overwrite: bool) -> Path:
     path = Path(path)
     if path.suffix != ".pt2":
         raise ContractError(path, f"suffix {path.suffix!r}", expected=".pt2", advice="rename it (to_onnx writes ONNX)")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "a directory" if path.is_dir() else f"no folder {path.parent}"
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
+        what = "a directory" if os.path.isdir(path) else f"no folder {path.parent}"
         raise ContractError(path, what, expected="a file in an existing folder", advice="correct the path")
     if not overwrite and is_taken(path):
         raise _exists(path)
