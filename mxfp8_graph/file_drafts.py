@@ -56,7 +56,7 @@ class Drafts:
     def open(self, path: Path, role: Role = "new") -> BinaryIO:
         """Returns a new file, open for writing, that is to take the place of `path`.
 
-        OSError if there can be none, or `path` is a device, a pipe or a folder, or a link to one: nothing replaces these.
+        OSError if there can be none, or `path` is a device, a FIFO or a folder, or a link to one: these stay.
         """
         _check_place(path)
         temporary = path.with_name(f".{path.name}.{self._token}.mxfp8-{role}")

@@ -81,6 +81,11 @@ class Pins:
                 raise _changed(path)
 
 
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder; of a name that is too long, `Path.is_dir` would raise."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
 def is_any_of(path: Path, files: Iterable[Path]) -> bool:
     """Whether `path` is one of `files`, under whatever name: a result must not replace what it is made from."""
     for file in files:

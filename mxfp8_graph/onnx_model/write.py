@@ -15,7 +15,7 @@ from google.protobuf.message import EncodeError
 
 from mxfp8_graph.file_drafts import Drafts, write_early
 from mxfp8_graph.file_leftovers import clean_up
-from mxfp8_graph.file_reading import is_any_of
+from mxfp8_graph.file_reading import is_any_of, is_folder
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import as_bytes, byte_length, fetching, is_external, location, raw
 from mxfp8_graph.onnx_model.walk import iter_tensors
@@ -214,7 +214,7 @@ def _check_path(opened: OpenedModel, path: Path, *, external: bool, overwrite: b
         raise ContractError(path, "its name is not UTF-8, as a model names its data", expected="text", advice=inline)
     clean_up(path.parent)
     for file in (path, data_path_of(path))[: 1 + external]:
-        if os.path.isdir(file):
+        if is_folder(file):
             inside = ("pass ", Option("output", "DIRECTORY/MODEL.onnx"))
             raise ContractError(file, "a directory", expected="a file name", advice=inside)
     inputs = input_files(opened)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
-from mxfp8_graph.file_reading import is_any_of
+from mxfp8_graph.file_reading import is_any_of, is_folder
 from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
@@ -238,8 +237,8 @@ def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES, mo
     if path.suffix.lower() not in suffixes:
         what = f"report with suffix {path.suffix!r}"
         raise Mxfp8Error(path, what, expected=" or ".join(suffixes), advice="rename it")
-    if os.path.isdir(path) or not os.path.isdir(path.parent):
-        what = "a folder" if os.path.isdir(path) else f"no folder {path.parent}"
+    if is_folder(path) or not is_folder(path.parent):
+        what = "a folder" if is_folder(path) else f"no folder {path.parent}"
         raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
     return path
 

