@@ -145,6 +145,9 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
             say(f"error: {error.filename or 'system'}: {error.strerror or error}")
             raise typer.Exit(BAD_INPUT) from None
         except Exception as error:
+            if isinstance(error, ImportError) and not (error.name or "").startswith("mxfp8_"):
+                say(f"error: {error}; expected the packages that mxfp8-graph needs; reinstall it with pip")
+                raise typer.Exit(BAD_INPUT) from None
             if _debug.get():
                 say(traceback.format_exc())
             _admit(error, [value for value in (*args, *kwargs.values()) if isinstance(value, Path)])
