@@ -25,7 +25,7 @@ import typer.core
 from mxfp8_graph._version import __version__
 from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import console, progress_bar, say, show
+from mxfp8_graph.terminal import progress_bar, say, show
 from mxfp8_ops.errors import Mxfp8Error, Option
 
 FAILED: Final = 1
@@ -145,6 +145,9 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
             say(f"error: {error.filename or 'system'}: {error.strerror or error}")
             raise typer.Exit(BAD_INPUT) from None
         except Exception as error:
+            if isinstance(error, ImportError) and not (error.name or "").startswith("mxfp8_"):
+                say(f"error: {error}; expected the packages that mxfp8-graph needs; reinstall it with pip")
+                raise typer.Exit(BAD_INPUT) from None
             if _debug.get():
                 say(traceback.format_exc())
             _admit(error, [value for value in (*args, *kwargs.values()) if isinstance(value, Path)])
@@ -165,7 +168,7 @@ def _refuse(error: Mxfp8Error) -> int:
     if error.decisions:
         from mxfp8_graph.report import text
 
-        console(stderr=True).print(text.reasons(error.decisions), soft_wrap=True)
+        show(text.reasons(error.decisions), fold=False, stderr=True)
     return NOTHING_ELIGIBLE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import sys
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from mxfp8_graph._version import __version__, installed
 from mxfp8_graph.naming import printable
+from mxfp8_graph.onnx_model import child
 from mxfp8_graph.report.text import STYLES
 from mxfp8_ops import contract, cpu, numerics
 from mxfp8_ops.cuda import build, planner, system
@@ -47,6 +49,9 @@ _ONNXRUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml"
 
 _CUPYS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _GET_CUPY: Final = "cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12)"
+
+_LOAD_SECONDS: Final = 10
+"""Processor time to load the native library."""
 
 _PACKAGES: Final = (
     *((name, (name,), "", name) for name in ("numpy", "ml_dtypes", "onnx", "onnx-graphsurgeon")),
@@ -129,6 +134,12 @@ def _ok(name: str, detail: str) -> Check:
 def _package(name: str, distributions: Sequence[str], purpose: str, wanted: str) -> Check:
     version = _version(distributions)
     if version is not None:
+        try:
+            importlib.import_module(name.replace("-", "_"))
+        except Exception as error:  # a package that is half there may raise anything
+            detail = f"{version}, but it cannot be imported: {error}"
+            state: State = "broken" if purpose else "failed"
+            return Check(name=name, state=state, detail=detail, advice=f"pip install --force-reinstall {wanted}")
         return _ok(name, version)
     detail = f"not installed; {purpose}" if purpose else "not installed"
     return Check(name=name, state="missing" if purpose else "failed", detail=detail, advice=f"pip install {wanted}")
@@ -149,7 +160,16 @@ def _library() -> str:
     return str(cpu.library_path())
 
 
+def _require_loadable() -> None:
+    """Raises BackendError if to load the native library ends the process, as half a library does; tried in another."""
+    tried = child.call(lambda: cpu.isa().encode(), _LOAD_SECONDS)
+    if isinstance(tried, child.Failure) and not tried.kind:  # what it raises, it raises here too
+        what, expected = f"a process that loads it {tried.message.removesuffix(' on it')}", "a whole library"
+        raise BackendError(cpu.library_path(), what, expected=expected, advice="reinstall mxfp8-graph with pip")
+
+
 def _kernels() -> str:
+    _require_loadable()
     forced = os.environ.get("MXFP8_ISA")
     why = f"MXFP8_ISA={forced}" if forced else "the best this processor has; MXFP8_ISA overrides it"
     return f"{cpu.isa()} ({why}); available: {', '.join(cpu.available_isas())}"
@@ -159,6 +179,7 @@ def _session() -> str:
     """Runs MXFP8Quantize and MXFP8Gemm, without function bodies to fall back on, and compares with the reference."""
     from mxfp8_graph.checking.sessions import Session
 
+    _require_loadable()
     _compare("session", lambda model, x: Session(model, kernels=True, where="session").run({"x": x})["y"])
     import onnxruntime
 
@@ -188,7 +209,7 @@ def _cuda_provider() -> Check:
         import onnxruntime
 
         found = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
-    except ImportError:
+    except Exception:  # what is broken there, the check of the package says
         found = False
     detail = "ONNX Runtime has it" if found else "not in this build of ONNX Runtime; needed for device 'cuda' only"
     advice = "" if found else "pip uninstall onnxruntime && pip install onnxruntime-gpu"

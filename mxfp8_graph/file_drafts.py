@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
 from mxfp8_graph.file_locks import locked, uninterrupted
+from mxfp8_graph.file_reading import NO_NAME, require_regular
 
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
 """What a file system without hard links says."""
@@ -53,7 +54,11 @@ class Drafts:
                     file.close()
 
     def open(self, path: Path, role: Role = "new") -> BinaryIO:
-        """Returns a new file, open for writing, that is to take the place of `path`; OSError if there can be none."""
+        """Returns a new file, open for writing, that is to take the place of `path`.
+
+        OSError if there can be none, or `path` is a device, a FIFO or a folder, or a link to one: these stay.
+        """
+        _check_place(path)
         temporary = path.with_name(f".{path.name}.{self._token}.mxfp8-{role}")
         with locked(path.parent), uninterrupted():
             file = self._files[temporary] = temporary.open("xb")
@@ -100,6 +105,16 @@ class Drafts:
             with self._files.pop(Path(data.name)), self._files.pop(model):
                 finish_pair(Path(data.name), data_path, model, path)
         _sync_folder(path.parent)
+
+
+def _check_place(path: Path) -> None:
+    """Raises OSError if nothing can have the name `path`, or what has it is no regular file, nor a link to one."""
+    try:
+        require_regular(path.stat(), path)
+    except FileNotFoundError:
+        pass
+    except ValueError:
+        raise OSError(errno.EINVAL, NO_NAME, str(path)) from None
 
 
 def write_early(file: BinaryIO, data: bytes | memoryview) -> None:

@@ -23,7 +23,7 @@ def clean_up(folder: Path) -> None:
 
     A draft is ours if it has our kind of name and our user's id, and its process is dead if nobody holds its lock.
     """
-    with contextlib.suppress(OSError):  # whoever writes there next will say what is wrong with the folder
+    with contextlib.suppress(OSError, ValueError):  # whoever writes there next will say what is wrong with it
         if any(_DRAFT.fullmatch(path.name) or path.name == LOCK for path in folder.iterdir()):
             with locked(folder):
                 for drafts in _together(folder):

@@ -26,6 +26,10 @@ _KINDS: Final = {
 }
 
 
+NO_NAME: Final = "no name that a file can have"
+"""What is said of a NUL, and of what the encoding of the file system lacks."""
+
+
 class State(NamedTuple):
     """What tells a file from another one, or from itself after a change."""
 
@@ -77,6 +81,11 @@ class Pins:
                 raise _changed(path)
 
 
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder; of a name that is too long, `Path.is_dir` would raise."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
 def is_any_of(path: Path, files: Iterable[Path]) -> bool:
     """Whether `path` is one of `files`, under whatever name: a result must not replace what it is made from."""
     for file in files:
@@ -93,12 +102,12 @@ def open_regular(path: str | Path) -> BinaryIO:
         OSError: the file cannot be opened, or is something else than a regular file; `strerror` says what.
     """
     try:
-        _require_regular(Path(path).stat(), path)
+        require_regular(Path(path).stat(), path)
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - Path.open takes no opener
     except ValueError:  # a NUL, or what the file system's encoding lacks
-        raise OSError(errno.EINVAL, "no name that a file can have", str(path)) from None
+        raise OSError(errno.EINVAL, NO_NAME, str(path)) from None
     try:
-        _require_regular(os.fstat(file.fileno()), path)  # it may have been exchanged since
+        require_regular(os.fstat(file.fileno()), path)  # it may have been exchanged since
     except OSError:
         file.close()
         raise
@@ -109,7 +118,8 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
-def _require_regular(found: os.stat_result, path: str | Path) -> None:
+def require_regular(found: os.stat_result, path: str | Path) -> None:
+    """Raises OSError if `found`, of `path`, is not of a regular file."""
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
         raise OSError(errno.EINVAL, f"{kind}, not a regular file", str(path))

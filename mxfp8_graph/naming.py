@@ -10,12 +10,23 @@ _LONGEST: Final = 4000
 
 
 def unique_name(wanted: str, taken: Container[str], separator: str = "_") -> str:
-    """Returns `wanted`, or `wanted` with the first number from 2 on that makes it a name not in `taken`."""
-    name, count = wanted, 1
-    while name in taken:
-        count += 1
-        name = f"{wanted}{separator}{count}"
-    return name
+    """Returns `wanted`, or `wanted` with a number from 2 on that makes it a name not in `taken`.
+
+    It is the first such number where those before it are all taken. A name that all nodes of a large model have is
+    looked for in steps that double, not in steps of one.
+    """
+    if wanted not in taken:
+        return wanted
+    below, free = 1, 2
+    while f"{wanted}{separator}{free}" in taken:
+        below, free = free, 2 * free
+    while free - below > 1:
+        middle = (below + free) // 2
+        if f"{wanted}{separator}{middle}" in taken:
+            below = middle
+        else:
+            free = middle
+    return f"{wanted}{separator}{free}"
 
 
 def take_name(wanted: str, taken: set[str], separator: str = "_") -> str:

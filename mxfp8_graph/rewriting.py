@@ -67,7 +67,7 @@ def rewrite(
     if kind.is_file:
         model = Path(model)
         name = str(model)
-        output = output or model.with_suffix(".mxfp8.pt2" if kind.is_program else ".mxfp8.onnx")
+        output = output or model.parent / f"{model.stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
     options = Options(
         name=name,
         output=Path(output) if output else None,

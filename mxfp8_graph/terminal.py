@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import typer
 from rich.console import Console, RenderableType
@@ -30,16 +30,32 @@ def say(message: str) -> None:
     console(stderr=True).print(Text(lines), soft_wrap=True)
 
 
-def show(result: RenderableType, *, fold: bool = True) -> None:
-    """Prints a result on stdout; into a pipe or a file without the blanks that fill up table cells."""
-    out = console()
+MOST_LINES: Final = 2000
+"""Lines of a list that a terminal is shown."""
+
+
+def show(result: RenderableType, *, fold: bool = True, stderr: bool = False) -> None:
+    """Prints a result on stdout; into a pipe or a file without the blanks that fill up table cells.
+
+    A list goes into these whole; a terminal has its first lines, and is told how many there are.
+    """
+    out = console(stderr=stderr)
     if out.is_terminal:
-        out.print(result, soft_wrap=not fold)
+        out.print(_first_lines(result) if isinstance(result, Text) else result, soft_wrap=not fold)
         return
     with out.capture() as captured:
         out.print(result, soft_wrap=not fold)
     for line in captured.get().splitlines():
-        typer.echo(line.rstrip())
+        typer.echo(line.rstrip(), err=stderr)
+
+
+def _first_lines(text: Text) -> Text:
+    lines = text.plain.split("\n")
+    more = len(lines) - MOST_LINES
+    if more <= 0:
+        return text
+    shown = text[: sum(len(line) + 1 for line in lines[:MOST_LINES])]
+    return shown.append(f"... and {more} more lines; a pipe or a file gets them all")
 
 
 @contextlib.contextmanager

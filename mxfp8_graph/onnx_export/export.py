@@ -19,10 +19,11 @@ from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
-from mxfp8_graph.onnx_model.write import INLINE_LIMIT, data_path_of, open_target
+from mxfp8_graph.onnx_model.validate import validate_structure
+from mxfp8_graph.onnx_model.write import data_path_of, open_target, wants_external
 from mxfp8_graph.policy.recipe import recorded
 from mxfp8_ops import contract
-from mxfp8_ops.errors import BackendError, ContractError
+from mxfp8_ops.errors import BackendError, ContractError, Mxfp8Error
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -61,9 +62,11 @@ def to_onnx(
     """
     path = Path(path)
     newest = onnx.defs.onnx_opset_version()
-    if not contract.MIN_OPSET <= opset <= newest:
+    if not isinstance(opset, int) or not contract.MIN_OPSET <= opset <= newest:
         expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
         raise ContractError("to_onnx", f"opset {opset}", expected=expected, advice="pass another opset")
+    for kind, wanted in (("input_names", input_names), ("output_names", output_names)):
+        _check_names(kind, wanted)
     exported = _program(program, trust_pickle=trust_pickle)
     if isinstance(program, (str, Path)) and any(
         is_any_of(file, [Path(program)]) for file in (path, data_path_of(path))
@@ -73,10 +76,11 @@ def to_onnx(
     names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
     model = _translate(exported, opset, {key: value for key, value in names.items() if value is not None})
     opened, tensors = _skeleton(model)
+    _check_result(opened.proto, (*(input_names or ()), *(output_names or ())))
     record.complete(opened.proto, opset, _unfused(recipe))
     oldest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
     opened.proto.ir_version = max(opened.proto.ir_version, oldest, 10)  # 10: the first with float8 in functions
-    external = external_data == "always" or (external_data == "auto" and opened.byte_size > INLINE_LIMIT)
+    external = wants_external(opened, opened.byte_size, path, external_data)
     with open_target(opened, path, external=external, overwrite=overwrite) as target:
         for tensor in opened.proto.graph.initializer:
             if tensor.name in tensors:
@@ -105,6 +109,33 @@ def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
     from mxfp8_graph.torch_program import load
 
     return load(program, trust_pickle=trust_pickle)
+
+
+def _check_names(kind: str, names: Sequence[str] | None) -> None:
+    """Raises ContractError if `names` are not what values may be called."""
+    if names is None:
+        return
+    expected, advice = "a list of names, each once", f"correct {kind}"
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ContractError("to_onnx", f"{kind} is {names!r}", expected=expected, advice=advice)
+    for index, name in enumerate(names):
+        if not isinstance(name, str) or not name or not _is_text(name) or name in names[:index]:
+            raise ContractError("to_onnx", f"{name!r} is among {kind}", expected=expected, advice=advice)
+
+
+def _is_text(name: str) -> bool:
+    """Whether UTF-8 has what is in `name`: half of a surrogate pair it has not."""
+    return name.encode(errors="replace").decode() == name
+
+
+def _check_result(model: onnx.ModelProto, names: Sequence[str]) -> None:
+    """Raises ContractError if `names` for inputs and outputs are those of other values, or the model is damaged."""
+    stored = {tensor.name for tensor in model.graph.initializer}
+    if taken := sorted(stored.intersection(names)):
+        raise ContractError(
+            "to_onnx", f"{taken[0]!r} is the name of a weight", expected="another name", advice="pass other names"
+        )
+    validate_structure(model, "to_onnx")
 
 
 def _recorded_recipe(program: ExportedProgram) -> str | None:
@@ -155,8 +186,12 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
                 custom_translation_table=translation.table(),
                 **names,
             )
-    except torch.onnx.OnnxExporterError as error:
-        cause = str(error.__cause__ or error).strip().splitlines()[0]
+    except Exception as error:  # those of its translations, and of names that do not fit, have no common base
+        reason = error.__cause__ or error
+        if isinstance(reason, Mxfp8Error):  # one of our ops refused what the program gives it
+            what, expected = f"the program is damaged: {reason.problem}", reason.expected or "what the op takes"
+            raise ContractError("to_onnx", what, expected=expected, advice="rewrite the original again") from error
+        cause = (str(reason).strip().splitlines() or [type(reason).__name__])[0]
         what = f"torch {torch.__version__} cannot export the program: {cause}"
         advice = "change the model to do without this one"
         raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error

@@ -13,6 +13,7 @@ from typing import Final
 import onnx
 from google.protobuf.message import DecodeError
 
+from mxfp8_graph.file_reading import is_folder
 from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.onnx_model.tensor_data import byte_length, is_external
 from mxfp8_graph.onnx_model.validate import validate
@@ -74,10 +75,10 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
     if isinstance(model, onnx.ModelProto):
         return _open(model, "model", None, model.ByteSize())
     path = Path(model)
-    if path.is_dir():
+    if is_folder(path):
         raise ContractError(path, "a directory", expected="an ONNX file", advice="name the .onnx file inside it")
-    folder = ModelFolder(path)
     try:
+        folder = ModelFolder(path)
         with folder.files.open(path) as file:
             content = file.read()
             folder.files.check_open(file)

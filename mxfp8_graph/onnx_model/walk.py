@@ -107,7 +107,7 @@ def _tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 def _attribute_tensors(nodes: Iterable[onnx.NodeProto], graphs: list[onnx.GraphProto]) -> Iterator[onnx.TensorProto]:
     """Yields the tensors in attributes; the subgraphs there go to `graphs`."""
     for node in nodes:
-        for attribute in node.attribute:
+        for attribute in node.attribute or ():  # most have none, and large models many nodes
             if attribute.type == _TENSOR:
                 yield attribute.t
             elif attribute.type == _GRAPH:

@@ -15,7 +15,7 @@ from google.protobuf.message import EncodeError
 
 from mxfp8_graph.file_drafts import Drafts, write_early
 from mxfp8_graph.file_leftovers import clean_up
-from mxfp8_graph.file_reading import is_any_of
+from mxfp8_graph.file_reading import is_any_of, is_folder
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import as_bytes, byte_length, fetching, is_external, location, raw
 from mxfp8_graph.onnx_model.walk import iter_tensors
@@ -162,10 +162,9 @@ def open_target(opened: OpenedModel, path: Path | None, *, external: bool, overw
     Raises:
         ContractError: the output exists and `overwrite` is false, is the input or its data, or cannot be written.
     """
-    if path is not None:
-        clean_up(path.parent)
-        _check_path(opened, path, external=external, overwrite=overwrite)
     try:
+        if path is not None:
+            _check_path(opened, path, external=external, overwrite=overwrite)
         with Drafts() as drafts:
             yield Target(opened, path, drafts, external=external, overwrite=overwrite)
     except FileExistsError as error:  # since it was checked
@@ -184,6 +183,9 @@ def wants_external(
         ContractError: external data is asked for, and there is no path to put it next to; or it is not, and there is
             too much for one protobuf file.
     """
+    if choice not in {"auto", "always", "never"}:
+        expected, advice = "auto, always or never", "correct it"
+        raise ContractError(opened.name, f"external_data is {choice!r}", expected=expected, advice=advice)
     if path is None:
         if choice == "always":
             what = "external_data 'always' without an output"
@@ -203,13 +205,18 @@ def _too_large(path: Path) -> ContractError:
 
 def data_path_of(path: Path) -> Path:
     """Returns where the external data of a model written to `path` lies."""
-    return path.with_name(path.name + ".data")
+    return path.parent / f"{path.name}.data"
 
 
 def _check_path(opened: OpenedModel, path: Path, *, external: bool, overwrite: bool) -> None:
-    if path.is_dir():
-        inside = ("pass ", Option("output", "DIRECTORY/MODEL.onnx"))
-        raise ContractError(path, "a directory", expected="a file name", advice=inside)
+    if external and path.name != path.name.encode(errors="replace").decode():
+        inline = ("pass ", Option("external_data", "never"), " or another ", Option("output"))
+        raise ContractError(path, "its name is not UTF-8, as a model names its data", expected="text", advice=inline)
+    clean_up(path.parent)
+    for file in (path, data_path_of(path))[: 1 + external]:
+        if is_folder(file):
+            inside = ("pass ", Option("output", "DIRECTORY/MODEL.onnx"))
+            raise ContractError(file, "a directory", expected="a file name", advice=inside)
     inputs = input_files(opened)
     if is_any_of(path, inputs) or is_any_of(data_path_of(path), inputs):
         another = ("pass another ", Option("output"))

@@ -56,7 +56,12 @@ def _remove(graph: onnx.GraphProto, dead: set[str], *, drop_inputs: bool) -> Non
 
 
 def _keep(items: Any, wanted: Callable[[Any], bool]) -> None:
-    """Deletes from a repeated field, last to first, what is not wanted."""
-    for index in range(len(items) - 1, -1, -1):
-        if not wanted(items[index]):
-            del items[index]
+    """Deletes from a repeated field what is not wanted: last to first, and what stands side by side at once."""
+    stop = len(items)
+    while stop:
+        start = stop
+        while start and not wanted(items[start - 1]):
+            start -= 1
+        if start < stop:
+            del items[start:stop]
+        stop = start - 1 if start else 0

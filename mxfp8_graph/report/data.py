@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -12,11 +11,12 @@ from typing import Any, Final, TypeVar
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
-from mxfp8_graph.file_reading import is_any_of
+from mxfp8_graph.file_reading import is_any_of, is_folder
 from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
 from mxfp8_graph.report.account import Account
+from mxfp8_graph.report.json_text import json_text
 from mxfp8_ops.errors import Mxfp8Error
 
 SCHEMA: Final = 2
@@ -218,12 +218,14 @@ class RewriteReport:
         }
 
     def to_json(self) -> str:
-        """Returns `to_dict` as indented JSON: names exactly, but escaped where they are more than visible text."""
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+        """Returns `to_dict` as JSON, a site and a tensor per line."""
+        return json_text(self.to_dict())
 
     def to_html(self) -> str:
-        """Returns one self-contained page: nothing fetched, and all there without its script, which sorts tables."""
+        """Returns one self-contained page: nothing fetched, and all there without its script, which sorts tables.
+
+        Of tables with more than `html.MOST_ROWS` rows it has the first, and says how many more the JSON has.
+        """
         parts = [html.facts(facts(self))]
         if self.account.tensors:
             parts.append(self.account.overview())
@@ -265,8 +267,8 @@ def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES, mo
     if path.suffix.lower() not in suffixes:
         what = f"report with suffix {path.suffix!r}"
         raise Mxfp8Error(path, what, expected=" or ".join(suffixes), advice="rename it")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "a folder" if path.is_dir() else f"no folder {path.parent}"
+    if is_folder(path) or not is_folder(path.parent):
+        what = "a folder" if is_folder(path) else f"no folder {path.parent}"
         raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
     return path
 

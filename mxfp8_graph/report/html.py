@@ -81,6 +81,9 @@ _PLOT_HEIGHT: Final = 180
 _MARGIN: Final = 26
 """Around the dots of a plot, in the same units."""
 
+MOST_ROWS: Final = 2000
+"""Rows of a table, and dots of a plot, that a page has: browsers and readers get slow beyond."""
+
 Cell = str | tuple[str, float]
 """Text, or text and the number that it stands for."""
 
@@ -98,9 +101,10 @@ class Table:
     """Rows with a cell that says this are paler than the others."""
 
     def html(self) -> str:
-        """Returns the table, sortable by column."""
-        numbers = [any(isinstance(row[i], tuple) for row in self.rows) for i in range(len(self.header))]
-        longest = [max((len(_said(row[i])) for row in self.rows), default=0) for i in range(len(self.header))]
+        """Returns the table, sortable by column: its first `MOST_ROWS` rows, and how many more there are."""
+        rows = self.rows[:MOST_ROWS]
+        numbers = [any(isinstance(row[i], tuple) for row in rows) for i in range(len(self.header))]
+        longest = [max((len(_said(row[i])) for row in rows), default=0) for i in range(len(self.header))]
         kinds = [
             "number" if n else "text" if most > _SHORT else "short" for n, most in zip(numbers, longest, strict=True)
         ]
@@ -111,12 +115,15 @@ class Table:
             f"<thead><tr>{head}</tr></thead>",
         ]
         lines.append("<tbody>")
-        for row in self.rows:
+        for row in rows:
             mark = ' class="paler"' if self.paler and self.paler in row else ""
             lines.append(f"<tr{mark}>{_cells(kinds, row)}</tr>")
         lines.append("</tbody>")
         lines += [f"<tfoot><tr>{_cells(kinds, self.total)}</tr></tfoot>"] if self.total else []
-        return "\n".join([*lines, "</table></div>"])
+        lines.append("</table></div>")
+        if more := len(self.rows) - len(rows):
+            lines.append(f"<p>The first {len(rows)} rows; {more} more are in the report in JSON.</p>")
+        return "\n".join(lines)
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -163,7 +170,15 @@ def bars(heading: str, rows: Sequence[tuple[str, Sequence[int]]], legend: Sequen
 
 
 def plot(heading: str, points: Sequence[tuple[str, float]], *, unit: str) -> str:
-    """Returns dots at the heights of (label, value), left to right, with the labels to hover over."""
+    """Returns dots at the heights of (label, value), left to right, with the labels to hover over.
+
+    Of more than `MOST_ROWS` points, one dot stands for some that follow each other: the lowest of them.
+    """
+    each = -(-len(points) // MOST_ROWS)
+    if each > 1:
+        heading = f"{heading}: the lowest of each {each}"
+        starts = range(0, len(points), each)
+        points = [min(points[start : start + each], key=lambda point: point[1]) for start in starts]
     low, high = min(value for _, value in points), max(value for _, value in points)
     if high - low < 1:  # all but equal values are shown as such
         low, high = (low + high) / 2 - 1, (low + high) / 2 + 1

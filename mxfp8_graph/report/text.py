@@ -26,6 +26,9 @@ STYLES: Final = {
 }
 """Style of a cell that says exactly this."""
 
+MOST_REASONS: Final = 20
+"""Reasons that the end of a rewrite names; the others are one more row."""
+
 
 def closing(report: RewriteReport) -> RenderableType:
     """Returns the table that ends a rewrite: sites grouped by reason, then `facts`."""
@@ -33,7 +36,11 @@ def closing(report: RewriteReport) -> RenderableType:
         return lines(
             (("", data.headline(report)), *(fact for fact in data.facts(report) if fact[0] in {"note", "result"}))
         )
-    parts = [grid(data.REASON_HEADER, data.reason_rows(report))]
+    reasons_found = data.reason_rows(report)
+    if more := reasons_found[MOST_REASONS:]:
+        rest = ("...", str(sum(int(count) for _, count, _ in more)), f"{len(more)} more reasons")
+        reasons_found = [*reasons_found[:MOST_REASONS], rest]
+    parts = [grid(data.REASON_HEADER, reasons_found)]
     if rows := report.account.rows():
         parts.append(grid(account.HEADER, rows))
     return Group(Text(printable(data.headline(report))), *parts, lines(data.facts(report)))

@@ -16,7 +16,7 @@ from typing import IO, Any, Final
 
 import torch
 
-from mxfp8_graph.file_reading import Pins
+from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_ops.errors import ContractError
 
 _MOST_RECORDS: Final = 1_000_000
@@ -36,7 +36,7 @@ class Archive:
 
     def __init__(self, path: Path, pins: Pins) -> None:
         self.path = path
-        if path.is_dir():
+        if is_folder(path):
             raise ContractError(path, "a directory", expected="a .pt2 file", advice="name the file inside it")
         start = b""
         try:

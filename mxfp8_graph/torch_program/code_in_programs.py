@@ -37,7 +37,7 @@ TRUST: Final = (
 
 _OP: Final = re.compile(r"torch\.ops\.(\w+)\.(\w+)(?:\.(\w+))?")
 _FILE_ARGUMENTS: Final = frozenset({"filename", "file", "path"})
-"""Names of arguments by which an op (aten::from_file, aten::save) reads or writes files."""
+"""Names of text arguments by which an op (aten::from_file, aten::save) reads or writes files."""
 _FILE_OPS: Final = frozenset({"debugprims"})
 """Namespaces of ops that do so by arguments with other names."""
 
@@ -209,7 +209,7 @@ def _check_op(target: str) -> str | None:
         return None  # torch says that it is not registered
     if not isinstance(found, torch._ops.OpOverload):
         return "is no op"
-    arguments = {argument.name for argument in found._schema.arguments}
+    arguments = {argument.name for argument in found._schema.arguments if "str" in str(argument.type)}
     return "reads or writes files" if namespace in _FILE_OPS or arguments & _FILE_ARGUMENTS else None
 
 

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from mxfp8_graph import provenance
 from mxfp8_graph.file_locks import uninterrupted
-from mxfp8_graph.file_reading import Pins
+from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.file_writing import is_taken, replacing
 from mxfp8_graph.torch_program import containers, internals, record, serialized
 from mxfp8_graph.torch_program.archive import Archive
@@ -132,8 +132,8 @@ def check_target(path: str | Path, *, overwrite: bool) -> Path:
     path = Path(path)
     if path.suffix != ".pt2":
         raise ContractError(path, f"suffix {path.suffix!r}", expected=".pt2", advice="rename it (to_onnx writes ONNX)")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "a directory" if path.is_dir() else f"no folder {path.parent}"
+    if is_folder(path) or not is_folder(path.parent):
+        what = "a directory" if is_folder(path) else f"no folder {path.parent}"
         raise ContractError(path, what, expected="a file in an existing folder", advice="correct the path")
     if not overwrite and is_taken(path):
         raise _exists(path)

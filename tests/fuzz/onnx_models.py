@@ -32,7 +32,15 @@ DATA: Final = "model.onnx.data"
 
 DATA_BYTES: Final = 64 * 96 * 4
 
-EVERYTHING: Final = mxfp8_graph.Recipe(name="everything", min_dim=1, output_projections=True, attention_scores=True)
+EVERYTHING: Final = mxfp8_graph.Recipe(
+    name="everything",
+    min_dim=1,
+    output_projections=True,
+    routers=True,
+    embeddings=True,
+    attention_scores=True,
+    attention_values=True,
+)
 """Reaches as much of the pass as it can."""
 
 INTEGERS: Final = (0, 1, -1, 2, 3, 7, 16, 21, 64, 99, 255, 2**15, 2**31 - 1, 2**31, 2**33, 2**62, 2**63 - 1, -(2**63))
@@ -394,14 +402,27 @@ def _odd() -> onnx.ModelProto:
     return proto
 
 
-def _packed() -> onnx.ModelProto:
-    return _rewritten(matmul_model(64, 96))
+def _experts() -> onnx.ModelProto:
+    """Experts whose weights are gathered while the model runs."""
+    nodes = [
+        node("Gather", "w i", "wi", axis=0),
+        node("MatMul", "x wi", "h", "linear"),
+        node("Neg", "h", "y"),
+    ]
+    inputs = {"x": (F32, ["s", 1, 40]), "i": (np.int64, ["s"])}
+    return model(nodes, inputs, {"y": (F32, ["s", 1, 48])}, {"w": weight(3, 40, 48)})
 
 
-def _rewritten(proto: onnx.ModelProto) -> onnx.ModelProto:
-    result, _ = mxfp8_graph.rewrite(proto)
+def _rewritten(proto: onnx.ModelProto, recipe: mxfp8_graph.Recipe | str = "mxfp8") -> onnx.ModelProto:
+    """Returns the model rewritten; by `EVERYTHING`, it is one that has nothing left to do."""
+    result, _ = mxfp8_graph.rewrite(proto, recipe)
     assert isinstance(result, onnx.ModelProto)
     return result
+
+
+def _packed_table() -> onnx.ModelProto:
+    """A table and an output projection that shares it, packed once."""
+    return _rewritten(language_model(40, 32, positions=16), EVERYTHING)
 
 
 _SEEDS: Final[tuple[Callable[[], onnx.ModelProto], ...]] = (
@@ -411,5 +432,9 @@ _SEEDS: Final[tuple[Callable[[], onnx.ModelProto], ...]] = (
     lambda: chain_model((64, 32, 48), opset=12),
     lambda: attention_model(32, 2),
     lambda: language_model(40, 32, positions=16),
-    *(_views, _if, _loop, _scan, _functions, lambda: _functions(17), _old, _external, _odd, _packed),
+    *(_views, _if, _loop, _scan, _functions, lambda: _functions(17), _old, _external, _odd),
+    lambda: _rewritten(matmul_model(64, 96)),
+    lambda: _rewritten(matmul_model(64, 96, bias=True), "mxfp8-bf16"),
+    lambda: _rewritten(attention_model(32, 2), EVERYTHING),
+    *(_packed_table, _experts, lambda: _rewritten(_experts()), lambda: _rewritten(_experts(), "mxfp8-weight-only")),
 )

@@ -6,13 +6,14 @@ import functools
 import io
 import json
 import random
+import tempfile
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,24 +54,65 @@ class _Branches(nn.Module):
         return y, torch.einsum("ab,cb->ac", x, self.w)
 
 
+class _Experts(nn.Module):
+    """A table that ids look up, and experts in groups of rows and picked row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 64, dtype=torch.bfloat16)
+        self.stack = nn.Parameter(torch.randn(3, 48, 64, dtype=torch.bfloat16))
+
+    def forward(self, ids: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.table(ids)
+        grouped = torch._grouped_mm(rows, self.stack.transpose(-2, -1), ends)
+        picked = torch.bmm(rows.unsqueeze(1), self.stack[ids % 3].mT).squeeze(1)
+        return torch.relu(grouped), torch.relu(picked)
+
+
+_X: Final = (torch.ones(5, 64),)
+_IDS: Final = torch.arange(5), torch.tensor([1, 3, 5], dtype=torch.int32)
+
+
 @functools.cache
 def seeds() -> list[bytes]:
-    """Returns programs with linears, dynamic sizes and branches, and one that is rewritten already."""
+    """Returns programs with what programs have, each as it is and rewritten."""
     found = []
     torch.manual_seed(0)
-    for module, dynamic in ((_Model(), {"x": {0: torch.export.Dim.DYNAMIC}}), (_Branches(), None)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            program = torch.export.export(module.eval(), (torch.ones(5, 64),), dynamic_shapes=dynamic)
-        found.append(_saved(program))
-        found.append(_saved(mxfp8_graph.rewrite(program, "all")[0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        programs = [
+            torch.export.export(_Model().eval(), _X, dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}}),
+            torch.export.export(_Branches().eval(), _X),
+            torch.export.export(_Experts().eval(), _IDS),
+            *_decoder(),
+        ]
+        for program in programs:
+            found.append(_saved(program))
+            found.append(_saved(mxfp8_graph.rewrite(program, "all")[0]))
     return found
 
 
+def _decoder() -> Iterator[torch.export.ExportedProgram]:
+    """Yields a Llama that continues a cache of transformers, if that is installed."""
+    try:
+        import transformers
+        from transformers.integrations.executorch import register_dynamic_cache_export_support
+    except ImportError:
+        return
+    register_dynamic_cache_export_support()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.LlamaConfig(**sizes, vocab_size=32, max_position_embeddings=16)
+    model = transformers.LlamaForCausalLM(config).eval()
+    past = transformers.DynamicCache(config=config)
+    with torch.no_grad():
+        model(input_ids=torch.arange(4)[None], past_key_values=past, use_cache=True)
+    inputs = {"input_ids": torch.arange(4, 7)[None], "past_key_values": past, "use_cache": True}
+    yield torch.export.export(model, (), inputs, strict=False)
+
+
 def _saved(program: torch.export.ExportedProgram) -> bytes:
-    buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files={"mxfp8_graph.json": '{"mxfp8_graph.modules": ["torch"]}'})
-    return buffer.getvalue()
+    with tempfile.TemporaryDirectory() as folder:
+        return mxfp8_graph.save(program, Path(folder) / "seed.pt2").read_bytes()
 
 
 def mutate(data: bytes, random: random.Random) -> bytes:
@@ -131,9 +173,9 @@ def _changed(value: Any, random: random.Random) -> Any:
 
 
 def check(data: bytes, folder: Path) -> None:
-    """Raises unless the program is planned, unpacked, rewritten or run, or refused with a documented error.
+    """Raises unless the program is planned, unpacked, rewritten, run or exported, or refused with a documented error.
 
-    The data choose which of the four: loading is most of the time.
+    The data choose which of these: loading is most of the time.
     """
     path = folder / "model.pt2"
     path.write_bytes(data)
@@ -159,7 +201,11 @@ def _written(path: Path) -> None:
 
 
 def _ran(path: Path) -> None:
-    run_model(path, inputs={"x": np.ones((5, 64), np.float32)}, repeat=1)
+    run_model(path, repeat=1)
 
 
-_STEPS: Final = (_dry, _unpacked, _written, _ran)
+def _exported(path: Path) -> None:
+    mxfp8_graph.to_onnx(path, path.with_name("out.onnx"), overwrite=True)
+
+
+_STEPS: Final = (*(_dry, _unpacked, _written, _ran) * 2, _exported)

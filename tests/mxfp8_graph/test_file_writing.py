@@ -287,3 +287,52 @@ def test_a_pt2_file_that_appears_meanwhile_is_kept(tmp_path, monkeypatch):
         mxfp8_graph.save(program, tmp_path / "p.pt2")
     assert (tmp_path / "p.pt2").read_text() == "precious"
     assert files(tmp_path) == ["p.pt2"]
+
+
+class TestWhatIsNoRegularFile:
+    """Whatever writes a file does so with the same drafts."""
+
+    @pytest.fixture
+    def report(self, model):
+        return mxfp8_graph.rewrite(model, dry_run=True)[1]
+
+    def test_a_fifo_is_not_replaced_by_a_model(self, tmp_path, model):
+        os.mkfifo(tmp_path / "o.onnx")
+        found = message(mxfp8_graph.rewrite, model, output=tmp_path / "o.onnx", overwrite=True)
+        assert "cannot be written: a FIFO, not a regular file" in found
+        assert stat.S_ISFIFO((tmp_path / "o.onnx").stat().st_mode)
+        assert files(tmp_path) == ["m.onnx", "o.onnx"]
+
+    def test_a_dry_run_says_so(self, tmp_path, model):
+        os.mkfifo(tmp_path / "o.onnx")
+        assert "a FIFO" in message(mxfp8_graph.rewrite, model, output=tmp_path / "o.onnx", overwrite=True, dry_run=True)
+
+    def test_a_fifo_is_not_replaced_by_a_report(self, tmp_path, report):
+        os.mkfifo(tmp_path / "r.json")
+        assert "a FIFO, not a regular file" in message(report.write, tmp_path / "r.json")
+        assert stat.S_ISFIFO((tmp_path / "r.json").stat().st_mode)
+
+    def test_a_link_to_a_device_is_not_replaced(self, tmp_path, model):
+        (tmp_path / "o.onnx").symlink_to("/dev/null")
+        assert "a device" in message(mxfp8_graph.rewrite, model, output=tmp_path / "o.onnx", overwrite=True)
+        assert (tmp_path / "o.onnx").is_symlink()
+
+    def test_a_folder_in_place_of_external_data_is_not_touched(self, tmp_path, model):
+        (tmp_path / "o.onnx.data").mkdir()
+        found = message(mxfp8_graph.rewrite, model, output=tmp_path / "o.onnx", external_data="always", overwrite=True)
+        assert found.startswith(f"{tmp_path / 'o.onnx.data'}: a directory")
+        assert files(tmp_path) == ["m.onnx", "o.onnx.data"]
+
+    @pytest.mark.parametrize("name", ["a" * 300, "a\0b", "none\0/b"])
+    def test_a_name_that_no_file_can_have(self, tmp_path, model, report, name):
+        for call in (
+            lambda: mxfp8_graph.rewrite(model, output=tmp_path / name),
+            lambda: mxfp8_graph.rewrite(tmp_path / name),
+            lambda: report.write(tmp_path / f"{name}.json"),
+            lambda: mxfp8_graph.unpack(tmp_path / name),
+        ):
+            message(call)
+        assert files(tmp_path) == ["m.onnx"]
+
+    def test_the_folder_itself_is_no_model(self):
+        assert ".: a directory; expected an ONNX file" in message(mxfp8_graph.rewrite, ".")

@@ -218,6 +218,40 @@ def test_long_names_fold_at_their_dots_only() -> None:
     assert "set output_projections: true to quantize it" in table
 
 
+def test_json_has_a_line_per_site() -> None:
+    lines = make_report().to_json().splitlines()
+    assert [json.loads(line.strip().rstrip(","))["name"] for line in lines if '"rule":' in line] == [
+        "up",
+        "down[0]",
+        "down[1]",
+        "<head>",
+        "small",
+    ]
+
+
+def test_json_escapes_what_is_not_visible() -> None:
+    text = make_report(source="a\x1b\u2028\U000e0001b\n").to_json()
+    assert '"source": "a\\u001b\\u2028\\udb40\\udc01b\\n"' in text
+    assert json.loads(text)["source"] == "a\x1b\u2028\U000e0001b\n"
+
+
+def test_a_long_table_says_how_much_of_it_the_page_has() -> None:
+    rows = [(f"site {number}",) for number in range(html.MOST_ROWS + 3)]
+    page = html.Table("", ("name",), rows).html()
+    assert page.count("<td") == html.MOST_ROWS
+    assert f"<p>The first {html.MOST_ROWS} rows; 3 more are in the report in JSON.</p>" in page
+    assert "<p>" not in html.Table("", ("name",), rows[: html.MOST_ROWS]).html()
+
+
+def test_a_plot_of_many_points_keeps_the_lowest() -> None:
+    points = [(f"site {number}", 30.0 + number % 7) for number in range(3 * html.MOST_ROWS)]
+    points[1234] = ("the worst", 1.0)
+    plot = html.plot("Errors", points, unit="dB")
+    assert plot.count("<circle") == html.MOST_ROWS
+    assert "the worst" in plot
+    assert "Errors: the lowest of each 3" in plot
+
+
 def test_an_existing_report_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("old")
     make_report().write(tmp_path / "report.json")

@@ -14,7 +14,7 @@ from onnx_exports import Linear, Packed, data, expected, exported, ours, packed,
 from oracle import Expected, check_well_formed, expect, normal
 
 import mxfp8_graph
-from mxfp8_graph.onnx_export import export
+from mxfp8_graph.onnx_model import write
 from mxfp8_ops import numerics, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.contract import FLOAT8E4M3FN, FLOAT8E5M2, UINT8
 from mxfp8_ops.errors import ContractError
@@ -150,7 +150,7 @@ def test_external_data_goes_next_to_the_file(tmp_path: Path) -> None:
 def test_data_goes_external_by_itself_near_the_limit_of_protobuf(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "INLINE_LIMIT", 1000)
+    monkeypatch.setattr(write, "INLINE_LIMIT", 1000)
     mxfp8_graph.to_onnx(packed(Linear(256, 256), torch.randn(2, 256)), tmp_path / "a.onnx")
     assert (tmp_path / "a.onnx.data").stat().st_size >= 256 * 256
 

@@ -242,3 +242,11 @@ def test_recipes_with_rules_survive(tmp_path: Path) -> None:
     program, _ = mxfp8_graph.rewrite(export(Model(), X), recipe)
     loaded = mxfp8_graph.load(mxfp8_graph.save(program, tmp_path / "model.pt2"))
     assert mxfp8_graph.rewrite(loaded, recipe)[1].already_rewritten
+
+
+def test_an_einsum_is_read(tmp_path: Path) -> None:
+    """It has an argument called path, as ops that read files have."""
+    program = export(Apply(lambda m, x: torch.einsum("ab,cb->ac", x, m.w), {"w": values(96, 64, seed=3)}), X)
+    assert any(node.target is torch.ops.aten.einsum.default for node in program.graph.nodes)
+    loaded = mxfp8_graph.load(mxfp8_graph.save(program, tmp_path / "einsum.pt2"))
+    assert torch.equal(loaded.module()(X), program.module()(X))

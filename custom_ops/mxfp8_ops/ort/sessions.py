@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_ops import cpu
@@ -130,7 +129,7 @@ def session(
     """
     ort = _onnxruntime()
     if not isinstance(model, bytes):
-        if not Path(model).is_file():
+        if not os.path.isfile(model):  # noqa: PTH113 - Path's raises if the name is too long
             raise ContractError(os.fspath(model), "no such file", expected="an ONNX model", advice="correct the path")
         model = os.fspath(model)
     if providers is None:

@@ -62,8 +62,8 @@ def check_node(node: onnx.NodeProto, opsets: Mapping[str, int], place: Place, *,
         if domain == contract.DOMAIN:
             raise place.node_error(node, f"no node of domain {domain!r}", f"one of {', '.join(contract.OPS)}")
         return
-    _check_names(node, node.input, schema.inputs, schema.needed_inputs, place, kind="input")
-    _check_names(node, node.output, schema.outputs, schema.needed_outputs, place, kind="output")
+    _check_names(node, list(node.input), schema.inputs, schema.needed_inputs, place, kind="input")
+    _check_names(node, list(node.output), schema.outputs, schema.needed_outputs, place, kind="output")
     if has_attributes or schema.needed_attributes:
         _check_against(node, schema, place, typed)
     if domain == "" and op in _BODIES:

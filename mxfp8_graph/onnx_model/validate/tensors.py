@@ -8,7 +8,7 @@ from typing import Final
 import onnx
 
 from mxfp8_graph.model_folder import ModelFolder
-from mxfp8_graph.onnx_model.tensor_data import byte_length, is_external, opened
+from mxfp8_graph.onnx_model.tensor_data import bit_width, opened
 from mxfp8_graph.onnx_model.validate.limits import MOST_DIMS
 from mxfp8_graph.onnx_model.validate.places import Place
 from mxfp8_graph.onnx_model.walk import iter_graphs, iter_tensors
@@ -17,6 +17,10 @@ MOST_BYTES: Final = 2**62
 """Sizes stay far from overflowing 64 bits."""
 
 _Proto = onnx.TensorProto
+
+# Looked up once: looking one of these up takes longer than reading a field.
+_STRING: Final = _Proto.STRING
+_EXTERNAL: Final = _Proto.EXTERNAL
 
 DTYPES: Final = frozenset(set(_Proto.DataType.values()) - {_Proto.UNDEFINED})
 
@@ -30,9 +34,9 @@ def check_tensors(model: onnx.ModelProto, place: Place, folder: ModelFolder | No
     External data is not read: only whether its file has the bytes that the tensor asks for.
     """
     for tensor in iter_tensors(model):
-        _check(tensor, place)
-        if not is_external(tensor):
-            _check_data(tensor, place)
+        size = _checked_size(tensor, place)
+        if tensor.data_location != _EXTERNAL:
+            _check_data(tensor, size, place)
         elif folder is not None:
             with opened(tensor, folder, place.model):
                 pass
@@ -41,10 +45,11 @@ def check_tensors(model: onnx.ModelProto, place: Place, folder: ModelFolder | No
             _check_sparse(sparse, place)
 
 
-def _check(tensor: onnx.TensorProto, place: Place) -> None:
+def _checked_size(tensor: onnx.TensorProto, place: Place) -> int:
+    """Returns how many values a tensor has, once its name, dtype and dims are what they may be."""
     if not isinstance(tensor.name, str):
         raise place.tensor_error(tensor.name, "its name is not UTF-8", "text")
-    for entry in tensor.external_data:
+    for entry in tensor.external_data or ():
         if not isinstance(entry.key, str) or not isinstance(entry.value, str) or "\0" in entry.value:
             raise place.tensor_error(tensor.name, f"external {entry.key!r} is {entry.value!r}", "text")
     if tensor.data_type not in DTYPES:
@@ -52,26 +57,29 @@ def _check(tensor: onnx.TensorProto, place: Place) -> None:
     dims = list(tensor.dims)
     if len(dims) > MOST_DIMS:
         raise place.tensor_error(tensor.name, f"{len(dims)} dims", f"at most {MOST_DIMS}")
-    if min(dims, default=0) < 0:
+    if dims and min(dims) < 0:
         raise place.tensor_error(tensor.name, f"dims {dims}", "none below 0")
-    if math.prod(dims) > MOST_BYTES // 16:
+    size = math.prod(dims)
+    if size > MOST_BYTES // 16:
         raise place.tensor_error(tensor.name, f"dims {dims}", "a size that a file can have")
+    return size
 
 
-def _check_data(tensor: onnx.TensorProto, place: Place) -> None:
+def _check_data(tensor: onnx.TensorProto, size: int, place: Place) -> None:
+    dtype = tensor.data_type
     if tensor.HasField("segment"):
         raise place.tensor_error(tensor.name, "is one segment of a tensor", "a whole one")
-    if tensor.data_type == _Proto.STRING:
-        found, expected, unit = len(tensor.string_data), math.prod(tensor.dims), "string"
+    if dtype == _STRING:
+        found, expected, unit = len(tensor.string_data), size, "string"
     elif tensor.HasField("raw_data"):
-        found, expected, unit = len(tensor.raw_data), byte_length(tensor), "byte"
+        found, expected, unit = len(tensor.raw_data), -(-size * bit_width(dtype) // 8), "byte"
     else:
         field, expected = _field(tensor)
         found, unit = len(getattr(tensor, field)), f"entry of {field}"
     if found != expected:
-        dtype = _Proto.DataType.Name(tensor.data_type).lower()
+        name = _Proto.DataType.Name(dtype).lower()
         what = f"has {found} {_plural(unit)}"
-        raise place.tensor_error(tensor.name, what, f"{expected} for {dtype} {list(tensor.dims)}")
+        raise place.tensor_error(tensor.name, what, f"{expected} for {name} {list(tensor.dims)}")
 
 
 def _field(tensor: onnx.TensorProto) -> tuple[str, int]:

@@ -1,0 +1,286 @@
+"""to_onnx: broken programs, odd names and arguments, and places where no file can be: refused, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from full_disk import files, files_of_at_most
+from hostile_programs import records, write
+from onnx_exports import Linear, Packed, exported, packed, program, run
+
+import mxfp8_graph
+from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+from mxfp8_ops.errors import ContractError
+
+WEIGHT = "linear.weight_mxfp8"
+
+
+@pytest.fixture(scope="module")
+def good() -> Any:
+    torch.manual_seed(0)
+    return packed(Linear(), torch.randn(2, 64))
+
+
+def refused(program: Any, path: Path, **options: Any) -> str:
+    """Returns what `to_onnx` says; fails unless it refuses, and leaves the folder as it was."""
+    before = files(path.parent) if path.parent.is_dir() else []
+    with pytest.raises(ContractError) as caught:
+        mxfp8_graph.to_onnx(program, path, **options)
+    assert (files(path.parent) if path.parent.is_dir() else []) == before
+    return str(caught.value)
+
+
+# --- Broken programs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (WEIGHT, torch.zeros(96, 64), "gemm: elements have dtype float32 and scales uint8; expected uint8 codes"),
+        (WEIGHT, torch.zeros(3, 5, dtype=torch.uint8), "gemm: operands (s77, 64) and (3, 5); expected"),
+        (WEIGHT, torch.zeros(0, 64, dtype=torch.uint8), "gemm: bias has shape (96,); expected (0,)"),
+        (WEIGHT, torch.zeros(96, 64, dtype=torch.uint8, device="meta"), "gemm: tensors on cpu, meta; expected one"),
+        (f"{WEIGHT}_scales", torch.zeros(96, 2), "gemm: elements have dtype uint8 and scales float32"),
+        (
+            f"{WEIGHT}_scales",
+            torch.zeros(96, 3, dtype=torch.uint8),
+            "gemm: scales have shape (96, 3); expected",
+        ),
+        (WEIGHT, None, "got <class 'NoneType'>"),
+        (WEIGHT, "abc", "got <class 'str'>"),
+        ("linear.bias", torch.zeros(96, dtype=torch.complex64), "expected torch.nn.Parameter"),
+    ],
+)
+def test_a_tensor_that_does_not_fit(name: str, value: Any, said: str, tmp_path: Path) -> None:
+    broken = packed(Linear(), torch.randn(2, 64))
+    broken.state_dict[name] = value
+    assert said in refused(broken, tmp_path / "a.onnx")
+
+
+def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
+    broken = packed(Linear(), torch.randn(2, 64))
+    del broken.state_dict[WEIGHT]
+    assert f"cannot export the program: {WEIGHT!r}" in refused(broken, tmp_path / "a.onnx")
+
+
+@pytest.mark.parametrize("value", ["text", 3])
+def test_an_output_that_is_no_tensor(value: Any, tmp_path: Path) -> None:
+    class Odd(Packed):
+        def forward(self, x: Any) -> Any:
+            return self.gemm(x, 0), value
+
+    said = refused(program(Odd(torch.randn(8, 32)), torch.randn(2, 32)), tmp_path / "a.onnx")
+    assert "cannot export the program: Error when translating node return" in said
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [(0, 32, 8), (2, 0, 8), (2, 32, 0), (1, 1, 1)])
+def test_empty_and_tiny_shapes(rows: int, k: int, n: int, tmp_path: Path) -> None:
+    class Tiny(Packed):
+        def forward(self, x: Any) -> Any:
+            return self.gemm(x, 0)
+
+    x = torch.randn(rows, k)
+    ep = program(Tiny(torch.randn(n, k)), x, batch=False)
+    path = mxfp8_graph.to_onnx(ep, tmp_path / "a.onnx")
+    np.testing.assert_array_equal(run(path, x.numpy(), kernels=True), ep.module()(x).numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool])
+def test_inputs_of_other_dtypes(dtype: Any, tmp_path: Path) -> None:
+    class Cast(Packed):
+        def forward(self, x: Any) -> Any:
+            return self.gemm(x.to(torch.float32), 0)
+
+    ep = program(Cast(torch.randn(8, 32)), torch.ones(2, 32).to(dtype))
+    model = exported(ep, tmp_path / "a.onnx")
+    onnx.checker.check_model(model)
+    assert (
+        model.graph.input[0].type.tensor_type.elem_type
+        == {
+            torch.float64: onnx.TensorProto.DOUBLE,
+            torch.bfloat16: onnx.TensorProto.BFLOAT16,
+            torch.int8: onnx.TensorProto.INT8,
+            torch.bool: onnx.TensorProto.BOOL,
+        }[dtype]
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"relu"', r'"re\u001b[31mlu"'),
+        ('"relu"', r'"re\ud800lu"'),
+        ('"x"', r'"x\u202ey"'),
+        ('"x"', '""'),
+        ('"as_int": 64', '"as_int": -1'),
+        ('"as_int": 64', '"as_int": 0'),
+        ('"as_int": 96', '"as_int": 9223372036854775807'),
+        ("torch.ops.mxfp8.gemm", "torch.ops.mxfp8.quantize"),
+    ],
+)
+def test_a_file_that_was_tampered_with(good: Any, old: str, new: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    content = records(mxfp8_graph.save(good, tmp_path / "a.pt2"))
+    assert any(old.encode() in data for data in content.values())
+    changed = {
+        name: data.replace(old.encode(), new.encode()) if name.endswith(".json") else data
+        for name, data in content.items()
+    }
+    refused(write(tmp_path / "b.pt2", changed), tmp_path / "out" / "a.onnx")
+
+
+# --- Arguments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opset", ["21", 21.0, None, True])
+def test_an_opset_that_is_no_number(good: Any, opset: Any, tmp_path: Path) -> None:
+    assert f"to_onnx: opset {opset}; expected 21 to" in refused(good, tmp_path / "a.onnx", opset=opset)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"input_names": "ab"}, "input_names is 'ab'; expected a list of names, each once"),
+        ({"input_names": 3}, "input_names is 3"),
+        ({"input_names": [""]}, "'' is among input_names"),
+        ({"input_names": [3]}, "3 is among input_names"),
+        ({"input_names": ["\ud800"]}, "'\\ud800' is among input_names"),
+        ({"output_names": ["a", "a"]}, "'a' is among output_names"),
+        ({"input_names": ["a"], "output_names": ["a"]}, "output 'a' is defined twice"),
+        ({"input_names": [WEIGHT]}, f"{WEIGHT!r} is the name of a weight"),
+        ({"output_names": ["linear.bias"]}, "'linear.bias' is the name of a weight"),
+        ({"dynamic_shapes": ({9: "batch"},)}, "cannot export the program: "),
+        ({"external_data": "sometimes"}, "external_data is 'sometimes'; expected auto, always or never"),
+    ],
+)
+def test_arguments_that_do_not_fit(good: Any, options: Any, said: str, tmp_path: Path) -> None:
+    assert said in refused(good, tmp_path / "a.onnx", **options)
+
+
+def test_names_may_have_escapes(good: Any, tmp_path: Path) -> None:
+    model = exported(good, tmp_path / "a.onnx", input_names=["a\x1b[31m\n"], output_names=["b\u202e"])
+    assert (model.graph.input[0].name, model.graph.output[0].name) == ("a\x1b[31m\n", "b\u202e")
+    assert run(tmp_path / "a.onnx", np.ones((3, 64), np.float32), kernels=True).shape == (3, 96)
+
+
+# --- Places ------------------------------------------------------------------------------------------------------
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+def link_to_fifo(path: Path) -> None:
+    os.mkfifo(path.with_name("fifo"))
+    path.symlink_to("fifo")
+
+
+PLACES = {"a folder": Path.mkdir, "a FIFO": os.mkfifo, "a device": device, "a link": link_to_fifo}
+
+
+@pytest.mark.parametrize("name", ["a.onnx", "a.onnx.data"])
+@pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
+def test_what_is_no_regular_file_is_not_replaced(
+    good: Any, make: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    make(tmp_path / name)
+    before = (tmp_path / name).lstat()
+    said = refused(good, tmp_path / "a.onnx", external_data="always", overwrite=True)
+    assert "not a regular file" in said or f"{name}: a directory; expected a file name" in said
+    assert (tmp_path / name).lstat().st_mode == before.st_mode
+
+
+@pytest.mark.parametrize("name", ["a.onnx", "a.onnx.data"])
+def test_a_link_is_replaced_and_its_target_kept(good: Any, name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / name).symlink_to("mine")
+    assert "exists already" in refused(good, tmp_path / "a.onnx", external_data="always")
+    mxfp8_graph.to_onnx(good, tmp_path / "a.onnx", external_data="always", overwrite=True)
+    assert not (tmp_path / name).is_symlink()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none/a.onnx", "No such file or directory"),
+        ("file/a.onnx", "Not a directory"),
+        ("a\0.onnx", "no name that a file can have"),
+        ("none\0/a.onnx", "no name that a file can have"),
+        ("a" * 300, "File name too long"),
+        (".", "a directory; expected a file name"),
+    ],
+)
+def test_paths_that_no_file_can_have(good: Any, name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for external in ("always", "never"):
+        assert said in refused(good, tmp_path / name, external_data=external)
+    assert files(tmp_path) == ["file"]
+
+
+def test_a_name_that_a_model_cannot_say_stays_without_external_data(good: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a\udcff.onnx"
+    assert "its name is not UTF-8" in refused(good, path, external_data="always")
+    assert mxfp8_graph.to_onnx(good, path).is_file()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_that_cannot_be_written_to(good: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o500)
+    assert "Permission denied" in refused(good, folder / "a.onnx")
+
+
+@pytest.mark.parametrize("external", ["always", "never"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_disk_that_is_full(good: Any, external: Any, overwrite: bool, tmp_path: Path) -> None:
+    if overwrite:
+        (tmp_path / "a.onnx").write_text("old")
+        (tmp_path / "a.onnx.data").write_text("old")
+    with files_of_at_most(3000):
+        said = refused(good, tmp_path / "a.onnx", external_data=external, overwrite=overwrite)
+    assert "cannot be written: File too large" in said
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"] * (2 * overwrite)
+
+
+class Interrupted(BaseException):
+    """What a signal raises."""
+
+
+@pytest.mark.parametrize("external", ["always", "never"])
+@pytest.mark.parametrize("step", ["store", "finish", "_written", "_check_input"])
+def test_an_interrupt_leaves_the_old_files(
+    good: Any, step: str, external: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mxfp8_graph.onnx_model.write import Target
+
+    (tmp_path / "a.onnx").write_text("old")
+    (tmp_path / "a.onnx.data").write_text("old")
+
+    def interrupted(*_: Any) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(Target, step, interrupted)
+    with pytest.raises(Interrupted):
+        mxfp8_graph.to_onnx(good, tmp_path / "a.onnx", external_data=external, overwrite=True)
+    assert files(tmp_path) == ["a.onnx", "a.onnx.data"]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old", "old"]
+
+
+def test_the_program_is_not_replaced_by_its_result(good: Any, tmp_path: Path) -> None:
+    saved = mxfp8_graph.save(good, tmp_path / "a.pt2")
+    os.link(saved, tmp_path / "b.onnx")
+    os.link(saved, tmp_path / "c.onnx.data")
+    for path in (saved, tmp_path / "b.onnx", tmp_path / "c.onnx"):
+        assert "is the program; expected another file" in refused(saved, path, overwrite=True)
