@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SHARED = {"floors", "harness", "openvino_peer"}
+SHARED = {"contenders", "exports", "floors", "harness", "llama_peer", "openvino_peer", "ort_peer", "peers"}
 
 
 def test_make_runs_every_benchmark():
