@@ -279,7 +279,7 @@ def table(workload: Workload, outcomes: Mapping[str, Outcome], ours: Mapping[str
             [
                 workload.label,
                 name,
-                f"{timing.median * 1e3:.2f}",
+                f"{timing.median * 1e3:.4g}",
                 f"{timing.spread / timing.median:.0%}",
                 *(ratios.get(peer, "") for peer in COMPARED),
                 f"{outcome.cosines.mean():.5f}",
@@ -295,6 +295,7 @@ def compared(ratio: float, target: float | None) -> str:
     >>> compared(1.624, 1.6), compared(1.624, 1.7), compared(0.98, None), compared(1.02, None)
     ('1.62 >= 1.6', '1.62 < 1.7', '0.98 < 1', '1.02')
     """
+    ratio = round(ratio, 2)
     if target is None:
         return f"{ratio:.2f}" + (" < 1" if ratio < 1 else "")
     return f"{ratio:.2f} {'>=' if ratio >= target else '<'} {target:g}"
