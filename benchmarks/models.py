@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layers", type=int, default=16, help="layers of the decoder; 16 are 0.84 billion parameters")
     parser.add_argument(
-        "--together", type=int, default=5, help="contenders of the decoder in memory at once, besides the first"
+        "--together", type=int, default=6, help="contenders of the decoder in memory at once, besides the first"
     )
     parser.add_argument("--folder", type=Path, help="where the models stay for the next run; by default they do not")
     parser.add_argument("--openvino", help="an interpreter that has openvino and nncf; by default this one, if it has")
