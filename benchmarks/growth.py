@@ -2,8 +2,10 @@
 
 An encoder of MiniLM's shape (with a position table for 4096 tokens, so its weights are random) on one sequence of 16 to
 4096 tokens, then on batches of 1 to 64 sequences of 128 tokens. Each contender runs each size in a process of its own,
-which tells its peak memory; those of one size take turns. A cliff is time that grows faster than the work does from one
-size to the next: multiply-adds, which for tokens means that attention's square is counted. Time per token is beside it.
+which tells its peak memory; those of one size take turns. Time should follow a smooth curve: something, plus something
+for every token, plus something for every pair of tokens in a sequence. That curve is fitted to each contender's times,
+and a cliff is a step from one size to the next that is `LIMIT` times the curve's. The step of the time per token is
+beside it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+import scipy
 from exports import OPSET, export_long_minilm
-from harness import RESULTS, THREADS, Timing, noise_notes, publish, results_file, take_turns
+from harness import THREADS, Timing, noise_notes, publish, results_file, take_turns
 from peers import Peer
 
 import mxfp8_graph
@@ -35,7 +38,7 @@ BATCHES = [1, 2, 4, 8, 16, 32, 64]
 LENGTH = 128
 RECIPES = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only")
 LIMIT = 1.3
-WIDTH, LAYERS, INNER = 384, 6, 1536
+STEP = "step over the curve's"
 
 Size = tuple[int, int]
 """Sequences, and tokens in each."""
@@ -43,10 +46,12 @@ Measured = dict[str, tuple[Timing, int]]
 """Time of a run and peak bytes, by contender."""
 
 
-def work(size: Size) -> int:
-    """Returns the multiply-adds of a run: the projections, and both products of attention."""
-    batch, tokens = size
-    return LAYERS * batch * tokens * (4 * WIDTH * WIDTH + 2 * WIDTH * INNER + 2 * tokens * WIDTH)
+def curve(seconds: dict[Size, float]) -> dict[Size, float]:
+    """Returns the seconds of the smooth curve that is closest to the measured ones, as ratios."""
+    terms = np.array([[1.0, batch * tokens, batch * tokens**2] for batch, tokens in seconds])
+    measured = np.array(list(seconds.values()))
+    weights, _ = scipy.optimize.nnls(terms / measured[:, None], np.ones(len(measured)))
+    return dict(zip(seconds, terms @ weights, strict=True))
 
 
 def openers(path: Path, openvino: str | None) -> dict[str, Callable[[], Peer]]:
@@ -76,7 +81,7 @@ def measure(contenders: dict[str, Callable[[], Peer]], size: Size, rounds: int) 
             peer.close()
 
 
-def draw(series: dict[str, dict[Size, Measured]], title: str) -> None:
+def draw(series: dict[str, dict[Size, Measured]], target: Path, title: str) -> None:
     """Writes the plot: time and memory over the tokens of a run, lines by contender, dashed where they are a batch."""
     figure, axes = plt.subplots(1, 2, figsize=(13, 5))
     for (label, sizes), style in zip(series.items(), ("o-", "s--"), strict=True):
@@ -92,42 +97,40 @@ def draw(series: dict[str, dict[Size, Measured]], title: str) -> None:
     axes[1].legend(fontsize=7)
     figure.suptitle(title)
     figure.tight_layout()
-    RESULTS.mkdir(exist_ok=True)
-    figure.savefig(results_file("growth", "png"), dpi=90)
+    target.parent.mkdir(exist_ok=True)
+    figure.savefig(target, dpi=90)
 
 
 def rows_of(label: str, sizes: dict[Size, Measured]) -> list[list[str]]:
     """Returns a row per contender and size; the steps are those from the size before."""
     rows = []
     for name in next(iter(sizes.values())):
-        before = None
-        for size, measured in sizes.items():
+        seconds = {size: measured[name][0].median for size, measured in sizes.items()}
+        smooth, steps = curve(seconds), [("", "")]
+        for before, size in itertools.pairwise(sizes):
+            grown, more_tokens = seconds[size] / seconds[before], np.prod(size) / np.prod(before)
+            steps.append((f"{grown / more_tokens:.2f}", f"{grown * smooth[before] / smooth[size]:.2f}"))
+        for (size, measured), step in zip(sizes.items(), steps, strict=True):
             timing, memory = measured[name]
-            tokens = size[0] * size[1]
-            steps = ["", ""]
-            if before is not None:
-                grown = timing.median / sizes[before][name][0].median
-                per_token = grown * before[0] * before[1] / tokens
-                steps = [f"{per_token:.2f}", f"{grown * work(before) / work(size):.2f}"]
-            before = size
-            shown = [f"{timing.median * 1e3:.2f}", f"{timing.spread / timing.median:.0%}"]
-            shown.append(f"{timing.median * 1e6 / tokens:.1f}")
-            rows.append([label, name, f"{size[0]} x {size[1]}", *shown, *steps, f"{memory / 1e6:.0f}"])
+            shown = [f"{timing.median * 1e3:.4g}", f"{timing.spread / timing.median:.0%}"]
+            shown.append(f"{timing.median * 1e6 / np.prod(size):.1f}")
+            rows.append([label, name, f"{size[0]} x {size[1]}", *shown, *step, f"{memory / 1e6:.0f}"])
     return rows
 
 
-COLUMNS = ["series", "contender", "size", "ms", "spread", "us per token", "step per token", "step per work", "peak MB"]
+COLUMNS = ["series", "contender", "size", "ms", "spread", "us per token", "step per token", STEP, "peak MB"]
 
 
 def cliffs(rows: list[list[str]]) -> list[str]:
     """Returns, for each contender, where its largest step is, and whether it is within the limit."""
     found = []
-    for name, group in itertools.groupby(sorted(rows, key=lambda row: row[1]), key=lambda row: row[1]):
-        worst = max((row for row in group if row[7]), key=lambda row: float(row[7]))
-        state = "no cliff" if float(worst[7]) <= LIMIT else "A CLIFF"
+    for name in dict.fromkeys(row[1] for row in rows):
+        own = [dict(zip(COLUMNS, row, strict=True)) for row in rows if row[1] == name]
+        worst = max((row for row in own if row[STEP]), key=lambda row: float(row[STEP]))
+        state = "no cliff" if float(worst[STEP]) <= LIMIT else "A CLIFF"
         found.append(
-            f"{name}: {state}; the largest step of time per work, to {worst[2]} ({worst[0]}), "
-            f"is {worst[7]} (limit {LIMIT})."
+            f"{name}: {state}; the largest step, to {worst['size']} ({worst['series']}), is {worst[STEP]} times the "
+            f"curve's (limit {LIMIT}), {worst['step per token']} per token."
         )
     return found
 
@@ -162,10 +165,11 @@ def main() -> None:
         for size, measured in sizes.items():
             timings = {name: timing for name, (timing, _) in measured.items()}
             notes += [f"{size[0]} x {size[1]}: {note}" for note in noise_notes(timings)]
+    name = "growth_default_opset" if arguments.default_opset else "growth"
     title = f"An encoder of MiniLM's shape at opset {opset or 'of the exporter'}, {THREADS} threads, {cpu.isa()}"
     if not arguments.quick:
-        draw(series, title)
-    publish("growth", title, COLUMNS, rows, notes=notes, keep=not arguments.quick)
+        draw(series, results_file(name, "png"), title)
+    publish(name, title, COLUMNS, rows, notes=notes, keep=not arguments.quick)
 
 
 if __name__ == "__main__":

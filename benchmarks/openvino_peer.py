@@ -25,7 +25,10 @@ class OpenVino:
             import nncf
 
             mode = {"int8": "INT8_SYM", "mxfp8": "MXFP8_E4M3"}[settings["weights"]]
-            extra = {} if settings["weights"] == "int8" else {"group_size": 32, "all_layers": False}
+            extra: dict[str, Any] = {}
+            if settings["weights"] == "mxfp8":  # a convolution has no single axis to put blocks on
+                kept = nncf.IgnoredScope(types=["Convolution"], validate=False)
+                extra = {"group_size": 32, "all_layers": False, "ignored_scope": kept}
             model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode[mode], **extra)
         wanted = {"INFERENCE_PRECISION_HINT": settings["precision"], "INFERENCE_NUM_THREADS": settings["threads"]}
         self._request = core.compile_model(model, "CPU", wanted).create_infer_request()

@@ -138,17 +138,18 @@ def test_a_process_that_ends_leaves_its_last_words(benchmarks):
         Peer("ort_peer.py", {"model": "no.onnx", "ours": False})
 
 
-def test_a_cliff_is_time_that_grows_faster_than_the_work(benchmarks):
-    growth = pytest.importorskip("growth", reason="needs torch and matplotlib")
+def test_a_cliff_is_a_step_above_the_smooth_curve(benchmarks):
+    growth = pytest.importorskip("growth", reason="needs torch, matplotlib and scipy")
     from harness import Timing
 
-    sizes = [(1, 512), (1, 1024), (1, 2048)]
-    smooth = {size: growth.work(size) / 1e12 for size in sizes}
-    steep = smooth | {sizes[2]: 1.5 * smooth[sizes[2]]}
+    sizes = [(1, tokens) for tokens in growth.TOKENS]
+    smooth = {size: 3 + 0.1 * size[1] + 0.001 * size[1] ** 2 for size in sizes}
+    steep = {size: seconds * (1.5 if size[1] >= 256 else 1) for size, seconds in smooth.items()}
     series = {size: {"smooth": (Timing(smooth[size], 0), 10), "steep": (Timing(steep[size], 0), 10)} for size in sizes}
-    table = growth.rows_of("one sequence", series)
-    assert [row[7] for row in table] == ["", "1.00", "1.00", "", "1.00", "1.50"]
-    assert float(table[2][6]) > 1.2  # attention's square makes a token dearer
-    flat, cliff = growth.cliffs(table)
+    rows = growth.rows_of("one sequence", series)
+    steps = [dict(zip(growth.COLUMNS, row, strict=True)) for row in rows[: len(sizes)]]
+    assert [row[growth.STEP] for row in steps] == ["", *["1.00"] * (len(sizes) - 1)]
+    assert float(steps[-1]["step per token"]) > 1.8  # every pair of tokens costs, and that is no cliff
+    flat, cliff = growth.cliffs(rows)
     assert flat.startswith("smooth: no cliff")
-    assert cliff.startswith("steep: A CLIFF; the largest step of time per work, to 1 x 2048 (one sequence), is 1.50")
+    assert cliff.startswith("steep: A CLIFF; the largest step, to 1 x 256 (one sequence), is 1.")
