@@ -6,6 +6,14 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(MXFP8_X86)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace mxfp8 {
 
 namespace portable {
@@ -21,6 +29,9 @@ extern const Kernels kernels;
 namespace avx512_bf16 {
 extern const Kernels kernels;
 }
+namespace amx_bf16 {
+extern const Kernels kernels;
+}
 #endif
 
 namespace {
@@ -30,15 +41,34 @@ struct Isa {
   bool (*usable)();
 };
 
+#if defined(MXFP8_X86)
+bool has_avx512_bf16() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+}
+
+// Linux saves the tiles only for processes that have asked for it, because they take 8 KB of a signal's stack.
+bool has_amx_bf16() {
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!has_avx512_bf16() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return permitted;
+#else
+  return false;
+#endif
+}
+#endif
+
 // Best first. __builtin_cpu_supports asks cpuid, and XGETBV for what the operating system saves.
 const Isa kIsas[] = {
 #if defined(MXFP8_X86)
-    {&avx512_bf16::kernels,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
-     }},
+    {&amx_bf16::kernels, has_amx_bf16},
+    {&avx512_bf16::kernels, has_avx512_bf16},
     {&avx512::kernels,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -136,7 +136,7 @@ void pack(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& 
 
 namespace {
 
-// Up to kGemmRows rows of A, packed for the kernel that multiplies them.
+// Rows of A, packed for the kernel that multiplies them.
 struct Strip {
   int64_t row, rows;
   const GemmKernel* kernel;
@@ -155,39 +155,51 @@ const GemmKernel* next_kernel(const Kernels& kernels, bool fits_bf16, int64_t ro
   return next;
 }
 
-// Packs the strips, all in one turn of the threads; those whose values a kernel cannot hold once more, for the next.
+// Appends strips of up to `most` rows, for kernels after `last`.
+void add_strips(int64_t begin, int64_t end, int64_t most, const GemmKernel* last, std::vector<Strip>* strips) {
+  for (int64_t row = begin; row < end; row += most) {
+    strips->push_back({row, std::min(most, end - row), last, nullptr, kNotExact});
+  }
+}
+
+// Packs the strips, all in one turn of the threads; those whose values a kernel cannot hold once more, for the next, in
+// strips of as many rows as any kernel takes.
 void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, std::vector<Strip>* strips,
                  std::vector<Scratch>* scratch) {
   const bool fits_bf16 = args.a_scales != nullptr || args.rounds_a || args.a_format == MXFP8_BFLOAT16;
   const int64_t k_padded = ceil_div(args.k, kGemmStep) * kGemmStep;
-  std::vector<Strip*> open;
-  for (Strip& strip : *strips) open.push_back(&strip);
+  std::vector<Strip> open;
+  open.swap(*strips);
   while (!open.empty()) {
     size_t bytes = 0;
-    for (Strip* strip : open) {
-      strip->kernel = next_kernel(kernels, fits_bf16, strip->rows, strip->kernel);
-      bytes += size_t(strip->rows * k_padded * strip->kernel->value_bytes);
+    for (Strip& strip : open) {
+      strip.kernel = next_kernel(kernels, fits_bf16, strip.rows, strip.kernel);
+      bytes += size_t(strip.rows * k_padded * strip.kernel->value_bytes);
     }
     scratch->emplace_back(::operator new(bytes, std::align_val_t{64}));
     auto* room = static_cast<char*>(scratch->back().get());
-    for (Strip* strip : open) {
-      strip->packed = room;
-      room += strip->rows * k_padded * strip->kernel->value_bytes;
+    for (Strip& strip : open) {
+      strip.packed = room;
+      room += strip.rows * k_padded * strip.kernel->value_bytes;
     }
-    const int64_t parts = std::max<int64_t>(1, ceil_div(open[0]->rows * args.k, kPackValues));  // of a strip
+    const int64_t parts = std::max<int64_t>(1, ceil_div(open[0].rows * args.k, kPackValues));  // of a strip
     std::vector<int> lowest(open.size() * size_t(parts), kAllZero);
     parallel_for(parallel, int64_t(open.size()) * parts, [&](int64_t task) {
-      const Strip& strip = *open[size_t(task / parts)];
+      const Strip& strip = open[size_t(task / parts)];
       const int64_t tiles = ceil_div(strip.rows, strip.kernel->tile_rows);
       const int64_t begin = tiles * (task % parts) / parts, end = tiles * (task % parts + 1) / parts;
       if (begin == end) return;
       lowest[size_t(task)] = strip.kernel->pack(args, strip.row, strip.rows, begin, end, strip.packed);
     });
-    std::vector<Strip*> misfits;
+    std::vector<Strip> misfits;
     for (size_t i = 0; i < open.size(); ++i) {
       const auto first = lowest.begin() + int64_t(i) * parts;
-      open[i]->exponent = *std::min_element(first, first + parts);
-      if (open[i]->exponent == kNotExact) misfits.push_back(open[i]);
+      open[i].exponent = *std::min_element(first, first + parts);
+      if (open[i].exponent == kNotExact) {
+        add_strips(open[i].row, open[i].row + open[i].rows, kGemmRows, open[i].kernel, &misfits);
+      } else {
+        strips->push_back(open[i]);
+      }
     }
     open = misfits;
   }
@@ -197,14 +209,12 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
 
 void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
   if (args.m == 0 || args.n == 0) return;
-  const int64_t strip_bytes = 2 * kGemmRows * std::max<int64_t>(args.k, 1);
+  const int64_t strip_bytes = 2 * kernels.strip_rows * std::max<int64_t>(args.k, 1);
   const int64_t most_strips = std::max<int64_t>(1, kPackedBytes / strip_bytes);
-  for (int64_t begin = 0; begin < args.m; begin += most_strips * kGemmRows) {
-    const int64_t end = std::min(args.m, begin + most_strips * kGemmRows);
+  for (int64_t begin = 0; begin < args.m; begin += most_strips * kernels.strip_rows) {
+    const int64_t end = std::min(args.m, begin + most_strips * kernels.strip_rows);
     std::vector<Strip> strips;
-    for (int64_t row = begin; row < end; row += kGemmRows) {
-      strips.push_back({row, std::min(kGemmRows, end - row), nullptr, nullptr, kNotExact});
-    }
+    add_strips(begin, end, kernels.strip_rows, nullptr, &strips);
     std::vector<Scratch> scratch;
     pack_strips(kernels, parallel, args, &strips, &scratch);
 

@@ -540,7 +540,7 @@ void questions(Random& random, Counts* counts) {
   if (sized ? Wide(bytes) < dense({sides[0], blocks(sides[1])}, 1) : bytes != MXFP8_BAD_ARGUMENT) {
     fail("swizzled_bytes" + list({sides[0], sides[1], bytes}));
   }
-  const char* names[] = {nullptr, "", "avx", "portable", "avx2", "avx512", "avx512_bf16", "\xff\xfe", "avx2 "};
+  const char* names[] = {nullptr, "", "avx", "portable", "avx2", "avx512", "avx512_bf16", "amx_bf16", "\xff\xfe", "avx2 "};
   const std::string available = "," + std::string(mxfp8_isa_available()) + ",";
   const char* name = one_of(random, names);
   const bool there =

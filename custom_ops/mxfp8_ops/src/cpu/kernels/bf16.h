@@ -21,11 +21,37 @@ constexpr int kMaxScale = 254 - F::emax;
 template <class F>
 constexpr int kMinScale = 1 - kElementExponent<F>;
 
-// Two registers of values. Interleaving bytes works within 128-bit lanes: `even` holds codes 0-7, 16-23, 32-39 and
-// 48-55, `odd` the others, so that the lower half of each belongs to the first block and the upper to the second.
+// Two registers of values, 32 each, the lower half of both from the first block and the upper from the second. The dot
+// product of AMX takes pairs of values along K out of 32-bit lanes, four bytes of which are turned into columns at
+// once: there `even` holds the even codes. Elsewhere `even` holds codes 0-7, 16-23, 32-39 and 48-55, which is what
+// interleaving bytes gives, within 128-bit lanes. `odd` holds the others.
 struct Values {
   __m512i even, odd;
 };
+
+// 64 values from their lower and upper bytes.
+MXFP8_INLINE Values joined(__m512i low, __m512i high) {
+#if defined(__AMX_BF16__)
+  const __m512i upper = _mm512_set1_epi16(short(0xff00));
+  return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, upper, 0xf4),   // | (low & ~upper)
+          _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, upper, 0xf8)};  // | (high & upper)
+#else
+  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+#endif
+}
+
+// 64 values from two halves in order.
+MXFP8_INLINE Values dealt(const __m512i* half) {
+#if defined(__AMX_BF16__)
+  const auto narrow = [](__m512i first, __m512i second) {  // the lower halves of 32-bit lanes
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(first)), _mm512_cvtepi32_epi16(second), 1);
+  };
+  return {narrow(half[0], half[1]), narrow(_mm512_srli_epi32(half[0], 16), _mm512_srli_epi32(half[1], 16))};
+#else
+  // 128-bit lanes 0, 2, .. of the 64 values, then 1, 3, ..
+  return {_mm512_shuffle_i64x2(half[0], half[1], 0x88), _mm512_shuffle_i64x2(half[0], half[1], 0xdd)};
+#endif
+}
 
 // The bytes of the 128 magnitudes, made once.
 template <class F>
@@ -77,7 +103,7 @@ class Decoder {
     // magnitude | (codes & 0x80)
     const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8(char(0x80)), 0xf8);
     const __m512i low = look_up(codes, low_[0], low_[1]);
-    return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+    return joined(low, high);
   }
 
   // Whether a NaN or Inf was among the codes whose upper bytes were collected.
@@ -242,36 +268,50 @@ MXFP8_INLINE __m512i load_bf16(Float32, const float* from, __mmask32 present) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
+// The exponents of the finite bfloat16 values that were added, except zeros.
+class Exponents {
+ public:
+  MXFP8_INLINE_MEMBER void add(__m512i values) {
+    const __m512i all = _mm512_set1_epi16(0x7f80), exponents = _mm512_and_si512(values, all);
+    const __mmask32 finite =
+        _mm512_test_epi16_mask(values, _mm512_set1_epi16(0x7fff)) & _mm512_cmpneq_epi16_mask(exponents, all);
+    lowest_ = _mm512_mask_min_epu16(lowest_, finite, lowest_, exponents);
+    highest_ = _mm512_mask_max_epu16(highest_, finite, highest_, exponents);
+  }
+
+  MXFP8_INLINE_MEMBER void add_to(Extent* extent) const {
+    alignas(64) uint16_t low[kBlock], high[kBlock];
+    _mm512_store_si512(low, lowest_);
+    _mm512_store_si512(high, highest_);
+    for (int i = 0; i < kBlock; ++i) {
+      if (low[i] == 0x7f80) continue;  // nothing finite but zeros
+      // A subnormal has the lowest bit of all, which is below what the dot product reads.
+      extent->add((low[i] >> 7) - 127 - (low[i] == 0 ? 8 : 7), (high[i] >> 7) - 127);
+    }
+  }
+
+ private:
+  __m512i lowest_ = _mm512_set1_epi16(0x7f80), highest_ = _mm512_setzero_si512();
+};
+
 template <class D>
 MXFP8_INLINE void pack_values(const typename D::Storage* values, int64_t count, int64_t stride, uint16_t* out,
                               Extent* extent) {
-  const __m512i exponent_bits = _mm512_set1_epi16(0x7f80);
-  __m512i lowest = exponent_bits, highest = _mm512_setzero_si512();
+  Exponents exponents;
   for (int64_t k = 0; k < count; k += kStepBf16) {
     __m512i half[2];
     for (int i = 0; i < 2; ++i) {
       const int64_t left = count - k - i * kBlock;
       const __mmask32 present = left >= kBlock ? ~__mmask32(0) : left <= 0 ? 0 : (__mmask32(1) << left) - 1;
       half[i] = load_bf16(D{}, values + k + i * kBlock, present);
-      const __m512i exponents = _mm512_and_si512(half[i], exponent_bits);
-      const __mmask32 finite = _mm512_test_epi16_mask(half[i], _mm512_set1_epi16(0x7fff)) &
-                               _mm512_cmpneq_epi16_mask(exponents, exponent_bits);
-      lowest = _mm512_mask_min_epu16(lowest, finite, lowest, exponents);
-      highest = _mm512_mask_max_epu16(highest, finite, highest, exponents);
+      exponents.add(half[i]);
     }
-    // 128-bit lanes 0, 2, .. of the 64 values, then 1, 3, ..: where the decoder puts their weights.
     uint16_t* to = out + k / kStepBf16 * stride;
-    _mm512_store_si512(to, _mm512_shuffle_i64x2(half[0], half[1], 0x88));
-    _mm512_store_si512(to + kBlock, _mm512_shuffle_i64x2(half[0], half[1], 0xdd));
+    const Values values_of_step = dealt(half);
+    _mm512_store_si512(to, values_of_step.even);
+    _mm512_store_si512(to + kBlock, values_of_step.odd);
   }
-  alignas(64) uint16_t low[kBlock], high[kBlock];
-  _mm512_store_si512(low, lowest);
-  _mm512_store_si512(high, highest);
-  for (int i = 0; i < kBlock; ++i) {
-    if (low[i] == 0x7f80) continue;  // nothing finite but zeros
-    // A subnormal has the lowest bit of all, which is below what the dot product reads.
-    extent->add((low[i] >> 7) - 127 - (low[i] == 0 ? 8 : 7), (high[i] >> 7) - 127);
-  }
+  exponents.add_to(extent);
 }
 
 // Values of dtype D, to be packed as bfloat16.

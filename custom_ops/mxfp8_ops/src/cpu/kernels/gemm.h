@@ -110,14 +110,14 @@ MXFP8_NOINLINE float exact_dot(const GemmArgs& args, int64_t row, int64_t column
   return sum;
 }
 
-// Adds the bias to a strip [rows, kGemmColumns] and stores it in the result's dtype.
+// Adds the bias to a strip [rows, width], its rows `stride` values apart, and stores it in the result's dtype.
 MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t width,
-                              const float* strip) {
+                              const float* strip, int64_t stride = kGemmColumns) {
   with_dtype(args.y_dtype, [&](auto dtype) {
     using D = decltype(dtype);
     for (int64_t i = 0; i < rows; ++i) {
       auto* y = static_cast<typename D::Storage*>(args.y) + (row + i) * args.y_stride + column;
-      const float* sums = strip + i * kGemmColumns;
+      const float* sums = strip + i * stride;
       if (args.bias != nullptr) {
         for (int64_t j = 0; j < width; ++j) y[j] = D::store(sums[j] + args.bias[column + j]);
       } else {

@@ -11,7 +11,7 @@
 // Layouts and work split as in gemm_f32.cpp, in panels of four rows of B and deeper chunks.
 #include "bf16.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 namespace mxfp8::MXFP8_ISA {
 namespace {

@@ -8,8 +8,9 @@
 // four values along K of eight columns; a broadcast of four values of A multiplies it, and the two halves of a sum
 // are added at the end. Packed A is rows as they are, chunk by chunk.
 #include "bf16.h"
+#include "turn.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
@@ -19,32 +20,6 @@ constexpr int kPanel = 16;       // rows of B decoded at a time: a register of c
 constexpr int64_t kDepth = 512;  // of a chunk: the panel, decoded, stays in L1 with a tile of A
 constexpr int kGroup = 4;        // values along K that are broadcast together
 constexpr int kGroups = kStep / kGroup;
-
-// Turns 16 rows of 16 groups of codes: row g of the result holds group g of every row.
-MXFP8_INLINE void turn(__m512i* rows) {
-  __m512i pairs[kPanel], quads[kPanel];
-  for (int i = 0; i < kPanel; i += 2) {
-    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  // quads[i + j], i = 0, 4, 8, 12: 128-bit lane l holds group 4 l + j of rows i..i+3.
-  for (int i = 0; i < kPanel; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      quads[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);
-      quads[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + 2 + j]);
-    }
-  }
-  for (int j = 0; j < 4; ++j) {
-    const __m512i low[2] = {_mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x88),        // lanes 0, 2 of rows 0-7
-                            _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x88)};  // and of rows 8-15
-    const __m512i high[2] = {_mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xdd),       // lanes 1, 3
-                             _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xdd)};
-    rows[j] = _mm512_shuffle_i32x4(low[0], low[1], 0x88);
-    rows[8 + j] = _mm512_shuffle_i32x4(low[0], low[1], 0xdd);
-    rows[4 + j] = _mm512_shuffle_i32x4(high[0], high[1], 0x88);
-    rows[12 + j] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
-  }
-}
 
 // Where pack_row puts a group of a step: `even` values first, see Values.
 constexpr int position_of(int group) { return group / 4 * 2 + group % 2 + group / 2 % 2 * 8; }

@@ -10,7 +10,7 @@
 #include "bf16.h"
 #include "gemm_skinny.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 namespace mxfp8::MXFP8_ISA {
 namespace {

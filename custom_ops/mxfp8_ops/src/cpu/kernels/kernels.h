@@ -13,6 +13,7 @@ namespace mxfp8 {
 constexpr int64_t kColumnTile = 64;   // columns a strided kernel handles at once
 constexpr int64_t kPackDepth = 8;     // blocks along K in one tile of the transposing pack
 constexpr int64_t kGemmRows = 256;    // rows of A packed at a time: they stay in L2
+constexpr int64_t kAmxStripRows = 512;  // the same for AMX, which multiplies so fast that decoding B counts more
 constexpr int64_t kSkinnyRows = 16;   // the most rows of A that B is decoded in registers for
 constexpr int64_t kGemmColumns = 64;  // columns of one accumulator strip
 
@@ -74,7 +75,7 @@ struct GemmArgs {
   bool rounds_a = false;
 };
 
-// The gemm kernels work alike. Up to kGemmRows rows of A are packed, in tiles of `tile_rows`, into scratch memory that
+// The gemm kernels work alike. Up to `most_rows` rows of A are packed, in tiles of `tile_rows`, into scratch memory that
 // all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes a few at
 // a time. `row` is the first packed row, `rows` their number.
 //
@@ -105,6 +106,7 @@ struct Kernels {
   void (*dequantize_columns)(const DequantizeArgs&, int64_t tile_begin, int64_t tile_end);
   void (*embedding)(const EmbeddingArgs&, int64_t begin, int64_t end);
   bool has_bf16;            // whether there are gemms for Values::kBf16
+  int64_t strip_rows;       // rows of A packed at a time
   const GemmKernel* gemms;  // fastest first; the last takes anything
 };
 

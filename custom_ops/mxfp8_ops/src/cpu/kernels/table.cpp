@@ -33,7 +33,16 @@ constexpr GemmKernel gemm(Values values, int64_t least, int64_t most, int tile, 
 
 MXFP8_DECLARE(gemm_skinny_f32);
 MXFP8_DECLARE(gemm_f32);
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+MXFP8_DECLARE(gemm_amx);
+MXFP8_DECLARE(gemm_amx_parts);
+
+constexpr int64_t kFewAmxRows = 3;  // up to here turning B takes longer than multiplying it in registers
+
+struct ThreeParts {
+  uint16_t parts[3];
+};
+#elif defined(__AVX512BF16__)
 MXFP8_DECLARE(gemm_skinny_bf16);
 MXFP8_DECLARE(gemm_bf16);
 MXFP8_DECLARE(gemm_many_bf16);
@@ -42,7 +51,12 @@ constexpr int64_t kManyRows = 192;  // beyond, turning B pays
 #endif
 
 constexpr GemmKernel gemms[] = {
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+    gemm<float>(Values::kBf16, 1, kFewAmxRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_f32)),
+    gemm<float>(Values::kOther, 1, kFewAmxRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_f32)),
+    gemm<uint16_t>(Values::kBf16, 1, kAmxStripRows, 16, MXFP8_GEMM(gemm_amx)),
+    gemm<ThreeParts>(Values::kOther, 1, kAmxStripRows, 16, MXFP8_GEMM(gemm_amx_parts)),
+#elif defined(__AVX512BF16__)
     gemm<uint16_t>(Values::kBf16, 1, kSkinnyRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_bf16)),
     gemm<uint16_t>(Values::kBf16, kManyRows + 1, kGemmRows, kBf16Rows, MXFP8_GEMM(gemm_many_bf16)),
     gemm<uint16_t>(Values::kBf16, 1, kManyRows, kTileRows, MXFP8_GEMM(gemm_bf16)),
@@ -65,6 +79,11 @@ constexpr Kernels table() {
   all.dequantize_columns = dequantize_columns;
   all.embedding = embedding;
   all.has_bf16 = gemms[0].values == Values::kBf16;
+#if defined(__AMX_BF16__)
+  all.strip_rows = kAmxStripRows;
+#else
+  all.strip_rows = kGemmRows;
+#endif
   all.gemms = gemms;
   return all;
 }
