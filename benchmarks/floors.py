@@ -25,7 +25,7 @@ class Floors:
     """Bytes read plus bytes written."""
     fp32: float
     bf16: float
-    """0 where the machine has no bf16 dot product."""
+    """The faster of dot products and tiles (AMX); 0 where the machine has neither."""
 
     def describe(self) -> str:
         """Returns a sentence with all of them."""
@@ -45,7 +45,8 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(folder / "floors.so"))
     library.read_seconds.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     library.fma_rate.argtypes = [ctypes.c_int, ctypes.c_int]
-    library.read_seconds.restype = library.fma_rate.restype = ctypes.c_double
+    library.tile_rate.argtypes = [ctypes.c_int]
+    library.read_seconds.restype = library.fma_rate.restype = library.tile_rate.restype = ctypes.c_double
     return library
 
 
@@ -58,7 +59,7 @@ def measure(size: int = 512 << 20, threads: int = THREADS) -> Floors:
         read=size / read,
         copy=copy_bandwidth(data, threads),
         fp32=max(library.fma_rate(0, threads) for _ in range(3)),
-        bf16=max(library.fma_rate(1, threads) for _ in range(3)),
+        bf16=max(rate for _ in range(3) for rate in (library.fma_rate(1, threads), library.tile_rate(threads))),
     )
 
 

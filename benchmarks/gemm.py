@@ -20,9 +20,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from exports import linears
 from floors import Floors, measure, reader
 from harness import THREADS, Timing, noise_notes, options, publish, take_turns
-from onnx import helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
@@ -34,20 +34,6 @@ LAYERS = 8
 FEW_ROWS = 16
 READ = "reading the packed weight"
 COLUMNS = ["contender", "M", "ms", "spread", "GFLOP/s", "mxfp8 is faster by", "of read bandwidth", "of peak FMA"]
-
-
-def linears(k: int, n: int, layers: int) -> onnx.ModelProto:
-    """Returns a model of `layers` separate products: y0 = x0 @ w0, y1 = x1 @ w1, ..."""
-    rng = np.random.default_rng(0)
-    each = range(layers)
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"y{i}"], name=f"linear{i}") for i in each],
-        "linears",
-        [helper.make_tensor_value_info(f"x{i}", 1, ["m", k]) for i in each],
-        [helper.make_tensor_value_info(f"y{i}", 1, ["m", n]) for i in each],
-        [numpy_helper.from_array(rng.standard_normal((k, n), np.float32), f"w{i}") for i in each],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
 def sessions_of(model: onnx.ModelProto, folder: Path) -> dict[str, onnxruntime.InferenceSession]:

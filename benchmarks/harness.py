@@ -2,7 +2,8 @@
 
 Peers run in the same process and take turns round by round, so that a slow moment of the machine hits all of them. A
 row's spread is its interquartile range over its median; above `NOISY` the report says so, as it does when other
-processes wanted the processors too.
+processes wanted the processors too. Results of different makers of processors stand side by side: `results/NAME.md` is
+of an AMD, `results/NAME.intel.md` of an Intel.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from mxfp8_ops import cpu
 RESULTS = Path(__file__).parent / "results"
 NOISY = 0.15
 THREADS = os.cpu_count() or 1
+MAKERS = {"AuthenticAMD": "", "GenuineIntel": ".intel"}
+"""What the files of results are called after their name, by the maker of the processor; others are ".other"."""
+FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
+"""What the kernels of the contenders ask a processor for, as Linux calls it."""
 
 
 @dataclass(frozen=True)
@@ -82,23 +87,32 @@ def options() -> onnxruntime.SessionOptions:
     return chosen
 
 
+def _processor(key: str) -> str:
+    """Returns what Linux says about the first processor, or nothing."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
+
+
+def results_file(name: str, ending: str) -> Path:
+    """Returns where a result of this machine goes."""
+    return RESULTS / f"{name}{MAKERS.get(_processor('vendor_id'), '.other')}.{ending}"
+
+
 def machine() -> dict[str, Any]:
     """Returns what a reader needs to judge the numbers."""
-    model = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        model = next(
-            (s.split(":")[1].strip() for s in info.read_text().splitlines() if s.startswith("model name")), model
-        )
     versions = {}
     for name in ("numpy", "onnxruntime", "torch", "torchao", "ml_dtypes", "openvino"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "absent"
+    flags = set(_processor("flags").split())
     return {
         "date": datetime.date.today().isoformat(),
-        "processor": model,
+        "processor": _processor("model name") or platform.processor(),
+        "features": [feature for feature in FEATURES if feature in flags],
+        "cores": os.cpu_count(),
         "threads": THREADS,
         "isa": cpu.isa(),
         "versions": versions,
@@ -106,10 +120,21 @@ def machine() -> dict[str, Any]:
 
 
 def publish(
-    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, notes: Sequence[str] = ()
+    name: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    notes: Sequence[str] = (),
+    versions: Mapping[str, str] | None = None,
+    keep: bool = True,
 ) -> None:
-    """Prints the table and writes it to results/NAME.json and results/NAME.md."""
+    """Prints the table and, if it is to be kept, writes it to the `results_file`s in JSON and Markdown.
+
+    `versions` are those of peers that run in an environment of their own.
+    """
     facts = machine()
+    facts["versions"] |= versions or {}
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
@@ -121,10 +146,12 @@ def publish(
             *notes,
             f"Busy machine: {load:.1f} threads wanted to run on {THREADS} processors; run again when idle.",
         ]
-    console = Console(width=160)
+    console = Console(width=200)
     console.print(table)
     for note in notes:
         console.print(note, markup=False)
+    if not keep:
+        return
     RESULTS.mkdir(exist_ok=True)
     content = {
         "title": title,
@@ -133,17 +160,18 @@ def publish(
         "rows": [list(r) for r in rows],
         "notes": list(notes),
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    results_file(name, "json").write_text(json.dumps(content, indent=1) + "\n")
     lines = [
         f"# {title}",
         "",
-        f"{facts['date']}, {facts['processor']}, {facts['threads']} threads, ISA {facts['isa']}; ",
+        f"{facts['date']}, {facts['processor']}, {facts['cores']} cores with {' '.join(facts['features'])}, "
+        f"{facts['threads']} threads, ISA {facts['isa']}; ",
     ]
     lines[-1] += ", ".join(f"{k} {v}" for k, v in facts["versions"].items())
     lines += ["", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
     lines += ["", *(f"- {note}" for note in notes), ""]
-    (RESULTS / f"{name}.md").write_text("\n".join(lines))
+    results_file(name, "md").write_text("\n".join(lines))
 
 
 def noise_notes(timings: Mapping[str, Timing]) -> list[str]:

@@ -1,300 +1,280 @@
-"""Claim: whole models run faster than float32 ONNX Runtime: a real encoder, a vision encoder, a decoder.
+"""Claim: whole models run faster than what else runs them on a processor: an encoder, a vision encoder, a decoder.
 
 All are exported at opset 23, whose Attention, RMSNormalization and RotaryEmbedding are one kernel each in ONNX Runtime:
-the fastest float32 there is to compare with. The real encoder comes at the exporter's default opset as well. The peers
-are ONNX Runtime, as it is and without the optimizations that slow it down, its own 8-bit quantizers, and OpenVINO with
-the weights as they are, in int8 and in MXFP8, if it is installed (`pip install openvino nncf`).
+the fastest float32 there is to compare with. The real encoder comes at the exporter's default opset as well. `linears`
+is eight matmuls of 4096 x 4096 with a weight each, more than the caches hold, as in a model. The peers are ONNX
+Runtime, as it is and without the optimizations that slow it down, and its own 8-bit quantizers. With `--openvino`
+OpenVINO takes part, with the weights as they are, in int8 and in MXFP8 (`pip install openvino nncf`), and with
+`--llama` llama.cpp in Q8_0 on the decoder (see llama_peer.py). Idle threads spin nowhere.
+
+Ratios are those of the medians in one run, all contenders taking turns. Where memory has no room for all, they run in
+several heats with ONNX Runtime's float32 in each, and ratios are those of the ratios to it. Cosines are those of each
+output vector (of the means over the tokens for MiniLM) with ONNX Runtime's float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
-import torch
+from contenders import (
+    BEST,
+    COLUMNS,
+    LEGEND,
+    OV_BF16,
+    OV_INT8,
+    OV_MXFP8,
+    STOCK,
+    Field,
+    Workload,
+    table,
+)
+from exports import (
+    OPSET,
+    decoder_config,
+    export_decoder,
+    export_minilm,
+    export_vit,
+    linears,
+    write_decoder_weights,
+)
 from floors import Floors, measure
-from harness import THREADS, noise_notes, options, publish, take_turns
-from onnxruntime.quantization import QuantType, quantize_dynamic
-from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
-from openvino_peer import Peer
+from harness import THREADS, options, publish
+from peers import Feeds, Peer
 
-import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_ops import ort
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "samples" / "01_minilm_onnx"))
-from minilm import export as export_minilm
-
-Feeds = dict[str, np.ndarray]
-
-OPSET = 23
-HIDDEN, VOCABULARY = 2048, 32000
-
-
-class Decoder(torch.nn.Module):
-    """A Llama with its key-value cache as plain inputs and outputs."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        from transformers import LlamaForCausalLM
-
-        self.model = LlamaForCausalLM(config).eval()
-
-    def forward(self, input_ids: torch.Tensor, past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Returns the last token's logits and the grown cache."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
-        result = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        layers = result.past_key_values.layers
-        return (result.logits, *(t for layer in layers for t in (layer.keys, layer.values)))
-
-
-def export_decoder(path: Path, layers: int) -> None:
-    """Writes a random-weight Llama-config decoder with cache."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        num_hidden_layers=layers,
-        hidden_size=HIDDEN,
-        intermediate_size=5632,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-    )
-    decoder = Decoder(config)
-    past = [torch.randn(1, 4, 8, 64) for _ in range(2 * layers)]
-    length, cached = torch.export.Dim("sequence"), torch.export.Dim("cached")
-    names = [f"past.{i}.{kind}" for i in range(layers) for kind in ("key", "value")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            decoder,
-            (torch.ones(1, 4, dtype=torch.int64), past),
-            dynamo=True,
-            opset_version=OPSET,
-            dynamic_shapes=({1: length}, [{2: cached}] * len(past)),
-            input_names=["input_ids", *names],
-            output_names=["logits", *(n.replace("past", "present") for n in names)],
-            verbose=False,
-            external_data=True,
-        )
-    program.save(path, external_data=True)
-
-
-def export_vit(path: Path) -> None:
-    """Writes a random-weight ViT-B/16."""
-    from transformers import ViTConfig, ViTModel
-
-    model = ViTModel(ViTConfig()).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            model,
-            kwargs={"pixel_values": torch.randn(2, 3, 224, 224)},
-            dynamo=True,
-            opset_version=OPSET,
-            dynamic_shapes={"pixel_values": {0: torch.export.Dim("batch")}},
-            input_names=["pixel_values"],
-            output_names=["last_hidden_state", "pooler_output"],
-            verbose=False,
-        )
-    program.save(path)
-
 
 RECIPES = {
-    "mxfp8": Recipe(),
-    "mxfp8, bf16 activations": Recipe(activations="bfloat16"),
-    "mxfp8, weight-only": Recipe(activations="unchanged"),
-    "mxfp8, output projection too": Recipe(output_projections=True),
+    "mxfp8": {},
+    "mxfp8-bf16": {"activations": "bfloat16"},
+    "mxfp8-weight-only": {"activations": "unchanged"},
 }
+ROUNDS = 9
+PAST = 256
 
 
-OPENVINO = (
-    ("OpenVINO fp32", "f32", "as they are"),
-    ("OpenVINO bf16", "bf16", "as they are"),
-    ("OpenVINO bf16, NNCF int8 weights", "bf16", "int8"),
-    ("OpenVINO bf16, NNCF MXFP8 weights", "bf16", "mxfp8"),
-)
-"""Name, what it computes in, what NNCF makes of the weights."""
+@dataclass(frozen=True)
+class Run:
+    """What the command line asks for."""
 
+    folder: Path
+    """Where models are kept."""
+    openvino: str | None
+    llama: str | None
+    layers: int
+    together: int
+    quick: bool
+    """Small models, few rounds, no result files: whether everything works."""
 
-def file_of(path: Path, contender: str) -> Path:
-    """Returns where the model that a contender runs is kept."""
-    return path.with_suffix(f".{contender.replace(', ', '.').replace(' ', '-')}.onnx")
+    @property
+    def rounds(self) -> int:
+        """Of a workload of moderate size."""
+        return 3 if self.quick else ROUNDS
 
-
-class Contenders:
-    """Everybody who runs one model; writes those of their files that do not exist yet.
-
-    Args:
-        path: the float32 model.
-        recipes: names in `RECIPES`.
-        int8: whether ONNX Runtime's int8 dynamic quantization takes part.
-        openvino: an interpreter that has openvino and nncf, or None.
-    """
-
-    def __init__(self, path: Path, recipes: tuple[str, ...], *, int8: bool, openvino: str | None) -> None:
-        self.path = path
-        self.notes: list[str] = []
-        self.sessions = {"ORT fp32": onnxruntime.InferenceSession(path, options())}
-        best = options()
-        best.add_session_config_entry(ort.DISABLE, ";".join(ort.FASTER_WITHOUT))
-        self.sessions["ORT fp32, best settings"] = onnxruntime.InferenceSession(path, best)
-        for recipe in recipes:
-            if not file_of(path, recipe).exists():
-                _, report = mxfp8_graph.rewrite(path, RECIPES[recipe], output=file_of(path, recipe))
-                print(f"{path.name}, {recipe}: {len(report.rewritten)} of {len(report.sites)} matmuls")
-            self.sessions[recipe] = ort.session(file_of(path, recipe), session_options=options())
-        self.sessions["ORT MatMulNBits 8"] = self._bits8()
-        if int8:
-            self.sessions["ORT int8 dynamic"] = self._int8_dynamic()
-        self.peers = {} if openvino is None else self._openvino(openvino)
-
-    def _bits8(self) -> onnxruntime.InferenceSession:
-        target = self.path.with_suffix(".bits8.onnx")
-        if not target.exists():
-            model = onnx.load(self.path)
-            quantizer = MatMulNBitsQuantizer(model, bits=8, block_size=32, is_symmetric=True, accuracy_level=4)
-            quantizer.process()
-            quantizer.model.save_model_to_file(str(target), use_external_data_format=True)
-        return onnxruntime.InferenceSession(target, options())
-
-    def _int8_dynamic(self) -> onnxruntime.InferenceSession:
-        target = self.path.with_suffix(".int8.onnx")
-        if not target.exists():
-            nodes = ["MatMul", "Gemm", "Gather"]  # it takes opset 23's Attention for ONNX Runtime's own
-            quantize_dynamic(self.path, target, op_types_to_quantize=nodes, weight_type=QuantType.QInt8)
-        return onnxruntime.InferenceSession(target, options())
-
-    def _openvino(self, python: str) -> dict[str, Peer]:
-        peers = {}
-        for label, precision, weights in OPENVINO:
-            try:
-                peers[label] = Peer(self.path, precision=precision, weights=weights, threads=THREADS, python=python)
-            except RuntimeError as error:
-                self.notes.append(f"{self.path.name}: {label} does not run: {error}")
-        return peers
-
-    def calls(self, feeds: Feeds) -> dict[str, Callable[[], Any]]:
-        """Returns what each of them does with these inputs."""
-        wanted = {i.name for i in self.sessions["ORT fp32"].get_inputs()}
-        given = {name: value for name, value in feeds.items() if name in wanted}
-        for peer in self.peers.values():
-            peer.feed(given)
-        return {name: lambda s=s: s.run(None, given) for name, s in self.sessions.items()} | dict(self.peers)
-
-    def close(self) -> None:
-        """Ends the processes of the peers."""
-        for peer in self.peers.values():
-            peer.close()
-
-
-def weight_note(path: Path, bandwidth: float, embedding: int) -> str:
-    """Returns the least time of a decode step: that of reading all weights once, without the embedding."""
-    files = {"fp32": path} | {name: file_of(path, name) for name in ("mxfp8", "mxfp8, output projection too")}
-    times = []
-    for name, file in files.items():
-        size = file.with_name(f"{file.name}.data").stat().st_size - embedding
-        times.append(f"{name} {size / 1e6:.0f} MB, {1e3 * size / bandwidth:.0f} ms")
-    return f"Weights that a decode step reads, and the time that takes at the bandwidth measured: {'; '.join(times)}"
+    def model(self, name: str, write: Callable[[Path], object]) -> Path:
+        """Returns a model's file, which is written if it does not exist yet."""
+        path = self.folder / f"{name}{'-quick' if self.quick else ''}.onnx"
+        if not path.exists():
+            write(path)
+        return path
 
 
 class Results:
     """The rows and notes of one table."""
 
-    def __init__(self, floors: Floors) -> None:
-        self.rows: list[list[Any]] = []
-        self.notes = [floors.describe()]
+    def __init__(self, run: Run) -> None:
+        self.run, self.floors = run, measure(*((16 << 20,) if run.quick else ()))
+        self.rows: list[list[str]] = []
+        self.notes = [LEGEND, self.floors.describe()]
+        self.versions: dict[str, str] = {}
 
-    def compare(self, label: str, contenders: Contenders, feeds: Feeds, *, rounds: int) -> None:
-        """Times one workload."""
-        timings = take_turns(contenders.calls(feeds), rounds=rounds)
-        base = timings["ORT fp32"].median
-        for name, t in timings.items():
-            spread = f"{t.spread / t.median:.0%}"
-            self.rows.append([label, name, f"{t.median * 1e3:.1f}", spread, f"{base / t.median:.2f}x"])
-        self.notes += [f"{label}: {note}" for note in noise_notes(timings)]
+    def race(self, field: Field, workloads: list[Workload]) -> None:
+        """Adds the rows of these workloads."""
+        outcomes = field.race(workloads)
+        for workload in workloads:
+            self.rows += table(workload, outcomes[workload.label], field.recipes)
+        self.notes += field.notes
+        self.versions |= field.versions
 
-    def publish(self, name: str, title: str, openvino: str | None) -> None:
-        """Prints and writes the table."""
-        if openvino is None:
+    def publish(self, name: str, title: str) -> None:
+        """Prints the table and writes it, unless the run was a quick one."""
+        if self.run.openvino is None:
             self.notes.append("OpenVINO is not in this table: it was not installed.")
-        columns = ["workload", "contender", "ms", "spread", "vs fp32"]
-        publish(name, f"{title}, {THREADS} threads", columns, self.rows, notes=list(dict.fromkeys(self.notes)))
+        cells = [column for column in zip(COLUMNS, *self.rows, strict=True) if any(column[1:])]
+        columns, *rows = zip(*cells, strict=True)
+        notes = list(dict.fromkeys(self.notes))
+        title = f"{title}, {THREADS} threads"
+        publish(name, title, columns, rows, notes=notes, versions=self.versions, keep=not self.run.quick)
 
 
-def minilm(folder: Path, openvino: str | None) -> None:
+def recipes(*, output_projections: bool = False) -> dict[str, Recipe]:
+    """Returns ours, with or without the output projection."""
+    return {name: Recipe(**each, output_projections=output_projections) for name, each in RECIPES.items()}
+
+
+def targets(**least: Any) -> Mapping[str, Mapping[str, float]]:
+    """Returns the same targets for the two recipes that multiply in 8 or 16 bits, and "no slower" for the third."""
+    return {"mxfp8": least["all"], "mxfp8-bf16": least["all"], "mxfp8-weight-only": {STOCK: 1.0}}
+
+
+def texts(batch: int, tokens: int) -> Feeds:
+    """Returns passages of Python's language reference, cut into as many tokens each."""
+    from minilm import model_folder, sentences
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    words = tokenizer.encode(" ".join(sentences()), add_special_tokens=False).ids
+    body = np.resize(np.array(words), (batch, tokens - 2))
+    start, end = (np.full((batch, 1), tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]"))
+    ids = np.concatenate([start, body, end], axis=1).astype(np.int64)
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+
+
+def minilm(run: Run) -> None:
     """Times the real all-MiniLM-L6-v2."""
-    results = Results(measure())
+    results = Results(run)
+    tokens = 16 if run.quick else 128
     for opset in (OPSET, None):
-        path = folder / f"minilm-{opset or 'default'}.onnx"
-        if not path.exists():
-            export_minilm(path, opset)
-        recipes = ("mxfp8", "mxfp8, bf16 activations", "mxfp8, weight-only")
-        contenders = Contenders(path, recipes, int8=True, openvino=openvino)
-        for batch in (8, 32):
-            ids = np.random.default_rng(0).integers(1000, 20000, (batch, 128))
-            feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-            label = f"{batch} x 128" + ("" if opset else ", the exporter's default opset")
-            results.compare(label, contenders, feeds, rounds=9)
-        contenders.close()
-        results.notes += contenders.notes
-    results.publish("minilm", "all-MiniLM-L6-v2", openvino)
+        path = run.model(f"minilm-{opset or 'default'}", functools.partial(export_minilm, opset=opset))
+        least = {STOCK: 2.0, BEST: 1.8, OV_BF16: 1.15} if opset else {STOCK: 2.2, OV_BF16: 1.1}
+        workloads = [
+            Workload(
+                f"{batch} x {tokens}" + ("" if opset else ", default opset"),
+                [texts(batch, tokens)],
+                run.rounds,
+                targets(all=least),
+                pooled=True,
+            )
+            for batch in ((2,) if run.quick else (8, 32))
+        ]
+        results.race(Field(path, recipes(), openvino=run.openvino), workloads)
+    results.publish("minilm", "all-MiniLM-L6-v2")
 
 
-def vit(folder: Path, openvino: str | None) -> None:
+def vit(run: Run) -> None:
     """Times a ViT-B/16 with random weights."""
-    results = Results(measure())
-    path = folder / "vit.onnx"
-    if not path.exists():
-        export_vit(path)
-    contenders = Contenders(path, ("mxfp8", "mxfp8, bf16 activations"), int8=True, openvino=openvino)
-    for batch in (1, 8):
+    results = Results(run)
+    path = run.model("vit", functools.partial(export_vit, quick=run.quick))
+    workloads = []
+    for batch in (1,) if run.quick else (1, 8):
         pixels = np.random.default_rng(0).standard_normal((batch, 3, 224, 224), np.float32)
-        results.compare(f"{batch} of 224 x 224", contenders, {"pixel_values": pixels}, rounds=7)
-    contenders.close()
-    results.notes += contenders.notes
-    results.publish("vit", "ViT-B/16, random weights", openvino)
+        least = {STOCK: 1.9, OV_BF16: 1.0}
+        workloads.append(Workload(f"{batch} of 224 x 224", [{"pixel_values": pixels}], run.rounds, targets(all=least)))
+    results.race(Field(path, recipes(), openvino=run.openvino), workloads)
+    results.publish("vit", "ViT-B/16, random weights")
 
 
-def decoder(folder: Path, openvino: str | None, layers: int) -> None:
+def decoder_feeds(path: Path, config: Any, length: int, cached: int, count: int) -> list[Feeds]:
+    """Returns random tokens with the cache that ONNX Runtime's float32 makes of those before them."""
+    session = onnxruntime.InferenceSession(path, options())
+    caches = [given.name for given in session.get_inputs()[1:]]
+    empty = np.zeros((1, config.num_key_value_heads, 0, config.head_dim), np.float32)
+    found = []
+    for seed in range(count):
+        ids = np.random.default_rng(seed).integers(0, config.vocab_size, (1, cached + length))
+        past, rest = ids[:, :cached], ids[:, cached:]
+        feeds = {"past_ids": past, "input_ids": rest} | dict.fromkeys(caches, empty)
+        if cached:
+            grown = session.run(None, dict.fromkeys(caches, empty) | {"input_ids": past})[1:]
+            feeds |= dict(zip(caches, grown, strict=True))
+        found.append(feeds)
+    return found
+
+
+def llama_peer(run: Run, config: Any, path: Path) -> Callable[[], Peer] | None:
+    """Returns what opens llama.cpp's form of the decoder."""
+    if run.llama is None:
+        return None
+    target = path.with_suffix(".gguf")
+
+    def open_it() -> Peer:
+        names = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads"
+        shape = {name: getattr(config, name) for name in (*names.split(), "vocab_size", "rms_norm_eps")}
+        shape["rope_theta"] = config.rope_parameters["rope_theta"]
+        with tempfile.TemporaryDirectory(dir=run.folder) as folder:
+            weights = Path(folder) / "weights.npz"
+            if not target.exists():
+                write_decoder_weights(weights, config)
+            settings = {"model": str(target), "weights": str(weights), "config": shape, "threads": THREADS}
+            return Peer("llama_peer.py", settings, python=run.llama or sys.executable)
+
+    return open_it
+
+
+def weight_note(field: Field, floors: Floors, embedding: int) -> str:
+    """Returns the least time of a decode step: that of reading all weights once, without the embedding."""
+    times = []
+    for name, file in {STOCK: field.path, **{name: field.file(name) for name in field.recipes}}.items():
+        size = sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*")) - embedding
+        times.append(f"{name} {size / 1e6:.0f} MB, {1e3 * size / floors.read:.0f} ms")
+    return f"Weights that a decode step reads, and the time that takes at the bandwidth measured: {'; '.join(times)}"
+
+
+def decoder(run: Run) -> None:
     """Times a Llama-config decoder with random weights."""
-    floors = measure()
-    results = Results(floors)
-    path = folder / f"decoder-{layers}.onnx"
-    if not path.exists():
-        export_decoder(path, layers)
-    contenders = Contenders(path, tuple(RECIPES), int8=False, openvino=openvino)
-    results.notes.append(weight_note(path, floors.read, embedding=VOCABULARY * HIDDEN * 4))
-    for label, length, cached, rounds in (("decode, 256 cached", 1, 256, 25), ("prefill 256", 256, 0, 5)):
-        rng = np.random.default_rng(1)
-        feeds: Feeds = {"input_ids": rng.integers(0, VOCABULARY, (1, length))}
-        for i in contenders.sessions["ORT fp32"].get_inputs()[1:]:
-            feeds[i.name] = rng.standard_normal((1, 4, cached, 64), np.float32)
-        results.compare(label, contenders, feeds, rounds=rounds)
-    contenders.close()
-    results.notes += contenders.notes
-    parameters = path.with_name(f"{path.name}.data").stat().st_size / 4e9
-    results.publish("decoder", f"A decoder of {parameters:.2f} billion parameters, its cache in and out", openvino)
+    results = Results(run)
+    layers = 2 if run.quick else run.layers
+    config = decoder_config(layers, quick=run.quick)
+    path = run.model(f"decoder-{layers}", functools.partial(export_decoder, config=config))
+    ours = {**recipes(output_projections=True), "mxfp8, output projection kept": Recipe()}
+    field = Field(path, ours, openvino=run.openvino, llama=llama_peer(run, config, path), together=run.together)
+    decode = targets(all={STOCK: 3.5, OV_BF16: 1.8, OV_INT8: 1.8, OV_MXFP8: 1.8})
+    prefill = targets(all={STOCK: 2.0, OV_BF16: 1.1, OV_MXFP8: 1.0})
+    workloads = [
+        Workload(
+            f"decode, {PAST} cached",
+            decoder_feeds(path, config, 1, PAST, 8),
+            3 if run.quick else 25,
+            {**decode, "mxfp8-weight-only": decode["mxfp8"]},  # a row's activations make no difference
+        ),
+        Workload(f"prefill {PAST}", decoder_feeds(path, config, PAST, 0, 4), 3 if run.quick else 5, prefill),
+    ]
+    results.race(field, workloads)
+    results.notes.append(weight_note(field, results.floors, config.vocab_size * config.hidden_size * 4))
+    results.publish("decoder", f"A decoder of {layers} layers, its cache in and out")
+
+
+def eight_linears(run: Run) -> None:
+    """Times eight linears of 4096 x 4096, a weight each."""
+    results = Results(run)
+    size, layers = (256, 2) if run.quick else (4096, 8)
+    path = run.model(f"linears-{size}", lambda target: onnx.save(linears(size, size, layers), target))
+    workloads = []
+    for rows, least in ((1, 1.8), (4, 1.1), (16, 1.0), (64, 1.0), (256, 1.0)):
+        x = np.random.default_rng(rows).standard_normal((rows, size), np.float32)
+        feeds = {f"x{i}": x.copy() for i in range(layers)}
+        workloads.append(Workload(f"M = {rows}", [feeds], run.rounds, targets(all={OV_INT8: least})))
+    results.race(Field(path, recipes(output_projections=True), openvino=run.openvino), workloads)
+    results.publish("linears", f"{layers} linears of {size} x {size}")
+
+
+MODELS = {"minilm": minilm, "vit": vit, "decoder": decoder, "linears": eight_linears}
 
 
 def main() -> None:
     """Times the models that are asked for, and writes a table of each to results/."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("minilm", "vit", "decoder"))
-    parser.add_argument("--layers", type=int, default=16, help="layers of the decoder; 16 are 0.8 billion parameters")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--layers", type=int, default=16, help="layers of the decoder; 16 are 0.84 billion parameters")
+    parser.add_argument(
+        "--together", type=int, default=6, help="contenders of the decoder in memory at once, besides the first"
+    )
     parser.add_argument("--folder", type=Path, help="where the models stay for the next run; by default they do not")
     parser.add_argument("--openvino", help="an interpreter that has openvino and nncf; by default this one, if it has")
+    parser.add_argument("--llama", help="an interpreter that has llama-cpp-python and gguf")
+    parser.add_argument("--quick", action="store_true", help="tiny models, three rounds, nothing written")
     arguments = parser.parse_args()
     openvino = arguments.openvino
     if openvino is None and all(map(importlib.util.find_spec, ("openvino", "nncf"))):
@@ -302,12 +282,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        if arguments.only in {None, "minilm"}:
-            minilm(folder, openvino)
-        if arguments.only in {None, "vit"}:
-            vit(folder, openvino)
-        if arguments.only in {None, "decoder"}:
-            decoder(folder, openvino, arguments.layers)
+        run = Run(folder, openvino, arguments.llama, arguments.layers, arguments.together, arguments.quick)
+        for name in arguments.only:
+            MODELS[name](run)
 
 
 if __name__ == "__main__":

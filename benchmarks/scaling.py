@@ -7,7 +7,7 @@ import itertools
 
 import matplotlib as mpl
 import numpy as np
-from harness import RESULTS, THREADS, noise_notes, publish, take_turns
+from harness import RESULTS, THREADS, noise_notes, publish, results_file, take_turns
 
 from mxfp8_ops import cpu
 
@@ -97,7 +97,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     figure.suptitle(f"Quantize and multiply, {THREADS} threads, {cpu.isa()}")
     figure.tight_layout()
-    figure.savefig(RESULTS / "scaling.png", dpi=90)
+    figure.savefig(results_file("scaling", "png"), dpi=90)
     columns = ["series", "sizes", "ms at the second", "growth of time over growth of work"]
     publish("scaling", f"How the cost grows, {THREADS} threads", columns, rows, notes=notes)
 

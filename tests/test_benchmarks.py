@@ -1,15 +1,18 @@
-"""The benchmarks as scripts: make runs each of them, and what an op is compared with is the kernel it calls."""
+"""The benchmarks as scripts: make runs each of them, contenders get the same inputs, tables say what was missed."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import numpy as np
+import onnx
+import onnxruntime
 import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SHARED = {"floors", "harness", "openvino_peer"}
+SHARED = {"contenders", "exports", "floors", "harness", "llama_peer", "openvino_peer", "ort_peer", "peers"}
 
 
 def test_make_runs_every_benchmark():
@@ -39,3 +42,114 @@ def test_overhead_is_that_of_an_op_over_its_own_kernel(monkeypatch, mode):
     rows = op_overhead.table(mode, op_overhead.measure(mode, rounds=1, least_seconds=0))
     assert [row[:2] for row in rows] == [[name, mode] for name in kernels]
     assert all(len(row) == len(op_overhead.COLUMNS) for row in rows)
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def small_linears(benchmarks, tmp_path):
+    exports = pytest.importorskip("exports", reason="needs torch")
+    onnx.save(exports.linears(64, 64, layers=2), tmp_path / "linears.onnx")
+    return tmp_path / "linears.onnx"
+
+
+def rows(count):
+    return {f"x{i}": np.random.default_rng(i).standard_normal((count, 64), np.float32) for i in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "name"), [("AuthenticAMD", "a.md"), ("GenuineIntel", "a.intel.md"), ("", "a.other.md")]
+)
+def test_results_of_two_makers_of_processors_stand_side_by_side(benchmarks, monkeypatch, vendor, name):
+    import harness
+
+    monkeypatch.setattr(harness, "_processor", {"vendor_id": vendor}.get)
+    assert harness.results_file("a", "md").name == name
+
+
+def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs(small_linears):
+    import contenders
+
+    from mxfp8_graph import Recipe
+
+    field = contenders.Field(small_linears, {"ours": Recipe(output_projections=True)}, together=2)
+    workload = contenders.Workload("few rows", [rows(3), rows(5)], rounds=2)
+    outcomes = field.race([workload])[workload.label]
+    expected = [contenders.STOCK, "ours", contenders.BITS8, contenders.INT8, contenders.BEST]
+    assert list(outcomes) == expected
+    assert {name: len(outcome.timings) for name, outcome in outcomes.items()} == dict.fromkeys(expected, 1) | {
+        contenders.STOCK: 2
+    }
+    assert all(outcome.cosines.shape == (8,) for outcome in outcomes.values())
+    assert outcomes[contenders.STOCK].cosines.min() > 1 - 1e-6
+    assert 0.99 < outcomes["ours"].cosines.min() < 1 - 1e-6
+
+
+def test_a_peer_that_cannot_run_is_in_the_notes(small_linears):
+    import contenders
+
+    field = contenders.Field(small_linears, {}, openvino="/bin/false")
+    outcomes = field.race([contenders.Workload("few rows", [rows(3)], rounds=1)])["few rows"]
+    assert list(outcomes) == [contenders.STOCK, contenders.BITS8, contenders.INT8, contenders.BEST]
+    assert field.notes[0] == "linears: OpenVINO bf16 does not run: the process ended without a word"
+
+
+def test_our_rows_say_which_targets_they_miss_and_to_whom_they_lose(benchmarks):
+    import contenders
+    from harness import Timing
+
+    def outcome(speed):
+        return contenders.Outcome([Timing(0.1 / speed, 0)], [speed], np.array([1.0, 0.5]))
+
+    outcomes = {contenders.STOCK: outcome(1.0), "ours": outcome(2.0), contenders.BITS8: outcome(2.5)}
+    met, missed = {contenders.STOCK: 1.9}, {contenders.STOCK: 2.1}
+    for targets, cell in ((met, "2.00 >= 1.9"), (missed, "2.00 < 2.1"), ({}, "2.00")):
+        workload = contenders.Workload("decode", [], 1, {"ours": targets})
+        stock, ours, bits8 = (
+            dict(zip(contenders.COLUMNS, row, strict=True))
+            for row in contenders.table(workload, outcomes, {"ours": None})
+        )
+        assert (ours["x ORT fp32"], ours["x ORT MatMulNBits 8"]) == (cell, "0.80 < 1")
+        assert (stock["x ORT fp32"], bits8["x ORT fp32"], bits8["x ORT MatMulNBits 8"]) == ("1.00", "2.50", "")
+        assert (ours["ms"], ours["mean cosine"], ours["worst cosine"]) == ("50", "0.75000", "0.50000")
+
+
+def test_another_process_answers_as_a_session_of_this_one(small_linears):
+    from peers import Peer
+
+    peer = Peer("ort_peer.py", {"model": str(small_linears), "ours": False})
+    try:
+        peer.feed(rows(3) | {"of another model": np.zeros(1)})
+        assert peer() > 0
+        expected = onnxruntime.InferenceSession(small_linears).run(["y0"], rows(3))[0]
+        np.testing.assert_allclose(peer.output(), expected, rtol=1e-5, atol=1e-4)
+        assert peer.memory() > 2 * 64 * 64 * 4
+    finally:
+        peer.close()
+
+
+def test_a_process_that_ends_leaves_its_last_words(benchmarks):
+    from peers import Peer
+
+    with pytest.raises(RuntimeError, match=r"no\.onnx"):
+        Peer("ort_peer.py", {"model": "no.onnx", "ours": False})
+
+
+def test_a_cliff_is_a_step_above_the_smooth_curve(benchmarks):
+    growth = pytest.importorskip("growth", reason="needs torch, matplotlib and scipy")
+    from harness import Timing
+
+    sizes = [(1, tokens) for tokens in growth.TOKENS]
+    smooth = {size: 3 + 0.1 * size[1] + 0.001 * size[1] ** 2 for size in sizes}
+    steep = {size: seconds * (1.5 if size[1] >= 256 else 1) for size, seconds in smooth.items()}
+    series = {size: {"smooth": (Timing(smooth[size], 0), 10), "steep": (Timing(steep[size], 0), 10)} for size in sizes}
+    rows = growth.rows_of("one sequence", series)
+    steps = [dict(zip(growth.COLUMNS, row, strict=True)) for row in rows[: len(sizes)]]
+    assert [row[growth.STEP] for row in steps] == ["", *["1.00"] * (len(sizes) - 1)]
+    assert float(steps[-1]["step per token"]) > 1.8  # every pair of tokens costs, and that is no cliff
+    flat, cliff = growth.cliffs(rows)
+    assert flat.startswith("smooth: no cliff")
+    assert cliff.startswith("steep: A CLIFF; the largest step, to 1 x 256 (one sequence), is 1.")
