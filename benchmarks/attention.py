@@ -1,7 +1,7 @@
 """Claim: MXFP8Attention takes less time than ONNX Runtime's Attention, and nears what the processor can do.
 
-Both run in this process, in turns, in sessions whose inputs and outputs are bound. ONNX Runtime's is its op of opset 23
-on the same 3-D inputs. Column "of floor": the multiply-adds that are needed (half of them if causal) at the rate of this
+Both run in this process, in turns, in sessions whose inputs and outputs are bound. ONNX Runtime's is its op of opset
+23 on the same 3-D inputs. Column "of floor": the multiply-adds that are needed (half of them if causal) at the rate of this
 machine's float32 product, or the bytes that are needed at memcpy's, whichever takes longer, over the time of the case.
 bfloat16 multiplies faster than that floor knows on processors with AMX.
 """
@@ -59,7 +59,7 @@ CASES = {
 
 
 def session(sizes: Sizes, activation_dtype: int | None) -> Callable[[], object]:
-    """Returns a call of one node: ONNX Runtime's if `activation_dtype` is None. Its presents are written only by that."""
+    """Returns a call of one node: ONNX Runtime's if `activation_dtype` is None. Only that writes its presents."""
     rng = np.random.default_rng(0)
     length, kv = sizes.past + sizes.rows, sizes.kv_heads * sizes.d
     arrays = {

@@ -117,7 +117,7 @@ def load() -> ctypes.CDLL:
 
 
 def available_isas() -> tuple[str, ...]:
-    """Returns the instruction sets this machine can run, best first: "amx_bf16", "avx512_bf16", "avx512", "avx2", ..."""
+    """Returns the instruction sets this machine can run, best first: "amx_bf16", "avx512_bf16", ..., "portable"."""
     names: bytes = load().mxfp8_isa_available()
     return tuple(names.decode().split(","))
 
