@@ -1,9 +1,9 @@
 """Claim: MXFP8Attention takes less time than ONNX Runtime's Attention, and nears what the processor can do.
 
 Both run in this process, in turns, in sessions whose inputs and outputs are bound. ONNX Runtime's is its op of opset
-23 on the same 3-D inputs. Column "of floor": the multiply-adds that are needed (half of them if causal) at the rate of this
-machine's float32 product, or the bytes that are needed at memcpy's, whichever takes longer, over the time of the case.
-bfloat16 multiplies faster than that floor knows on processors with AMX.
+23 on the same 3-D inputs. Column "of floor": the multiply-adds that are needed (half of them if causal) at the rate
+of this machine's float32 product, or the bytes that are needed at memcpy's, whichever takes longer, over the time of
+the case. bfloat16 multiplies faster than that floor knows on processors with AMX.
 """
 
 from __future__ import annotations
