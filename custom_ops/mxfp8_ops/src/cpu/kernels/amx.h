@@ -35,7 +35,8 @@ class AmxTiles {
       configuration.row_bytes[tile] = kAmxRowBytes;
       configuration.rows[tile] = uint8_t(full ? kAmxRows : of_first ? first : second);
     }
-    _tile_loadconfig(&configuration);
+    // Not _tile_loadconfig: GCC 12 tells its optimizer that this reads 8 bytes, and the stores of the others go.
+    asm volatile("ldtilecfg %0" ::"m"(configuration));
   }
 
  private:
