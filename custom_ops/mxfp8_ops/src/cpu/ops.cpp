@@ -108,10 +108,11 @@ void embedding(const Kernels& kernels, const Parallel& parallel, const Embedding
 void norm_quantize(const Kernels& kernels, const Parallel& parallel, const NormArgs& args) {
   if (args.rows == 0 || args.k == 0) return;
   const int64_t tasks = equal_ranges(parallel, args.rows, args.k), per_task = ceil_div(args.rows, tasks);
-  const int64_t room = std::min(norm_rows(args.k), per_task) * args.k;
-  std::vector<float> rooms(size_t(ceil_div(args.rows, per_task) * room));
+  const int64_t room = ceil_div(std::min(norm_rows(args.k), per_task) * args.k, 16) * 16;  // whole cache lines
+  const auto bytes = size_t(ceil_div(args.rows, per_task) * room) * sizeof(float);
+  const Scratch rooms(::operator new(bytes, std::align_val_t{64}));
   for_ranges(parallel, args.rows, per_task, [&](int64_t task, int64_t begin, int64_t end) {
-    kernels.norm_quantize(args, begin, end, rooms.data() + task * room);
+    kernels.norm_quantize(args, begin, end, static_cast<float*>(rooms.get()) + task * room);
   });
 }
 

@@ -1,0 +1,48 @@
+"""Packed weights of fused gemms are found like those of any gemm."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import mxfp8_graph
+from mxfp8_ops import contract, numerics, onnx_functions
+
+FUSED = [name for name, op in contract.OPS.items() if op.is_gemm and "epilogue" in op.attributes]
+SHAPES = {"X": ["rows", 40], "A": ["rows", 40], "A_scales": ["rows", 2], "factor": ["rows", 5]}
+
+
+def one_gemm(name: str, weight: tuple[np.ndarray, np.ndarray]) -> onnx.ModelProto:
+    """Returns a model of a node whose other inputs are the model's."""
+    op = contract.OPS[name]
+    names = [port.name for port in op.inputs if not port.optional]
+    stored = [
+        helper.make_tensor(f"w/{port}", op.inputs[op.at(port)].dtypes[0], array.shape, array.tobytes(), raw=True)
+        for port, array in zip(("B", "B_scales"), weight, strict=True)
+    ]
+    inputs = [
+        helper.make_tensor_value_info(port.name, port.dtypes[0], SHAPES[port.name])
+        for port in op.inputs
+        if port.name in names and port.name not in {"B", "B_scales"}
+    ]
+    given = [f"w/{port}" if port in {"B", "B_scales"} else port for port in names]
+    node = helper.make_node(name, given, ["Y"], domain=contract.DOMAIN, **op.attributes)
+    output = helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["rows", 5])
+    graph = helper.make_graph([node], "gemm", inputs, [output], stored)
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
+    bodies = onnx_functions.functions(23, [name])
+    return helper.make_model(graph, opset_imports=imports, ir_version=10, functions=bodies)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_unpack_finds_the_weight(name: str) -> None:
+    weight = numerics.quantize(np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32))
+    (found,) = mxfp8_graph.unpack(one_gemm(name, weight)).values()
+    assert found.weight_only is contract.OPS[name].weight_only
+    np.testing.assert_array_equal(found.dequantize(), numerics.dequantize(*weight))
+
+
+def test_there_are_four() -> None:
+    assert len(FUSED) == 4
