@@ -2,8 +2,8 @@
 
 Both run in this process, in turns, in sessions whose inputs and outputs are bound. ONNX Runtime's is its op of opset
 23 on the same 3-D inputs. Column "of floor": the multiply-adds that are needed (half of them if causal) at the rate
-of this machine's float32 product, or the bytes that are needed at memcpy's, whichever takes longer, over the time of
-the case. bfloat16 multiplies faster than that floor knows on processors with AMX.
+of a large float32 product here, or the bytes that are needed at that of memcpy, whichever takes longer, over the time
+of the case. On processors with AMX bfloat16 multiplies faster than that floor knows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CASES = {
 
 
 def session(sizes: Sizes, activation_dtype: int | None) -> Callable[[], object]:
-    """Returns a call of one node: ONNX Runtime's if `activation_dtype` is None. Only that writes its presents."""
+    """Returns a call of one node, ONNX Runtime's if `activation_dtype` is None; that cannot leave out presents."""
     rng = np.random.default_rng(0)
     length, kv = sizes.past + sizes.rows, sizes.kv_heads * sizes.d
     arrays = {

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kTaskProducts = 1 << 20;  // multiply-adds worth a task: 10 us
 constexpr int64_t kLeastKeys = 256;         // keys worth a task of their own
+constexpr int64_t kLeastRows = 64;          // rows worth packing keys and values for
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kLine = 64;
 
@@ -28,12 +29,18 @@ struct Free {
 using Scratch = std::unique_ptr<void, Free>;
 Scratch scratch_of(int64_t bytes) { return Scratch(::operator new(size_t(bytes), std::align_val_t{kLine})); }
 
+// As many that every thread has some, but no smaller ones than pay.
+int64_t wanted_blocks(const AttentionArgs& a, int64_t rows, int64_t threads) {
+  const int64_t for_threads = ceil_div(2 * threads, a.batch * a.kv_heads);
+  return std::max(ceil_div(rows, kAttentionRows), std::min(for_threads, ceil_div(rows, kLeastRows)));
+}
+
 // The tasks of an attention: `parts` of keys for each of `blocks` of rows of each head of keys.
 struct Split {
   int64_t rows, each, blocks, total, parts, keys;
   Split(const AttentionArgs& a, int threads)
       : rows(a.rows * (a.q_heads / a.kv_heads)),
-        each(ceil_div(rows, ceil_div(rows, kAttentionRows))),
+        each(ceil_div(rows, wanted_blocks(a, rows, threads))),
         blocks(ceil_div(rows, each)),
         total(a.past + a.keys) {
     const int64_t alone = a.batch * a.kv_heads * blocks;
