@@ -73,8 +73,8 @@ class GemmPlanner {
   }
 
   Operand rounded(const Operand& x, int64_t total) {
+    if (total == 0) return {kBF16, x.data, 0};  // nothing is read there, and scratch memory may have no such place
     const Argument to = steps_.take(2 * total);
-    if (total == 0) return {kBF16, to, 0};
     const bool ragged = total % 16 != 0 || unaligned({x.data});
     steps_.launch(kernel(Source::kBfloat16Rounded, {x.kind, ragged}), ceil_div(total, 16 * kThreads),
                   {x.data, to, total});

@@ -33,7 +33,7 @@ constexpr int kWorkers = 4;
 
 [[noreturn]] void fail(const std::string& what) {
   std::fprintf(stderr, "hostile: %s\n", what.c_str());
-  std::exit(1);
+  std::_Exit(1);  // other threads are still at work on what std::exit would take away
 }
 
 bool chance(Random& random, int one_in) { return random() % uint64_t(one_in) == 0; }

@@ -30,7 +30,7 @@ const int kValues[] = {MXFP8_FLOAT32, MXFP8_FLOAT16, MXFP8_BFLOAT16};
 
 [[noreturn]] void fail(const std::string& what) {
   std::fprintf(stderr, "stress: %s\n", what.c_str());
-  std::exit(1);
+  std::_Exit(1);  // other threads are still at work on what std::exit would take away
 }
 
 void check(int status, const char* what) {
@@ -82,10 +82,12 @@ struct Call {
   std::string name;
   bool exact = true;
   Bytes (*run)(const Call&, int threads) = nullptr;
-  int dtype = 0, format = 0, b_format = 0, y_dtype = 0, rounding = 0, transposed = 0;
-  int64_t m = 0, n = 0, k = 0;
+  int dtype = 0, format = 0, b_format = 0, y_dtype = 0, rounding = 0, transposed = 0, activation = 0;
+  int64_t m = 0, n = 0, k = 0, count = 0;
   Bytes x, x_scales, b, b_scales;
   std::vector<float> bias;
+  std::vector<int64_t> indices;  // of rows, or of matrices among `count`
+  std::vector<int32_t> narrow;   // the same, for the half of the calls that take these
 };
 
 Bytes run_quantize(const Call& c, int threads) {
@@ -96,12 +98,39 @@ Bytes run_quantize(const Call& c, int threads) {
   elements.insert(elements.end(), scales.begin(), scales.end());
   return elements;
 }
+// A NaN may have any payload.
+void level_nans(Bytes& y, int dtype) {
+  for (size_t i = 0; i < y.size(); i += value_bytes(dtype)) {
+    if (is_nan(y, i, dtype)) std::memset(&y[i], 0xff, value_bytes(dtype));
+  }
+}
 Bytes run_dequantize(const Call& c, int threads) {
   Bytes y(size_t(c.m * c.k * c.n) * value_bytes(c.dtype));
   check(mxfp8_dequantize(c.format, c.x.data(), c.x_scales.data(), c.m, c.k, c.n, c.dtype, y.data(), threads),
         "dequantize");
-  for (size_t i = 0; i < y.size(); i += value_bytes(c.dtype)) {  // a NaN may have any payload
-    if (is_nan(y, i, c.dtype)) std::memset(&y[i], 0xff, value_bytes(c.dtype));
+  level_nans(y, c.dtype);
+  return y;
+}
+Bytes run_embedding(const Call& c, int threads) {
+  Bytes y(size_t(c.m * c.k) * value_bytes(c.y_dtype));
+  const bool narrow = !c.narrow.empty();
+  const void* indices = narrow ? static_cast<const void*>(c.narrow.data()) : c.indices.data();
+  check(mxfp8_embedding(narrow ? MXFP8_INT32 : MXFP8_INT64, indices, c.m, c.b_format, c.b.data(), c.b_scales.data(),
+                        c.count, c.k, c.y_dtype, y.data(), threads),
+        "embedding");
+  level_nans(y, c.y_dtype);
+  return y;
+}
+Bytes run_grouped(const Call& c, int threads) {
+  Bytes y(size_t(c.m * c.n) * value_bytes(c.y_dtype));
+  if (c.dtype != 0) {
+    check(mxfp8_grouped_weight_gemm(c.dtype, c.x.data(), c.activation, c.b_format, c.b.data(), c.b_scales.data(),
+                                    c.indices.data(), c.count, c.m, c.n, c.k, c.y_dtype, y.data(), threads),
+          "grouped_weight_gemm");
+  } else {
+    check(mxfp8_grouped_gemm(c.format, c.x.data(), c.x_scales.data(), c.b_format, c.b.data(), c.b_scales.data(),
+                             c.indices.data(), c.count, c.m, c.n, c.k, c.y_dtype, y.data(), threads),
+          "grouped_gemm");
   }
   return y;
 }
@@ -118,7 +147,7 @@ Bytes run_gemm(const Call& c, int threads) {
   Bytes y(size_t(c.m * c.n) * value_bytes(c.y_dtype));
   const float* bias = c.bias.empty() ? nullptr : c.bias.data();
   if (c.x_scales.empty() && c.dtype != 0) {
-    check(mxfp8_weight_gemm(c.dtype, c.x.data(), c.k, MXFP8_BFLOAT16, c.b_format, c.b.data(), c.b_scales.data(), bias,
+    check(mxfp8_weight_gemm(c.dtype, c.x.data(), c.k, c.activation, c.b_format, c.b.data(), c.b_scales.data(), bias,
                             c.m, c.n, c.k, c.y_dtype, y.data(), c.n, threads),
           "weight_gemm");
   } else {
@@ -129,6 +158,11 @@ Bytes run_gemm(const Call& c, int threads) {
   return y;
 }
 
+// Gives each of the m rows an index of -count to `last`.
+void choose(Call& c, Random& random, int64_t last) {
+  for (int64_t i = 0; i < c.m; ++i) c.indices.push_back(below(random, c.count + last + 1) - c.count);
+}
+
 Call random_call(Random& random) {
   Call c;
   c.dtype = one_of(random, kValues);
@@ -136,8 +170,9 @@ Call random_call(Random& random) {
   c.b_format = one_of(random, mxfp8::kElementFormats).code;
   c.y_dtype = one_of(random, kValues);
   c.rounding = int(random() % 3);
+  c.activation = random() % 2 == 0 ? MXFP8_FLOAT32 : MXFP8_BFLOAT16;
   const int64_t sizes[] = {1, 2, 31, 32, 33, 63, 64, 65, 100, 512, 600, 1030};
-  const int kind = int(random() % 5);
+  const int kind = int(random() % 8);
   std::ostringstream name;
   if (kind < 2) {
     c.m = 1 + below(random, 4);
@@ -159,6 +194,15 @@ Call random_call(Random& random) {
     c.transposed = int(random() % 2);
     c.x = values(random, c.dtype, c.n * c.k);
     c.run = run_pack;
+  } else if (kind == 3) {
+    c.m = below(random, 70);
+    c.count = one_of(random, sizes);
+    c.k = one_of(random, sizes);
+    c.b = noise(random, c.count * c.k);
+    c.b_scales = noise(random, c.count * blocks(c.k));
+    choose(c, random, c.count - 1);
+    if (random() % 2 == 0) c.narrow.assign(c.indices.begin(), c.indices.end());
+    c.run = run_embedding;
   } else {
     const int64_t rows[] = {1, 2, 3, 5, 16, 17, 33, 65, 130, 300};
     c.exact = false;
@@ -167,7 +211,7 @@ Call random_call(Random& random) {
     c.k = one_of(random, sizes);
     if (random() % 10 == 0) c.k = 0;
     const int lowest = random() % 8 == 0 ? 0 : 100, range = lowest == 0 ? 256 : 40;
-    if (kind == 3) {
+    if (kind < 6) {
       c.x = noise(random, c.m * c.k);
       c.x_scales = noise(random, c.m * blocks(c.k) + 1, lowest, range);
       c.x_scales.resize(c.x_scales.size() - 1);
@@ -176,14 +220,17 @@ Call random_call(Random& random) {
     } else {
       c.x = values(random, c.dtype, c.m * c.k);
     }
-    c.b = noise(random, c.n * c.k);
-    c.b_scales = noise(random, c.n * blocks(c.k), lowest, range);
-    if (random() % 2 == 0) c.bias.assign(size_t(c.n), 0.5f);
-    c.run = run_gemm;
+    const bool grouped = kind % 2 == 1;
+    c.count = grouped ? 1 + below(random, 5) : 1;
+    c.b = noise(random, c.count * c.n * c.k);
+    c.b_scales = noise(random, c.count * c.n * blocks(c.k), lowest, range);
+    if (grouped) choose(c, random, c.count);
+    if (!grouped && random() % 2 == 0) c.bias.assign(size_t(c.n), 0.5f);
+    c.run = grouped ? run_grouped : run_gemm;
   }
-  name << "kind " << kind << ", dtype " << c.dtype << ", formats " << c.format << " " << c.b_format << ", y "
-       << c.y_dtype << ", rounding " << c.rounding << ", transposed " << c.transposed << ", sizes " << c.m << " " << c.n
-       << " " << c.k;
+  name << "kind " << kind << ", dtype " << c.dtype << ", activation " << c.activation << ", formats " << c.format << " "
+       << c.b_format << ", y " << c.y_dtype << ", rounding " << c.rounding << ", transposed " << c.transposed
+       << ", sizes " << c.m << " " << c.n << " " << c.k << ", count " << c.count;
   c.name = name.str();
   return c;
 }
