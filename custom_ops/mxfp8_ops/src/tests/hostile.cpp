@@ -503,9 +503,7 @@ void judge_plan(const std::string& call, int status, bool refused, bool small, c
       fail(call + ": a launch of nothing");
     }
     for (int j = 0; j < step.count; ++j) {
-      if (!(step.in_scratch >> j & 1)) continue;
-      const bool nothing = step.arguments[j] == 0 && plan.scratch_bytes == 0;  // an operand without values
-      if (!nothing && (step.arguments[j] < 0 || step.arguments[j] >= plan.scratch_bytes)) {
+      if ((step.in_scratch >> j & 1) && (step.arguments[j] < 0 || step.arguments[j] >= plan.scratch_bytes)) {
         fail(call + ": beyond the scratch memory");
       }
     }
