@@ -19,6 +19,7 @@ constexpr int64_t kDecodeRows = 12;         // rows whose multiply-adds take as 
 constexpr int64_t kGemmStep = 2 * kBlock;   // values that a gemm kernel multiplies at once, and pads rows of A to
 constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a gemm packs
 constexpr int64_t kPackedBytes = 8 << 20;   // of A packed at a time
+constexpr int64_t kStripBytes = 1 << 20;    // of a strip that has more rows than any kernel takes
 constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
 constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result
 
@@ -221,14 +222,48 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
 
 }  // namespace
 
+namespace {
+
+// How many rows to pack at a time: what is packed should stay in L2.
+int64_t rows_of_strip(const Kernels& kernels, int64_t k) {
+  int64_t rows = kernels.strip_rows;
+  while (rows > kGemmRows && 2 * rows * k > kStripBytes) rows /= 2;
+  return rows;
+}
+
+// The arguments of some of the rows.
+GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
+  GemmArgs part = args;
+  const int64_t a_bytes = args.a_scales != nullptr || args.k == 0 ? 1 : int64_t(value_bytes(args.a_format));
+  part.m = end - begin;
+  part.a = static_cast<const char*>(args.a) + begin * args.a_stride * a_bytes;
+  part.y = static_cast<char*>(args.y) + begin * args.y_stride * int64_t(value_bytes(args.y_dtype));
+  if (args.a_scales != nullptr) part.a_scales = args.a_scales + begin * ceil_div(args.k, kBlock);
+  if (args.factor != nullptr) {
+    part.factor = static_cast<const char*>(args.factor) + begin * args.n * int64_t(value_bytes(args.factor_dtype));
+  }
+  return part;
+}
+
+}  // namespace
+
 void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
   if (args.m == 0 || args.n == 0) return;
-  const int64_t strip_bytes = 2 * kernels.strip_rows * std::max<int64_t>(args.k, 1);
+  const int64_t strip_rows = rows_of_strip(kernels, args.k);
+  if (parallel.threads > 1 && args.m >= parallel.threads * strip_rows * 3 / 4) {
+    // Rows enough for strips of each thread's own: what one packs stays in its cache, and nobody waits for the others.
+    const int64_t turns = ceil_div(args.m, parallel.threads * strip_rows);
+    const Parallel alone{nullptr, nullptr, 1};
+    for_ranges(parallel, args.m, ceil_div(args.m, turns * parallel.threads),
+               [&](int64_t, int64_t begin, int64_t end) { gemm(kernels, alone, rows_of(args, begin, end)); });
+    return;
+  }
+  const int64_t strip_bytes = 2 * strip_rows * std::max<int64_t>(args.k, 1);
   const int64_t most_strips = std::max<int64_t>(1, kPackedBytes / strip_bytes);
-  for (int64_t begin = 0; begin < args.m; begin += most_strips * kernels.strip_rows) {
-    const int64_t end = std::min(args.m, begin + most_strips * kernels.strip_rows);
+  for (int64_t begin = 0; begin < args.m; begin += most_strips * strip_rows) {
+    const int64_t end = std::min(args.m, begin + most_strips * strip_rows);
     std::vector<Strip> strips;
-    add_strips(begin, end, kernels.strip_rows, nullptr, &strips);
+    add_strips(begin, end, strip_rows, nullptr, &strips);
     std::vector<Scratch> scratch;
     pack_strips(kernels, parallel, args, &strips, &scratch);
 

@@ -1,5 +1,5 @@
 // How a gemm ends: float32 sums -> bias, epilogue, factor -> the dtype of the result. Every gemm kernel stores its rows
-// through finish_row.
+// through `finish`.
 //
 // The epilogues are scalar code without branches, which the compiler vectorizes. How far each is from the exact
 // function of x, in units of 2^-24 |x|, is fused.EPILOGUES; test_epilogues.py measures it. NaN stays NaN, and so does
@@ -96,47 +96,59 @@ MXFP8_INLINE void with_epilogue(int epilogue, const Call& call) {
   }
 }
 
-// What finish_row does where there is an epilogue or a factor: up to kGemmColumns at a time, in float32.
-MXFP8_NOINLINE void finish_fused_row(const GemmArgs& args, int64_t row, int64_t column, int64_t width,
-                                     const float* sums) {
-  alignas(64) float values[kGemmColumns];
-  for (int64_t begin = 0; begin < width; begin += kGemmColumns, column += kGemmColumns, sums += kGemmColumns) {
-    const int64_t count = width - begin < kGemmColumns ? width - begin : kGemmColumns;
-    with_epilogue(args.epilogue, [&](auto epilogue) {
-      using E = decltype(epilogue);
-      if (args.bias != nullptr) {
-        for (int64_t j = 0; j < count; ++j) values[j] = E::of(sums[j] + args.bias[column + j]);
-      } else {
-        for (int64_t j = 0; j < count; ++j) values[j] = E::of(sums[j]);
-      }
-    });
+// Sums of some rows of the result, from column `column` on; `stride` values from one row's to the next's.
+struct Finished {
+  int64_t row, rows, column, width;
+  const float* sums;
+  int64_t stride;
+};
+
+// Stores sums + bias.
+template <class D>
+MXFP8_INLINE void store_plain(const GemmArgs& args, const Finished& part) {
+  for (int64_t i = 0; i < part.rows; ++i) {
+    auto* y = static_cast<typename D::Storage*>(args.y) + (part.row + i) * args.y_stride + part.column;
+    const float* sums = part.sums + i * part.stride;
+    if (args.bias != nullptr) {
+      for (int64_t j = 0; j < part.width; ++j) y[j] = D::store(sums[j] + args.bias[part.column + j]);
+    } else {
+      for (int64_t j = 0; j < part.width; ++j) y[j] = D::store(sums[j]);
+    }
+  }
+}
+
+// The same where there is an epilogue or a factor, up to kGemmColumns columns, in float32. Many rows at once: an
+// epilogue has as many constants as there are registers.
+template <class E>
+MXFP8_NOINLINE void store_fused(const GemmArgs& args, const Finished& part) {
+  alignas(64) float values[kGemmColumns], bias[kGemmColumns] = {};
+  if (args.bias != nullptr) std::memcpy(bias, args.bias + part.column, size_t(part.width) * sizeof(float));
+  for (int64_t i = 0; i < part.rows; ++i) {
+    const float* sums = part.sums + i * part.stride;
+    for (int64_t j = 0; j < part.width; ++j) values[j] = E::of(sums[j] + bias[j]);
     if (args.factor != nullptr) {
       with_dtype(args.factor_dtype, [&](auto dtype) {
         using D = decltype(dtype);
-        const auto* factor = static_cast<const typename D::Storage*>(args.factor) + row * args.n + column;
-        for (int64_t j = 0; j < count; ++j) values[j] *= D::load(factor[j]);
+        const auto* factor =
+            static_cast<const typename D::Storage*>(args.factor) + (part.row + i) * args.n + part.column;
+        for (int64_t j = 0; j < part.width; ++j) values[j] *= D::load(factor[j]);
       });
     }
     with_dtype(args.y_dtype, [&](auto dtype) {
       using D = decltype(dtype);
-      auto* y = static_cast<typename D::Storage*>(args.y) + row * args.y_stride + column;
-      for (int64_t j = 0; j < count; ++j) y[j] = D::store(values[j]);
+      auto* y = static_cast<typename D::Storage*>(args.y) + (part.row + i) * args.y_stride + part.column;
+      for (int64_t j = 0; j < part.width; ++j) y[j] = D::store(values[j]);
     });
   }
 }
 
-// Finishes `width` sums of row `row` of the result, from `column` on.
-MXFP8_INLINE void finish_row(const GemmArgs& args, int64_t row, int64_t column, int64_t width, const float* sums) {
-  if (args.epilogue != MXFP8_NONE || args.factor != nullptr) return finish_fused_row(args, row, column, width, sums);
-  with_dtype(args.y_dtype, [&](auto dtype) {
-    using D = decltype(dtype);
-    auto* y = static_cast<typename D::Storage*>(args.y) + row * args.y_stride + column;
-    if (args.bias != nullptr) {
-      for (int64_t j = 0; j < width; ++j) y[j] = D::store(sums[j] + args.bias[column + j]);
-    } else {
-      for (int64_t j = 0; j < width; ++j) y[j] = D::store(sums[j]);
-    }
-  });
+// Finishes up to kGemmColumns columns of some rows of the result.
+MXFP8_INLINE void finish(const GemmArgs& args, const Finished& part) {
+  if (args.epilogue == MXFP8_NONE && args.factor == nullptr) {
+    with_dtype(args.y_dtype, [&](auto dtype) { store_plain<decltype(dtype)>(args, part); });
+  } else {
+    with_epilogue(args.epilogue, [&](auto epilogue) { store_fused<decltype(epilogue)>(args, part); });
+  }
 }
 
 }  // namespace mxfp8::MXFP8_ISA

@@ -114,7 +114,7 @@ MXFP8_NOINLINE float exact_dot(const GemmArgs& args, int64_t row, int64_t column
 // Finishes a strip [rows, width] of the result, its rows `stride` values apart.
 MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t width,
                               const float* strip, int64_t stride = kGemmColumns) {
-  for (int64_t i = 0; i < rows; ++i) finish_row(args, row + i, column, width, strip + i * stride);
+  finish(args, {row, rows, column, width, strip, stride});
 }
 
 // Walks the result in strips of kGemmColumns columns, chunks `depth` deep. T is the type of packed values; PanelRows
