@@ -25,7 +25,7 @@ from typing import Any
 
 from onnx import FunctionProto, ModelProto, TensorProto, helper
 
-from mxfp8_graph.checking.node_comparison import BODY_DOMAIN, USED_BY_CHECKS, Comparison, is_norm
+from mxfp8_graph.checking.node_comparison import BODY_DOMAIN, USED_BY_CHECKS, Comparison, is_inexact
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, iter_nodes
 from mxfp8_ops import contract, onnx_functions
@@ -44,7 +44,7 @@ class NodeCheck:
     def has_bound(self) -> bool:
         """Whether the node sums values, so that the order of the sum shows in its last bits."""
         op = contract.OPS[self.op]
-        return op.is_gemm or is_norm(op)
+        return is_inexact(op)
 
     @property
     def passed(self) -> bool:

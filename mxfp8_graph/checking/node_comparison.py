@@ -8,8 +8,9 @@ from typing import Any, Final
 import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from mxfp8_graph.checking.attention_bound import attention_bound
 from mxfp8_ops import contract, fused, numerics
-from mxfp8_ops.contract import DEQUANTIZE, GROUPED_WEIGHT_GEMM, QUANTIZE, Op
+from mxfp8_ops.contract import ATTENTION, DEQUANTIZE, GROUPED_WEIGHT_GEMM, QUANTIZE, Op
 
 BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
 """Domain of the twins: no kernel is registered for it, so ONNX Runtime must run the body."""
@@ -24,6 +25,11 @@ LEAST: Final = 2.0**-149
 def is_norm(op: Op) -> bool:
     """Whether a node normalizes rows."""
     return "norm" in op.attributes
+
+
+def is_inexact(op: Op) -> bool:
+    """Whether a kernel of the node may give other values than its body, within a bound."""
+    return op.is_gemm or is_norm(op) or op is ATTENTION
 
 
 class Comparison:
@@ -43,7 +49,7 @@ class Comparison:
         self.attributes: dict[str, Any] = {**self._op.attributes, **given, **texts}
 
     def build(self) -> None:
-        """Adds the twin and the comparison, and gives a normalization those outputs that the graph leaves out."""
+        """Adds the twin and the comparison, and gives norms and attention the outputs that the graph leaves out."""
         twin = NodeProto()
         twin.CopyFrom(self.node)
         twin.domain = BODY_DOMAIN
@@ -53,7 +59,7 @@ class Comparison:
                 # ONNX Runtime drops the rounding to float16 between an op it has in float32 only and a Cast, and the
                 # bodies start with one. Behind an Identity they get what the graph says.
                 self._inputs[port.name] = twin.input[index] = self("Identity", twin.input[index])
-        if is_norm(self._op):
+        if is_norm(self._op) or self._op is ATTENTION:
             for index, output in enumerate(self.node.output):
                 self.node.output[index] = output or f"{self._result}/output/{index}"
         del twin.output[:]
@@ -64,6 +70,8 @@ class Comparison:
             result = self._ratio(*pairs[0], self._gemm_bound())
         elif is_norm(self._op):
             result = self._norm(pairs)
+        elif self._op is ATTENTION:
+            result = self._attention(*pairs)
         else:
             result = self("Sum", *self._differing(pairs))
         self.nodes.append(helper.make_node("Identity", [result], [self._result]))
@@ -116,9 +124,21 @@ class Comparison:
         attributes = {**QUANTIZE.attributes, **settings}
         self.nodes.append(helper.make_node(QUANTIZE.name, [given], quantized, domain=BODY_DOMAIN, **attributes))
         exact = [(elements[0], quantized[0]), (scales[0], quantized[1]), *total]
-        differing = self("Sum", *self._differing(exact, elements=self._op.name))
         x = total[0][0] if total else self._inputs["X"]
         ratio = self._ratio(*normalized, self._norm_bound(self("Cast", x, to=TensorProto.FLOAT)))
+        return self._unless_differing(exact, ratio)
+
+    def _attention(self, y: tuple[str, str], *presents: tuple[str, str]) -> str:
+        """Returns how far apart the values of Y are, in units of their bound; infinite if a present differs."""
+        bound = attention_bound(self, self._inputs, (presents[0][0], presents[1][0]), self.attributes)
+        store, tiny = self._rounding("Q")
+        size = self("Abs", self("Cast", y[1], to=TensorProto.FLOAT))
+        stored = self("Add", self("Mul", self("Add", size, bound), store), self("Add", tiny, self.constant(LEAST)))
+        return self._unless_differing(presents, self._ratio(*y, self("Sum", bound, stored, stored)))
+
+    def _unless_differing(self, exact: Sequence[tuple[str, str]], ratio: str) -> str:
+        """Returns `ratio`, or infinity if a value of these pairs differs."""
+        differing = self("Sum", *self._differing(exact, elements=self._op.name))
         return self("Where", self("Greater", differing, self.constant(0)), self.constant(np.inf), ratio)
 
     def _norm_bound(self, x: str) -> str:
@@ -142,17 +162,17 @@ class Comparison:
         inexact = self("Mul", d, self("Add", p, self.constant(8 * unit)))
         inexact = self("Mul", gain, self("Add", inexact, self("Add", mean, mean)))
         inexact = self("Add", inexact, self("Mul", shift, self.constant(2 * unit)))
-        store, tiny = self._rounding()
+        store, tiny = self._rounding("X")
         stored = self("Add", self("Mul", rounded, store), self("Add", tiny, self.constant(LEAST)))
         # 1.02: these are float32 sums themselves, and the dtype of the result has steps of 2^-7 at most.
         return self("Add", self("Mul", inexact, self.constant(1.02)), self("Add", stored, stored))
 
-    def _rounding(self) -> tuple[str, str]:
-        """Returns half a unit in the last place of the dtype of X, relative, and that of its subnormal numbers."""
+    def _rounding(self, port: str) -> tuple[str, str]:
+        """Returns half a unit in the last place of an input's dtype, relative, and that of its subnormal numbers."""
         bounds = {name: numerics.error_bound(name) for name in ("bfloat16", "float16", "float32")}
         chosen: tuple[str, ...] = tuple(self.constant(number) for number in _stores(bounds["float32"]))
         for name, digits in (("float16", 12), ("bfloat16", 10)):  # only a narrower dtype takes 1 + 2^-digits for 1
-            near_one = self("Identity", self("CastLike", self.constant(1 + 2.0**-digits), self._inputs["X"]))
+            near_one = self("Identity", self("CastLike", self.constant(1 + 2.0**-digits), self._inputs[port]))
             narrow = self("Equal", self("Cast", near_one, to=TensorProto.FLOAT), self.constant(1))
             pairs = zip(_stores(bounds[name]), chosen, strict=True)
             chosen = tuple(self("Where", narrow, self.constant(number), wider) for number, wider in pairs)

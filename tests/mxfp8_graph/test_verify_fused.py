@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from attention_models import attention
 from fused_models import activated, normalized
 from onnx import helper
 from oracle import normal
@@ -29,6 +30,8 @@ MODELS = {
     "layer float16": normalized(*NORM[1], **NORM[2], dtype=np.float16),
     "rms": normalized(*FORMS["Div"][1], **FORMS["Div"][2]),
     "add": sum_model(outputs=("y", "t")),
+    "attention": attention(),
+    "attention float16": attention(dtype=np.float16),
 }
 
 
@@ -95,3 +98,12 @@ def test_a_kernel_that_disagrees_with_its_body(name: str, op: str, value: str) -
     tamper(rewritten, op, value, 1.001)
     checked = verify(MODELS[name], rewritten)
     assert [check.op for check in checked.nodes if not check.passed] == [op]
+
+
+@pytest.mark.parametrize(("recipe", "by"), [("mxfp8-weight-only", 1.001), ("mxfp8", 1.05)])
+def test_an_attention_that_disagrees_with_its_body(recipe: str, by: float) -> None:
+    """Rounded to bfloat16, weights of keys may be off by 2^-8 each."""
+    rewritten, _ = mxfp8_graph.rewrite(MODELS["attention"], recipe)
+    tamper(rewritten, "MXFP8Attention", "Y", by)
+    checked = verify(MODELS["attention"], rewritten)
+    assert [check.op for check in checked.nodes if not check.passed] == ["MXFP8Attention"]
