@@ -42,7 +42,7 @@ class Tensor:
 class Node:
     """What kernel creation and compute ask about: attributes and inputs go in, outputs come out."""
 
-    attributes: Mapping[str, int | str]
+    attributes: Mapping[str, int | float | str]
     inputs: Sequence[Tensor | None]
     output_dtypes: tuple[int, ...]
     wanted: tuple[bool, ...]
@@ -223,6 +223,14 @@ class CudaProvider:
         @entry(244, HANDLE, HANDLE, SIZE)
         def node_name(info: int, out: int, size: Any) -> int:
             return text("the node", out, size)
+
+        @entry(85, HANDLE, c_char_p, POINTER(c_float))
+        def float_attribute(info: int, name: bytes, out: Any) -> int:
+            value = self.things[info].attributes.get(name.decode())
+            if not isinstance(value, float):
+                return fail(2, b"no such attribute")
+            out[0] = value
+            return 0
 
         @entry(86, HANDLE, c_char_p, POINTER(c_int64))
         def int_attribute(info: int, name: bytes, out: Any) -> int:
