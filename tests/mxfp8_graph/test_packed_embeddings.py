@@ -98,7 +98,7 @@ def test_a_checkpoint_quantizes_no_activation_for_a_table(tmp_path: Path) -> Non
 def test_the_kernel_is_checked_against_the_body(b_format: str, tmp_path: Path) -> None:
     model = exported(program(Lookup(b_format), IDS), tmp_path / "a.onnx")
     (found,) = check_nodes(model, {model.graph.input[0].name: IDS.numpy()}, None, "m")
-    assert (found.op, found.excess, found.passed, found.is_gemm) == ("MXFP8Embedding", 0, True, False)
+    assert (found.op, found.excess, found.passed, found.has_bound) == ("MXFP8Embedding", 0, True, False)
 
 
 def test_a_kernel_that_gives_other_values_does_not_pass(tmp_path: Path) -> None:

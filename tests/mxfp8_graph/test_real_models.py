@@ -255,7 +255,7 @@ def test_every_linear_is_rewritten_and_every_other_site_has_its_reason(exported)
 
 
 def test_activations_gates_and_norms_are_fused(exported):
-    fused = Counter(fusion.kind for fusion in exported.report.fusions)
+    fused = Counter(fusion.kind for fusion in exported.report.fusions if fusion.kind != "attention")
     assert fused == exported.case.fused
 
 
@@ -348,6 +348,7 @@ class TestMiniLM:
             "gemm + gelu": 6,
             "layer norm + quantize": 1,
             "add + layer norm + quantize": 11,
+            "attention": 6,
         }
         assert {s.decision.site.role for s in report.kept} == {"attention_scores", "attention_values", "embedding"}
 

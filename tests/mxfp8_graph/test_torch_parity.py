@@ -29,6 +29,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 import onnx  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
+from mxfp8_graph.policy.recipe import load_recipe  # noqa: E402
 from mxfp8_graph.report.data import RewriteReport  # noqa: E402
 from mxfp8_ops import ort  # noqa: E402
 
@@ -103,10 +104,14 @@ def test_same_bytes(minilm: tuple[Any, Any, Path], tmp_path: Path) -> None:
 
 
 def outputs(model: tuple[Any, Any, Path], recipe: str, folder: Path) -> tuple[Any, Any, Any]:
-    """Returns the outputs of the float32 model, of the rewritten program and of the rewritten ONNX file."""
+    """Returns the outputs of the float32 model, of the rewritten program and of the ONNX file, where nothing is fused.
+
+    Fused attention rounds to bfloat16, which programs have no node for.
+    """
     module, program, path = model
     rewritten, _ = mxfp8_graph.rewrite(program, recipe)
-    output, _ = mxfp8_graph.rewrite(path, recipe, output=folder / f"{recipe}.onnx")
+    unfused = load_recipe(recipe).without_fusion()
+    output, _ = mxfp8_graph.rewrite(path, unfused, output=folder / f"{recipe}.onnx")
     feeds = inputs(4, 32)
     with torch.inference_mode():
         exact, mine = module(**feeds), rewritten.module()(**feeds)
