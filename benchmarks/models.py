@@ -56,6 +56,7 @@ from mxfp8_graph import Recipe
 
 RECIPES = {
     "mxfp8": {},
+    "mxfp8, not fused": {"fuse": False},
     "mxfp8-bf16": {"activations": "bfloat16"},
     "mxfp8-weight-only": {"activations": "unchanged"},
 }
