@@ -220,10 +220,6 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
   }
 }
 
-}  // namespace
-
-namespace {
-
 // How many rows to pack at a time: what is packed should stay in L2.
 int64_t rows_of_strip(const Kernels& kernels, int64_t k) {
   int64_t rows = kernels.strip_rows;
