@@ -48,14 +48,14 @@ MXFP8_INLINE float sum_of_lanes(Vec v) {
 // 2^z for z <= 0, within 3 units of 2^-24 (the polynomial is off by 1.6, computing it by no more than the rest); 0
 // below 2^-125; NaN stays NaN. The sum with 1.5 * 2^23 rounds to a whole number, and has it in its low bits.
 MXFP8_INLINE Vec exp2_of(Vec z) {
-  typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
+  typedef uint32_t Bits __attribute__((vector_size(sizeof(Vec))));  // unsigned: where z is too low they wrap
   const Vec shifted = z + 12582912.0f, f = z - (shifted - 12582912.0f);
   Vec p = multiply_add(all_of(0.0013264727f), f, all_of(0.009671513f));
   p = multiply_add(p, f, all_of(0.055507336f));
   p = multiply_add(p, f, all_of(0.24022242f));
   p = multiply_add(p, f, all_of(0.693147f));
   p = multiply_add(p, f, all_of(1.0f));
-  Ints bits, exponent;
+  Bits bits, exponent;
   std::memcpy(&bits, &p, sizeof bits);
   std::memcpy(&exponent, &shifted, sizeof exponent);
   bits += exponent << 23;
