@@ -386,7 +386,8 @@ void attend(Random& random, Counts* counts) {
   a.batch = int64_t(random() % 3), a.rows = size(random, hostile), a.keys = size(random, hostile);
   a.past = chance(random, 2) ? 0 : size(random, hostile), a.d = size(random, hostile), a.dv = size(random, hostile);
   a.kv_heads = chance(random, hostile) ? hostile_number(random) : int64_t(1 + random() % 2);
-  a.q_heads = chance(random, hostile) ? hostile_number(random) : a.kv_heads * int64_t(1 + random() % 3);
+  const int64_t shared = a.kv_heads > 0 && a.kv_heads < INT32_MAX ? a.kv_heads : 1;
+  a.q_heads = chance(random, hostile) ? hostile_number(random) : shared * int64_t(1 + random() % 3);
   const int threads = thread_count(random, hostile);
   const bool masked = chance(random, 2);
   bool refused = !is_one_of(a.dtype, VALUES) || !is_one_of(a.activation_dtype, ACTIVATIONS) || a.rows < 0 ||
