@@ -100,10 +100,10 @@ void write_presents(const Parallel& parallel, const AttentionArgs& a) {
 }  // namespace
 
 void set_mask_strides(const int64_t (&sizes)[4], AttentionArgs* args) {
-  int64_t stride = 1;
+  uint64_t stride = 1;  // wraps only where a mask has no values, and is not read
   for (int i = 3; i >= 0; --i) {
-    args->mask_strides[i] = sizes[i] == 1 ? 0 : stride;
-    stride *= sizes[i];
+    args->mask_strides[i] = sizes[i] == 1 ? 0 : int64_t(stride);
+    stride *= uint64_t(sizes[i]);
   }
 }
 
