@@ -412,7 +412,9 @@ void attend(Random& random, Counts* counts) {
   }
   y.result = true;
   refused = furnish_all(random, {&q, &k, &v, &past_key, &past_value, &y}, refused, true, hostile);
-  if (masked && mask.bytes <= kMostHere && furnish(random, &mask, false, 100000)) refused = true;
+  if (masked && mask.bytes <= kMostHere && furnish(random, &mask, false, 100000) && mask.at != nullptr) {
+    refused = true;  // but NULL is no mask
+  }
   if (masked && mask.bytes > kMostHere) refused = true, mask.at = reinterpret_cast<uint8_t*>(uintptr_t(INT64_MAX));
   a.q = q.at, a.k = k.at, a.v = v.at, a.past_key = past_key.at, a.past_value = past_value.at, a.y = y.at;
   a.mask = masked ? mask.at : nullptr;
