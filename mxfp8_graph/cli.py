@@ -328,6 +328,9 @@ def run(
     *,
     inputs: InputsPath = None,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 10,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also say which kernel each node ran, and how long.")
+    ] = False,
     dim: Dims = None,
     seed: Seed = 0,
     trust_pickle: TrustPickle = False,
@@ -336,7 +339,15 @@ def run(
     from mxfp8_graph.checking import text
     from mxfp8_graph.checking.runner import run_model
 
-    found = run_model(model, inputs=inputs, shapes=_shapes(dim), seed=seed, repeat=repeat, trust_pickle=trust_pickle)
+    found = run_model(
+        model,
+        inputs=inputs,
+        shapes=_shapes(dim),
+        seed=seed,
+        repeat=repeat,
+        profile=profile,
+        trust_pickle=trust_pickle,
+    )
     show(text.run(found))
 
 

@@ -19,7 +19,7 @@ import mxfp8_ops
 from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ShapeError
 
-_RETURN_TEXT: Final = ("mxfp8_isa", "mxfp8_isa_available", "mxfp8_last_error")
+_RETURN_TEXT: Final = ("mxfp8_isa", "mxfp8_isa_available", "mxfp8_last_error", "mxfp8_profile_text")
 _REINSTALL: Final = "reinstall the project"
 _BAD_ARGUMENT: Final = -1
 """MXFP8_BAD_ARGUMENT of mxfp8_ops.h; every other status is the library's or the machine's fault, not the arguments'."""
@@ -97,6 +97,8 @@ def load() -> ctypes.CDLL:
         "mxfp8_grouped_weight_gemm": (i, p, i, i, p, p, p, n, n, n, n, i, p, i),
         "mxfp8_attention": (POINTER(AttentionArguments), i),
         "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(PackStats), i),
+        "mxfp8_profile": (i,),
+        "mxfp8_profile_text": (),
         "mxfp8_isa_available": (),
         "mxfp8_isa": (),
         "mxfp8_last_error": (),

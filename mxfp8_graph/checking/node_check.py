@@ -26,9 +26,10 @@ from typing import Any
 from onnx import FunctionProto, ModelProto, TensorProto, helper
 
 from mxfp8_graph.checking.node_comparison import BODY_DOMAIN, USED_BY_CHECKS, Comparison, is_inexact
+from mxfp8_graph.checking.profile import by_node, gemms_of, isas_of
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, iter_nodes
-from mxfp8_ops import contract, onnx_functions
+from mxfp8_ops import contract, cpu, onnx_functions
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class NodeCheck:
     op: str
     excess: float
     """Where there is a bound: the largest difference, in units of it. The others: values that differ."""
+    kernel: str = ""
+    """The instruction set its kernel ran on, and the gemm kernels: "avx512 gemm_f32"."""
 
     @property
     def has_bound(self) -> bool:
@@ -54,7 +57,7 @@ class NodeCheck:
     def to_dict(self) -> dict[str, Any]:
         """Returns the check with JSON types only: infinity is None."""
         excess = self.excess if math.isfinite(self.excess) else None
-        return {"name": self.name, "op": self.op, "excess": excess, "passed": self.passed}
+        return {"name": self.name, "op": self.op, "kernel": self.kernel, "excess": excess, "passed": self.passed}
 
     def __str__(self) -> str:
         """Returns what is wrong, for a list of failures."""
@@ -75,9 +78,14 @@ def check_nodes(model: ModelProto, inputs: Mapping[str, Any], folder: Path | Non
     if not nodes:
         return []
     session = Session(_instrumented(model), kernels=True, where=where, folder=folder, optimize=False)
-    values = session.run(inputs)
+    with cpu.profiled() as written:
+        values = session.run(inputs)
+        kernels = {
+            name: f"{isas_of(calls)} {gemms_of(calls)}".strip() for name, calls in by_node(written.calls()).items()
+        }
     return [
-        NodeCheck(node.name or node.output[0], node.op_type, float(values[_result(i)])) for i, node in enumerate(nodes)
+        NodeCheck(node.name or node.output[0], node.op_type, float(values[_result(i)]), kernels.get(node.name, ""))
+        for i, node in enumerate(nodes)
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
+from mxfp8_graph.checking.profile import NodeProfile
 from mxfp8_graph.checking.sessions import Runnable
 from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops.errors import BackendError, Option
@@ -19,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
 
+from mxfp8_graph.checking.program_profile import of_program
 from mxfp8_graph.torch_program.values import to_numpy
 
 _MOVES: Final = frozenset(
@@ -52,6 +54,15 @@ class TorchProgram(Runnable):
             if s.kind.name == "USER_OUTPUT"
         ]
         self.output_names = [name for name in self._outputs if name is not None]
+
+    def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
+        """Returns the nodes of `repeat` runs after one that is not counted, called one by one."""
+        leaves = pytree.tree_leaves(self._feeds(inputs))
+        try:
+            with torch.inference_mode():
+                return of_program(self._module, leaves, repeat)
+        except Exception as error:  # whatever the ops of the program raise
+            raise _unrunnable(self.name, error, PASS_OTHERS) from None
 
     def _feeds(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
         leaves = [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mxfp8_graph.checking.inputs import Array, Signature, describe, make_inputs
+from mxfp8_graph.checking.profile import NodeProfile
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
@@ -28,6 +29,8 @@ class RunReport:
     isa: str
     """The instruction set the kernels ran on."""
     timing: Timing
+    nodes: tuple[NodeProfile, ...] = ()
+    """What each node did in as many runs, if that was asked for."""
 
 
 def run_model(
@@ -37,6 +40,7 @@ def run_model(
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     repeat: int = 10,
+    profile: bool = False,
     trust_pickle: bool = False,
 ) -> RunReport:
     """Returns outputs and latencies of `repeat` runs with our kernels, after one that is not counted.
@@ -47,6 +51,7 @@ def run_model(
         shapes: sizes of free dimensions for synthesised inputs; see `input_sizes.Sizes`.
         seed: for synthesised inputs.
         repeat: how many runs are counted, at least 1.
+        profile: run it as often once more, and say which kernel each node ran and how long.
         trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
@@ -57,7 +62,8 @@ def run_model(
     signature, runnable = open_runnable(model, trust_pickle=trust_pickle)
     feeds = make_inputs(signature, inputs, shapes, seed)
     timing = runnable.time(feeds, repeat)
-    return RunReport(model=signature.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing)
+    nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
+    return RunReport(model=signature.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing, nodes=nodes)
 
 
 def is_program(model: Any) -> bool:

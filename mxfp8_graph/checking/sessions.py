@@ -6,7 +6,10 @@ What they add: dtypes NumPy has no name for, and errors a user can read.
 from __future__ import annotations
 
 import ctypes
+import functools
+import json
 import statistics
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -21,7 +24,8 @@ from google.protobuf.message import EncodeError
 from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
-from mxfp8_ops import ort
+from mxfp8_graph.checking.profile import NodeProfile, of_session
+from mxfp8_ops import cpu, ort
 from mxfp8_ops.errors import BackendError
 
 _RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
@@ -72,6 +76,10 @@ class Runnable(ABC):
         return Timing(self._arrays(results), tuple(seconds))
 
     @abstractmethod
+    def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
+        """Returns the nodes of `repeat` runs after one that is not counted."""
+
+    @abstractmethod
     def _feeds(self, inputs: Mapping[str, Array]) -> Any:
         """Returns inputs as `_call` takes them."""
 
@@ -93,6 +101,7 @@ class Session(Runnable):
         where: what to call the model in errors.
         folder: where the external data of a proto is.
         optimize: whether ONNX Runtime may fuse and fold.
+        profile: where ONNX Runtime writes its profile, as it prefixes it; None: nowhere.
 
     Raises:
         BackendError: ONNX Runtime refuses the model, or the native library is missing.
@@ -106,13 +115,18 @@ class Session(Runnable):
         where: str = "model",
         folder: Path | None = None,
         optimize: bool = True,
+        profile: Path | None = None,
     ) -> None:
+        self._model = model
+        self._again = functools.partial(Session, model, kernels=kernels, where=where, folder=folder, optimize=optimize)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # errors are raised, and told in our words
         if not optimize:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         if folder is not None:
             options.add_session_config_entry(_FOLDER_KEY, str(folder.resolve()))
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(profile)
         if kernels:
             ort.register(options)
         self._where = where
@@ -129,6 +143,21 @@ class Session(Runnable):
         kinds = {output.name: output.type for output in self._session.get_outputs()}
         numbers = [name for name, kind in kinds.items() if kind.startswith("tensor(") and kind != "tensor(string)"]
         self.output_names = numbers
+
+    def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
+        """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""
+        proto = (
+            self._model
+            if isinstance(self._model, onnx.ModelProto)
+            else onnx.load(self._model, load_external_data=False)
+        )
+        with tempfile.TemporaryDirectory() as folder, cpu.profiled() as written:
+            session = self._again(profile=Path(folder) / "profile")
+            session.run(inputs)
+            written.clear()
+            session.time(inputs, repeat - 1)
+            events = json.loads(Path(session._session.end_profiling()).read_text())
+            return of_session(proto, events, written.calls(), repeat)
 
     def _feeds(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
         return {name: _ort_value(array) for name, array in inputs.items()}

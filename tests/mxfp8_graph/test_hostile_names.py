@@ -57,7 +57,7 @@ COMMANDS = (
     ("rewrite", "{m}", "--exclude", "nothing like it"),
     ("rewrite", "{m}", "--overwrite", "--report", "r.json"),
     ("verify", "{m}", "{r}"),
-    ("run", "{r}", "--repeat", "1"),
+    ("run", "{r}", "--repeat", "1", "--profile"),
     ("run", "{m}", "--dim", "batch=2", "--repeat", "1"),
     ("rewrite", "{r}", "--recipe", "ocp"),
     ("run", "{m}x"),

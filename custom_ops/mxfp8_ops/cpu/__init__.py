@@ -12,10 +12,13 @@ from mxfp8_ops.cpu.numpy_arrays import (
     quantize,
     weight_gemm,
 )
+from mxfp8_ops.cpu.profile import Call, Profile, profiled
 from mxfp8_ops.native import available_isas, force_isa, forced_isa, isa, library_path
 
 __all__ = [
+    "Call",
     "Packed",
+    "Profile",
     "attention",
     "available_isas",
     "dequantize",
@@ -28,6 +31,7 @@ __all__ = [
     "isa",
     "library_path",
     "pack",
+    "profiled",
     "quantize",
     "weight_gemm",
 ]

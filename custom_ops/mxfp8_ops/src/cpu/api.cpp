@@ -5,6 +5,7 @@
 #include "mxfp8_ops.h"
 #include "ops.h"
 #include "parallel.h"
+#include "profile.h"
 
 namespace {
 
@@ -16,7 +17,15 @@ const Kernels& kernels_in_use() {
     throw Refused(MXFP8_NO_SUCH_ISA, "MXFP8_ISA names an instruction set this machine lacks; expected one of " +
                                          std::string(available_isas()) + "; correct the environment variable");
   }
+  runs_on(*found);
   return *found;
+}
+
+// The answer to a call that computes something.
+template <class Body>
+int computed(const Body& body) {
+  const ProfiledCall call(nullptr);
+  return answer(body);
 }
 
 Parallel checked_threads(int threads) {
@@ -66,7 +75,7 @@ void multiply(GemmArgs g, const Parallel& parallel) {
 
 // The gemms with A quantized, and with values for A.
 int quantized_product(GemmArgs g, int threads) {
-  return answer([&] {
+  return computed([&] {
     check_element_format("a_format", g.a_format);
     const uint8_t no_scales = 0;  // stands for those of K = 0: without an address, a would be taken for values
     const bool writes = check_product(g);
@@ -80,7 +89,7 @@ int quantized_product(GemmArgs g, int threads) {
 }
 
 int weight_product(GemmArgs g, int activation_dtype, int threads) {
-  return answer([&] {
+  return computed([&] {
     check_value_dtype("x_dtype", g.a_format);
     check_activation_dtype("activation_dtype", activation_dtype);
     g.rounds_a = activation_dtype == MXFP8_BFLOAT16;
@@ -174,7 +183,7 @@ int mxfp8_isa_force(const char* name) {
 
 int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int64_t inner, int element_format,
                    int scale_rounding, uint8_t* elements, uint8_t* scales, int threads) {
-  return answer([&] {
+  return computed([&] {
     check_value_dtype("value_dtype", value_dtype);
     check_element_format("element_format", element_format);
     check_rounding("scale_rounding", scale_rounding);
@@ -189,7 +198,7 @@ int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int
 
 int mxfp8_dequantize(int element_format, const uint8_t* elements, const uint8_t* scales, int64_t outer, int64_t k,
                      int64_t inner, int value_dtype, void* y, int threads) {
-  return answer([&] {
+  return computed([&] {
     check_value_dtype("value_dtype", value_dtype);
     check_element_format("element_format", element_format);
     check_sizes({{"outer", outer}, {"k", k}, {"inner", inner}});
@@ -202,7 +211,7 @@ int mxfp8_dequantize(int element_format, const uint8_t* elements, const uint8_t*
 
 int mxfp8_embedding(int index_dtype, const void* indices, int64_t count, int b_format, const uint8_t* b,
                     const uint8_t* b_scales, int64_t v, int64_t d, int y_dtype, void* y, int threads) {
-  return answer([&] {
+  return computed([&] {
     check_index_dtype("index_dtype", index_dtype);
     check_element_format("b_format", b_format);
     check_value_dtype("y_dtype", y_dtype);
@@ -254,7 +263,7 @@ int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int ac
 int mxfp8_norm_quantize(int value_dtype, const void* x, const void* residual, const float* scale, const float* bias,
                         int64_t rows, int64_t k, int norm, float epsilon, int element_format, int scale_rounding,
                         uint8_t* elements, uint8_t* scales, void* normalized, void* sum, int threads) {
-  return answer([&] {
+  return computed([&] {
     check_value_dtype("value_dtype", value_dtype);
     check_norm("norm", norm);
     check_element_format("element_format", element_format);
@@ -278,7 +287,7 @@ int mxfp8_norm_quantize(int value_dtype, const void* x, const void* residual, co
 int mxfp8_grouped_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                        const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n, int64_t k,
                        int y_dtype, void* y, int threads) {
-  return answer([&] {
+  return computed([&] {
     check_element_format("a_format", a_format);
     const uint8_t no_scales = 0;  // as in mxfp8_gemm
     GroupedArgs args = {{a_format, a, a_scales, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n},
@@ -299,7 +308,7 @@ int mxfp8_grouped_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, 
 int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activation_dtype, int b_format, const uint8_t* b,
                               const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n,
                               int64_t k, int y_dtype, void* y, int threads) {
-  return answer([&] {
+  return computed([&] {
     check_value_dtype("x_dtype", x_dtype);
     check_activation_dtype("activation_dtype", activation_dtype);
     const GroupedArgs args = {{x_dtype, x, nullptr, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n},
@@ -316,7 +325,7 @@ int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activation_dtype, 
 }
 
 int mxfp8_attention(const mxfp8_attention_arguments* arguments, int threads) {
-  return answer([&] {
+  return computed([&] {
     check_array(array("arguments", arguments, alignof(mxfp8_attention_arguments)),
                 {sizeof *arguments / alignof(mxfp8_attention_arguments)});
     const mxfp8_attention_arguments& g = *arguments;
@@ -337,7 +346,7 @@ int mxfp8_attention(const mxfp8_attention_arguments* arguments, int threads) {
 int mxfp8_pack(int value_dtype, const void* w, int64_t w_stride, int transposed, int64_t n, int64_t k,
                int element_format, int scale_rounding, uint8_t* elements, uint8_t* scales, mxfp8_pack_stats* stats,
                int threads) {
-  return answer([&] {
+  return computed([&] {
     check_value_dtype("value_dtype", value_dtype);
     check_element_format("element_format", element_format);
     check_rounding("scale_rounding", scale_rounding);

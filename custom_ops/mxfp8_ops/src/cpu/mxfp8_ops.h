@@ -139,6 +139,16 @@ MXFP8_API int mxfp8_pack(int value_dtype, const void* w, int64_t w_stride, int t
                          int element_format, int scale_rounding, uint8_t* elements, uint8_t* scales,
                          mxfp8_pack_stats* stats, int threads);
 
+// Writes down every call from now on, those of nodes in ONNX Runtime sessions too, in the whole process; or no longer,
+// with 0. What was written before is gone. At most 64 MiB are written.
+MXFP8_API int mxfp8_profile(int on);
+
+// Returns a line for each call that has ended since then: nanoseconds, instruction set (empty: a GPU's), the gemm
+// kernels that ran, separated by commas, and which node it was, as "TYPE 'NAME'" with backslashes and line ends
+// escaped; empty for a call of this header. Between them are tabs. Valid until the thread calls this again; NULL if
+// there is no memory.
+MXFP8_API const char* mxfp8_profile_text(void);
+
 #ifdef __cplusplus
 }
 #endif

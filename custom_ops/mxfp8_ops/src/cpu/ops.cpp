@@ -9,6 +9,8 @@
 #include <new>
 #include <vector>
 
+#include "profile.h"
+
 namespace mxfp8 {
 namespace {
 
@@ -179,8 +181,8 @@ void add_strips(int64_t begin, int64_t end, int64_t most, const GemmKernel* last
 
 // Packs the strips, all in one turn of the threads; those whose values a kernel cannot hold once more, for the next, in
 // strips of as many rows as any kernel takes.
-void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, std::vector<Strip>* strips,
-                 std::vector<Scratch>* scratch) {
+void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, GemmsUsed* used,
+                 std::vector<Strip>* strips, std::vector<Scratch>* scratch) {
   const bool fits_bf16 = args.a_scales != nullptr || args.rounds_a || args.a_format == MXFP8_BFLOAT16;
   const int64_t k_padded = ceil_div(args.k, kGemmStep) * kGemmStep;
   std::vector<Strip> open;
@@ -214,6 +216,7 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
         add_strips(open[i].row, open[i].row + open[i].rows, kGemmRows, open[i].kernel, &misfits);
       } else {
         strips->push_back(open[i]);
+        if (used != nullptr) *used |= uint32_t(1) << (open[i].kernel - kernels.gemms);
       }
     }
     open = misfits;
@@ -241,17 +244,14 @@ GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
   return part;
 }
 
-}  // namespace
-
-void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
-  if (args.m == 0 || args.n == 0) return;
+void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, GemmsUsed* used) {
   const int64_t strip_rows = rows_of_strip(kernels, args.k);
   if (parallel.threads > 1 && args.m >= parallel.threads * strip_rows * 3 / 4) {
     // Rows enough for strips of each thread's own: what one packs stays in its cache, and nobody waits for the others.
     const int64_t turns = ceil_div(args.m, parallel.threads * strip_rows);
     const Parallel alone{nullptr, nullptr, 1};
     for_ranges(parallel, args.m, ceil_div(args.m, turns * parallel.threads),
-               [&](int64_t, int64_t begin, int64_t end) { gemm(kernels, alone, rows_of(args, begin, end)); });
+               [&](int64_t, int64_t begin, int64_t end) { multiply(kernels, alone, rows_of(args, begin, end), used); });
     return;
   }
   const int64_t strip_bytes = 2 * strip_rows * std::max<int64_t>(args.k, 1);
@@ -261,7 +261,7 @@ void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args
     std::vector<Strip> strips;
     add_strips(begin, end, strip_rows, nullptr, &strips);
     std::vector<Scratch> scratch;
-    pack_strips(kernels, parallel, args, &strips, &scratch);
+    pack_strips(kernels, parallel, args, used, &strips, &scratch);
 
     // Each task multiplies one strip with a range of columns. The end of a row costs what a whole step does.
     const int64_t depth = ceil_div(args.k, kGemmStep) * kGemmStep;
@@ -281,6 +281,12 @@ void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args
                              std::min(args.n, column + columns), strip.packed, strip.exponent);
     });
   }
+}
+
+}  // namespace
+
+void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
+  if (args.m != 0 && args.n != 0) multiply(kernels, parallel, args, gemms_used());
 }
 
 }  // namespace mxfp8

@@ -1,5 +1,6 @@
 // The nodes on this processor: ops.h on ONNX Runtime's own intra-op threads.
 #include "../cpu/isa.h"
+#include "../cpu/profile.h"
 #include "backend.h"
 
 namespace mxfp8::ort {
@@ -26,6 +27,7 @@ class CpuBackend : public Backend {
     Unclaimed unclaimed(job);
     std::vector<char> unused(size_t(unclaimed.bytes()));
     unclaimed.give(unused.data());
+    runs_on(kernels_);
     job->run(kernels_, session_threads(context));
   }
 

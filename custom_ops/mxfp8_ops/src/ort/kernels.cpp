@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../cpu/profile.h"
 #include "node_kernel.h"
 
 namespace mxfp8::ort {
@@ -116,6 +117,7 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
 OrtStatus* compute(void* kernel, OrtKernelContext* context) {
   return guarded([&] {
     const auto& self = *static_cast<const NodeKernel*>(kernel);
+    const ProfiledCall call(self.where.c_str());
     try {
       implementation(self.op)->compute(self, context);
     } catch (const std::invalid_argument& error) {  // of the planner, which knows no nodes

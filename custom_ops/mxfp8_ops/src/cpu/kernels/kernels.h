@@ -139,6 +139,7 @@ constexpr int kAllZero = 1 << 20;
 enum class Values { kBf16, kOther, kAny };
 
 struct GemmKernel {
+  const char* name;
   Values values;
   int64_t least_rows, most_rows;  // of a strip
   int tile_rows;

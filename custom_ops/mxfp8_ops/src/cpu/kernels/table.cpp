@@ -18,9 +18,10 @@ void attention_merge(const AttentionArgs&, const AttentionTask&, float*, int64_t
 
 // One row of the gemms: for strips of `least` to `most` rows, in tiles of `tile` rows, packed as `Value`.
 template <class Value>
-constexpr GemmKernel gemm(Values values, int64_t least, int64_t most, int tile, decltype(GemmKernel::pack) pack,
-                          decltype(GemmKernel::multiply) multiply) {
+constexpr GemmKernel gemm(Values values, int64_t least, int64_t most, int tile, const char* name,
+                          decltype(GemmKernel::pack) pack, decltype(GemmKernel::multiply) multiply) {
   GemmKernel kernel{};
+  kernel.name = name;
   kernel.values = values;
   kernel.least_rows = least;
   kernel.most_rows = most;
@@ -34,7 +35,7 @@ constexpr GemmKernel gemm(Values values, int64_t least, int64_t most, int tile, 
 #define MXFP8_DECLARE(NAME)                                                    \
   int NAME##_pack(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, void*); \
   void NAME##_multiply(const GemmArgs&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int)
-#define MXFP8_GEMM(NAME) NAME##_pack, NAME##_multiply
+#define MXFP8_GEMM(NAME) #NAME, NAME##_pack, NAME##_multiply
 
 MXFP8_DECLARE(gemm_skinny_f32);
 MXFP8_DECLARE(gemm_f32);

@@ -1,0 +1,132 @@
+"""Which kernel each node of a model runs, on which instruction set, in which precision, and how long.
+
+Times are ONNX Runtime's own, or those of torch's ops called one by one; kernels are what the native library writes
+down.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from onnx import ModelProto
+
+from mxfp8_graph.onnx_model.walk import iter_nodes
+from mxfp8_ops import contract, cpu, formats
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeProfile:
+    """One node, over some runs of its model."""
+
+    name: str
+    op: str
+    operands: str
+    """What it multiplied: "e4m3 x e4m3", "float32 x float32"; empty if it multiplies nothing."""
+    kernel: str
+    """The gemm kernels of the native library that ran; empty for other ops, and those of the framework."""
+    isa: str
+    """The instruction set these ran on; empty for what the framework runs itself."""
+    seconds: float
+    """Mean of a run."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it with JSON types only."""
+        return asdict(self)
+
+
+Event = Mapping[str, Any]
+"""One entry of a profile of ONNX Runtime."""
+
+CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan"})
+"""Ops whose time is that of the nodes in their bodies, which have entries too."""
+
+MULTIPLIES: Final = frozenset(
+    {"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "Einsum", "Conv", "FusedConv", "ConvTranspose", "LSTM", "GRU", "RNN"}
+    | {"Attention", "MultiHeadAttention", "GroupQueryAttention", "MatMulNBits", "MatMulInteger", "MatMulIntegerToFloat"}
+    | {"DynamicQuantizeMatMul", "QLinearMatMul", "QAttention", contract.ATTENTION.name}
+)
+"""Ops that are not ours, and our attention, of which the first two inputs are what is multiplied."""
+
+_DTYPES: Final = {"float": "float32", "double": "float64", "Float8E4M3FN": "e4m3", "Float8E5M2": "e5m2"}
+"""ONNX Runtime's words and ours, where they differ."""
+
+
+def of_session(model: ModelProto, events: Sequence[Event], calls: Iterable[cpu.Call], runs: int) -> list[NodeProfile]:
+    """Returns the nodes of the last `runs` runs, in the order in which they ran first.
+
+    Args:
+        model: the model that ran; only attributes of its nodes are read.
+        events: ONNX Runtime's, of these runs and perhaps of some before.
+        calls: what the native library wrote down in these runs.
+        runs: at least 1.
+    """
+    starts = sorted(event["ts"] for event in events if event["name"] == "model_run")
+    since = starts[-runs]
+    native = defaultdict(list, by_node(calls))
+    rounded = _rounded(model)
+    seconds: dict[str, float] = defaultdict(float)
+    first: dict[str, Event] = {}
+    for event in sorted(events, key=lambda event: int(event["ts"])):
+        op = event.get("args", {}).get("op_name")
+        if event["cat"] != "Node" or op is None or op in CONTROL_FLOW or event["ts"] < since:
+            continue
+        name = event["name"].removesuffix("_kernel_time")
+        first.setdefault(name, event)
+        seconds[name] += event["dur"] / 1e6 / runs
+    return [
+        NodeProfile(
+            name=name,
+            op=event["args"]["op_name"],
+            operands=_operands(event["args"], rounded.get(name)),
+            kernel=gemms_of(native[name]),
+            isa=isas_of(native[name]),
+            seconds=seconds[name],
+        )
+        for name, event in first.items()
+    ]
+
+
+def by_node(calls: Iterable[cpu.Call]) -> dict[str, list[cpu.Call]]:
+    """Returns the calls of each node, by name."""
+    found: dict[str, list[cpu.Call]] = {}
+    for call in calls:
+        found.setdefault(call.name, []).append(call)
+    return found
+
+
+def gemms_of(calls: Iterable[cpu.Call]) -> str:
+    """Returns the gemm kernels that ran."""
+    return ", ".join(dict.fromkeys(gemm for call in calls for gemm in call.gemms))
+
+
+def isas_of(calls: Iterable[cpu.Call]) -> str:
+    """Returns the instruction sets that calls ran on."""
+    return ", ".join(dict.fromkeys(call.isa or "cuda" for call in calls))
+
+
+def _rounded(model: ModelProto) -> dict[str, str]:
+    """Returns what nodes of ours round their activations to, by name."""
+    return {
+        node.name: formats.BFLOAT16.name
+        for node in iter_nodes(model.graph.node)
+        for attribute in node.attribute
+        if attribute.name == "activation_dtype" and attribute.i == contract.BFLOAT16
+    }
+
+
+def _operands(args: Mapping[str, Any], rounded: str | None) -> str:
+    op, types = args["op_name"], [next(iter(entry)) for entry in args.get("input_type_shape", ())]
+    ours = contract.OPS.get(op)
+    if ours is not None and ours.is_gemm:
+        places = [ours.at("X" if ours.weight_only else "A"), ours.at("B")]
+    elif op in MULTIPLIES:
+        places = [0, 1]
+    else:
+        return ""
+    names = [_DTYPES.get(types[at], types[at]) for at in places if at is not None and at < len(types)]
+    if rounded is not None:
+        names = [rounded, rounded if op == contract.ATTENTION.name else names[-1]]
+    return " x ".join(names)

@@ -1,0 +1,125 @@
+"""`run --profile`: which kernel each node ran, what it multiplied, and how long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import builders as b
+import numpy as np
+import pytest
+from commands import run
+
+from mxfp8_graph import Recipe, rewrite
+from mxfp8_graph.checking.profile import NodeProfile
+from mxfp8_graph.checking.runner import run_model
+from mxfp8_ops import cpu, native
+
+
+def profile(model, **options) -> dict[str, NodeProfile]:
+    """Returns what nodes did, by name."""
+    return {node.name: node for node in run_model(model, repeat=2, profile=True, **options).nodes}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "operands"),
+    [
+        ("mxfp8", "e4m3 x e4m3"),
+        ("mxfp8-bf16", "bfloat16 x e4m3"),
+        ("mxfp8-weight-only", "float32 x e4m3"),
+        (Recipe(activations="e5m2"), "e5m2 x e4m3"),
+    ],
+)
+def test_what_a_node_multiplied(recipe, operands):
+    rewritten, _ = rewrite(b.chain_model(), recipe=recipe)
+    assert profile(rewritten)["layers.0.linear"].operands == operands
+
+
+def test_which_kernel_ran_depends_on_the_rows():
+    rewritten, _ = rewrite(b.matmul_model())
+    with native.forced_isa("portable"):
+        few = profile(rewritten, shapes={"batch": 1, "seq": 4})["linear"]
+        many = profile(rewritten, shapes={"batch": 1, "seq": 40})["linear"]
+    assert (few.isa, few.kernel) == ("portable", "gemm_skinny_f32")
+    assert (many.isa, many.kernel) == ("portable", "gemm_f32")
+
+
+def test_a_second_kernel_for_rows_that_the_first_cannot_hold():
+    """Values that span 2^97 do not fit into what gemm_skinny_f32 packs."""
+    rewritten, _ = rewrite(b.matmul_model(), recipe="mxfp8-weight-only")
+    x = np.ones((1, 2, 64), np.float32)
+    x[0, 0, 0], x[0, 0, 1] = 2.0**100, 2.0**-100
+    with native.forced_isa("portable"):
+        assert profile(rewritten, inputs={"x": x})["linear"].kernel == "gemm_f32"
+
+
+def test_what_stays_in_float32_says_so():
+    rewritten, _ = rewrite(b.chain_model(), recipe=Recipe(exclude=("layers.1",)))
+    nodes = profile(rewritten)
+    kept = nodes["layers.1.linear"]
+    assert (kept.operands.split(" x ")[0], kept.kernel, kept.isa) == ("float32", "", "")
+    assert nodes["layers.0.linear"].isa == native.isa()
+
+
+def test_times_are_those_of_the_counted_runs():
+    rewritten, _ = rewrite(b.chain_model())
+    nodes = profile(rewritten)
+    assert all(node.seconds > 0 for node in nodes.values() if node.kernel), nodes
+
+
+def test_nodes_in_bodies_of_branches():
+    inner = b.model(
+        [b.node("MatMul", "x w", "y", "inner")],
+        {"x": (np.float32, ["batch", 64])},
+        {"y": (np.float32, ["batch", 96])},
+        {"w": b.weight(64, 96)},
+    )
+    branch = inner.graph
+    del branch.input[:]
+    model = b.model(
+        [b.node("If", "c", "h", "choose", then_branch=branch, else_branch=branch), b.node("Relu", "h", "z")],
+        {"x": (np.float32, ["batch", 64]), "c": (np.bool_, [])},
+        {"z": (np.float32, ["batch", 96])},
+    )
+    nodes = profile(rewrite(model)[0])
+    assert "choose" not in nodes
+    assert [node.kernel for node in nodes.values() if node.operands == "e4m3 x e4m3"] == ["gemm_skinny_f32"]
+
+
+def test_names_come_through_as_they_are():
+    model = b.chain_model()
+    model.graph.node[0].name = "a\\n b\n'c'\t\\"
+    rewritten, _ = rewrite(model)
+    assert profile(rewritten)["a\\n b\n'c'\t\\"].kernel
+
+
+def test_programs():
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(
+        torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64), torch.nn.LayerNorm(64)
+    )
+    packed, _ = rewrite(torch.export.export(module.eval(), (torch.randn(4, 64),)), recipe=Recipe(exclude=("^2$",)))
+    nodes = run_model(packed, repeat=2, profile=True).nodes
+    seen = [(node.op, node.operands, node.kernel) for node in nodes if node.operands]
+    assert [row[:2] for row in seen] == [("mxfp8::gemm", "e4m3 x e4m3"), ("linear", "float32 x float32")]
+    assert seen[0][2].startswith("gemm_")
+
+
+def test_nothing_is_written_down_unless_asked():
+    with cpu.profiled() as log:
+        cpu.quantize(np.ones((1, 32), np.float32))
+    assert len(log.calls()) == 0
+    with cpu.profiled() as log:
+        cpu.quantize(np.ones((1, 32), np.float32))
+        assert [(call.op, call.isa, call.gemms) for call in log.calls()] == [("", native.isa(), ())]
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_command():
+    b.save(b.chain_model(), Path("m.onnx"))
+    assert run("rewrite", "m.onnx").exit_code == 0
+    result = run("run", "m.mxfp8.onnx", "--repeat", "2", "--profile")
+    assert result.exit_code == 0, result.output
+    assert "layers.0.linear" in result.stdout
+    assert "e4m3 x e4m3" in result.stdout
+    assert "gemm_" in result.stdout
+    assert "share" not in run("run", "m.mxfp8.onnx", "--repeat", "1").stdout
