@@ -176,9 +176,9 @@ def test_a_gpu(gpus: list[cuda_system.Gpu], monkeypatch: pytest.MonkeyPatch) -> 
 def test_each_device_that_multiplies_mxfp8_itself(gpus: list[cuda_system.Gpu]) -> None:
     gpus += [H200, cuda_system.Gpu("NVIDIA B200", (10, 0), 148, 192_000_000_000)]
     assert find("native mxfp8").detail == (
-        f"cpu: no, {native_reason('cpu')}; cuda:0: no, NVIDIA H200 has compute capability 9.0, and tensor cores multiply "
-        "MXFP8 from 10.0 (Blackwell) on; cuda:1: yes, NVIDIA B200 has compute capability 10.0, whose tensor cores "
-        "multiply MXFP8"
+        f"cpu: no, {native_reason('cpu')}; cuda:0: no, NVIDIA H200 has compute capability 9.0, and tensor cores "
+        "multiply MXFP8 from 10.0 (Blackwell) on; cuda:1: yes, NVIDIA B200 has compute capability 10.0, whose tensor "
+        "cores multiply MXFP8"
     )
 
 
