@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mxfp8_graph.packed import import_safetensors as import_safetensors
     from mxfp8_graph.packed import unpack as unpack
     from mxfp8_graph.policy.plan import NothingEligibleError as NothingEligibleError
+    from mxfp8_graph.policy.recipe import MXFP8BlockScaling as MXFP8BlockScaling
     from mxfp8_graph.policy.recipe import Recipe as Recipe
     from mxfp8_graph.policy.recipe import Rule as Rule
     from mxfp8_graph.policy.recipe import load_recipe as load_recipe
@@ -31,6 +32,7 @@ _HOMES = {
     "export_safetensors": "packed",
     "import_safetensors": "packed",
     "NothingEligibleError": "policy.plan",
+    "MXFP8BlockScaling": "policy.recipe",
     "Recipe": "policy.recipe",
     "Rule": "policy.recipe",
     "load_recipe": "policy.recipe",

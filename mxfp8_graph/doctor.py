@@ -23,7 +23,7 @@ from mxfp8_graph._version import __version__, installed
 from mxfp8_graph.naming import printable
 from mxfp8_graph.onnx_model import child
 from mxfp8_graph.report.text import STYLES
-from mxfp8_ops import contract, cpu, numerics
+from mxfp8_ops import contract, cpu, hardware, numerics
 from mxfp8_ops.cuda import build, planner, system
 from mxfp8_ops.errors import BackendError, Mxfp8Error
 
@@ -73,6 +73,7 @@ def diagnose() -> list[Check]:
         *(_package(*row) for row in _PACKAGES),
         _attempt("native library", _library),
         _attempt("kernels", _kernels),
+        _attempt("native mxfp8", _native_mxfp8),
         _attempt("session", _session),
         *_cuda_checks(),
     ]
@@ -173,6 +174,20 @@ def _kernels() -> str:
     forced = os.environ.get("MXFP8_ISA")
     why = f"MXFP8_ISA={forced}" if forced else "the best this processor has; MXFP8_ISA overrides it"
     return f"{cpu.isa()} ({why}); available: {', '.join(cpu.available_isas())}"
+
+
+def _native_mxfp8() -> str:
+    """Returns of each device whether it multiplies MXFP8 itself, and why."""
+    _require_loadable()
+    try:
+        gpus = len(system.gpus())
+    except BackendError:  # what is wrong there, the check of the driver says
+        gpus = 0
+    answers = []
+    for device in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
+        answer = "yes" if hardware.is_mxfp8_native(device) else "no"
+        answers.append(f"{device}: {answer}, {hardware.native_reason(device)}")
+    return "; ".join(answers)
 
 
 def _session() -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -93,18 +93,31 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
     if made is None:
         return False
     before = recorded(made.recipe)
-    same = before is not None and before.without_fusion() == recipe.without_fusion()  # weights are packed alike
+    fields = None if before is None else before.differences(recipe)
+    same = fields == {}  # weights are packed alike
     if made.packed:
         if same and not options.training:
             return True
-        asked = f"training with {recipe.name!r}" if options.training else repr(recipe.name)
-        found = f"Recipe mismatch for {made.node!r}: packed with {recipe_name(made.recipe)!r}, asked for {asked}"
+        packed, asked = f"packed with {recipe_name(made.recipe)!r}", f"asked for {recipe.name!r}"
+        if options.training:
+            asked = f"asked for training with {recipe.name!r}"
+        elif fields:
+            packed, asked = _packed_and_asked(fields)
+        found = f"Recipe mismatch for {made.node!r}: {packed}, {asked}"
         expected = f"the original {what}, since packed weights cannot be packed again"
         raise RecipeError(options.name, found, expected=expected, advice="rewrite that one")
     if not same:
         changed = f"Recipe type changed from {recipe_name(made.recipe)} to {recipe.name}"
-        warnings.warn(printable(changed), stacklevel=4)  # the caller of mxfp8_graph.rewrite
+        differing = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in (fields or {}).items())
+        warnings.warn(printable(f"{changed}: {differing}" if differing else changed), stacklevel=4)  # rewrite's caller
     return same and options.training
+
+
+def _packed_and_asked(fields: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    """Returns "packed with fp8_format E4M3" and "asked for HYBRID", or for more fields both with their names."""
+    packed = ", ".join(f"{name} {old}" for name, (old, _) in fields.items())
+    asked = ", ".join(new if len(fields) == 1 else f"{name} {new}" for name, (_, new) in fields.items())
+    return f"packed with {packed}", f"asked for {asked}"
 
 
 def fusion_note(made: Made | None, recipe: Recipe) -> list[str]:

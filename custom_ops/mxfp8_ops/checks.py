@@ -86,6 +86,36 @@ def check_codes(where: str, elements: Any, scales: Any, axis: int) -> None:
             )
 
 
+def check_out(where: str, out: Any, x: Any, scales: Shape, library: Any) -> tuple[Any, Any]:
+    """Returns `out`, the arrays that the elements and scales of `x` are to be written to.
+
+    Args:
+        where: the op, for errors.
+        out: what the caller gave.
+        x: an array of NumPy or CuPy.
+        scales: shape of the scales.
+        library: the module that `x` is an array of.
+
+    Raises:
+        ShapeError: they are no two C-contiguous, writeable uint8 arrays of these shapes, or share memory.
+    """
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        expected, advice = "(elements, scales)", "pass the pair that quantize returned"
+        raise ShapeError(where, f"out is no pair: a {type(out).__name__}", expected=expected, advice=advice)
+    for name, codes, shape in (("elements", out[0], x.shape), ("scales", out[1], scales)):
+        what, expected = f"a {type(codes).__name__}", f"uint8 of shape {shape}"
+        if isinstance(codes, library.ndarray):
+            usable = codes.flags.c_contiguous and getattr(codes.flags, "writeable", True)  # CuPy's all are
+            what = f"{codes.dtype} of shape {codes.shape}{'' if usable else ', strided or read-only'}"
+        if what != expected:
+            expected = f"C-contiguous, writeable {expected}"
+            raise ShapeError(where, f"out: {name} are {what}", expected=expected, advice="pass other arrays")
+    if any(library.may_share_memory(*pair) for pair in (out, (out[0], x), (out[1], x))):
+        what, expected = "out: elements, scales and x share memory", "three arrays apart"
+        raise ShapeError(where, what, expected=expected, advice="pass other arrays")
+    return out[0], out[1]
+
+
 def embedding_shape(where: str, indices: Any, b: Shape) -> Shape:
     """Returns the shape of the rows of b [V, D] that `indices` [...] name: [..., D].
 

@@ -85,8 +85,11 @@ class ShapeError(Mxfp8Error):
     """Shapes or dtypes of tensors do not fit together."""
 
 
-class RecipeError(Mxfp8Error):
-    """A recipe is malformed, contradicts itself, or does not fit the model it is applied to."""
+class RecipeError(Mxfp8Error, RuntimeError):
+    """A recipe is malformed, contradicts itself, or does not fit the model it is applied to.
+
+    A RuntimeError too, which is what TransformerEngine raises for a recipe that does not fit.
+    """
 
 
 class ContractError(Mxfp8Error):

@@ -18,6 +18,7 @@ from mxfp8_ops import formats
 from mxfp8_ops.checks import (
     check_experts,
     check_indices,
+    check_out,
     check_scales,
     check_value_dtype,
     embedding_shape,
@@ -25,6 +26,7 @@ from mxfp8_ops.checks import (
     grouped_shape,
     normalize_axis,
     scale_count,
+    scale_shape,
 )
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_BIAS, SCALE_NAN, ElementFormat
@@ -37,7 +39,12 @@ VALUE_DTYPES: Final = {name: np.dtype(row.numpy_name) for name, row in formats.V
 
 
 def quantize(
-    x: Array, *, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil"
+    x: Array,
+    *,
+    axis: int = -1,
+    element_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+    out: tuple[Codes, Codes] | None = None,
 ) -> tuple[Codes, Codes]:
     """Returns (elements, scales): `x` in blocks of 32 along `axis`, each with one power-of-two scale.
 
@@ -45,18 +52,23 @@ def quantize(
     2^(127 - s), rounded to nearest even, saturating. An all-zero block has s = 0. A NaN or Inf anywhere in a
     block gives s = 255 and 32 NaN elements: bad values surface.
 
+    Elements mean something with the scales of their own blocks only, and nothing marks where those begin: a part of
+    the pair along `axis` is elements[..., 32 * i : 32 * j] with scales[..., i:j]. Cut elsewhere, or reshaped across
+    `axis`, it has shapes that fit and values that are wrong. Other axes may be cut anywhere, both arrays alike.
+
     Args:
         x: [..., K, ...] float32, float16 or bfloat16. The last block may be partial (as if zero-padded).
         axis: the blocked axis (that of length K).
         element_format: "e4m3" or "e5m2".
         scale_rounding: "ceil", "floor" or "even".
+        out: arrays to write elements and scales to, and to return: C-contiguous, and apart from each other and `x`.
 
     Returns:
         elements: uint8, the shape of `x`.
         scales: uint8, the shape of `x` with K replaced by ceil(K / 32).
 
     Raises:
-        ShapeError: wrong dtype, a scalar, or no such axis.
+        ShapeError: wrong dtype, a scalar, no such axis, or an `out` that does not fit.
         ContractError: unknown format or rounding.
 
     Source: OCP MX v1.0 section 6.3; the "ceil" rule from NVIDIA's "Recipes for Pre-training LLMs with MXFP8".
@@ -65,6 +77,8 @@ def quantize(
     increment = formats.scale_increment(fmt, scale_rounding)
     check_value_dtype("quantize", x.dtype)
     axis = normalize_axis("quantize", x.ndim, axis)
+    if out is not None:
+        out = check_out("quantize", out, x, scale_shape(x.shape, axis), np)
     values = np.moveaxis(x, axis, -1).astype(np.float32)
     k = values.shape[-1]
     padded = np.zeros((*values.shape[:-1], scale_count(k) * BLOCK_SIZE), np.float32)
@@ -81,8 +95,11 @@ def quantize(
     elements[~finite] = ELEMENT_NAN
     scales = np.where(finite, scales, SCALE_NAN).astype(np.uint8)
 
-    elements = elements.reshape(padded.shape)[..., :k]
-    return np.ascontiguousarray(np.moveaxis(elements, -1, axis)), np.ascontiguousarray(np.moveaxis(scales, -1, axis))
+    elements, scales = (np.moveaxis(t, -1, axis) for t in (elements.reshape(padded.shape)[..., :k], scales))
+    if out is None:
+        return np.ascontiguousarray(elements), np.ascontiguousarray(scales)
+    out[0][...], out[1][...] = elements, scales
+    return out
 
 
 def dequantize(

@@ -1,6 +1,7 @@
 """Access to packed weights, wherever they are: by name, as elements and scales, or dequantized.
 
 weight.py        what a packed weight is, and what else a model stores
+parts.py         a part of one, which has whole blocks
 from_onnx.py     finds them in ONNX models, ours and TensorRT's
 from_torch.py    finds them in exported programs
 contents.py      chooses between the two: unpack

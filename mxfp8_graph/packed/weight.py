@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from mxfp8_graph.packed import parts
 from mxfp8_ops import cpu, formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
@@ -24,7 +25,11 @@ _SUFFIX: Final = re.compile(r"^(?P<name>.+)_mxfp8(?P<number>_\d+)?$")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales. Nothing is in memory until it is read."""
+    """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales. Nothing is in memory until it is read.
+
+    `weight[0:64, 32:96]` is a part of it with the scales that belong to it, `weight[3]` one matrix of a stack. A copy
+    reads where the weight does; a deep copy, and a pickled weight, hold the data themselves.
+    """
 
     name: str
     """Name of the weight before it was packed, such as "layers.0.up.weight"."""
@@ -41,7 +46,7 @@ class PackedWeight:
 
     @property
     def elements(self) -> Codes:
-        """uint8 [..., N, K]; read anew each time.
+        """uint8 [..., N, K]; read anew each time. To cut it, cut the weight, which cuts the scales too.
 
         Raises:
             ContractError: the file that holds it cannot be read.
@@ -56,6 +61,36 @@ class PackedWeight:
             ContractError: the file that holds it cannot be read.
         """
         return _checked(self.name, "scales", self.read_scales(), scale_shape(self.shape, -1))
+
+    def __getitem__(self, index: Any) -> PackedWeight:
+        """Returns a part of the weight, under its name; the whole is read whenever the part is.
+
+        Args:
+            index: integers, slices and `...`, as NumPy takes them, but along K a slice from one block to another: from
+                and to multiples of 32, or to the end.
+
+        Raises:
+            ShapeError: it is none of these, cuts a block, or names what is not there.
+        """
+        elements, scales, shape = parts.part(f"weight {self.name!r}", self.shape, index)
+        return replace(
+            self,
+            shape=shape,
+            read_elements=lambda: np.ascontiguousarray(self.elements[elements]),
+            read_scales=lambda: np.ascontiguousarray(self.scales[scales]),
+        )
+
+    def __iter__(self) -> Iterator[PackedWeight]:
+        """Yields the parts along the first axis."""
+        return (self[index] for index in range(self.shape[0]))
+
+    def __copy__(self) -> PackedWeight:
+        return replace(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the fields with the data itself, so that a pickled weight needs neither file nor model."""
+        elements, scales = (_Held(np.array(codes, subok=False)) for codes in (self.elements, self.scales))
+        return {**vars(self), "read_elements": elements, "read_scales": scales}
 
     @property
     def parameter(self) -> str:
@@ -72,6 +107,18 @@ class PackedWeight:
             ContractError: the file that holds the weight cannot be read.
         """
         return cpu.dequantize(self.elements, self.scales, element_format=self.element_format, dtype=dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Codes in memory, to be read as those of a file are."""
+
+    codes: Codes
+
+    def __call__(self) -> Codes:
+        codes = self.codes.view()
+        codes.flags.writeable = False
+        return codes
 
 
 @dataclass(frozen=True, kw_only=True)

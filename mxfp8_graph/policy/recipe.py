@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from mxfp8_graph.policy import older_spellings, patterns, presets, recipe_file
+from mxfp8_graph.policy import older_spellings, patterns, presets, recipe_file, transformer_engine
 from mxfp8_ops.errors import RecipeError
 from mxfp8_ops.formats import BFLOAT16, ELEMENT_FORMATS, SCALE_ROUNDINGS
 
@@ -51,7 +51,20 @@ if TYPE_CHECKING:  # type checkers know the fields of pydantic's models only
 else:
 
     class _Model(BaseModel, metaclass=_Construction):
-        """Base of recipes and rules."""
+        """Base of recipes and rules, which stay as they were checked."""
+
+        def __setattr__(self, field: str, value: Any) -> None:
+            raise self._unchangeable(field, "assigned")
+
+        def __delattr__(self, field: str) -> None:
+            raise self._unchangeable(field, "deleted")
+
+        def _unchangeable(self, field: str, what: str) -> RecipeError:
+            kind = type(self).__name__
+            fields = f"**{kind.lower()}.model_dump(exclude_unset=True)"
+            advice = f"make another: {kind}(**{{{fields}, {field!r}: ...}})"
+            expected = f"a {kind.lower()} that stays as it was checked"
+            return RecipeError(kind, f"{field} cannot be {what}", expected=expected, advice=advice)
 
 
 class Rule(_Model):
@@ -117,7 +130,7 @@ _RULE_ORDER: Final = ("name", "op", "subgraph", "min_n", "max_n", "min_k", "max_
 _RULE_KEYS: Final = set(_RULE_ORDER)
 
 
-class Recipe(_Model):
+class Recipe(_Model, transformer_engine.Predicates):
     """Which matmuls become MXFP8, and how. Built wrongly, it raises RecipeError with field, value and what is expected.
 
     Invariants, checked at construction: no pattern is both included and excluded; no two rules have the same keys;
@@ -128,8 +141,8 @@ class Recipe(_Model):
 
     name: str = "custom"
     """Shown in reports and recorded in the rewritten file."""
-    fp8_format: Literal["E4M3", "HYBRID"] = "E4M3"
-    """TE: E4M3 everywhere, or HYBRID: E5M2 for gradients. The two differ in training only."""
+    fp8_format: Annotated[Literal["E4M3", "HYBRID"], BeforeValidator(transformer_engine.format_name)] = "E4M3"
+    """TE: E4M3 everywhere, or HYBRID: E5M2 for gradients. The two differ in training only. Takes TE's `Format`."""
     margin: Literal[0] = 0
     """TE's field; MXFP8 block scaling has no margin."""
     fp8_dpa: Flag = False
@@ -183,7 +196,21 @@ class Recipe(_Model):
         """Returns the recipe as JSON, as `recorded` reads it; without fusion, as versions wrote it that had none."""
         return self.model_dump_json(exclude=None if self.fuse else {"fuse"})
 
+    def __str__(self) -> str:
+        """Returns TransformerEngine's line, then the other fields that are not as by default, but for the name."""
+        said = {"name", "margin", "fp8_format"}
+        defaults = {name: field.default for name, field in Recipe.model_fields.items() if name not in said}
+        others = [f"{name}={_text(ours)}" for name, ours in self if name in defaults and ours != defaults[name]]
+        kind = f"recipe_type={transformer_engine.MXFP8}"
+        return ", ".join((kind, f"margin={self.margin}", f"format={self.fp8_format}", *others))
+
+    def differences(self, other: Recipe) -> dict[str, tuple[str, str]]:
+        """Returns the fields in which the other recipe packs weights differently, each with both values as text."""
+        pairs = ((name, ours, getattr(other, name)) for name, ours in self if name not in {"name", "fuse"})
+        return {name: (_text(ours)[:200], _text(theirs)[:200]) for name, ours, theirs in pairs if ours != theirs}
+
     _older = model_validator(mode="before")(older_spellings.in_recipe)
+    _typed = model_validator(mode="before")(transformer_engine.in_recipe)
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -203,6 +230,45 @@ class Recipe(_Model):
                     raise ValueError(f"fp8_dpa is true and {field} is false; fp8_dpa means both attention products")
                 object.__setattr__(self, field, True)  # spelled out, so that a recorded recipe reads back as itself
         return self
+
+
+def MXFP8BlockScaling(  # noqa: N802 - TransformerEngine's name, and its order
+    margin: int = 0,
+    fp8_format: Any = "E4M3",
+    fp8_dpa: bool = False,
+    fp8_mha: bool = False,
+    backward_override: None = None,
+    **ours: Any,
+) -> Recipe:
+    """Returns the recipe of TransformerEngine's class of this name, which takes the same arguments.
+
+    Args:
+        margin: 0, as MXFP8 has none.
+        fp8_format: "E4M3" or "HYBRID", or TransformerEngine's `Format` of that name.
+        fp8_dpa: as in `Recipe`.
+        fp8_mha: False, as in `Recipe`.
+        backward_override: None: what is trained in MXFP8 has its gradients from products in MXFP8.
+        ours: further fields of `Recipe`.
+
+    Raises:
+        RecipeError: a value or a field that is none of these.
+    """
+    name = transformer_engine.MXFP8
+    if backward_override is not None:
+        what = f"backward_override: {backward_override!r}"
+        raise RecipeError(name, what, expected="None, gradients in MXFP8", advice="leave it out")
+    fields = {"margin": margin, "fp8_format": fp8_format, "fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha}
+    try:
+        return Recipe.model_validate({"name": name, **fields, **ours})
+    except pydantic.ValidationError as error:
+        raise recipe_file.explained(error, name, Recipe) from None
+
+
+def _text(value: object) -> str:
+    """Returns the value of a field in one line."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return f"[{', '.join(str(each) if isinstance(each, Rule) else repr(each) for each in value)}]"
 
 
 def recorded(text: str | None) -> Recipe | None:
@@ -231,6 +297,9 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     name, path = str(recipe), Path(recipe)
     if name in presets.PRESETS:
         return Recipe(name=name, **presets.PRESETS[name])
+    if refused := transformer_engine.refusal(name):
+        what, advice = refused
+        raise RecipeError("recipe", what, expected=f"one of {presets.choices()}", advice=advice)
     if path.suffix not in recipe_file.SUFFIXES:
         raise RecipeError("recipe", repr(name), expected=f"one of {presets.choices()}", advice="correct the name")
     data, lines = recipe_file.read(path)

@@ -54,6 +54,13 @@ def test_fused_nodes_are_counted() -> None:
     assert fusions[0] == {"kind": "gemm + relu", "node": "layers.0.linear", "replaced": ["layers.0.relu"]}
 
 
+def test_transformer_engine_s_name_of_the_recipe() -> None:
+    result = run("rewrite", save(b.chain_model()), "--recipe", "MXFP8BlockScaling")
+    assert result.stdout.splitlines()[0] == "2 of 2 matmuls rewritten to MXFP8 with recipe MXFP8BlockScaling"
+    help_text = " ".join(run("rewrite", "--help").output.split())
+    assert "mxfp8, MXFP8BlockScaling, mxfp8-bf16, mxfp8-weight-only, ocp, all, or a .yaml or .toml file" in help_text
+
+
 def test_a_recipe_file() -> None:
     Path("mine.yaml").write_text("exclude: [layers.0]\n")
     result = run("rewrite", save(b.chain_model()), "--recipe", "mine.yaml")

@@ -12,7 +12,7 @@ import pytest
 import mxfp8_graph
 from mxfp8_graph import doctor
 from mxfp8_graph.doctor import Check, diagnose, healthy
-from mxfp8_ops import contract, cpu, numerics, ort
+from mxfp8_ops import contract, cpu, native_reason, numerics, ort
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import system as cuda_system
 from mxfp8_ops.errors import BackendError
@@ -61,6 +61,7 @@ def test_the_checks_and_their_order() -> None:
         "cupy",
         "native library",
         "kernels",
+        "native mxfp8",
         "session",
         "cuda driver",
         "nvrtc",
@@ -78,6 +79,10 @@ def test_the_checks_and_their_order() -> None:
         ("node contract", f"domain 'mxfp8', version {contract.VERSION}"),
         ("onnxruntime", onnxruntime.__version__),
         ("native library", str(cpu.library_path())),
+        (
+            "native mxfp8",
+            f"cpu: no, {platform.machine()} processors have no MXFP8 instructions; the kernels emulate it on",
+        ),
         ("kernels", f"{cpu.isa()} "),
         ("kernels", f"available: {', '.join(cpu.available_isas())}"),
     ],
@@ -166,6 +171,15 @@ def test_a_gpu(gpus: list[cuda_system.Gpu], monkeypatch: pytest.MonkeyPatch) -> 
     assert routes.endswith("; large; parts; float32")
     assert "block_scaled" not in routes
     assert healthy(diagnose())
+
+
+def test_each_device_that_multiplies_mxfp8_itself(gpus: list[cuda_system.Gpu]) -> None:
+    gpus += [H200, cuda_system.Gpu("NVIDIA B200", (10, 0), 148, 192_000_000_000)]
+    assert find("native mxfp8").detail == (
+        f"cpu: no, {native_reason('cpu')}; cuda:0: no, NVIDIA H200 has compute capability 9.0, and tensor cores "
+        "multiply MXFP8 from 10.0 (Blackwell) on; cuda:1: yes, NVIDIA B200 has compute capability 10.0, whose tensor "
+        "cores multiply MXFP8"
+    )
 
 
 def test_a_session_on_the_gpu(gpus: list[cuda_system.Gpu], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,13 +324,14 @@ class TestAlreadyRewritten:
     def test_another_recipe_is_a_mismatch(self, tmp_path):
         first, _ = mxfp8_graph.rewrite(save(matmul_model(), tmp_path / "m.onnx"))
         assert message(first, RecipeError, recipe="ocp") == (
-            f"{first}: Recipe mismatch for 'x_mxfp8_quantize': packed with 'mxfp8', asked for 'ocp'; expected the "
-            "original model, since packed weights cannot be packed again; rewrite that one"
+            f"{first}: Recipe mismatch for 'x_mxfp8_quantize': packed with scale_rounding ceil, asked for floor; "
+            "expected the original model, since packed weights cannot be packed again; rewrite that one"
         )
 
     def test_a_recipe_of_the_same_name_and_other_fields_is_a_mismatch(self):
         rewritten, _ = mxfp8_graph.rewrite(chain_model())
-        assert "Recipe mismatch" in message(rewritten, RecipeError, recipe=Recipe(name="mxfp8", exclude=(r"\.0",)))
+        other = Recipe(name="mxfp8", exclude=(r"\.0",))
+        assert r"packed with exclude [], asked for ['\\.0']" in message(rewritten, RecipeError, recipe=other)
 
     def test_a_recipe_of_a_later_version_is_a_mismatch_too(self):
         rewritten, _ = mxfp8_graph.rewrite(matmul_model())
@@ -355,7 +356,8 @@ class TestAlreadyRewritten:
             if entry.key == "mxfp8_graph.recipe":
                 entry.value = json.dumps({**fields, "activation_format": "e4m3", "weight_only": True})
         assert mxfp8_graph.rewrite(rewritten, "mxfp8-weight-only")[1].already_rewritten
-        assert "Recipe mismatch" in message(rewritten, RecipeError, recipe=Recipe(name="mxfp8-weight-only"))
+        other = Recipe(name="mxfp8-weight-only")
+        assert "packed with activations unchanged, asked for e4m3" in message(rewritten, RecipeError, recipe=other)
 
     def test_nodes_without_a_record(self):
         rewritten, _ = mxfp8_graph.rewrite(matmul_model())

@@ -91,8 +91,8 @@ def test_an_unknown_name_lists_the_presets() -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("mxfp4")
     assert str(caught.value) == (
-        "recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, all, or a .yaml or .toml file; "
-        "correct the name"
+        "recipe: 'mxfp4'; expected one of mxfp8, MXFP8BlockScaling, mxfp8-bf16, mxfp8-weight-only, ocp, all, or a "
+        ".yaml or .toml file; correct the name"
     )
 
 
@@ -113,11 +113,6 @@ def test_toml(recipe) -> None:
 
 def test_a_file_may_name_its_recipe(recipe) -> None:
     assert recipe("name: production\n").name == "production"
-
-
-def test_transformer_engine_names(recipe) -> None:
-    loaded = recipe("fp8_format: HYBRID\nmargin: 0\nfp8_dpa: true\nfp8_mha: false\n")
-    assert (loaded.fp8_format, loaded.attention_scores, loaded.attention_values) == ("HYBRID", True, True)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

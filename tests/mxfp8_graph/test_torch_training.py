@@ -115,8 +115,12 @@ def test_changing_the_recipe_replaces_the_quantizers() -> None:
     _, ep = program()
     first, _ = mxfp8_graph.rewrite(ep, training=True)
     other = Recipe(name="hybrid", fp8_format="HYBRID", exclude=("^up$",), output_projections=True)
-    with pytest.warns(UserWarning, match="^Recipe type changed from mxfp8 to hybrid$"):
+    with pytest.warns(UserWarning, match="Recipe type changed") as caught:
         second, report = mxfp8_graph.rewrite(first, other, training=True)
+    assert [str(warning.message) for warning in caught] == [
+        "Recipe type changed from mxfp8 to hybrid: fp8_format from E4M3 to HYBRID, output_projections from False to "
+        "True, exclude from [] to ['^up$']"
+    ]
     assert [s.decision.quantize for s in report.sites] == [False, True, True]
     assert count(second, "mxfp8.linear_train") == 2
     assert "aten.linear.default" in call_targets(second)
@@ -124,6 +128,18 @@ def test_changing_the_recipe_replaces_the_quantizers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert mxfp8_graph.rewrite(second, other, training=True)[0] is second
+
+
+def test_another_name_of_the_same_recipe_changes_nothing() -> None:
+    _, ep = program()
+    first, _ = mxfp8_graph.rewrite(ep, training=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, report = mxfp8_graph.rewrite(first, "MXFP8BlockScaling", training=True)
+        assert again is first
+        assert report.already_rewritten
+        packed, _ = mxfp8_graph.rewrite(first, "MXFP8BlockScaling")
+    assert count(packed, "mxfp8.gemm") == 2
 
 
 def test_packing_leaves_no_linear_train_where_a_site_is_kept() -> None:

@@ -61,6 +61,8 @@ def stand_in() -> types.SimpleNamespace:
         CUDA_R_32F=0,
     )
     return types.SimpleNamespace(
+        ndarray=Array,
+        may_share_memory=np.may_share_memory,
         empty=lambda shape, dtype: array(np.empty(shape, dtype)),
         zeros=lambda shape, dtype: array(np.zeros(shape, dtype)),
         ascontiguousarray=lambda x, dtype=None: array(np.ascontiguousarray(x, dtype)),
@@ -105,6 +107,21 @@ def test_cupy_swizzled_scales_and_both_axes(cupy):
         assert_same("scales", np.asarray(got[1]), swizzle(expected))
     with pytest.raises(ShapeError, match="expected a matrix"):
         cuda.quantize(array(heavy_tailed((2, 3, 32))), swizzled=True)
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_cupy_quantizes_into_the_callers_arrays(cupy, swizzled):
+    x = array(heavy_tailed((130, 160)))
+    expected = cuda.quantize(x, swizzled=swizzled)
+    out = tuple(array(np.full_like(codes, 0xAA)) for codes in expected)
+    got = cuda.quantize(x, swizzled=swizzled, out=out)
+    assert (got[0] is out[0], got[1] is out[1]) == (True, True)
+    for name, codes, right in zip(("elements", "scales"), out, expected, strict=True):
+        assert_same(name, np.asarray(codes), np.asarray(right))
+    with pytest.raises(ShapeError, match="out: scales are uint8 of shape"):
+        cuda.quantize(x, swizzled=not swizzled, out=out)
+    with pytest.raises(ShapeError, match="share memory"):
+        cuda.quantize(x, swizzled=swizzled, out=(x.view(np.uint8).ravel()[: x.size].reshape(x.shape), out[1]))
 
 
 SHAPES = (((3, 96), (5, 96)), ((96,), (5, 96)), ((2, 3, 96), (5, 96)), ((2, 1, 3, 96), (4, 5, 96)), ((96,), (4, 5, 96)))

@@ -39,15 +39,25 @@ class Packed:
 
 
 def quantize(
-    x: Array, *, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil", threads: int = 0
+    x: Array,
+    *,
+    axis: int = -1,
+    element_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+    out: tuple[Codes, Codes] | None = None,
+    threads: int = 0,
 ) -> tuple[Codes, Codes]:
     """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numerics.quantize` does."""
     fmt = formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
     checks.check_value_dtype("quantize", array("quantize", "x", x).dtype)
     axis = checks.normalize_axis("quantize", x.ndim, axis)
+    shape = checks.scale_shape(x.shape, axis)
+    if out is None:
+        elements, scales = (empty("quantize", size, np.uint8) for size in (x.shape, shape))
+    else:
+        elements, scales = checks.check_out("quantize", out, x, shape, np)
     x = contiguous("quantize", x)
-    elements, scales = (empty("quantize", shape, np.uint8) for shape in (x.shape, checks.scale_shape(x.shape, axis)))
     codes = fmt.onnx_dtype, SCALE_ROUNDINGS.index(scale_rounding)
     status = native.load().mxfp8_quantize(
         VALUE_DTYPES[x.dtype.name].onnx_dtype, x.ctypes.data, *checks.split_at(x.shape, axis), *codes,

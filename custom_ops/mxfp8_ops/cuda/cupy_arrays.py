@@ -24,7 +24,13 @@ from mxfp8_ops.errors import BackendError, ShapeError
 
 
 def quantize(
-    x: Any, *, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil", swizzled: bool = False
+    x: Any,
+    *,
+    axis: int = -1,
+    element_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+    out: tuple[Any, Any] | None = None,
+    swizzled: bool = False,
 ) -> tuple[Any, Any]:
     """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numerics.quantize` does.
 
@@ -36,14 +42,17 @@ def quantize(
     kinds = _quantizer("quantize", x, element_format, scale_rounding, swizzled)
     axis = checks.normalize_axis("quantize", x.ndim, axis)
     cupy = device.cupy_module()
-    x = cupy.ascontiguousarray(x)
     outer, k, inner = checks.split_at(x.shape, axis)
     if swizzled and x.ndim != 2:
         raise ShapeError("quantize", f"swizzled scales of shape {x.shape}", expected="a matrix", advice="reshape it")
     shape: Any = checks.scale_shape(x.shape, axis)
     if swizzled:
-        shape = planner.swizzled_bytes(inner if axis == 0 else outer, k)
-    elements, scales = cupy.empty(x.shape, np.uint8), cupy.empty(shape, np.uint8)
+        shape = (planner.swizzled_bytes(inner if axis == 0 else outer, k),)
+    if out is None:
+        elements, scales = cupy.empty(x.shape, np.uint8), cupy.empty(shape, np.uint8)
+    else:
+        elements, scales = checks.check_out("quantize", out, x, shape, cupy)
+    x = cupy.ascontiguousarray(x)
     request = planner.Quantize(*kinds, x.data.ptr, outer, k, inner, elements.data.ptr, scales.data.ptr)
     execution.run(planner.quantize(request), _queue())
     return elements, scales

@@ -12,7 +12,9 @@ operands.py  what a row of OPS is, and what all ops check
 products.py  the matrix products of a gemm with leading dimensions
 gradients.py, batching.py  what ops share for autograd and torch.vmap
 
-Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. quantize_both
+Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. They are cut
+along the blocked axis between blocks only, both alike: elements[..., 32 * i : 32 * j] with scales[..., i:j]. Views that
+begin elsewhere, or reshape that axis, have shapes that fit and values that are wrong; no op can tell. quantize_both
 gives linear_train what it needs of a gradient [M, N]: quantize(x) and quantize(x.t()), reading it once on a GPU.
 
 Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model.

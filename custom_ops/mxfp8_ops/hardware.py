@@ -1,0 +1,67 @@
+"""Which devices multiply MXFP8 themselves; elsewhere kernels decode it and multiply wider numbers.
+
+TransformerEngine asks the same with `is_mxfp8_available`, and with the same answers: GPUs of compute capability 10.x
+and 11.x. That is about speed alone: results are what `numerics.py` says, on any device.
+
+Needs neither torch nor CuPy, but the CUDA driver. No answer about a GPU has been verified on one.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+
+from mxfp8_ops import native
+from mxfp8_ops.cuda import system
+from mxfp8_ops.errors import BackendError
+
+
+def is_mxfp8_native(device: object = "cuda") -> bool:
+    """Returns whether a device has tensor cores that multiply MXFP8, scales and all, in every layout of the operands.
+
+    Args:
+        device: "cpu", "cuda" (GPU 0), "cuda:1", or a `torch.device`. A GPU that is not there is not native.
+
+    Raises:
+        BackendError: another device.
+    """
+    return _answer(_gpu_index(device))[0]
+
+
+def native_reason(device: object = "cuda") -> str:
+    """Returns why `is_mxfp8_native` says what it says of a device; for the processor, what its kernels run on.
+
+    Raises:
+        BackendError: another device, or the native library is missing.
+    """
+    index = _gpu_index(device)
+    reason = _answer(index)[1]
+    return f"{reason}; the kernels emulate it on {native.isa()}" if index is None else reason
+
+
+def _gpu_index(device: object) -> int | None:
+    """Returns the number of a GPU, None for the processor."""
+    match = re.fullmatch(r"cpu|cuda(:(\d{1,9}))?", str(device))
+    if match is None:
+        advice = "name one of them"
+        raise BackendError("device", repr(str(device)), expected="cpu, cuda or cuda:N", advice=advice)
+    return None if match[0] == "cpu" else int(match[2] or 0)
+
+
+def _answer(index: int | None) -> tuple[bool, str]:
+    """Returns whether a device is native, and why."""
+    if index is None:
+        return False, f"{platform.machine()} processors have no MXFP8 instructions"
+    try:
+        gpus = system.gpus()
+    except BackendError as error:
+        return False, error.problem
+    if index >= len(gpus):
+        return False, f"the CUDA driver shows {len(gpus)} GPUs, none with number {index}"
+    gpu, (major, minor) = gpus[index], gpus[index].capability
+    here = f"{gpu.name} has compute capability {major}.{minor}"
+    if major < 10:
+        return False, f"{here}, and tensor cores multiply MXFP8 from 10.0 (Blackwell) on"
+    if major >= 12:
+        return False, f"{here}, which multiplies MXFP8 in one layout only; it is the one that our products have"
+    return True, f"{here}, whose tensor cores multiply MXFP8"

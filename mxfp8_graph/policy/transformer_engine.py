@@ -1,0 +1,91 @@
+"""What TransformerEngine calls recipes: its names, its predicates, and its other recipes, which are not MXFP8.
+
+MXFP8BlockScaling                              -> the default recipe (a preset, and a function of `recipe.py`)
+recipe_type: MXFP8BlockScaling                 -> nothing: every recipe here is one
+Format.HYBRID                                  -> "HYBRID"
+DelayedScaling, Float8CurrentScaling, ...      -> an error that says what they are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+MXFP8: Final = "MXFP8BlockScaling"
+
+OTHERS: Final[Mapping[str, str]] = {
+    "DelayedScaling": "FP8 with one scale per tensor, from the magnitudes of earlier steps",
+    "Float8CurrentScaling": "FP8 with one scale per tensor, from its own magnitude",
+    "Float8BlockScaling": "FP8 with a float32 scale per 128 values, or per 128 x 128 of a weight",
+    "NVFP4BlockScaling": "FP4 with an E4M3 scale per 16 values and one per tensor",
+}
+"""TransformerEngine's other recipes, and what each of them is."""
+
+_COMPARE: Final = "`mxfp8-graph compare` shows the error it makes on your model"
+
+
+class Predicates:
+    """What TransformerEngine's code asks of a recipe before it branches: all of these are MXFP8, and nothing else."""
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Returns True: blocks of 32 values with a power-of-two scale each."""
+        return True
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Returns False: no scale is from an earlier step."""
+        return False
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Returns False: no scale is that of a tensor."""
+        return False
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Returns False: no scale is that of a tensor."""
+        return False
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Returns False: that has float32 scales and blocks of 128."""
+        return False
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Returns False: elements have 8 bits."""
+        return False
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Returns False: no quantizer is the caller's own."""
+        return False
+
+
+def refusal(name: object) -> tuple[str, str] | None:
+    """Returns what another of its recipes is and what to do instead; None for any other name."""
+    if not isinstance(name, str) or name not in OTHERS:
+        return None
+    return f"{name} is {OTHERS[name]}, not MXFP8", _COMPARE
+
+
+def in_recipe(given: Any) -> Any:
+    """Returns the fields of a recipe without `recipe_type`, which every recipe here has.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if not isinstance(given, Mapping) or "recipe_type" not in given:
+        return given
+    kind = given["recipe_type"]
+    if kind != MXFP8:
+        what, advice = refusal(kind) or (repr(kind)[:200], "correct or remove it")
+        raise ValueError(f"recipe_type: {what}; expected {MXFP8}; {advice}")
+    return {key: value for key, value in given.items() if key != "recipe_type"}
+
+
+def format_name(value: Any) -> Any:
+    """Returns the name of one of its `Format`s, or of whatever else has one; other values as they are."""
+    name = getattr(value, "name", None)
+    return name if isinstance(name, str) else value
