@@ -87,24 +87,35 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
 
     `what` is "model" or "program", for the message.
 
+    A program that is packed, and to be prepared for training or taken back from it, is not.
+
     Raises:
-        RecipeError: another recipe packed its weights, or they are to be trained; they cannot be packed again.
+        RecipeError: another recipe packed its weights; they cannot be packed again.
     """
     if made is None:
         return False
     before = recorded(made.recipe)
     same = before is not None and before.without_fusion() == recipe.without_fusion()  # weights are packed alike
     if made.packed:
-        if same and not options.training:
+        if same and made.training == options.training:
             return True
+        turned = made.training or options.training
+        if turned and before is not None and _packing(before) == _packing(recipe):
+            return False
         asked = f"training with {recipe.name!r}" if options.training else repr(recipe.name)
         found = f"Recipe mismatch for {made.node!r}: packed with {recipe_name(made.recipe)!r}, asked for {asked}"
         expected = f"the original {what}, since packed weights cannot be packed again"
-        raise RecipeError(options.name, found, expected=expected, advice="rewrite that one")
+        advice = "rewrite that one, or name the recipe that packed this one" if turned else "rewrite that one"
+        raise RecipeError(options.name, found, expected=expected, advice=advice)
     if not same:
         changed = f"Recipe type changed from {recipe_name(made.recipe)} to {recipe.name}"
         warnings.warn(printable(changed), stacklevel=4)  # the caller of mxfp8_graph.rewrite
     return same and options.training
+
+
+def _packing(recipe: Recipe) -> Recipe:
+    """Returns the recipe without what does not change how weights are packed."""
+    return recipe.model_copy(update={"name": "", "fuse": False, "fp8_format": "E4M3"})
 
 
 def fusion_note(made: Made | None, recipe: Recipe) -> list[str]:

@@ -215,6 +215,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ShapeError,
         "(4, 45) and weight (2, 7, 45); expected",
     ),
+    "packed weight": (
+        lambda: linear_train(values(4, 45), torch.ops.mxfp8.quantize(values(7, 45))[0]),
+        ShapeError,
+        "linear_train: the weight is packed (uint8 codes); expected a master weight in float32",
+    ),
     "K": (lambda: linear_train(values(4, 45), values(7, 44)), ShapeError, "linear_train: operands (4, 45) and (7, 44)"),
     "bias": (lambda: linear_train(values(4, 45), values(7, 45), values(6)), ShapeError, "bias has shape (6,)"),
     "format": (

@@ -73,6 +73,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
     if fp8_format not in GRADIENT_FORMATS:
         raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
     formats.scale_increment(formats.E4M3, scale_rounding)
+    if weight.dtype is torch.uint8:
+        raise ShapeError(
+            "linear_train",
+            "the weight is packed (uint8 codes)",
+            expected="a master weight in float32, float16 or bfloat16, since MXFP8 values are too far apart for an "
+            "optimizer's steps",
+            advice="train the original weight and pack it then, or train what is around it (mxfp8::linear_packed)",
+        )
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for tensor in tensors:
         check_dtype("linear_train", tensor.dtype)
