@@ -239,6 +239,10 @@ def rewrite(
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf instead of refusing them.")
     ] = False,
+    training: Annotated[
+        bool,
+        typer.Option("--training", help=".pt2: keep weights as parameters to train; of a packed one, train the rest."),
+    ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and tensor.")] = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
@@ -261,6 +265,7 @@ def rewrite(
             overwrite=overwrite,
             dry_run=dry_run,
             allow_nonfinite=allow_nonfinite,
+            training=training,
             trust_pickle=trust_pickle,
             progress=progress,
         )

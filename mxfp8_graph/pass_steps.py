@@ -87,8 +87,10 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
 
     `what` is "model" or "program", for the message.
 
+    A program that is packed, and to be prepared for training or taken back from it, is not.
+
     Raises:
-        RecipeError: another recipe packed its weights, or they are to be trained; they cannot be packed again.
+        RecipeError: another recipe packed its weights; they cannot be packed again.
     """
     if made is None:
         return False
@@ -96,16 +98,20 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
     fields = None if before is None else before.differences(recipe)
     same = fields == {}  # weights are packed alike
     if made.packed:
-        if same and not options.training:
+        if same and made.training == options.training:
             return True
+        turned = made.training or options.training
+        if turned and fields is not None and set(fields) <= {"fp8_format"}:  # which says nothing of packing
+            return False
         packed, asked = f"packed with {recipe_name(made.recipe)!r}", f"asked for {recipe.name!r}"
-        if options.training:
-            asked = f"asked for training with {recipe.name!r}"
-        elif fields:
+        if fields:
             packed, asked = _packed_and_asked(fields)
+        elif options.training:
+            asked = f"asked for training with {recipe.name!r}"
         found = f"Recipe mismatch for {made.node!r}: {packed}, {asked}"
         expected = f"the original {what}, since packed weights cannot be packed again"
-        raise RecipeError(options.name, found, expected=expected, advice="rewrite that one")
+        advice = "rewrite that one, or name the recipe that packed this one" if turned else "rewrite that one"
+        raise RecipeError(options.name, found, expected=expected, advice=advice)
     if not same:
         changed = f"Recipe type changed from {recipe_name(made.recipe)} to {recipe.name}"
         differing = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in (fields or {}).items())

@@ -24,6 +24,8 @@ class Made:
     """As JSON, or None if it is not recorded."""
     packed: bool = True
     """Weights are packed; otherwise the model was prepared for training."""
+    training: bool = False
+    """What is packed is frozen and passes gradients on, so that the rest can be trained."""
 
 
 def entries(recipe: str | None) -> dict[str, str]:

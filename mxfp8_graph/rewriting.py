@@ -10,7 +10,7 @@ from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, Option
 
 
 def rewrite(
@@ -38,8 +38,9 @@ def rewrite(
         overwrite: whether an existing output may be replaced. The input never is.
         dry_run: plan and report, check that the output could be written, write nothing; the first result is then None.
         allow_nonfinite: pack weights that hold NaN or Inf (their blocks become NaN) instead of refusing them.
-        training: keep the weights as parameters and train them in MXFP8; exported programs only. Rewrite the trained
-            program again, without it, to pack them.
+        training: keep the weights as parameters and train them in MXFP8; exported programs only. Of a packed program:
+            let gradients pass through the packed weights, which stay as they are, and train everything else. Rewrite
+            the trained program again, without it, to pack the weights, or to have the packed program back.
         trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
         progress: called after each weight.
 
@@ -61,8 +62,10 @@ def rewrite(
         expected = "a path, an onnx.ModelProto or an onnx_graphsurgeon.Graph"
         raise ContractError("rewrite", what, expected=expected, advice="load the model first")
     if training and not kind.is_program:
-        what = "training=True for an ONNX model"
-        raise ContractError("rewrite", what, expected="an exported program", advice="export with torch")
+        what = "an ONNX model, which cannot be trained"
+        where = model if kind.is_file else "rewrite"
+        advice = ("export the model with torch.export, or leave out ", Option("training"))
+        raise ContractError(where, what, expected="an exported program (.pt2)", advice=advice)
     name = "program" if kind.is_program else "model"
     if kind.is_file:
         model = Path(model)

@@ -311,7 +311,9 @@ TORCH_OPS: Final[Mapping[str, TorchOp]] = MappingProxyType(
             TorchOp("weight_gemm", WEIGHT_GEMM, _B, multiplies=True),
             TorchOp("embedding", EMBEDDING, _B),
             TorchOp("grouped_gemm", GROUPED_GEMM, _B, multiplies=True),
+            TorchOp("linear_packed", None, _B, multiplies=True, trains=True),
             TorchOp("linear_train", multiplies=True, trains=True),
+            TorchOp("product", multiplies=True, trains=True),
         )
     }
 )
@@ -321,7 +323,7 @@ TORCH_GEMMS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.mult
 """Full names of the torch ops that multiply matrices."""
 
 TRAINING_OPS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.trains)
-"""Those with a weight that is not packed but quantized at every step."""
+"""Those with gradients for training, which ONNX lacks."""
 
 PACKED_OPS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.weight == _B)
-"""Those that the passes give a packed weight: the gemms that do not train, and the embedding."""
+"""Those that the passes give a packed weight: the gemms, and the embedding."""

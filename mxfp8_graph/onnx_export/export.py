@@ -151,7 +151,7 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
             if op is None:
                 continue
             if op.trains:
-                what = "mxfp8.linear_train, which quantizes its weight at every step and has no ONNX form"
+                what = f"mxfp8.{op.name}, which is for training and has no ONNX form"
                 advice = "rewrite the program again, without training"
                 raise ContractError(
                     "to_onnx", f"node {node.name!r} is {what}", expected="packed weights", advice=advice

@@ -77,9 +77,10 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
 
 def _weight_only(node: Node) -> bool | None:
     """Whether an op leaves activations as they are, as one without any does; None if it is not for packed weights."""
-    if internals.op_name(node) not in contract.PACKED_OPS:
+    op = internals.op_name(node)
+    if op not in contract.PACKED_OPS:
         return None
-    return internals.argument(node, "a_scales") is None
+    return op not in contract.TRAINING_OPS and internals.argument(node, "a_scales") is None
 
 
 def _module(node: Node | None) -> str | None:

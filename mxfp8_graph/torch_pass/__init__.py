@@ -8,6 +8,7 @@ static_operands.py   which operands are known before the program runs; weight_ro
 roles.py             what a matmul is for: this front end's op table
 attention.py         scaled_dot_product_attention as two matmuls
 replace.py           replaces the matmuls for inference; training.py for training; build.py adds nodes
+packed_training.py   lets gradients pass through what is packed, and takes that back
 prune.py             removes what that left unused
 torchao_weights.py   weights that torchao packed
 stored_bytes.py      counts the bytes of every stored tensor, for the report, and says which nodes use them

@@ -17,8 +17,9 @@ from mxfp8_graph.policy import tied_tables
 from mxfp8_graph.policy.plan import Decision, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import Made
+from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_graph.torch_pass import attention, matmul_forms, stored_bytes, training
+from mxfp8_graph.torch_pass import attention, matmul_forms, packed_training, stored_bytes, training
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.static_operands import identity
@@ -42,8 +43,11 @@ def rewrite_torch(
     source = load(model, trust_pickle=options.trust_pickle) if isinstance(model, Path) else model
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
-    if already_rewritten(record.find(source), recipe, options, what="program"):
+    made = record.find(source)
+    if already_rewritten(made, recipe, options, what="program"):
         return model, reporter.report(already_rewritten=True)
+    if made is not None and made.packed:
+        return _turned(source, recipe, reporter)
     before = stored_bytes.inventory(source.state_dict, source.constants)
     program, sites, decisions = _planned(source, recipe, options)
     reporter.notes += _notes(sites, decisions)
@@ -54,7 +58,36 @@ def rewrite_torch(
     stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
     if options.dry_run:
         return None, reporter.dry_run(decisions, stored)
-    result = program.finish()
+    return _finished(program, reporter, reports, stored)
+
+
+def _turned(
+    source: ExportedProgram, recipe: Recipe, reporter: Reporter
+) -> tuple[Path | ExportedProgram | None, RewriteReport]:
+    """Returns what `rewrite_torch` does with a packed program that is to be trained around, or was."""
+    options, program = reporter.options, Program(source)
+    sites = find_sites(program)
+    kept = "not packed; it stays in high precision"
+    decisions = [Decision(site=site.matmul, quantize=False, rule="packed", reason=kept) for site in sites]
+    if options.training:
+        reports = packed_training.to_training(program, recipe, options.name)
+        reporter.notes.append(packed_training.NOTE)
+    else:
+        reports = packed_training.to_inference(program, recipe)
+    before = stored_bytes.inventory(source.state_dict, source.constants)
+    after = stored_bytes.inventory(program.state, program.constants)
+    stored = stored_bytes.account(before, stored_bytes.uses(program, sites, decisions), after, {})
+    if options.dry_run:
+        return None, reporter.dry_run([*(report.decision for report in reports), *decisions], stored)
+    others = [SiteReport(decision=decision, bytes_before=decision.site.weight_bytes) for decision in decisions]
+    return _finished(program, reporter, [*reports, *others], stored)
+
+
+def _finished(
+    program: Program, reporter: Reporter, reports: Sequence[SiteReport], stored: Account
+) -> tuple[Path | ExportedProgram, RewriteReport]:
+    """Returns the output's path, or the program if none is asked for, and the report."""
+    options, result = reporter.options, program.finish()
     if options.output is None:
         return result, reporter.report(reports, byte_size(result), account=stored)
     save(result, options.output, overwrite=options.overwrite)
@@ -130,7 +163,7 @@ def _replaced(
     reports = replace_each(sites, decisions, change, keep=undo, progress=progress)
     editor.finish()
     if not options.training:
-        program.freeze()  # no gradient passes through packed matmuls
+        program.freeze()  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
     return reports, editor.made_from
 
 

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_program import higher_order, internals
+from mxfp8_graph.torch_program.values import storage_of
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -121,9 +122,23 @@ class Program:
 
     def freeze(self) -> None:
         """Makes every parameter ask for no gradient."""
+        self._ask_for_gradients(False)
+
+    def thaw(self) -> int:
+        """Makes every parameter ask for its gradient, and returns how many of them the program uses."""
+        self._ask_for_gradients(True)
+        used = {self.stored_name(node) for node in self.scopes[0].placeholders if node.users}
+        return sum(isinstance(self.state.get(name or ""), torch.nn.Parameter) for name in used)
+
+    def _ask_for_gradients(self, wanted: bool) -> None:
+        """Replaces the parameters that have to change by others on the same memory; tied ones stay one parameter."""
+        made: dict[tuple[object, ...], torch.nn.Parameter] = {}
         for name, tensor in self.state.items():
-            if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
-                self.state[name] = torch.nn.Parameter(tensor.detach(), requires_grad=False)
+            if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad != wanted and tensor.is_floating_point():
+                place = storage_of(tensor) or id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+                if place not in made:
+                    made[place] = torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
+                self.state[name] = made[place]
 
     def finish(self) -> ExportedProgram:
         """Returns the edited program, verified."""

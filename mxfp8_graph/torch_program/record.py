@@ -27,17 +27,17 @@ def unmark(node: Node) -> None:
 
 def find(program: ExportedProgram) -> Made | None:
     """Returns how `program` was rewritten before, or None if it was not. Packed nodes outweigh training nodes."""
-    found: Made | None = None
+    packed: Node | None = None
+    training: Node | None = None
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             op = internals.op_name(node)
             if op in contract.PACKED_OPS:
-                return _made(node, packed=True)
-            if op in contract.TRAINING_OPS and found is None:
-                found = _made(node, packed=False)
-    return found
-
-
-def _made(node: Node, *, packed: bool) -> Made:
-    recipe = (node.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
-    return Made(node=node.name, recipe=recipe, packed=packed)
+                packed = packed or node
+            if op in contract.TRAINING_OPS:
+                training = training or node
+    first = packed or training
+    if first is None:
+        return None
+    recipe = (first.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
+    return Made(node=first.name, recipe=recipe, packed=packed is not None, training=training is not None)

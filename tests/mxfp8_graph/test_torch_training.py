@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import builders  # noqa: E402
+import commands  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import Apply, call_targets, count, decision, export, predict, values  # noqa: E402
@@ -151,11 +153,43 @@ def test_packing_leaves_no_linear_train_where_a_site_is_kept() -> None:
     assert count(packed, "aten.linear") == 2
 
 
-def test_packed_programs_cannot_be_trained() -> None:
+def test_the_command_line_prepares_a_file_for_training(own_folder: None) -> None:
     _, ep = program()
-    packed, _ = mxfp8_graph.rewrite(ep)
-    with pytest.raises(RecipeError, match="Recipe mismatch for 'linear': packed with 'mxfp8', asked for training"):
-        mxfp8_graph.rewrite(packed, training=True)
+    torch.export.save(ep, "model.pt2")
+    result = commands.run("rewrite", "model.pt2", "--training", "-o", "tuned.pt2")
+    assert result.exit_code == 0, result.output
+    assert "2 of 3 matmuls rewritten" in result.stdout
+    tuned = mxfp8_graph.load("tuned.pt2")
+    assert count(tuned, "mxfp8.linear_train") == 2
+    losses = trained(tuned, steps=20)
+    assert losses[-1] < 0.8 * losses[0]
+    assert trained(mxfp8_graph.rewrite(ep, training=True)[0], steps=20) == losses
+
+
+def test_the_command_line_does_so_with_a_packed_file_and_takes_it_back(own_folder: None) -> None:
+    _, ep = program()
+    mxfp8_graph.save(mxfp8_graph.rewrite(ep)[0], "packed.pt2")
+    assert "packed weights stay as they are" in commands.run("rewrite", "packed.pt2", "--training").stdout
+    tuned = mxfp8_graph.load("packed.mxfp8.pt2")
+    before = {name: p.detach().clone() for name, p in tuned.module().named_parameters()}
+    losses = trained(tuned, steps=20)
+    assert losses[-1] < 0.9 * losses[0]
+    assert {*before} == {"up.bias", "bias", "head.weight", "head.bias"}
+    assert not any(torch.equal(p, before[name]) for name, p in tuned.module().named_parameters())
+    mxfp8_graph.save(tuned, "trained.pt2")
+    assert commands.run("rewrite", "trained.pt2", "-o", "final.pt2").exit_code == 0
+    final = mxfp8_graph.load("final.pt2")
+    assert count(final, "mxfp8.gemm") == 2
+    with torch.no_grad():
+        assert torch.equal(final.module()(X), tuned.module()(X))
+
+
+def test_the_command_line_refuses_to_train_an_onnx_model(own_folder: None) -> None:
+    source = commands.save(builders.chain_model())
+    assert commands.refused("rewrite", source, "--training") == (
+        f"error: {source}: an ONNX model, which cannot be trained; expected an exported program (.pt2); export the "
+        "model with torch.export, or leave out --training"
+    )
 
 
 def test_what_training_cannot_do() -> None:

@@ -155,8 +155,9 @@ def test_every_node_but_those_of_onnx_alone_has_one_torch_op() -> None:
     exported = [op.node for op in contract.TORCH_OPS.values() if op.node is not None]
     onnx_only = {contract.GROUPED_WEIGHT_GEMM.name, contract.ATTENTION.name, *fused_functions.BODIES}
     assert exported == [op for name, op in contract.OPS.items() if name not in onnx_only]
-    assert {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm", "mxfp8::embedding"} == contract.PACKED_OPS
-    assert {"mxfp8::linear_train"} == contract.TRAINING_OPS
+    inference = {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm", "mxfp8::embedding"}
+    assert inference | {"mxfp8::linear_packed"} == contract.PACKED_OPS
+    assert {"mxfp8::linear_train", "mxfp8::linear_packed", "mxfp8::product"} == contract.TRAINING_OPS
     assert (contract.PACKED_OPS | contract.TRAINING_OPS) - {"mxfp8::embedding"} == contract.TORCH_GEMMS
 
 

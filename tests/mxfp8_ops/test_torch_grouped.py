@@ -62,6 +62,14 @@ def test_no_experts_and_no_rows() -> None:
     assert not ops.grouped_gemm(*A, *none, torch.zeros(0, dtype=torch.int32)).any()
 
 
+def test_values_get_the_gradients_of_their_own_experts() -> None:
+    x, dy = X.clone().requires_grad_(), values(len(X), 24, seed=2)
+    (got,) = torch.autograd.grad(ops.grouped_gemm(x, None, *W, offsets()), x, dy)
+    experts = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
+    wanted = torch.einsum("sn,snk->sk", dy.double(), ops.dequantize(*W)[experts].double())
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=24 * 2.0**-24 * float(wanted.abs().max()))
+
+
 def test_opcheck() -> None:
     for args in ((*A, *W, offsets()), (X, None, *W, offsets()), (X.half(), None, *W, offsets(), "e4m3", "e4m3")):
         torch.library.opcheck(ops.grouped_gemm.default, args)

@@ -320,6 +320,8 @@ def operands(name: str) -> dict[str, torch.Tensor]:
         "gemm": {"a": a[0], "a_scales": a[1]} | product,
         "weight_gemm": {"x": x} | product,
         "embedding": {"indices": torch.tensor([5, 0]), "b": a[0], "b_scales": a[1]},
+        "product": {"a": x, "b": w},
+        "linear_packed": {"x": x} | product,
         "linear_train": {"x": x, "weight": w, "bias": values(8).half()},
         "grouped_gemm": {
             "a": a[0],

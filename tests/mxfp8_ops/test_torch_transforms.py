@@ -241,8 +241,54 @@ def test_func_grad_gives_the_gradients_of_backward() -> None:
     torch.testing.assert_close(jacobian, ops.dequantize(*packed))
 
 
-def test_quantize_warns_that_it_cuts_the_gradient() -> None:
-    x = values(6, 45).requires_grad_()
-    with pytest.warns(UserWarning, match=r"quantize: x requires a gradient.*train with mxfp8::linear_train"):
-        elements, _ = ops.quantize(x)
-    assert not elements.requires_grad
+CUTS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
+    "backward": lambda f, x: f(x.requires_grad_()),
+    "func.grad": lambda f, x: torch.func.grad(f)(x),
+    "func.jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(f))(x),
+}
+
+
+@pytest.mark.parametrize("differentiate", CUTS.values(), ids=CUTS.keys())
+@pytest.mark.parametrize("name", ["quantize", "quantize_both"])
+def test_quantize_refuses_to_cut_a_derivative(name: str, differentiate: Callable[..., Any]) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        pair = ops.quantize(x) if name == "quantize" else ops.quantize_both(x.reshape(-1, 45))[:2]
+        return ops.dequantize(*pair).sum()
+
+    with pytest.raises(Mxfp8Error, match=rf"{name}: x (requires a gradient|carries a tangent).*training=True"):
+        differentiate(loss, values(6, 45))
+    with torch.no_grad():
+        assert loss(values(6, 45).requires_grad_()).isfinite()
+
+
+def test_a_module_that_quantizes_what_has_parameters_can_be_exported() -> None:
+    class Normed(Packed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(45)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.norm(x))
+
+    module, x = Normed(), values(3, 45)
+    program = torch.export.export(module, (x,)).run_decompositions({})
+    with torch.no_grad():
+        assert torch.equal(program.module()(x), module(x))
+    with pytest.raises(Mxfp8Error, match="quantize: x requires a gradient"):
+        program.module()(x)
+
+
+def test_gemm_passes_the_gradient_of_its_bias() -> None:
+    operands, bias = (*ops.quantize(values(6, 45)), *ops.quantize(values(8, 45))), values(8).requires_grad_()
+
+    def loss(bias: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = ops.gemm(*operands, bias).square().sum()
+        return result
+
+    (got,) = torch.autograd.grad(loss(bias), bias)
+    assert torch.equal(got, 2 * ops.gemm(*operands, bias.detach()).sum(0))
+    assert torch.equal(torch.func.grad(loss)(bias.detach()), got)
+    with pytest.raises(Mxfp8Error, match="gemm: an operand carries a tangent"):
+        torch.func.jvp(loss, (bias.detach(),), (bias.detach(),))

@@ -17,13 +17,16 @@ along the blocked axis between blocks only, both alike: elements[..., 32 * i : 3
 begin elsewhere, or reshape that axis, have shapes that fit and values that are wrong; no op can tell. quantize_both
 gives linear_train what it needs of a gradient [M, N]: quantize(x) and quantize(x.t()), reading it once on a GPU.
 
-Gradients: linear_train has all of them. weight_gemm has those of x and bias, so that adapters train on a packed model.
-Both have them in reverse mode, by backward() and by torch.func.grad; forward mode raises. quantize passes none back and
-warns if one is wanted, as torch does for grouped_gemm; gemm, dequantize and embedding take integers, which have none.
+Gradients: linear_train and product have all of them, linear_packed and weight_gemm those of x and bias (the packed
+weight is frozen), gemm that of its bias, grouped_gemm that of values. All are in reverse mode, by backward() and by
+torch.func, and can be differentiated again, as often as wanted: rounding is passed straight through. Forward mode
+raises. What quantize makes are integers, through which nothing passes: it raises if x requires a gradient. dequantize
+and embedding take integers, which have none. torch cannot differentiate a compiled backward pass again and does not
+always say so, whatever the layers: compile the function that calls torch.func.grad instead.
 
 Autocast casts the x of linear_train, as it does that of F.linear, and never a weight; the other ops compute in the
-dtypes they are given. torch.vmap makes one call of quantize, dequantize, gemm and weight_gemm, and of embedding for
-each table; it refuses linear_train, and loops over the others, with a warning. Results are contiguous.
+dtypes they are given. torch.vmap makes one call of quantize, dequantize and every product, and of embedding for each
+table; it refuses linear_train, and loops over the others, with a warning. Results are contiguous.
 
 The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
 three times as much per call.
@@ -37,10 +40,13 @@ from typing import Any, Final
 import torch
 
 from mxfp8_ops import contract
-from mxfp8_ops.torch_ops import embedding, gemm, grouped, quantize, training
+from mxfp8_ops.torch_ops import embedding, gemm, grouped, packed, quantize, train_product, training
 from mxfp8_ops.torch_ops.operands import Op
 
-OPS: Final[tuple[Op, ...]] = (*quantize.OPS, *gemm.OPS, *embedding.OPS, *grouped.OPS, *training.OPS)
+OPS: Final[tuple[Op, ...]] = (
+    *(*quantize.OPS, *gemm.OPS, *embedding.OPS, *grouped.OPS),
+    *(*train_product.OPS, *packed.OPS, *training.OPS),
+)
 """Every op of namespace `mxfp8`."""
 
 

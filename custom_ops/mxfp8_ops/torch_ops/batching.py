@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from mxfp8_ops.errors import ShapeError
 
 Dims = Sequence[int | None]
 """Which dimension of each argument is mapped; None for none."""
@@ -21,3 +25,42 @@ def leading(size: int, in_dims: Dims, *tensors: Tensor) -> tuple[Tensor, ...]:
 def padded(t: Tensor, rank: int) -> Tensor:
     """Returns `t` with ones after its first dimension, the mapped one, so that `rank` dimensions follow it."""
     return t.reshape(t.shape[0], *[1] * (rank + 1 - t.dim()), *t.shape[1:])
+
+
+def mapped_gemm(name: str, size: int, in_dims: Dims, operands: tuple[int, int], *args: Any) -> tuple[Tensor, int]:
+    """Returns the op `name`, a product of the first `operands` arguments, with the mapped dimension first.
+
+    Args:
+        name: of the op, a [..., M, K] times b [..., N, K] transposed.
+        size: of the mapped dimension.
+        in_dims: which dimension of each argument that is.
+        operands: how many tensors stand for a, and how many for b after them.
+        args: all arguments; a bias comes next, if the op has one.
+
+    Raises:
+        ShapeError: the bias is mapped over.
+    """
+    b_at, bias_at = operands[0], sum(operands)
+    if len(args) > bias_at and in_dims[bias_at] is not None:
+        raise ShapeError(
+            name,
+            "torch.vmap maps over the bias",
+            expected="one bias [N] for all",
+            advice="call without it and add it to the result",
+        )
+    a, b = args[:b_at], args[b_at:bias_at]
+    a_mapped, b_mapped = (any(dim is not None for dim in dims) for dims in (in_dims[:b_at], in_dims[b_at:bias_at]))
+    if a_mapped:
+        a = leading(size, in_dims[:b_at], *a)
+    if b_mapped:
+        b = leading(size, in_dims[b_at:bias_at], *b)
+    vector = a[0].dim() - a_mapped == 1
+    if vector:
+        a = tuple(t.unsqueeze(-2) for t in a)
+    rank = max(a[0].dim() - a_mapped, b[0].dim() - b_mapped)
+    if a_mapped and not (b[0].dim() == 2 and not b_mapped):
+        a = tuple(padded(t, rank) for t in a)
+    if b_mapped:
+        b = tuple(padded(t, rank) for t in b)
+    y: Tensor = getattr(torch.ops.mxfp8, name).default(*a, *b, *args[bias_at:])
+    return y.squeeze(-2) if vector else y, 0

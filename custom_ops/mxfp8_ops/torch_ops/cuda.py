@@ -30,7 +30,7 @@ from mxfp8_ops.torch_ops.embedding import check_embedding, picked
 from mxfp8_ops.torch_ops.gemm import CheckedWeightGemm, check_gemm, check_weight_gemm
 from mxfp8_ops.torch_ops.operands import DTYPE_CODES, Pair, check_codes, check_devices, check_memory, readable
 from mxfp8_ops.torch_ops.products import products
-from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_quantize, warn_of_gradient
+from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_quantize
 
 
 @dataclass
@@ -53,8 +53,6 @@ def quantize(x: Tensor, *args: Any) -> Pair:
     """Returns (elements, scales) of `x` [..., K, ...], as `numerics.quantize` does, bit for bit."""
     _, axis, *codes = check_quantize(x, *args)
     check_memory("quantize", "x", x)
-    if x.requires_grad:
-        warn_of_gradient()
     transposed = x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
     if transposed and axis == 0:
         # Blocks are contiguous in memory: quantize the transpose, then transpose bytes instead of values.

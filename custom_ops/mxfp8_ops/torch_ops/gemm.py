@@ -1,7 +1,7 @@
 """`mxfp8::gemm` and `weight_gemm`. Meaning and errors are those of `numerics.py`; dtypes are torch's.
 
-`gemm` takes integers, which have no gradients. `weight_gemm` has those of x and bias, so that adapters train on a
-packed model. BackendError if the native library is missing.
+`gemm` takes integers, which have no gradients, and a bias, which has one. `weight_gemm` has those of x and bias, so
+that adapters train on a packed model. They can be differentiated again. BackendError if the native library is missing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,50 @@ def gemm_cpu(
 
 
 def _gemm_vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:
-    return _mapped("gemm", info.batch_size, in_dims, 2, *args)
+    return batching.mapped_gemm("gemm", info.batch_size, in_dims, (2, 2), *args)
+
+
+def _gemm_autograd(  # noqa: PLR0917 - the op's schema
+    keys: torch._C.DispatchKeySet,
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    *rest: Any,
+) -> Tensor:
+    """Returns what `mxfp8::gemm` does, and records the gradient of the bias if it is wanted.
+
+    Raises:
+        Mxfp8Error: the bias carries a tangent (forward-mode differentiation).
+    """
+    if bias is not None:
+        gradients.refuse_tangents("gemm", "add the bias to the result", bias)
+        if torch.is_grad_enabled() and bias.requires_grad:
+            result: Tensor = gradients.apply(_Gemm, a, a_scales, b, b_scales, bias, *rest)
+            return result
+    if keys.raw_repr() == gradients.PLAIN_CPU:
+        return gemm_cpu(a, a_scales, b, b_scales, bias, *rest)
+    below: Tensor = gradients.below_autograd(torch.ops.mxfp8.gemm, a, a_scales, b, b_scales, bias, *rest)
+    return below
+
+
+class _Gemm(_SingleLevelFunction):
+    """gemm with the gradient of its bias."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        result: Tensor = gradients.recorded(torch.ops.mxfp8.gemm, *arguments)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
+        db = grad.float().sum_to_size(grad.shape[-1])
+        return None, None, None, None, db, *(None for _ in ctx.needs_input_grad[5:])
 
 
 _AS_IT_IS: Final = formats.activation_dtype(None).onnx_dtype
@@ -159,7 +202,7 @@ def _strided_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _weight_gemm_vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:
-    return _mapped("weight_gemm", info.batch_size, in_dims, 1, *args)
+    return batching.mapped_gemm("weight_gemm", info.batch_size, in_dims, (1, 2), *args)
 
 
 def _weight_gemm_autograd(
@@ -175,15 +218,10 @@ def _weight_gemm_autograd(
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         result: Tensor = gradients.apply(_WeightGemm, x, b, b_scales, bias, *rest)
         return result
-    if keys.raw_repr() == _PLAIN_CPU:  # nobody else wants to see this call: no mode, no subclass, no transform
+    if keys.raw_repr() == gradients.PLAIN_CPU:
         return weight_gemm_cpu(x, b, b_scales, bias, *rest)
-    return gradients.below_autograd(torch.ops.mxfp8.weight_gemm, x, b, b_scales, bias, *rest)
-
-
-_PLAIN_CPU: Final = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-).raw_repr()
-"""The keys of a call whose tensors all are plain CPU tensors."""
+    below: Tensor = gradients.below_autograd(torch.ops.mxfp8.weight_gemm, x, b, b_scales, bias, *rest)
+    return below
 
 
 class _WeightGemm(_SingleLevelFunction):
@@ -195,7 +233,8 @@ class _WeightGemm(_SingleLevelFunction):
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        return gradients.below_autograd(torch.ops.mxfp8.weight_gemm, *arguments)
+        result: Tensor = gradients.recorded(torch.ops.mxfp8.weight_gemm, *arguments)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -259,39 +298,11 @@ def _gemm_shape(  # noqa: PLR0917 - the op's operands
     return shape
 
 
-def _mapped(name: str, size: int, in_dims: batching.Dims, b_at: int, *args: Any) -> tuple[Tensor, int]:
-    """Returns the op `name` of a = args[:b_at] and b = the next two, with the dimension of torch.vmap first."""
-    bias_at = b_at + 2
-    if len(args) > bias_at and in_dims[bias_at] is not None:
-        raise ShapeError(
-            name,
-            "torch.vmap maps over the bias",
-            expected="one bias [N] for all",
-            advice="call without it and add it to the result",
-        )
-    a, b = args[:b_at], args[b_at:bias_at]
-    a_mapped, b_mapped = (any(dim is not None for dim in dims) for dims in (in_dims[:b_at], in_dims[b_at:bias_at]))
-    if a_mapped:
-        a = batching.leading(size, in_dims[:b_at], *a)
-    if b_mapped:
-        b = batching.leading(size, in_dims[b_at:bias_at], *b)
-    vector = a[0].dim() - a_mapped == 1
-    if vector:
-        a = tuple(t.unsqueeze(-2) for t in a)
-    rank = max(a[0].dim() - a_mapped, b[0].dim() - b_mapped)
-    if a_mapped and not (b[0].dim() == 2 and not b_mapped):
-        a = tuple(batching.padded(t, rank) for t in a)
-    if b_mapped:
-        b = tuple(batching.padded(t, rank) for t in b)
-    y: Tensor = getattr(torch.ops.mxfp8, name).default(*a, *b, *args[bias_at:])
-    return y.squeeze(-2) if vector else y, 0
-
-
 OPS: Final = (
     Op(
         """gemm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor? bias=None, str a_format="e4m3",
         str b_format="e4m3", ScalarType? dtype=None) -> Tensor""",
-        {"CPU": gemm_cpu},
+        {"CPU": gemm_cpu, "Autograd": _gemm_autograd},
         _gemm_fake,
         _gemm_vmap,
     ),

@@ -6,19 +6,20 @@ e end, and they are multiplied by that expert's weight.
     y[offs[e-1]:offs[e]] = a[offs[e-1]:offs[e]]  b[e]^T
 
 It is made of `gemm` and `weight_gemm`, on any device that has those, and reads `offs` on the host. In ONNX it is
-MXFP8GroupedGemm or MXFP8GroupedWeightGemm, which take an expert per row.
+MXFP8GroupedGemm or MXFP8GroupedWeightGemm, which take an expert per row. Values have gradients, as in `weight_gemm`.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mxfp8_ops import checks, formats
 from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.operands import Op, check_codes, check_devices, check_dtype, check_memory
 
 
@@ -77,6 +78,19 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
     return y
 
 
+def _autograd(_: torch._C.DispatchKeySet, a: Tensor, *rest: Any) -> Tensor:
+    """Returns what `mxfp8::grouped_gemm` does; where a gradient of values is wanted, each product records its own.
+
+    Raises:
+        Mxfp8Error: the values carry a tangent (forward-mode differentiation).
+    """
+    gradients.refuse_tangents("grouped_gemm", "go through torch.ops.mxfp8.dequantize and a matmul", a)
+    if torch.is_grad_enabled() and a.requires_grad:
+        return grouped_gemm(a, *rest)
+    result: Tensor = gradients.below_autograd(torch.ops.mxfp8.grouped_gemm, a, *rest)
+    return result
+
+
 def _fake(  # noqa: PLR0917 - the op's schema
     a: Tensor,
     a_scales: Tensor | None,
@@ -124,7 +138,7 @@ OPS: Final = (
     Op(
         """grouped_gemm(Tensor a, Tensor? a_scales, Tensor b, Tensor b_scales, Tensor offs, str a_format="e4m3",
         str b_format="e4m3", ScalarType? dtype=None) -> Tensor""",
-        {"CompositeExplicitAutograd": grouped_gemm},
+        {"CompositeExplicitAutograd": grouped_gemm, "Autograd": _autograd},
         _fake,
     ),
 )

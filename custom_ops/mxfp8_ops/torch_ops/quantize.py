@@ -2,12 +2,13 @@
 
 Where the native library takes a row stride, strided inputs are read in place; others are copied once. Results are
 contiguous, whatever the strides of the inputs. BackendError if the library is missing.
+
+What they return are integers, through which no gradient and no tangent passes: quantize refuses an x that has one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import warnings
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from mxfp8_ops import checks, native
 from mxfp8_ops.checks import scale_count, scale_shape, split_at
 from mxfp8_ops.errors import ShapeError
-from mxfp8_ops.torch_ops import batching
+from mxfp8_ops.torch_ops import batching, gradients
 from mxfp8_ops.torch_ops.operands import (
     DTYPE_CODES,
     EMPTY,
@@ -46,16 +47,6 @@ def check_quantize(
     return shape, checks.normalize_axis("quantize", len(shape), axis), DTYPE_CODES[dtype], element_code, rounding
 
 
-def warn_of_gradient() -> None:
-    """Warns if a gradient of x, which requires one, is wanted: quantized values pass none back."""
-    if torch.is_grad_enabled():
-        warnings.warn(
-            "quantize: x requires a gradient; expected none to be wanted, quantized values pass none back; run "
-            "inference under torch.inference_mode(), train with mxfp8::linear_train",
-            stacklevel=3,
-        )
-
-
 def _quantize_fake(x: Tensor, *args: Any) -> Pair:
     shape, axis, *_ = check_quantize(x, *args)
     return x.new_empty(shape, dtype=torch.uint8), x.new_empty(scale_shape(shape, axis), dtype=torch.uint8)
@@ -68,8 +59,6 @@ def quantize_cpu(x: Tensor, *args: Any) -> Pair:
     is strided in memory) are read in place.
     """
     shape, axis, dtype, element_code, rounding = check_quantize(x, *args)
-    if x.requires_grad:
-        warn_of_gradient()
     if not plain(x.itemsize, x):
         check_memory("quantize", "x", x)
         if axis == len(shape) - 1 and not x.is_contiguous() and (strided := _strided_matrix(x)) is not None:
@@ -125,6 +114,19 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, codes: tuple[in
     return elements, scales
 
 
+def _quantize_autograd(keys: torch._C.DispatchKeySet, x: Tensor, *args: Any) -> Pair:
+    """Returns what `mxfp8::quantize` does.
+
+    Raises:
+        Mxfp8Error: a derivative by x is wanted.
+    """
+    gradients.refuse_cut("quantize", x)
+    if keys.raw_repr() == gradients.PLAIN_CPU:
+        return quantize_cpu(x, *args)
+    pair: Pair = gradients.below_autograd(torch.ops.mxfp8.quantize, x, *args)
+    return pair
+
+
 def _quantize_vmap(
     info: Any, in_dims: batching.Dims, x: Tensor, axis: int = -1, *rest: str
 ) -> tuple[Pair, tuple[int, int]]:
@@ -146,6 +148,13 @@ def check_both(x: Tensor, *args: str) -> None:
 def _both_fake(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_both(x, *args)
     return *_quantize_fake(x, -1, *args), *_quantize_fake(x.t(), -1, *args)
+
+
+def _both_autograd(_: torch._C.DispatchKeySet, x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns what `mxfp8::quantize_both` does; raises as `_quantize_autograd`."""
+    gradients.refuse_cut("quantize_both", x)
+    four: tuple[Tensor, Tensor, Tensor, Tensor] = gradients.below_autograd(torch.ops.mxfp8.quantize_both, x, *args)
+    return four
 
 
 def quantize_both_cpu(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -203,14 +212,14 @@ def _dequantize_vmap(
 OPS: Final = (
     Op(
         """quantize(Tensor x, int axis=-1, str element_format="e4m3", str scale_rounding="ceil") -> (Tensor, Tensor)""",
-        {"CPU": quantize_cpu},
+        {"CPU": quantize_cpu, "Autograd": _quantize_autograd},
         _quantize_fake,
         _quantize_vmap,
     ),
     Op(
         """quantize_both(Tensor x, str element_format="e4m3", str scale_rounding="ceil")
         -> (Tensor, Tensor, Tensor, Tensor)""",
-        {"CPU": quantize_both_cpu},
+        {"CPU": quantize_both_cpu, "Autograd": _both_autograd},
         _both_fake,
     ),
     Op(

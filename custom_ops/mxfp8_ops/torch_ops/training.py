@@ -13,6 +13,11 @@ E5M2. The weight stays a master parameter in its own dtype, and the gradient of 
 The columnwise copy of x is made in the forward pass and saved instead of x: 1.03 bytes per value instead of 2 or 4.
 The weight itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass.
 
+Derivatives of the gradients (create_graph=True, torch.func.grad of itself) are those of a straight-through estimator:
+dgrad and wgrad are then made of `mxfp8::product`, whose gradients are MXFP8 products again. Where one of them needs x
+along K, the columnwise copy stands for it: to round to 4 significant bits once more changes nothing but what was
+subnormal in its block along M. Under torch.func, where a gradient is always ready to be differentiated, x is saved.
+
 Source: NVIDIA, "Recipes for Pre-training LLMs with MXFP8"; TransformerEngine's MXFP8BlockScaling.
 """
 
@@ -22,19 +27,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from mxfp8_ops import checks, formats
-from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
+from mxfp8_ops.errors import ContractError, ShapeError
 from mxfp8_ops.torch_ops import gradients
-from mxfp8_ops.torch_ops.gradients import Gradient
+from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.operands import Op, check_dtype, readable
-
-GRADIENT_FORMATS: Final = {"E4M3": "e4m3", "HYBRID": "e5m2"}
-"""Element format of gradients, by TransformerEngine's name for the choice; everything else is E4M3."""
 
 
 def linear_train(
@@ -73,6 +73,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
     if fp8_format not in GRADIENT_FORMATS:
         raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
     formats.scale_increment(formats.E4M3, scale_rounding)
+    if weight.dtype is torch.uint8:
+        raise ShapeError(
+            "linear_train",
+            "the weight is packed (uint8 codes)",
+            expected="a master weight in float32, float16 or bfloat16, since MXFP8 values are too far apart for an "
+            "optimizer's steps",
+            advice="train the original weight and pack it then, or train what is around it (mxfp8::linear_packed)",
+        )
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for tensor in tensors:
         check_dtype("linear_train", tensor.dtype)
@@ -92,41 +100,81 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
     ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() == 3
     ctx.bias_dtype = None if bias is None else bias.dtype
-    elements = scales = None
-    if ctx.needs_input_grad[1]:
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.ghost = elements = scales = None
+    ctx.under_transform = torch._C._are_functorch_transforms_active()
+    if needs_weight and ctx.under_transform:
+        elements = x
+    elif needs_weight:
         elements, scales = _columnwise(x if ctx.stack else _matrix(x), "e4m3", ctx.scale_rounding)
-    ctx.save_for_backward(elements, scales, weight if ctx.needs_input_grad[0] else None)
+        if needs_x:
+            with torch.enable_grad():
+                ctx.ghost = gradients.apply(_Ghost, x)
+    ctx.save_for_backward(elements, scales, weight if needs_x else None)
 
 
 def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None, None]:
     """Returns the gradients of x, weight and bias, of those that are needed."""
+    needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
+    dy = grad if ctx.stack else _matrix(grad)
+    gradients.refuse_tangents("linear_train", "keep this layer in high precision", grad)
+    again = torch.is_grad_enabled() or ctx.under_transform or torch._C._are_functorch_transforms_active()
+    dx, dw = (_products if again else _quantized_products)(ctx, dy)
+    db = _matrix(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+    return dx if dx is None else dx.reshape(ctx.x_shape), dw, db, None, None
+
+
+def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
+    """Returns the gradients of x, as a matrix, and of the weight; dy is read once where both are needed."""
     x_elements, x_scales, weight = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
-    ops = torch.ops.mxfp8
-    fmt = GRADIENT_FORMATS[ctx.fp8_format]
-    dx = dw = db = None
-    with torch.no_grad():
-        dy = grad if ctx.stack else _matrix(grad)
-        rows: tuple[Tensor, ...] = ()
-        columns: tuple[Tensor, ...] = ()
-        if needs_x and needs_weight and not ctx.stack:
-            both = ops.quantize_both.default(dy, fmt, ctx.scale_rounding)
-            rows, columns = both[:2], both[2:]
-        if needs_x and not rows:
-            rows = ops.quantize.default(dy, -1, fmt, ctx.scale_rounding)
-        if needs_weight and not columns:
-            columns = _columnwise(dy, fmt, ctx.scale_rounding)
-        if needs_x:
-            w = _columnwise(weight, "e4m3", ctx.scale_rounding)
-            dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype).reshape(ctx.x_shape)
-        if needs_weight:
-            dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
-        if needs_bias:
-            db = _matrix(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    if torch.is_grad_enabled():  # only with create_graph=True
-        dx, dw, db = _refuse_second_derivative(dx, dw, db)
-    return dx, dw, db, None, None
+    ops, fmt = torch.ops.mxfp8, GRADIENT_FORMATS[ctx.fp8_format]
+    dx = dw = None
+    rows: tuple[Tensor, ...] = ()
+    columns: tuple[Tensor, ...] = ()
+    if needs_x and needs_weight and not ctx.stack:
+        both = ops.quantize_both.default(dy, fmt, ctx.scale_rounding)
+        rows, columns = both[:2], both[2:]
+    if needs_x and not rows:
+        rows = ops.quantize.default(dy, -1, fmt, ctx.scale_rounding)
+    if needs_weight and not columns:
+        columns = _columnwise(dy, fmt, ctx.scale_rounding)
+    if needs_x:
+        w = _columnwise(weight, "e4m3", ctx.scale_rounding)
+        dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype)
+    if needs_weight:
+        dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
+    return dx, dw
+
+
+def _products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
+    """Returns the same, in a form that can be differentiated and mapped over."""
+    x, x_scales, weight = ctx.saved_tensors
+    op, fmt = torch.ops.mxfp8.product.default, GRADIENT_FORMATS[ctx.fp8_format]
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = op(dy, weight.mT, fmt, "e4m3", "e4m3", ctx.scale_rounding, ctx.x_dtype)
+    if ctx.needs_input_grad[1]:
+        if x_scales is not None:
+            x = torch.ops.mxfp8.dequantize.default(x, x_scales).mT
+            if ctx.ghost is not None:
+                x = x + (ctx.ghost if ctx.stack else _matrix(ctx.ghost))
+        elif not ctx.stack:
+            x = _matrix(x)
+        dw = op(dy.mT, x.mT, fmt, "e4m3", "e4m3", ctx.scale_rounding, ctx.weight_dtype)
+    return dx, dw
+
+
+class _Ghost(_SingleLevelFunction):
+    """Zeros in the shape of x, in the memory of one, through which gradients reach x when x itself is not saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _autograd(
@@ -140,19 +188,16 @@ def _autograd(
     """Returns what `mxfp8::linear_train` does, and records its gradients if any are wanted.
 
     Raises:
-        Mxfp8Error: an operand carries a tangent (forward-mode differentiation), or the call is inside of two gradients.
+        Mxfp8Error: an operand carries a tangent (forward-mode differentiation).
     """
-    if torch._C._are_functorch_transforms_active():
-        levels = [level.key() for level in retrieve_all_functorch_interpreters()]
-        if levels.count(TransformType.Grad) > 1:  # an outer one would not see what the inner one's integers came from
-            raise _second_derivative()
     if forward_ad._current_level >= 0:
         gradients.refuse_tangents("linear_train", "keep this layer in high precision", x, weight, bias)
     arguments = x, weight, bias, fp8_format, scale_rounding
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
         result: Tensor = gradients.apply(_LinearTrain, *arguments)
         return result
-    return gradients.below_autograd(torch.ops.mxfp8.linear_train, *arguments)
+    below: Tensor = gradients.below_autograd(torch.ops.mxfp8.linear_train, *arguments)
+    return below
 
 
 class _LinearTrain(_SingleLevelFunction):
@@ -160,7 +205,8 @@ class _LinearTrain(_SingleLevelFunction):
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        return gradients.below_autograd(torch.ops.mxfp8.linear_train, *arguments)
+        result: Tensor = gradients.recorded(torch.ops.mxfp8.linear_train, *arguments)
+        return result
 
     setup_context = staticmethod(setup_context)
     backward = staticmethod(backward)
@@ -191,34 +237,6 @@ def _columnwise(x: Tensor, element_format: str, scale_rounding: str) -> tuple[Te
     """Returns `x` [..., M, K] blocked along M and stored [..., K, M]: the blocked axis last, as gemm wants it."""
     pair: tuple[Tensor, Tensor] = torch.ops.mxfp8.quantize.default(x.mT, -1, element_format, scale_rounding)
     return pair
-
-
-class _SecondDerivative(_SingleLevelFunction):
-    """Passes gradients on; differentiating them is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise _second_derivative()
-
-
-def _second_derivative() -> Mxfp8Error:
-    return Mxfp8Error(
-        "linear_train",
-        "its gradient is being differentiated",
-        expected="first derivatives only, rounding has no second one",
-        advice="drop create_graph=True or the outer gradient, or keep this layer in high precision",
-    )
-
-
-def _refuse_second_derivative(*grads: Gradient) -> list[Gradient]:
-    anchor = torch.empty(0, requires_grad=True)
-    needed = [grad for grad in grads if grad is not None]
-    passed = iter(gradients.apply(_SecondDerivative, anchor, *needed))
-    return [None if grad is None else next(passed) for grad in grads]
 
 
 def _vmap(*_: Any) -> Any:

@@ -1,0 +1,121 @@
+"""`mxfp8::product`: a product of two operands that are quantized while it runs, with gradients of every order.
+
+    y  = a b^T       a   [..., M, K] and b   [..., N, K] blocked along K
+    da = dy b        dy  [..., M, N] and b^T [..., K, N] blocked along N
+    db = dy^T a      dy^T [..., N, M] and a^T [..., K, M] blocked along M
+
+Rounding is passed straight through, as in fake quantization with a straight-through estimator: the derivative of
+quantize(x) by x is one, saturated values included. So a gradient of a product is a product of the same kind, and so is
+a gradient of that. Each operand is quantized from its own values along the axis that is summed; in derivatives of any
+order what stands in the place of a has the element format of a, and likewise for b and dy.
+
+The gradients of `linear_train` and `linear_packed` are made of it where they are differentiated again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
+
+from mxfp8_ops.torch_ops import batching, gradients
+from mxfp8_ops.torch_ops.gradients import Gradient
+from mxfp8_ops.torch_ops.operands import Op
+
+
+def product(  # noqa: PLR0917 - the op's schema
+    a: Tensor,
+    b: Tensor,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    grad_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns a @ b.mT, both quantized along K; see the module for the gradients.
+
+    Args:
+        a: [..., M, K] float32, float16 or bfloat16.
+        b: [..., N, K] likewise; leading dimensions broadcast.
+        a_format: element format of `a`, "e4m3" or "e5m2".
+        b_format: that of `b`.
+        grad_format: that of gradients of the result.
+        scale_rounding: "ceil", "floor" or "even".
+        dtype: of the result; None for that of `a`.
+
+    Returns:
+        [..., M, N].
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown format or rounding.
+        BackendError: no kernels for the device of `a`.
+    """
+    ops = torch.ops.mxfp8
+    rows = ops.quantize.default(a, -1, a_format, scale_rounding)
+    columns = ops.quantize.default(b, -1, b_format, scale_rounding)
+    result: Tensor = ops.gemm.default(*rows, *columns, None, a_format, b_format, dtype or a.dtype)
+    return result
+
+
+def _autograd(_: torch._C.DispatchKeySet, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    """Returns what `mxfp8::product` does, and records its gradients if any are wanted.
+
+    Raises:
+        Mxfp8Error: an operand carries a tangent (forward-mode differentiation).
+    """
+    gradients.refuse_tangents("product", "multiply in high precision", a, b)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        result: Tensor = gradients.apply(_Product, a, b, *rest)
+        return result
+    below: Tensor = gradients.below_autograd(torch.ops.mxfp8.product, a, b, *rest)
+    return below
+
+
+class _Product(_SingleLevelFunction):
+    """product and its gradients, which are products."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        result: Tensor = gradients.recorded(torch.ops.mxfp8.product, *arguments)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, *rest = inputs
+        ctx.a_like, ctx.b_like = (a.shape, a.dtype), (b.shape, b.dtype)
+        ctx.a_format, ctx.b_format, ctx.grad_format, ctx.scale_rounding = (*rest, *_DEFAULTS[len(rest) :])[:4]
+        needs_a, needs_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
+        a, b = ctx.saved_tensors
+        op, da, db = torch.ops.mxfp8.product.default, None, None
+        if b is not None:
+            (shape, dtype), formats = ctx.a_like, (ctx.grad_format, ctx.b_format, ctx.a_format)
+            da = op(grad, b.mT, *formats, ctx.scale_rounding, dtype).sum_to_size(shape)
+        if a is not None:
+            (shape, dtype), formats = ctx.b_like, (ctx.grad_format, ctx.a_format, ctx.b_format)
+            db = op(grad.mT, a.mT, *formats, ctx.scale_rounding, dtype).sum_to_size(shape)
+        return da, db, *(None for _ in ctx.needs_input_grad[2:])
+
+
+_DEFAULTS: Final = ("e4m3", "e4m3", "e4m3", "ceil")
+"""Of the formats and the rounding: torch leaves out arguments that equal them."""
+
+
+def _vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:
+    return batching.mapped_gemm("product", info.batch_size, in_dims, (1, 1), *args)
+
+
+OPS: Final = (
+    Op(
+        """product(Tensor a, Tensor b, str a_format="e4m3", str b_format="e4m3", str grad_format="e4m3",
+        str scale_rounding="ceil", ScalarType? dtype=None) -> Tensor""",
+        {"CompositeExplicitAutograd": product, "Autograd": _autograd},
+        vmap=_vmap,
+    ),
+)

@@ -1,0 +1,149 @@
+"""linear_packed: what inference computes, bit for bit, with a gradient that passes through the packed weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mxfp8_ops import numerics
+from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("mxfp8_ops.torch_ops")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+
+ops = torch.ops.mxfp8
+Tensor = torch.Tensor
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    """Returns heavy-tailed values."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
+
+
+def reference(x: Tensor, element_format: str, scale_rounding: str = "ceil") -> Tensor:
+    """Returns what x [..., K] is in MXFP8, by the NumPy reference, in float64."""
+    codes = numerics.quantize(
+        x.detach().float().contiguous().numpy(), element_format=element_format, scale_rounding=scale_rounding
+    )
+    return torch.from_numpy(numerics.dequantize(*codes, element_format=element_format)).double()
+
+
+@pytest.mark.parametrize("shape", [(45,), (40, 45), (2, 3, 45)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("b_format", ["e4m3", "e5m2"])
+def test_forward_is_quantize_and_gemm(shape: tuple[int, ...], dtype: torch.dtype, b_format: str) -> None:
+    x, b, bias = values(*shape).to(dtype), ops.quantize(values(70, 45, seed=1), -1, b_format), values(70, seed=2)
+    got = ops.linear_packed(x, *b, bias, "e5m2", b_format, "HYBRID", "floor")
+    wanted = ops.gemm(*ops.quantize(x, -1, "e5m2", "floor"), *b, bias, "e5m2", b_format, dtype)
+    assert got.dtype == dtype
+    assert torch.equal(got, wanted)
+    assert ops.linear_packed(x, *b, b_format=b_format, dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("fp8_format", "grad_format"), [("E4M3", "e4m3"), ("HYBRID", "e5m2")])
+@pytest.mark.parametrize("scale_rounding", ["ceil", "floor", "even"])
+@pytest.mark.parametrize("shape", [(45,), (77, 45), (2, 3, 45)], ids=str)
+def test_backward_multiplies_by_the_weight_quantized_along_n(
+    shape: tuple[int, ...], scale_rounding: str, fp8_format: str, grad_format: str
+) -> None:
+    x, b, bias = values(*shape).requires_grad_(), ops.quantize(values(70, 45, seed=1)), values(70).requires_grad_()
+    y = ops.linear_packed(x, *b, bias, fp8_format=fp8_format, scale_rounding=scale_rounding)
+    dy = values(*y.shape, seed=3)
+    y.backward(dy)
+    gradient = reference(dy, grad_format, scale_rounding)
+    weight = reference(ops.dequantize(*b).t(), "e4m3", scale_rounding)
+    error = (x.grad.double() - gradient @ weight.t()).abs()
+    bound = 72 * 2.0**-24 * (gradient.abs() @ weight.t().abs())
+    assert (error <= bound).all(), f"{float((error / bound).max()):.2f} of the bound"
+    torch.testing.assert_close(bias.grad, dy.reshape(-1, 70).sum(0))
+
+
+def test_a_second_quantization_of_a_packed_weight_costs_next_to_nothing() -> None:
+    """The numbers of the module: what dgrad multiplies by, against what the forward pass multiplied by."""
+    w, dy = values(1024, 1024), values(64, 1024, seed=1)
+    packed = ops.quantize(w)
+    dense = ops.dequantize(*packed)
+    again = ops.dequantize(*ops.quantize(dense.t())).t()
+    assert float((again - dense).norm() / dense.norm()) < 1e-6
+    assert 0 < int((again != dense).sum()) < 4e-4 * w.numel()
+    x = torch.zeros(64, 1024).requires_grad_()
+    (dx,) = torch.autograd.grad(ops.linear_packed(x, *packed), x, dy)
+    exact = dy.double() @ dense.double()
+    one_rounding = float((reference(dy, "e4m3") @ dense.double() - exact).norm() / exact.norm())
+    assert float((dx.double() - exact).norm() / exact.norm()) == pytest.approx(one_rounding, rel=1e-3)
+    assert one_rounding < 0.03
+
+
+def test_picked_weights_and_weights_that_broadcast() -> None:
+    x, dense = values(5, 45).requires_grad_(), values(3, 8, 45, seed=1)
+    b = ops.quantize(dense)
+    y = ops.linear_packed(x, *b)
+    y.backward(dy := values(3, 5, 8, seed=2))
+    one_by_one = []
+    for i in range(3):
+        (dx,) = torch.autograd.grad(ops.linear_packed(x, b[0][i], b[1][i]), x, dy[i])
+        one_by_one.append(dx)
+    torch.testing.assert_close(x.grad, sum(one_by_one))
+
+
+def test_opcheck_vmap_and_func() -> None:
+    x, b, bias = values(6, 45), ops.quantize(values(8, 45, seed=1)), values(8)
+    for args in ((x, *b), (x.clone().requires_grad_(), *b, bias.clone().requires_grad_()), (x.bfloat16(), *b, bias)):
+        torch.library.opcheck(ops.linear_packed.default, args)
+    torch.library.opcheck(ops.product.default, (x.clone().requires_grad_(), values(8, 45).requires_grad_()))
+    assert torch.equal(torch.vmap(lambda x: ops.linear_packed(x, *b))(x[:, None])[:, 0], ops.linear_packed(x, *b))
+    stack = values(3, 8, 45, seed=2)
+    batched = torch.vmap(ops.product, in_dims=(None, 0))(x, stack)
+    torch.testing.assert_close(batched, torch.stack([ops.product(x, w) for w in stack]))
+    one = torch.autograd.functional.jacobian(lambda x: ops.linear_packed(x, *b), x[0])
+    torch.testing.assert_close(torch.func.jacrev(lambda x: ops.linear_packed(x, *b))(x[0]), one)
+
+
+def test_it_compiles_and_exports_with_its_gradient() -> None:
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.adapter = torch.nn.Linear(45, 45)
+            for name, codes in zip(("b", "b_scales"), ops.quantize(values(8, 45)), strict=True):
+                self.register_buffer(name, codes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ops.linear_packed(self.adapter(x), self.b, self.b_scales)
+
+    module, x = Adapted(), values(6, 45)
+    module(x).square().sum().backward()
+    wanted = [p.grad.clone() for p in module.parameters()]
+    program = torch.export.export(module, (x,)).run_decompositions({}).module()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for other in (program, compiled):
+        (other if other is program else module).zero_grad()
+        other(x).square().sum().backward()
+        found = [p.grad for p in (program if other is program else module).parameters()]
+        assert all(map(torch.equal, found, wanted))
+
+
+B = ops.quantize(values(8, 45))
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "format": (
+        lambda: ops.linear_packed(values(6, 45), *B, fp8_format="E5M2"),
+        ContractError,
+        "fp8_format: 'E5M2'; expected one of E4M3, HYBRID",
+    ),
+    "K": (lambda: ops.linear_packed(values(6, 44), *B), ShapeError, r"operands \(6, 44\) and \(8, 45\)"),
+    "tangent": (
+        lambda: torch.func.jvp(lambda x: ops.linear_packed(x, *B), (values(6, 45),), (values(6, 45),)),
+        Mxfp8Error,
+        "linear_packed: an operand carries a tangent",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_errors(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
