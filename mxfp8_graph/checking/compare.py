@@ -49,6 +49,34 @@ def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Differe
     )
 
 
+def sqnr(relative_l2: float) -> float:
+    """Returns the signal-to-quantization-noise ratio in dB, -20 log10 of a relative L2 error; infinite without one."""
+    return math.inf if relative_l2 == 0 else -20 * math.log10(relative_l2)
+
+
+def top1_agreement(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:
+    """Returns the share of rows along the last axis that have their largest value at the same place; 1 of none."""
+    same = reference.argmax(-1) == result.argmax(-1) if reference.size else np.ones(())
+    return float(np.mean(same))
+
+
+def softmax_kl(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:
+    """Returns the Kullback-Leibler divergence in nats of softmax(result) from softmax(reference), a mean over rows.
+
+    Softmax is over the last axis, in float64: sum of p * (log p - log q); 0 of no rows.
+    """
+    if not reference.size:
+        return 0.0
+    log_p, log_q = _log_softmax(reference), _log_softmax(result)
+    return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), -1)))
+
+
+def _log_softmax(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    shifted = values.astype(np.float64)
+    shifted = shifted - shifted.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+
+
 def sameness(values: npt.NDArray[Any]) -> str | None:
     """Returns what makes a comparison with `values` prove little, in words, or None: they vary, or are few."""
     if values.size < 2:
