@@ -341,6 +341,80 @@ def run(
 
 
 @command
+def analyze(
+    model: ModelPath,
+    *,
+    recipe: Annotated[
+        str, typer.Option("--recipe", help=f"Whose matmuls are analyzed: {presets.choices()}.")
+    ] = presets.DEFAULT,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            "--inputs",
+            metavar="DATA",
+            help="An .npz, a folder of .npz or .npy, a .jsonl, or module:function. Synthesised if not given.",
+        ),
+    ] = None,
+    metric: Annotated[
+        str,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="What sites are ranked by: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
+        ),
+    ] = "relative_l2",
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep", metavar="N", min=0, help="Exclude the N worst. Default: the fewest that do half of the damage."
+        ),
+    ] = None,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option("--report", metavar="FILE", help="Write the analysis, .json or .html. Repeatable."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and layer.")] = False,
+    dim: Dims = None,
+    seed: Seed = 0,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Analyze weights that hold NaN or Inf instead of refusing them.")
+    ] = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Says which matmul hurts: the error at the outputs with each alone in MXFP8, and with all but it.
+
+    Prints the matmuls, the worst first, and an exclude list to paste into a recipe. Takes two runs of the model per
+    matmul and sample. Needs room for a copy of an ONNX MODEL in the temporary folder; TMPDIR says where that is.
+    """
+    from mxfp8_graph.evidence import analysis_text
+    from mxfp8_graph.evidence.analyze import analyze as run_analysis
+    from mxfp8_graph.report.data import check_report_path
+
+    for file in report or ():
+        check_report_path(file, models=[model])
+    with progress_bar(steps=True) as progress:
+        found = run_analysis(
+            model,
+            recipe,
+            inputs=inputs,
+            shapes=_shapes(dim),
+            seed=seed,
+            metric=metric,
+            keep=keep,
+            allow_nonfinite=allow_nonfinite,
+            trust_pickle=trust_pickle,
+            progress=progress,
+        )
+    if json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        show(analysis_text.analysis(found, every=verbose), fold=False)
+    for file in report or ():
+        found.write(file)
+
+
+@command
 def doctor() -> None:
     """Says what works here and what is missing.
 
