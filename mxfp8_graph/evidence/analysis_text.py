@@ -30,7 +30,7 @@ def analysis(found: Analysis, *, every: bool = False) -> RenderableType:
     if found.exclusion is not None:
         parts += [
             Text("\nto paste into a recipe file:\n"),
-            Text("\n".join(map(printable, found.exclusion.yaml.split("\n")))),
+            Text("\n".join(map(printable, found.exclusion.yaml.splitlines()))),
         ]
     return Group(*parts)
 

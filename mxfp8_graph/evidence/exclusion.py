@@ -35,7 +35,7 @@ def patterns(excluded: Collection[str], sites: Sequence[MatMulSite], recipe: Rec
 
 def to_yaml(patterns: Sequence[str]) -> str:
     """Returns the lines to paste into a recipe file."""
-    return yaml.safe_dump({"exclude": list(patterns)}, width=10_000, allow_unicode=True) if patterns else ""
+    return yaml.safe_dump({"exclude": list(patterns)}, width=10_000) if patterns else ""
 
 
 def _found(pattern: str, site: MatMulSite, search: Search) -> bool:

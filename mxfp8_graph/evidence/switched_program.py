@@ -85,8 +85,7 @@ class _SwitchedProgram(Switchable):
             if stored is None:
                 return given[node.name]
             tensor = program.tensor(stored)
-            # What a run writes, the next one must not see.
-            return tensor.clone() if stored in program.mutated else tensor
+            return tensor.clone() if stored in self._switched.written else tensor
         if node.op == "get_attr":
             return program.module.get_submodule(str(node.target))
         if node.target is choose:

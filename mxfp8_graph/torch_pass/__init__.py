@@ -10,6 +10,7 @@ attention.py         scaled_dot_product_attention as two matmuls
 replace.py           replaces the matmuls for inference; training.py for training; build.py adds nodes
 prune.py             removes what that left unused
 torchao_weights.py   weights that torchao packed
+switches.py          both ways of each site in one program, to be chosen while it runs
 stored_bytes.py      counts the bytes of every stored tensor, for the report, and says which nodes use them
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch.export import ExportedProgram
@@ -61,6 +62,19 @@ class SwitchedProgram:
             needed.update(inputs)
             steps.append((node, last))
         return steps[::-1]
+
+    @cached_property
+    def written(self) -> set[str]:
+        """Names of the stored tensors that a run may write to: a run must be given copies of these."""
+        found = set(self.program.mutated)
+        for node in self.program.module.graph.nodes:
+            for target in internals.written(node):
+                # A view is of its first input. Another op's result is not the tensor: a copy too many does no harm.
+                origin = target
+                while origin.op == "call_function" and origin.all_input_nodes:
+                    origin = origin.all_input_nodes[0]
+                found.update(filter(None, [self.program.stored_name(origin)]))
+        return found
 
 
 def choose(switch: int, rewritten: Any, original: Any) -> Any:
