@@ -89,6 +89,15 @@ InputsPath = Annotated[
     Path | None,
     typer.Option("--inputs", metavar="DATA.npz", help="One array per input, by name. Synthesised if not given."),
 ]
+SamplesPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--inputs",
+        metavar="DATA",
+        help="An .npz file; a folder of .npz or .npy files or a .jsonl file, a sample each or a line; or "
+        "module:function, your code, which is run and yields mappings. Synthesised if not given.",
+    ),
+]
 Dims = Annotated[
     list[str] | None,
     typer.Option(
@@ -282,7 +291,7 @@ def verify(
         Path, typer.Argument(metavar="REWRITTEN", help="What rewrite made of it.", show_default=False)
     ],
     *,
-    inputs: InputsPath = None,
+    inputs: SamplesPath = None,
     max_rel_l2: Annotated[
         float | None,
         typer.Option(
