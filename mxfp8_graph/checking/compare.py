@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mxfp8_graph.report.data import sqnr_db as sqnr
+
+__all__ = ["Difference", "difference", "sameness", "softmax_kl", "sqnr", "top1_agreement"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -47,11 +51,6 @@ def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Differe
     return Difference(
         relative_l2=relative, max_abs=largest, cosine=cosine, nonfinite=nonfinite, compared=a.size, count=same.size
     )
-
-
-def sqnr(relative_l2: float) -> float:
-    """Returns the signal-to-quantization-noise ratio in dB, -20 log10 of a relative L2 error; infinite without one."""
-    return math.inf if relative_l2 == 0 else -20 * math.log10(relative_l2)
 
 
 def top1_agreement(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:
