@@ -51,17 +51,21 @@ class SwitchedProgram:
 
         What no result, no observed activation and no write needs is left out: of each site, the way not taken.
         """
-        nodes = list(self.program.module.graph.nodes)
         needed = {self.observed[index].node for index in observe}
         steps: list[tuple[Node, list[Node]]] = []
-        for node in reversed(nodes):
-            if not (node in needed or node.op == "output" or internals.written(node)):
+        for node, reads, always in reversed(self._reads):
+            if not (always or node in needed):
                 continue
-            inputs = inputs_of(node, on)
-            last = [read for read in dict.fromkeys(inputs) if read not in needed]
+            inputs = inputs_of(node, on) if node.target is choose else reads
+            steps.append((node, [read for read in inputs if read not in needed]))
             needed.update(inputs)
-            steps.append((node, last))
         return steps[::-1]
+
+    @cached_property
+    def _reads(self) -> list[tuple[Node, list[Node], bool]]:
+        """Every node, in order, what it reads, and whether it runs even if nothing reads it."""
+        nodes = self.program.module.graph.nodes
+        return [(node, node.all_input_nodes, node.op == "output" or bool(internals.written(node))) for node in nodes]
 
     @cached_property
     def written(self) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,25 @@ from mxfp8_graph.checking.runner import open_runnable  # noqa: E402
 from mxfp8_graph.evidence.analyze import analyze  # noqa: E402
 
 LAYERS, HIDDEN, BAD = 24, 64, 17
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "initializer_range": HIDDEN**-0.5,  # so that every layer matters; at 0.02 an MLP of this size adds next to nothing
+}
 GROUP = slice(5, None, 32)
 """One channel of every block."""
 PLANTED = 2.0**20
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Two threads gain nothing on matmuls this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def plant(before: nn.Parameter, also: nn.Parameter | None, weight: nn.Parameter) -> None:
@@ -40,8 +57,7 @@ def plant(before: nn.Parameter, also: nn.Parameter | None, weight: nn.Parameter)
 
 def vit() -> tuple[nn.Module, tuple[Any, ...], str]:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
-    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=40, attn_implementation="eager")
+    config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8, num_labels=40, attn_implementation="eager")
     torch.manual_seed(0)
     model = transformers.ViTForImageClassification(config).eval()
     name = next(
@@ -54,10 +70,9 @@ def vit() -> tuple[nn.Module, tuple[Any, ...], str]:
 
 def decoder() -> tuple[nn.Module, tuple[Any, ...], str]:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
     settings = {"vocab_size": 128, "num_key_value_heads": 1, "use_cache": False, "max_position_embeddings": 64}
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **settings)).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **settings)).eval()
     name = f"model.layers.{BAD}.mlp.down_proj"
     plant(model.get_submodule(name.replace("down", "up")).weight, None, model.get_submodule(name).weight)
     return model, (torch.randint(0, 128, (2, 8), generator=torch.Generator().manual_seed(1)),), name
@@ -89,7 +104,7 @@ def test_a_planted_bad_layer_is_found_first_by_both_front_ends(make: Any, tmp_pa
         found = analyze(source, inputs={name: inputs[0].numpy()})
         assert found.sites[0].label == f"model.{bad}"
         first, second = (site.alone["relative_l2"].mean for site in found.sites[:2])
-        assert first > 2 * second
+        assert first > 1.2 * second
         assert found.exclusion is not None
         assert found.exclusion.patterns[0] == "^model\\." + bad.replace(".", "\\.") + "$"
         assert found.layers[0].name.endswith(f".{BAD}")
