@@ -9,6 +9,8 @@ from mxfp8_graph._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mxfp8_graph.checking.verify import verify as verify
+    from mxfp8_graph.evidence.analyze import analyze as analyze
+    from mxfp8_graph.evidence.compare import compare as compare
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
     from mxfp8_graph.packed import PackedWeight as PackedWeight
     from mxfp8_graph.packed import export_safetensors as export_safetensors
@@ -40,6 +42,8 @@ _HOMES = {
     "load": "program_files",
     "save": "program_files",
     "verify": "checking.verify",
+    "analyze": "evidence.analyze",
+    "compare": "evidence.compare",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604
 

@@ -89,6 +89,15 @@ InputsPath = Annotated[
     Path | None,
     typer.Option("--inputs", metavar="DATA.npz", help="One array per input, by name. Synthesised if not given."),
 ]
+SamplesPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--inputs",
+        metavar="DATA",
+        help="An .npz file; a folder of .npz or .npy files or a .jsonl file, a sample each or a line; or "
+        "module:function, your code, which is run and yields mappings. Synthesised if not given.",
+    ),
+]
 Dims = Annotated[
     list[str] | None,
     typer.Option(
@@ -287,7 +296,7 @@ def verify(
         Path, typer.Argument(metavar="REWRITTEN", help="What rewrite made of it.", show_default=False)
     ],
     *,
-    inputs: InputsPath = None,
+    inputs: SamplesPath = None,
     max_rel_l2: Annotated[
         float | None,
         typer.Option(
@@ -354,6 +363,140 @@ def run(
         trust_pickle=trust_pickle,
     )
     show(text.run(found))
+
+
+@command
+def compare(
+    model: ModelPath,
+    *,
+    recipes: Annotated[
+        str | None,
+        typer.Option(
+            "--recipes",
+            metavar="A,B,...",
+            help="Presets, recipe files and formats of others, by commas. Default: all but files; a wrong name lists "
+            "them.",
+            show_default=False,
+        ),
+    ] = None,
+    inputs: SamplesPath = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="relative_l2, sqnr, cosine, max_error, top1, kl, or module:function, your code. Repeatable. "
+            "Default: relative_l2 and cosine.",
+            show_default=False,
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 7,
+    dim: Dims = None,
+    seed: Seed = 0,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option("--report", "--html", metavar="FILE", help="Write the comparison, .json or .html. Repeatable."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Says what each recipe does to MODEL: errors at its outputs, size and latency.
+
+    Recipes of ours are rewritten and run; formats of others are emulated, and marked so. Needs room for the rewritten
+    models in the temporary folder; TMPDIR says where that is.
+    """
+    from mxfp8_graph.evidence import comparison_text
+    from mxfp8_graph.evidence.compare import METRICS
+    from mxfp8_graph.evidence.compare import compare as run_comparison
+    from mxfp8_graph.report.data import check_report_path
+
+    for file in report or ():
+        check_report_path(file, models=[model])
+    with progress_bar(steps=True) as progress:
+        found = run_comparison(
+            model,
+            recipes.split(",") if recipes else (),
+            inputs=inputs,
+            metrics=metric or METRICS,
+            shapes=_shapes(dim),
+            seed=seed,
+            repeat=repeat,
+            trust_pickle=trust_pickle,
+            progress=progress,
+        )
+    if json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        show(comparison_text.comparison(found), fold=False)
+    for file in report or ():
+        found.write(file)
+
+
+@command
+def analyze(
+    model: ModelPath,
+    *,
+    recipe: Annotated[
+        str, typer.Option("--recipe", help=f"Whose matmuls are analyzed: {presets.choices()}.")
+    ] = presets.DEFAULT,
+    inputs: SamplesPath = None,
+    metric: Annotated[
+        str,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="What sites are ranked by: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
+        ),
+    ] = "relative_l2",
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep", metavar="N", min=0, help="Exclude the N worst. Default: the fewest that do half of the damage."
+        ),
+    ] = None,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option("--report", "--html", metavar="FILE", help="Write the analysis, .json or .html. Repeatable."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and layer.")] = False,
+    dim: Dims = None,
+    seed: Seed = 0,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Analyze weights that hold NaN or Inf instead of refusing them.")
+    ] = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Says which matmul hurts: the error at the outputs with each alone in MXFP8, and with all but it.
+
+    Prints the matmuls, the worst first, and an exclude list to paste into a recipe. Takes two runs of the model per
+    matmul and sample. Needs room for a copy of an ONNX MODEL in the temporary folder; TMPDIR says where that is.
+    """
+    from mxfp8_graph.evidence import analysis_text
+    from mxfp8_graph.evidence.analyze import analyze as run_analysis
+    from mxfp8_graph.report.data import check_report_path
+
+    for file in report or ():
+        check_report_path(file, models=[model])
+    with progress_bar(steps=True) as progress:
+        found = run_analysis(
+            model,
+            recipe,
+            inputs=inputs,
+            shapes=_shapes(dim),
+            seed=seed,
+            metric=metric,
+            keep=keep,
+            allow_nonfinite=allow_nonfinite,
+            trust_pickle=trust_pickle,
+            progress=progress,
+        )
+    if json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        show(analysis_text.analysis(found, every=verbose), fold=False)
+    for file in report or ():
+        found.write(file)
 
 
 @command

@@ -8,7 +8,15 @@ from typing import Any, Final
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -59,8 +67,11 @@ def _first_lines(text: Text) -> Text:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[ProgressCallback | None]:
-    """Yields what to call after each weight: a bar on stderr, or None where nobody would see it."""
+def progress_bar(*, steps: bool = False) -> Iterator[ProgressCallback | None]:
+    """Yields what to call after each weight: a bar on stderr, or None where nobody would see it.
+
+    With `steps` it counts not bytes alone: another total begins another count.
+    """
     err = console(stderr=True)
     if not err.is_terminal:
         yield None
@@ -68,14 +79,15 @@ def progress_bar() -> Iterator[ProgressCallback | None]:
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *((TaskProgressColumn(),) if steps else (DownloadColumn(), TransferSpeedColumn())),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=err, transient=True, expand=True) as bar:
         task = bar.add_task("planning", total=None)
 
         def advance(name: str, done: int, total: int) -> None:
+            if bar.tasks[0].total not in {None, total}:
+                bar.reset(task)  # the time that is left does not follow from what other steps took
             bar.update(task, description=printable(name), completed=done, total=total)
 
         yield advance

@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mxfp8_graph.report.data import sqnr_db as sqnr
+
+__all__ = ["Difference", "difference", "sameness", "softmax_kl", "sqnr", "top1_agreement"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -47,6 +51,29 @@ def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Differe
     return Difference(
         relative_l2=relative, max_abs=largest, cosine=cosine, nonfinite=nonfinite, compared=a.size, count=same.size
     )
+
+
+def top1_agreement(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:
+    """Returns the share of rows along the last axis that have their largest value at the same place; 1 of none."""
+    same = reference.argmax(-1) == result.argmax(-1) if reference.size else np.ones(())
+    return float(np.mean(same))
+
+
+def softmax_kl(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:
+    """Returns the Kullback-Leibler divergence in nats of softmax(result) from softmax(reference), a mean over rows.
+
+    Softmax is over the last axis, in float64: sum of p * (log p - log q); 0 of no rows.
+    """
+    if not reference.size:
+        return 0.0
+    log_p, log_q = _log_softmax(reference), _log_softmax(result)
+    return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), -1)))
+
+
+def _log_softmax(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    shifted = values.astype(np.float64)
+    shifted = shifted - shifted.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
 
 
 def sameness(values: npt.NDArray[Any]) -> str | None:

@@ -17,7 +17,7 @@ from mxfp8_ops.errors import BackendError, Option
 # isort: split
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
 
 from mxfp8_graph.checking.program_profile import of_program
@@ -42,16 +42,17 @@ class TorchProgram(Runnable):
         try:
             self._module = program.module()
         except Exception as error:  # whatever torch raises for a program that contradicts itself
-            raise _unrunnable(self.name, error, "export it again") from None
+            raise unrunnable(self.name, error, "export it again") from None
         self._inputs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
         placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
         tensors = [s.arg.name for s in self._inputs if isinstance(s.arg, TensorArgument)]
         self.specs = [_spec(placeholders[name]) for name in tensors]
         self.ranges = {name: span for name in tensors if (span := _table_rows(placeholders[name], program)) is not None}
+        self._returned = [s.kind == OutputKind.USER_OUTPUT for s in program.graph_signature.output_specs]
         self._outputs = [
             s.arg.name if isinstance(s.arg, TensorArgument) else None
             for s in program.graph_signature.output_specs
-            if s.kind.name == "USER_OUTPUT"
+            if s.kind == OutputKind.USER_OUTPUT
         ]
         self.output_names = [name for name in self._outputs if name is not None]
 
@@ -65,14 +66,23 @@ class TorchProgram(Runnable):
             raise _unrunnable(self.name, error, PASS_OTHERS) from None
 
     def _feeds(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
-        leaves = [
-            s.arg.value if isinstance(s.arg, ConstantArgument) else _tensor(inputs[s.arg.name]) for s in self._inputs
-        ]
+        leaves = self.placeholders(inputs).values()
         try:
             args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
         except (ValueError, TypeError, KeyError) as error:
-            raise _unrunnable(self.name, error, "export it again") from None
+            raise unrunnable(self.name, error, "export it again") from None
         return args, kwargs
+
+    def placeholders(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
+        """Returns what the user's inputs of the program's graph are given, by name and in order."""
+        return {
+            s.arg.name: s.arg.value if isinstance(s.arg, ConstantArgument) else _tensor(inputs[s.arg.name])
+            for s in self._inputs
+        }
+
+    def outputs_of(self, results: Sequence[Any]) -> Inputs:
+        """Returns the outputs by name, of all that the program's graph returns: among that is what it writes."""
+        return self._arrays([result for result, told in zip(results, self._returned, strict=True) if told])
 
     def _call(self, feeds: tuple[Any, Any]) -> Any:
         args, kwargs = feeds
@@ -80,7 +90,7 @@ class TorchProgram(Runnable):
             with torch.inference_mode():
                 return self._module(*args, **kwargs)
         except Exception as error:  # whatever the ops of the program raise
-            raise _unrunnable(self.name, error, PASS_OTHERS) from None
+            raise unrunnable(self.name, error, PASS_OTHERS) from None
 
     def _arrays(self, results: Any) -> Inputs:
         named = zip(self._outputs, pytree.tree_leaves(results), strict=True)
@@ -88,7 +98,8 @@ class TorchProgram(Runnable):
         return {name: to_numpy(leaf.contiguous()) for name, leaf in tensors}
 
 
-def _unrunnable(name: str, error: Exception, advice: str | Sequence[str | Option]) -> BackendError:
+def unrunnable(name: str, error: Exception, advice: str | Sequence[str | Option]) -> BackendError:
+    """Returns the error that says what torch raised for a program, or for its inputs."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     expected = "inputs the program accepts" if advice is PASS_OTHERS else "a program as torch.export makes it"
     return BackendError(name, f"torch cannot run it: {reason}", expected=expected, advice=advice)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from mxfp8_graph.report.data import check_report_path
 
 @dataclass(frozen=True, kw_only=True)
 class OutputCheck:
-    """What became of one output."""
+    """What became of one output: of several samples, that of the worst one, with the means of all."""
 
     name: str
     dtype: str
@@ -26,6 +29,11 @@ class OutputCheck:
     """Function bodies in stock ONNX Runtime, against the original; None for a torch program, which has none."""
     kernel: Difference | None = None
     """With our kernels, against the function bodies."""
+    sample: str = ""
+    """Which sample that is; "" if there is but one."""
+    mean_relative_l2: float
+    """Of `rewritten`, over the samples."""
+    mean_cosine: float
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the check with JSON types only."""
@@ -33,10 +41,26 @@ class OutputCheck:
             "name": self.name,
             "dtype": self.dtype,
             "shape": list(self.shape),
+            "worst_sample": self.sample or None,
+            "mean_relative_l2": self.mean_relative_l2 if math.isfinite(self.mean_relative_l2) else None,
+            "mean_cosine": self.mean_cosine,
             "rewritten_vs_original": self.rewritten.to_dict(),
             "body_vs_original": self.body.to_dict() if self.body else None,
             "kernel_vs_body": self.kernel.to_dict() if self.kernel else None,
         }
+
+
+def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
+    """Returns the check of the sample with most NaN and Inf in only one result, then the largest error."""
+
+    def badness(check: OutputCheck) -> tuple[int, float]:
+        return check.rewritten.nonfinite + (check.kernel.nonfinite if check.kernel else 0), check.rewritten.relative_l2
+
+    return replace(
+        max(checks, key=badness),
+        mean_relative_l2=statistics.fmean(check.rewritten.relative_l2 for check in checks),
+        mean_cosine=statistics.fmean(check.rewritten.cosine for check in checks),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

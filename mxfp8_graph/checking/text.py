@@ -17,13 +17,16 @@ from mxfp8_graph.report.text import grid, lines
 
 def verification(report: VerifyReport) -> RenderableType:
     """Returns the outputs, what the nodes did, notes, failures and the verdict."""
-    header = ("output", "dtype", "shape", "rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "max error")
+    means = ("mean rel. L2", "mean cosine", "worst sample") if any(output.sample for output in report.outputs) else ()
+    errors = ("rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "max error")
+    header = ("output", "dtype", "shape", *means, *errors)
     rows = []
     for output in report.outputs:
         error, kernel = output.rewritten, output.kernel
         numbers = (f"{error.relative_l2:.3g}", f"{error.max_abs:.3g}", f"{error.cosine:.6f}")
         against_body = (f"{kernel.relative_l2:.3g}", f"{kernel.max_abs:.3g}") if kernel else ("", "")
-        rows.append((output.name, output.dtype, _shape(output.shape), *numbers, *against_body))
+        of_all = (f"{output.mean_relative_l2:.3g}", f"{output.mean_cosine:.6f}", output.sample) if means else ()
+        rows.append((output.name, output.dtype, _shape(output.shape), *of_all, *numbers, *against_body))
     pairs = [("inputs", report.inputs), ("kernels", report.isa)]
     pairs += [("nodes", _node_line(op, nodes)) for op, nodes in report.nodes_by_op.items()]
     pairs += [("note", note) for note in report.notes]

@@ -2,22 +2,23 @@
 
 Three runs on the same inputs: the original; the rewritten file with our kernels; the rewritten file in stock ONNX
 Runtime, which runs its function bodies. Original against rewritten is the error of quantization: how much is too much
-is the caller's to say (`max_rel_l2`). Kernel against body is judged node by node, see `node_check.py`.
+is the caller's to say (`max_rel_l2`). Kernel against body is judged node by node, see `node_check.py`. Of several
+samples the outputs of all are compared, and the nodes on the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import onnx
 
 from mxfp8_graph.checking.compare import difference, sameness
-from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, Signature, describe, input_specs, make_inputs
+from mxfp8_graph.checking.inputs import Array, Inputs, InputSpec, Signature, input_specs
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
-from mxfp8_graph.checking.report import OutputCheck, VerifyReport
+from mxfp8_graph.checking.report import OutputCheck, VerifyReport, worst_of
 from mxfp8_graph.checking.runner import Model, is_program, open_runnable
+from mxfp8_graph.checking.samples import Given, Samples, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_ops import cpu
@@ -28,7 +29,7 @@ def verify(
     original: Model,
     rewritten: Model,
     *,
-    inputs: str | Path | Mapping[str, Array] | None = None,
+    inputs: Given = None,
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     max_rel_l2: float | None = None,
@@ -44,7 +45,8 @@ def verify(
         original: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         rewritten: what `rewrite` made of it. One may be ONNX and the other a torch program: inputs and outputs are
             then matched by name, or by position if the names differ. Function bodies are checked in ONNX models only.
-        inputs: an .npz file, or arrays by input name; synthesised if None.
+        inputs: a file, a folder, "module:function", arrays by input name, or an iterable of these: see `samples.py`;
+            synthesised if None.
         shapes: sizes of free dimensions for synthesised inputs, by dim_param or INPUT.AXIS; see `input_sizes.Sizes`.
         seed: for synthesised inputs.
         max_rel_l2: limit for each output; None reports the error and judges nothing.
@@ -55,70 +57,94 @@ def verify(
         ShapeError: the two models have different inputs or outputs, or `inputs` does not fit them.
         BackendError: ONNX Runtime cannot run one of them, or the native library is missing.
     """
-    feed = partial(make_inputs, inputs=inputs, shapes=shapes, seed=seed)
+    feed = partial(make_samples, inputs=inputs, shapes=shapes, seed=seed)
     if is_program(original) or is_program(rewritten):
         runnable = [open_runnable(model, trust_pickle=trust_pickle) for model in (original, rewritten)]
         return _verify_programs(runnable[0], runnable[1], feed, max_rel_l2)
     before, after = open_model(original), open_model(rewritten)
     _check_signatures(before, after)
-    feeds = feed(Signature.of(before))
-    expected = _run(original, before, feeds, kernels=False)
-    results = _run(rewritten, after, feeds, kernels=True)
-    bodies = _run(rewritten, after, feeds, kernels=False)
-    nodes = check_nodes(_with_data(rewritten), feeds, after.folder.path if after.folder else None, after.name)
-    failures = [
-        f"output {n!r}: {text}" for n in expected for text in _shape_failures(expected[n], results[n], bodies[n])
-    ]
-    outputs = () if failures else tuple(_check_output(n, expected[n], results[n], bodies[n]) for n in expected)
-    for output in outputs:
-        failures += _output_failures(output, max_rel_l2)
-    failures += [str(node) for node in nodes if not node.passed]
+    samples = feed(Signature.of(before))
+    sessions = _sessions(original, before, rewritten, after)
+    nodes = check_nodes(
+        _with_data(rewritten), samples.feeds[0], after.folder.path if after.folder else None, after.name
+    )
+    found = _Found(samples)
+    for sample in range(len(samples)):
+        expected, results, bodies = (session.run(samples.feeds[sample]) for session in sessions)
+        for name, array in expected.items():
+            found.add(sample, name, array, results[name], bodies[name])
+    outputs = found.outputs()
     return VerifyReport(
         original=before.name,
         rewritten=after.name,
-        inputs=describe(feeds),
+        inputs=str(samples),
         isa=cpu.isa(),
         outputs=outputs,
         nodes=tuple(nodes),
-        failures=tuple(failures),
-        notes=tuple(_notes(after, nodes, outputs) + _sameness_notes(expected, results) + _drift_notes(nodes, outputs)),
+        failures=(*found.failures(max_rel_l2), *(str(node) for node in nodes if not node.passed)),
+        notes=tuple(_notes(after, nodes, outputs, samples) + found.notes + _drift_notes(nodes, outputs)),
     )
 
 
 def _verify_programs(
     original: tuple[Signature, Runnable],
     rewritten: tuple[Signature, Runnable],
-    feed: Callable[[Signature], Inputs],
+    feed: Callable[[Signature], Samples],
     max_rel_l2: float | None,
 ) -> VerifyReport:
     """Returns what `verify` does where at least one of the models is a torch program."""
     (old, before), (new, after) = original, rewritten
-    feeds = feed(old)
+    samples = feed(old)
     notes: list[str] = []
     models = (old.name, new.name)
     new_input = _matched("inputs", [i.name for i in old.specs], [i.name for i in new.specs], models, notes)
     new_output = _matched("outputs", before.output_names, after.output_names, models, notes)
-    expected = before.run(feeds)
-    results = after.run({new_input[name]: array for name, array in feeds.items()})
-    failures, outputs = [], []
-    for name, array in expected.items():
-        found = results[new_output[name]]
-        if _kind(found) != _kind(array):
-            failures.append(f"output {name!r}: {_kind(found)}; expected {_kind(array)}")
-            continue
-        notes += _sameness_notes({name: array}, {name: found})
-        outputs.append(_check_output(name, array, found))
-        failures += _output_failures(outputs[-1], max_rel_l2)
+    found = _Found(samples)
+    for sample, feeds in enumerate(samples.feeds):
+        expected = before.run(feeds)
+        results = after.run({new_input[name]: array for name, array in feeds.items()})
+        for name, array in expected.items():
+            found.add(sample, name, array, results[new_output[name]])
     return VerifyReport(
         original=old.name,
         rewritten=new.name,
-        inputs=describe(feeds),
+        inputs=str(samples),
         isa=cpu.isa(),
-        outputs=tuple(outputs),
+        outputs=found.outputs(),
         nodes=(),
-        failures=tuple(failures),
-        notes=tuple(notes),
+        failures=found.failures(max_rel_l2),
+        notes=(*notes, *found.notes),
     )
+
+
+class _Found:
+    """What the outputs of the samples show, as they come in."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.notes: list[str] = []
+        self._samples = samples
+        self._checks: dict[str, list[OutputCheck]] = {}
+        self._mismatches: list[str] = []
+
+    def add(self, sample: int, name: str, expected: Array, result: Array, body: Array | None = None) -> None:
+        """Compares one output of one sample."""
+        which = self._samples.names[sample] if len(self._samples) > 1 else ""
+        of_sample = f" of {which}" if which else ""
+        if wrong := _shape_failures(expected, result, body):
+            self._mismatches += [f"output {name!r}{of_sample}: {text}" for text in wrong]
+            return
+        if not self._checks.get(name):  # of one sample, or of the first
+            self.notes += _sameness_notes({name: expected}, {name: result})
+        self._checks.setdefault(name, []).append(_check_output(name, which, expected, result, body))
+
+    def outputs(self) -> tuple[OutputCheck, ...]:
+        """Returns the worst sample of each output; none if a shape differs."""
+        return () if self._mismatches else tuple(worst_of(checks) for checks in self._checks.values())
+
+    def failures(self, max_rel_l2: float | None) -> tuple[str, ...]:
+        """Returns what is wrong with the outputs."""
+        wrong = [text for output in self.outputs() for text in _output_failures(output, max_rel_l2)]
+        return (*self._mismatches, *wrong)
 
 
 def _matched(
@@ -155,16 +181,24 @@ def _signature(specs: list[InputSpec]) -> dict[str, str]:
     return {spec.name: spec.dtype.name for spec in specs}
 
 
-def _run(model: Model, opened: OpenedModel, inputs: Inputs, *, kernels: bool) -> Inputs:
-    return Session(model, kernels=kernels, where=opened.name).run(inputs)
+def _sessions(original: Model, before: OpenedModel, rewritten: Model, after: OpenedModel) -> tuple[Session, ...]:
+    """Returns the original, the rewritten model with our kernels, and that with its function bodies."""
+    return (
+        Session(original, kernels=False, where=before.name),
+        Session(rewritten, kernels=True, where=after.name),
+        Session(rewritten, kernels=False, where=after.name),
+    )
 
 
 def _with_data(model: Model) -> onnx.ModelProto:
     return model if isinstance(model, onnx.ModelProto) else onnx.load(model, load_external_data=False)
 
 
-def _shape_failures(expected: Array, result: Array, body: Array) -> list[str]:
-    wanted, found = _kind(expected), (("kernels", _kind(result)), ("function bodies", _kind(body)))
+def _shape_failures(expected: Array, result: Array, body: Array | None) -> list[str]:
+    wanted = _kind(expected)
+    if body is None:
+        return [f"{_kind(result)}; expected {wanted}"] if _kind(result) != wanted else []
+    found = (("kernels", _kind(result)), ("function bodies", _kind(body)))
     return [f"{kind} with {who}; expected {wanted}" for who, kind in found if kind != wanted]
 
 
@@ -172,32 +206,37 @@ def _kind(array: Array) -> str:
     return f"{list(array.shape)} {array.dtype.name}"
 
 
-def _check_output(name: str, expected: Array, result: Array, body: Array | None = None) -> OutputCheck:
+def _check_output(name: str, sample: str, expected: Array, result: Array, body: Array | None) -> OutputCheck:
+    rewritten = difference(expected, result)
     return OutputCheck(
         name=name,
         dtype=expected.dtype.name,
         shape=expected.shape,
-        rewritten=difference(expected, result),
+        rewritten=rewritten,
         body=difference(expected, body) if body is not None else None,
         kernel=difference(body, result) if body is not None else None,
+        sample=sample,
+        mean_relative_l2=rewritten.relative_l2,
+        mean_cosine=rewritten.cosine,
     )
 
 
 def _output_failures(output: OutputCheck, max_rel_l2: float | None) -> list[str]:
     failures = []
+    name = f"output {output.name!r}{f' of {output.sample}' if output.sample else ''}"
     for what, found in (("rewritten and original", output.rewritten), ("kernels and function bodies", output.kernel)):
         if found and found.nonfinite:
             where = f"{found.nonfinite} of {found.count} positions"
-            failures.append(f"output {output.name!r}: NaN or Inf in only one of {what} at {where}")
+            failures.append(f"{name}: NaN or Inf in only one of {what} at {where}")
     if max_rel_l2 is not None and not output.rewritten.relative_l2 <= max_rel_l2:
-        failures.append(
-            f"output {output.name!r}: relative L2 {output.rewritten.relative_l2:.3g} is above the limit {max_rel_l2:g}"
-        )
+        failures.append(f"{name}: relative L2 {output.rewritten.relative_l2:.3g} is above the limit {max_rel_l2:g}")
     return failures
 
 
-def _notes(after: OpenedModel, nodes: list[NodeCheck], outputs: tuple[OutputCheck, ...]) -> list[str]:
+def _notes(after: OpenedModel, nodes: list[NodeCheck], outputs: tuple[OutputCheck, ...], samples: Samples) -> list[str]:
     notes = []
+    if nodes and len(samples) > 1:
+        notes.append("kernels are compared with function bodies, node by node, on the first sample")
     hidden = nodes_in_subgraphs(after.proto)
     if hidden:
         notes.append(f"{hidden} MXFP8 nodes in subgraphs are compared at the model's outputs only")

@@ -1,10 +1,10 @@
 """A rewritten ExportedProgram -> the ONNX file that rewriting its ONNX export would have given.
 
-export.py       to_onnx, step by step
+export.py       to_onnx, step by step; plain_to_onnx, for a program as it is
 translation.py  which node each op becomes
 float8.py       gives elements, which torch keeps as uint8, their float8 types
 """
 
-from mxfp8_graph.onnx_export.export import to_onnx
+from mxfp8_graph.onnx_export.export import plain_to_onnx, to_onnx
 
-__all__ = ["to_onnx"]
+__all__ = ["plain_to_onnx", "to_onnx"]

@@ -20,7 +20,7 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.validate import validate_structure
-from mxfp8_graph.onnx_model.write import data_path_of, open_target, wants_external
+from mxfp8_graph.onnx_model.write import Target, data_path_of, open_target, wants_external
 from mxfp8_graph.policy.recipe import recorded
 from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ContractError, Mxfp8Error
@@ -82,11 +82,25 @@ def to_onnx(
     opened.proto.ir_version = max(opened.proto.ir_version, oldest, 10)  # 10: the first with float8 in functions
     external = wants_external(opened, opened.byte_size, path, external_data)
     with open_target(opened, path, external=external, overwrite=overwrite) as target:
-        for tensor in opened.proto.graph.initializer:
-            if tensor.name in tensors:
-                target.store(tensor, tensors.pop(tensor.name).numpy())
-        target.finish()
+        _store(opened, tensors, target)
     return path
+
+
+def plain_to_onnx(program: Any, path: Path, *, trust_pickle: bool = False) -> Path:
+    """Returns `path`, having written a program as it is, not rewritten, there as ONNX; errors as `to_onnx`."""
+    opened, tensors = _skeleton(_translate(_program(program, trust_pickle=trust_pickle), contract.MIN_OPSET, {}))
+    external = wants_external(opened, opened.byte_size, path, "auto")
+    with open_target(opened, path, external=external, overwrite=False) as target:
+        _store(opened, tensors, target)
+    return path
+
+
+def _store(opened: OpenedModel, tensors: dict[str, ir.TensorProtocol], target: Target) -> None:
+    """Writes the large initializers, one by one, and the model."""
+    for tensor in opened.proto.graph.initializer:
+        if tensor.name in tensors:
+            target.store(tensor, tensors.pop(tensor.name).numpy())
+    target.finish()
 
 
 def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:

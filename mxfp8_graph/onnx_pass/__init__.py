@@ -8,6 +8,7 @@ embeddings.py       how ids pick rows of a table
 static_operands.py  which operands are known before the model runs; weight_rows.py reads them
 roles.py            what a matmul is for: this front end's op table
 replace.py          replaces the matmuls; build.py adds the new nodes, prune.py removes what nothing uses any more
+switches.py         both ways of each site in one model, to be chosen while it runs
 fuse/               puts what stands beside a replaced matmul into its node
 stored_bytes.py     counts the bytes of every stored tensor, for the report; tensor_uses.py says which nodes use them
 """

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import onnx
 
 from mxfp8_graph.onnx_model import attention_op, record
-from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass import stored_bytes
 from mxfp8_graph.onnx_pass.embeddings import looks_up
-from mxfp8_graph.onnx_pass.find import find_sites
+from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
 from mxfp8_graph.onnx_pass.fuse.graph_view import types_of
 from mxfp8_graph.onnx_pass.matmul_forms import multiplies
@@ -22,9 +23,12 @@ from mxfp8_graph.onnx_pass.tensor_uses import find_uses
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, fusion_note, replace_each, require_eligible
 from mxfp8_graph.policy import tied_tables
-from mxfp8_graph.policy.plan import plan
+from mxfp8_graph.policy.plan import Decision, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
+
+WANTED: Final = "MatMul or Gemm in the model"
+"""What the pass looks for, in words."""
 
 
 def rewrite_onnx(
@@ -42,17 +46,12 @@ def rewrite_onnx(
         reporter.notes += fusion_note(made, recipe)
         return model, reporter.report(already_rewritten=True)
     before = stored_bytes.inventory(opened)
-    upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
-    if recipe.attention_scores or recipe.attention_values:
-        attention_op.take_apart(opened)
+    prepare(opened, recipe)
     planned = stored_bytes.inventory(opened) if opened.notes else before  # nothing was done to it without a note
-    sites = find_sites(opened)
-    stored = [id(site.w.static.tensor) if site.w.static else None for site in sites]
-    decisions = tied_tables.explained(plan([site.matmul for site in sites], recipe), stored)
+    sites, decisions = find_and_plan(opened, recipe)
     uses = find_uses(opened.proto.graph, planned, sites, decisions)
     account = partial(stored_bytes.account, before, planned, uses)
-    wanted = "MatMul or Gemm in the model"
-    require_eligible(decisions, options, wanted=wanted, account=lambda: account(planned, {}))
+    require_eligible(decisions, options, wanted=WANTED, account=lambda: account(planned, {}))
     external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
         editor = Editor(opened, target, allow_nonfinite=options.allow_nonfinite, sizes_only=options.dry_run)
@@ -69,3 +68,17 @@ def rewrite_onnx(
         record.complete(opened.proto, opened.opset, recipe.to_record())
         target.finish()
     return target.path or opened.proto, reporter.report(reports, target.byte_size, account=result)
+
+
+def prepare(opened: OpenedModel, recipe: Recipe) -> None:
+    """Brings a model to the form that sites are looked for in: its opset, its functions, its attention nodes."""
+    upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
+    if recipe.attention_scores or recipe.attention_values:
+        attention_op.take_apart(opened)
+
+
+def find_and_plan(opened: OpenedModel, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
+    """Returns the sites of a prepared model and what becomes of each."""
+    sites = find_sites(opened)
+    stored = [id(site.w.static.tensor) if site.w.static else None for site in sites]
+    return sites, tied_tables.explained(plan([site.matmul for site in sites], recipe), stored)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -149,13 +150,16 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     return "<dl>" + "\n".join(f"<dt>{_text(label)}</dt><dd>{_text(value)}</dd>" for label, value in pairs) + "</dl>"
 
 
-def bars(heading: str, rows: Sequence[tuple[str, Sequence[int]]], legend: Sequence[str]) -> str:
-    """Returns one bar per (label, lengths), all on one scale, each length in the color of its place in `legend`."""
+def bars(heading: str, rows: Sequence[tuple[str, Sequence[float]]], legend: Sequence[str]) -> str:
+    """Returns one bar per (label, lengths), all on one scale, each length in the color of its place in `legend`.
+
+    Without a legend each bar has one length.
+    """
     scale = max((sum(lengths) for _, lengths in rows), default=0) or 1
     lines = [_heading(heading)]
     for label, lengths in rows:
         start, boxes = 0.0, []
-        for length, name, color in zip(lengths, legend, _COLORS, strict=False):
+        for length, name, color in zip(lengths, legend or ("",), _COLORS, strict=False):
             width = 100 * length / scale
             box = f'<rect x="{start:.3f}%" width="{width:.3f}%" height="100%" fill="{color}">'
             boxes.append(f"{box}<title>{_text(name)}</title></rect>")
@@ -167,6 +171,29 @@ def bars(heading: str, rows: Sequence[tuple[str, Sequence[int]]], legend: Sequen
         for name, color in zip(legend, _COLORS, strict=False)
     )
     return "\n".join([*lines, f'<ul class="legend">{"".join(items)}</ul>'])
+
+
+def text(heading: str, content: str, *, code: bool = True) -> str:
+    """Returns text: a paragraph, or lines to copy."""
+    shown = "\n".join(map(_text, content.rstrip("\n").split("\n")))
+    return f"{_heading(heading)}\n" + (f'<pre class="scroll">{shown}</pre>' if code else f"<p>{shown}</p>")
+
+
+def heat_map(heading: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """Returns one row of cells per (label, levels): the higher a level, from 0 to 1, the darker its cell."""
+    lines = [_heading(heading)]
+    for label, levels in rows:
+        width = 100 / max(len(levels), 1)
+        lines.append(f'<div>{_text(label)}</div><svg class="bar" role="img" aria-label="{_text(label)}">')
+        shades = [round(0.1 + 0.9 * level, 1) for level in levels]
+        start = 0
+        for shade, same in itertools.groupby(shades):
+            count = len(list(same))
+            at = f'x="{start * width:.3f}%" width="{count * width:.3f}%" height="100%"'
+            lines.append(f'<rect {at} fill="{_COLORS[2]}" opacity="{shade}"/>')
+            start += count
+        lines.append("</svg>")
+    return "\n".join(lines)
 
 
 def plot(heading: str, points: Sequence[tuple[str, float]], *, unit: str) -> str:

@@ -11,6 +11,7 @@ replace.py           replaces the matmuls for inference; training.py for trainin
 packed_training.py   lets gradients pass through what is packed, and takes that back
 prune.py             removes what that left unused
 torchao_weights.py   weights that torchao packed
+switches.py          both ways of each site in one program, to be chosen while it runs
 stored_bytes.py      counts the bytes of every stored tensor, for the report, and says which nodes use them
 """
 

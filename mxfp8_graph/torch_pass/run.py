@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch.export import ExportedProgram
@@ -29,6 +30,9 @@ from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Option
 
+WANTED: Final = "matmul in the program"
+"""What the pass looks for, in words."""
+
 
 def rewrite_torch(
     model: Path | ExportedProgram, recipe: Recipe, options: Options
@@ -49,11 +53,10 @@ def rewrite_torch(
     if made is not None and made.packed:
         return _turned(source, recipe, reporter)
     before = stored_bytes.inventory(source.state_dict, source.constants)
-    program, sites, decisions = _planned(source, recipe, options)
+    program, sites, decisions = planned(source, recipe, options)
     reporter.notes += _notes(sites, decisions)
     account = partial(stored_bytes.account, before, stored_bytes.uses(program, sites, decisions))
-    wanted = "matmul in the program"
-    require_eligible(decisions, options, wanted=wanted, account=lambda: account(before, {}))
+    require_eligible(decisions, options, wanted=WANTED, account=lambda: account(before, {}))
     reports, made_from = _replaced(program, sites, decisions, recipe, options)
     stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
     if options.dry_run:
@@ -108,7 +111,7 @@ def byte_size(program: ExportedProgram) -> int:
     return sum(stored.byte_size for stored in found.values())
 
 
-def _planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
+def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
     """Returns (the copy to edit, its sites, what to do with each), attention taken apart where a recipe needs it."""
     program = Program(_without_einsum(source))
     sites = find_sites(program)

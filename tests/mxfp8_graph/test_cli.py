@@ -37,7 +37,7 @@ def test_verify(pair: tuple[str, str]) -> None:
         "output dtype shape rel. L2 max error cosine kernel vs body: rel. L2 max error"
     )
     assert lines[3].split()[:5] == ["y", "float32", "2", "x", "64"]
-    assert "inputs   x float32 [2, 64]" in lines
+    assert "inputs   x float32 [2, 64], synthesised" in lines
     assert f"kernels  {cpu.isa()}" in lines
     assert "nodes    2 MXFP8Quantize: kernel against function body, the same bytes" in lines
     assert lines[-1] == "verdict  passed"
@@ -56,7 +56,16 @@ def test_verify_below_the_limit(pair: tuple[str, str]) -> None:
 
 def test_verify_on_given_inputs(pair: tuple[str, str]) -> None:
     np.savez("data.npz", x=np.ones((5, 64), np.float32))
-    assert "inputs   x float32 [5, 64]" in run("verify", *pair, "--inputs", "data.npz").stdout
+    assert "inputs   x float32 [5, 64], from data.npz" in run("verify", *pair, "--inputs", "data.npz").stdout
+
+
+def test_verify_on_several_samples(pair: tuple[str, str]) -> None:
+    Path("data.jsonl").write_text("\n".join(json.dumps({"x": [[n] * 64]}) for n in (1, -3)))
+    result = run("verify", *pair, "--inputs", "data.jsonl")
+    lines = result.stdout.splitlines()
+    assert "mean rel. L2 mean cosine worst sample" in " ".join(lines[1].split())
+    assert "data.jsonl line" in lines[3]
+    assert "inputs   2 samples, from data.jsonl; the first: x float32 [1, 64]" in lines
 
 
 def test_verify_with_given_sizes(pair: tuple[str, str]) -> None:

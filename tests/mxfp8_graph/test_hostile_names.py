@@ -65,6 +65,8 @@ COMMANDS = (
     ("{m}",),
     ("rewrite", "{m}", "--recipe", "{m}"),
     ("doctor",),
+    ("analyze", "{m}", "--report", "a.html"),
+    ("analyze", "{m}", "--json"),
 )
 
 
@@ -78,12 +80,13 @@ def test_no_command_writes_control_characters() -> None:
         assert control_characters(result.stdout + result.stderr) == set(), (command, result.output)
     assert codes[:2] == [0, 0]
     assert codes[4:7] == [0, 0, 0]
+    assert codes[-2:] == [0, 0]
     assert 70 not in codes, codes
-    page = Path("r.html").read_text()
-    assert control_characters(page) == set()
-    assert page.count("<script>") == 1  # ours
-    assert "<script>alert" not in page
-    assert "[red]x[/red]&lt;script&gt;" in page
+    for page in (Path("r.html").read_text(), Path("a.html").read_text()):
+        assert control_characters(page) == set()
+        assert page.count("<script>") == 1  # ours
+        assert "<script>alert" not in page
+        assert "[red]x[/red]&lt;script&gt;" in page
     data = Path("r.json").read_text()
     assert control_characters(data) == set()
     assert any(HOSTILE in site["name"] for site in json.loads(data)["sites"])

@@ -145,13 +145,25 @@ def test_an_empty_batch() -> None:
 
 def test_the_report_names_inputs_and_kernels() -> None:
     report = check(b.chain_model(), shapes={"batch": 3})
-    assert (report.inputs, report.isa) == ("x float32 [3, 64]", cpu.isa())
+    assert (report.inputs, report.isa) == ("x float32 [3, 64], synthesised", cpu.isa())
 
 
 def test_without_a_limit_a_large_error_passes() -> None:
     model, other = b.chain_model(), b.chain_model()
     set_initializer(other, "layers.0.weight", lambda w: w.__imul__(2))
     assert verify(model, rewritten(other)).passed
+
+
+def test_of_several_samples_the_worst_is_shown_with_the_means_of_all() -> None:
+    model = b.chain_model()
+    rng = np.random.default_rng(0)
+    samples = [{"x": rng.standard_normal((2, 64), np.float32)} for _ in range(3)]
+    (found,) = check(model, inputs=samples).outputs
+    alone = [check(model, inputs=sample).outputs[0].rewritten for sample in samples]
+    worst = max(range(3), key=lambda i: alone[i].relative_l2)
+    assert (found.sample, found.rewritten) == (f"given inputs sample {worst + 1}", alone[worst])
+    assert found.mean_relative_l2 == pytest.approx(np.mean([d.relative_l2 for d in alone]), rel=1e-12)
+    assert found.mean_cosine == pytest.approx(np.mean([d.cosine for d in alone]), rel=1e-12)
 
 
 # --- What fails --------------------------------------------------------------------------------------------------
@@ -161,6 +173,17 @@ def test_an_error_above_the_limit() -> None:
     report = check(b.chain_model(), max_rel_l2=1e-3)
     (output,) = report.outputs
     assert report.failures == (f"output 'y': relative L2 {output.rewritten.relative_l2:.3g} is above the limit 0.001",)
+
+
+def test_an_error_of_one_sample_above_the_limit_names_it() -> None:
+    model = b.chain_model()
+    other = b.chain_model()
+    set_initializer(other, "layers.0.weight", lambda w: w[63].__imul__(100))  # only inputs that use it will tell
+    samples = [{"x": np.ones((1, 64), np.float32)} for _ in range(3)]
+    for sample in (samples[0], samples[2]):
+        sample["x"][:, 63] = 0
+    (failure,) = verify(model, rewritten(other), inputs=samples, max_rel_l2=0.2).failures
+    assert failure.startswith("output 'y' of given inputs sample 2: relative L2 ")
 
 
 def test_a_nan_in_only_one_model() -> None:
@@ -346,8 +369,9 @@ def test_a_drift_between_kernels_and_bodies_is_explained() -> None:
     """Sums that differ in the last bit round elements of later layers to another step, in two correct executions."""
     drift = difference(np.array([1.0, 1.0]), np.array([1.0, 1.2]))
     small = difference(np.array([1.0, 1.0]), np.array([1.0, 1.1]))
-    drifting = OutputCheck(name="y", dtype="float32", shape=(2,), rewritten=small, body=small, kernel=drift)
-    calm = OutputCheck(name="z", dtype="float32", shape=(2,), rewritten=drift, body=drift, kernel=small)
+    rest: dict[str, Any] = {"dtype": "float32", "shape": (2,), "mean_relative_l2": 0.1, "mean_cosine": 1.0}
+    drifting = OutputCheck(name="y", rewritten=small, body=small, kernel=drift, **rest)
+    calm = OutputCheck(name="z", rewritten=drift, body=drift, kernel=small, **rest)
     node = NodeCheck("n", "MXFP8Gemm", 0.5)
     (note,) = _drift_notes([node], [drifting, calm])
     assert note.startswith(

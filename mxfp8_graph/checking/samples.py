@@ -1,0 +1,227 @@
+"""Samples: the inputs of several runs of a model, as a user gives them or synthesised.
+
+    data.npz            one sample, an array per input
+    folder/             one sample per .npz file, in the order of their names; .npy files, if the model has one input
+    data.jsonl          one sample per line: {"input_ids": [[101, 2023, 102]], "attention_mask": [[1, 1, 1]]}
+    module:function     one sample per mapping that function() yields. This runs the user's code
+    arrays in Python    a mapping is one sample, an iterable of mappings is several
+    nothing             synthesised, see `inputs.py`, and marked as such wherever they are described
+
+All samples are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from mxfp8_graph.checking.inputs import (
+    Array,
+    Inputs,
+    InputSpec,
+    Signature,
+    check_inputs,
+    describe,
+    load_inputs,
+    make_inputs,
+)
+from mxfp8_graph.checking.user_code import failed, is_reference, load_function
+from mxfp8_graph.file_reading import is_folder, open_regular
+from mxfp8_ops.errors import Option, ShapeError
+
+Given = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
+"""What a user may pass as inputs."""
+
+MOST_SAMPLES: Final = 100_000
+"""A function that yields more is taken for one that never ends."""
+
+_Named = Iterator[tuple[str, Mapping[str, Any]]]
+"""Pairs of (name of a sample, its arrays)."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Inputs that fit a model, one mapping per run; all of them are in memory."""
+
+    feeds: tuple[Inputs, ...]
+    source: str
+    """Where they come from, in words."""
+    names: tuple[str, ...]
+    """What to call each of them: data.jsonl line 3."""
+    synthesised: bool = False
+
+    def __len__(self) -> int:
+        """Returns how many samples there are."""
+        return len(self.feeds)
+
+    def __str__(self) -> str:
+        """Returns them as results describe them: x float32 [2, 64], synthesised."""
+        first = describe(self.feeds[0])
+        if len(self) == 1:
+            return f"{first}, {self.source}"
+        return f"{len(self)} samples, {self.source}; the first: {first}"
+
+
+def make_samples(
+    signature: Signature, inputs: Given, shapes: Mapping[str, int] | None = None, seed: int = 0, *, count: int = 1
+) -> Samples:
+    """Returns the given samples, checked, or `count` synthesised ones.
+
+    Args:
+        signature: what the model takes.
+        inputs: see above.
+        shapes: sizes of free dimensions of synthesised inputs.
+        seed: of the first synthesised sample; those that follow have the numbers that follow.
+        count: how many to synthesise.
+
+    Raises:
+        ShapeError: samples do not fit the model, there are none, a file is unreadable, or both inputs and shapes are
+            given.
+        ContractError: the user's function cannot be loaded, or raises.
+    """
+    if inputs is None:
+        made = tuple(make_inputs(signature, None, shapes, seed + number) for number in range(count))
+        return Samples(made, "synthesised", _numbered(len(made)), synthesised=True)
+    if shapes:
+        what = f"sizes {', '.join(shapes)} with given inputs"
+        advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
+        raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
+    feeds: list[Inputs] = []
+    names: list[str] = []
+    for name, arrays in _named(inputs, signature.specs):
+        if len(feeds) == MOST_SAMPLES:
+            what = f"more than {MOST_SAMPLES} samples"
+            raise ShapeError(_source(inputs), what, expected="at most that", advice="stop after some samples")
+        feeds.append(check_inputs(arrays, signature.specs, name))
+        names.append(name)
+    if not feeds:
+        raise ShapeError(_source(inputs), "no samples", expected="samples for the model", advice="give at least one")
+    return Samples(tuple(feeds), f"from {_source(inputs)}" if _has_name(inputs) else "given", tuple(names))
+
+
+def _named(inputs: Any, specs: Sequence[InputSpec]) -> _Named:
+    if isinstance(inputs, Mapping):
+        return iter([("given inputs", inputs)])
+    if not isinstance(inputs, (str, Path)):
+        return _yielded("given inputs", lambda: inputs)
+    if is_reference(str(inputs)) and not Path(inputs).exists():
+        return _yielded(str(inputs), load_function(str(inputs)))
+    path = Path(inputs)
+    if is_folder(path):
+        return _in_folder(path, list(specs))
+    if path.suffix == ".jsonl":
+        return _in_lines(path, {spec.name: spec for spec in specs})
+    return iter([(str(path), load_inputs(path, list(specs)))])
+
+
+def _has_name(inputs: Any) -> bool:
+    return isinstance(inputs, (str, Path))
+
+
+def _source(inputs: Any) -> str:
+    return str(inputs) if _has_name(inputs) else "given inputs"
+
+
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(f"sample {number}" for number in range(1, count + 1))
+
+
+def _yielded(source: str, make: Callable[[], Any]) -> _Named:
+    """Yields what a user's function, or a user's iterable, yields."""
+    try:
+        made = iter(make())
+    except Exception as error:  # whatever the user's code raises
+        raise failed(source, error) from error
+    for number in range(1, MOST_SAMPLES + 2):
+        try:
+            arrays = next(made)
+        except StopIteration:
+            return
+        except Exception as error:  # as above
+            raise failed(source, error) from error
+        name = f"{source} sample {number}"
+        if not isinstance(arrays, Mapping):
+            what = f"a {type(arrays).__name__}"
+            raise ShapeError(name, what, expected="a mapping of input names to arrays", advice="yield a dict")
+        yield name, arrays
+
+
+def _in_folder(folder: Path, specs: list[InputSpec]) -> _Named:
+    """Yields the samples of a folder, in the order of their names."""
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix in {".npz", ".npy"})
+    except OSError as error:
+        raise ShapeError.unreadable(folder, error, "a readable folder") from None
+    kinds = {path.suffix for path in files}
+    if len(kinds) == 2:
+        advice = "keep one kind in a folder"
+        raise ShapeError(folder, "both .npz and .npy files", expected="one or the other", advice=advice)
+    if kinds == {".npy"} and len(specs) != 1:
+        names = ", ".join(spec.name for spec in specs) or "none"
+        what = f".npy files, for a model whose inputs are {names}"
+        raise ShapeError(folder, what, expected="one input", advice="save .npz files with an array per input")
+    for path in files:
+        yield str(path), load_inputs(path, specs) if path.suffix == ".npz" else {specs[0].name: _npy(path)}
+
+
+def _npy(path: Path) -> Array:
+    try:
+        with open_regular(path) as source:
+            array = np.load(source, allow_pickle=False)
+    except OSError as error:
+        raise ShapeError.unreadable(path, error, "a readable .npy file") from None
+    except (ValueError, EOFError) as error:
+        advice = "save it with numpy.save"
+        raise ShapeError(path, str(error), expected="an .npy file of a plain array", advice=advice) from None
+    return np.asarray(array)
+
+
+def _in_lines(path: Path, specs: Mapping[str, InputSpec]) -> _Named:
+    """Yields a sample per line that is not blank."""
+    try:
+        with open_regular(path) as source:
+            lines = source.read().decode("utf-8").split("\n")
+    except OSError as error:
+        raise ShapeError.unreadable(path, error, "a readable .jsonl file") from None
+    except UnicodeDecodeError:
+        raise ShapeError(path, "bytes that are no UTF-8", expected="text", advice="check the path") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        name = f"{path} line {number}"
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            advice = "write one object per line"
+            raise ShapeError(name, f"no JSON: {error}", expected='{"input": [...], ...}', advice=advice) from None
+        if not isinstance(values, dict):
+            what = f"a {type(values).__name__}"
+            raise ShapeError(name, what, expected='{"input": [...], ...}', advice="name the lists after the inputs")
+        yield name, {key: _array(values[key], specs.get(key), name) for key in values}
+
+
+def _array(values: Any, spec: InputSpec | None, where: str) -> Array:
+    """Returns a list of a .jsonl file in the dtype of its input; what that dtype cannot hold is an error."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # NumPy's, of lists of different lengths
+        array = np.asarray(None)
+    if spec is None:
+        return array  # `check_inputs` says that the model has no such input
+    if array.size and array.dtype.kind not in "biuf":
+        advice = "give lists of equal lengths, of numbers or booleans"
+        raise ShapeError(where, f"{spec.name!r} is no array of numbers", expected=str(spec), advice=advice)
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = array.astype(spec.dtype)
+    # Floats may be rounded, but not to infinity; integers and booleans are what was written.
+    rounds = spec.dtype.kind not in "biu"
+    kept = np.isfinite(result.astype(np.float64)) >= np.isfinite(array) if rounds else result == array
+    if array.size and not (np.all(kept) and (spec.dtype.kind != "b" or array.dtype.kind == "b")):
+        what = f"{spec.name!r} has a value that is no {spec.dtype.name}"
+        raise ShapeError(where, what, expected=str(spec), advice="correct the values")
+    return result

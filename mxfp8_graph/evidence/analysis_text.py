@@ -1,0 +1,42 @@
+"""An analysis on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from mxfp8_graph.evidence import analysis_page
+from mxfp8_graph.evidence.analysis import Analysis, facts, headline
+from mxfp8_graph.naming import printable
+from mxfp8_graph.report import html
+from mxfp8_graph.report.data import filled
+from mxfp8_graph.report.text import columns, lines
+
+SHOWN: Final = 20
+"""Sites and layers that are shown unless all are asked for."""
+
+
+def analysis(found: Analysis, *, every: bool = False) -> RenderableType:
+    """Returns the ranking, the layers, what there is to know beside them, and the lines to paste."""
+    parts: list[RenderableType] = [Text(printable(headline(found))), Text("")]
+    sites = analysis_page.rows(found.sites, found.metric)
+    parts += _table(analysis_page.header(found.metric), sites, every=every)
+    if len(found.layers) > 1:
+        parts += _table(analysis_page.LAYER_HEADER, analysis_page.layer_rows(found.layers), every=every)
+    parts.append(lines(facts(found)))
+    if found.exclusion is not None:
+        parts += [
+            Text("\nto paste into a recipe file:\n"),
+            Text("\n".join(map(printable, found.exclusion.yaml.splitlines()))),
+        ]
+    return Group(*parts)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[html.Cell]], *, every: bool) -> list[RenderableType]:
+    shown = rows if every else rows[:SHOWN]
+    said = [tuple(cell if isinstance(cell, str) else cell[0] for cell in row) for row in shown]
+    more = len(rows) - len(shown)
+    return [columns(*filled(header, said)), Text(f"... and {more} more; --verbose shows them\n" if more else "")]

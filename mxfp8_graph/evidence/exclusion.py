@@ -1,0 +1,51 @@
+"""Patterns for a recipe's `exclude:` that match some sites, and no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+import yaml
+
+from mxfp8_graph.policy.patterns import Search
+from mxfp8_graph.policy.plan import MatMulSite, plan
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_ops.errors import RecipeError
+
+
+def patterns(excluded: Collection[str], sites: Sequence[MatMulSite], recipe: Recipe) -> tuple[str, ...]:
+    """Returns one pattern per site named in `excluded`: its module path, or its name where others share that path.
+
+    The module path comes first since an ONNX model and a program of the same module have it in common.
+
+    Raises:
+        RecipeError: two sites cannot be told apart by names.
+    """
+    search = Search(recipe.name)
+    found = []
+    for site in sites:
+        if site.name not in excluded:
+            continue
+        anchored = [f"^{re.escape(name)}$" for name in (site.module, site.name) if name]
+        alone = (p for p in anchored if not any(_found(p, other, search) for other in sites if other is not site))
+        found.append(next(alone, anchored[-1]))
+    _check(found, excluded, sites, recipe)
+    return tuple(found)
+
+
+def to_yaml(patterns: Sequence[str]) -> str:
+    """Returns the lines to paste into a recipe file."""
+    return yaml.safe_dump({"exclude": list(patterns)}, width=10_000) if patterns else ""
+
+
+def _found(pattern: str, site: MatMulSite, search: Search) -> bool:
+    return search(pattern, site.name) or search(pattern, site.module)
+
+
+def _check(found: Sequence[str], excluded: Collection[str], sites: Sequence[MatMulSite], recipe: Recipe) -> None:
+    """Asks the plan itself what the patterns do."""
+    before = {decision.site.name for decision in plan(sites, recipe) if decision.quantize}
+    after = {decision.site.name for decision in plan(sites, recipe.excluding(found)) if decision.quantize}
+    if other := sorted((before - after) ^ set(excluded)):
+        what = f"no pattern tells {other[0]!r} from other matmuls by name or module path"
+        raise RecipeError("exclude", what, expected="names that differ", advice="name the nodes of the model")

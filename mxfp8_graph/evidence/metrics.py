@@ -1,0 +1,137 @@
+"""Metrics: one number per sample that says how far a model's outputs are from the original's.
+
+`checking/compare.py` defines what is computed; here it gets a name, a direction, and its worst output. A user's own is
+`module:function(original, rewritten) -> float`; both arguments map the names of the outputs to arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from mxfp8_graph.checking.compare import difference, softmax_kl, sqnr, top1_agreement
+from mxfp8_graph.checking.inputs import Array
+from mxfp8_graph.checking.user_code import failed, is_reference, load_function
+from mxfp8_ops.errors import ContractError, ShapeError
+
+Outputs = Mapping[str, Array]
+_Number = Callable[[Array, Array], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A number that compares two results."""
+
+    name: str
+    """What a user asks for."""
+    title: str
+    """What tables call it, with its unit."""
+    higher_is_better: bool
+    of: Callable[[Outputs, Outputs], float]
+    """(the original's outputs, the rewritten model's) -> the number; NaN if a NaN or Inf is in only one of them."""
+
+    def worst(self, values: Sequence[float]) -> int:
+        """Returns the index of the worst value; a NaN is worse than any number."""
+        sign = 1.0 if self.higher_is_better else -1.0
+        return min(range(len(values)), key=lambda i: -math.inf if math.isnan(values[i]) else sign * values[i])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a metric says of several samples."""
+
+    metric: Metric
+    values: tuple[float, ...]
+    """One number per sample, at least one."""
+
+    @property
+    def mean(self) -> float:
+        """The mean of all samples; NaN if that of any sample is."""
+        return math.nan if any(map(math.isnan, self.values)) else statistics.fmean(self.values)
+
+    @property
+    def worst(self) -> float:
+        """The worst sample's."""
+        return self.values[self.worst_sample]
+
+    @property
+    def worst_sample(self) -> int:
+        """Which sample is the worst, from 0."""
+        return self.metric.worst(self.values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the numbers with JSON types only: what is not finite is None."""
+        numbers = {"mean": self.mean, "worst": self.worst}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        return {"metric": self.metric.name, **finite, "worst_sample": self.worst_sample, "samples": len(self.values)}
+
+
+def score(metric: Metric, originals: Sequence[Outputs], results: Sequence[Outputs]) -> Score:
+    """Returns what `metric` says of the outputs of at least one sample; errors as `Metric.of`."""
+    values = tuple(metric.of(*pair) for pair in zip(originals, results, strict=True))
+    return Score(metric=metric, values=values)
+
+
+def metric_called(name: str) -> Metric:
+    """Returns the metric a user asked for: one of `METRICS`, or their own by module:function.
+
+    Of their own a smaller number is better, unless the function has an attribute `higher_is_better` that is true.
+
+    Raises:
+        ContractError: there is no such metric or function.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    if not is_reference(name):
+        raise ContractError.unknown("metric", name, (*METRICS, "module:function"))
+    function = load_function(name)
+
+    def of(original: Outputs, rewritten: Outputs) -> float:
+        try:
+            return float(function(original, rewritten))
+        except Exception as error:  # whatever the user's function raises
+            raise failed(name, error) from error
+
+    return Metric(name=name, title=name, higher_is_better=bool(getattr(function, "higher_is_better", False)), of=of)
+
+
+def _of_the_worst(name: str, title: str, number: _Number, *, higher: bool, rows: bool) -> Metric:
+    """Returns the metric that is `number` of the worst output; with `rows`, of outputs with at least two columns."""
+
+    def of(original: Outputs, rewritten: Outputs) -> float:
+        chosen = [n for n, array in original.items() if not rows or (array.ndim and array.shape[-1] > 1)]
+        if not chosen:
+            found = ", ".join(f"{n} {list(array.shape)}" for n, array in original.items()) or "none"
+            advice = f"choose another metric than {name}"
+            raise ShapeError("outputs", found, expected="one with two columns or more", advice=advice)
+        values = [_checked(number, original[n], rewritten[n]) for n in chosen]
+        return values[metric.worst(values)]
+
+    metric = Metric(name=name, title=title, higher_is_better=higher, of=of)
+    return metric
+
+
+def _checked(number: _Number, original: Array, rewritten: Array) -> float:
+    same = np.isfinite(original.astype(np.float64)) == np.isfinite(rewritten.astype(np.float64))
+    return number(original, rewritten) if same.all() else math.nan
+
+
+METRICS: Final[Mapping[str, Metric]] = {
+    metric.name: metric
+    for metric in (
+        _of_the_worst(
+            "relative_l2", "relative L2", lambda a, b: difference(a, b).relative_l2, higher=False, rows=False
+        ),
+        _of_the_worst("sqnr", "SQNR, dB", lambda a, b: sqnr(difference(a, b).relative_l2), higher=True, rows=False),
+        _of_the_worst("cosine", "cosine", lambda a, b: difference(a, b).cosine, higher=True, rows=False),
+        _of_the_worst("max_error", "max error", lambda a, b: difference(a, b).max_abs, higher=False, rows=False),
+        _of_the_worst("top1", "top-1 agreement", top1_agreement, higher=True, rows=True),
+        _of_the_worst("kl", "KL divergence, nats", softmax_kl, higher=False, rows=True),
+    )
+}
+"""Each is that of the worst output."""

@@ -1,0 +1,174 @@
+"""A program that holds every rewritten site twice: as it was and in MXFP8, and a switch that chooses while it runs.
+
+    linear(x, w)   ->   choose(i, gemm(quantize(x), packed w), linear(x, w))
+
+What runs it computes one of the two, see `SwitchedProgram.steps`. `choose` stands between a site and all that uses its
+result; everything else is as a rewrite makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.pass_steps import replace_each, require_eligible
+from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.provenance import Made
+from mxfp8_graph.report.account import Account
+from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.torch_pass.find import Site, TorchSite
+from mxfp8_graph.torch_pass.matmul_forms import Operand
+from mxfp8_graph.torch_pass.replace import Editor
+from mxfp8_graph.torch_pass.run import WANTED, planned
+from mxfp8_graph.torch_program import internals, record
+from mxfp8_graph.torch_program.program import Program
+from mxfp8_ops.errors import ContractError
+
+_INNER = "not analyzed: it is inside a higher-order op, where nothing can be switched while the program runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchedProgram:
+    """The edited program, and how to run it."""
+
+    program: Program
+    sites: tuple[SiteReport, ...]
+    """Every site in graph order, the kept ones too; the rewritten ones have a switch each, in this order."""
+    observed: tuple[Operand, ...]
+    """The activations that sites multiply."""
+    observed_by: tuple[int | None, ...]
+    """Per switch, which of `observed` its site multiplies; None for an embedding."""
+
+    def steps(self, on: Sequence[bool], observe: Sequence[int] = ()) -> list[tuple[Node, list[Node]]]:
+        """Returns the nodes to run, in order, each with those whose values nothing needs after it.
+
+        What no result, no observed activation and no write needs is left out: of each site, the way not taken.
+        """
+        needed = {self.observed[index].node for index in observe}
+        steps: list[tuple[Node, list[Node]]] = []
+        for node, reads, always in reversed(self._reads):
+            if not (always or node in needed):
+                continue
+            inputs = inputs_of(node, on) if node.target is choose else reads
+            steps.append((node, [read for read in inputs if read not in needed]))
+            needed.update(inputs)
+        return steps[::-1]
+
+    @cached_property
+    def _reads(self) -> list[tuple[Node, list[Node], bool]]:
+        """Every node, in order, what it reads, and whether it runs even if nothing reads it."""
+        nodes = self.program.module.graph.nodes
+        return [(node, node.all_input_nodes, node.op == "output" or bool(internals.written(node))) for node in nodes]
+
+    @cached_property
+    def written(self) -> set[str]:
+        """Names of the stored tensors that a run may write to: a run must be given copies of these."""
+        found = set(self.program.mutated)
+        for node in self.program.module.graph.nodes:
+            for target in internals.written(node):
+                # A view is of its first input. Another op's result is not the tensor: a copy too many does no harm.
+                origin = target
+                while origin.op == "call_function" and origin.all_input_nodes:
+                    origin = origin.all_input_nodes[0]
+                found.update(filter(None, [self.program.stored_name(origin)]))
+        return found
+
+
+def choose(switch: int, rewritten: Any, original: Any) -> Any:
+    """Stands in the graph for the choice; what runs the graph makes it."""
+    raise NotImplementedError
+
+
+def inputs_of(node: Node, on: Sequence[bool]) -> list[Node]:
+    """Returns what `node` reads: of a choice, what is chosen."""
+    if node.target is not choose:
+        return node.all_input_nodes
+    switch, *ways = node.args
+    assert isinstance(switch, int)
+    chosen = ways[0 if on[switch] else 1]
+    assert isinstance(chosen, Node)
+    return [chosen]
+
+
+def switched(
+    source: ExportedProgram, recipe: Recipe, name: str, *, allow_nonfinite: bool, progress: Progress | None
+) -> SwitchedProgram:
+    """Returns a copy of `source` with a switch per site that `recipe` rewrites.
+
+    Raises:
+        ContractError: it is rewritten already, or as `mxfp8_graph.rewrite`.
+        RecipeError: the recipe does not fit the program.
+        NothingEligibleError: the recipe rewrites nothing that can be switched.
+    """
+    if record.find(source) is not None:
+        advice = "name the program it was made from"
+        raise ContractError(name, "is rewritten already", expected="the original program", advice=advice)
+    options = Options(name=name)
+    program, sites, decisions = planned(source, recipe, options)
+    decisions = [_main_graph_only(*pair) for pair in zip(sites, decisions, strict=True)]
+    require_eligible(decisions, options, wanted=WANTED, account=Account)
+    made = Made(node="", recipe=recipe.model_dump_json(), packed=True)
+    editor = Editor(program, made, allow_nonfinite=allow_nonfinite)
+    originals: list[tuple[Node, Node]] = []
+    chosen: list[TorchSite] = []
+
+    def change(site: Site, decision: Decision) -> SiteReport:
+        assert isinstance(site, TorchSite), "attention is taken apart before"
+        originals.append((site.added.output, _copy(site)))
+        chosen.append(site)
+        return editor.apply(site, decision)
+
+    reports = replace_each(sites, decisions, change, progress=progress)
+    # Now that no site is looked at any more: the sites know each other's nodes.
+    ways = {output: _choice(number, output, original) for number, (output, original) in enumerate(originals)}
+    observed, observed_by = _observed(chosen, ways)
+    return SwitchedProgram(program=program, sites=tuple(reports), observed=observed, observed_by=observed_by)
+
+
+def _main_graph_only(site: Site, decision: Decision) -> Decision:
+    if not decision.quantize or not site.matmul.subgraph:
+        return decision
+    return replace(decision, quantize=False, rule="structure", reason=_INNER)
+
+
+def _copy(site: TorchSite) -> Node:
+    """Returns a copy of what the site is now: of the matmul, and of the add after it."""
+    graph, copies = site.node.graph, dict[Node, Node]()
+    for node in dict.fromkeys((site.node, site.added.output)):
+        with graph.inserting_before(node):
+            copies[node] = graph.node_copy(node, lambda read: copies.get(read, read))
+    return copies[site.added.output]
+
+
+def _choice(number: int, output: Node, original: Node) -> Node:
+    """Returns the node that all users of `output` read from now on."""
+    users = list(output.users)
+    with output.graph.inserting_after(output):
+        node = output.graph.call_function(choose, (number, output, original))
+    for user in users:
+        user.replace_input_with(output, node)
+    return node
+
+
+def _observed(sites: Sequence[TorchSite], ways: dict[Node, Node]) -> tuple[tuple[Operand, ...], tuple[int | None, ...]]:
+    """Returns the activations of `sites`, and which of them each reads."""
+    found: dict[tuple[Node, tuple[int, ...] | None], int] = {}
+    observed: list[Operand] = []
+    read_by: list[int | None] = []
+    for site in sites:
+        if site.lookup:
+            read_by.append(None)
+            continue
+        x = replace(site.x, node=ways.get(site.x.node, site.x.node))
+        if (x.node, x.perm) not in found:
+            found[x.node, x.perm] = len(observed)
+            observed.append(x)
+        read_by.append(found[x.node, x.perm])
+    return tuple(observed), tuple(read_by)

@@ -1,0 +1,110 @@
+"""Exported programs with a switch per site: all off they are the original, all on what the rewrite makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from torch_programs import Apply, export, values  # noqa: E402
+
+import mxfp8_graph  # noqa: E402
+from mxfp8_graph import Recipe  # noqa: E402
+from mxfp8_graph.checking.runner import open_runnable  # noqa: E402
+from mxfp8_graph.checking.samples import make_samples  # noqa: E402
+from mxfp8_graph.evidence.switched import open_switchable  # noqa: E402
+
+RECIPE = Recipe(attention_scores=True, attention_values=True, output_projections=True, embeddings=True, min_dim=1)
+W, V = values(64, 64, seed=1) / 8, values(64, 64, seed=2) / 8
+X = values(6, 64, seed=3)
+linear = nn.functional.linear
+
+
+def chain(m: Any, x: Tensor) -> Tensor:
+    return linear(torch.relu(linear(x, m.w)), m.v, m.b)
+
+
+def shared_input_and_weight(m: Any, x: Tensor) -> Tensor:
+    return linear(x, m.w) + linear(x, m.v) * linear(torch.tanh(x), m.w)
+
+
+def add_after(m: Any, x: Tensor) -> Tensor:
+    return torch.relu(x @ m.w.t() + m.b) @ m.v
+
+
+def weight_first(m: Any, x: Tensor) -> Tensor:
+    return m.w @ x.t()
+
+
+def attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (linear(x, w).view(1, 6, 2, 32).transpose(1, 2) for w in (m.w, m.v, m.w))
+    return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(6, 64)
+
+
+def written_in_place(m: Any, x: Tensor) -> Tensor:
+    h = linear(x, m.w)
+    h.relu_()
+    m.count.add_(1)
+    return linear(h, m.v) * m.count
+
+
+def einsum(m: Any, x: Tensor) -> Tensor:
+    return torch.einsum("mk,nk->mn", x, m.w)
+
+
+FORMS = [chain, shared_input_and_weight, add_after, weight_first, attention, written_in_place, einsum]
+
+
+def program(function: Any) -> Any:
+    return export(Apply(function, {"w": W, "v": V, "b": V[0]}, {"count": torch.ones(())}), X)
+
+
+def switchable(source: Any) -> Any:
+    return open_switchable(source, RECIPE, allow_nonfinite=False, trust_pickle=False, progress=None)
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("function", FORMS)
+def test_all_off_is_the_original_and_all_on_the_rewritten_program(function: Any, decomposed: bool) -> None:
+    def source() -> Any:  # a new one each time: running a program writes to its buffers
+        return program(function).run_decompositions() if decomposed else program(function)
+
+    rewritten, report = mxfp8_graph.rewrite(source(), RECIPE)
+    with switchable(source()) as switched:
+        feeds = make_samples(switched.signature, None).feeds[0]
+        assert len(switched.switched) == len(report.rewritten) > 0
+        for on, wanted in ((False, source()), (True, rewritten)):
+            expected = open_runnable(wanted)[1].run(feeds)
+            for _ in range(2):  # what a run writes, the next one does not see
+                found, _ = switched.run(feeds, [on] * len(switched.switched))
+                # An einsum is another op in the rewritten program, and its output has another name.
+                for array, wanted_array in zip(found.values(), expected.values(), strict=True):
+                    np.testing.assert_allclose(array, wanted_array, rtol=1e-6, atol=1e-6, err_msg=f"{on=}")
+
+
+def test_the_way_not_taken_is_not_computed() -> None:
+    with switchable(program(chain)) as switched:
+        steps = [switched._switched.steps(on) for on in ([True, False], [False, False])]
+        ops = [[str(node.target) for node, _ in taken if node.op == "call_function"] for taken in steps]
+    assert [sum("mxfp8" in op for op in taken) for taken in ops] == [2, 0]  # quantize and gemm, of one site
+    assert [sum("linear" in op for op in taken) for taken in ops] == [1, 2]
+
+
+def test_sites_inside_of_higher_order_ops_say_why_they_are_not_analyzed() -> None:
+    def branches(m: Any, x: Tensor) -> Tensor:
+        return linear(torch.cond(x.sum() > 0, lambda x: linear(x, m.w), lambda x: linear(x, m.v), (x,)), m.w)
+
+    with switchable(program(branches)) as switched:
+        assert [site.decision.site.subgraph for site in switched.switched] == [""]
+        kept = [site.decision.reason for site in switched.sites if not site.decision.quantize]
+        assert len(kept) == 2
+        assert all(reason.startswith("not analyzed: it is inside a higher-order op") for reason in kept)
+        feeds = make_samples(switched.signature, None).feeds[0]
+        expected = open_runnable(program(branches))[1].run(feeds)
+        found, _ = switched.run(feeds, [False])
+        for output, array in expected.items():
+            np.testing.assert_array_equal(found[output], array)
