@@ -63,7 +63,7 @@ class TorchProgram(Runnable):
             with torch.inference_mode():
                 return of_program(self._module, leaves, repeat)
         except Exception as error:  # whatever the ops of the program raise
-            raise _unrunnable(self.name, error, PASS_OTHERS) from None
+            raise unrunnable(self.name, error, PASS_OTHERS) from None
 
     def _feeds(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
         leaves = self.placeholders(inputs).values()
