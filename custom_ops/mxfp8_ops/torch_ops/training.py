@@ -4,14 +4,16 @@
     dgrad  dx = dy w      dy [M, N] blocked along N, w   [N, K] along N ("columnwise")
     wgrad  dw = dy^T x    dy [M, N] blocked along M, x   [M, K] along M ("columnwise")
 
-A stack of weights [B, N, K] meets x [B, M, K] matrix by matrix.
+A stack [..., N, K] meets x [..., M, K] with the same leading sizes matrix by matrix. It need not be a weight: the
+products Q K^T and P V of attention are such calls, with w = K and w = V^T, and these three give dQ, dK, dP and dV.
 
 A block must lie along the axis a product sums over, so x, w and dy are each quantized twice, always from the
 high-precision tensor and never from the other quantized copy. Elements are E4M3; fp8_format="HYBRID" makes those of dy
 E5M2. The weight stays a master parameter in its own dtype, and the gradient of the bias is summed in float32.
 
 The columnwise copy of x is made in the forward pass and saved instead of x: 1.03 bytes per value instead of 2 or 4.
-The weight itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass.
+A weight [N, K] itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass. Of a
+stack, which may be an activation, the columnwise copy is saved.
 
 Source: NVIDIA, "Recipes for Pre-training LLMs with MXFP8"; TransformerEngine's MXFP8BlockScaling.
 """
@@ -44,7 +46,8 @@ def linear_train(
 
     Args:
         x: [..., M, K] (or [K]) float32, float16 or bfloat16. Any M and K, also 0.
-        weight: [N, K] float32, float16 or bfloat16, not necessarily that of `x`; or [B, N, K] for an x [B, M, K].
+        weight: [N, K] float32, float16 or bfloat16, not necessarily that of `x`; or [..., N, K] for x [..., M, K] with
+            the same leading sizes.
         bias: [N] float32, float16 or bfloat16, or None.
         fp8_format: "E4M3", or "HYBRID" for gradients in E5M2.
         scale_rounding: "ceil", "floor" or "even".
@@ -76,11 +79,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for tensor in tensors:
         check_dtype("linear_train", tensor.dtype)
-    if weight.dim() != 2 and not (weight.dim() == x.dim() == 3 and weight.shape[0] == x.shape[0]):
+    if weight.dim() != 2 and not (weight.dim() == x.dim() > 2 and weight.shape[:-2] == x.shape[:-2]):
         raise ShapeError(
             "linear_train",
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}",
-            expected="a weight [N, K], or [B, N, K] for x [B, M, K]",
+            expected="a weight [N, K], or [..., N, K] for x [..., M, K] with the same leading sizes",
             advice="store it as nn.Linear does, or expand x",
         )
     bias_shape = None if bias is None else tuple(bias.shape)
@@ -90,17 +93,20 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves what `backward` needs: a columnwise copy of x for the weight's gradient, the weight for that of x."""
     x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
-    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() == 3
+    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() > 2
     ctx.bias_dtype = None if bias is None else bias.dtype
     elements = scales = None
     if ctx.needs_input_grad[1]:
         elements, scales = _columnwise(x if ctx.stack else _matrix(x), "e4m3", ctx.scale_rounding)
-    ctx.save_for_backward(elements, scales, weight if ctx.needs_input_grad[0] else None)
+    weights: tuple[Tensor | None, ...] = (None,)
+    if ctx.needs_input_grad[0]:
+        weights = _columnwise(weight, "e4m3", ctx.scale_rounding) if ctx.stack else (weight,)
+    ctx.save_for_backward(elements, scales, *weights)
 
 
 def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None, None]:
     """Returns the gradients of x, weight and bias, of those that are needed."""
-    x_elements, x_scales, weight = ctx.saved_tensors
+    x_elements, x_scales, *weights = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
     ops = torch.ops.mxfp8
@@ -118,7 +124,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
         if needs_weight and not columns:
             columns = _columnwise(dy, fmt, ctx.scale_rounding)
         if needs_x:
-            w = _columnwise(weight, "e4m3", ctx.scale_rounding)
+            w = weights if ctx.stack else _columnwise(weights[0], "e4m3", ctx.scale_rounding)
             dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype).reshape(ctx.x_shape)
         if needs_weight:
             dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
