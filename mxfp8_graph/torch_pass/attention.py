@@ -1,7 +1,7 @@
 """scaled_dot_product_attention as the two matmuls it computes, for recipes that want either quantized.
 
     scores = matmul(query, key^T) * scale, masked
-    values = matmul(softmax(scores), value)
+    values = matmul(dropout(softmax(scores)), value)
 
 The node itself becomes the values product and keeps its name; the scores product is called NAME_scores.
 """
@@ -32,15 +32,14 @@ def obstacle(node: Node) -> str | None:
     """Returns why an attention node cannot be taken apart, or None."""
     if internals.op_name(node) != matmul_forms.ATTENTION:
         return f"{internals.op_name(node)} is one fused kernel; export without decomposing attention"
-    if internals.argument(node, "dropout_p", 0.0):
-        return "attention with dropout is for training; export the model in eval mode"
     return None
 
 
 def expand(program: Program, node: Node) -> None:
     """Replaces an attention node by its two matmuls and the softmax between them."""
     build = Builder(program, node)
-    query, key, value = (internals.argument(node, name) for name in ("query", "key", "value"))
+    dtype = node.meta["val"].dtype
+    query, key, value = (_cast(build, internals.argument(node, name), dtype) for name in ("query", "key", "value"))
     if internals.argument(node, "enable_gqa", False):
         key, value = (_repeated(build, query, tensor) for tensor in (key, value))
     transposed = build.permute(key, k_last(range(key.meta["val"].dim())))
@@ -48,6 +47,8 @@ def expand(program: Program, node: Node) -> None:
     program.labels[scores] = program.labels[node] = matmul_forms.ATTENTION
     masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, _scale(node, query)))
     weights = build.add(f"{node.name}_softmax", _ATEN.softmax.int, masked, -1)
+    if dropped := internals.argument(node, "dropout_p", 0.0):
+        weights = build.add(f"{node.name}_dropout", _ATEN.dropout.default, weights, dropped, True)
     node.target = _ATEN.matmul.default
     node.args, node.kwargs = (weights, value), {}
     _relax_views(node)
@@ -65,6 +66,13 @@ def _relax_views(node: Node) -> None:
 def _scale(node: Node, query: Node) -> float:
     scale = internals.argument(node, "scale")
     return float(scale) if scale is not None else 1.0 / math.sqrt(int(query.meta["val"].shape[-1]))
+
+
+def _cast(build: Builder, tensor: Node, dtype: torch.dtype) -> Node:
+    """Returns the tensor in the dtype of the result, which is another one inside of autocast."""
+    if tensor.meta["val"].dtype == dtype:
+        return tensor
+    return build.add(f"{tensor.name}_cast", _ATEN._to_copy.default, tensor, dtype=dtype)
 
 
 def _repeated(build: Builder, query: Node, tensor: Node) -> Node:

@@ -158,7 +158,7 @@ class _Finder:
         dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
         matmul = MatMulSite(
             name=take_name(node.name, self._names, "#"),
-            op="linear" if op == LINEAR_TRAIN else op,
+            op=("linear" if static else "matmul") if op == LINEAR_TRAIN else op,
             module=internals.module_path(node),
             subgraph=scope.path,
             role=self._roles.of_linear(node) if static else self._roles.of_product(node),

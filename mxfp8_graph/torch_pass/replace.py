@@ -1,20 +1,16 @@
 """Applies decisions for inference: packs the weights and puts the new nodes where the matmuls were.
 
-    linear(x, w, b)     -> gemm(quantize(x), packed w, b)         one quantize per activation, shared
-    linear(x, w, b)     -> weight_gemm(x, packed w, b)            activations bfloat16 or unchanged
-    matmul(q, k^T)      -> gemm(quantize(q), quantize(k))
-    matmul(w, x)        -> clone(transpose(gemm(quantize(transpose(x)), packed w)))
-    bmm(x, w[ids])      -> gemm(quantize(x), packed w[ids])       a quarter of the bytes to move
-    grouped_mm(x, w, e) -> grouped_gemm(quantize(x), packed w, e)
-    embedding(w, ids)   -> mxfp8.embedding(ids, packed w)
-
-A matmul's node is retargeted in place: its name, its users, its metadata and whatever the program's signature says
-about it stay true.
+linear(x, w, b)     -> gemm(quantize(x), packed w, b)         one quantize per activation, shared
+linear(x, w, b)     -> weight_gemm(x, packed w, b)            activations bfloat16 or unchanged
+matmul(q, k^T)      -> gemm(quantize(q), quantize(k))
+matmul(w, x)        -> clone(transpose(gemm(quantize(transpose(x)), packed w)))
+bmm(x, w[ids])      -> gemm(quantize(x), packed w[ids])       a quarter of the bytes to move
+grouped_mm(x, w, e) -> grouped_gemm(quantize(x), packed w, e)
+embedding(w, ids)   -> mxfp8.embedding(ids, packed w)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -27,28 +23,17 @@ from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
+from mxfp8_graph.torch_pass.calls import Call, put
 from mxfp8_graph.torch_pass.find import TorchSite
 from mxfp8_graph.torch_pass.prune import prune
 from mxfp8_graph.torch_pass.static_operands import Static, identity
 from mxfp8_graph.torch_pass.weight_rows import layout_of, rows_of
-from mxfp8_graph.torch_program import internals, record
+from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program, Scope
 from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_graph.weights import Rows, pack
-from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call on the tensors that come before."""
-
-    name: str
-    """Ending of the node's name."""
-    op: Any
-    arguments: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = field(default_factory=dict)
 
 
 class Editor:
@@ -90,33 +75,12 @@ class Editor:
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
         inputs += self._bias(site, build)
-        self._put(site, _gemm(site, decision, inputs), build)
+        put(site, _gemm(site, decision, inputs), build, self._made)
         return replaced(decision, [node.name for node in [*build.new, site.added.output]], packed)
 
     def finish(self) -> None:
         """Removes what nothing uses any more."""
         prune(self._program, self._suspects, self._sources)
-
-    def _put(self, site: TorchSite, gemm: _Call, build: Builder) -> None:
-        """Makes the site's output the gemm, or the last of the calls that must follow it."""
-        output = site.added.output
-        *calls, last = gemm, *_epilogue(site, build)
-        before: tuple[Node, ...] = ()
-        for call in calls:
-            name = f"{site.node.name}_{call.name}"
-            before = (build.add(name, call.op, *before, *call.arguments, **call.keywords),)
-            if call is gemm:
-                record.mark(before[0], self._made)
-        arguments = (*before, *last.arguments)
-        value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
-        if value.dtype != expected.dtype or value.dim() != expected.dim():
-            what = f"rewritten it gives {value.dtype} {list(value.shape)}"
-            advice = "exclude this node in the recipe and report it as a bug"
-            raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
-        output.target, output.args, output.kwargs = last.op, arguments, last.keywords
-        record.mark(output, self._made)
-        if output is not site.node:
-            site.node.graph.erase_node(site.node)
 
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
@@ -190,7 +154,7 @@ class Editor:
         return self._epochs[node]
 
 
-def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> _Call:
+def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> Call:
     """Returns the call that multiplies `inputs`: activation, weight and bias, each as the gemm takes it."""
     settings: dict[str, Any] = {"b_format": decision.weight_format}
     arguments: tuple[Any, ...] = tuple(inputs)
@@ -209,21 +173,4 @@ def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> _Call:
     dtype = site.added.output.meta["val"].dtype
     if dtype != default_dtype:
         settings["dtype"] = dtype
-    return _Call("gemm", op, arguments, internals.unusual(op, settings))
-
-
-def _epilogue(site: TorchSite, build: Builder) -> list[_Call]:
-    """Returns what must follow the gemm: the result swapped back, alpha and the addend where not absorbed."""
-    calls: list[_Call] = []
-    form, addend = site.form, site.added.addend
-    if site.swapped:
-        calls.append(_Call("swapped", _ATEN.transpose.int, (-2, -1)))
-        # A matmul's result is contiguous, and the program may view it as such.
-        calls.append(_Call("contiguous", _ATEN.clone.default, (), {"memory_format": torch.contiguous_format}))
-    if form.alpha != 1.0 and site.w.static is None:
-        calls.append(_Call("scaled", _ATEN.mul.Tensor, (form.alpha,)))
-    if addend is not None:
-        if form.beta != 1.0:
-            addend = build.add(f"{site.node.name}_addend", _ATEN.mul.Tensor, addend, form.beta)
-        calls.append(_Call("added", _ATEN.add.Tensor, (addend,)))
-    return calls
+    return Call("gemm", op, arguments, internals.unusual(op, settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch.export import ExportedProgram
 
 from mxfp8_graph.file_reading import is_any_of
+from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
 from mxfp8_graph.policy import tied_tables
@@ -57,6 +59,9 @@ def rewrite_torch(
     reporter.notes += _notes(sites, decisions)
     account = partial(stored_bytes.account, before, stored_bytes.uses(program, sites, decisions))
     require_eligible(decisions, options, wanted=WANTED, account=lambda: account(before, {}))
+    if options.training and (left_out := training.note(sites, decisions)):
+        reporter.notes.append(left_out)
+        warnings.warn(printable(left_out), stacklevel=4)  # the caller of mxfp8_graph.rewrite
     reports, made_from = _replaced(program, sites, decisions, recipe, options)
     stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
     if options.dry_run:
@@ -136,7 +141,7 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
     statics = [site.w.static if isinstance(site, TorchSite) else None for site in sites]
     decisions = tied_tables.explained(decisions, [static and identity(program, static) for static in statics])
     if options.training:
-        training.check(recipe, decisions)
+        training.check(recipe, sites, decisions)
     return decisions
 
 

@@ -1,13 +1,19 @@
-"""Applies decisions for training: linears become `mxfp8::linear_train`, their weights stay parameters.
+"""Applies decisions for training: matmuls become `mxfp8::linear_train`, their weights stay parameters.
 
 linear(x, w [N, K], b)      -> linear_train(x, w, b)
 addmm(b, x, w [K, N])       -> linear_train(x, transpose(w), b)
 bmm(x, w [B, K, N])         -> linear_train(x, transpose(w))
+matmul(q, k^T)              -> linear_train(q, k)               likewise softmax @ v, once attention is taken apart
+matmul(w, x)                -> clone(transpose(linear_train(transpose(x), w)))
+baddbmm(c, x, w)            -> c + linear_train(x, transpose(w))
+
+Operands with fewer leading sizes are expanded. Inside of autocast x is cast to the dtype of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -19,6 +25,7 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import Made
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.build import Builder
+from mxfp8_graph.torch_pass.calls import Call, put
 from mxfp8_graph.torch_pass.find import Site, TorchSite
 from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Operand
 from mxfp8_graph.torch_program import internals, record
@@ -26,84 +33,139 @@ from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops.errors import RecipeError
 
 _ATEN: Final = torch.ops.aten
+_PRODUCTS: Final = {"attention_scores", "attention_values", "product"}
+"""Roles that a recipe has to ask for by name."""
+_SHOWN: Final = 5
+"""How many names a note lists."""
 
 
 def obstacle(site: Site) -> str | None:
     """Returns why a site cannot be trained in MXFP8, or None."""
-    if not isinstance(site, TorchSite) or site.w.static is None:
-        return "training rewrites linears only; expected one static operand"
+    if not isinstance(site, TorchSite):
+        return None  # attention is taken apart into two products
     if site.packed:
         return "torchao packed this weight; expected one in high precision, to train it"
     if site.lookup:
-        return "embeddings stay in high precision in training, which rewrites linears only"
-    form, added = site.form, site.added
-    if form.offs is not None or site.w.static.gather is not None:
-        return "training has no form for experts that are chosen at run time; they stay in high precision"
-    if site.swapped or form.alpha != 1.0 or added.addend is not None or form.beta != 1.0 or not _fits(site):
-        return (
-            "training rewrites y = x @ w + b with a weight [N, K], or y = x @ w with a stack [B, N, K] for x [B, M, K]"
-            f"; this {site.matmul.op} is another form"
-        )
-    if added.bias is not None and added.bias.meta["val"].dim() != 1:
-        return "training rewrites biases of one dimension only; expected [N]"
-    if added.output.meta["val"].dtype != site.x.node.meta["val"].dtype:
-        return "the result has another dtype than the activation (autocast); export without autocast to train"
+        return "embeddings stay in high precision in training, which quantizes matmuls only"
+    if site.form.offs is not None:
+        return "training has no form for rows in groups, each with a matrix of its own; they stay in high precision"
+    if site.x.rank < 2 < int(site.w.node.meta["val"].dim()):
+        return "training has no form for a vector times a stack of matrices; expected [..., M, K]"
     return None
 
 
-def _fits(site: TorchSite) -> bool:
-    """Whether the weight is one that `linear_train` takes: a matrix, or a stack with one matrix for each of x."""
-    x, w = site.x, site.w
-    seen = w.node.meta["val"].shape
-    if len(seen) != w.rank or w.rank == 2:
-        return w.rank == len(seen) == 2
-    return w.rank == x.rank == 3 and site.added.bias is None and str(x.shape[0]) == str(seen[0])
-
-
-def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
-    """Raises RecipeError if a decision asks for what training does not have."""
-    for decision in decisions:
+def check(recipe: Recipe, sites: Sequence[Site], decisions: Sequence[Decision]) -> None:
+    """Raises RecipeError if the recipe asks for what training does not have, attention products among them."""
+    where = f"recipe {recipe.name!r}"
+    for site, decision in zip(sites, decisions, strict=True):
+        name = decision.site.name
         if decision.quantize and decision.weight_only:
-            what = f"activations: {decision.activations} for {decision.site.name!r}"
+            what = f"activations: {decision.activations} for {name!r}"
             expected = "activations in MXFP8 too, since training quantizes both operands of every product"
-            raise RecipeError(f"recipe {recipe.name!r}", what, expected=expected, advice="set activations: e4m3")
+            raise RecipeError(where, what, expected=expected, advice="set activations: e4m3")
         if decision.quantize and "e5m2" in {decision.activations, decision.weight_format}:
-            what = f"e5m2 for {decision.site.name!r}"
+            what = f"e5m2 for {name!r}"
             expected = "e4m3, since training takes its formats from fp8_format (HYBRID: E5M2 gradients)"
-            raise RecipeError(f"recipe {recipe.name!r}", what, expected=expected, advice="set that instead")
+            raise RecipeError(where, what, expected=expected, advice="set that instead")
+        if decision.site.role in _PRODUCTS and (is_left_out(site, decision) or _asked_in_vain(recipe, decision)):
+            what = f"it asks for {decision.site.role.replace('_', ' ')} {name!r}, and {decision.reason}"
+            raise RecipeError(where, what, expected="one that training can quantize", advice="exclude it in the recipe")
+
+
+def is_left_out(site: Site, decision: Decision) -> bool:
+    """Whether the recipe wants the site quantized, and training (or its form) does not allow it."""
+    return decision.rule == "structure" and site.matmul.blocker is None
+
+
+def _asked_in_vain(recipe: Recipe, decision: Decision) -> bool:
+    """Whether the recipe names the role of a site that no recipe could rewrite."""
+    return decision.rule == "structure" and bool(getattr(recipe, decision.site.role, False))
+
+
+def note(sites: Sequence[Site], decisions: Sequence[Decision]) -> str | None:
+    """Returns what the recipe asks for and training keeps in high precision, with the reasons; None if nothing."""
+    left = [d for s, d in zip(sites, decisions, strict=True) if is_left_out(s, d)]
+    if not left:
+        return None
+    names = ", ".join(d.site.module or d.site.name for d in left[:_SHOWN]) + (", ..." if len(left) > _SHOWN else "")
+    reasons = "; ".join(dict.fromkeys(d.reason for d in left))
+    return f"training keeps {len(left)} of the sites that the recipe asks for ({names}): {reasons}"
 
 
 def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe, made: Made) -> SiteReport:
-    """Makes the site a `linear_train` of its parameters, and returns what became of it."""
+    """Makes the site a `linear_train` of its operands, and returns what became of it."""
     build = Builder(program, site.node)
-    arguments = (build.k_last(site.x), _weight(site.w, build), site.added.bias)
-    keywords: dict[str, Any] = {"fp8_format": recipe.fp8_format, "scale_rounding": decision.scale_rounding}
-    node = site.added.output
-    node.target, node.args, node.kwargs = torch.ops.mxfp8.linear_train.default, arguments, keywords
-    record.mark(node, made)
-    if node is not site.node:
-        site.node.graph.erase_node(site.node)
+    x, weight = _operands(site, build)
+    added = site.added
+    if added.bias is not None and not _absorbed(site, added.bias, weight):
+        added = replace(added, bias=None, addend=added.bias)
+    # Whatever it is stored as, the weight is an operand like another one here: nothing is folded into it.
+    site = replace(site, w=Operand(node=weight), added=added)
+    settings = {"fp8_format": recipe.fp8_format, "scale_rounding": decision.scale_rounding}
+    call = Call("train", torch.ops.mxfp8.linear_train.default, (x, weight, added.bias), settings)
+    put(site, call, build, made)
     size = site.matmul.weight_bytes
-    return SiteReport(
-        decision=decision, nodes=(*(new.name for new in build.new), node.name), bytes_before=size, bytes_after=size
-    )
+    names = (*(new.name for new in build.new), added.output.name)
+    return SiteReport(decision=decision, nodes=names, bytes_before=size, bytes_after=size)
+
+
+def _absorbed(site: TorchSite, bias: Node, weight: Node) -> bool:
+    """Whether `linear_train` takes the bias; otherwise it is added to the result."""
+    shape = bias.meta["val"].shape
+    scaled = site.form.alpha != 1.0 or site.form.beta != 1.0
+    return not scaled and len(shape) == 1 and shape[0] == site.matmul.n and weight.meta["val"].dim() == 2
+
+
+def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
+    """Returns x [..., M, K] in the dtype of the result, and w [N, K] or [..., N, K] with the leading sizes of x."""
+    x, w = build.k_last(site.x), _weight(site.w, build)
+    dtype = site.added.output.meta["val"].dtype
+    if x.meta["val"].dtype != dtype:  # inside of autocast, where the matmul itself would cast
+        x = build.add(f"{x.name}_cast", _ATEN._to_copy.default, x, dtype=dtype)
+    x_rank = x.meta["val"].dim()
+    while 2 < w.meta["val"].dim() <= x_rank and _is_one(w.meta["val"].shape[0]):
+        w = build.add(f"{w.name}_matrix", _ATEN.select.int, w, 0, 0)
+    if w.meta["val"].dim() == 2:
+        return x, w
+    return _expanded(build, x, w), _expanded(build, w, x)
+
+
+def _expanded(build: Builder, node: Node, other: Node) -> Node:
+    """Returns `node` with the leading sizes that matmul would give it beside `other`."""
+    mine, theirs = (list(n.meta["val"].shape[:-2]) for n in (node, other))
+    rank = max(len(mine), len(theirs))
+    pairs = zip([1] * (rank - len(mine)) + mine, [1] * (rank - len(theirs)) + theirs, strict=True)
+    taken = [_is_one(own) and not _is_one(there) for own, there in pairs]
+    if rank == len(mine) and not any(taken):
+        return node
+    kept = [1] * (rank - len(mine)) + [-1] * len(mine)
+    sizes = [build.size(other, at - rank - 2) if take else kept[at] for at, take in enumerate(taken)]
+    return build.add(f"{node.name}_expanded", _ATEN.expand.default, node, [*sizes, -1, -1])
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
 
 
 def undo(program: Program, site: Site) -> None:
-    """Makes a `linear_train` the linear or the bmm it stands for; leaves other nodes alone."""
+    """Makes a `linear_train` the linear, bmm or matmul it stands for; leaves other nodes alone."""
     node = site.node
     if internals.op_name(node) == LINEAR_TRAIN:
         x, weight, bias = (internals.argument(node, name) for name in ("x", "weight", "bias"))
         if weight.meta["val"].dim() == 2:
             node.target, node.args, node.kwargs = _ATEN.linear.default, (x, weight, bias), {}
         else:
-            transposed = Builder(program, node).permute(weight, (0, 2, 1))
-            node.target, node.args, node.kwargs = _ATEN.bmm.default, (x, transposed), {}
+            rank = weight.meta["val"].dim()
+            transposed = Builder(program, node).permute(weight, k_last(range(rank)))
+            node.target = _ATEN.bmm.default if rank == 3 else _ATEN.matmul.default
+            node.args, node.kwargs = (x, transposed), {}
         record.unmark(node)
 
 
 def _weight(w: Operand, build: Builder) -> Node:
-    """Returns the weight as [..., N, K]; a transpose in front of it and the one it needs cancel out."""
+    """Returns the second operand as [..., N, K]; a transpose in front of it and the one it needs cancel out."""
+    if w.static is None:
+        return build.k_last(w)
     node = w.node
     if not w.transposed:
         return node

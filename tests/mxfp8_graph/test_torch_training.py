@@ -200,13 +200,10 @@ def test_what_training_cannot_do() -> None:
         mxfp8_graph.rewrite(ep, "mxfp8-bf16", training=True)
     with pytest.raises(RecipeError, match="set that instead"):
         mxfp8_graph.rewrite(ep, Recipe(weight_format="e5m2"), training=True)
-    weights = {"w": values(3, 64, 96)}
-    spread = export(Apply(lambda m, x: torch.relu(x @ m.w), weights), X)
-    picked = export(Apply(lambda m, x, i: torch.relu(x @ m.w[i]), weights), X, torch.tensor([2, 0]))
-    for unfit, reason in ((spread, "or y = x @ w with a stack [B, N, K] for x [B, M, K]"), (picked, "chosen at run")):
-        with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-            mxfp8_graph.rewrite(unfit, training=True)
-        assert reason in caught.value.decisions[0].reason
+    vector = export(Apply(lambda m, x: torch.relu(x @ m.w), {"w": values(3, 64, 96)}), X[0])
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(vector, training=True)
+    assert "no form for a vector times a stack" in caught.value.decisions[0].reason
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -325,8 +325,8 @@ def test_what_a_second_derivative_needs_costs_plain_training_no_memory() -> None
     gone = weakref.ref(hidden)
     del hidden
     assert gone() is None, "x is kept alive"
-    assert y.grad_fn.ghost.untyped_storage().nbytes() == 4
-    assert not hasattr(ops.linear_train(x.detach(), w).grad_fn.ghost, "grad_fn"), "nothing reaches x"
+    assert y.grad_fn.x_ghost.untyped_storage().nbytes() == 4
+    assert not hasattr(ops.linear_train(x.detach(), w).grad_fn.x_ghost, "grad_fn"), "nothing reaches x"
 
 
 # --- The other ops ----------------------------------------------------------------------------------------------------

@@ -97,16 +97,28 @@ def test_every_product_is_the_reference_s(fp8_format: str, scale_rounding: str, 
 
 
 @FP8_FORMAT
-def test_a_stack_of_weights_is_so_many_linears(fp8_format: str) -> None:
-    x, w, bias = (values(*s, seed=i).requires_grad_() for i, s in enumerate([(3, 40, 45), (3, 70, 45), (70,)]))
-    dy = values(3, 40, 70, seed=3)
+@pytest.mark.parametrize("lead", [(3,), (2, 3), (2, 1, 2)], ids=str)
+def test_a_stack_is_so_many_linears(fp8_format: str, lead: tuple[int, ...]) -> None:
+    shapes = [(*lead, 40, 45), (*lead, 70, 45), (70,)]
+    x, w, bias = (values(*s, seed=i).requires_grad_() for i, s in enumerate(shapes))
+    dy = values(*lead, 40, 70, seed=3)
     y = linear_train(x, w, bias, fp8_format)
     y.backward(dy)
     got = y, x.grad, w.grad
     x.grad = w.grad = None
-    apart = torch.stack([linear_train(x[i], w[i], bias, fp8_format) for i in range(3)])
+    pairs = zip(x.flatten(0, -3), w.flatten(0, -3), strict=True)
+    apart = torch.stack([linear_train(*pair, bias, fp8_format) for pair in pairs]).unflatten(0, lead)
     apart.backward(dy)
     assert all(map(torch.equal, got, (apart, x.grad, w.grad)))
+
+
+def test_of_a_stack_no_high_precision_is_saved() -> None:
+    saved: list[torch.Tensor] = []
+    x, w = values(2, 3, 64, 96).requires_grad_(), values(2, 3, 32, 96).mT.contiguous().mT.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        linear_train(x, w)
+    assert [tuple(t.shape[2:]) for t in saved] == [(96, 64), (96, 2), (96, 32), (96, 1)]
+    assert {t.dtype for t in saved} == {torch.uint8}
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -219,6 +231,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: linear_train(values(4, 45), torch.ops.mxfp8.quantize(values(7, 45))[0]),
         ShapeError,
         "linear_train: the weight is packed (uint8 codes); expected a master weight in float32",
+    ),
+    "stack": (
+        lambda: linear_train(values(2, 3, 4, 45), values(2, 1, 7, 45)),
+        ShapeError,
+        "expected a weight [N, K], or [..., N, K] for x [..., M, K] with the same leading sizes; store it",
     ),
     "K": (lambda: linear_train(values(4, 45), values(7, 44)), ShapeError, "linear_train: operands (4, 45) and (7, 44)"),
     "bias": (lambda: linear_train(values(4, 45), values(7, 45), values(6)), ShapeError, "bias has shape (6,)"),

@@ -4,19 +4,22 @@
     dgrad  dx = dy w      dy [M, N] blocked along N, w   [N, K] along N ("columnwise")
     wgrad  dw = dy^T x    dy [M, N] blocked along M, x   [M, K] along M ("columnwise")
 
-A stack of weights [B, N, K] meets x [B, M, K] matrix by matrix.
+A stack [..., N, K] meets x [..., M, K] with the same leading sizes matrix by matrix. It need not be a weight: the
+products Q K^T and P V of attention are such calls, with w = K and w = V^T, and these three give dQ, dK, dP and dV.
 
 A block must lie along the axis a product sums over, so x, w and dy are each quantized twice, always from the
 high-precision tensor and never from the other quantized copy. Elements are E4M3; fp8_format="HYBRID" makes those of dy
 E5M2. The weight stays a master parameter in its own dtype, and the gradient of the bias is summed in float32.
 
 The columnwise copy of x is made in the forward pass and saved instead of x: 1.03 bytes per value instead of 2 or 4.
-The weight itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass.
+A weight [N, K] itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass. Of a
+stack, which may be an activation, the columnwise copy is saved.
 
 Derivatives of the gradients (create_graph=True, torch.func.grad of itself) are those of a straight-through estimator:
 dgrad and wgrad are then made of `mxfp8::product`, whose gradients are MXFP8 products again. Where one of them needs x
-along K, the columnwise copy stands for it: to round to 4 significant bits once more changes nothing but what was
-subnormal in its block along M. Under torch.func, where a gradient is always ready to be differentiated, x is saved.
+along K, or the stack along N, the columnwise copy stands for it: to round to 4 significant bits once more changes
+nothing but what was subnormal in its block. Under torch.func, where a gradient is always ready to be differentiated, x
+is saved.
 
 Source: NVIDIA, "Recipes for Pre-training LLMs with MXFP8"; TransformerEngine's MXFP8BlockScaling.
 """
@@ -36,6 +39,9 @@ from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.operands import Op, check_dtype, readable
 
+Saved = tuple[Tensor | None, Tensor | None]
+"""An operand for the backward pass: as it is, or elements and scales."""
+
 
 def linear_train(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
@@ -44,7 +50,8 @@ def linear_train(
 
     Args:
         x: [..., M, K] (or [K]) float32, float16 or bfloat16. Any M and K, also 0.
-        weight: [N, K] float32, float16 or bfloat16, not necessarily that of `x`; or [B, N, K] for an x [B, M, K].
+        weight: [N, K] float32, float16 or bfloat16, not necessarily that of `x`; or [..., N, K] for x [..., M, K] with
+            the same leading sizes.
         bias: [N] float32, float16 or bfloat16, or None.
         fp8_format: "E4M3", or "HYBRID" for gradients in E5M2.
         scale_rounding: "ceil", "floor" or "even".
@@ -84,11 +91,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for tensor in tensors:
         check_dtype("linear_train", tensor.dtype)
-    if weight.dim() != 2 and not (weight.dim() == x.dim() == 3 and weight.shape[0] == x.shape[0]):
+    if weight.dim() != 2 and not (weight.dim() == x.dim() > 2 and weight.shape[:-2] == x.shape[:-2]):
         raise ShapeError(
             "linear_train",
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}",
-            expected="a weight [N, K], or [B, N, K] for x [B, M, K]",
+            expected="a weight [N, K], or [..., N, K] for x [..., M, K] with the same leading sizes",
             advice="store it as nn.Linear does, or expand x",
         )
     bias_shape = None if bias is None else tuple(bias.shape)
@@ -98,19 +105,24 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves what `backward` needs: a columnwise copy of x for the weight's gradient, the weight for that of x."""
     x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
-    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() == 3
+    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() > 2
     ctx.bias_dtype = None if bias is None else bias.dtype
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.ghost = elements = scales = None
     ctx.under_transform = torch._C._are_functorch_transforms_active()
-    if needs_weight and ctx.under_transform:
-        elements = x
-    elif needs_weight:
-        elements, scales = _columnwise(x if ctx.stack else _matrix(x), "e4m3", ctx.scale_rounding)
-        if needs_x:
-            with torch.enable_grad():
-                ctx.ghost = gradients.apply(_Ghost, x)
-    ctx.save_for_backward(elements, scales, weight if needs_x else None)
+    ctx.x_ghost = ctx.weight_ghost = None
+    saved_x: Saved = (None, None)
+    saved_weight: Saved = (None, None)
+    if needs_weight:
+        columns = x if ctx.stack else _matrix(x)
+        saved_x = (x, None) if ctx.under_transform else _columnwise(columns, "e4m3", ctx.scale_rounding)
+    if needs_x:
+        copies = ctx.stack and not ctx.under_transform
+        saved_weight = _columnwise(weight, "e4m3", ctx.scale_rounding) if copies else (weight, None)
+    if needs_x and needs_weight and not ctx.under_transform:
+        with torch.enable_grad():
+            ctx.x_ghost = gradients.apply(_Ghost, x)
+            ctx.weight_ghost = gradients.apply(_Ghost, weight) if ctx.stack else None
+    ctx.save_for_backward(*saved_x, *saved_weight)
 
 
 def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None, None]:
@@ -126,7 +138,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
 
 def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     """Returns the gradients of x, as a matrix, and of the weight; dy is read once where both are needed."""
-    x_elements, x_scales, weight = ctx.saved_tensors
+    x_elements, x_scales, *weight = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ops, fmt = torch.ops.mxfp8, GRADIENT_FORMATS[ctx.fp8_format]
     dx = dw = None
@@ -140,7 +152,7 @@ def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     if needs_weight and not columns:
         columns = _columnwise(dy, fmt, ctx.scale_rounding)
     if needs_x:
-        w = _columnwise(weight, "e4m3", ctx.scale_rounding)
+        w = weight if ctx.stack else _columnwise(weight[0], "e4m3", ctx.scale_rounding)
         dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype)
     if needs_weight:
         dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
@@ -149,24 +161,25 @@ def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
 
 def _products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     """Returns the same, in a form that can be differentiated and mapped over."""
-    x, x_scales, weight = ctx.saved_tensors
+    x, x_scales, weight, weight_scales = ctx.saved_tensors
     op, fmt = torch.ops.mxfp8.product.default, GRADIENT_FORMATS[ctx.fp8_format]
+    dequantize = torch.ops.mxfp8.dequantize.default
     dx = dw = None
     if ctx.needs_input_grad[0]:
-        dx = op(dy, weight.mT, fmt, "e4m3", "e4m3", ctx.scale_rounding, ctx.x_dtype)
+        w = weight.mT if weight_scales is None else dequantize(weight, weight_scales)
+        w = w if ctx.weight_ghost is None else w + ctx.weight_ghost.mT
+        dx = op(dy, w, fmt, "e4m3", "e4m3", ctx.scale_rounding, ctx.x_dtype)
     if ctx.needs_input_grad[1]:
-        if x_scales is not None:
-            x = torch.ops.mxfp8.dequantize.default(x, x_scales).mT
-            if ctx.ghost is not None:
-                x = x + (ctx.ghost if ctx.stack else _matrix(ctx.ghost))
-        elif not ctx.stack:
-            x = _matrix(x)
+        x = x if x_scales is None else dequantize(x, x_scales).mT
+        x = x if ctx.stack else _matrix(x)
+        if ctx.x_ghost is not None:
+            x = x + (ctx.x_ghost if ctx.stack else _matrix(ctx.x_ghost))
         dw = op(dy.mT, x.mT, fmt, "e4m3", "e4m3", ctx.scale_rounding, ctx.weight_dtype)
     return dx, dw
 
 
 class _Ghost(_SingleLevelFunction):
-    """Zeros in the shape of x, in the memory of one, through which gradients reach x when x itself is not saved."""
+    """Zeros in the shape of an operand, in the memory of one, for gradients to reach what is not saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
