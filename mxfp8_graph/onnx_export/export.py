@@ -191,7 +191,7 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
     from mxfp8_graph.onnx_export import experts, float8, translation
 
     try:
-        with _quiet():
+        with _quiet(), torch.no_grad():  # its decompositions run the ops, and quantize refuses to cut a gradient
             exported = torch.onnx.export(
                 program,
                 dynamo=True,

@@ -445,3 +445,15 @@ def test_two_uses_of_one_weight_add_their_gradients() -> None:
     one = values(64, 64).requires_grad_()
     linear_train(x, one).sum().backward()
     torch.testing.assert_close(w.grad, 3 * one.grad, rtol=2.0**-22, atol=0)  # doubling is exact in MXFP8
+
+
+def test_gradients_of_several_batches_add_up_in_the_dtype_of_the_weight() -> None:
+    batches = [values(40, 64, seed=seed) for seed in range(4)]
+    for dtype in (torch.float32, torch.bfloat16):
+        w = values(64, 64, seed=9).to(dtype).requires_grad_()
+        total = torch.zeros_like(w)
+        for x in batches:
+            total += torch.autograd.grad(linear_train(x, w).square().sum(), w)[0]
+            linear_train(x, w).square().sum().backward()
+        assert w.grad.dtype == dtype
+        assert torch.equal(w.grad, total)
