@@ -153,3 +153,32 @@ def test_a_cliff_is_a_step_above_the_smooth_curve(benchmarks):
     flat, cliff = growth.cliffs(rows)
     assert flat.startswith("smooth: no cliff")
     assert cliff.startswith("steep: A CLIFF; the largest step, to 1 x 256 (one sequence), is 1.")
+
+
+def test_a_training_step_is_timed_by_part_and_its_memory_counted(benchmarks):
+    pytest.importorskip("torch")
+    import training
+
+    steps = training.contenders(2, 33, width=64, layers=1)
+    linears, everything = training.saved(steps[training.BASE])
+    inputs = 2 * 33 * 4 * (3 * 64 + 256)  # of qkv, out, up and down, in float32
+    assert linears == inputs < everything
+    ours, _ = training.saved(steps[training.OURS])
+    assert ours == inputs // 4 + inputs // 4 // 66 * 3  # 66 rows have three scales per column
+    rows = training.rows_of("2x33", steps, rounds=1)
+    table = {row[1]: dict(zip(training.COLUMNS, row, strict=True)) for row in rows}
+    assert list(table) == [training.BASE, training.BF16, training.OURS, training.DPA]
+    assert all(len(step.seconds) == 4 for step in steps.values())
+    assert table[training.BASE]["step x torch fp32"] == "1.00"
+    assert table[training.OURS]["of torch fp32"] == "0.26 <= 0.27"
+    (ours, *_), (base, *_) = (training.shares(steps[name]) for name in (training.OURS, training.BASE))
+    assert ours > 0 == base
+
+
+def test_training_says_which_targets_it_misses(benchmarks):
+    pytest.importorskip("torch")
+    from training import judged
+
+    assert (judged(1.02, 1.0, least=True), judged(0.98, 1.0, least=True)) == ("1.02 >= 1", "0.98 < 1")
+    assert (judged(0.26, 0.27, least=False), judged(0.3, 0.27, least=False)) == ("0.26 <= 0.27", "0.30 > 0.27")
+    assert judged(0.98, None, least=True) == "0.98"
