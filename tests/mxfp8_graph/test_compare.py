@@ -73,7 +73,7 @@ def test_every_recipe_with_a_name_has_a_row() -> None:
 
 
 def test_formats_come_in_the_order_of_what_they_can_hold() -> None:
-    """Normal weights and inputs: ceil beats floor, more mantissa bits beat fewer, and finer scales beat coarser ones."""
+    """Normal weights and inputs: ceil beats floor, more mantissa bits beat fewer, finer scales beat coarser ones."""
     names = ("mxint8", "mxfp8", "ocp", "mxfp6-e3m2", "nvfp4", "mxfp4")
     found = compare(b.chain_model((512, 512, 512)), names, inputs=None)
     errors = [row(found, name).scores[0].mean for name in names]
