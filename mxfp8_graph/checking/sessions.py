@@ -93,6 +93,7 @@ class Session(Runnable):
         where: what to call the model in errors.
         folder: where the external data of a proto is.
         optimize: whether ONNX Runtime may fuse and fold.
+        takes_turns: whether other sessions run in between: its idle threads then do not spin, which would slow them.
 
     Raises:
         BackendError: ONNX Runtime refuses the model, or the native library is missing.
@@ -106,8 +107,11 @@ class Session(Runnable):
         where: str = "model",
         folder: Path | None = None,
         optimize: bool = True,
+        takes_turns: bool = False,
     ) -> None:
         options = onnxruntime.SessionOptions()
+        if takes_turns:
+            options.add_session_config_entry("session.force_spinning_stop", "1")
         options.log_severity_level = 4  # errors are raised, and told in our words
         if not optimize:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
