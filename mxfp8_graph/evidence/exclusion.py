@@ -14,7 +14,7 @@ from mxfp8_ops.errors import RecipeError
 
 
 def patterns(excluded: Sequence[str], sites: Sequence[MatMulSite], recipe: Recipe) -> tuple[str, ...]:
-    """Returns one pattern per site named in `excluded`, in that order: its module path, or its name where others share it.
+    """Returns one pattern per site named in `excluded`, in that order: its module path, or its name if that is shared.
 
     The module path comes first since an ONNX model and a program of the same module have it in common.
 
