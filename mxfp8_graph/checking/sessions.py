@@ -102,6 +102,7 @@ class Session(Runnable):
         folder: where the external data of a proto is.
         optimize: whether ONNX Runtime may fuse and fold.
         profile: where ONNX Runtime writes its profile, as it prefixes it; None: nowhere.
+        takes_turns: whether other sessions run in between: its idle threads then do not spin, which would slow them.
 
     Raises:
         BackendError: ONNX Runtime refuses the model, or the native library is missing.
@@ -116,10 +117,13 @@ class Session(Runnable):
         folder: Path | None = None,
         optimize: bool = True,
         profile: Path | None = None,
+        takes_turns: bool = False,
     ) -> None:
         self._model = model
         self._again = functools.partial(Session, model, kernels=kernels, where=where, folder=folder, optimize=optimize)
         options = onnxruntime.SessionOptions()
+        if takes_turns:
+            options.add_session_config_entry("session.force_spinning_stop", "1")
         options.log_severity_level = 4  # errors are raised, and told in our words
         if not optimize:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -209,7 +209,7 @@ class _Trial:
 
     def original(self) -> Row:
         """Returns the row of the model as it is, whose outputs the others are compared with."""
-        session = Session(self.model, kernels=False, where=self.opened.name)
+        session = Session(self.model, kernels=False, where=self.opened.name, takes_turns=True)
         self._sessions[ORIGINAL] = session
         self._expected = self._run(ORIGINAL, session.run)
         return Row(name=ORIGINAL, what="the model as it is", emulated=False, byte_size=self.opened.byte_size)
@@ -234,13 +234,13 @@ class _Trial:
         if all(row.problem for row in rows[1:]):
             raise self._errors[0]
         seconds: dict[str, list[float]] = {name: [] for name in self._sessions}
-        for turn in range(repeat + 1):
+        for _ in range(repeat):
             for name, session in self._sessions.items():
                 self._tell(f"latency of {name}")
+                session.run(self.samples.feeds[0])  # a warm-up: the caches hold what ran before
                 start = time.perf_counter()
                 session.run(self.samples.feeds[0])
-                if turn:  # the first is a warm-up
-                    seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.perf_counter() - start)
         medians = {name: statistics.median(found) for name, found in seconds.items()}
         return [replace(row, seconds=medians.get(row.name)) for row in rows]
 
@@ -249,7 +249,7 @@ class _Trial:
         self._tell(row.name)
         assert recipe is not None
         _, report = rewriting.rewrite(self.model, recipe, output=output)
-        session = Session(output, kernels=True, where=f"{self.opened.name} as {row.name}")
+        session = Session(output, kernels=True, where=f"{self.opened.name} as {row.name}", takes_turns=True)
         scores = self._scores(row.name, session.run)
         self._sessions[row.name] = session
         error, (packed, count) = report.weight_error, _packed(report)

@@ -133,7 +133,9 @@ class Emulated:
         proto, self._activations = _model(emulator, peer)
         self.weights = RoundedWeights(emulator, peer.weights)
         folder = opened.folder.path if opened.folder else None
-        self._session = Session(proto, kernels=False, where=f"{opened.name} as {peer.name}", folder=folder)
+        self._session = Session(
+            proto, kernels=False, where=f"{opened.name} as {peer.name}", folder=folder, takes_turns=True
+        )
         outputs = {output.name for output in opened.proto.graph.output}
         self._outputs = [name for name in self._session.output_names if name in outputs]
         self._history = [deque[float](maxlen=HISTORY) for _ in self._activations]

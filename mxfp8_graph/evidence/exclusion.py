@@ -13,8 +13,8 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.errors import RecipeError
 
 
-def patterns(excluded: Collection[str], sites: Sequence[MatMulSite], recipe: Recipe) -> tuple[str, ...]:
-    """Returns one pattern per site named in `excluded`: its module path, or its name where others share that path.
+def patterns(excluded: Sequence[str], sites: Sequence[MatMulSite], recipe: Recipe) -> tuple[str, ...]:
+    """Returns one pattern per site named in `excluded`, in that order: its module path, or its name if that is shared.
 
     The module path comes first since an ONNX model and a program of the same module have it in common.
 
@@ -22,10 +22,9 @@ def patterns(excluded: Collection[str], sites: Sequence[MatMulSite], recipe: Rec
         RecipeError: two sites cannot be told apart by names.
     """
     search = Search(recipe.name)
+    by_name = {site.name: site for site in sites}
     found = []
-    for site in sites:
-        if site.name not in excluded:
-            continue
+    for site in (by_name[name] for name in excluded):
         anchored = [f"^{re.escape(name)}$" for name in (site.module, site.name) if name]
         alone = (p for p in anchored if not any(_found(p, other, search) for other in sites if other is not site))
         found.append(next(alone, anchored[-1]))

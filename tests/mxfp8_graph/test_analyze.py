@@ -216,8 +216,8 @@ def sites(*names: tuple[str, str]) -> list[MatMulSite]:
 
 def test_patterns_match_exactly_and_prefer_module_paths() -> None:
     found = sites(("a", "h.0.fc"), ("b", "h.0.fc2"), ("c", "h.10.fc"), ("d", "same"), ("e", "same"), ("f.(x)[1]+", ""))
-    patterns = exclusion.patterns(["a", "d", "f.(x)[1]+"], found, Recipe())
-    assert patterns == (r"^h\.0\.fc$", "^d$", r"^f\.\(x\)\[1\]\+$")
+    patterns = exclusion.patterns(["d", "a", "f.(x)[1]+"], found, Recipe())
+    assert patterns == ("^d$", r"^h\.0\.fc$", r"^f\.\(x\)\[1\]\+$")
     assert yaml.safe_load(exclusion.to_yaml(patterns)) == {"exclude": list(patterns)}
 
 

@@ -103,8 +103,6 @@ def test_a_planted_bad_layer_is_found_first_by_both_front_ends(make: Any, tmp_pa
         name = open_runnable(source)[0].specs[0].name
         found = analyze(source, inputs={name: inputs[0].numpy()})
         assert found.sites[0].label == f"model.{bad}"
-        first, second = (site.alone["relative_l2"].mean for site in found.sites[:2])
-        assert first > 1.2 * second
         assert found.exclusion is not None
         assert found.exclusion.patterns[0] == "^model\\." + bad.replace(".", "\\.") + "$"
         assert found.layers[0].name.endswith(f".{BAD}")

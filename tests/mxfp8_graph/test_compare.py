@@ -1,0 +1,251 @@
+"""compare: a row per recipe, what it says, and what it says where there is nothing to say."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import builders as b
+import numpy as np
+import pytest
+from commands import refused, run, save
+
+import mxfp8_graph
+from mxfp8_graph.checking.compare import difference, sqnr
+from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.evidence.compare import VARIANTS, WORDS
+from mxfp8_graph.evidence.comparison import Comparison, Row
+from mxfp8_graph.evidence.number_formats import PEERS
+from mxfp8_graph.policy import presets
+from mxfp8_graph.policy.plan import NothingEligibleError
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_ops.errors import ContractError, RecipeError, ShapeError
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+SAMPLES = [{"x": np.random.default_rng(seed).standard_normal((4, 64), np.float32)} for seed in range(3)]
+
+
+def compare(model: Any = None, recipes: Any = ("mxfp8", "mxfp4"), **settings: Any) -> Comparison:
+    settings.setdefault("inputs", SAMPLES)
+    return mxfp8_graph.compare(model or b.chain_model(), recipes, repeat=1, **settings)
+
+
+def row(found: Comparison, name: str) -> Row:
+    return next(row for row in found.rows if row.name == name)
+
+
+# --- What is found ---------------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_a_real_recipe_is_that_of_its_rewrite() -> None:
+    model = b.chain_model()
+    found = row(compare(model), "mxfp8")
+    rewritten, report = mxfp8_graph.rewrite(model)
+    original, real = Session(model, kernels=False), Session(rewritten, kernels=True)
+    errors = [difference(original.run(x)["y"], real.run(x)["y"]) for x in SAMPLES]
+    assert [score.metric.name for score in found.scores] == ["relative_l2", "cosine"]
+    assert found.scores[0].values == tuple(error.relative_l2 for error in errors)
+    assert found.scores[1].values == tuple(error.cosine for error in errors)
+    assert report.weight_error is not None
+    assert found.weight_sqnr == sqnr(report.weight_error.mean)
+    assert (found.emulated, found.sites, found.byte_size) == (False, 2, rewritten.ByteSize())
+    assert found.bytes_per_weight == 33 / 32
+    assert found.seconds is not None
+
+
+def test_a_row_of_a_peer_is_emulated_and_has_no_latency() -> None:
+    model = b.chain_model()
+    found = row(compare(model), "mxfp4")
+    assert (found.emulated, found.seconds, found.sites) == (True, None, 2)
+    assert (found.bytes_per_weight, found.formula) == (17 / 32, "4/8 + 1/32")
+    assert found.byte_size == model.ByteSize() - 2 * 64 * 128 * 4 + 2 * 64 * 128 * 17 // 32
+
+
+def test_every_recipe_with_a_name_has_a_row() -> None:
+    found = compare(recipes=())
+    assert [r.name for r in found.rows] == ["original", *presets.PRESETS, *VARIANTS, *PEERS]
+    assert not [r.problem for r in found.rows if r.problem]
+    assert {r.name for r in found.rows if r.seconds} == {"original", *presets.PRESETS, *VARIANTS}
+    assert set(WORDS) >= {*presets.PRESETS, *VARIANTS}
+
+
+def test_formats_come_in_the_order_of_what_they_can_hold() -> None:
+    """Normal weights and inputs: ceil beats floor, more mantissa bits beat fewer, finer scales beat coarser ones."""
+    names = ("mxint8", "mxfp8", "ocp", "mxfp6-e3m2", "nvfp4", "mxfp4")
+    found = compare(b.chain_model((512, 512, 512)), names, inputs=None)
+    errors = [row(found, name).scores[0].mean for name in names]
+    assert errors == sorted(errors), dict(zip(names, errors, strict=True))
+
+
+def test_the_emulated_block_of_32_is_the_real_recipe() -> None:
+    found = compare(recipes=("mxfp8", "mxfp8-block32"))
+    real, emulated = (row(found, name).scores[0].mean for name in ("mxfp8", "mxfp8-block32"))
+    assert emulated == pytest.approx(real, rel=2e-3)
+    assert row(found, "mxfp8").weight_sqnr == pytest.approx(row(found, "mxfp8-block32").weight_sqnr)
+
+
+def test_recipes_of_the_users_own() -> None:
+    Path("mine.yaml").write_text("exclude: ['layers.0']\n")
+    found = compare(recipes=("mine.yaml", Recipe(name="other", activations="bfloat16")))
+    assert [(r.name, r.sites) for r in found.rows[1:]] == [("mine", 1), ("other", 2)]
+
+
+def test_synthesised_inputs_are_marked() -> None:
+    found = compare(inputs=None)
+    assert found.synthesised
+    assert found.inputs == "8 samples, synthesised; the first: x float32 [2, 64]"
+    assert any("synthesised inputs" in note for note in found.notes)
+    assert not compare().synthesised
+
+
+def test_a_metric_of_the_users_own() -> None:
+    Path("largest.py").write_text(
+        "def of(original, rewritten):\n    return abs(original['y'] - rewritten['y']).max()\n"
+    )
+    (own, built_in) = row(compare(metrics=["largest:of", "max_error"]), "mxfp4").scores
+    assert own.values == pytest.approx(built_in.values)
+
+
+def test_an_exported_program_is_compared_as_onnx() -> None:
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.LayerNorm(64)).eval()
+    program = torch.export.export(net, (torch.zeros(4, 64),))
+    (name,) = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+    path = mxfp8_graph.save(program, "net.pt2")
+    for model in (program, path):
+        found = compare(model, inputs=[{name: SAMPLES[0]["x"]}])
+        assert [r.problem for r in found.rows] == ["", "", ""]
+        assert "the program is compared as the ONNX model that torch.onnx makes of it" in found.notes
+    assert found.model == "net.pt2"
+
+
+def test_the_original_stays_and_nothing_is_left_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(save(b.chain_model()))
+    before = path.read_bytes()
+    Path("temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(Path("temporary").absolute()))
+    compare(path)
+    assert (path.read_bytes(), list(Path("temporary").iterdir())) == (before, [])
+
+
+def test_an_interrupt_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(Path("temporary").absolute()))
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        assert list(Path("temporary").iterdir())
+        if name == "mxfp4":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(progress=interrupt)
+    assert not list(Path("temporary").iterdir())
+
+
+def test_progress_counts_samples_of_all_models() -> None:
+    heard: list[tuple[str, int, int]] = []
+    compare(progress=lambda *step: heard.append(step))
+    assert {total for _, _, total in heard} == {3 * 3}
+    assert [done for _, done, _ in heard] == sorted(done for _, done, _ in heard)
+    assert heard[-1][1] == 9
+
+
+# --- Rows that have a problem ----------------------------------------------------------------------------------------
+
+
+def test_a_recipe_that_leaves_nothing_eligible_says_so_in_its_row() -> None:
+    Path("nothing.yaml").write_text("min_dim: 4096\n")
+    found = compare(recipes=("nothing.yaml", "mxfp8"))
+    assert "none of its 2 matmuls is eligible" in row(found, "nothing").problem
+    assert row(found, "mxfp8").scores
+    assert json.loads(found.to_json())["recipes"][1]["problem"] == row(found, "nothing").problem
+
+
+def test_a_model_with_nothing_eligible_is_an_error() -> None:
+    with pytest.raises(NothingEligibleError):
+        compare(b.chain_model((64, 8)))
+
+
+def test_outputs_that_are_not_finite_are_told() -> None:
+    """The largest float32 is rounded up to 2^128, which is infinite, where the original's products are finite."""
+    x = np.zeros((1, 2, 64), np.float32)
+    x[0, 0, 0] = np.finfo(np.float32).max
+    found = compare(b.matmul_model(), ("mxfp8-block32", "mxfp8-weight-only"), inputs={"x": x})
+    (bad, _), (good, _) = (r.scores for r in found.rows[1:])
+    assert (np.isnan(bad.mean), np.isfinite(good.mean)) == (True, True)
+    assert found.to_html().count("NaN or Inf") == 2  # one per metric
+    assert json.loads(found.to_json())["recipes"][1]["scores"][0]["mean"] is None
+
+
+def test_an_unknown_recipe_lists_those_that_are_known() -> None:
+    with pytest.raises(RecipeError, match=r"recipe: 'mxfp5'; expected one of mxfp8, .*nvfp4.*a \.yaml or \.toml file"):
+        compare(recipes=("mxfp5",))
+
+
+def test_a_recipe_named_twice() -> None:
+    with pytest.raises(RecipeError, match="'mxfp8' is named 2 times"):
+        compare(recipes=("mxfp8", "mxfp8"))
+
+
+def test_samples_that_do_not_fit() -> None:
+    with pytest.raises(ShapeError, match="given inputs: no array for input 'x'"):
+        compare(inputs={"z": np.ones(3)})
+
+
+def test_a_rewritten_model() -> None:
+    model, _ = mxfp8_graph.rewrite(b.chain_model())
+    with pytest.raises(ContractError, match="is rewritten already; expected the original model"):
+        compare(model)
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_writes_what_it_is_asked_for() -> None:
+    np.savez("data.npz", **SAMPLES[0])
+    done = run(
+        "compare", save(b.chain_model()), "--recipes", "mxfp8,nvfp4", "--inputs", "data.npz", "--metric", "sqnr",
+        "--repeat", "1", "--html", "page.html", "--report", "data.json",
+    )  # fmt: skip
+    assert (done.exit_code, done.stderr) == (0, "")
+    header, *lines = done.stdout.splitlines()
+    assert header.split()[:3] == ["recipe", "SQNR,", "dB"]
+    assert [line.split()[:2] for line in lines[:3]] == [["original", "real"], ["mxfp8", "real"], ["nvfp4", "emulated"]]
+    assert "inputs            x float32 [4, 64], from data.npz" in lines
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert "emulated" in page
+    assert "http" not in page.replace("http-equiv", "")
+    data = json.loads(Path("data.json").read_text(encoding="utf-8"))
+    assert [r["recipe"] for r in data["recipes"]] == ["original", "mxfp8", "nvfp4"]
+
+
+def test_the_command_prints_json() -> None:
+    done = run("compare", save(b.chain_model()), "--recipes", "mxfp4", "--repeat", "1", "--json")
+    data = json.loads(done.stdout)
+    assert (data["synthesised"], data["recipes"][1]["emulated"], data["recipes"][1]["latency_seconds"]) == (
+        True,
+        True,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipes", "mxfp5"], "error: recipe: 'mxfp5'; expected one of mxfp8, "),
+        (["--metric", "mse"], "error: metric: 'mse'; expected one of relative_l2, "),
+        (["--inputs", "none.jsonl"], "error: none.jsonl: No such file or directory"),
+        (["--inputs", "none:feeds"], "error: none:feeds: raised ModuleNotFoundError: No module named 'none'"),
+        (["--html", "m.pdf"], "error: m.pdf: report with suffix '.pdf'; expected .json or .html"),
+    ],
+    ids=["recipe", "metric", "inputs", "function", "report"],
+)
+def test_the_command_refuses(options: list[str], message: str) -> None:
+    assert refused("compare", save(b.chain_model()), *options).startswith(message)
+
+
+def test_the_command_on_a_model_with_nothing_eligible() -> None:
+    assert "none of its" in refused("compare", save(b.chain_model((64, 8))), "--recipes", "mxfp8", code=3)

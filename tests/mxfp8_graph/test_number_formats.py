@@ -1,0 +1,198 @@
+"""Emulated formats against implementations we did not write, bit by bit: torchao's, ml_dtypes', torch's, gfloat's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mxfp8_graph.evidence.fake_quantize import FakeQuantize
+from mxfp8_graph.evidence.number_formats import E2M1, E2M3, E3M2, E4M3, PEERS, Element, Quantizer, ScaleRule
+from mxfp8_ops import numerics
+
+SIZES = [pytest.param(100_000, id="1e5"), pytest.param(1_000_000, id="1e6", marks=pytest.mark.slow)]
+K = 384
+
+
+def values(count: int, seed: int = 0) -> np.ndarray:
+    """Returns [rows, K] float32: normal rows, heavy-tailed ones, ties, rows of all magnitudes, and one of zeros."""
+    rng = np.random.default_rng(seed)
+    rows = -(-count // K)
+    x = rng.standard_normal((rows, K)).astype(np.float32)
+    x[1::4] = rng.standard_t(2, x[1::4].shape)
+    x[2::4] *= np.exp2(rng.integers(-60, 60, (len(x[2::4]), 1))).astype(np.float32)
+    x[3::4] = rng.integers(-64, 65, x[3::4].shape) / np.float32(8)  # many are halfway between two elements
+    x[0] = 0
+    return x
+
+
+def assert_same_bits(found: np.ndarray, expected: Any, x: np.ndarray) -> None:
+    expected = np.asarray(expected, np.float32)
+    differing = np.argwhere(found.view(np.uint32) != expected.view(np.uint32))
+    shown = [f"at {list(i)}: {x[tuple(i)]!r} -> {found[tuple(i)]!r}, not {expected[tuple(i)]!r}" for i in differing[:5]]
+    assert not len(differing), f"{len(differing)} of {x.size} differ: " + "; ".join(shown)
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("rounding", ["ceil", "floor", "even"])
+@pytest.mark.parametrize("columns", [K, 70], ids=["whole blocks", "partial blocks"])
+def test_mxfp8_is_what_the_reference_computes(rounding: ScaleRule, columns: int, count: int) -> None:
+    bits = np.random.default_rng(1).integers(0, 2**32, (count // K, K), dtype=np.uint64).astype(np.uint32)
+    for x in (values(count)[:, :columns].copy(), np.nan_to_num(bits.view(np.float32))[:, :columns].copy()):
+        found = FakeQuantize(Quantizer(element=E4M3, columns=32, scale=rounding))(x)
+        assert_same_bits(found, numerics.dequantize(*numerics.quantize(x, scale_rounding=rounding)), x)
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("rounding", ["floor", "even", "ceil"])
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("element", [E4M3, E3M2, E2M3, E2M1], ids=lambda element: element.name)
+def test_mx_formats_are_torchaos(element: Element, block: int, rounding: ScaleRule, count: int) -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    torch = pytest.importorskip("torch")
+    names = {
+        "E4M3": torch.float8_e4m3fn,
+        "E3M2": mx.DTYPE_FP6_E3M2,
+        "E2M3": mx.DTYPE_FP6_E2M3,
+        "E2M1": torch.float4_e2m1fn_x2,
+    }
+    modes = {"floor": "FLOOR", "even": "EVEN", "ceil": "RCEIL"}
+    x = values(count)
+    x = x[np.abs(x).max(-1) > 0]  # torchao gives a block of zeros another scale; it stays zeros
+    mode = getattr(mx.ScaleCalculationMode, modes[rounding])
+    expected = mx.MXTensor.to_mx(torch.from_numpy(x), names[element.name], block, mode).dequantize(torch.float32)
+    assert_same_bits(FakeQuantize(Quantizer(element=element, columns=block, scale=rounding))(x), expected.numpy(), x)
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_nvfp4_is_torchaos(count: int) -> None:
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    torch = pytest.importorskip("torch")
+    x = values(count)
+    x = np.where(np.abs(x) < 1e6, x, 0).astype(np.float32)  # the scale of the tensor is that of its largest value
+    tensor = torch.from_numpy(x)
+    whole = nvfp4.per_tensor_amax_to_scale(tensor.abs().max())
+    expected = nvfp4.NVFP4Tensor.to_nvfp4(tensor, per_tensor_scale=whole).dequantize(torch.float32)
+    assert_same_bits(FakeQuantize(PEERS["nvfp4"].activations)(x), expected.numpy(), x)
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize(
+    ("element", "dtype"),
+    [
+        (E4M3, ml_dtypes.float8_e4m3fn),
+        (E3M2, ml_dtypes.float6_e3m2fn),
+        (E2M3, ml_dtypes.float6_e2m3fn),
+        (E2M1, ml_dtypes.float4_e2m1fn),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_elements_are_those_of_ml_dtypes(element: Element, dtype: Any, count: int) -> None:
+    assert float(ml_dtypes.finfo(dtype).max) == element.max
+    x = np.clip(values(count), -element.max, element.max)
+    x[:, ::32] = element.max  # so that every block has the scale 1
+    found = FakeQuantize(Quantizer(element=element, columns=32, scale="ceil"))(x)
+    assert_same_bits(found, x.astype(dtype).astype(np.float32), x)
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_mxint8_is_gfloats(count: int) -> None:
+    gfloat = pytest.importorskip("gfloat")
+    from gfloat.formats import format_info_ocp_int8
+
+    x = values(count)
+    amax = np.abs(x.reshape(-1, 32)).max(-1, keepdims=True).astype(np.float64)
+    scale = np.exp2(np.floor(np.log2(np.where(amax, amax, 1))))
+    scaled = x.reshape(-1, 32) / scale
+    scaled = np.clip(scaled, -127 / 64, 127 / 64)  # -2 is not used
+    expected = gfloat.round_ndarray(format_info_ocp_int8, scaled, sat=True) * scale
+    # It has no negative zero.
+    found = FakeQuantize(PEERS["mxint8"].activations)(x)
+    assert_same_bits(found + np.float32(0), expected.reshape(x.shape) + 0.0, x)
+
+
+def test_mxint8_by_its_definition() -> None:
+    """OCP MX v1.0, 6.3: the scale is the largest power of two in the block; elements are integers times 2^-6."""
+    x = values(10_000)
+    blocks = x.reshape(-1, 32).astype(np.float64)
+    amax = np.abs(blocks).max(-1, keepdims=True)
+    scale = np.exp2(np.floor(np.log2(np.where(amax, amax, 1))))
+    expected = np.clip(np.rint(blocks / scale * 64), -127, 127) / 64 * scale
+    assert np.array_equal(FakeQuantize(PEERS["mxint8"].activations)(x), expected.reshape(x.shape).astype(np.float32))
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("name", ["float8-current", "float8-block", "float8-block-float32"])
+@pytest.mark.parametrize("side", ["weights", "activations"])
+def test_transformer_engines_formats_by_their_definition(name: str, side: str, count: int) -> None:
+    """TransformerEngine: scale = max / amax, its mantissa cleared on request; cast(x * scale) * (1 / scale)."""
+    torch = pytest.importorskip("torch")
+    quantizer = getattr(PEERS[name], side)
+    x = values(count)
+    n = len(x) // 128 * 128
+    x = x[:n]
+    rows, columns = quantizer.rows or n, quantizer.columns or K
+    tiles = torch.from_numpy(x).reshape(n // rows, rows, K // columns, columns)
+    amax = tiles.abs().amax((1, 3), keepdim=True)
+    scale = torch.tensor(448.0) / amax
+    if quantizer.scale == "divide_pow2":
+        scale = torch.exp2(torch.floor(torch.log2(scale.double()))).float()
+    scale = torch.where(amax == 0, 1.0, scale)
+    expected = (tiles * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (1 / scale)
+    assert_same_bits(FakeQuantize(quantizer)(x), expected.reshape(x.shape).numpy(), x)
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_int8_per_row_is_torchs(count: int) -> None:
+    torch = pytest.importorskip("torch")
+    x = values(count)[1:]
+    scale = torch.from_numpy(x).abs().amax(-1) / 127
+    zeros = torch.zeros(len(x), dtype=torch.int32)
+    rounded = torch.round(torch.from_numpy(x) / scale[:, None]).clamp(-127, 127) * scale[:, None]
+    assert_same_bits(FakeQuantize(PEERS["int8"].weights)(x), rounded.numpy(), x)
+    # torch multiplies by the scale's reciprocal, so its ties may fall otherwise: at most a step apart.
+    theirs = torch.fake_quantize_per_channel_affine(torch.from_numpy(x), scale, zeros, 0, -127, 127)
+    assert bool(((theirs - rounded).abs() <= scale[:, None] * 1.001).all())
+    assert float((theirs != rounded).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_tensor_of_zeros_stays_zeros(name: str) -> None:
+    x = np.zeros((3, 70), np.float32)
+    assert not FakeQuantize(PEERS[name].weights)(x).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["mxfp8-block32", "mxfp6-e3m2", "mxfp4", "mxint8", "nvfp4", "float8-current", "int8"])
+def test_a_value_that_is_not_finite_is_not_hidden(name: str, bad: float) -> None:
+    x = np.ones((2, 64), np.float32)
+    x[0, 5] = bad
+    assert not np.isfinite(FakeQuantize(PEERS[name].weights)(x)[0]).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 70), (2, 3, 70), (2, 0, 70), (130, 200), (0, 64)], ids=str)
+@pytest.mark.parametrize("name", ["mxfp4", "float8-block", "nvfp4", "int8-token"])
+def test_any_shape_is_kept(name: str, shape: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    found = FakeQuantize(PEERS[name].weights)(x)
+    assert found.shape == shape
+    if x.size and x.ndim == 3 and name != "nvfp4":  # whose scale is that of the whole tensor
+        assert np.array_equal(found[1], FakeQuantize(PEERS[name].weights)(x[1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "formula", "size"),
+    [
+        ("mxfp8-block32", "1 + 1/32", 200 * 300 + 200 * 10),
+        ("mxfp6-e2m3", "6/8 + 1/32", 200 * 300 * 6 // 8 + 200 * 10),
+        ("nvfp4", "4/8 + 1/16 + 4/tensor", 200 * 300 // 2 + 200 * 19 + 4),
+        ("float8-block", "1 + 4/(128*128)", 200 * 300 + 2 * 3 * 4),
+        ("float8-current", "1 + 4/tensor", 200 * 300 + 4),
+        ("int8", "1 + 4/K", 200 * 300 + 200 * 4),
+    ],
+)
+def test_bytes_of_a_weight(name: str, formula: str, size: int) -> None:
+    weights = PEERS[name].weights
+    assert (weights.formula, weights.stored_bytes((200, 300))) == (formula, size)
