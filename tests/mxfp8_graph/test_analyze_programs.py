@@ -105,7 +105,6 @@ def test_a_planted_bad_layer_is_found_first_by_both_front_ends(make: Any, tmp_pa
         assert found.sites[0].label == f"model.{bad}"
         assert found.exclusion is not None
         assert found.exclusion.patterns[0] == "^model\\." + bad.replace(".", "\\.") + "$"
-        assert found.layers[0].name.endswith(f".{BAD}")
         assert len(found.sites) >= 6 * LAYERS
         rankings.append({site.label: site.alone["relative_l2"].mean for site in found.sites})
     torch_ranking, onnx_ranking = rankings
