@@ -109,7 +109,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         elements, scales = _columnwise(x if ctx.stack else _matrix(x), "e4m3", ctx.scale_rounding)
         if needs_x:
             with torch.enable_grad():
-                ctx.ghost = gradients.apply(_Ghost, x)
+                ctx.ghost = _ghost(x)
     ctx.save_for_backward(elements, scales, weight if needs_x else None)
 
 
@@ -175,6 +175,9 @@ class _Ghost(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+_ghost: Any = getattr(_Ghost, "apply")  # noqa: B009 - whose type torch does not tell
 
 
 def _autograd(
