@@ -124,11 +124,11 @@ def _pass_gradients(node: Node, a: Node) -> None:
 
 def _set_format(node: Node, recipe: Recipe) -> None:
     """Gives a node the recipe's format of gradients."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    op: Any = node.target
     packed = internals.op_name(node) == _PACKED
     grad_format = "e5m2" if recipe.fp8_format == "HYBRID" else "e4m3"
     settings = {**node.kwargs, **({"fp8_format": recipe.fp8_format} if packed else {"grad_format": grad_format})}
-    node.kwargs = internals.unusual(node.target, settings)
+    node.kwargs = internals.unusual(op, settings)
 
 
 def _quantize_operands(node: Node, build: Builder, epoch: int) -> None:

@@ -120,8 +120,8 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         saved_weight = _columnwise(weight, "e4m3", ctx.scale_rounding) if copies else (weight, None)
     if needs_x and needs_weight and not ctx.under_transform:
         with torch.enable_grad():
-            ctx.x_ghost = gradients.apply(_Ghost, x)
-            ctx.weight_ghost = gradients.apply(_Ghost, weight) if ctx.stack else None
+            ctx.x_ghost = _ghost(x)
+            ctx.weight_ghost = _ghost(weight) if ctx.stack else None
     ctx.save_for_backward(*saved_x, *saved_weight)
 
 
@@ -188,6 +188,9 @@ class _Ghost(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+_ghost: Any = getattr(_Ghost, "apply")  # noqa: B009 - whose type torch does not tell
 
 
 def _autograd(
