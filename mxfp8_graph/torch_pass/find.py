@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -154,6 +154,8 @@ class _Finder:
         static = w.static
         m, n, k = eligibility.sizes(x.shape, w.shape)
         added = self._added(node, form, n, swapped)
+        if static is None and form.alpha != 1.0 and added.bias is not None:  # alpha comes after the gemm, bias after it
+            added = replace(added, bias=None, addend=added.bias)
         op = "einsum" if internals.is_from_einsum(node) else self._program.labels.get(node, internals.op_name(node))
         dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
         matmul = MatMulSite(

@@ -14,7 +14,7 @@ from torch import Tensor  # noqa: E402
 from torch_programs import DYNAMIC, Apply, count, export, predict, relative_l2, site, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
+from mxfp8_graph.policy.recipe import Recipe, Rule  # noqa: E402
 
 OUTPUTS_TOO = Recipe(name="outputs too", output_projections=True)
 W, B = values(96, 70, seed=1), values(96, seed=2)
@@ -224,3 +224,11 @@ def test_dynamic_contraction_of_a_product() -> None:
     for k in (50, 33, 64):
         p, v = values(2, 40, k), values(2, k, 40, seed=1)
         predict(torch.softmax(p, -1), v.transpose(1, 2)).check(rewritten.module()(p, v))
+
+
+def test_alpha_of_a_product_of_two_activations_leaves_the_bias_alone() -> None:
+    x, w, b = values(40, 64), values(64, 96, seed=1), 20 * values(96, seed=2)
+    ep = export(Apply(lambda m, x, w: torch.tanh(torch.addmm(m.b, x, w, alpha=3) / 60), {"b": b}), x, w)
+    rewritten, _ = mxfp8_graph.rewrite(ep, Recipe(rules=(Rule(op="addmm"),)))
+    assert count(rewritten, "mxfp8.gemm") == 1
+    assert relative_l2(rewritten.module()(x, w), ep.module()(x, w)) < 0.05
