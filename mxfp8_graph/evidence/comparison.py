@@ -113,8 +113,8 @@ class Comparison:
         several = len(self.sample_names) > 1
         scores = [m.title for m in self.metrics]
         header = [part for s in scores for part in ((f"{s}: mean", "worst", "of sample") if several else (s,))]
-        ends = ("weight SQNR, dB", "bytes per weight", "", "model", "latency, ms", "matmuls", "")
-        return filled(("recipe", "", *header, *ends), [self._cells(row, several=several) for row in self.rows])
+        ends = ("weight SQNR, dB", "bytes per weight", "formula", "model", "latency, ms", "matmuls", "what it is")
+        return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
     def _cells(self, row: Row, *, several: bool) -> tuple[html.Cell, ...]:
         scores: list[html.Cell] = []

@@ -212,7 +212,7 @@ def test_the_command_prints_a_table_and_writes_what_it_is_asked_for() -> None:
     )  # fmt: skip
     assert (done.exit_code, done.stderr) == (0, "")
     header, *lines = done.stdout.splitlines()
-    assert header.split()[:3] == ["recipe", "SQNR,", "dB"]
+    assert header.split()[:4] == ["recipe", "kind", "SQNR,", "dB"]
     assert [line.split()[:2] for line in lines[:3]] == [["original", "real"], ["mxfp8", "real"], ["nvfp4", "emulated"]]
     assert "inputs            x float32 [4, 64], from data.npz" in lines
     page = Path("page.html").read_text(encoding="utf-8")

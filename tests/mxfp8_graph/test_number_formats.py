@@ -61,9 +61,25 @@ def test_mx_formats_are_torchaos(element: Element, block: int, rounding: ScaleRu
     modes = {"floor": "FLOOR", "even": "EVEN", "ceil": "RCEIL"}
     x = values(count)
     x = x[np.abs(x).max(-1) > 0]  # torchao gives a block of zeros another scale; it stays zeros
+    if rounding == "ceil":
+        x = without_torchaos_defect(x, block, element)
     mode = getattr(mx.ScaleCalculationMode, modes[rounding])
     expected = mx.MXTensor.to_mx(torch.from_numpy(x), names[element.name], block, mode).dequantize(torch.float32)
     assert_same_bits(FakeQuantize(Quantizer(element=element, columns=block, scale=rounding))(x), expected.numpy(), x)
+
+
+def without_torchaos_defect(x: np.ndarray, block: int, element: Element) -> np.ndarray:
+    """Returns `x` with ones in the few blocks whose scale torchao 0.18 rounds down where ceil rounds up.
+
+    It takes a logarithm in float32, of a quotient in float32: off by one where amax is just above max * 2^k.
+    """
+    blocks = x.reshape(-1, block).copy()
+    amax = np.abs(blocks).max(-1).astype(np.float64)
+    mantissas = np.frexp(np.where(amax, amax, 1) / element.max)[0] * 2  # 1 to below 2
+    close = (mantissas > 1) & (mantissas < 1 + 1e-5)
+    assert close.mean() < 1e-3
+    blocks[close] = 1
+    return blocks.reshape(x.shape)
 
 
 @pytest.mark.parametrize("count", SIZES)
