@@ -161,7 +161,7 @@ def _drop_unused(program: Program) -> None:
 def _report(scope: Scope, node: Node, reason: str) -> SiteReport | None:
     """Returns what became of a packed matmul, or None if `node` is none."""
     op = contract.TORCH_OPS.get(internals.op_name(node))
-    if op is None or not op.multiplies or op.weight is None:
+    if op is None or not op.multiplies or op.weight is None or _quantized(node, "b") is not None:
         return None
     x, b = node.all_input_nodes[0], internals.argument(node, "b")
     m, n, k = eligibility.sizes(x.meta["val"].shape, b.meta["val"].shape)
