@@ -415,7 +415,7 @@ def compare(
     with progress_bar(steps=True) as progress:
         found = run_comparison(
             model,
-            recipes.split(",") if recipes else (),
+            [name.strip() for name in recipes.split(",")] if recipes else (),
             inputs=inputs,
             metrics=metric or METRICS,
             shapes=_shapes(dim),

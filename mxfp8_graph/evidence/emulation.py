@@ -55,6 +55,8 @@ class Emulator:
     """The site that each stored operand B of an MXFP8WeightGemm stands for; several sites may share one."""
     stored: Mapping[str, onnx.TensorProto]
     """The tensor that holds the values of each of these, before its views."""
+    stubs: Set[str]
+    """Initializers that the pass added: weights and their scales, with sizes and no data."""
     sites: int
     """How many matmuls that is."""
     other_bytes: int
@@ -107,7 +109,9 @@ def lay_out(model: Any, recipe: Recipe) -> Emulator:
     if not weights:
         what, advice = "no matmul with a stored weight is eligible", "see the reasons and adapt the recipe"
         raise NothingEligibleError(opened.name, what, advice, decisions)
-    return Emulator(opened=opened, weights=weights, stored=stored, other_bytes=other_bytes, sites=count)
+    nodes = (node for graph in iter_graphs(opened.proto.graph) for node in graph.node)
+    stubs = {name for node in nodes if node.domain == contract.DOMAIN for name in node.input[1:3]}
+    return Emulator(opened=opened, weights=weights, stored=stored, stubs=stubs, sites=count, other_bytes=other_bytes)
 
 
 def _kept(tensor: onnx.TensorProto) -> onnx.TensorProto:
@@ -183,12 +187,17 @@ def _model(emulator: Emulator, peer: Peer) -> tuple[onnx.ModelProto, list[str]]:
             tensor.CopyFrom(emulator.opened.tensors[tensor.name])
     activations: list[str] = []
     delayed = peer.activations.scale == "delayed"
-    for graph in iter_graphs(proto.graph):
-        if delayed and graph is not proto.graph and any(node.domain == contract.DOMAIN for node in graph.node):
+    main, *inner = iter_graphs(proto.graph)
+    for graph in (*reversed(inner), main):  # inner ones first: editing an outer one copies what is inside
+        if delayed and graph is not main and any(node.domain == contract.DOMAIN for node in graph.node):
             what = "a matmul in a subgraph, which has no history of amax"
             advice = f"leave {peer.name} out of the recipes"
             raise ContractError(emulator.opened.name, what, expected="matmuls in the main graph", advice=advice)
-        _edit(graph, set(emulator.weights), activations, delayed=delayed, where=emulator.opened.name)
+        _edit(graph, activations, delayed=delayed, where=emulator.opened.name)
+    for graph in iter_graphs(proto.graph):
+        kept = [tensor for tensor in graph.initializer if tensor.name not in emulator.stubs]
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
     for name, site in emulator.weights.items():
         rank = len(site.w.shape or ())
         proto.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * rank))
@@ -199,7 +208,7 @@ def _model(emulator: Emulator, peer: Peer) -> tuple[onnx.ModelProto, list[str]]:
     return proto, activations
 
 
-def _edit(graph: onnx.GraphProto, weights: Set[str], activations: list[str], *, delayed: bool, where: str) -> None:
+def _edit(graph: onnx.GraphProto, activations: list[str], *, delayed: bool, where: str) -> None:
     """Puts standard ops in the place of the gemms of one graph; adds to `activations` what they round."""
     nodes: list[onnx.NodeProto] = []
     rounded: dict[str, str] = {}
@@ -226,9 +235,6 @@ def _edit(graph: onnx.GraphProto, weights: Set[str], activations: list[str], *, 
         nodes += [*steps, helper.make_node("Cast", [steps[-1].output[0]], [y], to=dtype)]
     del graph.node[:]
     graph.node.extend(nodes)
-    kept = [tensor for tensor in graph.initializer if tensor.name not in weights]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
 
 
 def _before(number: int) -> str:

@@ -216,6 +216,32 @@ def test_a_model_with_external_data_reads_its_weights_from_there(tmp_path: Path)
     assert np.array_equal(emulated(path, "mxfp4").run(feeds)["y"], emulated(b.chain_model(), "mxfp4").run(feeds)["y"])
 
 
+def branching() -> onnx.ModelProto:
+    """y = -(x @ w0 if yes else x @ w1), each weight in its branch."""
+    branches = []
+    for number in range(2):
+        tensor = numpy_helper.from_array(b.weight(64, 96, seed=number), f"w{number}")
+        nodes = [b.node("MatMul", f"x w{number}", f"h{number}")]
+        result = onnx.helper.make_empty_tensor_value_info(f"h{number}")
+        branches.append(onnx.helper.make_graph(nodes, "branch", [], [result], [tensor]))
+    choose = b.node("If", "yes", "h", then_branch=branches[0], else_branch=branches[1])
+    inputs = {"x": (np.float32, ["m", 64]), "yes": (np.bool_, [])}
+    return b.model([choose, b.node("Neg", "h", "y")], inputs, {"y": (np.float32, ["m", 96])})
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_matmuls_in_subgraphs_are_emulated_too(yes: bool) -> None:
+    model, feeds = branching(), {"x": X[0], "yes": np.array(yes)}
+    real, _ = mxfp8_graph.rewrite(model, Recipe(fuse=False))
+    expected = Session(real, kernels=True).run(feeds)["y"]
+    assert difference(expected, emulated(model, "mxfp8-block32").run(feeds)["y"]).relative_l2 < 1e-6
+
+
+def test_matmuls_in_subgraphs_have_no_history() -> None:
+    with pytest.raises(ContractError, match="a matmul in a subgraph, which has no history of amax"):
+        emulated(branching(), "float8-delayed")
+
+
 def test_delayed_scaling_uses_the_largest_amax_before() -> None:
     model = b.matmul_model()
     samples = [X * np.float32(factor) for factor in (1, 4, 2, 8)]
