@@ -38,6 +38,7 @@ class Result:
     seconds: float = 0.0
     processor: float = 0.0
     """Seconds of processor time, those that targets take to start among them."""
+    interrupted: bool = False
     counts: dict[str, Counter[str]] = field(
         default_factory=lambda: {outcome: Counter() for outcome in (ACCEPTED, REFUSED, FINDING)}
     )
@@ -100,6 +101,8 @@ def fuzz(job: Job, *, jobs: int = 1, limits: Limits | None = None) -> Result:
                 for verdict in [] if one.finished else one.poll():
                     result.add(verdict)
             time.sleep(0.05)
+    except KeyboardInterrupt:  # what was found until then counts
+        result.interrupted = True
     finally:
         for one in supervisors:
             one.end()
@@ -166,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.keep:
                 save_corpus(result, CORPUS / target, LARGEST_CORPUS)
         code |= bool(result.findings)
+        if result.interrupted:
+            return code or 130
     return code
 
 

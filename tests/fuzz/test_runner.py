@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,3 +93,19 @@ def test_the_command_saves_what_it_finds(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_missing_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--target", "nothing", "--count", "1"]) == 1
     assert "no such target: tests/fuzz/nothing.py" in capsys.readouterr().err
+
+
+def test_who_stops_a_run_is_told_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sleep, polls = time.sleep, iter(range(40))
+
+    def interrupted(seconds: float) -> None:
+        sleep(seconds)
+        if next(polls, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    code = main(["--target", "toy", "--out", str(tmp_path), "--seconds", "600", "--jobs", "1"])
+    assert code in {1, 130}  # 1 if there was a finding by then
+    assert "toy: " in capsys.readouterr().out
