@@ -27,12 +27,15 @@ from mxfp8_graph.evidence.number_formats import PEERS, Peer
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.options import Progress
-from mxfp8_graph.policy import presets
+from mxfp8_graph.policy import presets, transformer_engine
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, Mxfp8Error, RecipeError
 from mxfp8_ops.formats import VALUE_DTYPES
+
+NAMED: Final = tuple(name for name in presets.PRESETS if name != transformer_engine.MXFP8)
+"""The presets, each once: one of them is another by a second name."""
 
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mxfp8-even": {"scale_rounding": "even"},
@@ -42,6 +45,7 @@ VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 WORDS: Final[Mapping[str, str]] = {
     "mxfp8": "E4M3, ceil scales (TransformerEngine's MXFP8BlockScaling), blocks of 32",
+    "MXFP8BlockScaling": "mxfp8 by TransformerEngine's name",
     "mxfp8-bf16": "E4M3 weights, ceil scales; activations in bfloat16",
     "mxfp8-weight-only": "E4M3 weights, ceil scales; activations as they are",
     "ocp": "E4M3, floor scales (the OCP specification's)",
@@ -155,7 +159,7 @@ class _Candidate:
 
 
 def _candidates(recipes: Sequence[str | Path | Recipe]) -> list[_Candidate]:
-    chosen = [_candidate(recipe) for recipe in recipes or (*presets.PRESETS, *VARIANTS, *PEERS)]
+    chosen = [_candidate(recipe) for recipe in recipes or (*NAMED, *VARIANTS, *PEERS)]
     names = [candidate.name for candidate in chosen]
     for name in names:
         if names.count(name) > 1:

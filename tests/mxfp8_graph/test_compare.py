@@ -15,7 +15,7 @@ from commands import refused, run, save
 import mxfp8_graph
 from mxfp8_graph.checking.compare import difference, sqnr
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.evidence.compare import VARIANTS, WORDS
+from mxfp8_graph.evidence.compare import NAMED, VARIANTS, WORDS
 from mxfp8_graph.evidence.comparison import Comparison, Row
 from mxfp8_graph.evidence.number_formats import PEERS
 from mxfp8_graph.policy import presets
@@ -66,9 +66,9 @@ def test_a_row_of_a_peer_is_emulated_and_has_no_latency() -> None:
 
 def test_every_recipe_with_a_name_has_a_row() -> None:
     found = compare(recipes=())
-    assert [r.name for r in found.rows] == ["original", *presets.PRESETS, *VARIANTS, *PEERS]
+    assert [r.name for r in found.rows] == ["original", *NAMED, *VARIANTS, *PEERS]
     assert not [r.problem for r in found.rows if r.problem]
-    assert {r.name for r in found.rows if r.seconds} == {"original", *presets.PRESETS, *VARIANTS}
+    assert {r.name for r in found.rows if r.seconds} == {"original", *NAMED, *VARIANTS}
     assert set(WORDS) >= {*presets.PRESETS, *VARIANTS}
 
 
