@@ -13,7 +13,7 @@ from commands import process, refused, run, save
 
 import mxfp8_graph
 from mxfp8_graph import doctor, rewriting
-from mxfp8_ops import cpu
+from mxfp8_ops import cpu, native
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -39,7 +39,7 @@ def test_verify(pair: tuple[str, str]) -> None:
     assert lines[3].split()[:5] == ["y", "float32", "2", "x", "64"]
     assert "inputs   x float32 [2, 64], synthesised" in lines
     assert f"kernels  {cpu.isa()}" in lines
-    assert "nodes    2 MXFP8Quantize: kernel against function body, the same bytes" in lines
+    assert f"nodes    2 MXFP8Quantize ({native.isa()}): kernel against function body, the same bytes" in lines
     assert lines[-1] == "verdict  passed"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -512,7 +513,7 @@ def test_an_interrupt_while_the_child_is_made_reaches_the_parent(monkeypatch: py
     fork, interrupts = os.fork, (signal.SIGINT, signal.SIGTERM)
 
     def interrupted() -> int:
-        os.kill(os.getpid(), signal.SIGINT)  # what this raises in a handler of the fork would be lost
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # what this raises in a hook of fork() would be lost
         made = fork()
         if made:
             assert set(interrupts) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
