@@ -9,9 +9,8 @@ from typing import Any, Final
 from mxfp8_graph.evidence import analysis_page
 from mxfp8_graph.evidence.damage import Exclusion, Layer, Scores, SiteDamage, plain
 from mxfp8_graph.evidence.metrics import Metric, Score
-from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import SiteReport, check_report_path
+from mxfp8_graph.report.data import SiteReport, write_report
 from mxfp8_graph.report.json_text import json_text
 
 SCHEMA: Final = 1
@@ -90,9 +89,7 @@ class Analysis:
         Raises:
             Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
         """
-        path = check_report_path(path)
-        write_text(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json())
-        return path
+        return write_report(path, self)
 
 
 def headline(analysis: Analysis) -> str:

@@ -11,9 +11,8 @@ from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.checking.compare import sqnr
 from mxfp8_graph.evidence.metrics import Metric, Score
-from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import check_report_path, filled
+from mxfp8_graph.report.data import filled, write_report
 from mxfp8_graph.report.json_text import json_text
 
 _NAN: Final = "NaN or Inf"
@@ -178,9 +177,7 @@ class Comparison:
         Raises:
             Mxfp8Error: it cannot be written there.
         """
-        path = check_report_path(path)
-        write_text(path, self.to_json() if path.suffix.lower() == ".json" else self.to_html())
-        return path
+        return write_report(path, self)
 
 
 def _number(value: float | None, pattern: str) -> html.Cell:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
@@ -250,9 +250,28 @@ class RewriteReport:
         Raises:
             Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
         """
-        path = check_report_path(path)
-        write_text(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json())
-        return path
+        return write_report(path, self)
+
+
+class Writable(Protocol):
+    """A report that is a page or JSON."""
+
+    def to_html(self) -> str:
+        """Returns one self-contained page."""
+
+    def to_json(self) -> str:
+        """Returns everything as JSON."""
+
+
+def write_report(path: str | Path, report: Writable) -> Path:
+    """Writes a report, as JSON or (suffix .html) as a page, and returns the path.
+
+    Raises:
+        Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
+    """
+    path = check_report_path(path)
+    write_text(path, report.to_html() if path.suffix.lower() == ".html" else report.to_json())
+    return path
 
 
 def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES, models: Iterable[Path] = ()) -> Path:
