@@ -32,6 +32,27 @@ MXFP8_INLINE void transpose_tile(const char* from, int64_t stride, char* to, int
     _mm512_storeu_pd(out + 12 * to_stride, _mm512_unpackhi_pd(pairs(b), pairs(d)));
   }
 }
+#elif defined(__AVX2__)
+// 8 rows of 8 words; strides are in words.
+MXFP8_INLINE void transpose_tile(const char* from, int64_t stride, char* to, int64_t to_stride) {
+  const auto lane = [](const char* at) { return _mm_loadu_ps(reinterpret_cast<const float*>(at)); };
+  const auto pairs = [](Vec x) { return _mm256_castps_pd(x); };
+  const auto put = [](char* at, __m256d x) { _mm256_storeu_pd(reinterpret_cast<double*>(at), x); };
+  for (int part = 0; part < 2; ++part) {  // four columns
+    Vec rows[4];                          // row i and i + 4, four words of each
+    for (int i = 0; i < 4; ++i) {
+      const char* at = from + (i * stride + 4 * part) * 4;
+      rows[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(lane(at)), lane(at + 16 * stride), 1);
+    }
+    const Vec a = _mm256_unpacklo_ps(rows[0], rows[1]), b = _mm256_unpackhi_ps(rows[0], rows[1]);
+    const Vec c = _mm256_unpacklo_ps(rows[2], rows[3]), d = _mm256_unpackhi_ps(rows[2], rows[3]);
+    char* out = to + 4 * part * to_stride * 4;
+    put(out, _mm256_unpacklo_pd(pairs(a), pairs(c)));
+    put(out + 4 * to_stride, _mm256_unpackhi_pd(pairs(a), pairs(c)));
+    put(out + 8 * to_stride, _mm256_unpacklo_pd(pairs(b), pairs(d)));
+    put(out + 12 * to_stride, _mm256_unpackhi_pd(pairs(b), pairs(d)));
+  }
+}
 #endif
 
 // kStep rows of `count` words to `count` rows of kStep; strides are in words of 4 bytes.
@@ -39,8 +60,12 @@ MXFP8_INLINE void transpose_rows(const void* rows, int64_t stride, int64_t count
   const auto* from = static_cast<const char*>(rows);
   auto* to = static_cast<char*>(columns);
   int64_t j = 0;
-#if defined(__AVX512F__)
-  for (; j + kStep <= count; j += kStep) transpose_tile(from + j * 4, stride, to + j * to_stride * 4, to_stride);
+#if defined(__AVX2__)
+  for (; j + kLanes <= count; j += kLanes) {
+    for (int64_t i = 0; i < kStep; i += kLanes) {
+      transpose_tile(from + (i * stride + j) * 4, stride, to + (j * to_stride + i) * 4, to_stride);
+    }
+  }
 #endif
   for (; j < count; ++j) {
     for (int64_t i = 0; i < kStep; ++i) std::memcpy(to + (j * to_stride + i) * 4, from + (i * stride + j) * 4, 4);

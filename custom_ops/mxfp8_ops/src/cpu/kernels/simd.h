@@ -26,6 +26,7 @@ constexpr int kTileRows = 6;     // 6 x 4 accumulators, 4 + 1 operands: 29 of 32
 constexpr int kBf16Rows = 12;    // of a tile in gemm_many_bf16.cpp: 12 x 2 accumulators, 2 + 1 operands
 constexpr int kSkinnyGroup = 8;  // rows of A that gemm_skinny_f32.cpp multiplies at a time
 MXFP8_INLINE Vec zero() { return _mm512_setzero_ps(); }
+MXFP8_INLINE Vec all_of(float x) { return _mm512_set1_ps(x); }  // straight from memory: adding takes a port of FMA
 MXFP8_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 MXFP8_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 
@@ -73,6 +74,7 @@ constexpr int kLanes = 8;
 constexpr int kTileRows = 3;  // 3 x 4 accumulators, 3 + 1 operands: all 16 registers
 constexpr int kSkinnyGroup = 6;
 MXFP8_INLINE Vec zero() { return _mm256_setzero_ps(); }
+MXFP8_INLINE Vec all_of(float x) { return _mm256_set1_ps(x); }
 MXFP8_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
 MXFP8_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 MXFP8_INLINE void store_sums(const Vec* v, float* out, bool accumulate) {
@@ -108,6 +110,7 @@ constexpr int kLanes = 4;
 constexpr int kTileRows = 2;
 constexpr int kSkinnyGroup = 4;
 MXFP8_INLINE Vec zero() { return Vec{}; }
+MXFP8_INLINE Vec all_of(float x) { return Vec{x, x, x, x}; }
 MXFP8_INLINE Vec load(const float* p) {
   Vec v;
   std::memcpy(&v, p, sizeof v);
