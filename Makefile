@@ -7,11 +7,14 @@
 # make faults     kills at random moments and at every step, full disks, read-only folders, writers that meet: counts
 # make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
+# make wheels     dist/: the source distribution and a wheel per processor, for any Linux, tried in fresh environments of
+#                 every Python that is found; no compiler but what the package index has
+# make aarch64    the wheel for aarch64 in an emulator (Debian's packages: see .ci/aarch64.py)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-slow check format wheels aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -46,6 +49,18 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
+
+build/wheels/.installed: pyproject.toml
+	$(PYTHON) -m venv build/wheels
+	build/wheels/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	build/wheels/bin/python -m pip install --quiet --group wheels
+	@touch $@
+
+wheels: build/wheels/.installed
+	build/wheels/bin/python .ci/wheels.py
+
+aarch64: build/wheels/.installed
+	build/wheels/bin/python .ci/aarch64.py dist/*_aarch64.whl
 
 # On a machine with a GPU, PyTorch, CuPy and cmake: no virtual environment, no network. With onnxruntime, that too.
 gpu-library:

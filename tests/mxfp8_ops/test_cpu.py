@@ -6,9 +6,12 @@ import ctypes
 import itertools
 import multiprocessing
 import os
+import platform
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -682,3 +685,14 @@ def test_every_entry_point_refuses_codes_it_does_not_know(entry, codes):
             assert function(*{**valid, name: code}.values()) == -1, f"{name} {code}"
             with pytest.raises(ShapeError, match=f"{entry}: {name} is {code}; expected .*; "):
                 native.check(entry, -1)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="asks Linux on x86-64")
+def test_the_instruction_sets_are_those_that_linux_names() -> None:
+    # Linux leaves out a flag whose registers it does not save, as the library does by asking XGETBV.
+    flags = set(re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
+    needed = {"portable": set(), "avx2": {"avx2", "fma", "f16c"}}
+    needed["avx512"] = needed["avx2"] | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    needed["avx512_bf16"] = needed["avx512"] | {"avx512vbmi", "avx512_bf16"}
+    needed["amx_bf16"] = needed["avx512_bf16"] | {"amx_tile", "amx_bf16"}
+    assert set(cpu.available_isas()) == {isa for isa, wanted in needed.items() if wanted <= flags}

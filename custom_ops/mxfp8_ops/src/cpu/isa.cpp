@@ -42,20 +42,51 @@ struct Isa {
 };
 
 #if defined(MXFP8_X86)
-bool has_avx512_bf16() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+// What cpuid says of the processor, and XGETBV of the registers that the operating system saves. Asked for here because
+// __builtin_cpu_supports needs a part of the compiler's library that not every compiler brings.
+class Processor {
+ public:
+  Processor() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid(0, &a, &b, &c, &d) != 0) intel_ = b == 0x756e6547 && d == 0x49656e69 && c == 0x6c65746e;
+    if (__get_cpuid(1, &a, &b, &c, &d) != 0) basic_ = c;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) != 0) more_b_ = b, more_c_ = c, more_d_ = d;
+    if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0) newer_ = a;
+    if (has(basic_, 27)) {
+      unsigned low = 0, high = 0;
+      __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+      saved_ = low;
+    }
+  }
+  bool avx2() const {
+    return saves(kYmm) && has(basic_, 28) && has(basic_, 12) && has(basic_, 29) && has(more_b_, 5);  // AVX, FMA, F16C
+  }
+  bool avx512() const {  // F, DQ, BW, VL
+    return avx2() && saves(kZmm) && has(more_b_, 16) && has(more_b_, 17) && has(more_b_, 30) && has(more_b_, 31);
+  }
+  bool avx512_bf16() const { return avx512() && has(more_c_, 1) && has(newer_, 5); }  // VBMI, BF16
+  bool amx_bf16() const { return avx512_bf16() && saves(kTiles) && has(more_d_, 22) && has(more_d_, 24); }
+  bool intel() const { return intel_; }
+
+ private:
+  static constexpr unsigned kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;  // of XCR0
+  static bool has(unsigned word, int bit) { return (word >> bit & 1) != 0; }
+  bool saves(unsigned mask) const { return (saved_ & mask) == mask; }
+
+  bool intel_ = false;
+  unsigned basic_ = 0, more_b_ = 0, more_c_ = 0, more_d_ = 0, newer_ = 0, saved_ = 0;
+};
+
+const Processor& processor() {
+  static const Processor found;
+  return found;
 }
 
 // Linux saves the tiles only for processes that have asked for it, because they take 8 KB of a signal's stack.
 bool has_amx_bf16() {
 #if defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!has_avx512_bf16() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
-  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  if (!processor().amx_bf16()) return false;
   static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return permitted;
 #else
@@ -64,18 +95,13 @@ bool has_amx_bf16() {
 }
 #endif
 
-// Best first. __builtin_cpu_supports asks cpuid, and XGETBV for what the operating system saves.
+// Best first.
 const Isa kIsas[] = {
 #if defined(MXFP8_X86)
     {&amx_bf16::kernels, has_amx_bf16},
-    {&avx512_bf16::kernels, has_avx512_bf16},
-    {&avx512::kernels,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-     }},
-    {&avx2::kernels,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }},
+    {&avx512_bf16::kernels, [] { return processor().avx512_bf16(); }},
+    {&avx512::kernels, [] { return processor().avx512(); }},
+    {&avx2::kernels, [] { return processor().avx2(); }},
 #endif
     {&portable::kernels, [] { return true; }},
 };
@@ -85,16 +111,13 @@ const Isa kIsas[] = {
 // avx512_bf16, which is for AMD's then.
 bool is_slower_than_the_next([[maybe_unused]] const Isa& isa) {
 #if defined(MXFP8_X86)
-  return isa.kernels == &avx512_bf16::kernels && __builtin_cpu_is("intel");
+  return isa.kernels == &avx512_bf16::kernels && processor().intel();
 #else
   return false;
 #endif
 }
 
 const Kernels* find(const char* name) {
-#if defined(MXFP8_X86)
-  __builtin_cpu_init();
-#endif
   for (const Isa& isa : kIsas) {
     const bool wanted = name == nullptr ? !is_slower_than_the_next(isa) : std::strcmp(name, isa.kernels->isa) == 0;
     if (wanted && isa.usable()) return isa.kernels;
