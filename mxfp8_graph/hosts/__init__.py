@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from mxfp8_graph.hosts.package import HOSTS as HOSTS
-from mxfp8_graph.hosts.package import package as package
+from mxfp8_graph.hosts.write import HOSTS as HOSTS
+from mxfp8_graph.hosts.write import package as package

@@ -54,42 +54,46 @@ def _given(described: Description) -> dict[str, Any]:
 
 def _made(request: Request, described: Description) -> dict[str, Any]:
     """Returns the configuration of a decoder that transformers describes, with the names that the model has."""
-    known, graph = described.json("config.json", dict), request.model.graph
-    where = f"{described.path / 'config.json'}"
-    layers = _number(known, "num_hidden_layers", where)
-    inputs, outputs = {value.name: value for value in graph.input}, [value.name for value in graph.output]
-    past = {kind: _pattern(inputs, kind, layers, request) for kind in _KINDS}
-    present = {kind: _pattern(outputs, kind, layers, request) for kind in _KINDS}
-    logits = "logits" if "logits" in outputs else outputs[0]
-    hidden, heads = (_number(known, name, where) for name in ("hidden_size", "num_attention_heads"))
-    cached_heads = _number({"num_key_value_heads": heads, **known}, "num_key_value_heads", where)
-    head_size = known.get("head_dim") or hidden // heads
-    _check_cache(inputs[past["key"].replace("%d", "0")], cached_heads, head_size, where)
-    decoder = {
-        "head_size": head_size,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": cached_heads,
-        "inputs": {
-            **{name: name for name in _INPUTS if name in inputs},
-            **{f"past_{kind}_names": pattern for kind, pattern in past.items()},
-        },
-        "outputs": {"logits": logits, **{f"present_{kind}_names": pattern for kind, pattern in present.items()}},
-    }
-    length = _number(known, "max_position_embeddings", where)
-    end = known.get("eos_token_id")
-    tokens = {"bos_token_id": known.get("bos_token_id"), "eos_token_id": end}
-    padding = known.get("pad_token_id")
-    tokens["pad_token_id"] = padding if padding is not None else end[0] if isinstance(end, list) else end
+    where = str(described.path / "config.json")
+    known = {name: value for name, value in described.json("config.json", dict).items() if value is not None}
+    length, end = _number(known, "max_position_embeddings", where), known.get("eos_token_id")
+    padding = known.get("pad_token_id", end[0] if isinstance(end, list) and end else end)
+    tokens = {"bos_token_id": known.get("bos_token_id"), "eos_token_id": end, "pad_token_id": padding}
     model = {
         "type": known.get("model_type"),
         "context_length": length,
         "vocab_size": _number(known, "vocab_size", where),
         **{name: token for name, token in tokens.items() if token is not None},
-        "decoder": decoder,
+        "decoder": _decoder(request, known, where),
     }
     return {"model": model, "search": {"max_length": length, "past_present_share_buffer": False}}
+
+
+def _decoder(request: Request, known: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the sizes of the decoder and the names of its inputs and outputs."""
+    layers, hidden, heads = (
+        _number(known, name, where) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    cached_heads = _number({"num_key_value_heads": heads, **known}, "num_key_value_heads", where)
+    head_size = _number({"head_dim": hidden // heads, **known}, "head_dim", where)
+    graph = request.model.graph
+    inputs, outputs = {value.name: value for value in graph.input}, [value.name for value in graph.output]
+    ports: dict[str, dict[str, str]] = {
+        "inputs": {name: name for name in _INPUTS if name in inputs},
+        "outputs": {"logits": "logits" if "logits" in outputs else outputs[0]},
+    }
+    for kind in _KINDS:
+        ports["inputs"][f"past_{kind}_names"] = past = _pattern(inputs, kind, layers, request)
+        ports["outputs"][f"present_{kind}_names"] = _pattern(outputs, kind, layers, request)
+        _check_cache(inputs[past.replace("%d", "0")], cached_heads, head_size, where)
+    return {
+        "head_size": head_size,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": cached_heads,
+        **ports,
+    }
 
 
 def _number(config: dict[str, Any], name: str, where: str) -> int:

@@ -85,9 +85,9 @@ class Description:
         Raises:
             ContractError: it is missing, is no JSON, or holds something else.
         """
-        path = self.locate(name)
+        path = self.path / name
         try:
-            with open_regular(path) as file:
+            with open_regular(self.locate(name)) as file:
                 found = json.load(file)
         except OSError as error:
             raise ContractError.unreadable(path, error, "a readable file") from None

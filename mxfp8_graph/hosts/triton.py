@@ -17,7 +17,7 @@ from mxfp8_ops.errors import ContractError
 MAX_BATCH: Final = 32
 """Of requests that the server puts together, where the model has a batch dimension; config.pbtxt may say otherwise."""
 
-_TYPES: Final = {
+_TYPES: Final[dict[int, str]] = {
     onnx.TensorProto.BOOL: "TYPE_BOOL",
     onnx.TensorProto.UINT8: "TYPE_UINT8",
     onnx.TensorProto.UINT16: "TYPE_UINT16",

@@ -1,6 +1,6 @@
 """A Ray Serve application: text in, embedding out, several replicas of one rewritten model.
 
-    serve run embedder:application model=/path/minilm.mxfp8.onnx tokenizer=/path/tokenizer.json
+serve run embedder:application model=/path/minilm.mxfp8.onnx tokenizer=/path/tokenizer.json
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import os
 import pydoc_data.topics
 import re
 import signal
-import statistics
 import sys
 import threading
 import time

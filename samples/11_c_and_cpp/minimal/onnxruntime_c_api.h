@@ -1,7 +1,7 @@
-/* What run.c needs of ONNX Runtime's C API, declared by hand, for machines without its headers: use those of the release
-   (onnxruntime-linux-*.tgz, the NuGet package) where you have them. The table only ever grows at its end, so a function's
-   place is the same in every release; tests/mxfp8_graph/test_hosts_c.py compares places and signatures with the
-   published header. Names and places: onnxruntime_c_api.h of 1.17, MIT license, Microsoft. */
+/* What run.c needs of ONNX Runtime's C API, declared by hand, for machines without its headers: use those of the
+   release (onnxruntime-linux-*.tgz, the NuGet package) where you have them. The table only ever grows at its end, so a
+   function's place is the same in every release; tests/mxfp8_graph/test_hosts_c.py compares places with the published
+   header. Names and places: onnxruntime_c_api.h of 1.17, MIT license, Microsoft. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -74,4 +74,4 @@ typedef struct OrtApiBase {
 #ifdef __cplusplus
 extern "C"
 #endif
-const OrtApiBase* OrtGetApiBase(void);
+    const OrtApiBase* OrtGetApiBase(void);

@@ -1,0 +1,68 @@
+"""Hosts that are installed, running rewritten models; samples 08 to 10 run more of them. Others are skipped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import builders as b
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import mxfp8_graph
+from mxfp8_ops import cpu
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+NODE = """
+const ort = require("onnxruntime-node");
+const x = new ort.Tensor("float32", Float32Array.from(JSON.parse(process.argv[2])), [2, 64]);
+ort.InferenceSession.create(process.argv[1])
+  .then(session => session.run({x}))
+  .then(results => console.log(JSON.stringify([...results.y.data])));
+"""
+
+
+def test_onnxruntime_node_has_no_custom_op_call_and_runs_the_function_bodies() -> None:
+    node = shutil.which("node")
+    here = node and subprocess.run([node, "-e", "require('onnxruntime-node')"], capture_output=True, check=False)
+    if not here or here.returncode:
+        pytest.skip("needs node and `npm install onnxruntime-node`, with NODE_PATH set to its node_modules")
+    mxfp8_graph.rewrite(b.chain_model(), output="m.onnx")
+    x = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    done = subprocess.run(
+        [node, "-e", NODE, str(Path("m.onnx").resolve()), json.dumps(x.ravel().tolist())],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = np.array(json.loads(done.stdout), np.float32).reshape(2, 64)
+    expected = onnxruntime.InferenceSession("m.onnx").run(None, {"x": x})[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_genai_loads_the_library_that_was_packaged() -> None:
+    """A library that cannot be loaded is what it says it cannot load: it does not run the function bodies instead."""
+    genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra hosts")
+    from test_hosts import LLAMA, decoder
+
+    model = decoder()
+    model.graph.input[0].name = model.graph.node[0].input[0] = "input_ids"
+    onnx.save(model, "source.onnx")
+    mxfp8_graph.rewrite("source.onnx", output="m.onnx")
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(json.dumps(LLAMA))
+    folder = mxfp8_graph.package("m.onnx", "genai", "packaged", config="llama")
+    genai.Model(str(folder))
+    maps = Path("/proc/self/maps")
+    library = folder / cpu.library_path().name
+    assert not maps.exists() or str(library) in maps.read_text()
+    broken = shutil.copytree(folder, Path("broken"))
+    (broken / library.name).write_bytes(b"no library")
+    with pytest.raises(Exception, match=library.name):
+        genai.Model(str(broken))
