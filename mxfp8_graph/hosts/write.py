@@ -65,6 +65,9 @@ def package(
     if root is not None and (host != "triton" or not Path(root).is_absolute()):
         expected, advice = "an absolute path, for triton", "correct it or leave it out"
         raise ContractError("root", f"{os.fspath(root)!r} for {host}", expected=expected, advice=advice)
+    if config is not None and host == "triton":
+        what, expected = "a description for triton", "none: the model says all that it asks for"
+        raise ContractError("config", what, expected=expected, advice="leave it out")
     opened, target = _rewritten(model), Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
     if os.path.lexists(target):
         raise _exists(target)

@@ -13,6 +13,7 @@ import pytest
 from commands import refused, run, save
 
 import mxfp8_graph
+from mxfp8_graph.hosts import HOSTS
 from mxfp8_ops import cpu, ort
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -215,6 +216,23 @@ def test_an_optimum_folder() -> None:
     assert files_of("o") == {"config.json", "tokenizer.json", "model.onnx", "m.onnx.data"}
 
 
+def test_a_description_in_the_cache_of_the_hugging_face_hub() -> None:
+    """There every file is a link into one other folder."""
+    folder = described(config={"model_type": "bert"})
+    Path("blobs").mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(Path("blobs", path.stem))
+        path.symlink_to(Path("../blobs", path.stem))
+    mxfp8_graph.package(rewritten(), "optimum", "o", config=folder)
+    assert json.loads(Path("o/config.json").read_text()) == {"model_type": "bert"}
+    assert not Path("o/config.json").is_symlink()
+
+
+def test_the_help_names_every_host() -> None:
+    words = " ".join(run("package", "--help").stdout.split())
+    assert [host for host in HOSTS if host not in words] == []
+
+
 # --- What is refused -------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +337,13 @@ def test_a_root_that_means_nothing(host: str, root: str) -> None:
     rewritten()
     assert refusal(host, "--root", root) == (
         f"root: '{root}' for {host}; expected an absolute path, for triton; correct it or leave it out"
+    )
+
+
+def test_a_description_for_triton() -> None:
+    rewritten()
+    assert refusal("triton", "--config", str(described())) == (
+        "config: a description for triton; expected none: the model says all that it asks for; leave it out"
     )
 
 

@@ -19,23 +19,24 @@ from mxfp8_ops import cpu
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 NODE = """
-const ort = require("onnxruntime-node");
+const ort = require(process.argv[3]);
 const x = new ort.Tensor("float32", Float32Array.from(JSON.parse(process.argv[2])), [2, 64]);
 ort.InferenceSession.create(process.argv[1])
   .then(session => session.run({x}))
-  .then(results => console.log(JSON.stringify([...results.y.data])));
+  .then(results => { console.log(JSON.stringify([...results.y.data])); process.exit(0); });
 """
 
 
-def test_onnxruntime_node_has_no_custom_op_call_and_runs_the_function_bodies() -> None:
+@pytest.mark.parametrize("package", ["onnxruntime-node", "onnxruntime-web"])
+def test_without_a_call_for_custom_ops_the_function_bodies_run(package: str) -> None:
     node = shutil.which("node")
-    here = node and subprocess.run([node, "-e", "require('onnxruntime-node')"], capture_output=True, check=False)
+    here = node and subprocess.run([node, "-e", f"require('{package}')"], capture_output=True, check=False)
     if not here or here.returncode:
-        pytest.skip("needs node and `npm install onnxruntime-node`, with NODE_PATH set to its node_modules")
+        pytest.skip(f"needs node and `npm install {package}`, with NODE_PATH set to its node_modules")
     mxfp8_graph.rewrite(b.chain_model(), output="m.onnx")
     x = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
     done = subprocess.run(
-        [node, "-e", NODE, str(Path("m.onnx").resolve()), json.dumps(x.ravel().tolist())],
+        [node, "-e", NODE, str(Path("m.onnx").resolve()), json.dumps(x.ravel().tolist()), package],
         capture_output=True,
         text=True,
         check=False,
