@@ -37,15 +37,15 @@ test: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
 
-# optimum-onnx needs an older transformers than our tests, so it has an environment of its own. amd-quark is not run: its
-# package has the published headers of ONNX Runtime.
+# optimum-onnx needs an older transformers than our tests, so it has an environment of its own. Two packages are there
+# for files in them: amd-quark has the published headers of ONNX Runtime, nvidia-pytriton a Triton server.
 HOSTS := $(VENV)-hosts
 OPTIMUM := $(VENV)-hosts-optimum
 
 test-hosts:
 	$(PYTHON) -m venv $(HOSTS) && $(PYTHON) -m venv $(OPTIMUM)
 	$(HOSTS)/bin/python -m pip install --quiet --constraint constraints.txt '.[torch,test,hosts]'
-	$(HOSTS)/bin/python -m pip install --quiet --no-deps amd-quark==0.13
+	$(HOSTS)/bin/python -m pip install --quiet --no-deps amd-quark==0.13 nvidia-pytriton==0.7.0
 	$(HOSTS)/bin/python -m pytest tests/mxfp8_graph -k test_hosts
 	$(HOSTS)/bin/python -m pytest tests/test_documentation.py -k 'genai or ray or c_and_cpp'
 	$(OPTIMUM)/bin/python -m pip install --quiet '.[torch,hosts-optimum]'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import shutil
@@ -104,7 +105,10 @@ def _rewritten(model: Any) -> OpenedModel:
 def _new_folder(target: Path) -> Iterator[Path]:
     """Yields a folder to fill, which is at `target` at the end; after an error it is gone."""
     folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}.mxfp8-folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # and is a file
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
     folder.mkdir()
     try:
         yield folder
@@ -120,32 +124,36 @@ def _new_folder(target: Path) -> Iterator[Path]:
 
 def _fill(folder: Path, layout: Layout, opened: OpenedModel, library: Path) -> None:
     for name, content in layout.files.items():
-        with _new_file(folder, name) as file:
-            if isinstance(content, bytes):
+        if isinstance(content, bytes):
+            with _new_file(folder, name) as file:
                 file.write(content)
-            else:
-                with open_regular(content) as original:
-                    shutil.copyfileobj(original, file)
+        else:
+            _copy(functools.partial(open_regular, content), content, folder, name)
     if layout.library is not None:
-        with _new_file(folder, layout.library) as file, library.open("rb") as original:
-            shutil.copyfileobj(original, file)
+        _copy(functools.partial(open_regular, library), library, folder, layout.library)
     _copy_model(folder, layout.model, opened)
 
 
 def _copy_model(folder: Path, name: str, opened: OpenedModel) -> None:
     """Copies a model and its external data, which keeps its place relative to the model."""
-    models = opened.folder
+    models, path = opened.folder, Path(opened.name)
     assert models is not None  # it came from a file
-    with _new_file(folder, name) as file, models.files.open(Path(opened.name)) as original:
-        shutil.copyfileobj(original, file)
+    _copy(functools.partial(models.files.open, path), path, folder, name)
     tensors = [*opened.tensors.values(), *iter_tensors(opened.proto)]
     for data in sorted({location(tensor) for tensor in tensors if is_external(tensor)}):
-        with (
-            _new_file(folder, str(PurePosixPath(name).parent / data)) as file,
-            models.open(data, opened.name) as original,
-        ):
-            shutil.copyfileobj(original, file)
-            models.check(original)
+        place = str(PurePosixPath(name).parent / data)
+        _copy(functools.partial(models.open, data, opened.name), path.parent / data, folder, place)
+    models.files.check()
+
+
+def _copy(open_original: Callable[[], BinaryIO], path: Path, folder: Path, name: str) -> None:
+    """Copies what `open_original` opens, called `path` in errors, to a new file below `folder`."""
+    try:
+        original = open_original()
+    except OSError as error:
+        raise ContractError.unreadable(path, error, "a readable file") from None
+    with original, _new_file(folder, name) as file:
+        shutil.copyfileobj(original, file)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -45,6 +47,33 @@ def test_without_a_call_for_custom_ops_the_function_bodies_run(package: str) -> 
     found = np.array(json.loads(done.stdout), np.float32).reshape(2, 64)
     expected = onnxruntime.InferenceSession("m.onnx").run(None, {"x": x})[0]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_triton_server_takes_the_configuration() -> None:
+    """The server in the package nvidia-pytriton has no ONNX Runtime backend: that is all it may have to say."""
+    found = importlib.util.find_spec("pytriton")
+    if found is None or found.submodule_search_locations is None:
+        pytest.skip("needs a server: pip install --no-deps nvidia-pytriton")
+    server = Path(found.submodule_search_locations[0], "tritonserver")
+    mxfp8_graph.rewrite(b.chain_model(), output="m.onnx")
+    mxfp8_graph.package("m.onnx", "triton", "repository/chain")
+    quiet = [f"--allow-{what}=false" for what in ("http", "grpc", "metrics")]
+    done = subprocess.run(
+        [
+            server / "bin/tritonserver",
+            "--model-repository=repository",
+            f"--backend-directory={server}/backends",
+            *quiet,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    said = done.stdout + done.stderr
+    assert "failed to read text proto" not in said
+    reasons = set(re.findall(r"failed to load 'chain' version 1: (.*?)[,\"]", said))
+    assert reasons == {"Invalid argument: unable to find backend library for backend 'onnxruntime'"}, said
 
 
 def test_genai_loads_the_library_that_was_packaged() -> None:
