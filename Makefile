@@ -48,7 +48,8 @@ test-hosts:
 	$(HOSTS)/bin/python -m pip install --quiet --no-deps amd-quark==0.13 nvidia-pytriton==0.7.0
 	$(HOSTS)/bin/python -m pytest tests/mxfp8_graph -k test_hosts
 	$(HOSTS)/bin/python -m pytest tests/test_documentation.py -k 'genai or ray or c_and_cpp'
-	$(OPTIMUM)/bin/python -m pip install --quiet '.[torch,hosts-optimum]'
+	grep -v ^transformers constraints.txt >$(OPTIMUM)/constraints.txt
+	$(OPTIMUM)/bin/python -m pip install --quiet --constraint $(OPTIMUM)/constraints.txt '.[torch,hosts-optimum]'
 	$(OPTIMUM)/bin/python -m pytest tests/test_documentation.py -k 09_sentence_transformers
 
 check: $(VENV)/.installed
