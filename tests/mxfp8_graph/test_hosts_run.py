@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import builders as b
@@ -74,6 +77,34 @@ def test_a_triton_server_takes_the_configuration() -> None:
     assert "failed to read text proto" not in said
     reasons = set(re.findall(r"failed to load 'chain' version 1: (.*?)[,\"]", said))
     assert reasons == {"Invalid argument: unable to find backend library for backend 'onnxruntime'"}, said
+
+
+def test_ray_goes_on_with_a_folder_of_models_after_a_kill() -> None:
+    pytest.importorskip("ray", reason="needs the extra hosts")
+    script = Path(__file__).parents[2] / "samples/10_ray/rewrite_folder.py"
+    command = [sys.executable, script, "models", "results"]
+    Path("models/deep").mkdir(parents=True)
+    for number in range(12):
+        b.save(b.chain_model(), Path(f"models/deep/{number}.onnx"))
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith("{"):
+            break
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    before = len(list(Path("results").rglob("*.onnx")))
+    assert before > 0
+
+    second = subprocess.run(command, capture_output=True, text=True, check=True)
+    said, *lines = second.stdout.splitlines()
+    done = int(re.fullmatch(r"12 models, (\d+) rewritten before", said)[1])
+    assert done >= before
+    assert len([line for line in lines if '"rewritten": 2' in line]) == 12 - done
+    assert len(list(Path("results/deep").glob("*.onnx"))) == 12
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout == "6 models, 6 rewritten before\n"
+    )
 
 
 def test_genai_loads_the_library_that_was_packaged() -> None:
