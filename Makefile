@@ -2,6 +2,8 @@
 # make test   the test suite        make check  lint, types, layers        make bench  benchmarks
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make gpu-first  the first half hour on one, call by call
+# make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
+#                  are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
 # make fuzz       changed inputs, FUZZ_SECONDS for each target from FUZZ_SEED on; FUZZ_ENGINE=atheris is guided by the
 #                 code that is reached, where atheris can be installed (x86-64 Linux, Python 3.11 to 3.13)
 # make faults     kills at random moments and at every step, full disks, read-only folders, writers that meet: counts
@@ -14,11 +16,11 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format wheels aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-slow test-hosts check format wheels aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
-FORMATTED := $(shell find custom_ops/mxfp8_ops/src tests benchmarks -regex '.*\.\(c\|cpp\|h\|cu\|cuh\)')
+FORMATTED := $(shell find custom_ops/mxfp8_ops/src tests benchmarks samples -regex '.*\.\(c\|cpp\|h\|cu\|cuh\)')
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +39,21 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
+
+# optimum-onnx needs an older transformers than our tests, so it has an environment of its own. Two packages are there
+# for files in them: amd-quark has the published headers of ONNX Runtime, nvidia-pytriton a Triton server.
+HOSTS := $(VENV)-hosts
+OPTIMUM := $(VENV)-hosts-optimum
+
+test-hosts:
+	$(PYTHON) -m venv $(HOSTS) && $(PYTHON) -m venv $(OPTIMUM)
+	$(HOSTS)/bin/python -m pip install --quiet --constraint constraints.txt '.[torch,test,hosts]'
+	$(HOSTS)/bin/python -m pip install --quiet --no-deps amd-quark==0.13 nvidia-pytriton==0.7.0
+	$(HOSTS)/bin/python -m pytest tests/mxfp8_graph -k test_hosts
+	$(HOSTS)/bin/python -m pytest tests/test_documentation.py -k 'genai or ray or c_and_cpp'
+	grep -v ^transformers constraints.txt >$(OPTIMUM)/constraints.txt
+	$(OPTIMUM)/bin/python -m pip install --quiet --constraint $(OPTIMUM)/constraints.txt '.[torch,hosts-optimum]'
+	$(OPTIMUM)/bin/python -m pytest tests/test_documentation.py -k 09_sentence_transformers
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -500,6 +500,33 @@ def analyze(
 
 
 @command
+def package(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="An ONNX model that rewrite made.", show_default=False)
+    ],
+    *,
+    host: Annotated[
+        str, typer.Option("--for", metavar="HOST", help="genai, optimum, sentence-transformers or triton.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FOLDER", help="Describes MODEL: its configuration and tokenizer. Not for triton."
+        ),
+    ] = None,
+    root: Annotated[
+        Path | None,
+        typer.Option("--root", metavar="PATH", help="triton: where the server sees FOLDER, if not there."),
+    ] = None,
+) -> None:
+    """Writes the folder that a serving program loads MODEL from, with the native library and configuration."""
+    from mxfp8_graph import hosts
+
+    typer.echo(printable(str(hosts.package(model, host, output, config=config, root=root))))
+
+
+@command
 def doctor() -> None:
     """Says what works here and what is missing.
 

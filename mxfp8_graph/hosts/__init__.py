@@ -1,0 +1,6 @@
+"""Folders that serving programs load: a rewritten model, the native library, and the configuration that names it."""
+
+from __future__ import annotations
+
+from mxfp8_graph.hosts.write import HOSTS as HOSTS
+from mxfp8_graph.hosts.write import package as package

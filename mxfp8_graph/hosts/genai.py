@@ -1,0 +1,130 @@
+"""A folder for onnxruntime-genai: genai_config.json that names the native library, the decoder and its tokenizer.
+
+The library has to lie beside genai_config.json. Fields: https://onnxruntime.ai/docs/genai/reference/config.html.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+import onnx
+
+from mxfp8_graph.hosts.layout import MODEL, Description, Layout, Request
+from mxfp8_ops.errors import ContractError
+
+CONFIG: Final = "genai_config.json"
+
+_INPUTS: Final = ("input_ids", "attention_mask", "position_ids")
+_KINDS: Final = ("key", "value")
+
+
+def layout(request: Request) -> Layout:
+    """Returns the folder of a decoder with a cache of keys and values as inputs and outputs.
+
+    The configuration is that of the description, if the model builder of onnxruntime-genai wrote it, with our library
+    added; or it is made of the model's own config.json.
+
+    Raises:
+        ContractError: there is neither, the model has no such cache, or the configuration is not of one decoder.
+    """
+    has_config = request.config is not None and (request.config / CONFIG).is_file()
+    described = Description(request, CONFIG if has_config else "config.json", "genai_config.json or config.json")
+    config = _given(described) if has_config else _made(request, described)
+    decoder = config["model"]["decoder"]
+    decoder["filename"] = MODEL
+    decoder.setdefault("session_options", {})["custom_ops_library"] = request.library
+    files = described.files()
+    files[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    return Layout(MODEL, request.library, files)
+
+
+def _given(described: Description) -> dict[str, Any]:
+    config: dict[str, Any] = described.json(CONFIG, dict)
+    model = config.get("model")
+    decoder = model.get("decoder") if isinstance(model, dict) else None
+    if not isinstance(decoder, dict) or "pipeline" in decoder:
+        what, expected = "has no decoder of one model", "model.decoder, without a pipeline"
+        advice = "add custom_ops_library to the session options of each model by hand"
+        raise ContractError(described.path / CONFIG, what, expected=expected, advice=advice)
+    return config
+
+
+def _made(request: Request, described: Description) -> dict[str, Any]:
+    """Returns the configuration of a decoder that transformers describes, with the names that the model has."""
+    where = str(described.path / "config.json")
+    known = {name: value for name, value in described.json("config.json", dict).items() if value is not None}
+    length, end = _number(known, "max_position_embeddings", where), known.get("eos_token_id")
+    padding = known.get("pad_token_id", end[0] if isinstance(end, list) and end else end)
+    tokens = {"bos_token_id": known.get("bos_token_id"), "eos_token_id": end, "pad_token_id": padding}
+    model = {
+        "type": known.get("model_type"),
+        "context_length": length,
+        "vocab_size": _number(known, "vocab_size", where),
+        **{name: token for name, token in tokens.items() if token is not None},
+        "decoder": _decoder(request, known, where),
+    }
+    return {"model": model, "search": {"max_length": length, "past_present_share_buffer": False}}
+
+
+def _decoder(request: Request, known: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the sizes of the decoder and the names of its inputs and outputs."""
+    layers, hidden, heads = (
+        _number(known, name, where) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    cached_heads = _number({"num_key_value_heads": heads, **known}, "num_key_value_heads", where)
+    head_size = _number({"head_dim": hidden // heads, **known}, "head_dim", where)
+    graph = request.model.graph
+    inputs, outputs = {value.name: value for value in graph.input}, [value.name for value in graph.output]
+    ports: dict[str, dict[str, str]] = {
+        "inputs": {name: name for name in _INPUTS if name in inputs},
+        "outputs": {"logits": "logits" if "logits" in outputs else outputs[0]},
+    }
+    for kind in _KINDS:
+        ports["inputs"][f"past_{kind}_names"] = past = _pattern(inputs, kind, layers, request)
+        ports["outputs"][f"present_{kind}_names"] = _pattern(outputs, kind, layers, request)
+        _check_cache(inputs[past.replace("%d", "0")], cached_heads, head_size, where)
+    return {
+        "head_size": head_size,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": cached_heads,
+        **ports,
+    }
+
+
+def _number(config: dict[str, Any], name: str, where: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or value <= 0:
+        advice = "pass the folder that onnxruntime-genai's model builder wrote"
+        raise ContractError(where, f"{name} is {value!r}", expected="a positive number", advice=advice)
+    return value
+
+
+def _pattern(names: Iterable[str], kind: str, layers: int, request: Request) -> str:
+    """Returns what the names of all layers' keys, or values, have in common, with %d for the layer."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        last = max(_KINDS, key=name.rfind)  # past_key_values.0.value is a value
+        if kind == last and kind in name and (match := re.search(r"\d+", name)):
+            pattern = f"{name[: match.start()]}%d{name[match.end() :]}"
+            found.setdefault(pattern, set()).add(int(match[0]))
+    for pattern, numbers in found.items():
+        if numbers == set(range(layers)):
+            return pattern
+    what = f"no inputs or outputs that name the {kind}s of layers 0 to {layers - 1}"
+    expected = "a decoder with its cache as inputs and outputs, past_key_values.0.key and so on"
+    raise ContractError(request.name, what, expected=expected, advice="export the model with its cache")
+
+
+def _check_cache(value: onnx.ValueInfoProto, heads: int, size: int, where: str) -> None:
+    """Raises ContractError if a cache input [batch, heads, past, size] is not of these sizes, where it has them."""
+    dims = [dim.dim_value or dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim]
+    known = [dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim]
+    if len(dims) != 4 or (known[1] and dims[1] != heads) or (known[3] and dims[3] != size):
+        what = f"input {value.name!r} of the model has the shape {dims}"
+        expected = f"[batch, {heads}, past, {size}], by num_key_value_heads and head_dim"
+        raise ContractError(where, what, expected=expected, advice="pass the configuration of this model")
