@@ -35,7 +35,7 @@ demo: $(VENV)/.installed
 	$(BIN)/mxfp8-graph verify demo/minilm.onnx demo/minilm.mxfp8.onnx --max-rel-l2 0.15
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow

@@ -7,6 +7,23 @@ from typing import Any
 
 import pytest
 
+LONGEST = (
+    "test_documentation.py",
+    "test_real_models.py",
+    "test_onnx_fuse_attention_exports.py",
+    "test_torch_training.py",
+    "test_torch_caches.py",
+    "test_random_graphs.py",
+    "test_cuda_build.py",
+    "test_to_onnx_hostile.py",
+)
+"""Files that take a minute or more. They come first, so that none is left to one process when the others are done."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
