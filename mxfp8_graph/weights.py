@@ -126,3 +126,21 @@ def pack(
             signal += part.signal
             noise += part.noise
     return Packed(elements, scales, signal, noise)
+
+
+def unswizzled(stored: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:
+    """Returns [rows, columns] scales from the tiles that NVIDIA's block scaled matmuls read them in.
+
+    Rows are in tiles of 128 and scales in tiles of 4, zero-padded, with 32 x 4 x 4 values to a tile:
+
+        stored[row tile, column tile, i, j, k] = scale[128 * row tile + 32 * j + i, 4 * column tile + k]
+    """
+    down, across = swizzled_tiles(rows, columns)
+    tiles = stored.reshape(down, across, 32, 4, 4)
+    flat = tiles.transpose(0, 3, 2, 1, 4).reshape(down * 128, across * 4)
+    return np.ascontiguousarray(flat[:rows, :columns])
+
+
+def swizzled_tiles(rows: int, columns: int) -> tuple[int, int]:
+    """Returns how many tiles of 512 values [rows, columns] scales take, down and across."""
+    return -(-rows // 128), -(-columns // 4)
