@@ -252,6 +252,24 @@ def rewrite(
         bool,
         typer.Option("--training", help=".pt2: keep weights as parameters to train; of a packed one, train the rest."),
     ] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights",
+            metavar="CHECKPOINT",
+            help="Take the packed bytes from an MXFP8 safetensors file, index or folder; quantize nothing.",
+            show_default=False,
+        ),
+    ] = None,
+    weight_names: Annotated[
+        Path | None,
+        typer.Option(
+            "--weight-names",
+            metavar="FILE.json",
+            help="Names of the checkpoint by names of the model, where they do not match.",
+            show_default=False,
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and tensor.")] = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
@@ -276,6 +294,8 @@ def rewrite(
             allow_nonfinite=allow_nonfinite,
             training=training,
             trust_pickle=trust_pickle,
+            weights=weights,
+            weight_names=weight_names,
             progress=progress,
         )
     if (dry_run or verbose) and done.sites:
