@@ -27,7 +27,7 @@ class StoredWeight(Protocol):
 
     @property
     def element_format(self) -> str:
-        """ "e4m3" or "e5m2"."""
+        """Either "e4m3" or "e5m2"."""
 
     @property
     def elements(self) -> npt.NDArray[np.uint8]:

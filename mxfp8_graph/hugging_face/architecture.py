@@ -95,7 +95,8 @@ def build(config: Any, folder: Path, dtype: str) -> nn.Module:
         torch.set_default_dtype(default)
     _untouched(model)
     model.requires_grad_(False)
-    return model.train(False)
+    model.train(False)
+    return model
 
 
 def call_of(model: nn.Module, config: Any, folder: Path) -> Call:
@@ -162,7 +163,11 @@ class _Encoder(nn.Module):
         super().__init__()
         self.model = model
         self._inputs = inputs
-        self._record = lambda names: results.__setitem__(slice(None), names)
+
+        def record(names: list[str]) -> None:
+            results[:] = names
+
+        self._record = record
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         result = self.model(**dict(zip(self._inputs, tensors, strict=True)), return_dict=True)
@@ -199,7 +204,7 @@ class _Decoder(nn.Module):
 
 
 def repeated(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Returns (path, list) of the layers of a model, if it has one such list whose layers differ in their values only."""
+    """Returns (path, list) of the layers of a model, if it has one such list and they differ in their values only."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [(p, m) for p, m in lists if not any(p.startswith(f"{other}.") for other, _ in lists)]
     if len(outer) != 1 or len(outer[0][1]) < 1:

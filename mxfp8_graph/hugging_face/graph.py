@@ -39,7 +39,7 @@ def export(call: Call, opset: int, where: str) -> onnx.ModelProto:
             where, what, expected="a model without control flow on values", advice="export it yourself"
         ) from error
     parameters = {name for name, _ in call.module.named_parameters(remove_duplicate=False)}
-    parameters |= {name for name in call.module.state_dict()}
+    parameters |= set(call.module.state_dict())
 
     def lift(model: ir.Model) -> None:
         for name in parameters & model.graph.initializers.keys():

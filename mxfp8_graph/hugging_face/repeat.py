@@ -24,7 +24,7 @@ EXPORTED: Final = 3
 _Graph = onnx.GraphProto
 
 
-class _Irregular(Exception):
+class _IrregularError(Exception):
     """Why a graph cannot be repeated."""
 
 
@@ -35,7 +35,7 @@ def repeat(graph: _Graph, path: str, count: int) -> bool:
     """
     try:
         plan = _Repetition(graph, path)
-    except _Irregular:
+    except _IrregularError:
         return False
     plan.apply(count)
     return True
@@ -54,7 +54,7 @@ class _Repetition:
             if layer is None:
                 continue
             if layer >= EXPORTED or any(a.type in {onnx.AttributeProto.GRAPH} for a in node.attribute):
-                raise _Irregular
+                raise _IrregularError
             blocks[layer].append(node)
             of_block |= dict.fromkeys(filter(None, node.output), layer)
         _, second, self._third = blocks
@@ -68,38 +68,38 @@ class _Repetition:
         results = {value.name for value in graph.output}
         read = {name for node in self._outside for name in node.input} & inner
         if not read <= set(self._carried.values()) or results & set(self._carried.values()):
-            raise _Irregular
+            raise _IrregularError
 
     def _compare(self, second: Sequence[NodeProto], third: Sequence[NodeProto], of_block: dict[str, int]) -> None:
-        """Raises _Irregular unless the third layer is the second again."""
+        """Raises _IrregularError unless the third layer is the second again."""
         if not third or len(second) != len(third):
-            raise _Irregular
+            raise _IrregularError
         pairs: dict[str, str] = {}
         for a, b in zip(second, third, strict=True):
             alike = (a.op_type, a.domain, list(a.attribute)) == (b.op_type, b.domain, list(b.attribute))
             if not alike or len(a.input) != len(b.input) or len(a.output) != len(b.output):
-                raise _Irregular
+                raise _IrregularError
             for x, y in zip(a.input, b.input, strict=True):
                 if x in self._same:
                     if self._same[x] != y:
-                        raise _Irregular
+                        raise _IrregularError
                 elif x == y:
                     if of_block.get(x, 0) != 0:
-                        raise _Irregular
+                        raise _IrregularError
                 elif of_block.get(x) == 0 and of_block.get(y) == 1:
                     if pairs.setdefault(x, y) != y:
-                        raise _Irregular
+                        raise _IrregularError
                 elif self._renamed(x, 1, 2) != y:
-                    raise _Irregular
+                    raise _IrregularError
             self._same |= dict(zip(a.output, b.output, strict=True))
         for y in pairs.values():
             if y not in self._same:
-                raise _Irregular
+                raise _IrregularError
             self._carried[y] = self._same[y]
         own_results = [value.name for value in self._graph.output if value.name in self._same]
         renamed = {self._same[name] for name in own_results}
         if renamed != {v.name for v in self._graph.output if of_block.get(v.name) == EXPORTED - 1}:
-            raise _Irregular
+            raise _IrregularError
 
     def apply(self, count: int) -> None:
         """Adds the layers after the third."""
@@ -114,7 +114,7 @@ class _Repetition:
             before = made
             made = {name: self._fresh(name, layer) for name in before}
             for node in self._third:
-                copy = nodes_append(nodes, node)
+                copy = _append(nodes, node)
                 copy.name = self._fresh(node.name, layer)
                 copy.input[:] = [self._read(name, made, before, layer) for name in node.input]
                 copy.output[:] = [made[name] for name in node.output]
@@ -160,11 +160,11 @@ class _Repetition:
         last = max(i for i, node in enumerate(self._graph.node) if any(node is third for third in self._third))
         copies: list[NodeProto] = []
         for node in self._graph.node:
-            nodes_append(copies, node)
+            _append(copies, node)
         return copies[: last + 1], copies[last + 1 :]
 
 
-def nodes_append(nodes: list[NodeProto], node: NodeProto) -> NodeProto:
+def _append(nodes: list[NodeProto], node: NodeProto) -> NodeProto:
     """Returns a copy of `node`, appended to `nodes`."""
     copy = NodeProto()
     copy.CopyFrom(node)

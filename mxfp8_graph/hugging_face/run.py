@@ -33,7 +33,7 @@ def from_hf(
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Path, RewriteReport]:
-    """Returns (the ONNX file, a report): the model in a local Hugging Face folder with its MXFP8 weights, byte for byte.
+    """Returns (the ONNX file, a report): the model in a Hugging Face folder with its MXFP8 weights, byte for byte.
 
     The model is built from config.json without values, exported, and its weights are copied: packed ones as
     `rewrite(weights=...)` takes them, everything else (norms, embeddings, output projection) as it is stored, in its

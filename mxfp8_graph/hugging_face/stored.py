@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import onnx
@@ -25,7 +24,7 @@ from mxfp8_ops.errors import ContractError
 _FLOATS: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 
 
-def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str], names: "Names") -> OpenedModel:
+def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str], names: Names) -> OpenedModel:
     """Returns the model with its parameters from a checkpoint, as the pass takes it.
 
     Args:
@@ -87,7 +86,7 @@ class Names:
     """Finds what a checkpoint calls the parameters of a model."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, tied: Mapping[str, Sequence[str]]) -> None:
-        """`prefix`: what a model with a head has before the names of the one without; `tied`: other names of a tensor."""
+        """`prefix`: what names begin with in a model with a head, and not in one without; `tied`: a tensor's names."""
         self._known = checkpoint.weights.keys() | checkpoint.others.keys()
         self._prefix = f"{prefix}." if prefix else ""
         self._tied = tied

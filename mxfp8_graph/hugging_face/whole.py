@@ -1,4 +1,4 @@
-"""A model -> its whole graph: three layers exported and repeated where that is right, otherwise all of them exported."""
+"""A model -> its whole graph: three layers are exported and repeated where that is right, otherwise all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mxfp8_graph.hugging_face.repeat import EXPORTED, repeat
 
 
 def export(model: nn.Module, config: Any, folder: Path, opset: int) -> tuple[onnx.ModelProto, list[str]]:
-    """Returns (the graph, with parameters among its inputs; the names of the other inputs); errors as `graph.export`."""
+    """Returns (the graph with parameters among its inputs, the names of the other inputs); errors as `graph.export`."""
     stack = repeated(model)
     if stack is not None and len(stack[1]) > EXPORTED:
         path, layers = stack

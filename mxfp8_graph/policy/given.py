@@ -82,9 +82,9 @@ def assigned(
 
 def _without(decision: Decision) -> Decision:
     """Returns the decision on a site whose weight is not in the checkpoint."""
-    if not decision.quantize or decision.site.weight is None:
+    if decision.site.weight is None or not (decision.quantize or decision.rule in _OVERRULED):
         return decision
-    reason = "the checkpoint has no MXFP8 weight of this name, and nothing else is quantized"
+    reason = "the checkpoint does not have it in MXFP8, and nothing else is quantized"
     return replace(decision, quantize=False, rule="checkpoint", reason=reason)
 
 
@@ -92,7 +92,7 @@ def _with(decision: Decision, match: _Match, recipe: Recipe) -> Decision:
     """Returns the decision on a site whose weight is in the checkpoint."""
     if not decision.quantize and decision.rule not in _OVERRULED:
         return decision
-    reason = f"{match.weight.name!r} of the checkpoint, by {match.how}"
+    reason = f"the checkpoint has it in MXFP8, found by {match.how}"
     rule, activations = decision.rule, decision.activations
     if not decision.quantize:
         rule, activations = "checkpoint", recipe.activations

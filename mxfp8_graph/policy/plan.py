@@ -63,8 +63,8 @@ class Decision:
     reason: str
     """Why: the rule that decided, or what a user can change."""
     rule: str = "policy"
-    """What decided: "policy", "structure", "include", "exclude", "rules.<index>", or "checkpoint" where it overrules the
-    policy."""
+    """What decided: "policy", "structure", "include", "exclude", "rules.<index>", or "checkpoint" where one overrules
+    the policy."""
     activations: str = "e4m3"
     """One of `recipe.ACTIVATIONS`."""
     weight_format: str = "e4m3"
