@@ -99,17 +99,18 @@ def build(config: Any, folder: Path, dtype: str) -> nn.Module:
     return model
 
 
-def call_of(model: nn.Module, config: Any, folder: Path) -> Call:
-    """Returns how to call a model: a decoder with its cache as inputs and outputs, or an encoder.
-
-    Raises:
-        ContractError: it is neither.
-    """
+def check_callable(model: nn.Module, config: Any, folder: Path) -> None:
+    """Raises ContractError if a model is neither a decoder nor an encoder."""
     parameters = inspect.signature(model.forward).parameters
     if "input_ids" not in parameters or getattr(config, "is_encoder_decoder", False):
         what = f"{type(model).__name__} is called with {', '.join(list(parameters)[:4])}, ..."
         expected = "a decoder or an encoder of tokens"
         raise ContractError(folder / "config.json", what, expected=expected, advice="export it yourself")
+
+
+def call_of(model: nn.Module, config: Any) -> Call:
+    """Returns how to call a model: a decoder with its cache as inputs and outputs, or an encoder."""
+    parameters = inspect.signature(model.forward).parameters
     decoder = "past_key_values" in parameters and type(model).__name__.endswith("ForCausalLM")
     return _decoder(model, config, parameters) if decoder else _encoder(model, config, parameters)
 

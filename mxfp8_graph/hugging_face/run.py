@@ -106,12 +106,14 @@ def _opened(folder: Path, checkpoint: Checkpoint, dtype: str, opset: int) -> Ope
 
     config = architecture.load_config(folder)
     model = architecture.build(config, folder, dtype)
-    proto, inputs = whole.export(model, config, folder, opset)
+    architecture.check_callable(model, config, folder)
     aliases: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(tensor), []).append(name)
     tied = {name: names for names in aliases.values() for name in names}
     names = stored.Names(checkpoint, getattr(model, "base_model_prefix", ""), tied)
+    stored.check({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, checkpoint, names)
+    proto, inputs = whole.export(model, config, folder, opset)
     opened = stored.opened(proto, checkpoint, inputs, names)
     unused = sorted(checkpoint.others.keys() - names.used)
     if unused:

@@ -21,7 +21,8 @@ from mxfp8_graph.packed.checkpoint import Checkpoint, listed
 from mxfp8_graph.packed.safetensors import DTYPES, Stored
 from mxfp8_ops.errors import ContractError
 
-_FLOATS: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
+_FLOATS: Final = ("F32", "F16", "BF16", "F64")
+"""What parameters may be stored as, in the words of safetensors."""
 
 
 def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str], names: Names) -> OpenedModel:
@@ -31,10 +32,10 @@ def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str]
         proto: the graph, whose inputs are `inputs` and parameters.
         checkpoint: where values are.
         inputs: the names of what a caller gives.
-        names: finds the checkpoint's name of a parameter.
+        names: finds the checkpoint's name of a parameter; see `check`.
 
     Raises:
-        ContractError: the checkpoint lacks parameters, or has them in other shapes; lists them all.
+        ContractError: the files of the checkpoint are in several folders.
     """
     graph = proto.graph
     parameters = [value for value in graph.input if value.name not in inputs]
@@ -42,34 +43,22 @@ def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str]
     place = _Place(checkpoint)
     tensors: dict[str, TensorProto] = {}
     casts: dict[str, int] = {}
-    problems: list[str] = []
     size = 0
     renamed: dict[str, str] = {}
     for value in parameters:
         shape = tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)
         dtype = value.type.tensor_type.elem_type
         name = names.of(value.name)
-        if name is None:
-            problems.append(f"no {value.name!r} {list(shape)}")
-            continue
+        assert name is not None  # `check` found it
         renamed[value.name] = name
         stored = checkpoint.others.get(name)
-        found = checkpoint.weights[name].shape if stored is None else stored.shape
-        if found != shape:
-            problems.append(f"{name!r} is {list(found)}, not {list(shape)}")
-            continue
         stub = graph.initializer.add(name=name, dims=shape, data_type=dtype)
         if stored is not None:
             stub.data_type = helper.np_dtype_to_tensor_dtype(DTYPES[stored.dtype])
-            if stub.data_type != dtype and {stub.data_type, dtype} <= _FLOATS:
+            if stub.data_type != dtype:
                 casts[name] = dtype
-            elif stub.data_type != dtype:
-                problems.append(f"{name!r} is {stored.dtype}")
             tensors[name] = place.tensor(name, stub.data_type, stored)
         size += math.prod(shape) * int(helper.tensor_dtype_to_np_dtype(stub.data_type).itemsize)
-    if problems:
-        expected = "a value for each parameter that its config.json asks for"
-        raise ContractError(checkpoint.path, listed(problems), expected=expected, advice="check that it is complete")
     del graph.input[:]
     graph.input.extend(kept)
     _rename(graph, renamed)
@@ -80,6 +69,24 @@ def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str]
     )
     opened.byte_size = size + proto.ByteSize()
     return opened
+
+
+def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, names: Names) -> None:
+    """Raises ContractError if a checkpoint lacks parameters of these shapes, by name, and lists them all."""
+    problems = []
+    for parameter, shape in shapes.items():
+        if (name := names.of(parameter)) is None:
+            problems.append(f"no {parameter!r} {list(shape)}")
+            continue
+        stored = checkpoint.others.get(name)
+        found = checkpoint.weights[name].shape if stored is None else stored.shape
+        if found != shape:
+            problems.append(f"{name!r} is {list(found)}, not {list(shape)}")
+        elif stored is not None and stored.dtype not in _FLOATS:
+            problems.append(f"{name!r} is {stored.dtype}, not one of {', '.join(_FLOATS)}")
+    if problems:
+        expected = "a value for each parameter that its config.json asks for"
+        raise ContractError(checkpoint.path, listed(problems), expected=expected, advice="check that it is complete")
 
 
 class Names:

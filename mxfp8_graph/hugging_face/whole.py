@@ -19,9 +19,9 @@ def export(model: nn.Module, config: Any, folder: Path, opset: int) -> tuple[onn
     if stack is not None and len(stack[1]) > EXPORTED:
         path, layers = stack
         with shortened(layers, EXPORTED):
-            call = call_of(model, config, folder)
+            call = call_of(model, config)
             proto = graph.export(call, opset, str(folder))
         if repeat(proto.graph, path, len(layers)):
-            return proto, call_of(model, config, folder).input_names
-    call = call_of(model, config, folder)
+            return proto, call_of(model, config).input_names
+    call = call_of(model, config)
     return graph.export(call, opset, str(folder)), call.input_names
