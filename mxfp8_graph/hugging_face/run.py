@@ -37,7 +37,8 @@ def from_hf(
 
     The model is built from config.json without values, exported, and its weights are copied: packed ones as
     `rewrite(weights=...)` takes them, everything else (norms, embeddings, output projection) as it is stored, in its
-    dtype. Nothing in the folder is executed, and no weight is quantized or widened on the way.
+    dtype; but biases that packed nodes add are float32, which holds their values. Nothing in the folder is executed,
+    and no weight is quantized or widened on the way.
 
     Decoders (classes named ...ForCausalLM) take input_ids and attention_mask [batch, past + sequence], and their cache
     as past_key_values.N.key and .value [batch, heads, past, size]; they give logits and present.N.key and .value.
