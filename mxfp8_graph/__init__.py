@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mxfp8_graph.evidence.analyze import analyze as analyze
     from mxfp8_graph.evidence.compare import compare as compare
     from mxfp8_graph.hosts import package as package
+    from mxfp8_graph.hugging_face import from_hf as from_hf
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
     from mxfp8_graph.packed import PackedWeight as PackedWeight
     from mxfp8_graph.packed import export_safetensors as export_safetensors
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "rewrite": "rewriting",
     "to_onnx": "onnx_export",
+    "from_hf": "hugging_face",
     "unpack": "packed",
     "PackedWeight": "packed",
     "export_safetensors": "packed",

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, ParamSpec
 
 import typer
 import typer.core
@@ -27,6 +27,9 @@ from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar, say, show
 from mxfp8_ops.errors import Mxfp8Error, Option
+
+if TYPE_CHECKING:
+    from mxfp8_graph.report.data import RewriteReport
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2
@@ -252,13 +255,30 @@ def rewrite(
         bool,
         typer.Option("--training", help=".pt2: keep weights as parameters to train; of a packed one, train the rest."),
     ] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights",
+            metavar="CHECKPOINT",
+            help="Take the packed bytes from an MXFP8 safetensors file, index or folder; quantize nothing.",
+            show_default=False,
+        ),
+    ] = None,
+    weight_names: Annotated[
+        Path | None,
+        typer.Option(
+            "--weight-names",
+            metavar="FILE.json",
+            help="Names of the checkpoint by names of the model, where they do not match.",
+            show_default=False,
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and tensor.")] = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Rewrites the matmuls of MODEL to MXFP8."""
     from mxfp8_graph import rewriting
     from mxfp8_graph.policy.recipe import load_recipe
-    from mxfp8_graph.report import text
     from mxfp8_graph.report.data import check_report_path
 
     if report is not None:
@@ -276,17 +296,85 @@ def rewrite(
             allow_nonfinite=allow_nonfinite,
             training=training,
             trust_pickle=trust_pickle,
+            weights=weights,
+            weight_names=weight_names,
             progress=progress,
         )
-    if (dry_run or verbose) and done.sites:
+    _show_report(done, plan=dry_run or verbose, verbose=verbose)
+    if report is not None:
+        done.write(report)
+
+
+@command
+def from_hf(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A local Hugging Face folder: config.json, *.safetensors.", show_default=False
+        ),
+    ],
+    *,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Default: FOLDER/model.mxfp8.onnx.", show_default=False)
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe", help=f"{presets.choices()}. Default: as the checkpoint says of activations.", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"], typer.Option("--dtype", help="What is not MXFP8 is computed in.")
+    ] = "float32",
+    opset: Annotated[int, typer.Option("--opset", metavar="N", help="Of the standard ops, 21 or later.")] = 21,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json or .html.")
+    ] = None,
+    external_data: Annotated[
+        ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: yes.")
+    ] = ExternalData.auto,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Take weights that hold NaN or Inf instead of refusing them.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and tensor.")] = False,
+) -> None:
+    """Makes an ONNX model of a Hugging Face folder with MXFP8 weights.
+
+    Their bytes are copied, and so is everything else. Nothing in the folder is executed.
+    """
+    from mxfp8_graph import hugging_face
+    from mxfp8_graph.report.data import check_report_path
+
+    if report is not None:
+        check_report_path(report, models=[output] if output else [])
+    with progress_bar() as progress:
+        _, done = hugging_face.from_hf(
+            folder,
+            output,
+            recipe=recipe,
+            dtype=dtype,
+            opset=opset,
+            external_data=external_data.value,
+            overwrite=overwrite,
+            allow_nonfinite=allow_nonfinite,
+            progress=progress,
+        )
+    _show_report(done, plan=verbose, verbose=verbose)
+    if report is not None:
+        done.write(report)
+
+
+def _show_report(done: RewriteReport, *, plan: bool, verbose: bool) -> None:
+    from mxfp8_graph.report import text
+
+    if plan and done.sites:
         show(text.plan(done, weights=verbose), fold=False)
         show("")
     if verbose and done.account.tensors:
         show(text.tensors(done), fold=False)
         show("")
     show(text.closing(done))
-    if report is not None:
-        done.write(report)
 
 
 @command

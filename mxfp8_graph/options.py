@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(site_name, bytes_done, bytes_total) while weights are packed."""
+
+
+class StoredWeight(Protocol):
+    """A packed weight of a checkpoint, read whenever it is asked for."""
+
+    @property
+    def name(self) -> str:
+        """What the checkpoint calls it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the elements, [..., N, K]."""
+
+    @property
+    def element_format(self) -> str:
+        """Either "e4m3" or "e5m2"."""
+
+    @property
+    def elements(self) -> npt.NDArray[np.uint8]:
+        """[..., N, K]."""
+
+    @property
+    def scales(self) -> npt.NDArray[np.uint8]:
+        """[..., N, ceil(K / 32)]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenWeights:
+    """Packed weights to put in the place of the model's own, byte for byte."""
+
+    where: str
+    """What to call the checkpoint in messages."""
+    weights: Mapping[str, StoredWeight]
+    """By name."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The checkpoint's names of some weights, by the name of the weight, node or module in the model."""
+    instead: bool = False
+    """The model has no values of its own for them: each must be used."""
+    check: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Raises ContractError if a file of the checkpoint changed since it was opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,4 +68,5 @@ class Options:
     allow_nonfinite: bool = False
     training: bool = False
     trust_pickle: bool = False
+    given: GivenWeights | None = None
     progress: Progress | None = None

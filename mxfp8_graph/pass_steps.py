@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mxfp8_graph.naming import printable
-from mxfp8_graph.options import Options, Progress
-from mxfp8_graph.policy.plan import Decision, NothingEligibleError
+from mxfp8_graph.options import Options, Progress, StoredWeight
+from mxfp8_graph.policy.given import assigned
+from mxfp8_graph.policy.plan import Decision, MatMulSite, NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe, recorded
 from mxfp8_graph.provenance import Made, recipe_name
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import FusionReport, RewriteReport, SiteReport
-from mxfp8_ops.errors import RecipeError
+from mxfp8_ops.errors import ContractError, RecipeError
 
 Site = TypeVar("Site")
 
@@ -94,6 +95,9 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
     """
     if made is None:
         return False
+    if options.given is not None:
+        expected, advice = f"a {what} in high precision", "rewrite the original"
+        raise ContractError(options.name, "has MXFP8 weights already", expected=expected, advice=advice)
     before = recorded(made.recipe)
     fields = None if before is None else before.differences(recipe)
     same = fields == {}  # weights are packed alike
@@ -124,6 +128,18 @@ def _packed_and_asked(fields: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
     packed = ", ".join(f"{name} {old}" for name, (old, _) in fields.items())
     asked = ", ".join(new if len(fields) == 1 else f"{name} {new}" for name, (_, new) in fields.items())
     return f"packed with {packed}", f"asked for {asked}"
+
+
+def take_given(
+    sites: Sequence[MatMulSite], decisions: Sequence[Decision], reporter: Reporter
+) -> tuple[list[Decision], Mapping[str, StoredWeight]]:
+    """Returns (the decisions, the weights that a checkpoint gives by the site's name); see `policy.given`."""
+    given = reporter.options.given
+    if given is None:
+        return list(decisions), {}
+    found = assigned(sites, decisions, reporter.recipe, given)
+    reporter.notes.append(found.note)
+    return found.decisions, found.weights
 
 
 def fusion_note(made: Made | None, recipe: Recipe) -> list[str]:

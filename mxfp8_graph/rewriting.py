@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mxfp8_graph.file_reading import Pins
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.options import GivenWeights, Options, Progress
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
@@ -24,6 +26,8 @@ def rewrite(
     allow_nonfinite: bool = False,
     training: bool = False,
     trust_pickle: bool = False,
+    weights: str | Path | None = None,
+    weight_names: str | Path | Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Any, RewriteReport]:
     """Returns (the rewritten model, a report of every decision).
@@ -42,6 +46,13 @@ def rewrite(
             let gradients pass through the packed weights, which stay as they are, and train everything else. Rewrite
             the trained program again, without it, to pack the weights, or to have the packed program back.
         trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
+        weights: an MXFP8 checkpoint (.safetensors, .safetensors.index.json or a folder, see `import_safetensors`) of
+            the same model. Its weights take the place of the model's, byte for byte, matched by name: the weight's,
+            else its module's, all of them perhaps with one prefix more or less. They are [N, K], as linear layers
+            have them. What it has is packed and nothing else is, whatever the recipe's default policy says; what the
+            recipe excludes, and whatever the checkpoint has in high precision, stays as the model has it.
+        weight_names: what the checkpoint calls weights, by the name of the weight, node or module in the model, where
+            names do not tell: a mapping, or a JSON file of one.
         progress: called after each weight.
 
     Returns:
@@ -51,7 +62,8 @@ def rewrite(
         write: `onnx.helper.set_model_props(proto, graph.metadata_props)` does.
 
     Raises:
-        ContractError: the model cannot be read, converted or packed, or the output cannot be written.
+        ContractError: the model cannot be read, converted or packed, or the output cannot be written; or a weight of
+            the checkpoint fits no matmul of the model, or is quantized in another way. All are listed.
         RecipeError: the recipe is malformed, does not fit the model, or is not the one that rewrote it before.
         NothingEligibleError: no matmul of the model is rewritten; carries the reasons.
     """
@@ -66,6 +78,9 @@ def rewrite(
         where = model if kind.is_file else "rewrite"
         advice = ("export the model with torch.export, or leave out ", Option("training"))
         raise ContractError(where, what, expected="an exported program (.pt2)", advice=advice)
+    if training and weights is not None:
+        what, advice = "weights of a checkpoint for training", ("leave out ", Option("weights"))
+        raise ContractError("rewrite", what, expected="weights in high precision", advice=advice)
     name = "program" if kind.is_program else "model"
     if kind.is_file:
         model = Path(model)
@@ -80,6 +95,7 @@ def rewrite(
         allow_nonfinite=allow_nonfinite,
         training=training,
         trust_pickle=trust_pickle,
+        given=_given(weights, weight_names),
         progress=progress,
     )
     if kind.is_program:
@@ -95,3 +111,24 @@ def rewrite(
     if rewritten is None or isinstance(rewritten, Path):
         return rewritten, report
     return model if report.already_rewritten else graphsurgeon.to_graph(rewritten), report
+
+
+def _given(weights: str | Path | None, names: str | Path | Mapping[str, str] | None) -> GivenWeights | None:
+    """Returns the weights of a checkpoint, or None without one."""
+    if weights is None:
+        if names is not None:
+            advice = ("pass ", Option("weights"), " too")
+            raise ContractError("rewrite", "names of weights alone", expected="a checkpoint", advice=advice)
+        return None
+    from mxfp8_graph.packed.checkpoint import open_checkpoint, read_json
+
+    expected = "a mapping of names in the model to names in the checkpoint"
+    if isinstance(names, (str, Path)):
+        names = read_json(Path(names), Pins(), what="not a JSON object", expected=expected, advice="correct it")
+    for key, value in (names or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            what = f"{key!r}: {value!r} is not text"
+            raise ContractError("weight_names", what, expected=expected, advice="correct it")
+    checkpoint = open_checkpoint(weights)
+    checkpoint.require_mxfp8()
+    return GivenWeights(where=str(weights), weights=checkpoint.weights, names=names or {}, check=checkpoint.check)

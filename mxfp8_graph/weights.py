@@ -10,12 +10,19 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from mxfp8_graph.options import StoredWeight
 from mxfp8_ops import cpu
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError, Option
 from mxfp8_ops.formats import BLOCK_SIZE
 
 Array = npt.NDArray[Any]
+
+_LARGEST_FINITE: Final = {"e4m3": 0x7E, "e5m2": 0x7B}
+"""The largest code without its sign that is a number."""
+
+_CHECKED_ROWS: Final = 256
+"""How many rows are looked at at once for what is not finite."""
 
 SLICE_BYTES: Final = 32 << 20
 """How much of a weight is read at once."""
@@ -41,6 +48,28 @@ class Packed:
     def relative_l2(self) -> float:
         """|w - dequantized| / |w|; 0 for an all-zero weight."""
         return float((self.noise / self.signal) ** 0.5) if self.signal else 0.0
+
+
+def take(given: StoredWeight, *, allow_nonfinite: bool) -> Packed:
+    """Returns a weight that is packed already, byte for byte; how far it is from what it was made of is unknown.
+
+    Raises:
+        NonFiniteError: an element or a scale is NaN or Inf and `allow_nonfinite` is false.
+        ContractError: its file cannot be read.
+    """
+    packed = Packed(given.elements, given.scales, math.nan, math.nan)
+    if not allow_nonfinite:
+        largest = _LARGEST_FINITE[given.element_format]
+        for what, codes, most, mask in (
+            ("scale", packed.scales, 254, 0xFF),
+            ("element", packed.elements, largest, 0x7F),
+        ):
+            for row in range(0, codes.shape[0], _CHECKED_ROWS):
+                if codes.size and int((codes[row : row + _CHECKED_ROWS] & mask).max()) > most:
+                    found = f"a {what} that is NaN or Inf"
+                    advice = ("repair the checkpoint, or pass ", Option("allow_nonfinite", True), " to keep it")
+                    raise NonFiniteError(f"weight {given.name!r}", found, expected="finite values", advice=advice)
+    return packed
 
 
 class NonFiniteError(ContractError):
@@ -126,3 +155,21 @@ def pack(
             signal += part.signal
             noise += part.noise
     return Packed(elements, scales, signal, noise)
+
+
+def unswizzled(stored: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:
+    """Returns [rows, columns] scales from the tiles that NVIDIA's block scaled matmuls read them in.
+
+    Rows are in tiles of 128 and scales in tiles of 4, zero-padded, with 32 x 4 x 4 values to a tile:
+
+        stored[row tile, column tile, i, j, k] = scale[128 * row tile + 32 * j + i, 4 * column tile + k]
+    """
+    down, across = swizzled_tiles(rows, columns)
+    tiles = stored.reshape(down, across, 32, 4, 4)
+    flat = tiles.transpose(0, 3, 2, 1, 4).reshape(down * 128, across * 4)
+    return np.ascontiguousarray(flat[:rows, :columns])
+
+
+def swizzled_tiles(rows: int, columns: int) -> tuple[int, int]:
+    """Returns how many tiles of 512 values [rows, columns] scales take, down and across."""
+    return -(-rows // 128), -(-columns // 4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,7 +74,7 @@ def to_onnx(
         raise ContractError(path, "is the program", expected="another file", advice="pass another path")
     recipe = _recorded_recipe(exported)
     names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
-    model = _translate(exported, opset, {key: value for key, value in names.items() if value is not None})
+    model = translate(exported, opset, {key: value for key, value in names.items() if value is not None})
     opened, tensors = _skeleton(model)
     _check_result(opened.proto, (*(input_names or ()), *(output_names or ())))
     record.complete(opened.proto, opset, _unfused(recipe))
@@ -88,7 +88,7 @@ def to_onnx(
 
 def plain_to_onnx(program: Any, path: Path, *, trust_pickle: bool = False) -> Path:
     """Returns `path`, having written a program as it is, not rewritten, there as ONNX; errors as `to_onnx`."""
-    opened, tensors = _skeleton(_translate(_program(program, trust_pickle=trust_pickle), contract.MIN_OPSET, {}))
+    opened, tensors = _skeleton(translate(_program(program, trust_pickle=trust_pickle), contract.MIN_OPSET, {}))
     external = wants_external(opened, opened.byte_size, path, "auto")
     with open_target(opened, path, external=external, overwrite=False) as target:
         _store(opened, tensors, target)
@@ -184,22 +184,43 @@ def _unfused(text: str | None) -> str | None:
     return text if recipe is None else recipe.without_fusion().to_record()
 
 
-def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -> ir.Model:
-    """Returns the program as an ONNX model with float8 elements, in onnxscript's representation."""
+def translate(
+    program: ExportedProgram,
+    opset: int,
+    names: Mapping[str, Any],
+    *,
+    before_optimizing: Callable[[ir.Model], None] | None = None,
+) -> ir.Model:
+    """Returns the program as an ONNX model with float8 elements, in onnxscript's representation.
+
+    Args:
+        program: rewritten or not.
+        opset: see `to_onnx`.
+        names: arguments for torch.onnx.export that give names.
+        before_optimizing: changes the model before constants are folded.
+
+    Raises:
+        ContractError: torch cannot export it.
+    """
     import torch
 
     from mxfp8_graph.onnx_export import experts, float8, translation
 
     try:
-        with _quiet(), torch.no_grad():  # its decompositions run the ops, and quantize refuses to cut a gradient
+        with quiet(), torch.no_grad():  # its decompositions run the ops, and quantize refuses to cut a gradient
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
                 opset_version=opset,
                 verbose=False,
                 custom_translation_table=translation.table(),
+                optimize=before_optimizing is None,
                 **names,
             )
+            assert exported is not None  # None is for exports that write a file themselves
+            if before_optimizing is not None:
+                before_optimizing(exported.model)
+                exported.optimize()
     except Exception as error:  # those of its translations, and of names that do not fit, have no common base
         reason = error.__cause__ or error
         if isinstance(reason, Mxfp8Error):  # one of our ops refused what the program gives it
@@ -209,7 +230,6 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
         what = f"torch {torch.__version__} cannot export the program: {cause}"
         advice = "change the model to do without this one"
         raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error
-    assert exported is not None  # None is for exports that write a file themselves
     model: ir.Model = exported.model
     found = model.opset_imports.get("", 0)
     if found != opset:
@@ -221,7 +241,7 @@ def _translate(program: ExportedProgram, opset: int, names: Mapping[str, Any]) -
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences what torch's exporter says about other packages and about itself."""
     from mxfp8_graph.torch_program import internals
 

@@ -43,6 +43,7 @@ from mxfp8_graph.onnx_pass.static_operands import (
     overridable,
 )
 from mxfp8_graph.policy import eligibility
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_ops.contract import VALUE_NAMES
@@ -176,6 +177,8 @@ class _Finder:
             k=k,
             dtype=_dtype_name(dtype),
             weight=w.static.name if w.static else None,
+            weight_shape=k_last(w.static.shape, w.transposed) if w.static else (),
+            weight_factor=form.alpha,
             weight_bytes=w.static.byte_size if w.static else 0,
             shared_with=self._uses[id(w.static.tensor)] - 1 if w.static else 0,
             has_bias=added.bias is not None,
@@ -201,6 +204,7 @@ class _Finder:
             k=eligibility.rows(shape[1:]),
             dtype=_dtype_name(dtype),
             weight=static.name if static else None,
+            weight_shape=static.shape if static else (),
             weight_bytes=static.byte_size if static else 0,
             shared_with=self._uses[id(static.tensor)] - 1 if static else 0,
             blocker=unfit or eligibility.dtype_blocker(_dtype_name(dtype), "cast the model first"),

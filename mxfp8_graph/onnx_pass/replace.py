@@ -14,7 +14,7 @@ Whatever is not named by a decision stays the very message it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
@@ -32,11 +32,12 @@ from mxfp8_graph.onnx_pass.form import Step
 from mxfp8_graph.onnx_pass.prune import prune
 from mxfp8_graph.onnx_pass.static_operands import Static
 from mxfp8_graph.onnx_pass.weight_rows import apply, layout_of, open_rows
+from mxfp8_graph.options import StoredWeight
 from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.weights import Rows, pack, packed_bytes
+from mxfp8_graph.weights import Packed, Rows, pack, packed_bytes, take
 from mxfp8_ops import contract, formats, onnx_functions
 
 _GEMMS: Final = {
@@ -68,8 +69,25 @@ def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Seque
 class Editor:
     """Rewrites one model: `apply` each site in graph order, then `finish` once."""
 
-    def __init__(self, opened: OpenedModel, target: Target, *, allow_nonfinite: bool, sizes_only: bool = False) -> None:
-        """With `sizes_only` nothing is packed: new weights get names, dims and dtypes, as a dry run needs them."""
+    def __init__(
+        self,
+        opened: OpenedModel,
+        target: Target,
+        *,
+        allow_nonfinite: bool,
+        sizes_only: bool = False,
+        given: Mapping[str, StoredWeight] | None = None,
+    ) -> None:
+        """Makes an editor.
+
+        Args:
+            opened: the model.
+            target: where tensors go.
+            allow_nonfinite: see `mxfp8_graph.rewrite`.
+            sizes_only: pack nothing: new weights get names, dims and dtypes, as a dry run needs them.
+            given: weights that are packed already, by the name of the site.
+        """
+        self._given = given or {}
         self.made_from: dict[str, tuple[int, str]] = {}
         """Tensors that were added: id of the graph that held what each was made of, and its name there."""
         self._sizes_only = sizes_only
@@ -152,18 +170,10 @@ class Editor:
 
     def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
-        key = _key(site, static, decision)
+        given = self._given.get(site.matmul.name)
+        key = (*_key(site, static, decision), given and given.name)
         if key not in self._packed:
-            with self._rows(static) as (rows, flipped):
-                result = pack(
-                    rows,
-                    transposed=site.w.transposed != flipped,
-                    factor=site.form.alpha,  # before rounding: alpha need not be a power of two
-                    element_format=decision.weight_format,
-                    scale_rounding=decision.scale_rounding,
-                    name=static.name,
-                    allow_nonfinite=self._allow_nonfinite,
-                )
+            result = self._result(site, static, decision, given)
             names = self.fresh(f"{static.name}_mxfp8"), self.fresh(f"{static.name}_mxfp8_scales")
             dtypes = formats.element_format(decision.weight_format).onnx_dtype, contract.UINT8
             for name, dtype, data in zip(names, dtypes, (result.elements, result.scales), strict=True):
@@ -171,8 +181,22 @@ class Editor:
                 self.made_from[name] = (id(static.owner), static.name)
                 if not self._sizes_only:
                     self._target.store(tensor, data)
-            self._packed[key] = PackedNames(*names, result.byte_size, result.relative_l2)
+            self._packed[key] = PackedNames(*names, result.byte_size, None if given else result.relative_l2)
         return self._packed[key]
+
+    def _result(self, site: OnnxSite, static: Static, decision: Decision, given: StoredWeight | None) -> Packed:
+        if given is not None and not self._sizes_only:
+            return take(given, allow_nonfinite=self._allow_nonfinite)
+        with self._rows(static) as (rows, flipped):
+            return pack(
+                rows,
+                transposed=site.w.transposed != flipped,
+                factor=site.form.alpha,  # before rounding: alpha need not be a power of two
+                element_format=decision.weight_format,
+                scale_rounding=decision.scale_rounding,
+                name=static.name,
+                allow_nonfinite=self._allow_nonfinite,
+            )
 
     def _bias(self, site: OnnxSite, static: Static) -> str:
         """Returns the name of a float32 [N] initializer that holds beta * bias."""

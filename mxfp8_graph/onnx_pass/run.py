@@ -21,7 +21,14 @@ from mxfp8_graph.onnx_pass.matmul_forms import multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.onnx_pass.tensor_uses import find_uses
 from mxfp8_graph.options import Options
-from mxfp8_graph.pass_steps import Reporter, already_rewritten, fusion_note, replace_each, require_eligible
+from mxfp8_graph.pass_steps import (
+    Reporter,
+    already_rewritten,
+    fusion_note,
+    replace_each,
+    require_eligible,
+    take_given,
+)
 from mxfp8_graph.policy import tied_tables
 from mxfp8_graph.policy.plan import Decision, plan
 from mxfp8_graph.policy.recipe import Recipe
@@ -40,21 +47,29 @@ def rewrite_onnx(
     """
     reporter = Reporter(recipe=recipe, options=options)
     opened = open_model(model)
-    reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes
     made = record.find(opened.proto)
     if already_rewritten(made, recipe, options, what="model"):
-        reporter.notes += fusion_note(made, recipe)
+        reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes + fusion_note(made, recipe)
         return model, reporter.report(already_rewritten=True)
+    return rewrite_opened(opened, reporter)
+
+
+def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx.ModelProto | None, RewriteReport]:
+    """Returns what `rewrite_onnx` does, of a model that is open and was not rewritten before; edits it in place."""
+    recipe, options = reporter.recipe, reporter.options
+    reporter.bytes_before, reporter.notes = reporter.bytes_before or opened.byte_size, opened.notes
     before = stored_bytes.inventory(opened)
     prepare(opened, recipe)
     planned = stored_bytes.inventory(opened) if opened.notes else before  # nothing was done to it without a note
     sites, decisions = find_and_plan(opened, recipe)
+    decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
     uses = find_uses(opened.proto.graph, planned, sites, decisions)
     account = partial(stored_bytes.account, before, planned, uses)
     require_eligible(decisions, options, wanted=WANTED, account=lambda: account(planned, {}))
     external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
-        editor = Editor(opened, target, allow_nonfinite=options.allow_nonfinite, sizes_only=options.dry_run)
+        nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
+        editor = Editor(opened, target, allow_nonfinite=nonfinite, sizes_only=sizes_only, given=given)
         progress = None if options.dry_run else options.progress
         reports = replace_each(sites, decisions, editor.apply, progress=progress)
         editor.finish()
@@ -65,6 +80,8 @@ def rewrite_onnx(
         if options.dry_run:
             target.probe()
             return None, reporter.dry_run(decisions, result)
+        if options.given is not None:
+            options.given.check()
         record.complete(opened.proto, opened.opset, recipe.to_record())
         target.finish()
     return target.path or opened.proto, reporter.report(reports, target.byte_size, account=result)

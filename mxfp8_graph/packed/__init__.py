@@ -7,6 +7,7 @@ from_torch.py    finds them in exported programs
 contents.py      chooses between the two: unpack
 conventions.py   what safetensors checkpoints call them
 safetensors.py   the file format
+checkpoint.py    what a checkpoint holds: a file, an index, a folder
 interchange.py   to and from safetensors
 """
 

@@ -8,27 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_reading import Pins, is_any_of
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
+from mxfp8_graph.packed.checkpoint import open_checkpoint
 from mxfp8_graph.packed.contents import contents
 from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, quantization_config
 from mxfp8_graph.packed.weight import PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
-
-_FORMATS: Final = {fmt.safetensors_name: fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
-_SCALE_DTYPES: Final = frozenset({safetensors.U8, safetensors.E8M0})
-
-_LARGEST_INDEX: Final = 100_000_000
-"""Bytes, as of a safetensors header."""
 
 CONFIG_KEY: Final = "quantization_config"
 """Key in the file's metadata; its value belongs in the checkpoint's config.json."""
@@ -100,25 +94,16 @@ def export_safetensors(
 def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
     """Returns the MXFP8 weights of a safetensors checkpoint by name; data is read when a weight is asked for it.
 
-    Reads both conventions, and scales of dtype U8 or F8_E8M0. Tensors that are not MXFP8 are left out.
+    Reads compressed-tensors (modelopt and auto-round write the same), weight_scale_inv and torchao's tensors, with
+    scales of dtype U8 or F8_E8M0. Tensors that are not MXFP8 are left out.
 
     Args:
-        path: a .safetensors file, or the .safetensors.index.json of a sharded checkpoint.
+        path: a .safetensors file, the .safetensors.index.json of a sharded checkpoint, or a Hugging Face folder.
 
     Raises:
         ContractError: a file cannot be read, or there is no MXFP8 weight in it.
     """
-    path = Path(path)
-    stored = _sharded(path) if path.suffix == ".json" else safetensors.read(path, Pins())[0]
-    weights = {}
-    for name, elements in stored.items():
-        scales = next((s for c in CONVENTIONS.values() if (s := stored.get(name + c.scale_suffix))), None)
-        if elements.dtype in _FORMATS and scales is not None and scales.dtype in _SCALE_DTYPES:
-            weights[name] = _weight(path, name, elements, scales)
-    if not weights:
-        expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
-        raise ContractError(path, "no MXFP8 weight", expected=expected, advice="name a checkpoint with MXFP8 weights")
-    return MappingProxyType(weights)
+    return MappingProxyType(dict(open_checkpoint(path).weights))
 
 
 def _other_name(tensor: Tensor, taken: set[str]) -> str:
@@ -128,45 +113,3 @@ def _other_name(tensor: Tensor, taken: set[str]) -> str:
     """
     tied = tensor.name in taken and tensor.module is not None
     return take_name(f"{tensor.module}.weight" if tied else tensor.name, taken)
-
-
-def _weight(path: Path, name: str, elements: safetensors.Stored, scales: safetensors.Stored) -> PackedWeight:
-    blocks = scale_shape(elements.shape or (0,), -1)
-    if scales.shape != blocks:
-        what = f"weight {name!r} of shape {list(elements.shape)} has scales of shape {list(scales.shape)}"
-        expected = f"{list(blocks)}, one per {formats.BLOCK_SIZE} values of the last axis"
-        raise ContractError(path, what, expected=expected, advice="store them unswizzled")
-    return PackedWeight(
-        name=name,
-        module=name.removesuffix(".weight") if name.endswith(".weight") else None,
-        shape=elements.shape,
-        element_format=_FORMATS[elements.dtype],
-        weight_only=None,
-        read_elements=lambda: elements.bytes().reshape(elements.shape),
-        read_scales=lambda: scales.bytes().reshape(scales.shape),
-    )
-
-
-def _sharded(path: Path) -> dict[str, safetensors.Stored]:
-    """Returns the tensors of every file an index names."""
-    folder = ModelFolder(path)
-    try:
-        with folder.files.open(path) as index:
-            content = index.read(_LARGEST_INDEX + 1)
-    except OSError as error:
-        raise ContractError.unreadable(path, error, "a readable file") from None
-    try:
-        names = json.loads(content.decode("utf-8") if len(content) <= _LARGEST_INDEX else "")["weight_map"]
-        shards = sorted({str(PurePath(name)) for name in names.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        what = "not the index of a checkpoint"
-        expected = "JSON with a weight_map"
-        raise ContractError(path, what, expected=expected, advice="name a .safetensors.index.json") from None
-    stored: dict[str, safetensors.Stored] = {}
-    for shard in shards:
-        try:
-            found = folder.locate(shard, str(path))
-        except OSError as error:
-            raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
-        stored |= safetensors.read(found, folder.files)[0]
-    return stored

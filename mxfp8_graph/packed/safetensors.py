@@ -84,13 +84,18 @@ class Stored:
     offset: int
     """Position of the data in the file."""
 
+    @property
+    def byte_size(self) -> int:
+        """Bytes of its data."""
+        return _byte_size(self.dtype, self.shape)
+
     def bytes(self) -> Codes:
         """Returns the data, read now.
 
         Raises:
             ContractError: the file cannot be read, or changed.
         """
-        size = _byte_size(self.dtype, self.shape)
+        size = self.byte_size
         try:
             with self.files.open(self.path) as file:
                 file.seek(self.offset)

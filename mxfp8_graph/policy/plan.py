@@ -41,6 +41,10 @@ class MatMulSite:
     """float32, float16, bfloat16, or what else it is."""
     weight: str | None = None
     """Name of the static operand's initializer."""
+    weight_shape: tuple[int, ...] = ()
+    """Shape of the static operand as [..., N, K]."""
+    weight_factor: float = 1.0
+    """What the static operand is multiplied with before it is packed."""
     weight_bytes: int = 0
     """Bytes of the static operand as the matmul sees it."""
     shared_with: int = 0
@@ -59,7 +63,8 @@ class Decision:
     reason: str
     """Why: the rule that decided, or what a user can change."""
     rule: str = "policy"
-    """What decided: "policy", "structure", "include", "exclude" or "rules.<index>"."""
+    """What decided: "policy", "structure", "include", "exclude", "rules.<index>", or "checkpoint" where one overrules
+    the policy."""
     activations: str = "e4m3"
     """One of `recipe.ACTIVATIONS`."""
     weight_format: str = "e4m3"

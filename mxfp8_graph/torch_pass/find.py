@@ -26,6 +26,7 @@ from torch.fx import Node
 
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.policy import eligibility
+from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_graph.torch_pass import attention, torchao_weights
@@ -169,6 +170,8 @@ class _Finder:
             k=k,
             dtype=dtype,
             weight=static.name if static else None,
+            weight_shape=k_last(static.shape, w.transposed) if static else (),
+            weight_factor=form.alpha,
             weight_bytes=static.byte_size if static else 0,
             shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
             has_bias=added.bias is not None,
@@ -205,6 +208,7 @@ class _Finder:
             k=k,
             dtype=dtype,
             weight=static.name if static else None,
+            weight_shape=static.shape if static else (),
             weight_bytes=static.byte_size if static else 0,
             shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
             blocker=scope.blocker

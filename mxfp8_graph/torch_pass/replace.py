@@ -11,12 +11,14 @@ embedding(w, ids)   -> mxfp8.embedding(ids, packed w)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.fx import Node
 
+from mxfp8_graph.options import StoredWeight
 from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.provenance import Made
@@ -31,7 +33,7 @@ from mxfp8_graph.torch_pass.weight_rows import layout_of, rows_of
 from mxfp8_graph.torch_program import internals
 from mxfp8_graph.torch_program.program import Program, Scope
 from mxfp8_graph.torch_program.values import storage_of
-from mxfp8_graph.weights import Rows, pack
+from mxfp8_graph.weights import Rows, pack, take
 
 _ATEN: Final = torch.ops.aten
 
@@ -39,8 +41,25 @@ _ATEN: Final = torch.ops.aten
 class Editor:
     """Rewrites one program: `apply` each site in graph order, then `finish` once."""
 
-    def __init__(self, program: Program, made: Made, *, allow_nonfinite: bool, sizes_only: bool = False) -> None:
-        """With `sizes_only` nothing is packed: new weights have a shape and no values, as a dry run needs them."""
+    def __init__(
+        self,
+        program: Program,
+        made: Made,
+        *,
+        allow_nonfinite: bool,
+        sizes_only: bool = False,
+        given: Mapping[str, StoredWeight] | None = None,
+    ) -> None:
+        """Makes an editor.
+
+        Args:
+            program: the program, which is edited.
+            made: what to record.
+            allow_nonfinite: see `mxfp8_graph.rewrite`.
+            sizes_only: pack nothing: new weights have a shape and no values, as a dry run needs them.
+            given: weights that are packed already, by the name of the site.
+        """
+        self._given = given or {}
         self.made_from: dict[str, torch.Tensor] = {}
         """Names of the tensors that were added, and what each was made of."""
         self._sizes_only = sizes_only
@@ -85,7 +104,8 @@ class Editor:
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
         transposed, alpha = site.w.transposed, site.form.alpha
-        settings = (decision.weight_format, decision.scale_rounding, alpha)
+        given = self._given.get(site.matmul.name)
+        settings = (decision.weight_format, decision.scale_rounding, alpha, given and given.name)
         stored = self._program.tensor(static.name)
         key = (*identity(self._program, static), *layout_of(static, stored, transposed), *settings)
         if key in self._packed:
@@ -94,6 +114,12 @@ class Editor:
             self._packed[key] = self._store(static.name, *torchao_weights.unpacked(stored), None)
             return self._packed[key]
         self._sources.add(storage_of(stored))
+        if given is not None and not self._sizes_only:
+            codes = take(given, allow_nonfinite=self._allow_nonfinite)
+            elements, scales = (torch.from_numpy(np.array(each)) for each in (codes.elements, codes.scales))
+            elements, scales = elements.to(stored.device), scales.to(stored.device)
+            self._packed[key] = self._store(static.name, elements, scales, None)
+            return self._packed[key]
         rows, flipped = (Rows(shape=static.shape), False) if self._sizes_only else rows_of(static, stored)
         result = pack(
             rows,
@@ -105,7 +131,7 @@ class Editor:
             allow_nonfinite=self._allow_nonfinite,
         )
         elements, scales = (torch.from_numpy(codes).to(stored.device) for codes in (result.elements, result.scales))
-        self._packed[key] = self._store(static.name, elements, scales, result.relative_l2)
+        self._packed[key] = self._store(static.name, elements, scales, None if given else result.relative_l2)
         return self._packed[key]
 
     def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> PackedNames:

@@ -14,8 +14,8 @@ from torch.export import ExportedProgram
 
 from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.naming import printable
-from mxfp8_graph.options import Options
-from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible
+from mxfp8_graph.options import Options, StoredWeight
+from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible, take_given
 from mxfp8_graph.policy import tied_tables
 from mxfp8_graph.policy.plan import Decision, plan
 from mxfp8_graph.policy.recipe import Recipe
@@ -56,13 +56,14 @@ def rewrite_torch(
         return _turned(source, recipe, reporter)
     before = stored_bytes.inventory(source.state_dict, source.constants)
     program, sites, decisions = planned(source, recipe, options)
+    decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
     reporter.notes += _notes(sites, decisions)
     account = partial(stored_bytes.account, before, stored_bytes.uses(program, sites, decisions))
     require_eligible(decisions, options, wanted=WANTED, account=lambda: account(before, {}))
     if options.training and (left_out := training.note(sites, decisions)):
         reporter.notes.append(left_out)
         warnings.warn(printable(left_out), stacklevel=4)  # the caller of mxfp8_graph.rewrite
-    reports, made_from = _replaced(program, sites, decisions, recipe, options)
+    reports, made_from = _replaced(program, sites, decisions, reporter, given)
     stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
     if options.dry_run:
         return None, reporter.dry_run(decisions, stored)
@@ -154,11 +155,17 @@ def _without_einsum(source: ExportedProgram) -> ExportedProgram:
 
 
 def _replaced(
-    program: Program, sites: Sequence[Site], decisions: Sequence[Decision], recipe: Recipe, options: Options
+    program: Program,
+    sites: Sequence[Site],
+    decisions: Sequence[Decision],
+    reporter: Reporter,
+    given: Mapping[str, StoredWeight],
 ) -> tuple[list[SiteReport], Mapping[str, torch.Tensor]]:
     """Replaces every site that is rewritten; returns what became of each, and see `Editor.made_from`."""
+    recipe, options = reporter.recipe, reporter.options
     made = Made(node="", recipe=recipe.model_dump_json(), packed=not options.training)
-    editor = Editor(program, made, allow_nonfinite=options.allow_nonfinite, sizes_only=options.dry_run)
+    nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
+    editor = Editor(program, made, allow_nonfinite=nonfinite, sizes_only=sizes_only, given=given)
 
     def change(site: Site, decision: Decision) -> SiteReport:
         assert isinstance(site, TorchSite), "attention is taken apart before"
@@ -170,6 +177,8 @@ def _replaced(
     progress = None if options.dry_run else options.progress
     reports = replace_each(sites, decisions, change, keep=undo, progress=progress)
     editor.finish()
+    if options.given is not None:
+        options.given.check()
     if not options.training:
         program.freeze()  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
     return reports, editor.made_from

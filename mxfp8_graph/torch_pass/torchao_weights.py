@@ -1,12 +1,8 @@
 """Weights that torchao packed before export: MXTensor parameters, read as they are, never rounded again.
 
 `quantize_(model, MXDynamicActivationMXWeightConfig(...))` makes every linear's weight a tensor subclass: elements
-`qdata` float8 [N, K], and `scale` float8_e8m0fnu, either [N, K / 32] or swizzled into the tiles that NVIDIA's block
-scaled matmuls read: rows in tiles of 128, scales in tiles of 4, zero-padded,
-
-    stored[row tile, column tile, i, j, k] = scale[128 * row tile + 32 * j + i, 4 * column tile + k]
-
-with 32 x 4 x 4 values to a tile. A program exported from such a module keeps `linear` with that parameter.
+`qdata` float8 [N, K], and `scale` float8_e8m0fnu, either [N, K / 32] or swizzled, see `weights.unswizzled`. A program
+exported from such a module keeps `linear` with that parameter.
 """
 
 from __future__ import annotations
@@ -15,11 +11,11 @@ from typing import Any, Final
 
 import torch
 
+from mxfp8_graph.torch_program.values import to_numpy
+from mxfp8_graph.weights import unswizzled
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_count
 
-_TILE_ROWS: Final = 128
-_TILE_COLUMNS: Final = 4
 _FORMATS: Final = {getattr(torch, fmt.numpy_name): fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
 
 
@@ -50,13 +46,5 @@ def unpacked(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
     count = scale_count(columns)
     scales = tensor.scale.detach().contiguous().view(torch.uint8)
     if tensor.is_swizzled_scales:
-        scales = unswizzled(scales, rows, count)
+        scales = torch.from_numpy(unswizzled(to_numpy(scales), rows, count))
     return tensor.qdata.detach().view(torch.uint8), scales.reshape(rows, count).contiguous()
-
-
-def unswizzled(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Returns [rows, columns] scales from the tiles they are stored in, see the module."""
-    down, across = -(-rows // _TILE_ROWS), -(-columns // _TILE_COLUMNS)
-    tiles = stored.reshape(down, across, 32, 4, _TILE_COLUMNS)
-    flat = tiles.permute(0, 3, 2, 1, 4).reshape(down * _TILE_ROWS, across * _TILE_COLUMNS)
-    return flat[:rows, :columns]

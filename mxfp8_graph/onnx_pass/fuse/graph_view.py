@@ -125,8 +125,9 @@ class GraphView:
         return numpy_helper.to_array(tensor)
 
     def stored_shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns the shape of a stored constant of any size; None for any other value."""
-        tensor = self._stored.get(name)
+        """Returns the shape of a stored constant of any size, perhaps cast; None for any other value."""
+        cast = self.maker(name, "Cast")
+        tensor = self._stored.get(name if cast is None else cast.input[0])
         return None if tensor is None else tuple(tensor.dims)
 
     def scalar(self, name: str) -> float | None:

@@ -1,0 +1,133 @@
+"""from_hf(): a local Hugging Face folder with MXFP8 weights -> ONNX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mxfp8_graph.file_reading import Pins, is_folder
+from mxfp8_graph.options import GivenWeights, Options, Progress
+from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
+from mxfp8_graph.pass_steps import Reporter
+from mxfp8_graph.policy import presets
+from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.report.data import RewriteReport
+from mxfp8_ops import contract
+from mxfp8_ops.errors import BackendError, ContractError
+
+if TYPE_CHECKING:
+    from mxfp8_graph.onnx_model.open import OpenedModel
+
+_WEIGHT_ONLY = "mxfp8-weight-only"
+
+
+def from_hf(
+    folder: str | Path,
+    output: str | Path | None = None,
+    *,
+    recipe: str | Path | Recipe | None = None,
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+    opset: int = contract.MIN_OPSET,
+    external_data: Literal["auto", "always", "never"] = "auto",
+    overwrite: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Path, RewriteReport]:
+    """Returns (the ONNX file, a report): the model in a Hugging Face folder with its MXFP8 weights, byte for byte.
+
+    The model is built from config.json without values, exported, and its weights are copied: packed ones as
+    `rewrite(weights=...)` takes them, everything else (norms, embeddings, output projection) as it is stored, in its
+    dtype; but biases that packed nodes add are float32, which holds their values. Nothing in the folder is executed,
+    and no weight is quantized or widened on the way.
+
+    Decoders (classes named ...ForCausalLM) take input_ids and attention_mask [batch, past + sequence], and their cache
+    as past_key_values.N.key and .value [batch, heads, past, size]; they give logits and present.N.key and .value.
+    Encoders take input_ids, attention_mask and perhaps token_type_ids, and give what transformers gives.
+
+    Args:
+        folder: with config.json and model.safetensors, or model.safetensors.index.json and its shards.
+        output: file to write. Default: FOLDER/model.mxfp8.onnx.
+        recipe: what becomes of activations, and fusion, as in `rewrite`. Default: "mxfp8-weight-only" for a checkpoint
+            that says that activations are not quantized, else "mxfp8".
+        dtype: what is not MXFP8 is computed in; tensors that are stored in another one are cast when the model runs.
+        opset: version of the default operator domain, at least 21.
+        external_data: whether tensors go to OUTPUT.data: "always" and "auto", or "never".
+        overwrite: whether an existing output may be replaced.
+        allow_nonfinite: take weights that hold NaN or Inf instead of refusing them.
+        progress: called after each weight.
+
+    Raises:
+        ContractError: the folder holds no MXFP8 checkpoint or no model that transformers knows and torch can export; a
+            tensor is missing, of another shape or quantized in another way; or the output cannot be written.
+        RecipeError: the recipe is malformed, or does not fit the model.
+        BackendError: torch, onnxscript or transformers is missing.
+    """
+    folder = Path(folder)
+    if not is_folder(folder):
+        raise ContractError(folder, "not a folder", expected="a local Hugging Face folder", advice="check the path")
+    told = read_json(
+        folder / "config.json",
+        Pins(),
+        what="not a JSON object",
+        expected="the config of a model",
+        advice="download it again",
+    )
+    if dtype not in contract.VALUE_NAMES.values():
+        raise ContractError.unknown("dtype", dtype, contract.VALUE_NAMES.values())
+    chosen = load_recipe(_recipe_for(told) if recipe is None else recipe)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.require_mxfp8()
+    options = Options(
+        name=str(folder),
+        output=Path(output) if output else folder / "model.mxfp8.onnx",
+        external_data=external_data,
+        overwrite=overwrite,
+        allow_nonfinite=allow_nonfinite,
+        given=GivenWeights(where=str(folder), weights=checkpoint.weights, instead=True, check=checkpoint.check),
+        progress=progress,
+    )
+    reporter = Reporter(recipe=chosen, options=options, bytes_before=checkpoint.byte_size)
+    opened = _opened(folder, checkpoint, dtype, opset)
+    from mxfp8_graph.onnx_pass.run import rewrite_opened
+
+    path, report = rewrite_opened(opened, reporter)
+    assert isinstance(path, Path)  # an output was asked for
+    return path, report
+
+
+def _opened(folder: Path, checkpoint: Checkpoint, dtype: str, opset: int) -> OpenedModel:
+    """Returns the model with tensors that lie in the checkpoint."""
+    try:
+        import onnxscript  # noqa: F401
+        import torch  # noqa: F401
+    except ImportError as error:
+        advice = "pip install 'mxfp8-graph[hf]'"
+        raise BackendError("from_hf", str(error), expected="torch and onnxscript", advice=advice) from error
+    from mxfp8_graph.hugging_face import architecture, stored, whole
+
+    config = architecture.load_config(folder)
+    model = architecture.build(config, folder, dtype)
+    architecture.check_callable(model, config, folder)
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(tensor), []).append(name)
+    tied = {name: names for names in aliases.values() for name in names}
+    names = stored.Names(checkpoint, getattr(model, "base_model_prefix", ""), tied)
+    stored.check({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, checkpoint, names)
+    proto, inputs = whole.export(model, config, folder, opset)
+    opened = stored.opened(proto, checkpoint, inputs, names)
+    unused = sorted(checkpoint.others.keys() - names.used)
+    if unused:
+        opened.notes.append(f"{len(unused)} tensors of the checkpoint are not used by the model: {listed(unused, 5)}")
+    return opened
+
+
+def _recipe_for(config: dict[str, Any]) -> str:
+    """Returns the preset that does to activations what a checkpoint says is done to them."""
+    told = config.get("quantization_config")
+    told = told if isinstance(told, dict) else {}
+    groups = told.get("config_groups")
+    if isinstance(groups, dict) and groups:
+        quantized = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+        return presets.DEFAULT if any(quantized) else _WEIGHT_ONLY
+    return _WEIGHT_ONLY if told.get("act_bits", 8) == 16 else presets.DEFAULT

@@ -1,0 +1,233 @@
+"""What a safetensors checkpoint holds: MXFP8 weights, whoever packed them, and tensors as they are. Reads headers only.
+
+A checkpoint is one file, the files that an index names, or a Hugging Face folder with either.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Any, Final
+
+from mxfp8_graph.file_reading import Pins, is_folder
+from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.packed import safetensors
+from mxfp8_graph.packed.conventions import CONVENTIONS
+from mxfp8_graph.packed.weight import Codes, PackedWeight
+from mxfp8_graph.weights import swizzled_tiles, unswizzled
+from mxfp8_ops import formats
+from mxfp8_ops.checks import scale_shape
+from mxfp8_ops.errors import ContractError
+
+_FORMATS: Final = {fmt.safetensors_name: fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
+_SCALE_DTYPES: Final = frozenset({safetensors.U8, safetensors.E8M0})
+
+_INDEX: Final = "model.safetensors.index.json"
+_FILE: Final = "model.safetensors"
+
+_LARGEST_JSON: Final = 100_000_000
+"""Bytes, as of a safetensors header."""
+
+_FOREIGN: Final = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "weight_qdata")
+"""How names of tensors end that belong to a quantized weight, of whatever format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The tensors of a checkpoint by name."""
+
+    path: Path
+    """File, index or folder, as it was named."""
+    weights: Mapping[str, PackedWeight]
+    others: Mapping[str, safetensors.Stored]
+    """Tensors as they are."""
+    foreign: tuple[str, ...]
+    """What is quantized in another way than MXFP8 in blocks of 32 along the last axis, each with what it is."""
+    byte_size: int
+    """Of all tensors."""
+    check: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Raises ContractError if a file changed since it was opened."""
+
+    def require_mxfp8(self) -> None:
+        """Raises ContractError if a tensor is quantized in another way."""
+        if self.foreign:
+            what = f"{len(self.foreign)} tensors are quantized in another way: {listed(self.foreign)}"
+            expected = "float8 elements and one E8M0 scale per 32 values of the last axis"
+            raise ContractError(self.path, what, expected=expected, advice="name an MXFP8 checkpoint")
+
+
+def listed(names: tuple[str, ...] | list[str], most: int = 20) -> str:
+    """Returns names for a message, the first of them where there are many."""
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Returns what a checkpoint holds; no tensor is read.
+
+    Args:
+        path: a .safetensors file, the .safetensors.index.json of a sharded checkpoint, or a folder with
+            model.safetensors or model.safetensors.index.json.
+
+    Raises:
+        ContractError: a file cannot be read, there is no MXFP8 weight, or scales do not fit their weights.
+    """
+    path = Path(path)
+    file = _file_in(path) if is_folder(path) else path
+    pins = Pins()
+    if file.suffix == ".json":
+        stored, metadata, pins = _sharded(file)
+    else:
+        stored, metadata = safetensors.read(file, pins)
+    weights: dict[str, PackedWeight] = {}
+    used: set[str] = set()
+    misfits: list[str] = []
+    for name, elements, scales, swizzled in _pairs(stored, metadata):
+        used |= {elements, scales}
+        if misfit := _misfit(name, stored[elements].shape, stored[scales].shape, swizzled=swizzled):
+            misfits.append(misfit)
+        else:
+            weights[name] = _weight(name, stored[elements], stored[scales], swizzled=swizzled)
+    if misfits:
+        expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis"
+        advice = "store them unswizzled, in blocks of 32"
+        raise ContractError(path, listed(misfits), expected=expected, advice=advice)
+    if not weights:
+        expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
+        raise ContractError(path, "no MXFP8 weight", expected=expected, advice="name a checkpoint with MXFP8 weights")
+    foreign = tuple(
+        f"{name} ({tensor.dtype} {list(tensor.shape)})"
+        for name, tensor in sorted(stored.items())
+        if name not in used and (tensor.dtype in _FORMATS or name.endswith(_FOREIGN))
+    )
+    return Checkpoint(
+        path=path,
+        weights=weights,
+        others={name: tensor for name, tensor in stored.items() if name not in used},
+        foreign=foreign,
+        byte_size=sum(tensor.byte_size for tensor in stored.values()),
+        check=pins.check,
+    )
+
+
+def _file_in(folder: Path) -> Path:
+    """Returns the index or the only file of a Hugging Face folder."""
+    for name in (_INDEX, _FILE):
+        if (folder / name).exists():
+            return folder / name
+    expected = f"{_INDEX} or {_FILE} in it"
+    raise ContractError(folder, "a folder without a checkpoint", expected=expected, advice="name the file itself")
+
+
+def _pairs(
+    stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str]
+) -> Iterator[tuple[str, str, str, bool]]:
+    """Yields (weight, its elements, its scales, whether those are swizzled), each a name."""
+    for name, tensor in stored.items():
+        if tensor.dtype not in _FORMATS:
+            continue
+        scales = next((s for c in CONVENTIONS.values() if (s := name + c.scale_suffix) in stored), None)
+        if scales is not None and stored[scales].dtype in _SCALE_DTYPES:
+            yield name, name, scales, False
+        elif name.endswith("_qdata") and (found := _of_torchao(name, stored, metadata)) is not None:
+            yield found
+
+
+def _of_torchao(
+    elements: str, stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str]
+) -> tuple[str, str, str, bool] | None:
+    """Returns what `_pairs` yields for X._weight_qdata, if its metadata say that it is an MXTensor in blocks of 32."""
+    module, _, rest = elements.removesuffix("_qdata").rpartition(".")
+    name, scales = f"{module}.{rest[1:]}".lstrip("."), f"{elements.removesuffix('_qdata')}_scale"
+    try:
+        told = json.loads(metadata[name])
+        kind, size, swizzled = (told["_type"], told["_data"]["block_size"], told["_data"]["is_swizzled_scales"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    if kind != "MXTensor" or size != formats.BLOCK_SIZE or scales not in stored:
+        return None
+    return (name, elements, scales, bool(swizzled)) if stored[scales].dtype in _SCALE_DTYPES else None
+
+
+def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizzled: bool) -> str | None:
+    """Returns how scales do not fit a weight of that shape, or None."""
+    blocks = scale_shape(shape or (0,), -1)
+    if swizzled and len(shape) == 2:
+        down, across = swizzled_tiles(*blocks)
+        fits = math.prod(scales) == down * across * 512
+    else:
+        fits = not swizzled and scales == blocks
+    return (
+        None
+        if fits
+        else f"weight {name!r} of shape {list(shape)} has scales of shape {list(scales)}, not {list(blocks)}"
+    )
+
+
+def _weight(name: str, elements: safetensors.Stored, scales: safetensors.Stored, *, swizzled: bool) -> PackedWeight:
+    def codes() -> Codes:
+        return (
+            unswizzled(scales.bytes(), *scale_shape(elements.shape, -1))
+            if swizzled
+            else scales.bytes().reshape(scales.shape)
+        )
+
+    return PackedWeight(
+        name=name,
+        module=name.removesuffix(".weight") if name.endswith(".weight") else None,
+        shape=elements.shape,
+        element_format=_FORMATS[elements.dtype],
+        weight_only=None,
+        read_elements=partial(_elements, elements),
+        read_scales=codes,
+    )
+
+
+def _elements(stored: safetensors.Stored) -> Codes:
+    return stored.bytes().reshape(stored.shape)
+
+
+def read_json(path: Path, files: Pins, *, what: str, expected: str, advice: str) -> dict[str, Any]:
+    """Returns the object that a JSON file holds.
+
+    Raises:
+        ContractError: it cannot be read; or is no JSON object, as `what`, `expected` and `advice` then say.
+    """
+    try:
+        with files.open(path) as file:
+            content = file.read(_LARGEST_JSON + 1)
+    except OSError as error:
+        raise ContractError.unreadable(path, error, "a readable file") from None
+    try:
+        found = json.loads(content.decode("utf-8") if len(content) <= _LARGEST_JSON else "")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ContractError(path, what, expected=expected, advice=advice)
+    return found
+
+
+def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str], Pins]:
+    """Returns the tensors of every file an index names, their metadata, and the files."""
+    folder = ModelFolder(path)
+    what, expected = "not the index of a checkpoint", "JSON with a weight_map"
+    advice = "name a .safetensors.index.json"
+    index = read_json(path, folder.files, what=what, expected=expected, advice=advice)
+    try:
+        shards = sorted({str(PurePath(name)) for name in index["weight_map"].values()})
+    except (KeyError, TypeError, AttributeError):
+        raise ContractError(path, what, expected=expected, advice=advice) from None
+    stored: dict[str, safetensors.Stored] = {}
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        try:
+            found = folder.locate(shard, str(path))
+        except OSError as error:
+            raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
+        tensors, told = safetensors.read(found, folder.files)
+        stored |= tensors
+        metadata |= told
+    return stored, metadata, folder.files

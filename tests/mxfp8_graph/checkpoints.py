@@ -1,0 +1,51 @@
+"""MXFP8 checkpoints for tests: random codes, so that no quantizer could have made the bytes again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from mxfp8_graph.packed.weight import PackedWeight
+from mxfp8_ops import numerics
+
+Codes = tuple[np.ndarray, np.ndarray]
+
+
+def codes(n: int, k: int, seed: int = 0) -> Codes:
+    """Returns finite elements [n, k] and scales [n, k / 32] near 1 / 256."""
+    rng = np.random.default_rng(seed)
+    elements = rng.integers(0, 256, (n, k), np.uint8)
+    elements[elements & 0x7F == 0x7F] = 0
+    return elements, rng.integers(117, 122, (n, -(-k // 32)), np.uint8)
+
+
+def values(weight: Codes) -> np.ndarray:
+    """Returns what the codes stand for, float32 [n, k]."""
+    return numerics.dequantize(*weight)
+
+
+def tensors(weights: Mapping[str, Codes], suffix: str = "_scale") -> dict[str, np.ndarray]:
+    """Returns weights as a checkpoint stores them, by name."""
+    found = {}
+    for name, (elements, scales) in weights.items():
+        found |= {name: elements.view(ml_dtypes.float8_e4m3fn), name + suffix: scales}
+    return found
+
+
+def save(path: Path, weights: Mapping[str, Codes], suffix: str = "_scale", **others: Any) -> Path:
+    """Writes a checkpoint and returns its path."""
+    save_file(tensors(weights, suffix) | others, path)
+    return path
+
+
+def check_bytes(found: Mapping[str, PackedWeight], weights: Mapping[str, Codes]) -> None:
+    """Fails unless `found` are these weights, byte for byte."""
+    assert sorted(found) == sorted(weights)
+    for name, (elements, scales) in weights.items():
+        np.testing.assert_array_equal(found[name].elements, elements, err_msg=name)
+        np.testing.assert_array_equal(found[name].scales, scales, err_msg=name)

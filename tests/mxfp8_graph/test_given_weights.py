@@ -1,0 +1,344 @@
+"""rewrite(weights=...): packed bytes come from a checkpoint, whoever wrote it, and are never quantized again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import builders as b
+import checkpoints as ck
+import commands
+import ml_dtypes
+import numpy as np
+import onnx
+import oracle
+import pytest
+from safetensors.numpy import save_file
+
+import mxfp8_graph
+from mxfp8_graph import Recipe
+from mxfp8_ops.errors import ContractError
+
+NAMES = ("layers.0.weight", "layers.1.weight")
+WEIGHTS = {NAMES[0]: ck.codes(128, 64), NAMES[1]: ck.codes(96, 128, seed=1)}
+SIZES = (64, 128, 96)
+X = np.random.default_rng(5).standard_normal((4, 64), np.float32)
+
+
+def chain(**settings: Any) -> onnx.ModelProto:
+    return b.chain_model(SIZES, **settings)
+
+
+def rewritten(path: Path, model: Any = None, **settings: Any) -> tuple[Any, mxfp8_graph.RewriteReport]:
+    model, report = mxfp8_graph.rewrite(model or chain(), weights=path, **settings)
+    return model, report
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pack(*args: Any, **settings: Any) -> Any:
+        raise AssertionError("a weight was quantized")
+
+    monkeypatch.setattr("mxfp8_ops.cpu.pack", pack)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return ck.save(tmp_path / "a.safetensors", WEIGHTS)
+
+
+# --- Forms -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+def test_the_bytes_are_those_of_the_checkpoint(suffix: str, tmp_path: Path) -> None:
+    model, report = rewritten(ck.save(tmp_path / "a.safetensors", WEIGHTS, suffix))
+    ck.check_bytes(mxfp8_graph.unpack(model), WEIGHTS)
+    assert report.notes == (f"2 matmuls take the bytes of 2 weights of {tmp_path / 'a.safetensors'} (2 by name)",)
+    assert [(s.decision.reason, s.relative_l2) for s in report.sites] == [
+        ("the checkpoint has it in MXFP8, found by name", None)
+    ] * 2
+
+
+def test_scales_as_e8m0_and_tensors_in_high_precision(tmp_path: Path) -> None:
+    stored = ck.tensors(WEIGHTS) | {"norm.weight": np.ones(64, ml_dtypes.bfloat16)}
+    stored[f"{NAMES[0]}_scale"] = stored[f"{NAMES[0]}_scale"].view(ml_dtypes.float8_e8m0fnu)
+    save_file(stored, tmp_path / "a.safetensors")
+    ck.check_bytes(mxfp8_graph.unpack(rewritten(tmp_path / "a.safetensors")[0]), WEIGHTS)
+
+
+def test_what_export_safetensors_wrote(tmp_path: Path, path: Path) -> None:
+    model, _ = rewritten(path)
+    again = mxfp8_graph.export_safetensors(model, tmp_path / "ours.safetensors")
+    ck.check_bytes(mxfp8_graph.unpack(rewritten(again)[0]), WEIGHTS)
+
+
+def test_folders_of_shards(tmp_path: Path) -> None:
+    shards = {}
+    for number, (name, codes) in enumerate(WEIGHTS.items(), 1):
+        file = ck.save(tmp_path / f"model-0000{number}-of-00002.safetensors", {name: codes})
+        shards |= {name: file.name, f"{name}_scale": file.name}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    ck.check_bytes(mxfp8_graph.unpack(rewritten(tmp_path)[0]), WEIGHTS)
+
+
+def test_torchaos_tensors(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    formats = pytest.importorskip("torchao.prototype.mx_formats")
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    from safetensors.torch import save_file as save_torch
+    from torchao.quantization import quantize_
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    torch.manual_seed(0)
+    module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 128), torch.nn.Linear(128, 96)])})
+    settings = dict.fromkeys(("activation_dtype", "weight_dtype"), torch.float8_e4m3fn)
+    preference = KernelPreference.EMULATED
+    quantize_(module.bfloat16(), formats.MXDynamicActivationMXWeightConfig(kernel_preference=preference, **settings))
+    state = {name: getattr(value, "data", value) for name, value in module.state_dict().items()}
+    assert state[NAMES[0]].is_swizzled_scales
+    stored, metadata = support.flatten_tensor_state_dict(state)
+    save_torch(stored, tmp_path / "a.safetensors", metadata=metadata)
+    packed = mxfp8_graph.unpack(rewritten(tmp_path / "a.safetensors")[0])
+    for name in NAMES:
+        np.testing.assert_array_equal(packed[name].elements, state[name].qdata.view(torch.uint8).numpy())
+        np.testing.assert_array_equal(packed[name].dequantize(), state[name].dequantize(torch.float32).numpy())
+
+
+# --- What the result computes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_only", [False, True])
+def test_outputs_are_those_of_the_dequantized_weight(weight_only: bool, tmp_path: Path, runtime: Any) -> None:
+    codes = ck.codes(96, 64)
+    path = ck.save(tmp_path / "a.safetensors", {"w": codes})
+    recipe = "mxfp8-weight-only" if weight_only else "mxfp8"
+    model, _ = rewritten(path, b.matmul_model(), recipe=recipe)
+    x, w = X[None], ck.values(codes)
+    np.testing.assert_array_equal(oracle.quantized(w), w)  # so the oracle multiplies with these values
+    (y,) = oracle.run(model, {"x": x})
+    oracle.expect(x, w, weight_only=weight_only).then(oracle.relu).check(y)
+
+
+# --- Who decides ---------------------------------------------------------------------------------------------------
+
+
+def test_the_checkpoint_overrules_the_default_policy_and_the_recipe_its_activations(tmp_path: Path) -> None:
+    weights = {NAMES[1]: WEIGHTS[NAMES[1]]}
+    path = ck.save(tmp_path / "a.safetensors", weights, **{NAMES[0]: np.ones((128, 64), np.float32)})
+    model, report = rewritten(path, chain(head=True), recipe=Recipe(activations="bfloat16"))
+    ck.check_bytes(mxfp8_graph.unpack(model), weights)
+    first, second = (site.decision for site in report.sites)
+    assert (first.quantize, first.rule) == (False, "checkpoint")
+    assert first.reason == "the checkpoint does not have it in MXFP8, and nothing else is quantized"
+    assert (second.site.role, second.quantize, second.rule) == ("output_projection", True, "checkpoint")
+    assert second.activations == "bfloat16"
+
+
+def test_what_the_recipe_excludes_stays_as_the_model_has_it(path: Path) -> None:
+    model, report = rewritten(path, recipe=Recipe(exclude=["layers.0"]))
+    ck.check_bytes(mxfp8_graph.unpack(model), {NAMES[1]: WEIGHTS[NAMES[1]]})
+    assert report.sites[0].decision.rule == "exclude"
+
+
+def test_tables_are_taken_too(tmp_path: Path) -> None:
+    nodes = [b.node("Gather", "table ids", "e"), b.node("MatMul", "e w", "h"), b.node("Relu", "h", "y")]
+    shapes = {"ids": (np.int64, ["n"])}, {"y": (np.float32, ["n", 32])}
+    model = b.model(nodes, *shapes, {"table": b.weight(50, 64), "w": b.weight(64, 32)})
+    weights = {"table": ck.codes(50, 64), "w": ck.codes(32, 64, seed=1)}
+    ck.check_bytes(mxfp8_graph.unpack(rewritten(ck.save(tmp_path / "a.safetensors", weights), model)[0]), weights)
+
+
+# --- Names ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_prefix_more_or_less(tmp_path: Path) -> None:
+    more = ck.save(tmp_path / "a.safetensors", {f"model.{name}": codes for name, codes in WEIGHTS.items()})
+    model, report = rewritten(more)
+    ck.check_bytes(mxfp8_graph.unpack(model), WEIGHTS)
+    assert report.notes[0].endswith("(2 by name with 'model.' before it)")
+
+
+def test_a_prefix_is_the_same_for_all(tmp_path: Path) -> None:
+    path = ck.save(tmp_path / "a.safetensors", {f"part{i}.{name}": WEIGHTS[name] for i, name in enumerate(NAMES)})
+    with pytest.raises(ContractError, match=r"'part1.layers.1.weight' matches nothing in the model"):
+        rewritten(path)
+
+
+def older_names(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model as torch's older exporter names it: folded weights have numbers, nodes their modules."""
+    for number, (tensor, node) in enumerate(zip(model.graph.initializer, model.graph.node[::2], strict=True)):
+        tensor.name = node.input[1] = f"onnx::MatMul_{number}"
+        node.name = f"/layers.{number}/MatMul"
+    return model
+
+
+def test_weights_that_lost_their_names_are_found_by_their_nodes(path: Path) -> None:
+    model, report = rewritten(path, older_names(chain()))
+    assert report.notes[0].endswith("(2 by node name)")
+    packed = mxfp8_graph.unpack(model)
+    for number, name in enumerate(NAMES):
+        np.testing.assert_array_equal(packed[f"onnx::MatMul_{number}"].elements, WEIGHTS[name][0])
+
+
+def test_weights_that_lost_their_names_are_found_by_their_modules(path: Path) -> None:
+    model = chain()
+    for number, node in enumerate(model.graph.node[::2]):
+        model.graph.initializer[number].name = node.input[1] = f"val_{number}"
+        node.name = f"node_linear_{number}"
+        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=f"['', 'layers.{number}', 'linear']")
+    model, report = rewritten(path, model)
+    assert report.notes[0].endswith("(2 by module path)")
+    assert [report.sites[i].decision.quantize for i in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_explicit_names(as_file: bool, tmp_path: Path) -> None:
+    path = ck.save(tmp_path / "a.safetensors", {"a": WEIGHTS[NAMES[0]], "b": WEIGHTS[NAMES[1]]})
+    names: Any = {NAMES[0]: "a", "layers.1.linear": "b"}  # a weight, and a node
+    if as_file:
+        (tmp_path / "names.json").write_text(json.dumps(names))
+        names = tmp_path / "names.json"
+    ck.check_bytes(mxfp8_graph.unpack(rewritten(path, weight_names=names)[0]), WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({NAMES[0]: "c"}, "'layers.0.weight' is mapped to 'c', which is not among its MXFP8 weights"),
+        ({"up": NAMES[0]}, "'up', mapped to 'layers.0.weight', is no weight, matmul or module of the model"),
+        ({NAMES[0]: 1}, "'layers.0.weight': 1 is not text; expected a mapping of names"),
+    ],
+)
+def test_explicit_names_that_are_wrong(names: Any, message: str, path: Path) -> None:
+    with pytest.raises(ContractError, match=message):
+        rewritten(path, weight_names=names)
+
+
+# --- What does not fit -----------------------------------------------------------------------------------------------
+
+
+def test_all_that_matches_nothing_is_listed(tmp_path: Path) -> None:
+    path = ck.save(tmp_path / "a.safetensors", {**WEIGHTS, "q.weight": ck.codes(4, 32), "k.weight": ck.codes(4, 32)})
+    with pytest.raises(ContractError) as caught:
+        rewritten(path)
+    assert str(caught.value) == (
+        f"{path}: 'k.weight' matches nothing in the model; 'q.weight' matches nothing in the model; expected a matmul "
+        "of that name and shape for each weight; name them with weight_names. Weights of the model: layers.0.weight, "
+        "layers.1.weight"
+    )
+
+
+def test_wrong_shapes_are_listed(tmp_path: Path) -> None:
+    path = ck.save(tmp_path / "a.safetensors", {NAMES[0]: ck.codes(64, 128), NAMES[1]: ck.codes(96, 64)})
+    with pytest.raises(ContractError) as caught:
+        rewritten(path)
+    for number, found, expected in ((0, "[64, 128]", "[128, 64]"), (1, "[96, 64]", "[96, 128]")):
+        where = f"'layers.{number}.weight' for 'layers.{number}.linear'"
+        assert f"{where}: {found}, and the model multiplies with [..., N, K] = {expected}" in str(caught.value)
+
+
+def test_other_block_sizes_are_refused(tmp_path: Path) -> None:
+    elements, _ = WEIGHTS[NAMES[0]]
+    path = ck.save(tmp_path / "a.safetensors", {NAMES[0]: (elements, np.zeros((128, 4), np.uint8))})
+    with pytest.raises(
+        ContractError, match=r"has scales of shape \[128, 4\], not \[128, 2\]; expected one scale per 32"
+    ):
+        rewritten(path)
+
+
+def test_other_formats_are_listed(tmp_path: Path) -> None:
+    others = {
+        "fp8.weight": np.zeros((4, 32), ml_dtypes.float8_e4m3fn),
+        "fp8.weight_scale": np.ones(1, np.float32),
+        "fp4.weight_packed": np.zeros((4, 16), np.uint8),
+    }
+    path = ck.save(tmp_path / "a.safetensors", WEIGHTS, **others)
+    with pytest.raises(ContractError) as caught:
+        rewritten(path)
+    listed = "fp4.weight_packed (U8 [4, 16]), fp8.weight (F8_E4M3 [4, 32]), fp8.weight_scale (F32 [1])"
+    assert f"3 tensors are quantized in another way: {listed}; expected" in str(caught.value)
+
+
+def test_a_weight_that_the_model_scales_is_refused(tmp_path: Path) -> None:
+    path = ck.save(tmp_path / "a.safetensors", {"w": ck.codes(96, 64)})
+    with pytest.raises(
+        ContractError, match=r"the model multiplies with 0\.5 times the weight, which its bytes cannot say"
+    ):
+        rewritten(path, b.gemm_model(alpha=0.5))
+
+
+@pytest.mark.parametrize(("what", "index"), [("element", 0), ("scale", 1)])
+def test_values_that_are_not_finite_are_refused(what: str, index: int, tmp_path: Path) -> None:
+    codes = [np.array(each) for each in WEIGHTS[NAMES[0]]]
+    codes[index][100, 1] = (0xFF, 0xFF)[index]
+    weights = {**WEIGHTS, NAMES[0]: (codes[0], codes[1])}
+    path = ck.save(tmp_path / "a.safetensors", weights)
+    with pytest.raises(ContractError, match=f"weight 'layers.0.weight': a {what} that is NaN or Inf"):
+        rewritten(path)
+    ck.check_bytes(mxfp8_graph.unpack(rewritten(path, allow_nonfinite=True)[0]), weights)
+
+
+def test_packed_models_are_refused(path: Path) -> None:
+    model, _ = rewritten(path)
+    with pytest.raises(ContractError, match="has MXFP8 weights already; expected a model in high precision"):
+        rewritten(path, model)
+
+
+def test_names_need_a_checkpoint() -> None:
+    with pytest.raises(ContractError, match="names of weights alone; expected a checkpoint; pass weights too"):
+        mxfp8_graph.rewrite(chain(), weight_names={"a": "b"})
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=r"a folder without a checkpoint; expected model\.safetensors"):
+        rewritten(tmp_path)
+
+
+# --- The command line ----------------------------------------------------------------------------------------------
+
+
+def test_the_command_line(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands.save(chain())
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps({NAMES[0]: NAMES[0]}))
+    planned = commands.run("rewrite", "m.onnx", "--weights", str(path), "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert "the checkpoint has it in MXFP8, found by name" in planned.stdout
+    done = commands.run("rewrite", "m.onnx", "--weights", str(path), "--weight-names", str(names))
+    assert done.exit_code == 0, done.output
+    assert "(1 by explicit name, 1 by name)" in done.stdout.replace("\n", " ")
+    ck.check_bytes(mxfp8_graph.unpack("m.mxfp8.onnx"), WEIGHTS)
+    message = commands.refused("rewrite", "m.onnx", "--weight-names", str(names))
+    assert message.endswith("expected a checkpoint; pass --weights too")
+
+
+# --- Exported programs -----------------------------------------------------------------------------------------------
+
+
+def test_programs_take_the_same_bytes(path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch_programs import export
+
+    layers = torch.nn.ModuleList([torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 96, bias=False)])
+
+    class Chain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    program, report = rewritten(path, export(Chain(), torch.from_numpy(X)))
+    ck.check_bytes(mxfp8_graph.unpack(program), WEIGHTS)
+    assert report.notes[0].endswith("(2 by name)")
+    onnx_model, _ = rewritten(path)
+    (expected,) = oracle.run(onnx_model, {"x": X})
+    np.testing.assert_allclose(program.module()(torch.from_numpy(X)).numpy(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ContractError, match="weights of a checkpoint for training"):
+        mxfp8_graph.rewrite(export(Chain(), torch.from_numpy(X)), weights=path, training=True)
