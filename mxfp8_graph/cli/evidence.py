@@ -1,0 +1,157 @@
+"""compare and analyze: what recipes and matmuls do to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+
+from mxfp8_graph.cli.arguments import (
+    AllowNonfinite,
+    Dims,
+    Json,
+    ModelPath,
+    Reports,
+    SamplesPath,
+    Seed,
+    TrustPickle,
+    shapes,
+)
+from mxfp8_graph.policy import presets
+from mxfp8_graph.terminal import progress_bar, show
+
+if TYPE_CHECKING:
+    from mxfp8_graph.report.data import Writable
+
+
+def compare(
+    model: ModelPath,
+    *,
+    recipes: Annotated[
+        str | None,
+        typer.Option(
+            "--recipes",
+            metavar="A,B,...",
+            help="Presets, recipe files and formats of others, by commas. Default: all but files; a wrong name lists "
+            "them.",
+            show_default=False,
+        ),
+    ] = None,
+    inputs: SamplesPath = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="relative_l2, sqnr, cosine, max_error, top1, kl, or module:function, your code. Repeatable. "
+            "Default: relative_l2 and cosine.",
+            show_default=False,
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 7,
+    dim: Dims = None,
+    seed: Seed = 0,
+    report: Reports = None,
+    json: Json = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Says what each recipe does to MODEL: errors at its outputs, size and latency.
+
+    Recipes of ours are rewritten and run; formats of others are emulated, and marked so. Needs room for the rewritten
+    models in the temporary folder; TMPDIR says where that is.
+    """
+    from mxfp8_graph.evidence import comparison_text
+    from mxfp8_graph.evidence.compare import METRICS
+    from mxfp8_graph.evidence.compare import compare as run_comparison
+
+    _check(report, model)
+    with progress_bar(steps=True) as progress:
+        found = run_comparison(
+            model,
+            [name.strip() for name in recipes.split(",")] if recipes else (),
+            inputs=inputs,
+            metrics=metric or METRICS,
+            shapes=shapes(dim),
+            seed=seed,
+            repeat=repeat,
+            trust_pickle=trust_pickle,
+            progress=progress,
+        )
+    _tell(found, lambda: comparison_text.comparison(found), json=json, reports=report)
+
+
+def analyze(
+    model: ModelPath,
+    *,
+    recipe: Annotated[
+        str, typer.Option("--recipe", help=f"Whose matmuls are analyzed: {presets.choices()}.")
+    ] = presets.DEFAULT,
+    inputs: SamplesPath = None,
+    metric: Annotated[
+        str,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="What sites are ranked by: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
+        ),
+    ] = "relative_l2",
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep", metavar="N", min=0, help="Exclude the N worst. Default: the fewest that do half of the damage."
+        ),
+    ] = None,
+    report: Reports = None,
+    json: Json = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and layer.")] = False,
+    dim: Dims = None,
+    seed: Seed = 0,
+    allow_nonfinite: AllowNonfinite = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Says which matmul hurts: the error at the outputs with each alone in MXFP8, and with all but it.
+
+    Prints the matmuls, the worst first, and an exclude list to paste into a recipe. Takes two runs of the model per
+    matmul and sample. Needs room for a copy of an ONNX MODEL in the temporary folder; TMPDIR says where that is.
+    """
+    from mxfp8_graph.evidence import analysis_text
+    from mxfp8_graph.evidence.analyze import analyze as run_analysis
+
+    _check(report, model)
+    with progress_bar(steps=True) as progress:
+        found = run_analysis(
+            model,
+            recipe,
+            inputs=inputs,
+            shapes=shapes(dim),
+            seed=seed,
+            metric=metric,
+            keep=keep,
+            allow_nonfinite=allow_nonfinite,
+            trust_pickle=trust_pickle,
+            progress=progress,
+        )
+    _tell(found, lambda: analysis_text.analysis(found, every=verbose), json=json, reports=report)
+
+
+def _check(reports: Sequence[Path] | None, model: Path) -> None:
+    """Raises Mxfp8Error if a report could not be written: before the work, not after it."""
+    from mxfp8_graph.report.data import check_report_path
+
+    for file in reports or ():
+        check_report_path(file, models=[model])
+
+
+def _tell(found: Writable, text: Callable[[], RenderableType], *, json: bool, reports: Sequence[Path] | None) -> None:
+    """Prints what was found, and writes the reports that are asked for."""
+    from mxfp8_graph.report.data import write_report
+
+    if json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        show(text(), fold=False)
+    for file in reports or ():
+        write_report(file, found)
