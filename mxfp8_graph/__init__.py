@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mxfp8_graph.checking.verify import verify as verify
     from mxfp8_graph.evidence.analyze import analyze as analyze
     from mxfp8_graph.evidence.compare import compare as compare
+    from mxfp8_graph.evidence.tuning.run import tune as tune
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
     from mxfp8_graph.packed import PackedWeight as PackedWeight
     from mxfp8_graph.packed import export_safetensors as export_safetensors
@@ -44,6 +45,7 @@ _HOMES = {
     "verify": "checking.verify",
     "analyze": "evidence.analyze",
     "compare": "evidence.compare",
+    "tune": "evidence.tuning.run",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604
 

@@ -3,7 +3,7 @@
 guard.py         the app, and what becomes of errors
 arguments.py     what several commands take
 models.py        rewrite, verify, run
-evidence.py      compare, analyze
+evidence.py      compare, analyze, tune
 installation.py  doctor, library-path
 """
 
@@ -23,6 +23,7 @@ for _command in (
     models.run,
     evidence.compare,
     evidence.analyze,
+    evidence.tune,
     installation.doctor,
     installation.library_path,
 ):

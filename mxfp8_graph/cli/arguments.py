@@ -17,6 +17,13 @@ class ExternalData(str, enum.Enum):
     never = "never"
 
 
+class Objective(str, enum.Enum):
+    """What `tune` makes small."""
+
+    size = "size"
+    latency = "latency"
+
+
 ModelPath = Annotated[
     Path, typer.Argument(metavar="MODEL", help="An ONNX model or a .pt2 program.", show_default=False)
 ]

@@ -1,4 +1,4 @@
-"""compare and analyze: what recipes and matmuls do to a model."""
+"""compare, analyze and tune: what recipes and matmuls do to a model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from mxfp8_graph.cli.arguments import (
     Dims,
     Json,
     ModelPath,
+    Objective,
     Reports,
     SamplesPath,
     Seed,
     TrustPickle,
     shapes,
 )
+from mxfp8_graph.cli.guard import FAILED, refuse
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar, show
+from mxfp8_graph.terminal import progress_bar, say, show
 
 if TYPE_CHECKING:
     from mxfp8_graph.report.data import Writable
@@ -135,6 +137,82 @@ def analyze(
             progress=progress,
         )
     _tell(found, lambda: analysis_text.analysis(found, every=verbose), json=json, reports=report)
+
+
+def tune(
+    model: ModelPath,
+    *,
+    budget: Annotated[
+        list[str],
+        typer.Option(
+            "--budget",
+            metavar="BUDGET",
+            help="What must be kept: cosine>=0.999 of the mean over all samples, worst_cosine>=0.99 of the worst. Of "
+            "relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable: all must be kept.",
+            show_default=False,
+        ),
+    ],
+    objective: Annotated[
+        Objective, typer.Option("--objective", help="What to make small: bytes, or the time of a run on this machine.")
+    ] = Objective.size,
+    recipe: Annotated[
+        str, typer.Option("--recipe", help=f"Whose matmuls may be packed: {presets.choices()}.")
+    ] = presets.DEFAULT,
+    inputs: SamplesPath = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FOLDER",
+            help="Where the model, recipe.yaml, report.html and report.json go. Default: MODEL.tuned.",
+            show_default=False,
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these in a folder that exists.")] = False,
+    json: Json = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every step and weight.")] = False,
+    dim: Dims = None,
+    seed: Seed = 0,
+    allow_nonfinite: AllowNonfinite = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Looks for the smallest or fastest plan that keeps a budget: each matmul kept, or packed in one of several ways.
+
+    Every plan that is tried is rewritten for real and run on all samples. What is measured is written to FOLDER.part:
+    if it is stopped, the same command goes on from there. Exit code 1 if no plan keeps the budget; nothing is written
+    then. Needs room for a copy of an ONNX MODEL in the temporary folder; TMPDIR says where that is.
+    """
+    from mxfp8_graph.evidence.tuning import text
+    from mxfp8_graph.evidence.tuning.budget import BudgetNotMetError
+    from mxfp8_graph.evidence.tuning.run import Interrupted
+    from mxfp8_graph.evidence.tuning.run import tune as run_search
+
+    try:
+        with progress_bar(steps=True) as progress:
+            found = run_search(
+                model,
+                budget,
+                objective=objective.value,
+                recipe=recipe,
+                inputs=inputs,
+                output=output,
+                overwrite=overwrite,
+                shapes=shapes(dim),
+                seed=seed,
+                allow_nonfinite=allow_nonfinite,
+                trust_pickle=trust_pickle,
+                progress=progress,
+            )
+    except BudgetNotMetError as error:
+        refuse(error)
+        raise typer.Exit(FAILED) from None
+    except Interrupted as stopped:
+        if stopped.best is not None:
+            show(text.tuning(stopped.best, every=verbose), fold=False)
+        say(text.stopped(stopped))
+        raise (stopped.__cause__ or stopped) from None
+    _tell(found, lambda: text.tuning(found, every=verbose), json=json, reports=None)
 
 
 def _check(reports: Sequence[Path] | None, model: Path) -> None:

@@ -85,7 +85,7 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
         except (typer.Exit, typer.BadParameter):
             raise
         except Mxfp8Error as error:
-            raise typer.Exit(_refuse(error)) from None
+            raise typer.Exit(refuse(error)) from None
         except KeyboardInterrupt as error:
             code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
             say("terminated" if code == TERMINATED else "interrupted")
@@ -107,7 +107,8 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
     return app.command(name=function.__name__.replace("_", "-"))(guarded)
 
 
-def _refuse(error: Mxfp8Error) -> int:
+def refuse(error: Mxfp8Error) -> int:
+    """Prints what an error says, and returns the exit code."""
     from mxfp8_graph.policy.plan import NothingEligibleError
 
     message = error.message(_flag)
