@@ -184,7 +184,7 @@ def tune(
     then. Needs room for a copy of an ONNX MODEL in the temporary folder; TMPDIR says where that is.
     """
     from mxfp8_graph.evidence.tuning import text
-    from mxfp8_graph.evidence.tuning.budget import BudgetNotMetError
+    from mxfp8_graph.evidence.tuning.result import BudgetNotMetError
     from mxfp8_graph.evidence.tuning.run import Interrupted
     from mxfp8_graph.evidence.tuning.run import tune as run_search
 

@@ -6,13 +6,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from mxfp8_graph.evidence.metrics import METRICS, Metric, Score, metric_called
-from mxfp8_ops.errors import ContractError, Mxfp8Error
-
-if TYPE_CHECKING:
-    from mxfp8_graph.evidence.tuning.result import Tuning
+from mxfp8_ops.errors import ContractError
 
 _WORDS: Final = re.compile(r"\s*(?P<name>[^\s<>=]+)\s*(?P<sign>>=|<=)\s*(?P<bound>[^\s<>=]+)\s*")
 _WORST: Final = "worst_"
@@ -49,14 +46,6 @@ class Budget:
         """Returns it as a user writes it."""
         sign = ">=" if self.metric.higher_is_better else "<="
         return f"{_WORST if self.of_worst else ''}{self.metric.name}{sign}{self.bound:.12g}"
-
-
-class BudgetNotMetError(Mxfp8Error):
-    """No plan that rewrites anything keeps the budget; `best` has what was measured, `best.chosen` the best of it."""
-
-    def __init__(self, best: Tuning, what: str, expected: str) -> None:
-        super().__init__(best.source, what, expected=expected, advice="allow more, or run the model as it is")
-        self.best = best
 
 
 def parse(text: str) -> Budget:

@@ -16,6 +16,7 @@ from mxfp8_graph.evidence.tuning.search import Step
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import filled
 from mxfp8_graph.report.json_text import json_text
+from mxfp8_ops.errors import Mxfp8Error
 
 SCHEMA: Final = 1
 """Version of the layout of `Tuning.to_dict`; it grows when a key changes its meaning or goes away."""
@@ -86,8 +87,6 @@ class Tuning:
             new, old = self.latency
             lines.append(("latency", f"{old * 1e3:.2f} ms -> {new * 1e3:.2f} ms ({old / new:.2f}x as fast), median"))
         lines.append(("search", f"{len(self.steps)} plans rewritten and run on {self.samples} samples"))
-        if self.resumed:
-            lines.append(("resumed", f"{self.resumed} measurements are of a search that did not finish"))
         lines += [("note", note) for note in self.notes]
         return lines + ([("result", self.output)] if self.output else [])
 
@@ -198,6 +197,14 @@ class Tuning:
         legend = {0: "chosen", 3: "keeps the budget", 2: "does not"}
         heading = f"The path of the search: {budget.metric.title} against the size of the tensors"
         return html.scatter(heading, points, ("MB", budget.metric.title), legend) if points else ""
+
+
+class BudgetNotMetError(Mxfp8Error):
+    """No plan that rewrites anything keeps the budget; `best` has what was measured, `best.chosen` the best of it."""
+
+    def __init__(self, best: Tuning, what: str, expected: str) -> None:
+        super().__init__(best.source, what, expected=expected, advice="allow more, or run the model as it is")
+        self.best = best
 
 
 def _number(value: float) -> html.Cell:

@@ -15,14 +15,14 @@ from mxfp8_graph.checking.runner import Model, is_program, open_runnable
 from mxfp8_graph.checking.samples import Given, Samples, make_samples
 from mxfp8_graph.checking.sessions import Runnable
 from mxfp8_graph.evidence.tuning import identity
-from mxfp8_graph.evidence.tuning.budget import Budget, BudgetNotMetError, all_met, metrics_of, parse
+from mxfp8_graph.evidence.tuning.budget import Budget, all_met, metrics_of, parse
 from mxfp8_graph.evidence.tuning.damages import Damages, units_of
 from mxfp8_graph.evidence.tuning.latency import latency_cost, shapes_of
 from mxfp8_graph.evidence.tuning.notebook import Notebook
 from mxfp8_graph.evidence.tuning.place import Place
 from mxfp8_graph.evidence.tuning.plans import ACTIVATIONS, KEPT, WAYS, Cost, Unit, Way, path, size_cost
 from mxfp8_graph.evidence.tuning.recipes import Recipes, to_yaml, with_way
-from mxfp8_graph.evidence.tuning.result import Tuning
+from mxfp8_graph.evidence.tuning.result import BudgetNotMetError, Tuning
 from mxfp8_graph.evidence.tuning.search import Search, Step, most_steps
 from mxfp8_graph.evidence.tuning.ticker import Ticker
 from mxfp8_graph.evidence.tuning.trials import Trials

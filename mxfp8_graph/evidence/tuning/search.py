@@ -33,7 +33,7 @@ class Step:
     met: bool
     """Whether it keeps the budgets."""
     cost: float
-    """What the search makes small; None of its units matter but to compare."""
+    """What the search makes small: bytes, or seconds compared with the model as it is."""
     estimate: float | None
     """Relative L2 error that was to be expected; None before weights were ranked."""
 
@@ -94,7 +94,7 @@ class Search:
         known = next((step for step in self.steps if step.plan == plan), None)
         trial = known.trial if known else self._trials.trial(recipe, what)
         step = Step(
-            what=what,
+            what=known.what if known else what,
             plan=plan,
             recipe=recipe,
             trial=trial,

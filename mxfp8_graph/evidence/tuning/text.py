@@ -27,7 +27,10 @@ def tuning(found: Tuning, *, every: bool = False) -> RenderableType:
     if every:
         header, rows = found.unit_table()
         parts += [Text(), columns(header, _said(rows))]
-    return Group(*parts, Text(), lines(found.facts()))
+    facts = found.facts()
+    if found.resumed:  # the result is the same: only here is it said
+        facts.append(("resumed", f"{found.resumed} measurements are of a search that did not finish"))
+    return Group(*parts, Text(), lines(facts))
 
 
 def stopped(error: Interrupted) -> str:
