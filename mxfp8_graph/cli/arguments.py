@@ -27,10 +27,6 @@ class Objective(str, enum.Enum):
 ModelPath = Annotated[
     Path, typer.Argument(metavar="MODEL", help="An ONNX model or a .pt2 program.", show_default=False)
 ]
-InputsPath = Annotated[
-    Path | None,
-    typer.Option("--inputs", metavar="DATA.npz", help="One array per input, by name. Synthesised if not given."),
-]
 SamplesPath = Annotated[
     Path | None,
     typer.Option(

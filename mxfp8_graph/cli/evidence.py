@@ -185,8 +185,8 @@ def tune(
     """
     from mxfp8_graph.evidence.tuning import text
     from mxfp8_graph.evidence.tuning.result import BudgetNotMetError
-    from mxfp8_graph.evidence.tuning.run import Interrupted
     from mxfp8_graph.evidence.tuning.run import tune as run_search
+    from mxfp8_graph.evidence.tuning.tuner import Interrupted
 
     try:
         with progress_bar(steps=True) as progress:

@@ -11,7 +11,6 @@ from mxfp8_graph.cli.arguments import (
     AllowNonfinite,
     Dims,
     ExternalData,
-    InputsPath,
     ModelPath,
     SamplesPath,
     Seed,
@@ -141,7 +140,7 @@ def verify(
 def run(
     model: ModelPath,
     *,
-    inputs: InputsPath = None,
+    inputs: SamplesPath = None,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 10,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also say which kernel each node ran, and how long.")
@@ -150,7 +149,7 @@ def run(
     seed: Seed = 0,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """Runs a model with our kernels and times it."""
+    """Runs a model with our kernels and times it; of several samples, the first."""
     from mxfp8_graph.checking import text
     from mxfp8_graph.checking.runner import run_model
 

@@ -15,7 +15,7 @@ import pytest
 from commands import poison, refused, run, save
 
 import mxfp8_graph
-from mxfp8_graph.evidence.tuning.run import Interrupted
+from mxfp8_graph.evidence.tuning.tuner import Interrupted
 
 pytestmark = [
     pytest.mark.usefixtures("own_folder"),

@@ -1,6 +1,6 @@
 """tune(): the smallest or fastest plan that keeps a budget, and the recipe of it.
 
-run.py        tune(), from the model to the files
+run.py        tune(); tuner.py: the search, from the first rewrite to the files
 budget.py     what must be kept: "cosine>=0.999"
 plans.py      what may become of each weight, and the path from the least damage to the lowest cost
 recipes.py    the recipe of a plan

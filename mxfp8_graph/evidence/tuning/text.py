@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from mxfp8_graph.evidence.tuning.result import Tuning
-from mxfp8_graph.evidence.tuning.run import Interrupted
+from mxfp8_graph.evidence.tuning.tuner import Interrupted
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report import html
 from mxfp8_graph.report.text import columns, lines
