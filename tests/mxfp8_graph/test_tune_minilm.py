@@ -30,7 +30,7 @@ def test_minilm_keeps_a_mean_cosine(bound: float, least_packed: float, tmp_path:
     tokenizer = tokenizers.Tokenizer.from_file(str(minilm["model_folder"]() / "tokenizer.json"))
     tokenizer.enable_truncation(64)
     inputs = []
-    for encoded in tokenizer.encode_batch(minilm["sentences"]()[::20]):
+    for encoded in tokenizer.encode_batch(minilm["sentences"]()[::40]):
         ids, mask = (np.array([values], np.int64) for values in (encoded.ids, encoded.attention_mask))
         inputs.append({"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)})
     found = mxfp8_graph.tune(path, f"cosine>={bound}", inputs=inputs)
@@ -44,7 +44,8 @@ def test_minilm_keeps_a_mean_cosine(bound: float, least_packed: float, tmp_path:
         pairs = zip(expected, results, strict=True)
         return float(np.mean([min(difference(a[n], b[n]).cosine for n in a) for a, b in pairs]))
 
-    assert cosine(found.recipe) >= bound
+    tuned = cosine(found.recipe)
+    assert tuned >= bound
     assert found.packed_share >= least_packed
     kept = sum(unit.bytes_before for unit, way in zip(found.units, found.chosen.plan, strict=True) if way == KEPT)
     if not kept:
@@ -55,4 +56,4 @@ def test_minilm_keeps_a_mean_cosine(bound: float, least_packed: float, tmp_path:
             if by_chance + unit.bytes_before <= kept:
                 by_chance += unit.bytes_before
                 names += [f"^{re.escape(name)}$" for name in unit.sites]
-        assert cosine(Recipe(activations="unchanged", exclude=tuple(names))) < bound
+        assert cosine(Recipe(activations="unchanged", exclude=tuple(names))) < tuned
