@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mxfp8_graph.checking.verify import verify as verify
     from mxfp8_graph.evidence.analyze import analyze as analyze
     from mxfp8_graph.evidence.compare import compare as compare
+    from mxfp8_graph.evidence.tuning.run import tune as tune
     from mxfp8_graph.hosts import package as package
     from mxfp8_graph.hugging_face import from_hf as from_hf
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
@@ -48,6 +49,7 @@ _HOMES = {
     "analyze": "evidence.analyze",
     "compare": "evidence.compare",
     "package": "hosts",
+    "tune": "evidence.tuning.run",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mxfp8_graph.checking.inputs import Array, Signature, describe, make_inputs
+from mxfp8_graph.checking.inputs import Signature, describe
 from mxfp8_graph.checking.profile import NodeProfile
+from mxfp8_graph.checking.samples import Given, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
@@ -36,7 +36,7 @@ class RunReport:
 def run_model(
     model: Model,
     *,
-    inputs: str | Path | Mapping[str, Array] | None = None,
+    inputs: Given = None,
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     repeat: int = 10,
@@ -47,7 +47,7 @@ def run_model(
 
     Args:
         model: path of any ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
-        inputs: an .npz file, or arrays by input name; synthesised if None.
+        inputs: see `samples.py`; the first of several samples is run. Synthesised if None.
         shapes: sizes of free dimensions for synthesised inputs; see `input_sizes.Sizes`.
         seed: for synthesised inputs.
         repeat: how many runs are counted, at least 1.
@@ -60,7 +60,7 @@ def run_model(
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
     """
     signature, runnable = open_runnable(model, trust_pickle=trust_pickle)
-    feeds = make_inputs(signature, inputs, shapes, seed)
+    feeds = make_samples(signature, inputs, shapes, seed).feeds[0]
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
     return RunReport(model=signature.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing, nodes=nodes)

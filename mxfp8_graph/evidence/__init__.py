@@ -13,4 +13,6 @@ switched_program.py  runs an exported program node by node, of each site the way
 input_statistics.py  what goes into a site, in numbers
 exclusion.py         patterns that match some sites and no other; layers.py: sites whose names begin alike
 damage.py            what was measured of a site; analysis.py: of a model; analysis_page.py, analysis_text.py: to read
+
+tuning               tune(): the plan that keeps a budget
 """

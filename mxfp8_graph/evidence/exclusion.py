@@ -21,14 +21,20 @@ def patterns(excluded: Sequence[str], sites: Sequence[MatMulSite], recipe: Recip
     Raises:
         RecipeError: two sites cannot be told apart by names.
     """
+    found = anchored(excluded, sites, recipe)
+    _check(found, excluded, sites, recipe)
+    return found
+
+
+def anchored(names: Sequence[str], sites: Sequence[MatMulSite], recipe: Recipe) -> tuple[str, ...]:
+    """Returns one pattern per site that is named, as `patterns` does, without a look at what they do in a plan."""
     search = Search(recipe.name)
     by_name = {site.name: site for site in sites}
     found = []
-    for site in (by_name[name] for name in excluded):
-        anchored = [f"^{re.escape(name)}$" for name in (site.module, site.name) if name]
-        alone = (p for p in anchored if not any(_found(p, other, search) for other in sites if other is not site))
-        found.append(next(alone, anchored[-1]))
-    _check(found, excluded, sites, recipe)
+    for site in (by_name[name] for name in names):
+        choices = [f"^{re.escape(name)}$" for name in (site.module, site.name) if name]
+        alone = (p for p in choices if not any(_found(p, other, search) for other in sites if other is not site))
+        found.append(next(alone, choices[-1]))
     return tuple(found)
 
 

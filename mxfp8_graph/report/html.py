@@ -10,7 +10,7 @@ import base64
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Final
@@ -166,11 +166,7 @@ def bars(heading: str, rows: Sequence[tuple[str, Sequence[float]]], legend: Sequ
             start += width
         lines.append(f'<div>{_text(label)}</div><svg class="bar" role="img" aria-label="{_text(label)}">')
         lines.append("".join(boxes) + "</svg>")
-    items = (
-        f'<li><i style="background:{color}"></i>{_text(name)}</li>'
-        for name, color in zip(legend, _COLORS, strict=False)
-    )
-    return "\n".join([*lines, f'<ul class="legend">{"".join(items)}</ul>'])
+    return "\n".join([*lines, _legend(zip(legend, _COLORS, strict=False))])
 
 
 def text(heading: str, content: str, *, code: bool = True) -> str:
@@ -225,6 +221,46 @@ def plot(heading: str, points: Sequence[tuple[str, float]], *, unit: str) -> str
         at = f'cx="{left + number * step:.1f}" cy="{height(value):.1f}"'
         lines.append(f'<circle {at} r="3.5" fill="{_COLORS[0]}"><title>{_text(label)}</title></circle>')
     return "\n".join([*lines, "</svg></div>"])
+
+
+def scatter(
+    heading: str,
+    points: Sequence[tuple[str, float, float, int]],
+    axes: tuple[str, str],
+    legend: Mapping[int, str],
+) -> str:
+    """Returns dots at (label, x, y, color): in the order of the points, with the labels to hover over.
+
+    Args:
+        heading: of the plot.
+        points: at least one; each color is a key of `legend`.
+        axes: what x and y are.
+        legend: what a color means.
+    """
+    xs, ys = [x for _, x, _, _ in points], [y for _, _, y, _ in points]
+    height = 2 * _PLOT_HEIGHT
+    spans = [(min(values), (max(values) - min(values)) or 1.0) for values in (xs, ys)]
+    left, right, top, bottom = 5 * _MARGIN, _PLOT_WIDTH - _MARGIN, _MARGIN, height - 2 * _MARGIN
+    lines = [_heading(heading), f'<div class="scroll"><svg viewBox="0 0 {_PLOT_WIDTH} {height}" role="img"']
+    lines.append(f' style="min-width:36rem" aria-label="{_text(heading)}">')
+    for part in (0, 0.5, 1):
+        (low_x, wide), (low_y, high) = spans
+        x, y = left + part * (right - left), bottom - part * (bottom - top)
+        lines.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" opacity=".2"/>')
+        lines.append(f'<text x="{left - 12}" y="{y + 4:.1f}" text-anchor="end">{low_y + part * high:.5g}</text>')
+        lines.append(f'<text x="{x:.1f}" y="{bottom + 22}" text-anchor="middle">{low_x + part * wide:.4g}</text>')
+    names = " against ".join(_text(axis) for axis in reversed(axes))
+    lines.append(f'<text x="{(left + right) / 2}" y="{height - 8}" text-anchor="middle">{names}</text>')
+    for label, x, y, color in points:
+        at = [(value - low) / span for value, (low, span) in zip((x, y), spans, strict=True)]
+        place = f'cx="{left + at[0] * (right - left):.1f}" cy="{bottom - at[1] * (bottom - top):.1f}"'
+        lines.append(f'<circle {place} r="5" fill="{_COLORS[color]}"><title>{_text(label)}</title></circle>')
+    return "\n".join([*lines, "</svg></div>", _legend((name, _COLORS[color]) for color, name in legend.items())])
+
+
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    items = (f'<li><i style="background:{color}"></i>{_text(name)}</li>' for name, color in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 _SHORT: Final = 18

@@ -329,7 +329,7 @@ def test_an_interrupted_analysis_leaves_nothing_behind(tmp_path: Path) -> None:
         "@contextlib.contextmanager\n"
         "def progress(**settings):\n"
         "    yield lambda name, *runs: os.kill(os.getpid(), signal.SIGINT) if name == 'layers.3.linear' else None\n"
-        "cli.progress_bar = progress\n"
+        "cli.evidence.progress_bar = progress\n"
         f"sys.argv[1:] = ['analyze', {source!r}, '--report', 'a.html']\n"
         "cli.main()\n"
     )

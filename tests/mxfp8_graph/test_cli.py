@@ -144,6 +144,8 @@ def test_run(pair: tuple[str, str]) -> None:
 def test_run_on_given_inputs(pair: tuple[str, str]) -> None:
     np.savez("data.npz", x=np.ones((5, 64), np.float32))
     assert "inputs   x float32 [5, 64]" in run("run", pair[1], "--inputs", "data.npz").stdout
+    Path("data.jsonl").write_text("\n".join(json.dumps({"x": [[1.0] * 64] * rows}) for rows in (3, 2)))
+    assert "inputs   x float32 [3, 64]" in run("run", pair[1], "--inputs", "data.jsonl").stdout  # the first
 
 
 def test_doctor() -> None:

@@ -97,7 +97,7 @@ def test_a_signal_leaves_no_half_file(name: str, code: int) -> None:
         "@contextlib.contextmanager\n"
         "def progress():\n"
         f"    yield lambda name, done, total: os.kill(os.getpid(), signal.{name})\n"
-        "cli.progress_bar = progress\n"
+        "cli.models.progress_bar = progress\n"
         f"sys.argv[1:] = ['rewrite', {source!r}, '--external-data', 'always']\n"
         "cli.main()\n"
     )

@@ -1,0 +1,47 @@
+"""The command line: arguments, progress, exit codes. What it does is in the modules it calls.
+
+guard.py         the app, and what becomes of errors
+arguments.py     what several commands take
+models.py        rewrite, verify, run
+evidence.py      compare, analyze, tune
+other_tools.py   from-hf, package
+installation.py  doctor, library-path
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from typing import NoReturn
+
+from mxfp8_graph.cli import evidence, installation, models, other_tools
+from mxfp8_graph.cli.guard import Terminated, app, command
+
+for _command in (
+    models.rewrite,
+    other_tools.from_hf,
+    models.verify,
+    models.run,
+    evidence.compare,
+    evidence.analyze,
+    evidence.tune,
+    other_tools.package,
+    installation.doctor,
+    installation.library_path,
+):
+    command(_command)
+
+
+def main() -> None:
+    """Runs the command line of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+    app(prog_name="mxfp8-graph")
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    raise Terminated

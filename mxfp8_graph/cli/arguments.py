@@ -1,0 +1,74 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class ExternalData(str, enum.Enum):
+    """Where packed weights go."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+class Objective(str, enum.Enum):
+    """What `tune` makes small."""
+
+    size = "size"
+    latency = "latency"
+
+
+ModelPath = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="An ONNX model or a .pt2 program.", show_default=False)
+]
+SamplesPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--inputs",
+        metavar="DATA",
+        help="An .npz file; a folder of .npz or .npy files or a .jsonl file, a sample each or a line; or "
+        "module:function, your code, which is run and yields mappings. Synthesised if not given.",
+    ),
+]
+Dims = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dim", metavar="NAME=SIZE", help="Size of a free dimension of synthesised inputs: batch=4, input_ids.1=128."
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of synthesised inputs.")]
+
+TrustPickle = Annotated[
+    bool,
+    typer.Option(
+        "--trust-pickle", help="Let a .pt2 MODEL run code that it brings. Only for files of people you trust."
+    ),
+]
+Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json or .html.")]
+Reports = Annotated[
+    list[Path] | None,
+    typer.Option("--report", "--html", metavar="FILE", help="Write the result, .json or .html. Repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+AllowNonfinite = Annotated[
+    bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf instead of refusing them.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and tensor.")]
+
+
+def shapes(dims: list[str] | None) -> dict[str, int]:
+    """Returns the sizes that --dim NAME=SIZE gives."""
+    shapes = {}
+    for dim in dims or ():
+        name, _, size = dim.rpartition("=")
+        if not name or not size.isdecimal():
+            raise typer.BadParameter(f"{dim!r}; expected NAME=SIZE, as in batch=4", param_hint="--dim")
+        shapes[name] = int(size)
+    return shapes

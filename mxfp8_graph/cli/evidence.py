@@ -1,0 +1,235 @@
+"""compare, analyze and tune: what recipes and matmuls do to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+
+from mxfp8_graph.cli.arguments import (
+    AllowNonfinite,
+    Dims,
+    Json,
+    ModelPath,
+    Objective,
+    Reports,
+    SamplesPath,
+    Seed,
+    TrustPickle,
+    shapes,
+)
+from mxfp8_graph.cli.guard import FAILED, refuse
+from mxfp8_graph.policy import presets
+from mxfp8_graph.terminal import progress_bar, say, show
+
+if TYPE_CHECKING:
+    from mxfp8_graph.report.data import Writable
+
+
+def compare(
+    model: ModelPath,
+    *,
+    recipes: Annotated[
+        str | None,
+        typer.Option(
+            "--recipes",
+            metavar="A,B,...",
+            help="Presets, recipe files and formats of others, by commas. Default: all but files; a wrong name lists "
+            "them.",
+            show_default=False,
+        ),
+    ] = None,
+    inputs: SamplesPath = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="relative_l2, sqnr, cosine, max_error, top1, kl, or module:function, your code. Repeatable. "
+            "Default: relative_l2 and cosine.",
+            show_default=False,
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 7,
+    dim: Dims = None,
+    seed: Seed = 0,
+    report: Reports = None,
+    json: Json = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Says what each recipe does to MODEL: errors at its outputs, size and latency.
+
+    Recipes of ours are rewritten and run; formats of others are emulated, and marked so. Needs room for the rewritten
+    models in the temporary folder; TMPDIR says where that is.
+    """
+    from mxfp8_graph.evidence import comparison_text
+    from mxfp8_graph.evidence.compare import METRICS
+    from mxfp8_graph.evidence.compare import compare as run_comparison
+
+    _check(report, model)
+    with progress_bar(steps=True) as progress:
+        found = run_comparison(
+            model,
+            [name.strip() for name in recipes.split(",")] if recipes else (),
+            inputs=inputs,
+            metrics=metric or METRICS,
+            shapes=shapes(dim),
+            seed=seed,
+            repeat=repeat,
+            trust_pickle=trust_pickle,
+            progress=progress,
+        )
+    _tell(found, lambda: comparison_text.comparison(found), json=json, reports=report)
+
+
+def analyze(
+    model: ModelPath,
+    *,
+    recipe: Annotated[
+        str, typer.Option("--recipe", help=f"Whose matmuls are analyzed: {presets.choices()}.")
+    ] = presets.DEFAULT,
+    inputs: SamplesPath = None,
+    metric: Annotated[
+        str,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="What sites are ranked by: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
+        ),
+    ] = "relative_l2",
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep", metavar="N", min=0, help="Exclude the N worst. Default: the fewest that do half of the damage."
+        ),
+    ] = None,
+    report: Reports = None,
+    json: Json = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and layer.")] = False,
+    dim: Dims = None,
+    seed: Seed = 0,
+    allow_nonfinite: AllowNonfinite = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Says which matmul hurts: the error at the outputs with each alone in MXFP8, and with all but it.
+
+    Prints the matmuls, the worst first, and an exclude list to paste into a recipe. Takes two runs of the model per
+    matmul and sample. Needs room for a copy of an ONNX MODEL in the temporary folder; TMPDIR says where that is.
+    """
+    from mxfp8_graph.evidence import analysis_text
+    from mxfp8_graph.evidence.analyze import analyze as run_analysis
+
+    _check(report, model)
+    with progress_bar(steps=True) as progress:
+        found = run_analysis(
+            model,
+            recipe,
+            inputs=inputs,
+            shapes=shapes(dim),
+            seed=seed,
+            metric=metric,
+            keep=keep,
+            allow_nonfinite=allow_nonfinite,
+            trust_pickle=trust_pickle,
+            progress=progress,
+        )
+    _tell(found, lambda: analysis_text.analysis(found, every=verbose), json=json, reports=report)
+
+
+def tune(
+    model: ModelPath,
+    *,
+    budget: Annotated[
+        list[str],
+        typer.Option(
+            "--budget",
+            metavar="BUDGET",
+            help="What must be kept: cosine>=0.999 of the mean over all samples, worst_cosine>=0.99 of the worst. Of "
+            "relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable: all must be kept.",
+            show_default=False,
+        ),
+    ],
+    objective: Annotated[
+        Objective, typer.Option("--objective", help="What to make small: bytes, or the time of a run on this machine.")
+    ] = Objective.size,
+    recipe: Annotated[
+        str, typer.Option("--recipe", help=f"Whose matmuls may be packed: {presets.choices()}.")
+    ] = presets.DEFAULT,
+    inputs: SamplesPath = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FOLDER",
+            help="Where the model, recipe.yaml, report.html and report.json go. Default: MODEL.tuned.",
+            show_default=False,
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these in a folder that exists.")] = False,
+    json: Json = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every step and weight.")] = False,
+    dim: Dims = None,
+    seed: Seed = 0,
+    allow_nonfinite: AllowNonfinite = False,
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Looks for the smallest or fastest plan that keeps a budget: each matmul kept, or packed in one of several ways.
+
+    Every plan that is tried is rewritten for real and run on all samples. What is measured is written to FOLDER.part:
+    if it is stopped, the same command goes on from there. Exit code 1 if no plan keeps the budget; nothing is written
+    then. Needs room for a copy of an ONNX MODEL in the temporary folder; TMPDIR says where that is.
+    """
+    from mxfp8_graph.evidence.tuning import text
+    from mxfp8_graph.evidence.tuning.result import BudgetNotMetError
+    from mxfp8_graph.evidence.tuning.run import tune as run_search
+    from mxfp8_graph.evidence.tuning.tuner import Interrupted
+
+    try:
+        with progress_bar(steps=True) as progress:
+            found = run_search(
+                model,
+                budget,
+                objective=objective.value,
+                recipe=recipe,
+                inputs=inputs,
+                output=output,
+                overwrite=overwrite,
+                shapes=shapes(dim),
+                seed=seed,
+                allow_nonfinite=allow_nonfinite,
+                trust_pickle=trust_pickle,
+                progress=progress,
+            )
+    except BudgetNotMetError as error:
+        refuse(error)
+        raise typer.Exit(FAILED) from None
+    except Interrupted as stopped:
+        if stopped.best is not None:
+            show(text.tuning(stopped.best, every=verbose), fold=False)
+        say(text.stopped(stopped))
+        raise (stopped.__cause__ or stopped) from None
+    _tell(found, lambda: text.tuning(found, every=verbose), json=json, reports=None)
+
+
+def _check(reports: Sequence[Path] | None, model: Path) -> None:
+    """Raises Mxfp8Error if a report could not be written: before the work, not after it."""
+    from mxfp8_graph.report.data import check_report_path
+
+    for file in reports or ():
+        check_report_path(file, models=[model])
+
+
+def _tell(found: Writable, text: Callable[[], RenderableType], *, json: bool, reports: Sequence[Path] | None) -> None:
+    """Prints what was found, and writes the reports that are asked for."""
+    from mxfp8_graph.report.data import write_report
+
+    if json:
+        typer.echo(found.to_json(), nl=False)
+    else:
+        show(text(), fold=False)
+    for file in reports or ():
+        write_report(file, found)

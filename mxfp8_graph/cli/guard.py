@@ -1,0 +1,160 @@
+"""What every command has: the app it belongs to, and what becomes of its errors: one message and an exit code.
+
+Exit codes: 0 done; 1 verification failed, or a budget not met; 2 usage or bad input; 3 nothing eligible; 70 a defect of
+ours; 130 and 143 interrupted and terminated. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, Final, ParamSpec
+
+import typer
+import typer.core
+
+from mxfp8_graph._version import __version__
+from mxfp8_graph.naming import printable
+from mxfp8_graph.terminal import say, show
+from mxfp8_ops.errors import Mxfp8Error, Option
+
+FAILED: Final = 1
+BAD_INPUT: Final = 2
+NOTHING_ELIGIBLE: Final = 3
+DEFECT: Final = 70
+INTERRUPTED: Final = 128 + signal.SIGINT
+TERMINATED: Final = 128 + signal.SIGTERM
+
+
+_UsageError: Final[Any] = typer.BadParameter.__base__
+"""Of click, which newer versions of typer bring as their own."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; what is wrong with their arguments, file names among them, is told in printable text."""
+
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        with _printable_usage():
+            return super().make_context(*args, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_usage():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _printable_usage() -> Iterator[None]:
+    try:
+        yield
+    except _UsageError as error:
+        error.message = printable(error.message)
+        raise
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_P = ParamSpec("_P")
+_debug: ContextVar[bool] = ContextVar("debug", default=False)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM as an exception, so that whatever is open cleans up."""
+
+
+def command(function: Callable[_P, None]) -> Callable[_P, None]:
+    """Registers a command; what it raises becomes one message on stderr and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+        except (typer.Exit, typer.BadParameter):
+            raise
+        except Mxfp8Error as error:
+            raise typer.Exit(refuse(error)) from None
+        except KeyboardInterrupt as error:
+            code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
+            say("terminated" if code == TERMINATED else "interrupted")
+            raise typer.Exit(code) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of our stdout has gone, and nobody is left to be told
+                raise
+            say(f"error: {error.filename or 'system'}: {error.strerror or error}")
+            raise typer.Exit(BAD_INPUT) from None
+        except Exception as error:
+            if isinstance(error, ImportError) and not (error.name or "").startswith("mxfp8_"):
+                say(f"error: {error}; expected the packages that mxfp8-graph needs; reinstall it with pip")
+                raise typer.Exit(BAD_INPUT) from None
+            if _debug.get():
+                say(traceback.format_exc())
+            _admit(error, [value for value in (*args, *kwargs.values()) if isinstance(value, Path)])
+            raise typer.Exit(DEFECT) from None
+
+    return app.command(name=function.__name__.replace("_", "-"))(guarded)
+
+
+def refuse(error: Mxfp8Error) -> int:
+    """Prints what an error says, and returns the exit code."""
+    from mxfp8_graph.policy.plan import NothingEligibleError
+
+    message = error.message(_flag)
+    say(f"error: {printable(message) if error.what else message}")  # without `what` it is a list, one finding a line
+    if _debug.get():
+        say(traceback.format_exc())
+    if not isinstance(error, NothingEligibleError):
+        return BAD_INPUT
+    if error.decisions:
+        from mxfp8_graph.report import text
+
+        show(text.reasons(error.decisions), fold=False, stderr=True)
+    return NOTHING_ELIGIBLE
+
+
+def _admit(error: Exception, files: Sequence[Path]) -> None:
+    from mxfp8_graph import reproduction
+
+    say(
+        f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
+        "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
+    )
+    for line in reproduction.lines(sys.argv[1:], files):
+        say(printable(line))
+
+
+def _flag(option: Option) -> str:
+    """Returns an option of a Python call as this command line has it: --overwrite, --output FILE, --dim NAME=SIZE."""
+    flag = "--dim" if option.name == "shapes" else f"--{option.name.replace('_', '-')}"
+    if isinstance(option.value, Mapping):
+        return " ".join(f"{flag} {name}={size}" for name, size in option.value.items())
+    return flag if option.value in {None, True} else f"{flag} {option.value}"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mxfp8-graph {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
+) -> None:
+    """Rewrites exported models to MXFP8, checks them, and runs them."""
+    _debug.set(debug)

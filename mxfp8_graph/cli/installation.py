@@ -1,0 +1,32 @@
+"""doctor and library-path: what is installed."""
+
+from __future__ import annotations
+
+import typer
+
+from mxfp8_graph.cli.guard import BAD_INPUT
+from mxfp8_graph.terminal import say, show
+
+
+def doctor() -> None:
+    """Says what works here and what is missing.
+
+    Exit code 2 if models cannot run.
+    """
+    from mxfp8_graph.doctor import diagnose, healthy, table
+
+    checks = diagnose()
+    show(table(checks))
+    if not healthy(checks):
+        say("error: the CPU path does not work here; expected no failed check; follow the advice above")
+        raise typer.Exit(BAD_INPUT)
+
+
+def library_path() -> None:
+    """Prints where the native library is.
+
+    For RegisterCustomOpsLibrary in C, C++, C# or Rust.
+    """
+    from mxfp8_ops import cpu
+
+    typer.echo(cpu.library_path())

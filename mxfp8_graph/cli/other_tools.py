@@ -1,0 +1,95 @@
+"""from-hf and package: from what other tools wrote, and for what they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mxfp8_graph.cli.arguments import AllowNonfinite, ExternalData, Overwrite, Report, Verbose
+from mxfp8_graph.cli.models import show_report
+from mxfp8_graph.naming import printable
+from mxfp8_graph.policy import presets
+from mxfp8_graph.terminal import progress_bar
+
+
+def from_hf(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A local Hugging Face folder: config.json, *.safetensors.", show_default=False
+        ),
+    ],
+    *,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Default: FOLDER/model.mxfp8.onnx.", show_default=False)
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe", help=f"{presets.choices()}. Default: as the checkpoint says of activations.", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"], typer.Option("--dtype", help="What is not MXFP8 is computed in.")
+    ] = "float32",
+    opset: Annotated[int, typer.Option("--opset", metavar="N", help="Of the standard ops, 21 or later.")] = 21,
+    report: Report = None,
+    external_data: Annotated[
+        ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: yes.")
+    ] = ExternalData.auto,
+    overwrite: Overwrite = False,
+    allow_nonfinite: AllowNonfinite = False,
+    verbose: Verbose = False,
+) -> None:
+    """Makes an ONNX model of a Hugging Face folder with MXFP8 weights.
+
+    Their bytes are copied, and so is everything else. Nothing in the folder is executed.
+    """
+    from mxfp8_graph import hugging_face
+    from mxfp8_graph.report.data import check_report_path
+
+    if report is not None:
+        check_report_path(report, models=[output] if output else [])
+    with progress_bar() as progress:
+        _, done = hugging_face.from_hf(
+            folder,
+            output,
+            recipe=recipe,
+            dtype=dtype,
+            opset=opset,
+            external_data=external_data.value,
+            overwrite=overwrite,
+            allow_nonfinite=allow_nonfinite,
+            progress=progress,
+        )
+    show_report(done, plan=verbose, verbose=verbose)
+    if report is not None:
+        done.write(report)
+
+
+def package(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="An ONNX model that rewrite made.", show_default=False)
+    ],
+    *,
+    host: Annotated[
+        str, typer.Option("--for", metavar="HOST", help="genai, optimum, sentence-transformers or triton.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FOLDER", help="Describes MODEL: its configuration and tokenizer. Not for triton."
+        ),
+    ] = None,
+    root: Annotated[
+        Path | None,
+        typer.Option("--root", metavar="PATH", help="triton: where the server sees FOLDER, if not there."),
+    ] = None,
+) -> None:
+    """Writes the folder that a serving program loads MODEL from, with the native library and configuration."""
+    from mxfp8_graph import hosts
+
+    typer.echo(printable(str(hosts.package(model, host, output, config=config, root=root))))

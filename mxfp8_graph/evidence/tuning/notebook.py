@@ -1,0 +1,82 @@
+"""What was measured, in a file that is written anew after each measurement: a search that is killed goes on from it.
+
+The search decides by nothing but what is written here, so that it decides the same again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from mxfp8_graph.file_reading import open_regular
+from mxfp8_graph.file_writing import write_text
+from mxfp8_ops.errors import ContractError
+
+NAME: Final = "state.json"
+"""What the file is called in the folder of a search that goes on."""
+_SCHEMA: Final = 1
+_MAKES = Callable[[], Any]
+
+
+class Notebook:
+    """Measurements by what was measured."""
+
+    def __init__(self, folder: Path | None, subject: Mapping[str, str]) -> None:
+        """Reads what an earlier search left.
+
+        Args:
+            folder: where the file is; None keeps everything in memory.
+            subject: what is measured: of the model, the samples and so on, something that tells them from others.
+
+        Raises:
+            ContractError: the file is of another subject, or not one of these.
+        """
+        self._path = None if folder is None else folder / NAME
+        self._subject = dict(subject)
+        self._found: dict[str, Any] = {}
+        if self._path is not None and self._path.exists():
+            self._found = _read(self._path, self._subject)
+        self.resumed = len(self._found)
+        """How many measurements an earlier search made."""
+
+    def recall(self, what: str, make: _MAKES) -> Any:
+        """Returns what was measured before under that name, or measures and writes it down; of JSON types only."""
+        if what not in self._found:
+            # As JSON gives it back: a search that goes on sees the same as one that was never killed.
+            self._found[what] = json.loads(json.dumps(make()))
+            self._write()
+        return self._found[what]
+
+    def found(self, what: str) -> Any:
+        """Returns what was measured under that name."""
+        return self._found[what]
+
+    def knows(self, what: str) -> bool:
+        """Whether something was measured under that name."""
+        return what in self._found
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(exist_ok=True)
+        write_text(self._path, json.dumps({"schema": _SCHEMA, "subject": self._subject, "measured": self._found}))
+
+
+def _read(path: Path, subject: Mapping[str, str]) -> dict[str, Any]:
+    advice = f"remove the folder {path.parent} to begin anew, or choose another output"
+    try:
+        with open_regular(path) as file:
+            state = json.loads(file.read())
+        schema, before, found = state["schema"], dict(state["subject"]), dict(state["measured"])
+    except OSError as error:
+        raise ContractError.unreadable(path, error, "the state of a search") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ContractError(path, "no state of a search", expected="one that tune wrote", advice=advice) from None
+    if schema != _SCHEMA or before.keys() != subject.keys():
+        raise ContractError(path, "of another version", expected=f"schema {_SCHEMA}", advice=advice)
+    if others := [name for name in subject if before[name] != subject[name]]:
+        what = f"the state of a search with another {', another '.join(others)}"
+        raise ContractError(path, what, expected="that of this search", advice=advice)
+    return found

@@ -1,0 +1,59 @@
+"""Where a result goes: a folder, which is there whole or not at all. Until then, all is in FOLDER.part beside it.
+
+FOLDER/NAME.mxfp8.onnx   or .pt2: the rewritten model
+FOLDER/recipe.yaml       from which `rewrite` makes it again
+FOLDER/report.html, report.json
+FOLDER.part/state.json   what was measured so far, while a search goes on
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mxfp8_graph.evidence.tuning import notebook
+from mxfp8_graph.file_reading import is_folder
+from mxfp8_graph.models import kind_of
+from mxfp8_ops.errors import ContractError, Option
+
+
+class Place:
+    """The folder of a result, and the one beside it in which a search goes on."""
+
+    def __init__(self, model: Any, output: str | Path | None, *, overwrite: bool) -> None:
+        """Checks that the result can go there.
+
+        Raises:
+            ContractError: something is there and `overwrite` is false, or there is no folder for it.
+        """
+        kind, another = kind_of(model), ("pass another ", Option("output"))
+        stem = Path(model).stem if kind.is_file else "program" if kind.is_program else "model"
+        self.folder = Path(output) if output else Path(model).parent / f"{stem}.tuned"
+        self.part = self.folder.with_name(f"{self.folder.name}.part")
+        self.model_name = f"{stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
+        if not is_folder(self.folder.parent):
+            what = f"no folder {self.folder.parent}"
+            raise ContractError(self.folder, what, expected="a folder for it", advice="correct the output")
+        if self.folder.exists() and not is_folder(self.folder):
+            raise ContractError(self.folder, "is a file", expected="a folder", advice=another)
+        if self.folder.exists() and not overwrite:
+            replace = ("pass ", Option("overwrite", True), ", or ", *another)
+            raise ContractError(self.folder, "exists", expected="nothing there", advice=replace)
+        if self.part.exists() and not (self.part / notebook.NAME).exists() and any(self._others()):
+            away = ("move it away, or ", *another)
+            raise ContractError(self.part, "exists", expected="nothing there, or a search to go on", advice=away)
+
+    def put(self) -> None:
+        """Makes what is in `part` the result, where there was none before; without the state of the search."""
+        self.part.rename(self.folder)
+        (self.folder / notebook.NAME).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Removes what the search wrote."""
+        shutil.rmtree(self.part, ignore_errors=True)
+
+    def _others(self) -> list[Path]:
+        """Returns what is in `part` that no killed writer of ours left."""
+        inside = self.part.iterdir() if is_folder(self.part) else [self.part]
+        return [path for path in inside if not path.name.startswith(".")]

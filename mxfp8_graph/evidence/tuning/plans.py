@@ -1,0 +1,139 @@
+"""Plans: what becomes of each weight, and the path from the plan that does least damage to the cheapest one.
+
+A move gives one weight the next cheaper way. The path has the moves in the order of the damage that they do for what
+they save, which is the best order if errors of weights add up as squares: the lower convex hull of the choices of each
+weight, as in the fractional knapsack problem with several choices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mxfp8_ops.formats import BFLOAT16, E4M3, SCALE_ROUNDINGS
+
+
+@dataclass(frozen=True)
+class Way:
+    """What becomes of a matmul."""
+
+    activations: str
+    """One of `recipe.ACTIVATIONS`; empty: the matmul is kept."""
+    scale_rounding: str = "ceil"
+
+    def __str__(self) -> str:
+        """Returns it in words: kept, weight-only, bfloat16, e4m3; with scales that are not rounded up as well."""
+        words = {"": "kept", "unchanged": "weight-only"}.get(self.activations, self.activations)
+        return words if self.scale_rounding == "ceil" else f"{words}, {self.scale_rounding} scales"
+
+
+KEPT: Final = Way("")
+ACTIVATIONS: Final = (E4M3.name, BFLOAT16.name, "unchanged")
+"""From the cheapest to multiply on hardware that has MXFP8 to the dearest."""
+WAYS: Final = tuple(Way(*way) for way in itertools.product(ACTIVATIONS, SCALE_ROUNDINGS))
+"""The cheapest first; scales that are rounded up before the others."""
+
+WINS: Final = 0.95
+"""Scales are rounded otherwise than up only where that does less than this share of the damage: less is chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A weight and the matmuls that use it: they are kept or packed together, so that it is stored once."""
+
+    sites: tuple[str, ...]
+    """Their names."""
+    label: str
+    """What to call it."""
+    bytes_before: int
+    bytes_after: int
+    """Of its packed form."""
+    damages: Mapping[Way, float]
+    """By what it may become, the square of the relative L2 error that it alone does at the outputs."""
+
+    def may_be(self, way: Way) -> bool:
+        """Whether it can be packed in a way: a product of two activations has no weight to be quantized alone."""
+        return way in self.damages if self.damages else bool(self.bytes_after) or way.activations == ACTIVATIONS[0]
+
+    def damage(self, way: Way) -> float:
+        """Returns the square of the relative L2 error; 0 if it is kept."""
+        return 0.0 if way == KEPT else self.damages.get(way, math.inf)
+
+
+Plan = tuple[Way, ...]
+"""One way per unit."""
+Cost = Callable[[Unit, Way], float]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step of the path."""
+
+    unit: int
+    way: Way
+
+
+def size_cost(unit: Unit, way: Way) -> float:
+    """Returns bytes; of two ways of one size the one that is cheaper to multiply costs a little less."""
+    if way == KEPT:
+        return float(unit.bytes_before)
+    return unit.bytes_after * (1 + 1e-6 * ACTIVATIONS.index(way.activations))
+
+
+def path(units: Sequence[Unit], cost: Cost) -> list[Move]:
+    """Returns the moves that lead from everything kept to the cheapest plan, the least damage for its saving first."""
+    found: list[tuple[float, int, int, Way]] = []
+    for index, unit in enumerate(units):
+        for order, (slope, way) in enumerate(_corners(unit, cost)):
+            found.append((slope, index, order, way))
+    return [Move(unit, way) for _, unit, _, way in sorted(found, key=lambda move: move[:3])]
+
+
+def _corners(unit: Unit, cost: Cost) -> list[tuple[float, Way]]:
+    """Returns the ways on the lower convex hull with what each costs in damage per saving, beginning after KEPT."""
+    current, corners = KEPT, list[tuple[float, Way]]()
+    choices = [way for way in _sensible(unit.damages) if math.isfinite(unit.damages[way])]
+    while True:
+        cheaper = [way for way in choices if cost(unit, way) < cost(unit, current)]
+        if not cheaper:
+            return corners
+        slopes = {way: _slope(unit, current, way, cost) for way in cheaper}
+        current = min(cheaper, key=lambda way: (slopes[way], cost(unit, way)))
+        corners.append((slopes[current], current))
+
+
+def _sensible(damages: Mapping[Way, float]) -> list[Way]:
+    """Returns one way for each kind of activations: with ceil scales, unless others win."""
+    found = []
+    for activations in ACTIVATIONS:
+        usual = Way(activations)
+        others = [way for way in damages if way.activations == activations and wins(way, usual, damages)]
+        if usual in damages:
+            found.append(min(others, key=lambda way: damages[way], default=usual))
+    return found
+
+
+def wins(way: Way, usual: Way, damages: Mapping[Way, float]) -> bool:
+    """Whether a way does clearly less damage than the usual one, as far as both are known."""
+    return way in damages and usual in damages and damages[way] < WINS**2 * damages[usual]
+
+
+def _slope(unit: Unit, before: Way, after: Way, cost: Cost) -> float:
+    # A way may do less damage than a dearer one by chance: that counts as none.
+    return max(unit.damage(after) - unit.damage(before), 0.0) / (cost(unit, before) - cost(unit, after))
+
+
+def after(units: int, moves: Sequence[Move]) -> Plan:
+    """Returns the plan that some moves lead to."""
+    plan = [KEPT] * units
+    for move in moves:
+        plan[move.unit] = move.way
+    return tuple(plan)
+
+
+def estimate(units: Sequence[Unit], plan: Plan) -> float:
+    """Returns the relative L2 error that a plan should do, if squares of errors add up."""
+    return math.sqrt(math.fsum(unit.damage(way) for unit, way in zip(units, plan, strict=True)))

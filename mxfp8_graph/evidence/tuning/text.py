@@ -1,0 +1,45 @@
+"""What a search found, on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from mxfp8_graph.evidence.tuning.result import Tuning
+from mxfp8_graph.evidence.tuning.tuner import Interrupted
+from mxfp8_graph.naming import printable
+from mxfp8_graph.report import html
+from mxfp8_graph.report.text import columns, lines
+
+SHOWN: Final = 12
+"""Steps that are shown unless all are asked for, the last ones."""
+
+
+def tuning(found: Tuning, *, every: bool = False) -> RenderableType:
+    """Returns the steps, with `every` also the weights, and what there is to know beside them."""
+    header, rows = found.step_table()
+    shown = rows if every else rows[-SHOWN:]
+    more = f"{len(rows) - len(shown)} steps before; --verbose shows them" if len(rows) > len(shown) else ""
+    parts: list[RenderableType] = [Text(printable(found.headline())), Text(more), columns(header, _said(shown))]
+    if every:
+        header, rows = found.unit_table()
+        parts += [Text(), columns(header, _said(rows))]
+    facts = found.facts()
+    if found.resumed:  # the result is the same: only here is it said
+        facts.append(("resumed", f"{found.resumed} measurements are of a search that did not finish"))
+    return Group(*parts, Text(), lines(facts))
+
+
+def stopped(error: Interrupted) -> str:
+    """Returns where a search that was interrupted goes on, and what there is of it."""
+    if error.part is None:
+        return "nothing was written"
+    best = "the best so far is in" if error.best else "nothing kept the budget so far; what was measured is in"
+    return f"{best} {error.part}; the same command goes on from there"
+
+
+def _said(rows: Sequence[Sequence[html.Cell]]) -> list[tuple[str, ...]]:
+    return [tuple(cell if isinstance(cell, str) else cell[0] for cell in row) for row in rows]

@@ -1,0 +1,161 @@
+"""tune that is killed or interrupted: it goes on where it was, and comes to the same result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import builders as b
+import numpy as np
+import pytest
+from commands import poison, refused, run, save
+
+import mxfp8_graph
+from mxfp8_graph.evidence.tuning.tuner import Interrupted
+
+pytestmark = [
+    pytest.mark.usefixtures("own_folder"),
+    pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's"),
+]
+
+BUDGET = "relative_l2<=0.05"
+KILLS = int(os.environ.get("TUNE_KILLS", "4"))
+"""More of them by hand: TUNE_KILLS=20 pytest tests/mxfp8_graph/test_tune_resumed.py"""
+
+
+def model() -> str:
+    np.savez("x.npz", x=np.random.default_rng(0).standard_normal((64, 64), np.float32))
+    return save(b.chain_model((64, 96, 64, 160, 64, 96, 64)))
+
+
+def command(source: str) -> list[str]:
+    return ["tune", source, "--budget", BUDGET, "--inputs", "x.npz"]
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def measured() -> int:
+    state = Path("m.tuned.part/state.json")
+    return len(json.loads(state.read_bytes())["measured"]) if state.exists() else 0
+
+
+def killed(source: str, more: int) -> bool:
+    """Runs the command until it has measured something `more` times, and kills it; whether it had not ended by then."""
+    before = measured()
+    with subprocess.Popen([sys.executable, "-m", "mxfp8_graph", *command(source)], stdout=subprocess.DEVNULL) as child:
+        while child.poll() is None and measured() < before + more:
+            time.sleep(0.001)
+        child.kill()
+    return child.returncode == -9
+
+
+def test_kills_change_nothing_about_the_result() -> None:
+    source = model()
+    assert run(*command(source)).exit_code == 0
+    uninterrupted = contents("m.tuned")
+    Path("m.tuned").rename("before")
+    every = max(1, 40 // (KILLS + 1))  # it makes 40 measurements or so
+    for number in range(KILLS):
+        assert killed(source, every), f"ended before kill {number + 1}"
+        assert not Path("m.tuned").exists()
+    so_far = measured()
+    assert so_far >= KILLS * every
+    result = run(*command(source))
+    assert result.exit_code == 0, result.output
+    assert f"{so_far} measurements are of a search that did not finish" in result.stdout
+    assert contents("m.tuned") == uninterrupted
+    assert not Path("m.tuned.part").exists()
+
+
+def interrupt(source: str, when: str, signal: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command, which gets a signal once its progress says `when`."""
+    script = (
+        "import contextlib, os, signal, sys\n"
+        "from mxfp8_graph import cli\n"
+        "@contextlib.contextmanager\n"
+        "def progress(**settings):\n"
+        f"    yield lambda name, *runs: os.kill(os.getpid(), signal.{signal}) if {when!r} in name else None\n"
+        "cli.evidence.progress_bar = progress\n"
+        f"sys.argv[1:] = {command(source)!r}\n"
+        "cli.main()\n"
+    )
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("signal", "code", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_an_interrupt_leaves_the_best_so_far_and_goes_on(signal: str, code: int, said: str) -> None:
+    source = model()
+    result = interrupt(source, "and layers", signal)  # what is tried after the path, so that there is a best one
+    told = "the best so far is in m.tuned.part; the same command goes on from there"
+    assert (result.returncode, result.stderr.splitlines()) == (code, [told, said])
+    assert f"budget {BUDGET} kept, interrupted: the best so far" in result.stdout
+    again, _ = mxfp8_graph.rewrite(source, "m.tuned.part/recipe.yaml", output="again.onnx")
+    assert Path(again).read_bytes() == Path("m.tuned.part/m.mxfp8.onnx").read_bytes()
+    assert not Path("m.tuned").exists()
+    assert run(*command(source)).exit_code == 0
+    assert json.loads(Path("m.tuned/report.json").read_text())["finished"]
+    assert not Path("m.tuned.part").exists()
+
+
+def test_an_interrupt_before_anything_keeps_the_budget_says_so() -> None:
+    result = interrupt(model(), "bfloat16", "SIGINT")
+    told = "nothing kept the budget so far; what was measured is in m.tuned.part; the same command goes on from there"
+    assert (result.returncode, result.stdout) == (130, "")
+    assert result.stderr.splitlines() == [told, "interrupted"]
+    assert [path.name for path in Path("m.tuned.part").iterdir()] == ["state.json"]
+
+
+def test_in_python_an_interrupt_brings_the_best_so_far() -> None:
+    def stop(name: str, *_: int) -> None:
+        if "and layers" in name:
+            raise KeyboardInterrupt
+
+    inputs = {"x": np.random.default_rng(0).standard_normal((64, 64), np.float32)}
+    with pytest.raises(Interrupted) as caught:
+        mxfp8_graph.tune(b.chain_model((64, 96, 64, 160, 64, 96, 64)), BUDGET, inputs=inputs, progress=stop)
+    assert caught.value.best is not None
+    assert caught.value.best.chosen.met
+
+
+def test_the_state_of_something_else_is_an_error() -> None:
+    source = model()
+    interrupt(source, "bfloat16", "SIGINT")
+    where = "error: m.tuned.part/state.json: the state of a search with another "
+    advice = "; expected that of this search; remove the folder m.tuned.part to begin anew, or choose another output"
+    assert refused(*command(source), "--recipe", "ocp") == f"{where}recipe{advice}"
+    assert refused(*command(source), "--budget", "cosine>=0.9") == f"{where}metric{advice}"
+    np.savez("x.npz", x=np.zeros((64, 64), np.float32))
+    assert refused(*command(source)) == f"{where}samples{advice}"
+    save(poison(b.chain_model((64, 96, 64, 160, 64, 96, 64)), 3.0))
+    assert refused(*command(source)) == f"{where}model, another samples{advice}"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"schema": 1}', "{" * 100_000, '{"schema": 1, "subject": [], "measured": 3}']
+)
+def test_a_damaged_state_is_an_error(text: str) -> None:
+    source = model()
+    Path("m.tuned.part").mkdir()
+    Path("m.tuned.part/state.json").write_text(text)
+    message = refused(*command(source))
+    assert message.startswith("error: m.tuned.part/state.json: no state of a search; expected one that tune wrote")
+
+
+def test_another_bound_goes_on_from_the_same_measurements() -> None:
+    source = model()
+    interrupt(source, "and layers", "SIGINT")
+    result = run("tune", source, "--budget", "relative_l2<=0.06", "--inputs", "x.npz")
+    assert "measurements are of a search that did not finish" in result.stdout
+
+
+def test_what_is_in_the_way_is_an_error() -> None:
+    source = model()
+    Path("m.tuned.part").mkdir()
+    Path("m.tuned.part/mine.txt").touch()
+    assert "m.tuned.part: exists; expected nothing there, or a search to go on" in refused(*command(source))
