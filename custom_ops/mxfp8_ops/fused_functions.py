@@ -22,13 +22,18 @@ _Activation = Callable[[Body, str], str]
 
 def _gemm(g: Body, gemm: Op) -> None:
     """The inputs of `gemm`, perhaps a factor, bias -> Y."""
-    # The gemm always gets a bias: ONNX Runtime before 1.27 crashes on the empty name of an absent one.
-    bias = g.or_zeros("bias", g("Shape", "B_scales", start=-2, end=-1))
+    operands = [port.name for port in gemm.inputs if port.name not in g.absent]
+    if g.given is None:
+        # The gemm always gets a bias: ONNX Runtime before 1.27 crashes on the empty name of an absent one. It derives
+        # what dtypes an input may have from the standard ops it goes to, and takes no float8 without.
+        bias = g.or_zeros("bias", g("Shape", "B_scales", start=-2, end=-1))
+        operands = [*(g("Identity", name) for name in operands if name != "bias"), bias]
     settings = {name: g.attribute(name) for name in gemm.attributes if name != "output_dtype"}
-    # ONNX Runtime derives what dtypes an input may have from the standard ops it goes to, and takes no float8 without.
-    operands = [g("Identity", port.name) for port in gemm.inputs if port.name != "bias"]
-    (y,) = g.call(gemm, *operands, bias, out=["sums"], **settings)
-    y = _chosen(g, y, g.index_of("epilogue", contract.EPILOGUES), contract.EPILOGUES)
+    (y,) = g.call(gemm, *operands, out=["sums"], **settings)
+    if g.given is not None:
+        y = _ACTIVATIONS[g.given["epilogue"]](g, y)
+    else:
+        y = _chosen(g, y, g.index_of("epilogue", contract.EPILOGUES), contract.EPILOGUES)
     if g.op.at("factor") is not None:
         y = g("Mul", y, g("Cast", "factor", to=TensorProto.FLOAT))
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
@@ -86,12 +91,14 @@ def _norm(g: Body, x: str) -> None:
     """Rows of x -> elements, scales, normalized."""
     x = g("Cast", x, to=TensorProto.FLOAT)
     last = g.constant([-1])
-    is_layer = g("Equal", g.index_of("norm", contract.NORMS), g.constant(contract.NORMS.index("layer")))
-    mean = g("Where", is_layer, g("ReduceMean", x, last), g.constant(np.float32(0)))
-    centred = g("Sub", x, mean, out="centred")
+    if g.given is None:
+        is_layer = g("Equal", g.index_of("norm", contract.NORMS), g.constant(contract.NORMS.index("layer")))
+        mean = g("Where", is_layer, g("ReduceMean", x, last), g.constant(np.float32(0)))
+        centred = g("Sub", x, mean, out="centred")
+    else:
+        centred = g("Sub", x, g("ReduceMean", x, last), out="centred") if g.given["norm"] == "layer" else x
     variance = g("ReduceMean", g("Mul", centred, centred), last, out="variance")
-    epsilon = g("Constant", value_float=g.attribute("epsilon"))
-    y = g("Mul", g("Div", centred, g("Sqrt", g("Add", variance, epsilon))), "scale")
+    y = g("Mul", g("Div", centred, g("Sqrt", g("Add", variance, g.number("epsilon")))), "scale")
     y = g("Add", y, g.or_zeros("bias", g("Shape", "scale")))
     y = g("CastLike", y, "X", out="normalized")
     settings = {name: g.attribute(name) for name in ("output_dtype", "scale_rounding")}
