@@ -57,6 +57,8 @@ def _branch(g: Body, result: str) -> GraphProto:
 
 
 def _relu(g: Body, x: str) -> str:
+    if g.given is not None:
+        return g("Relu", x)
     zero = g.constant(np.float32(0))
     return g("Where", g("Less", x, zero), zero, x)  # ONNX Runtime's Relu may drop a NaN
 
@@ -90,19 +92,29 @@ def _add_norm_quantize(g: Body) -> None:
 def _norm(g: Body, x: str) -> None:
     """Rows of x -> elements, scales, normalized."""
     x = g("Cast", x, to=TensorProto.FLOAT)
+    y = _normalized(g, x) if g.given is None or g.given["norm"] != "layer" else _layer_norm(g, x)
+    y = g("CastLike", y, "X", out="normalized")
+    settings = {name: g.attribute(name) for name in ("output_dtype", "scale_rounding")}
+    g.call(contract.QUANTIZE, y, out=["elements", "scales"], **settings)
+
+
+def _layer_norm(g: Body, x: str) -> str:
+    """Returns x normalized by the standard op, which all attributes are known for."""
+    inputs = [x, "scale", *(name for name in ("bias",) if name not in g.absent)]
+    return g("LayerNormalization", *inputs, axis=-1, epsilon=g.attribute("epsilon"))
+
+
+def _normalized(g: Body, x: str) -> str:
+    """Returns x normalized, times scale, plus bias; without its mean if the norm is that of layers."""
     last = g.constant([-1])
+    centred = x
     if g.given is None:
         is_layer = g("Equal", g.index_of("norm", contract.NORMS), g.constant(contract.NORMS.index("layer")))
         mean = g("Where", is_layer, g("ReduceMean", x, last), g.constant(np.float32(0)))
         centred = g("Sub", x, mean, out="centred")
-    else:
-        centred = g("Sub", x, g("ReduceMean", x, last), out="centred") if g.given["norm"] == "layer" else x
     variance = g("ReduceMean", g("Mul", centred, centred), last, out="variance")
     y = g("Mul", g("Div", centred, g("Sqrt", g("Add", variance, g.number("epsilon")))), "scale")
-    y = g("Add", y, g.or_zeros("bias", g("Shape", "scale")))
-    y = g("CastLike", y, "X", out="normalized")
-    settings = {name: g.attribute(name) for name in ("output_dtype", "scale_rounding")}
-    g.call(contract.QUANTIZE, y, out=["elements", "scales"], **settings)
+    return y if "bias" in g.absent else g("Add", y, g.or_zeros("bias", g("Shape", "scale")))
 
 
 BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(

@@ -116,6 +116,8 @@ class Edit:
         """How many weights and activations of each dialect were read: (dialect, "weights" or "activations")."""
         self.losses: Counter[str] = Counter()
         """What was allowed to be lost, and how often."""
+        self.float_dtypes = _float_dtypes(opened.proto)
+        """Dtypes of values that the model takes, gives, stores or casts to, before any was replaced."""
         self._taken = {name for graph in iter_graphs(opened.proto.graph) for name in _names(graph)}
 
     def fresh(self, wanted: str) -> str:
@@ -193,6 +195,15 @@ def _keep(items: Any, wanted: Callable[[Any], bool]) -> None:
     for index in reversed(range(len(items))):
         if not wanted(items[index]):
             del items[index]
+
+
+def _float_dtypes(model: onnx.ModelProto) -> set[int]:
+    graphs = list(iter_graphs(model.graph))
+    found = {tensor.data_type for graph in graphs for tensor in stored_in(graph).values()}
+    values = (value for graph in graphs for value in (*graph.input, *graph.output))
+    found |= {value.type.tensor_type.elem_type for value in values}
+    found |= {attribute(node, "to", 0) for graph in graphs for node in graph.node if node.op_type == "Cast"}
+    return found & {*contract.VALUES}
 
 
 def _read_below(graph: onnx.GraphProto) -> set[str]:

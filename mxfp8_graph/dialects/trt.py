@@ -78,11 +78,22 @@ def _dequantize(scope: Scope, node: onnx.NodeProto) -> onnx.NodeProto:
     else:
         axis, scales = _weight(scope, node, stored)
         scope.edit.counts["trt", "weights"] += 1
-    dtype = attribute(node, "output_dtype", contract.FLOAT)
-    if dtype not in contract.VALUES:
-        raise scope.edit.refuse(node, f"output_dtype {dtype}", expected="1, 10 or 16", advice="export it again")
+    dtype = _dtype(scope.edit, node)
     made = ours(contract.DEQUANTIZE, [elements, scales], node.output, node.name, axis=axis, output_dtype=dtype)
     return like(node, made)
+
+
+def _dtype(edit: Edit, node: onnx.NodeProto) -> int:
+    """Returns the dtype of what is dequantized."""
+    dtype = int(attribute(node, "output_dtype", contract.FLOAT))
+    if dtype not in contract.VALUES:
+        raise edit.refuse(node, f"output_dtype {dtype}", expected="1, 10 or 16", advice="export it again")
+    if dtype == contract.FLOAT16 and not edit.float_dtypes - {contract.FLOAT}:
+        note = "output_dtype is float16, as modelopt writes it, and nothing else in the model: read as float32"
+        if note not in edit.opened.notes:
+            edit.opened.notes.append(note)
+        return contract.FLOAT
+    return dtype
 
 
 def _axis_of_maker(scope: Scope, node: onnx.NodeProto, elements: str) -> int:
