@@ -500,14 +500,64 @@ def analyze(
 
 
 @command
-def doctor() -> None:
-    """Says what works here and what is missing.
+def convert(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX model in MXFP8.", show_default=False)],
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="DIALECT",
+            help="mxfp8 (ours), qdq (standard Q/DQ), trt (TensorRT), ort-cuda (ONNX Runtime's CUDA op) or standard "
+            "(standard ops alone).",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Default: MODEL.DIALECT.onnx.", show_default=False)
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="LOSS",
+            help="What may be lost: activations (are quantized), rounding (of their scales), half (float32 around "
+            "products). Repeatable.",
+        ),
+    ] = None,
+    external_data: Annotated[
+        ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: as the model has them.")
+    ] = ExternalData.auto,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+) -> None:
+    """Writes an MXFP8 model of any dialect in another one; elements and scales stay the same bytes.
+
+    Reads ours, TensorRT's (modelopt, TransformerEngine), standard Q/DQ, ONNX Runtime's CUDA op and Quark's, and says
+    what it found and what the other dialect cannot say.
+    """
+    from mxfp8_graph.dialects import convert as run_conversion
+    from mxfp8_graph.report import text
+
+    _, done = run_conversion(
+        model, to, output=output, allow=allow or (), external_data=external_data.value, overwrite=overwrite
+    )
+    show(text.lines(done.facts()))
+
+
+@command
+def doctor(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL]", help="An ONNX model to look at too.", show_default=False)
+    ] = None,
+) -> None:
+    """Says what works here and what is missing; of MODEL, what it is and what tools have done to it.
 
     Exit code 2 if models cannot run.
     """
     from mxfp8_graph.doctor import diagnose, healthy, table
+    from mxfp8_graph.file_diagnosis import diagnose_file
 
-    checks = diagnose()
+    checks = [*diagnose(), *([diagnose_file(model)] if model else [])]
     show(table(checks))
     if not healthy(checks):
         say("error: the CPU path does not work here; expected no failed check; follow the advice above")

@@ -20,7 +20,8 @@ from mxfp8_ops.contract import Op
 _KINDS: Final = {int: AttributeProto.INT, float: AttributeProto.FLOAT, str: AttributeProto.STRING}
 
 _MOST_STRINGS: Final = 2
-"""In one constant, which becomes one more when folded: ONNX Runtime 1.25 keeps those of more than 127 bytes, 32 for each, where it cannot read them."""
+"""In one constant, which becomes one more when folded: ONNX Runtime 1.25 keeps those of more than 127 bytes, 32 for
+each, where it cannot read them."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ class Body:
         """Returns the value of the number attribute `name` as a scalar tensor: int64 or float32."""
         value = self.attribute(name)
         if isinstance(value, Attribute):
-            return self("Constant", **{"value_int" if value.type == AttributeProto.INT else "value_float": value})
+            if value.type == AttributeProto.INT:
+                return self("Constant", value_int=value)
+            return self("Constant", value_float=value)
         return self.constant(np.float32(value) if isinstance(value, float) else value)
 
     def vector(self, name: str) -> str:
@@ -137,8 +140,8 @@ class Body:
     def _equal_strings(self, values: Sequence[str], reference: Attribute) -> str:
         """Returns which of `values` the string attribute is, as bool [len(values)]."""
         # One tensor of all, then apart: onnx's ReferenceEvaluator takes strings of two lengths for two dtypes.
-        both = self("Constant", value_strings=[*values])
-        both = self("Concat", both, self("Reshape", self("Constant", value_string=reference), self.constant([1])), axis=0)
+        given = self("Reshape", self("Constant", value_string=reference), self.constant([1]))
+        both = self("Concat", self("Constant", value_strings=[*values]), given, axis=0)
         start, count, end = self.constant([0]), self.constant([len(values)]), self.constant([len(values) + 1])
         return self("Equal", self("Slice", both, start, count), self("Slice", both, count, end))
 

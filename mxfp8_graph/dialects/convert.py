@@ -15,10 +15,10 @@ from mxfp8_graph.dialects.graph_edit import Edit, Nodes, Scope
 from mxfp8_graph.dialects.report import Conversion, Counts
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import onnx_calls, record
-from mxfp8_graph.onnx_model.dialect_ops import TRT, dialect_of, foreign, is_quantized
+from mxfp8_graph.onnx_model.dialect_ops import TRT, dialect_of, foreign, is_quantized, may_be_mxfp8
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
-from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD, iter_graphs, iter_nodes, node_label
+from mxfp8_graph.onnx_model.walk import MICROSOFT, iter_graphs, iter_nodes, node_label
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass.fuse import fuse
 from mxfp8_graph.onnx_pass.fuse.graph_view import TensorType
@@ -97,7 +97,7 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, A
     del opened.proto.functions[:]
     opened.proto.functions.extend(kept)
     least = qdq.OPSET if to == "qdq" else contract.MIN_OPSET
-    upgrade(opened, lambda domain, op: _in_dialect(domain, op), least=least)
+    upgrade(opened, _in_dialect, least=least)
     edit = Edit(opened)
     _count_ours(edit)
     _infer(edit)
@@ -121,14 +121,9 @@ def _in_dialect(domain: str, op: str) -> bool:
 def _refuse_others(opened: OpenedModel) -> None:
     """Raises ContractError if something is quantized, but in no dialect of MXFP8."""
     functions = [node for function in opened.proto.functions for node in function.node]
-    nodes = [node for graph in iter_graphs(opened.proto.graph) for node in graph.node]
-    others = [
-        node
-        for node in (*nodes, *iter_nodes(functions))
-        if is_quantized(node) and not (node.domain in STANDARD and node.op_type in {"QuantizeLinear", "DequantizeLinear"})
-    ]
-    standard_ones = [n for n in nodes if n.op_type == "QuantizeLinear" and n.domain in STANDARD]
-    others += [n for n in standard_ones if not any(a.name == "block_size" and a.i == 32 for a in n.attribute)]
+    graphs = iter_graphs(opened.proto.graph)
+    nodes = [*(node for graph in graphs for node in graph.node), *iter_nodes(functions)]
+    others = [node for node in nodes if is_quantized(node) and not may_be_mxfp8(node)]
     if others:
         kinds = Counter(f"{node.domain + '.' if node.domain else ''}{node.op_type}" for node in others)
         what = ", ".join(f"{count} {name}" for name, count in kinds.items())

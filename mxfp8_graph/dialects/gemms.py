@@ -49,7 +49,7 @@ def put_together(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     if node.op_type == "Gemm" and _is_plain(node):
         bias = node.input[2] if len(node.input) > 2 else ""
         stored = scope.tensor(bias)
-        if not bias or stored is not None and len(stored.dims) == 1:
+        if not bias or (stored is not None and len(stored.dims) == 1):
             return _gemm(scope, node, node, bias)
     return None
 
@@ -143,11 +143,11 @@ def _weight(scope: Scope, product: onnx.NodeProto, *, make: bool = False) -> _We
     if dtype not in contract.VALUES:
         return None
     if turned:
-        return _Weight(*node.input[:2], dtype) if axis % rank == rank - 1 else None
+        return _Weight(node.input[0], node.input[1], dtype) if axis % rank == rank - 1 else None
     if axis % rank != rank - 2 or stored is None or scope.tensor(node.input[1]) is None:
         return None
-    names = [_swapped(scope, name) for name in node.input[:2]] if make else node.input[:2]
-    return _Weight(*names, dtype)
+    elements, scales = [_swapped(scope, name) for name in node.input[:2]] if make else node.input[:2]
+    return _Weight(elements, scales, dtype)
 
 
 def _swaps_last_two(view: onnx.NodeProto, rank: int) -> bool:
@@ -160,10 +160,9 @@ def _swaps_last_two(view: onnx.NodeProto, rank: int) -> bool:
 def _swapped(scope: Scope, name: str) -> str:
     """Returns the name of a stored tensor of bytes with its last two axes exchanged."""
     owner = scope.owner(name)
+    tensor = owner.graph_tensor(name)
 
     def make(_: Scope) -> str:
-        tensor = owner.tensor(name)
-        assert tensor is not None  # noqa: S101 - it is stored, or there is no weight
         codes = np.ascontiguousarray(np.swapaxes(owner.codes(tensor), -1, -2))
         return owner.store(f"{name}_nk", tensor.data_type, codes)
 

@@ -17,10 +17,11 @@ from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, node_label, stored_in, subgraphs
 from mxfp8_ops import contract
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, Option
 
 Codes = npt.NDArray[np.uint8]
 Nodes = list[onnx.NodeProto]
+Advice = str | Sequence[str | Option]
 
 _SAME: Final = frozenset({"Identity"})
 
@@ -56,6 +57,10 @@ class Scope:
         if name in self._makers or name in self._inputs or self.outer is None:
             return None
         return self.outer.tensor(name)
+
+    def graph_tensor(self, name: str) -> onnx.TensorProto:
+        """Returns the tensor of that name that this graph stores."""
+        return self._stored[name]
 
     def maker(self, name: str) -> onnx.NodeProto | None:
         """Returns the node that makes a value, here or around."""
@@ -129,7 +134,7 @@ class Edit:
         stored = self.opened.tensors.get(tensor.name, tensor)
         return raw(stored, self.opened.folder, self.opened.name)
 
-    def refuse(self, node: onnx.NodeProto, what: str, *, expected: str, advice: str) -> ContractError:
+    def refuse(self, node: onnx.NodeProto, what: str, *, expected: str, advice: Advice) -> ContractError:
         """Returns the error for a node that cannot be read or written."""
         where = f"{self.opened.name}: node {node_label(node)!r} ({node.op_type})"
         return ContractError(where, what, expected=expected, advice=advice)

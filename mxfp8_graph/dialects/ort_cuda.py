@@ -17,6 +17,7 @@ from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 from mxfp8_graph.onnx_model.tensor_data import read as read_tensor
 from mxfp8_graph.onnx_model.walk import MICROSOFT, node_label
 from mxfp8_ops import contract, numerics
+from mxfp8_ops.errors import Option
 from mxfp8_ops.formats import BLOCK_SIZE
 
 OP: Final = "MatMulBlockQuantizedFp8Weight"
@@ -71,22 +72,17 @@ def write(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | 
     x, dtype = _activation(scope, node, allow)
     edit, label = scope.edit, node_label(node)
     owner = scope.owner(node.input[at + 1])
-    scale = shared(owner, ("b_scale", node.input[at + 1]), lambda _: _b_scale(scope, node, at))
+    values = numerics.decode_scale(scope.codes(codes))
+    wanted = f"{node.input[at]}_b_scale"
+    scale = shared(owner, ("b_scale", node.input[at + 1]), lambda _: owner.store(wanted, contract.FLOAT, values))
     inputs = [x, node.input[at], scale]
     if len(node.input) > at + 2 and node.input[at + 2]:
         inputs += ["", scope.make("Cast", node.input[at + 2], wanted=f"{label}_bias", to=dtype)]
-    wanted = attribute(node, "output_dtype", contract.FLOAT)
-    y = node.output[0] if wanted == dtype else edit.fresh(f"{label}_half")
+    result = attribute(node, "output_dtype", contract.FLOAT)
+    y = node.output[0] if result == dtype else edit.fresh(f"{label}_half")
     made = helper.make_node(OP, inputs, [y], name=node.name, domain=MICROSOFT, block_size=BLOCK_SIZE)
-    cast = [helper.make_node("Cast", [y], node.output, name=y, to=wanted)] if wanted != dtype else []
+    cast = [helper.make_node("Cast", [y], node.output, name=y, to=result)] if result != dtype else []
     return [like(node, made), *cast]
-
-
-def _b_scale(scope: Scope, node: onnx.NodeProto, at: int) -> str:
-    codes = scope.tensor(node.input[at + 1])
-    owner = scope.owner(node.input[at + 1])
-    assert codes is not None  # noqa: S101 - the caller has looked
-    return owner.store(f"{node.input[at]}_b_scale", contract.FLOAT, numerics.decode_scale(scope.codes(codes)))
 
 
 def _activation(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> tuple[str, int]:
@@ -105,8 +101,8 @@ def _activation(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> tu
         return x, dtype
     if "half" not in allow:
         what = "its activations and results are float32, and ONNX Runtime's op takes float16 and bfloat16"
-        advice = "rewrite a float16 model with mxfp8-weight-only, or allow the loss, rounded activations: --allow half"
-        raise edit.refuse(node, what, expected="float16 or bfloat16", advice=advice)
+        losing = ("rewrite a float16 model, or round them with ", Option("allow", "half"))
+        raise edit.refuse(node, what, expected="float16 or bfloat16", advice=losing)
     half = contract.BFLOAT16 if rounded else contract.FLOAT16
     edit.losses[f"float32 activations and results are rounded to {'bfloat16' if rounded else 'float16'}"] += 1
     return shared(scope, ("half", x, half), lambda _: scope.make("Cast", x, wanted=f"{x}_half", to=half)), half

@@ -1,12 +1,14 @@
 """Standard Q/DQ: DequantizeLinear with a block_size of 32 on stored float8 elements.
 
 Read: scales of FLOAT8E8M0, with or without a Cast, and float scales that are powers of two.
-Written: Cast(FLOAT8E8M0 -> float32) + DequantizeLinear of opset 24. ONNX Runtime has no kernel for E8M0 scales, but runs that;
-OpenVINO runs both. No standard op finds scales while a model runs, so dynamic activations cannot be said.
+Written: Cast(FLOAT8E8M0 -> float32) + DequantizeLinear of opset 24. ONNX Runtime has no kernel for E8M0 scales, but
+runs that; OpenVINO runs both, but no partial blocks. No standard op finds scales while a model runs, so dynamic
+activations cannot be said.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -111,7 +113,7 @@ def power_codes(scales: npt.NDArray[np.floating]) -> Codes | None:
     values = np.asarray(scales, np.float64)
     mantissa, exponent = np.frexp(np.where(np.isnan(values), 0.5, values))
     codes = exponent - 1 + SCALE_BIAS
-    if np.any(mantissa != 0.5) or codes.size and (codes.min() < 0 or codes.max() >= SCALE_NAN):
+    if np.any(mantissa != 0.5) or (codes.size and (codes.min() < 0 or codes.max() >= SCALE_NAN)):
         return None
     return np.where(np.isnan(values), SCALE_NAN, codes).astype(np.uint8)
 
@@ -131,7 +133,7 @@ def write(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | 
     return dequantize_linear(scope, node, scales)
 
 
-def shared(scope: Scope, key: tuple[object, ...], make) -> str:  # type: ignore[no-untyped-def]
+def shared(scope: Scope, key: tuple[object, ...], make: Callable[[Scope], str]) -> str:
     """Returns what `make(scope)` returned for this key in this graph, made at first use."""
     if key not in scope.shared:
         scope.shared[key] = make(scope)
@@ -146,7 +148,7 @@ def _e8m0(scope: Scope, node: onnx.NodeProto, codes: onnx.TensorProto) -> str:
 
 
 def dequantize_linear(scope: Scope, node: onnx.NodeProto, scales: str) -> Nodes:
-    """Returns DequantizeLinear with float32 `scales` in place of an MXFP8Dequantize, and a Cast if its result is none."""
+    """Returns DequantizeLinear with float32 `scales` in place of an MXFP8Dequantize, and a Cast to its dtype."""
     dtype, axis = attribute(node, "output_dtype", contract.FLOAT), attribute(node, "axis", -1)
     output = node.output[0] if dtype == contract.FLOAT else scope.edit.fresh(f"{node.output[0]}_float")
     settings = {"axis": axis, "block_size": BLOCK_SIZE}
@@ -163,8 +165,8 @@ def dropped_activation(
     """Returns the values themselves in place of those quantized while the model runs, where that loss is allowed."""
     if "activations" not in allow:
         what = "quantizes while the model runs, which this dialect cannot say"
-        advice = "convert to standard or trt, or allow the loss, activations that are not quantized: --allow activations"
-        raise scope.edit.refuse(quantize, what, expected="weights alone in MXFP8", advice=advice)
+        losing = ("convert to standard or trt, or lose that with ", Option("allow", "activations"))
+        raise scope.edit.refuse(quantize, what, expected="weights alone in MXFP8", advice=losing)
     if node is quantize:
         scope.edit.losses["activations are not quantized any more"] += 1
         return None  # nothing reads it when the others are replaced

@@ -1,8 +1,8 @@
 """Quark's dialect: com.amd.quark.MXQuantizeDequantize(x), and its older name com.vai.quantize.MXFixNeuron.
 
-It quantizes and dequantizes at once, weights too, which are stored as floats: so nothing is packed before this reads it, and
-nothing is written. Scales are rounded down (OCP), and elements to nearest even, as ours with scale_rounding "floor". A block with
-NaN or Inf differs: Quark passes them through, ours is NaN throughout.
+It quantizes and dequantizes at once, weights too, which are stored as floats: so nothing is packed before this reads
+it, and nothing is written. Scales are rounded down (OCP), and elements to nearest even, as ours with scale_rounding
+"floor". A block with NaN or Inf differs: Quark passes them through, ours is NaN throughout.
 """
 
 from __future__ import annotations

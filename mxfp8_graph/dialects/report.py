@@ -46,7 +46,10 @@ class Conversion:
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) lines for a terminal."""
-        rows = [(name, f"{_count(n.weights, 'weight')}, {_count(n.activations, 'activation')}") for name, n in self.found.items()]
+        rows = [
+            (name, f"{_count(n.weights, 'weight')}, {_count(n.activations, 'activation')}")
+            for name, n in self.found.items()
+        ]
         rows = [(f"found {name}", what) for name, what in rows] or [("found", "nothing that is quantized")]
         if self.to == "mxfp8":
             rows.append(("gemms", f"{self.gemms}, {_count(self.fusions, 'fusion')}"))

@@ -1,7 +1,7 @@
 """Standard ops alone, of opset 21: for ONNX Runtime without our library, OpenVINO and onnx's ReferenceEvaluator.
 
-A weight of whole blocks is DequantizeLinear with its codes looked up in the table of all scales, which needs no E8M0 type.
-Everything else is the function body of its node: quantizing activations, partial blocks (which OpenVINO's
+A weight of whole blocks is DequantizeLinear with its codes looked up in the table of all scales, which needs no E8M0
+type. Everything else is the function body of its node: quantizing activations, partial blocks (which OpenVINO's
 DequantizeLinear lacks), experts.
 """
 

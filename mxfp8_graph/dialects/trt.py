@@ -4,14 +4,14 @@ TRT_MXFP8DynamicQuantize(x) -> q, scale          {axis = -1, block_size = 32, ou
 TRT_MXFP8QuantizeLinear(x, scale) -> q           a static activation: its scales are stored
 TRT_MXFP8DequantizeLinear(q, scale) -> y         {axis = 1, block_size = 32, output_dtype = 1}
 
-modelopt writes every attribute, float8 elements and uint8 scales; TransformerEngine none, uint8 for both, and scales padded
-to multiples of 128 x 4. TensorRT's parser finds the blocked axis by the shapes, and so does this: a default that the
-shapes contradict is no error.
+modelopt writes every attribute, float8 elements and uint8 scales; TransformerEngine none, uint8 for both, and scales
+padded to multiples of 128 x 4. TensorRT's parser finds the blocked axis by the shapes, and so does this: a default that
+the shapes contradict is no error.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -21,6 +21,7 @@ from mxfp8_graph.dialects.graph_edit import Edit, Nodes, Scope, attribute, like,
 from mxfp8_graph.onnx_model.dialect_ops import TRT, dialect_of
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
+from mxfp8_ops.errors import Option
 from mxfp8_ops.formats import BLOCK_SIZE
 
 VERSION: Final = 1
@@ -63,7 +64,7 @@ def _quantize_static(scope: Scope, node: onnx.NodeProto, axis: int) -> onnx.Node
     codes = scope.codes(tensor)
     floats = scope.store(f"{node.input[1]}_values", contract.FLOAT, numerics.decode_scale(codes))
     x = scope.make("Cast", node.input[0], wanted=f"{node.output[0]}_x", to=contract.FLOAT)
-    settings = {"axis": axis, "block_size": BLOCK_SIZE, "output_dtype": contract.FLOAT8E4M3FN}
+    settings: dict[str, Any] = {"axis": axis, "block_size": BLOCK_SIZE, "output_dtype": contract.FLOAT8E4M3FN}
     return like(node, helper.make_node("QuantizeLinear", [x, floats], node.output, name=node.name, **settings))
 
 
@@ -148,7 +149,7 @@ def _blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | N
 def _unpacked(scope: Scope, node: onnx.NodeProto, tensor: onnx.TensorProto) -> Exception:
     what = f"{tensor.name!r} is {onnx.TensorProto.DataType.Name(tensor.data_type).lower()}"
     expected = "stored float8_e4m3fn (or uint8) elements and uint8 E8M0 codes"
-    return scope.edit.refuse(node, what, expected=expected, advice="finish the export: weights are packed in a last step")
+    return scope.edit.refuse(node, what, expected=expected, advice="finish the export, which packs weights last")
 
 
 def write(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | None:
@@ -165,8 +166,8 @@ def write(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | 
         if rounding != "ceil":
             if "rounding" not in allow:
                 what = f"scale_rounding {rounding!r}, and TensorRT rounds scales of activations up"
-                advice = "rewrite the model with scale_rounding ceil, or allow the loss: --allow rounding"
-                raise edit.refuse(node, what, expected="ceil", advice=advice)
+                losing = ("rewrite the model with scale_rounding ceil, or lose that with ", Option("allow", "rounding"))
+                raise edit.refuse(node, what, expected="ceil", advice=losing)
             edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
         name, inputs, settings["output_dtype"] = QUANTIZE, [node.input[0]], dtype
     elif node.op_type == contract.DEQUANTIZE.name:

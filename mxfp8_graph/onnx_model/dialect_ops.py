@@ -37,10 +37,14 @@ _QUANTIZED: Final = {
 }
 
 
-def is_blocked(node: onnx.NodeProto) -> bool:
-    """Whether it is ONNX's DequantizeLinear with the block size of MXFP8."""
-    if node.op_type != "DequantizeLinear" or node.domain not in STANDARD:
+def may_be_mxfp8(node: onnx.NodeProto) -> bool:
+    """Whether it is ONNX's DequantizeLinear, whose operands decide, or QuantizeLinear with the block size of MXFP8."""
+    if node.domain not in STANDARD or node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
         return False
+    return node.op_type == "DequantizeLinear" or _is_blocked(node)
+
+
+def _is_blocked(node: onnx.NodeProto) -> bool:
     return any(a.name == "block_size" and a.i == BLOCK_SIZE for a in node.attribute)
 
 
@@ -53,7 +57,7 @@ def is_quantized(node: onnx.NodeProto) -> bool:
     """Whether a node quantizes, or works on what is quantized, in no dialect of MXFP8 by its name alone."""
     domain = "" if node.domain in STANDARD else node.domain
     if domain == TRT:
-        return dialect_of(node) is None and "uantize" in node.op_type or "QDQ" in node.op_type
+        return (dialect_of(node) is None and "uantize" in node.op_type) or "QDQ" in node.op_type
     return node.op_type in _QUANTIZED.get(domain, ())
 
 
@@ -66,6 +70,7 @@ def foreign(model: onnx.ModelProto) -> tuple[str, onnx.NodeProto] | None:
             if found is not None and found != "mxfp8":
                 return found, node
             tensor = stored.get(node.input[0]) if node.input else None
-            if tensor is not None and tensor.data_type in contract.ELEMENTS and is_blocked(node):
+            is_qdq = node.op_type == "DequantizeLinear" and node.domain in STANDARD and _is_blocked(node)
+            if is_qdq and tensor is not None and tensor.data_type in contract.ELEMENTS:
                 return "qdq", node
     return None
