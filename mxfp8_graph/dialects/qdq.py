@@ -21,6 +21,7 @@ from mxfp8_graph.onnx_model.tensor_data import read as read_tensor
 from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
+from mxfp8_ops.errors import Option
 from mxfp8_ops.formats import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN
 
 OPSET: Final = 24
