@@ -12,6 +12,7 @@ import onnx
 from mxfp8_graph import provenance
 from mxfp8_graph.dialects import apart, gemms, ort_cuda, qdq, quark, standard, trt, trt_rules
 from mxfp8_graph.dialects.graph_edit import Edit, Nodes, Scope
+from mxfp8_graph.dialects.node_check import check_node
 from mxfp8_graph.dialects.report import Conversion, Counts
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import onnx_calls, record
@@ -133,6 +134,7 @@ def _refuse_others(opened: OpenedModel) -> None:
 
 
 def _read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
+    check_node(scope, node)
     for reader in _READERS:
         if (made := reader(scope, node)) is not None:
             return made

@@ -140,10 +140,11 @@ def _blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | N
     if fitting:
         wanted = None if given is None else given % rank - rank
         return wanted if wanted in fitting else fitting[0] if given is None else None
+    if rank != 2:
+        return None
     blocks = scale_shape(dims, -1)
-    wide = (int(np.prod(dims[:-1])), blocks[-1])
-    padded = tuple(-(-n // size) * size for n, size in zip(wide, (128, 4), strict=True))
-    return -1 if scales == padded and rank == 2 else None
+    padded = tuple(-(-n // size) * size for n, size in zip(blocks, (128, 4), strict=True))
+    return -1 if scales == padded else None
 
 
 def _unpacked(scope: Scope, node: onnx.NodeProto, tensor: onnx.TensorProto) -> Exception:

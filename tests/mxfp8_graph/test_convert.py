@@ -241,6 +241,31 @@ def test_an_export_of_modelopt_that_is_not_finished() -> None:
         mxfp8_graph.convert(theirs, "mxfp8")
 
 
+def no_scales(model: onnx.ModelProto) -> None:
+    model.graph.node[3].input.pop()
+
+
+def axis_of_none(model: onnx.ModelProto) -> None:
+    next(a for a in model.graph.node[3].attribute if a.name == "axis").i = 7
+
+
+def text_for_a_size(model: onnx.ModelProto) -> None:
+    size = next(a for a in model.graph.node[3].attribute if a.name == "block_size")
+    size.CopyFrom(helper.make_attribute("block_size", "32"))
+
+
+DAMAGE = {"inputs ['up.weight']": no_scales, "axis 7": axis_of_none, "block_size of another type": text_for_a_size}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_node_is_refused(what: str) -> None:
+    theirs = d.modelopt()
+    DAMAGE[what](theirs)
+    with pytest.raises(ContractError) as caught:
+        mxfp8_graph.convert(theirs, "mxfp8")
+    assert f"(TRT_MXFP8DequantizeLinear): {what}" in str(caught.value)
+
+
 SAID = {
     ("qdq", "mxfp8"): "quantizes while the model runs, which this dialect cannot say",
     ("ort-cuda", "mxfp8-weight-only"): "takes float16 and bfloat16",
