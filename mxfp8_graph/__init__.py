@@ -9,6 +9,7 @@ from mxfp8_graph._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mxfp8_graph.checking.verify import verify as verify
+    from mxfp8_graph.dialects.convert import convert as convert
     from mxfp8_graph.evidence.analyze import analyze as analyze
     from mxfp8_graph.evidence.compare import compare as compare
     from mxfp8_graph.evidence.tuning.run import tune as tune
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "rewrite": "rewriting",
+    "convert": "dialects.convert",
     "to_onnx": "onnx_export",
     "from_hf": "hugging_face",
     "unpack": "packed",

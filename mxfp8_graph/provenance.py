@@ -12,6 +12,8 @@ from mxfp8_ops import contract
 RECIPE_KEY: Final = "mxfp8_graph.recipe"
 VERSION_KEY: Final = "mxfp8_graph.version"
 CONTRACT_KEY: Final = "mxfp8_graph.contract_version"
+DIALECT_KEY: Final = "mxfp8_graph.dialect"
+"""What an ONNX file was written as: "mxfp8" is our nodes with their function bodies; see `mxfp8_graph.convert`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +30,11 @@ class Made:
     """What is packed is frozen and passes gradients on, so that the rest can be trained."""
 
 
-def entries(recipe: str | None) -> dict[str, str]:
-    """Returns what to record: the recipe as JSON if it is known, the version of this tool and that of the nodes."""
+def entries(recipe: str | None, dialect: str | None = None) -> dict[str, str]:
+    """Returns what to record: recipe (as JSON) and dialect if known, the version of this tool and that of the nodes."""
     values = {VERSION_KEY: __version__, CONTRACT_KEY: str(contract.VERSION)}
+    if dialect is not None:
+        values[DIALECT_KEY] = dialect
     return values if recipe is None else {RECIPE_KEY: recipe, **values}
 
 

@@ -78,7 +78,7 @@ def _with_past(g: Body, new: str, past: str, groups: str, length: str) -> str:
 
 def _scale(g: Body, d: str) -> str:
     """Returns the attribute, or 1 / sqrt(D) where that is 0."""
-    given = g("Constant", value_float=g.attribute("scale"))
+    given = g.number("scale")
     usual = g("Reciprocal", g("Sqrt", _floats(g, d)))
     return g("Where", g("Equal", given, g.constant(np.float32(0))), usual, given)
 
@@ -98,7 +98,7 @@ def _seen(g: Body, rows: str, past: str, total: str) -> str:
     i = g("Range", start, g("Add", start, g("Squeeze", rows)), one)
     j = g("Range", zero, g("Squeeze", total), one)
     before = g("LessOrEqual", j, g("Unsqueeze", i, g.constant([1])))
-    everything = g("Equal", g("Constant", value_int=g.attribute("is_causal")), zero)
+    everything = g("Equal", g.number("is_causal"), zero)
     return g("Or", before, everything)
 
 
@@ -108,6 +108,6 @@ def _softmax(g: Body, scores: str) -> str:
     finite = g("Add", g("Mul", scores, g.constant(np.float32(0))), g.constant(np.float32(1)))
     finite = g("Where", g("Equal", scores, _infinity(g, -1)), g.constant(np.float32(0)), finite)
     good = g("Greater", g("ReduceSum", finite, g.constant([_LAST]), keepdims=1), g.constant(np.float32(0)))
-    guarded = g("Equal", g("Constant", value_int=g.attribute("nan_guard")), g.constant(0))
+    guarded = g("Equal", g.number("nan_guard"), g.constant(0))
     otherwise = g("Where", guarded, g.constant(np.float32(np.nan)), g.constant(np.float32(0)))
     return g("Where", good, g("Softmax", scores, axis=_LAST), otherwise)

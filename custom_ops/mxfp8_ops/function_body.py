@@ -1,4 +1,8 @@
-"""How the function body of a node is written: a `Body` collects its nodes and names their values."""
+"""How the function body of a node is written: a `Body` collects its nodes and names their values.
+
+A body is that of a function, which refers to the function's attributes; or that of one node, whose attributes are known
+(`given`) and whose absent inputs are: standard ops to put in the node's place, for what knows no functions.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,9 @@ from mxfp8_ops.contract import Op
 
 _KINDS: Final = {int: AttributeProto.INT, float: AttributeProto.FLOAT, str: AttributeProto.STRING}
 
-_MOST_STRINGS: Final = 3
-"""In one constant: ONNX Runtime 1.25 keeps those of more than 127 bytes, 32 for each, where it cannot read them."""
+_MOST_STRINGS: Final = 2
+"""In one constant, which becomes one more when folded: ONNX Runtime 1.25 keeps those of more than 127 bytes, 32 for
+each, where it cannot read them."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,10 @@ class Body:
     op: Op
     opset: int
     nodes: list[NodeProto] = field(default_factory=list)
+    given: Mapping[str, Any] | None = None
+    """The attributes, if this is the body of one node."""
+    absent: frozenset[str] = frozenset()
+    """Optional inputs that the node leaves out, if this is the body of one."""
     called: list[Op] = field(default_factory=list)
     """Nodes of the contract that are in it."""
     _names: dict[str, int] = field(default_factory=dict)
@@ -64,15 +73,28 @@ class Body:
 
     def inner(self) -> Body:
         """Returns the body of a Loop or an If inside this one, whose values it sees; no two share a name."""
-        return Body(self.op, self.opset, called=self.called, _names=self._names)
+        return Body(self.op, self.opset, given=self.given, absent=self.absent, called=self.called, _names=self._names)
 
-    def attribute(self, name: str) -> Attribute:
-        """Returns a reference to attribute `name` of the function."""
+    def attribute(self, name: str) -> Any:
+        """Returns attribute `name`: its value if that is known, or a reference to that of the function."""
+        if self.given is not None:
+            return self.given[name]
         return Attribute(name, _KINDS[type(self.op.attributes[name])])
+
+    def number(self, name: str) -> str:
+        """Returns the value of the number attribute `name` as a scalar tensor: int64 or float32."""
+        value = self.attribute(name)
+        if isinstance(value, Attribute):
+            if value.type == AttributeProto.INT:
+                return self("Constant", value_int=value)
+            return self("Constant", value_float=value)
+        return self.constant(np.float32(value) if isinstance(value, float) else value)
 
     def vector(self, name: str) -> str:
         """Returns the value of the integer attribute `name` as a 1-D tensor."""
-        return self("Reshape", self("Constant", value_int=self.attribute(name)), self.constant([1]), out=name)
+        if self.given is not None:
+            return self.constant([self.given[name]])
+        return self("Reshape", self.number(name), self.constant([1]), out=name)
 
     def constant(self, value: Any) -> str:
         """Returns a constant tensor; Python integers become int64. Equal constants share one node."""
@@ -84,8 +106,10 @@ class Body:
 
     def or_zeros(self, name: str, n: str) -> str:
         """Returns the optional float32 input `name` [N], or zeros if it is absent; `n` holds N as a 1-D tensor."""
-        # A body has no If for that: its branches would name the absent value. Gemm's C is optional too, and 0 * 0 + C
-        # is "C or zero".
+        # A function has no If for that: its branches would name the absent value. Gemm's C is optional too, and
+        # 0 * 0 + C is "C or zero".
+        if self.given is not None:
+            return self("ConstantOfShape", n) if name in self.absent else name
         zero = self("ConstantOfShape", self("Concat", self.constant([1]), n, axis=0))
         given = self("Gemm", self.constant(np.zeros((1, 1), np.float32)), zero, name)
         return self("Reshape", given, n, allowzero=1)
@@ -98,19 +122,28 @@ class Body:
         """Returns where in `values` the attribute `name` stands, as an int64 scalar.
 
         A value that is not among them fails at run time, in the Reshape: no default is assumed.
+
+        Raises:
+            ValueError: it is known, and not among them.
         """
         reference = self.attribute(name)
+        if not isinstance(reference, Attribute):
+            return self.constant(list(values).index(reference))
         if reference.type == AttributeProto.STRING:
-            given = self("Constant", value_string=reference)
-            parts = [
-                self("Constant", value_strings=list(part))
-                for part in (values[i : i + _MOST_STRINGS] for i in range(0, len(values), _MOST_STRINGS))
-            ]
+            parts = [values[i : i + _MOST_STRINGS] for i in range(0, len(values), _MOST_STRINGS)]
+            equal = [self._equal_strings([str(value) for value in part], reference) for part in parts]
         else:
-            given = self("Constant", value_int=reference)
-            parts = [self.constant(list(values))]
-        hits = self("NonZero", self("Concat", *(self("Equal", part, given) for part in parts), axis=0))
+            equal = [self("Equal", self.constant(list(values)), self.number(name))]
+        hits = self("NonZero", self("Concat", *equal, axis=0))
         return self("Reshape", hits, self.constant(np.zeros(0, np.int64)), out=f"{name}_index")
+
+    def _equal_strings(self, values: Sequence[str], reference: Attribute) -> str:
+        """Returns which of `values` the string attribute is, as bool [len(values)]."""
+        # One tensor of all, then apart: onnx's ReferenceEvaluator takes strings of two lengths for two dtypes.
+        given = self("Reshape", self("Constant", value_string=reference), self.constant([1]))
+        both = self("Concat", self("Constant", value_strings=[*values]), given, axis=0)
+        start, count, end = self.constant([0]), self.constant([len(values)]), self.constant([len(values) + 1])
+        return self("Equal", self("Slice", both, start, count), self("Slice", both, count, end))
 
     def lookup(self, table: npt.NDArray[Any], row: tuple[str, str]) -> str:
         """Returns table[row] as a scalar."""

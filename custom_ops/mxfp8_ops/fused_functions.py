@@ -22,13 +22,18 @@ _Activation = Callable[[Body, str], str]
 
 def _gemm(g: Body, gemm: Op) -> None:
     """The inputs of `gemm`, perhaps a factor, bias -> Y."""
-    # The gemm always gets a bias: ONNX Runtime before 1.27 crashes on the empty name of an absent one.
-    bias = g.or_zeros("bias", g("Shape", "B_scales", start=-2, end=-1))
+    operands = [port.name for port in gemm.inputs if port.name not in g.absent]
+    if g.given is None:
+        # The gemm always gets a bias: ONNX Runtime before 1.27 crashes on the empty name of an absent one. It derives
+        # what dtypes an input may have from the standard ops it goes to, and takes no float8 without.
+        bias = g.or_zeros("bias", g("Shape", "B_scales", start=-2, end=-1))
+        operands = [*(g("Identity", name) for name in operands if name != "bias"), bias]
     settings = {name: g.attribute(name) for name in gemm.attributes if name != "output_dtype"}
-    # ONNX Runtime derives what dtypes an input may have from the standard ops it goes to, and takes no float8 without.
-    operands = [g("Identity", port.name) for port in gemm.inputs if port.name != "bias"]
-    (y,) = g.call(gemm, *operands, bias, out=["sums"], **settings)
-    y = _chosen(g, y, g.index_of("epilogue", contract.EPILOGUES), contract.EPILOGUES)
+    (y,) = g.call(gemm, *operands, out=["sums"], **settings)
+    if g.given is not None:
+        y = _ACTIVATIONS[g.given["epilogue"]](g, y)
+    else:
+        y = _chosen(g, y, g.index_of("epilogue", contract.EPILOGUES), contract.EPILOGUES)
     if g.op.at("factor") is not None:
         y = g("Mul", y, g("Cast", "factor", to=TensorProto.FLOAT))
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
@@ -52,6 +57,8 @@ def _branch(g: Body, result: str) -> GraphProto:
 
 
 def _relu(g: Body, x: str) -> str:
+    if g.given is not None:
+        return g("Relu", x)
     zero = g.constant(np.float32(0))
     return g("Where", g("Less", x, zero), zero, x)  # ONNX Runtime's Relu may drop a NaN
 
@@ -85,17 +92,29 @@ def _add_norm_quantize(g: Body) -> None:
 def _norm(g: Body, x: str) -> None:
     """Rows of x -> elements, scales, normalized."""
     x = g("Cast", x, to=TensorProto.FLOAT)
-    last = g.constant([-1])
-    is_layer = g("Equal", g.index_of("norm", contract.NORMS), g.constant(contract.NORMS.index("layer")))
-    mean = g("Where", is_layer, g("ReduceMean", x, last), g.constant(np.float32(0)))
-    centred = g("Sub", x, mean, out="centred")
-    variance = g("ReduceMean", g("Mul", centred, centred), last, out="variance")
-    epsilon = g("Constant", value_float=g.attribute("epsilon"))
-    y = g("Mul", g("Div", centred, g("Sqrt", g("Add", variance, epsilon))), "scale")
-    y = g("Add", y, g.or_zeros("bias", g("Shape", "scale")))
+    y = _normalized(g, x) if g.given is None or g.given["norm"] != "layer" else _layer_norm(g, x)
     y = g("CastLike", y, "X", out="normalized")
     settings = {name: g.attribute(name) for name in ("output_dtype", "scale_rounding")}
     g.call(contract.QUANTIZE, y, out=["elements", "scales"], **settings)
+
+
+def _layer_norm(g: Body, x: str) -> str:
+    """Returns x normalized by the standard op, which all attributes are known for."""
+    inputs = [x, "scale", *(name for name in ("bias",) if name not in g.absent)]
+    return g("LayerNormalization", *inputs, axis=-1, epsilon=g.attribute("epsilon"))
+
+
+def _normalized(g: Body, x: str) -> str:
+    """Returns x normalized, times scale, plus bias; without its mean if the norm is that of layers."""
+    last = g.constant([-1])
+    centred = x
+    if g.given is None:
+        is_layer = g("Equal", g.index_of("norm", contract.NORMS), g.constant(contract.NORMS.index("layer")))
+        mean = g("Where", is_layer, g("ReduceMean", x, last), g.constant(np.float32(0)))
+        centred = g("Sub", x, mean, out="centred")
+    variance = g("ReduceMean", g("Mul", centred, centred), last, out="variance")
+    y = g("Mul", g("Div", centred, g("Sqrt", g("Add", variance, g.number("epsilon")))), "scale")
+    return y if "bias" in g.absent else g("Add", y, g.or_zeros("bias", g("Shape", "scale")))
 
 
 BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(

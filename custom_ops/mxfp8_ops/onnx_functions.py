@@ -84,13 +84,13 @@ def weight_gemm_dtype(wanted: int) -> int:
 
 def _function(name: str, opset: int) -> tuple[FunctionProto, list[Op]]:
     """Returns the body of a node, and the nodes in it."""
-    if name not in _BODIES:
+    if name not in BODIES:
         raise ContractError(
-            "functions", f"no node {name!r}", expected=f"one of {', '.join(_BODIES)}", advice="correct the name"
+            "functions", f"no node {name!r}", expected=f"one of {', '.join(BODIES)}", advice="correct the name"
         )
     op = contract.OPS[name]
     body = Body(op, opset)
-    _BODIES[name](body)
+    BODIES[name](body)
     imports = [helper.make_opsetid("", opset)]
     if body.called:
         imports.append(helper.make_opsetid(contract.DOMAIN, contract.VERSION))
@@ -181,7 +181,7 @@ def _grouped_weight_gemm(g: Body) -> None:
     _grouped_matmul(g, _activations(g))
 
 
-_BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
+BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
     {
         contract.QUANTIZE.name: _quantize,
         contract.DEQUANTIZE.name: _dequantize,
@@ -194,6 +194,7 @@ _BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
         contract.ATTENTION.name: attention_functions.attention,
     }
 )
+"""What writes the body of each node, by op type."""
 
 
 # --- Blocks ------------------------------------------------------------------------------------------------------
@@ -295,7 +296,8 @@ def _matmul(g: Body, a: str) -> None:
     """Y = a @ transpose(B) + bias."""
     b = _values(g, "B", "B_scales", _LAST, g.constant([BLOCK_SIZE]))
     y = g("MatMul", a, g("Einsum", b, equation="...nk->...kn"))
-    y = g("Add", y, g.or_zeros("bias", g("Shape", b, start=-2, end=-1)))
+    if "bias" not in g.absent:
+        y = g("Add", y, g.or_zeros("bias", g("Shape", b, start=-2, end=-1)))
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
 
 

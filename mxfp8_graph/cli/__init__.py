@@ -4,7 +4,7 @@ guard.py         the app, and what becomes of errors
 arguments.py     what several commands take
 models.py        rewrite, verify, run
 evidence.py      compare, analyze, tune
-other_tools.py   from-hf, package
+other_tools.py   from-hf, convert, package
 installation.py  doctor, library-path
 """
 
@@ -26,6 +26,7 @@ for _command in (
     evidence.compare,
     evidence.analyze,
     evidence.tune,
+    other_tools.convert,
     other_tools.package,
     installation.doctor,
     installation.library_path,

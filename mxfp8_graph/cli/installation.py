@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from mxfp8_graph.cli.guard import BAD_INPUT
 from mxfp8_graph.terminal import say, show
 
 
-def doctor() -> None:
-    """Says what works here and what is missing.
+def doctor(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL]", help="An ONNX model to look at too.", show_default=False)
+    ] = None,
+) -> None:
+    """Says what works here and what is missing; of MODEL, what it is and what tools have done to it.
 
     Exit code 2 if models cannot run.
     """
     from mxfp8_graph.doctor import diagnose, healthy, table
+    from mxfp8_graph.file_diagnosis import diagnose_file
 
-    checks = diagnose()
+    checks = [*diagnose(), *([diagnose_file(model)] if model else [])]
     show(table(checks))
     if not healthy(checks):
         say("error: the CPU path does not work here; expected no failed check; follow the advice above")

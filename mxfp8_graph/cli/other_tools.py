@@ -1,4 +1,4 @@
-"""from-hf and package: from what other tools wrote, and for what they read."""
+"""from-hf, convert and package: from what other tools wrote, and for what they read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mxfp8_graph.cli.arguments import AllowNonfinite, ExternalData, Overwrite, R
 from mxfp8_graph.cli.models import show_report
 from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar
+from mxfp8_graph.terminal import progress_bar, show
 
 
 def from_hf(
@@ -67,6 +67,50 @@ def from_hf(
     show_report(done, plan=verbose, verbose=verbose)
     if report is not None:
         done.write(report)
+
+
+def convert(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX model in MXFP8.", show_default=False)],
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="DIALECT",
+            help="mxfp8 (ours), qdq (standard Q/DQ), trt (TensorRT), ort-cuda (ONNX Runtime's CUDA op) or standard "
+            "(standard ops alone).",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Default: MODEL.DIALECT.onnx.", show_default=False)
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="LOSS",
+            help="What may be lost: activations (are quantized), rounding (of their scales), half (float32 around "
+            "products). Repeatable.",
+        ),
+    ] = None,
+    external_data: Annotated[
+        ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: as the model has them.")
+    ] = ExternalData.auto,
+    overwrite: Overwrite = False,
+) -> None:
+    """Writes an MXFP8 model of any dialect in another one; elements and scales stay the same bytes.
+
+    Reads ours, TensorRT's (modelopt, TransformerEngine), standard Q/DQ, ONNX Runtime's CUDA op and Quark's, and says
+    what it found and what the other dialect cannot say.
+    """
+    from mxfp8_graph.dialects import convert as run_conversion
+    from mxfp8_graph.report import text
+
+    _, done = run_conversion(
+        model, to, output=output, allow=allow or (), external_data=external_data.value, overwrite=overwrite
+    )
+    show(text.lines(done.facts()))
 
 
 def package(

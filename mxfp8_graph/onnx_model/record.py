@@ -27,4 +27,4 @@ def complete(model: onnx.ModelProto, opset: int, recipe: str | None) -> None:
     if not any(entry.domain == contract.DOMAIN for entry in model.opset_import):
         model.opset_import.add(domain=contract.DOMAIN, version=contract.VERSION)
     recorded = {entry.key: entry.value for entry in model.metadata_props}
-    onnx.helper.set_model_props(model, {**recorded, **provenance.entries(recipe)})
+    onnx.helper.set_model_props(model, {**recorded, **provenance.entries(recipe, "mxfp8")})

@@ -38,8 +38,8 @@ _ELSEWHERE: Final = "mxfp8_graph.elsewhere"
 """The domain of what onnx's converter is to leave alone."""
 
 
-def upgrade(opened: OpenedModel, multiplies: Multiplies) -> None:
-    """Inlines functions that multiply and converts the opset, in place where that is needed; notes what was done.
+def upgrade(opened: OpenedModel, multiplies: Multiplies, *, least: int = MIN_OPSET) -> None:
+    """Inlines functions that multiply and converts an opset below `least`, in place; notes what was done.
 
     Raises:
         ContractError: the opset is unknown, or onnx's converter cannot convert the model.
@@ -49,9 +49,9 @@ def upgrade(opened: OpenedModel, multiplies: Multiplies) -> None:
     if not 1 <= opset <= newest:
         expected = f"1 to {newest}, which onnx {onnx.__version__} knows"
         raise ContractError(opened.name, f"opset {opset}", expected=expected, advice="upgrade onnx")
-    _inline(opened, multiplies, everything=opset < MIN_OPSET)
-    if opset < MIN_OPSET:
-        _convert(opened, opset)
+    _inline(opened, multiplies, everything=opset < least)
+    if opset < least:
+        _convert(opened, opset, least)
     if opened.notes:
         # A call without all its inputs leaves nodes without theirs; attributes that an op lost may be left over.
         validate_structure(opened.proto, opened.name)
@@ -113,13 +113,13 @@ def _since(op: str, opset: int) -> int:
     return int(onnx.defs.get_schema(op, opset).since_version) if known else 0
 
 
-def _convert(opened: OpenedModel, opset: int) -> None:
-    converted = onnx_calls.convert(_without_unknown(opened.proto, opset), MIN_OPSET, opened.name)
+def _convert(opened: OpenedModel, opset: int, least: int) -> None:
+    converted = onnx_calls.convert(_without_unknown(opened.proto, opset), least, opened.name)
     _graft(opened.proto.graph, converted.graph, {n.name for g in iter_graphs(opened.proto.graph) for n in g.node})
     for entry in opened.proto.opset_import:
         if entry.domain in STANDARD:
-            entry.version = MIN_OPSET
-    opened.notes.append(f"converted opset {opset} to {MIN_OPSET}")
+            entry.version = least
+    opened.notes.append(f"converted opset {opset} to {least}")
 
 
 def _without_unknown(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import onnx
 
-from mxfp8_graph.onnx_model import attention_op, record
+from mxfp8_graph.onnx_model import attention_op, dialect_ops, record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
+from mxfp8_graph.onnx_model.walk import node_label
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass import stored_bytes
 from mxfp8_graph.onnx_pass.embeddings import looks_up
@@ -33,6 +35,7 @@ from mxfp8_graph.policy import tied_tables
 from mxfp8_graph.policy.plan import Decision, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
+from mxfp8_ops.errors import ContractError
 
 WANTED: Final = "MatMul or Gemm in the model"
 """What the pass looks for, in words."""
@@ -47,6 +50,7 @@ def rewrite_onnx(
     """
     reporter = Reporter(recipe=recipe, options=options)
     opened = open_model(model)
+    _refuse_foreign(opened)
     made = record.find(opened.proto)
     if already_rewritten(made, recipe, options, what="model"):
         reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes + fusion_note(made, recipe)
@@ -85,6 +89,16 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
         record.complete(opened.proto, opened.opset, recipe.to_record())
         target.finish()
     return target.path or opened.proto, reporter.report(reports, target.byte_size, account=result)
+
+
+def _refuse_foreign(opened: OpenedModel) -> None:
+    """Raises ContractError if the model has MXFP8 of another dialect, which is converted and not rewritten."""
+    if found := dialect_ops.foreign(opened.proto):
+        dialect, node = found
+        where = f"{opened.name}: node {node_label(node)!r} ({node.op_type})"
+        file = opened.name if opened.folder is not None else "MODEL"
+        advice = f"convert it: mxfp8-graph convert {shlex.quote(file)} --to mxfp8"
+        raise ContractError(where, f"MXFP8 already, as {dialect}", expected="a model to quantize", advice=advice)
 
 
 def prepare(opened: OpenedModel, recipe: Recipe) -> None:

@@ -89,7 +89,8 @@ def test_metadata_is_kept_and_the_rewrite_is_recorded_after_it(pair):
     before, after = pair
     known = {p.key: p.value for p in after.metadata_props}
     assert next(iter(known.items())) == ("license", "CC0")
-    assert set(known) == {"license", "mxfp8_graph.recipe", "mxfp8_graph.version", "mxfp8_graph.contract_version"}
+    keys = ("recipe", "version", "contract_version", "dialect")
+    assert set(known) == {"license", *(f"mxfp8_graph.{key}" for key in keys)}
     assert Recipe.model_validate_json(known["mxfp8_graph.recipe"]).name == "mxfp8"
     assert known["mxfp8_graph.version"] == mxfp8_graph.__version__
     assert known["mxfp8_graph.contract_version"] == "1"

@@ -1,0 +1,64 @@
+"""What a conversion found, wrote and lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How many tensors of one dialect there are."""
+
+    weights: int = 0
+    activations: int = 0
+    """Places where values are quantized while the model runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """The report of one conversion."""
+
+    source: str
+    """The path, or "model"."""
+    output: str | None
+    """The file that was written; None if the result is in memory."""
+    to: str
+    """The dialect that was asked for."""
+    found: Mapping[str, Counts]
+    """By dialect, what was read."""
+    losses: Mapping[str, int]
+    """What the dialect cannot say and was allowed to lose, with how often."""
+    notes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    """To mxfp8: weights that no gemm reads, which stay MXFP8Dequantize and a standard op."""
+    gemms: int = 0
+    """To mxfp8: gemms in the result."""
+    bytes_before: int = 0
+    bytes_after: int = 0
+    fusions: int = field(default=0)
+    """To mxfp8: nodes that were fused with their neighbours."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as JSON values."""
+        return asdict(self)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns (label, value) lines for a terminal."""
+        rows = [
+            (name, f"{_count(n.weights, 'weight')}, {_count(n.activations, 'activation')}")
+            for name, n in self.found.items()
+        ]
+        rows = [(f"found {name}", what) for name, what in rows] or [("found", "nothing that is quantized")]
+        if self.to == "mxfp8":
+            rows.append(("gemms", f"{self.gemms}, {_count(self.fusions, 'fusion')}"))
+        rows += [("no gemm", name) for name in self.kept]
+        rows += [("lost", f"{what} ({count})") for what, count in self.losses.items()]
+        rows += [("note", note) for note in self.notes]
+        rows.append(("size", f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"))
+        return [*rows, ("result", self.output or "in memory")]
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
