@@ -9,6 +9,7 @@
 # make faults     kills at random moments and at every step, full disks, read-only folders, writers that meet: counts
 # make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
+# make docs       the pages of docs/ as a site, in build/site
 # make wheels     dist/: the source distribution and a wheel per processor, for any Linux, tried in fresh environments of
 #                 every Python that is found; no compiler but what the package index has
 # make aarch64    the wheel for aarch64 in an emulator (Debian's packages: see .ci/aarch64.py)
@@ -16,7 +17,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-hosts check format wheels aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-slow test-hosts check format docs wheels aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -66,6 +67,9 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
 
 build/wheels/.installed: pyproject.toml
 	$(PYTHON) -m venv build/wheels

@@ -1,4 +1,6 @@
-"""Runs the shell blocks of every sample's README, and the Python blocks of the main one: documentation is code."""
+"""Runs the shell blocks of every sample's README, and the Python blocks of the main one and of every page of docs/:
+documentation is code.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ NEEDS = {
 }
 """What samples run with and may be missing, by a part of their names."""
 
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 SAMPLES = sorted(path.parent for path in (ROOT / "samples").glob("*/README.md"))
 
 
 def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+PAGES = [path for path in (ROOT / "README.md", *DOCS) if blocks(path, "python")]
 
 
 def run(arguments: list[str], folder: Path) -> str:
@@ -56,12 +62,27 @@ def test_the_shell_blocks_of_a_sample_run(sample: Path, tmp_path: Path) -> None:
         run(["bash", "-euo", "pipefail", "-c", command], folder)
 
 
-def test_the_python_blocks_of_the_readme_run(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    code = "\n".join(blocks(page, "python"))
+    if "import torch" in code:
+        pytest.importorskip("torch")
     run([sys.executable, str(ROOT / "samples/02_recipe/make_model.py"), "model.onnx"], tmp_path)
-    code = "\n".join(blocks(ROOT / "README.md", "python"))
-    assert code, "README.md has no Python block"
     run([sys.executable, "-c", code], tmp_path)
+
+
+def test_the_pages_are_a_site_without_a_dead_link(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)], ROOT)
+    missing = [page.stem for page in (ROOT / "docs").glob("*.md") if not list(tmp_path.rglob(f"{page.stem}*/*.html"))]
+    assert missing == ["index"], f"not in the navigation of mkdocs.yml: {missing}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda path: path.stem)
+def test_files_that_a_page_links_exist(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing, f"{page.name} links {missing}"
 
 
 def test_every_sample_is_in_the_readme() -> None:

@@ -1,6 +1,6 @@
 """The recipes that go by a name, as plain data. Messages and the command line's help list what is here.
 
-README.md explains each to users; a test sees to that.
+docs/recipes.md explains each to users; a test sees to that.
 """
 
 from __future__ import annotations

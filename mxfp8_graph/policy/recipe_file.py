@@ -60,7 +60,9 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
     data, lines = _parse(path, text)
     if not isinstance(data, dict):
         kind = "nothing" if data is None else f"a {type(data).__name__}"
-        raise RecipeError(path, f"{kind} at the top", expected="a mapping of recipe fields", advice="see the README")
+        raise RecipeError(
+            path, f"{kind} at the top", expected="a mapping of recipe fields", advice="see docs on recipes"
+        )
     return data, lines
 
 

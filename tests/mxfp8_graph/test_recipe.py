@@ -81,7 +81,7 @@ def test_a_preset_is_one_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_readme_explains_each_preset(name: str) -> None:
-    assert f"| `{name}` " in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"| `{name}` " in (Path(__file__).parents[2] / "docs/recipes.md").read_text(encoding="utf-8")
 
 
 def test_a_recipe_is_its_own_recipe() -> None:
@@ -152,8 +152,8 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
         ("rules:\n- mlp\n", "mine.yaml:2: rules.0: 'mlp'; expected a mapping; correct it"),
         ("name: [a]\n", "mine.yaml:1: name: ['a']; expected text; correct it"),
         ("1: 2\n", "mine.yaml: 1: 1; expected keys that are text; correct it"),
-        ("", "mine.yaml: nothing at the top; expected a mapping of recipe fields; see the README"),
-        ("- a\n", "mine.yaml: a list at the top; expected a mapping of recipe fields; see the README"),
+        ("", "mine.yaml: nothing at the top; expected a mapping of recipe fields; see docs on recipes"),
+        ("- a\n", "mine.yaml: a list at the top; expected a mapping of recipe fields; see docs on recipes"),
         (
             "include:\n  - a\n  - '['\n",
             "mine.yaml:3: include.1: '[' is not a regular expression (unterminated character set at position 0); "
