@@ -2,8 +2,8 @@
 
 Peers run in the same process and take turns round by round, so that a slow moment of the machine hits all of them. A
 row's spread is its interquartile range over its median; above `NOISY` the report says so, as it does when other
-processes wanted the processors too. Results of different makers of processors stand side by side: `results/NAME.md` is
-of an AMD, `results/NAME.intel.md` of an Intel.
+processes wanted the processors too. Results of different processors stand side by side: `results/NAME.md` is of an AMD,
+`results/NAME.intel.md` of an Intel with AMX, `results/NAME.intel-no-amx.md` of one without.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def _processor(key: str) -> str:
 
 def results_file(name: str, ending: str) -> Path:
     """Returns where a result of this machine goes."""
-    return RESULTS / f"{name}{MAKERS.get(_processor('vendor_id'), '.other')}.{ending}"
+    kind = MAKERS.get(_processor("vendor_id"), ".other")
+    if kind == ".intel" and "amx_bf16" not in _processor("flags").split():
+        kind = ".intel-no-amx"
+    return RESULTS / f"{name}{kind}.{ending}"
 
 
 def machine() -> dict[str, Any]:

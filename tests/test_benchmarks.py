@@ -61,12 +61,18 @@ def rows(count):
 
 
 @pytest.mark.parametrize(
-    ("vendor", "name"), [("AuthenticAMD", "a.md"), ("GenuineIntel", "a.intel.md"), ("", "a.other.md")]
+    ("vendor", "flags", "name"),
+    [
+        ("AuthenticAMD", "avx2", "a.md"),
+        ("GenuineIntel", "avx2 amx_bf16", "a.intel.md"),
+        ("GenuineIntel", "avx2", "a.intel-no-amx.md"),
+        ("", "", "a.other.md"),
+    ],
 )
-def test_results_of_two_makers_of_processors_stand_side_by_side(benchmarks, monkeypatch, vendor, name):
+def test_results_of_different_processors_stand_side_by_side(benchmarks, monkeypatch, vendor, flags, name):
     import harness
 
-    monkeypatch.setattr(harness, "_processor", {"vendor_id": vendor}.get)
+    monkeypatch.setattr(harness, "_processor", {"vendor_id": vendor, "flags": flags}.get)
     assert harness.results_file("a", "md").name == name
 
 

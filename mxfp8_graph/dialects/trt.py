@@ -18,7 +18,7 @@ import onnx
 from onnx import helper
 
 from mxfp8_graph.dialects.graph_edit import Edit, Nodes, Scope, attribute, like, ours, retype
-from mxfp8_graph.onnx_model.dialect_ops import TRT, dialect_of
+from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE, dialect_of
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
@@ -27,11 +27,7 @@ from mxfp8_ops.formats import BLOCK_SIZE
 VERSION: Final = 1
 """The version of domain `trt`."""
 
-QUANTIZE: Final = "TRT_MXFP8DynamicQuantize"
-STATIC_QUANTIZE: Final = "TRT_MXFP8QuantizeLinear"
-DEQUANTIZE: Final = "TRT_MXFP8DequantizeLinear"
-
-_AXES: Final = {QUANTIZE: -1, STATIC_QUANTIZE: 1, DEQUANTIZE: 1}
+_AXES: Final = {TRT_QUANTIZE: -1, TRT_STATIC_QUANTIZE: 1, TRT_DEQUANTIZE: 1}
 """What the axis is where a node does not say."""
 
 
@@ -43,14 +39,14 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     if attribute(node, "block_size", BLOCK_SIZE) != BLOCK_SIZE:
         what = f"block_size {attribute(node, 'block_size', BLOCK_SIZE)}"
         raise edit.refuse(node, what, expected=f"{BLOCK_SIZE}, which MXFP8 has", advice="export the model again")
-    if node.op_type == DEQUANTIZE:
+    if node.op_type == TRT_DEQUANTIZE:
         return [_dequantize(scope, node)]
     wanted = attribute(node, "output_dtype", contract.FLOAT8E4M3FN)
     if wanted != contract.FLOAT8E4M3FN:
         raise edit.refuse(node, f"output_dtype {wanted}", expected="17 (float8_e4m3fn)", advice="export it again")
     edit.counts["trt", "activations"] += 1
     axis = attribute(node, "axis", _AXES[node.op_type])
-    if node.op_type == QUANTIZE:
+    if node.op_type == TRT_QUANTIZE:
         return [like(node, ours(contract.QUANTIZE, node.input, node.output, node.name, axis=axis))]
     return [_quantize_static(scope, node, axis)]
 
@@ -101,7 +97,7 @@ def _axis_of_maker(scope: Scope, node: onnx.NodeProto, elements: str) -> int:
     """Returns the blocked axis of what is quantized while the model runs: that of the node that does it."""
     given = attribute(node, "axis", None)
     maker = scope.maker(elements)
-    if maker is None or maker.op_type not in {QUANTIZE, STATIC_QUANTIZE}:
+    if maker is None or maker.op_type not in {TRT_QUANTIZE, TRT_STATIC_QUANTIZE}:
         if given is None:
             what, expected = "nothing says which axis has the blocks", "an axis, or elements of a quantize node"
             raise scope.edit.refuse(node, what, expected=expected, advice="export the model again")
@@ -170,12 +166,12 @@ def write(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | 
                 losing = ("rewrite the model with scale_rounding ceil, or lose that with ", Option("allow", "rounding"))
                 raise edit.refuse(node, what, expected="ceil", advice=losing)
             edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
-        name, inputs, settings["output_dtype"] = QUANTIZE, [node.input[0]], dtype
+        name, inputs, settings["output_dtype"] = TRT_QUANTIZE, [node.input[0]], dtype
     elif node.op_type == contract.DEQUANTIZE.name:
         stored = scope.tensor(node.input[0])
         if stored is not None:
             _check_weight(edit, node, stored, settings)
-        name, inputs, settings["output_dtype"] = DEQUANTIZE, [*node.input], dtype
+        name, inputs, settings["output_dtype"] = TRT_DEQUANTIZE, [*node.input], dtype
     else:
         return None
     made = helper.make_node(name, inputs, node.output, name=node.name, domain=TRT, **settings)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import onnx
 
 from mxfp8_graph.dialects.graph_edit import attribute
-from mxfp8_graph.dialects.trt import DEQUANTIZE, QUANTIZE, STATIC_QUANTIZE
-from mxfp8_graph.onnx_model.dialect_ops import TRT
+from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_model.walk import iter_graphs, node_label, stored_in
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE
@@ -43,7 +42,7 @@ def _of_node(node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], types: d
     block = attribute(node, "block_size", BLOCK_SIZE)
     if block != BLOCK_SIZE:
         yield f"block_size is {block}, and only {BLOCK_SIZE} is supported"
-    if node.op_type == QUANTIZE:
+    if node.op_type == TRT_QUANTIZE:
         if len(node.input) != 1:
             yield f"one input expected, {len(node.input)} given"
         if types.get(node.input[0], contract.FLOAT) not in contract.VALUES:
@@ -52,13 +51,13 @@ def _of_node(node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], types: d
             yield f"two outputs expected, {len(node.output)} there"
         if attribute(node, "output_dtype", contract.FLOAT8E4M3FN) != contract.FLOAT8E4M3FN:
             yield "output_dtype is not float8_e4m3fn"
-    elif node.op_type == DEQUANTIZE:
+    elif node.op_type == TRT_DEQUANTIZE:
         if attribute(node, "output_dtype", contract.FLOAT) not in contract.VALUES:
             yield "output_dtype is not float32, float16 or bfloat16"
         elements, scales = (stored.get(name) for name in node.input[:2])
         if elements is not None:
             yield from _of_weight(node, elements, scales)
-    elif node.op_type != STATIC_QUANTIZE:
+    elif node.op_type != TRT_STATIC_QUANTIZE:
         yield f"{node.op_type} is no MXFP8 op"
 
 

@@ -13,10 +13,14 @@ from mxfp8_ops.formats import BLOCK_SIZE
 TRT: Final = "trt"
 """The domain of TensorRT's ops."""
 
+TRT_QUANTIZE: Final = "TRT_MXFP8DynamicQuantize"
+TRT_STATIC_QUANTIZE: Final = "TRT_MXFP8QuantizeLinear"
+TRT_DEQUANTIZE: Final = "TRT_MXFP8DequantizeLinear"
+
 _OPS: Final = {
-    (TRT, "TRT_MXFP8DynamicQuantize"): "trt",
-    (TRT, "TRT_MXFP8QuantizeLinear"): "trt",
-    (TRT, "TRT_MXFP8DequantizeLinear"): "trt",
+    (TRT, TRT_QUANTIZE): "trt",
+    (TRT, TRT_STATIC_QUANTIZE): "trt",
+    (TRT, TRT_DEQUANTIZE): "trt",
     (MICROSOFT, "MatMulBlockQuantizedFp8Weight"): "ort-cuda",
     ("com.amd.quark", "MXQuantizeDequantize"): "quark",
     ("com.vai.quantize", "MXFixNeuron"): "quark",

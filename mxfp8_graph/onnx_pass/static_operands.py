@@ -17,6 +17,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
+from mxfp8_graph.onnx_model.dialect_ops import TRT_DEQUANTIZE
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import is_external
 from mxfp8_graph.onnx_model.validate import DTYPES, MOST_DIMS
@@ -330,5 +331,5 @@ REPEATS: Final = ("Expand", "Tile")
 VIEW_OPS: Final = tuple(op for op in _STEPS if op not in REPEATS)
 """The ops a weight may stand behind."""
 
-QUANTIZED: Final = frozenset({"DequantizeLinear", "TRT_MXFP8DequantizeLinear"})
+QUANTIZED: Final = frozenset({"DequantizeLinear", TRT_DEQUANTIZE})
 """The ops that give back values which something else has quantized: ONNX's, with any scale, and TensorRT's."""

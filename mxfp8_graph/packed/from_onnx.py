@@ -17,6 +17,7 @@ import onnx
 
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw, read
 from mxfp8_graph.onnx_model.walk import module_path, node_label, stored_in, subgraphs
@@ -25,9 +26,6 @@ from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, ori
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
-
-TRT_DOMAIN: Final = "trt"
-TRT_DEQUANTIZE: Final = "TRT_MXFP8DequantizeLinear"
 
 _FORMATS: Final = {contract.UINT8: "e4m3", **{f.onnx_dtype: f.name for f in formats.ELEMENT_FORMATS.values()}}
 """Element format by the dtype of the stored elements; TransformerEngine stores E4M3 as uint8."""
@@ -96,7 +94,7 @@ def _uses(graph: onnx.GraphProto, visible: Visible, where: str) -> Iterator[_Use
 
 def _axis(node: onnx.NodeProto, elements: onnx.TensorProto, scales: onnx.TensorProto, where: str) -> int:
     """Returns the axis that is divided into blocks, negative; ContractError if that cannot be."""
-    axis = next((a.i for a in node.attribute if a.name == "axis"), 1 if node.domain == TRT_DOMAIN else -1)
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 1 if node.domain == TRT else -1)
     rank = len(elements.dims)
     dtype = onnx.TensorProto.DataType.Name(scales.data_type)
     if not -rank <= axis < rank or dtype not in _SCALES:
@@ -108,7 +106,7 @@ def _axis(node: onnx.NodeProto, elements: onnx.TensorProto, scales: onnx.TensorP
 def _elements_at(node: onnx.NodeProto) -> int | None:
     if node.domain == contract.DOMAIN:
         return contract.OPS[node.op_type].packed_at if node.op_type in contract.OPS else None
-    return 0 if (node.domain, node.op_type) == (TRT_DOMAIN, TRT_DEQUANTIZE) else None
+    return 0 if (node.domain, node.op_type) == (TRT, TRT_DEQUANTIZE) else None
 
 
 def _weight_only(node: onnx.NodeProto) -> bool | None:
