@@ -65,6 +65,11 @@ class Pins:
             raise _changed(path)
         return file
 
+    @property
+    def files(self) -> frozenset[Path]:
+        """What was opened."""
+        return frozenset(self._states)
+
     def check_open(self, file: BinaryIO) -> None:
         """Raises ContractError if a file that `open` returned is no longer what it was."""
         if State.of(os.fstat(file.fileno())) != self._states[Path(file.name)]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
+from mxfp8_graph.file_reading import is_any_of
+from mxfp8_ops.errors import ContractError, Option
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(site_name, bytes_done, bytes_total) while weights are packed."""
@@ -52,6 +56,15 @@ class GivenWeights:
     """The model has no values of its own for them: each must be used."""
     check: Callable[[], None] = field(default=lambda: None, repr=False)
     """Raises ContractError if a file of the checkpoint changed since it was opened."""
+    files: frozenset[Path] = frozenset()
+    """What the weights and their names are read from."""
+
+    def keep(self, output: Path) -> None:
+        """Raises ContractError if a result would replace one of the files, itself or by its external data."""
+        for path in (output, output.with_name(f"{output.name}.data")):
+            if is_any_of(path, self.files):
+                another = ("pass another ", Option("output"))
+                raise ContractError(path, "is a file of the checkpoint", expected="another file", advice=another)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,6 +98,8 @@ def rewrite(
         given=_given(weights, weight_names),
         progress=progress,
     )
+    if options.given is not None and options.output is not None:
+        options.given.keep(options.output)
     if kind.is_program:
         from mxfp8_graph.torch_pass import rewrite_torch
 
@@ -123,6 +125,7 @@ def _given(weights: str | Path | None, names: str | Path | Mapping[str, str] | N
     from mxfp8_graph.packed.checkpoint import open_checkpoint, read_json
 
     expected = "a mapping of names in the model to names in the checkpoint"
+    files = {Path(names)} if isinstance(names, (str, Path)) else set()
     if isinstance(names, (str, Path)):
         names = read_json(Path(names), Pins(), what="not a JSON object", expected=expected, advice="correct it")
     for key, value in (names or {}).items():
@@ -131,4 +134,10 @@ def _given(weights: str | Path | None, names: str | Path | Mapping[str, str] | N
             raise ContractError("weight_names", what, expected=expected, advice="correct it")
     checkpoint = open_checkpoint(weights)
     checkpoint.require_mxfp8()
-    return GivenWeights(where=str(weights), weights=checkpoint.weights, names=names or {}, check=checkpoint.check)
+    return GivenWeights(
+        where=str(weights),
+        weights=checkpoint.weights,
+        names=names or {},
+        check=checkpoint.check,
+        files=checkpoint.files | files,
+    )

@@ -44,7 +44,7 @@ def in_place_of(node: NodeProto, fresh: Callable[[str], str]) -> list[NodeProto]
 
 
 def _plain(value: object) -> object:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _rename(nodes: Iterable[NodeProto], names: dict[str, str], fresh: Callable[[str], str]) -> None:

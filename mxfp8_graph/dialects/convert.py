@@ -166,13 +166,18 @@ def _infer(edit: Edit) -> dict[str, TensorType]:
     record.complete(model, edit.opened.opset, None)
     inferred = onnx_calls.infer_shapes(model, edit.opened.name, [])
     found: dict[str, TensorType] = {}
+    unsure: set[str] = set()
     for graph in iter_graphs(inferred.graph):
         for value in (*graph.input, *graph.value_info, *graph.output):
             tensor = value.type.tensor_type
             dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim]
-            found[value.name] = TensorType(tensor.elem_type, tuple(dims) if tensor.HasField("shape") else None)
+            known = TensorType(tensor.elem_type, tuple(dims) if tensor.HasField("shape") else None)
+            if found.setdefault(value.name, known) != known:
+                unsure.add(value.name)
         for stored in graph.initializer:
             found[stored.name] = TensorType(stored.data_type, tuple(stored.dims))
+    for name in unsure:
+        del found[name]
     edit.dtypes = {name: known.dtype for name, known in found.items()}
     edit.ranks = {name: len(known.shape) for name, known in found.items() if known.shape is not None}
     return found

@@ -49,7 +49,10 @@ def put_together(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     if node.op_type == "Gemm" and _is_plain(node):
         bias = node.input[2] if len(node.input) > 2 else ""
         stored = scope.tensor(bias)
-        if not bias or (stored is not None and len(stored.dims) == 1):
+        weight = _weight(scope, node)
+        elements = None if weight is None else scope.tensor(weight.elements)
+        n = None if elements is None else elements.dims[-2]
+        if not bias or (stored is not None and list(stored.dims) == [n]):
             return _gemm(scope, node, node, bias)
     return None
 
@@ -97,9 +100,11 @@ def _gemm(scope: Scope, product: onnx.NodeProto, last: onnx.NodeProto, bias: str
 
 def _operand(scope: Scope, name: str) -> list[str] | None:
     """Returns the elements and scales of a left operand that is quantized along its last axis as the model runs."""
-    source, _ = scope.source(name, _CASTS)
+    source, views = scope.source(name, _CASTS)
     node = scope.maker(source)
     if node is None or node.domain != contract.DOMAIN or node.op_type != contract.DEQUANTIZE.name:
+        return None
+    if _cast_dtype(node, views) is None:
         return None
     rank = scope.edit.ranks.get(node.input[0]) or scope.edit.ranks.get(name)
     axis = attribute(node, "axis", -1)
@@ -138,9 +143,8 @@ def _weight(scope: Scope, product: onnx.NodeProto, *, make: bool = False) -> _We
     turned = len(turns) % 2 == 1
     if product.op_type == "Gemm" and attribute(product, "transB", 0):
         turned = not turned
-    casts = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"]
-    dtype = casts[0] if casts else attribute(node, "output_dtype", contract.FLOAT)
-    if dtype not in contract.VALUES:
+    dtype = _cast_dtype(node, views)
+    if dtype is None:
         return None
     if turned:
         return _Weight(node.input[0], node.input[1], dtype) if axis % rank == rank - 1 else None
@@ -148,6 +152,16 @@ def _weight(scope: Scope, product: onnx.NodeProto, *, make: bool = False) -> _We
         return None
     elements, scales = [_swapped(scope, name) for name in node.input[:2]] if make else node.input[:2]
     return _Weight(elements, scales, dtype)
+
+
+def _cast_dtype(node: onnx.NodeProto, views: Nodes) -> int | None:
+    """Returns the dtype after casts of dequantized values; None if one but the last rounds, or one is to no float."""
+    casts = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"]
+    dtypes = [*casts, attribute(node, "output_dtype", contract.FLOAT)]
+    if not {*dtypes} <= {*contract.VALUES}:
+        return None
+    rounding = [dtype for dtype in dtypes[1:] if dtype != contract.FLOAT and dtype != dtypes[0]]
+    return None if rounding else dtypes[0]
 
 
 def _swaps_last_two(view: onnx.NodeProto, rank: int) -> bool:

@@ -227,7 +227,7 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     for each in node.attribute:
         if each.name == name:
             value = helper.get_attribute_value(each)
-            return value.decode() if isinstance(value, bytes) else value
+            return value.decode(errors="replace") if isinstance(value, bytes) else value
     return default
 
 
@@ -247,6 +247,9 @@ def like(node: onnx.NodeProto, made: onnx.NodeProto) -> onnx.NodeProto:
 def retype(edit: Edit, tensor: onnx.TensorProto, dtype: int) -> None:
     """Says that the bytes of a stored tensor are of another 8-bit dtype."""
     tensor.data_type = dtype
+    for value in edit.opened.proto.graph.input:
+        if value.name == tensor.name:
+            value.type.tensor_type.elem_type = dtype
     if tensor.name in edit.opened.tensors:
         whole = onnx.TensorProto()
         whole.CopyFrom(edit.opened.tensors[tensor.name])  # a caller's proto is never modified

@@ -17,6 +17,7 @@ from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 from mxfp8_graph.onnx_model.tensor_data import read as read_tensor
 from mxfp8_graph.onnx_model.walk import MICROSOFT, node_label
 from mxfp8_ops import contract, numerics
+from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
 from mxfp8_ops.formats import BLOCK_SIZE
 
@@ -46,6 +47,10 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     if codes is None or elements is None or elements.data_type != contract.FLOAT8E4M3FN:
         what, expected = "its scales are no powers of two that are stored", "float8_e4m3fn and scales 2^-127 to 2^127"
         raise edit.refuse(node, what, expected=expected, advice="start from the model that is not quantized")
+    if codes.shape != scale_shape(tuple(elements.dims), -1):
+        what = f"scales {[*codes.shape]} for elements {[*elements.dims]}"
+        expected = f"a scale for {BLOCK_SIZE} elements of K"
+        raise edit.refuse(node, what, expected=expected, advice="export the model again")
     dtype = edit.dtypes.get(a) or edit.dtypes.get(node.output[0]) or 0
     edit.counts["ort-cuda", "weights"] += 1
     names = [a, b, scope.owner(b).store(f"{b}_scales", contract.UINT8, codes)]
@@ -97,12 +102,25 @@ def _activation(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> tu
         x = quantize.input[0]
     rounded = attribute(node, "activation_dtype", contract.FLOAT) == contract.BFLOAT16
     dtype = edit.dtypes.get(x, contract.FLOAT)
-    if dtype in {contract.FLOAT16, contract.BFLOAT16} and not rounded:
+    results = attribute(node, "output_dtype", contract.FLOAT)
+    if (
+        dtype in {contract.FLOAT16, contract.BFLOAT16}
+        and not rounded
+        and (results == dtype or _only_read_as(scope, node, dtype))
+    ):
         return x, dtype
     if "half" not in allow:
         what = "its activations and results are float32, and ONNX Runtime's op takes float16 and bfloat16"
         losing = ("rewrite a float16 model, or round them with ", Option("allow", "half"))
         raise edit.refuse(node, what, expected="float16 or bfloat16", advice=losing)
-    half = contract.BFLOAT16 if rounded else contract.FLOAT16
+    half = (
+        contract.BFLOAT16 if rounded else dtype if dtype in {contract.FLOAT16, contract.BFLOAT16} else contract.FLOAT16
+    )
     edit.losses[f"float32 activations and results are rounded to {'bfloat16' if rounded else 'float16'}"] += 1
     return shared(scope, ("half", x, half), lambda _: scope.make("Cast", x, wanted=f"{x}_half", to=half)), half
+
+
+def _only_read_as(scope: Scope, node: onnx.NodeProto, dtype: int) -> bool:
+    y = node.output[0]
+    readers = scope.readers.get(y, [])
+    return y not in scope.returned and all(r.op_type == "Cast" and attribute(r, "to", 0) == dtype for r in readers)

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from mxfp8_graph.dialects.graph_edit import Codes, Nodes, Scope, attribute, like, ours
 from mxfp8_graph.onnx_model.tensor_data import read as read_tensor
@@ -40,7 +40,9 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     edit, block = scope.edit, attribute(node, "block_size", 0)
     elements = scope.tensor(node.input[0])
     maker = scope.maker(node.input[0])
-    static = maker is not None and maker.op_type == "QuantizeLinear"
+    static = (
+        maker is not None and maker.op_type == "QuantizeLinear" and edit.dtypes.get(node.input[0]) in contract.ELEMENTS
+    )
     if not static and (elements is None or elements.data_type not in contract.ELEMENTS):
         raise edit.refuse(node, "quantized, but not in MXFP8", expected="stored float8 elements", advice=_OTHER)
     if block != BLOCK_SIZE:
@@ -50,8 +52,8 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     axis = attribute(node, "axis", 1)
     if elements is not None:
         rank = len(elements.dims)
-        axis = axis % rank - rank
-        if codes.shape != scale_shape(tuple(elements.dims), axis):
+        axis = axis % rank - rank if rank else -1
+        if not rank or codes.shape != scale_shape(tuple(elements.dims), axis):
             what = f"scales {list(codes.shape)} for elements {list(elements.dims)} along axis {axis}"
             raise edit.refuse(node, what, expected=f"one for {BLOCK_SIZE} elements", advice="export the model again")
     edit.counts["qdq", "activations" if static else "weights"] += 1
@@ -81,6 +83,8 @@ def _scales(scope: Scope, node: onnx.NodeProto) -> tuple[Codes, int]:
         codes, dtype = power_codes(read_tensor(stored, edit.opened.folder, edit.opened.name)), tensor.data_type
     else:
         codes, dtype = None, 0
+    if codes is not None and not _exact(codes, casts):
+        codes = None
     if codes is None:
         what = f"scales {name!r} are no powers of two that are stored"
         raise edit.refuse(node, what, expected="E8M0 scales, or floats 2^-127 to 2^127", advice=_OTHER)
@@ -88,6 +92,14 @@ def _scales(scope: Scope, node: onnx.NodeProto) -> tuple[Codes, int]:
     if dtype not in contract.VALUES:
         raise edit.refuse(node, f"a result of dtype {dtype}", expected="float32, float16 or bfloat16", advice=_OTHER)
     return codes, dtype
+
+
+def _exact(codes: Codes, casts: list[int]) -> bool:
+    """Whether casts to these dtypes keep the scales; float16 has 2^-24 to 2^15."""
+    if not {*casts} <= {*contract.VALUES}:
+        return False
+    lowest, highest = SCALE_BIAS - 24, SCALE_BIAS + 15
+    return contract.FLOAT16 not in casts or bool(np.all((codes >= lowest) & (codes <= highest)))
 
 
 def _looked_up(scope: Scope, name: str) -> Codes | None:
@@ -100,7 +112,9 @@ def _looked_up(scope: Scope, name: str) -> Codes | None:
     if table is None or codes is None or codes.data_type != contract.UINT8 or list(table.dims) != [256]:
         return None
     stored = scope.edit.opened.tensors.get(table.name, table)
-    same = np.array_equal(numpy_helper.to_array(stored), table_of_scales(), equal_nan=True)
+    same = np.array_equal(
+        read_tensor(stored, scope.edit.opened.folder, scope.edit.opened.name), table_of_scales(), equal_nan=True
+    )
     return scope.codes(codes) if same else None
 
 

@@ -35,7 +35,11 @@ def layout(request: Request) -> Layout:
     config = _given(described) if has_config else _made(request, described)
     decoder = config["model"]["decoder"]
     decoder["filename"] = MODEL
-    decoder.setdefault("session_options", {})["custom_ops_library"] = request.library
+    options = decoder.get("session_options") or {}
+    if not isinstance(options, dict):
+        what = f"session_options is {options!r}"
+        raise ContractError(described.path / CONFIG, what, expected="an object", advice="copy the file again")
+    decoder["session_options"] = {**options, "custom_ops_library": request.library}
     files = described.files()
     files[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     return Layout(MODEL, request.library, files)
@@ -109,11 +113,11 @@ def _pattern(names: Iterable[str], kind: str, layers: int, request: Request) -> 
     found: dict[str, set[int]] = {}
     for name in names:
         last = max(_KINDS, key=name.rfind)  # past_key_values.0.value is a value
-        if kind == last and kind in name and (match := re.search(r"\d+", name)):
+        if kind == last and kind in name and (match := re.search(r"0|[1-9][0-9]*", name)):
             pattern = f"{name[: match.start()]}%d{name[match.end() :]}"
             found.setdefault(pattern, set()).add(int(match[0]))
     for pattern, numbers in found.items():
-        if numbers == set(range(layers)):
+        if len(numbers) == layers and max(numbers) == layers - 1:
             return pattern
     what = f"no inputs or outputs that name the {kind}s of layers 0 to {layers - 1}"
     expected = "a decoder with its cache as inputs and outputs, past_key_values.0.key and so on"

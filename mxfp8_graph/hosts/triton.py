@@ -59,9 +59,12 @@ def layout(request: Request) -> Layout:
 
 
 def _share_a_batch(values: list[onnx.ValueInfoProto]) -> bool:
-    """Whether the first dimension of all is one free dimension of the same name."""
+    """Whether the first dimension of all is one free dimension, named for what it is: batch, batch_size.
+
+    Another name may be that of a sequence, whose values a server must not take from several requests.
+    """
     firsts = [v.type.tensor_type.shape.dim[0].dim_param if v.type.tensor_type.shape.dim else "" for v in values]
-    return bool(firsts) and firsts[0] != "" and len(set(firsts)) == 1
+    return len(set(firsts)) == 1 and "batch" in firsts[0].lower()
 
 
 def _port(value: onnx.ValueInfoProto, batched: bool, request: Request) -> str:

@@ -76,7 +76,8 @@ def build(config: Any, folder: Path, dtype: str) -> nn.Module:
     """
     import transformers
 
-    name = next(iter(config.architectures or ()), None)
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else None
     cls = getattr(transformers, str(name), None)
     if not (inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel)):
         what, expected = f"architectures: {config.architectures}", "a model class of transformers"
@@ -88,12 +89,12 @@ def build(config: Any, folder: Path, dtype: str) -> nn.Module:
         torch.set_default_dtype(DTYPES[dtype])
         with _Unfilled(), torch.no_grad():
             model: nn.Module = cls(config)
+        _untouched(model)
     except Exception as error:
         what = f"{name} cannot be made of it: {_first_line(error)}"
         raise ContractError(folder / "config.json", what, expected="a valid config", advice="correct it") from error
     finally:
         torch.set_default_dtype(default)
-    _untouched(model)
     model.requires_grad_(False)
     model.train(False)
     return model

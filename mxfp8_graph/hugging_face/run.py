@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import onnx
+
 from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.options import GivenWeights, Options, Progress
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
@@ -13,7 +15,7 @@ from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops import contract
-from mxfp8_ops.errors import BackendError, ContractError
+from mxfp8_ops.errors import BackendError, ContractError, Option
 
 if TYPE_CHECKING:
     from mxfp8_graph.onnx_model.open import OpenedModel
@@ -74,16 +76,29 @@ def from_hf(
     )
     if dtype not in contract.VALUE_NAMES.values():
         raise ContractError.unknown("dtype", dtype, contract.VALUE_NAMES.values())
-    chosen = load_recipe(_recipe_for(told) if recipe is None else recipe)
+    newest = onnx.defs.onnx_opset_version()
+    if not contract.MIN_OPSET <= opset <= newest:
+        expected = f"{contract.MIN_OPSET} to {newest}"
+        raise ContractError("opset", str(opset), expected=expected, advice="choose one of them")
+    chosen = load_recipe(_recipe_for(told, folder) if recipe is None else recipe)
     checkpoint = open_checkpoint(folder)
     checkpoint.require_mxfp8()
+    target = Path(output) if output else folder / "model.mxfp8.onnx"
+    given = GivenWeights(
+        where=str(folder),
+        weights=checkpoint.weights,
+        instead=True,
+        check=checkpoint.check,
+        files=checkpoint.files | {folder / "config.json"},
+    )
+    given.keep(target)
     options = Options(
         name=str(folder),
-        output=Path(output) if output else folder / "model.mxfp8.onnx",
+        output=target,
         external_data=external_data,
         overwrite=overwrite,
         allow_nonfinite=allow_nonfinite,
-        given=GivenWeights(where=str(folder), weights=checkpoint.weights, instead=True, check=checkpoint.check),
+        given=given,
         progress=progress,
     )
     reporter = Reporter(recipe=chosen, options=options, bytes_before=checkpoint.byte_size)
@@ -122,12 +137,20 @@ def _opened(folder: Path, checkpoint: Checkpoint, dtype: str, opset: int) -> Ope
     return opened
 
 
-def _recipe_for(config: dict[str, Any]) -> str:
-    """Returns the preset that does to activations what a checkpoint says is done to them."""
+def _recipe_for(config: dict[str, Any], folder: Path) -> str:
+    """Returns the preset that does to activations what a checkpoint says is done to them.
+
+    Raises:
+        ContractError: it says that those of some layers alone are quantized.
+    """
     told = config.get("quantization_config")
     told = told if isinstance(told, dict) else {}
     groups = told.get("config_groups")
     if isinstance(groups, dict) and groups:
         quantized = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+        if any(quantized) and not all(quantized):
+            what = "quantization_config quantizes the activations of some groups of layers alone"
+            advice = ("choose for all with ", Option("recipe"), ", or say which in a recipe file")
+            raise ContractError(folder / "config.json", what, expected="the same for all groups", advice=advice)
         return presets.DEFAULT if any(quantized) else _WEIGHT_ONLY
     return _WEIGHT_ONLY if told.get("act_bits", 8) == 16 else presets.DEFAULT

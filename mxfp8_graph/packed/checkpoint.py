@@ -49,6 +49,7 @@ class Checkpoint:
     """What is quantized in another way than MXFP8 in blocks of 32 along the last axis, each with what it is."""
     byte_size: int
     """Of all tensors."""
+    files: frozenset[Path]
     check: Callable[[], None] = field(default=lambda: None, repr=False)
     """Raises ContractError if a file changed since it was opened."""
 
@@ -109,6 +110,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         others={name: tensor for name, tensor in stored.items() if name not in used},
         foreign=foreign,
         byte_size=sum(tensor.byte_size for tensor in stored.values()),
+        files=pins.files | {file},
         check=pins.check,
     )
 
@@ -217,17 +219,26 @@ def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str],
     advice = "name a .safetensors.index.json"
     index = read_json(path, folder.files, what=what, expected=expected, advice=advice)
     try:
-        shards = sorted({str(PurePath(name)) for name in index["weight_map"].values()})
-    except (KeyError, TypeError, AttributeError):
+        wanted: dict[str, set[str]] = {}
+        for name, shard in index["weight_map"].items():
+            shard.encode()
+            wanted.setdefault(str(PurePath(shard)), set()).add(name)
+    except (KeyError, TypeError, AttributeError, UnicodeEncodeError):
         raise ContractError(path, what, expected=expected, advice=advice) from None
     stored: dict[str, safetensors.Stored] = {}
     metadata: dict[str, str] = {}
-    for shard in shards:
+    lacking: list[str] = []
+    for shard, names in sorted(wanted.items()):
         try:
             found = folder.locate(shard, str(path))
         except OSError as error:
             raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
         tensors, told = safetensors.read(found, folder.files)
-        stored |= tensors
+        lacking += [f"{name!r} in {shard}" for name in sorted(names - tensors.keys())]
+        stored |= {name: tensor for name, tensor in tensors.items() if name in names}
         metadata |= told
+    if lacking:
+        raise ContractError(
+            path, f"no {listed(lacking)}", expected="the tensors that it names", advice="download it again"
+        )
     return stored, metadata, folder.files

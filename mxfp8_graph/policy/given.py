@@ -20,6 +20,8 @@ from mxfp8_ops.errors import ContractError, Option
 _NODE_PATH: Final = re.compile(r"^/?(?P<module>.+)/[^/]+$")
 """A node as torch's older exporter names it, by its module and its op: /model/layers.0/mlp/up_proj/MatMul."""
 
+_EXPLICIT: Final = "explicit name"
+
 _MOST: Final = 10
 """How many names a message lists."""
 
@@ -71,6 +73,7 @@ def assigned(
             problems.append(obstacle)
         elif decided.quantize:
             weights[site.name] = match.weight
+    problems += _ambiguous(sites, matches)
     unused = [f"{name!r} matches nothing in the model" for name in given.weights if name not in used]
     if problems or unused:
         raise _unfit([*unused, *problems], sites, used, given)
@@ -78,6 +81,16 @@ def assigned(
     ways = ", ".join(f"{count} by {way}" for way, count in how.items())
     note = f"{len(weights)} matmuls take the bytes of {len(used)} weights of {given.where} ({ways})"
     return Assigned(found, weights, note)
+
+
+def _ambiguous(sites: Sequence[MatMulSite], matches: Mapping[str, _Match]) -> list[str]:
+    """Returns which weights of the checkpoint were found for several of the model, other than by explicit names."""
+    takers: dict[str, dict[str, None]] = {}
+    for site in sites:
+        match = matches.get(site.name)
+        if match is not None and site.weight is not None and match.how != _EXPLICIT:
+            takers.setdefault(match.weight.name, {})[site.weight] = None
+    return [f"{name!r} fits several: {', '.join(mine)}" for name, mine in takers.items() if len(mine) > 1]
 
 
 def _without(decision: Decision) -> Decision:
@@ -128,10 +141,11 @@ def _candidates(site: MatMulSite) -> Iterator[tuple[str, str]]:
     """Yields what a checkpoint may call the weight of a site, the likeliest first, and what tells so."""
     if site.weight is not None:
         yield site.weight, "name"
-    if site.module:
-        yield f"{site.module}.weight", "module path"
-    if node := _NODE_PATH.match(site.name):
-        yield f"{node['module'].replace('/', '.')}.weight", "node name"
+    node = _NODE_PATH.match(site.name)
+    for module, how in ((site.module, "module path"), (node and node["module"].replace("/", "."), "node name")):
+        # A name that tells which parameter of the module it is was not lost: m.proj is not m.weight.
+        if module and not (site.weight or "").startswith(f"{module}."):
+            yield f"{module}.weight", how
 
 
 class _Names:
@@ -140,6 +154,9 @@ class _Names:
     def __init__(self, sites: Sequence[MatMulSite], given: GivenWeights) -> None:
         self._sites = [site for site in sites if site.weight is not None]
         self._given = given
+        taken = set(given.names.values())
+        self._free = {name: weight for name, weight in given.weights.items() if name not in taken}
+        """What no explicit name speaks for."""
         self._prefix = self._common_prefix()
 
     def matches(self) -> dict[str, _Match]:
@@ -155,17 +172,17 @@ class _Names:
         weights, names = self._given.weights, self._given.names
         for key in (site.weight, site.name, site.module):
             if key and key in names:
-                return _Match(weights[names[key]], "explicit name")
+                return _Match(weights[names[key]], _EXPLICIT)
         for candidate, how in _candidates(site):
-            if candidate in weights:
-                return _Match(weights[candidate], how)
+            if candidate in self._free:
+                return _Match(self._free[candidate], how)
         added, removed = self._prefix
         for candidate, how in _candidates(site):
             if (added or removed) and candidate.startswith(removed):
                 name = added + candidate[len(removed) :]
-                if name in weights:
+                if name in self._free:
                     change = f"with {added!r} before it" if added else f"without {removed!r}"
-                    return _Match(weights[name], f"{how} {change}")
+                    return _Match(self._free[name], f"{how} {change}")
         return None
 
     def _common_prefix(self) -> tuple[str, str]:
@@ -174,20 +191,27 @@ class _Names:
         A model may be exported inside of another module, or without its head. One prefix for all: so no weight can
         be taken for that of another part of the model by chance.
         """
-        shorter = {tail: name for name in self._given.weights for tail in _tails(name)}
-        found: Counter[tuple[str, str]] = Counter()
+        shorter = {tail: name for name in self._free for tail in _tails(name)}
+        found: dict[tuple[str, str], set[str]] = {}
         for site in self._sites:
-            if any(name in self._given.weights for name, _ in _candidates(site)):
+            named = any(key in self._given.names for key in (site.weight, site.name, site.module))
+            if named or any(name in self._free for name, _ in _candidates(site)):
                 continue
             prefixes: set[tuple[str, str]] = set()
             for candidate, _ in _candidates(site):
                 if longer := shorter.get(candidate):
                     prefixes.add((longer.removesuffix(candidate), ""))
-                prefixes |= {
-                    ("", candidate.removesuffix(tail)) for tail in _tails(candidate) if tail in self._given.weights
-                }
-            found.update(prefixes)
-        return max(found, key=lambda prefix: found[prefix], default=("", ""))
+                prefixes |= {("", candidate.removesuffix(tail)) for tail in _tails(candidate) if tail in self._free}
+            for prefix in prefixes:
+                found.setdefault(prefix, set()).add(site.name)
+        best = max(found, key=lambda prefix: len(found[prefix]), default=("", ""))
+        others = [p for p in found if p[1] and len(found[p]) == len(found[best]) and found[p] != found[best]]
+        if others:
+            told = ", ".join(repr(removed) for _, removed in (best, *others))
+            advice = ("name them with ", Option("weight_names"))
+            what = f"its weights fit as many of the model's without {told}"
+            raise ContractError(self._given.where, what, expected="one prefix for all", advice=advice)
+        return best
 
     def _check_explicit(self) -> None:
         keys = {key for site in self._sites for key in (site.weight, site.name, site.module)}

@@ -13,7 +13,7 @@ import onnx
 import oracle
 import pytest
 from commands import refused, run
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 import mxfp8_graph
 from mxfp8_graph.dialects import trt_rules
@@ -209,7 +209,40 @@ def test_quarks_weights_are_packed() -> None:
     assert relative(oracle.run(ours, feeds)[0], y) < 1e-6
 
 
+def cast_between(*dtypes: int) -> onnx.ModelProto:
+    """A dequantized weight that is cast to each of the dtypes, and multiplied."""
+    elements, codes = d.packed(d.N, d.K)
+    stored = [d.stored("w", d.E4M3, elements), numpy_helper.from_array(numerics.decode_scale(codes), "s")]
+    nodes = [b.node("DequantizeLinear", "w s", "c0", axis=-1, block_size=32)]
+    nodes += [b.node("Cast", f"c{i}", f"c{i + 1}", to=dtype) for i, dtype in enumerate(dtypes)]
+    nodes += [b.node("Transpose", f"c{len(dtypes)}", "wt", perm=[1, 0]), b.node("MatMul", "x wt", "y")]
+    return d.made(nodes, stored, x=[3, d.K])
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.INT32, TensorProto.FLOAT16, TensorProto.DOUBLE])
+def test_a_cast_that_changes_values_on_the_way_to_the_product_stays(dtype: int) -> None:
+    theirs = cast_between(dtype, TensorProto.FLOAT)
+    ours, _ = mxfp8_graph.convert(theirs, "mxfp8")
+    assert "Cast" in oracle.kinds(ours)
+    actual, expected = (oracle.run(model, x_of(3, d.K))[0] for model in (ours, theirs))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cast_that_changes_nothing_goes() -> None:
+    ours, _ = mxfp8_graph.convert(cast_between(TensorProto.FLOAT), "mxfp8")
+    assert "Cast" not in oracle.kinds(ours)
+
+
 # --- What is refused -----------------------------------------------------------------------------------------------
+
+
+def flat_scales(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model whose stored scales of rank 2 have one axis."""
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT and len(tensor.dims) == 2:
+            tensor.dims[:] = [int(np.prod(tensor.dims))]
+    return model
+
 
 REFUSED = {
     "block_size 128": lambda: d.ort_cuda(block_size=128),
@@ -217,6 +250,16 @@ REFUSED = {
     "are no powers of two": lambda: d.qdq("float32", wrong=1.25),
     "float8 with block_size 16": lambda: d.qdq("float32", block_size=16),
     "int8 in blocks of 32": lambda: d.quark("int8"),
+    "scales [192] for elements [96, 64]": lambda: flat_scales(d.ort_cuda()),
+    "DequantizeLinear)": lambda: b.model(
+        [
+            b.node("QuantizeLinear", "x s", "q", axis=-1, block_size=32, output_dtype=TensorProto.INT8),
+            b.node("DequantizeLinear", "q s", "y", axis=-1, block_size=32),
+        ],
+        {"x": (np.float32, [3, 64])},
+        {"y": (np.float32, [3, 64])},
+        {"s": np.full((3, 2), 0.25, np.float32)},
+    ),
     "QuantizeLinear)": lambda: b.model(
         [b.node("QuantizeLinear", "x s z", "q"), b.node("DequantizeLinear", "q s z", "y")],
         {"x": (np.float32, [4])},

@@ -83,6 +83,53 @@ def test_folders_of_shards(tmp_path: Path) -> None:
     ck.check_bytes(mxfp8_graph.unpack(rewritten(tmp_path)[0]), WEIGHTS)
 
 
+def test_an_index_says_which_shard_has_a_tensor(tmp_path: Path) -> None:
+    other = {NAMES[0]: ck.codes(128, 64, seed=9)}
+    shards = {}
+    for number, weights in enumerate((WEIGHTS, other), 1):
+        file = ck.save(tmp_path / f"{number}.safetensors", weights)
+        shards |= {name: "1.safetensors" for weight in weights for name in (weight, f"{weight}_scale")}
+    shards["extra"] = file.name
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ContractError, match=r"no 'extra' in 2\.safetensors"):
+        rewritten(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**shards, "extra": "1.safetensors", f"{NAMES[0]}_scale": "gone"}}))
+    with pytest.raises(ContractError, match="gone"):
+        rewritten(tmp_path)
+    index.write_text(json.dumps({"weight_map": {k: v for k, v in shards.items() if k != "extra"}}))
+    ck.check_bytes(mxfp8_graph.unpack(rewritten(tmp_path)[0]), WEIGHTS)
+
+
+@pytest.mark.parametrize("taken", ["checkpoint", "data", "names"])
+def test_a_result_does_not_replace_the_checkpoint(taken: str, tmp_path: Path) -> None:
+    output = tmp_path / "out.onnx"
+    names = tmp_path / "names.json"
+    names.write_text("{}")
+    path = ck.save(tmp_path / ("out.onnx.data" if taken == "data" else "a.safetensors"), WEIGHTS)
+    before = path.read_bytes()
+    output = {"checkpoint": path, "data": output, "names": names}[taken]
+    with pytest.raises(ContractError, match="is a file of the checkpoint"):
+        rewritten(path, output=output, overwrite=True, weight_names=names)
+    assert (path.read_bytes(), names.read_text()) == (before, "{}")
+
+
+def test_a_weight_that_two_prefixes_fit_is_an_error(tmp_path: Path) -> None:
+    parts = [b.weight(64, 96, seed=i) for i in range(2)]
+    model = b.model(
+        [b.node("MatMul", "x vision.q.weight", "y"), b.node("MatMul", "x text.q.weight", "z")],
+        {"x": (np.float32, [4, 64])},
+        {name: (np.float32, [4, 96]) for name in "yz"},
+        {"vision.q.weight": parts[0], "text.q.weight": parts[1]},
+    )
+    path = ck.save(tmp_path / "a.safetensors", {"q.weight": ck.codes(96, 64)})
+    recipe = Recipe(output_projections=True)
+    with pytest.raises(ContractError, match="expected one prefix for all"):
+        mxfp8_graph.rewrite(model, recipe, weights=path)
+    _, report = mxfp8_graph.rewrite(model, recipe, weights=path, weight_names={"text.q.weight": "q.weight"})
+    assert [site.decision.quantize for site in report.sites] == [False, True]
+
+
 def test_torchaos_tensors(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     formats = pytest.importorskip("torchao.prototype.mx_formats")

@@ -303,6 +303,12 @@ def test_a_folder_that_exists_is_not_touched_unless_asked() -> None:
     assert not Path("m.tuned.part").exists()
 
 
+@pytest.mark.parametrize("folder", [".", "..", "/"])
+def test_a_result_needs_a_folder_of_its_own(folder: str) -> None:
+    save(chain())
+    assert "no name of a folder" in refused("tune", "m.onnx", "--budget", "cosine>=0.9", "-o", folder)
+
+
 def test_a_rewritten_model_is_refused() -> None:
     mxfp8_graph.rewrite(chain(), output="r.onnx")
     assert "expected the original model" in refused("tune", "r.onnx", "--budget", "cosine>=0.9")

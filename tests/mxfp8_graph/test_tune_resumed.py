@@ -147,6 +147,16 @@ def test_a_damaged_state_is_an_error(text: str) -> None:
     assert message.startswith("error: m.tuned.part/state.json: no state of a search; expected one that tune wrote")
 
 
+def test_a_measurement_that_somebody_changed_is_an_error() -> None:
+    source = model()
+    interrupt(source, "and layers", "SIGINT")
+    path = Path("m.tuned.part/state.json")
+    state = json.loads(path.read_text())
+    state["measured"][next(iter(state["measured"]))] = None
+    path.write_text(json.dumps(state))
+    assert "m.tuned.part/state.json: no state of a search" in refused(*command(source))
+
+
 def test_another_bound_goes_on_from_the_same_measurements() -> None:
     source = model()
     interrupt(source, "and layers", "SIGINT")

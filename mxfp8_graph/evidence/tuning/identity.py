@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import onnx
 
 from mxfp8_graph.checking.runner import is_program
 from mxfp8_graph.checking.samples import Samples
+from mxfp8_graph.evidence.metrics import Metric
 from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.tensor_data import is_external, location
@@ -44,6 +46,16 @@ def of_samples(samples: Samples) -> str:
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def of_metric(metric: Metric) -> str:
+    """Returns the name of a metric; of a user's own with the digest of the file that defines it."""
+    file = getattr(sys.modules.get(metric.name.partition(":")[0]), "__file__", None)
+    if ":" not in metric.name or file is None:
+        return metric.name
+    digest = hashlib.sha256()
+    _add_file(digest, Path(file))
+    return f"{metric.name} {digest.hexdigest()[:16]}"
 
 
 def _external(model: Path) -> list[Path]:

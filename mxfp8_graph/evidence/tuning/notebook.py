@@ -5,6 +5,7 @@ The search decides by nothing but what is written here, so that it decides the s
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,7 +62,8 @@ class Notebook:
         if self._path is None:
             return
         self._path.parent.mkdir(exist_ok=True)
-        write_text(self._path, json.dumps({"schema": _SCHEMA, "subject": self._subject, "measured": self._found}))
+        state = {"schema": _SCHEMA, "subject": self._subject, "measured": self._found, "digest": _digest(self._found)}
+        write_text(self._path, json.dumps(state))
 
 
 def _read(path: Path, subject: Mapping[str, str]) -> dict[str, Any]:
@@ -70,6 +72,8 @@ def _read(path: Path, subject: Mapping[str, str]) -> dict[str, Any]:
         with open_regular(path) as file:
             state = json.loads(file.read())
         schema, before, found = state["schema"], dict(state["subject"]), dict(state["measured"])
+        if schema == _SCHEMA and state["digest"] != _digest(found):
+            raise ValueError("changed since it was written")
     except OSError as error:
         raise ContractError.unreadable(path, error, "the state of a search") from None
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -80,3 +84,7 @@ def _read(path: Path, subject: Mapping[str, str]) -> dict[str, Any]:
         what = f"the state of a search with another {', another '.join(others)}"
         raise ContractError(path, what, expected="that of this search", advice=advice)
     return found
+
+
+def _digest(measured: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()

@@ -8,6 +8,7 @@ FOLDER.part/state.json   what was measured so far, while a search goes on
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,12 @@ class Place:
             ContractError: something is there and `overwrite` is false, or there is no folder for it.
         """
         kind, another = kind_of(model), ("pass another ", Option("output"))
+        self._overwrite = overwrite
         stem = Path(model).stem if kind.is_file else "program" if kind.is_program else "model"
         self.folder = Path(output) if output else Path(model).parent / f"{stem}.tuned"
+        if self.folder.name in {"", ".."}:
+            what, expected = "no name of a folder", "a folder for the result alone"
+            raise ContractError(self.folder, what, expected=expected, advice=another)
         self.part = self.folder.with_name(f"{self.folder.name}.part")
         self.model_name = f"{stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
         if not is_folder(self.folder.parent):
@@ -37,12 +42,16 @@ class Place:
             raise ContractError(self.folder, what, expected="a folder for it", advice="correct the output")
         if self.folder.exists() and not is_folder(self.folder):
             raise ContractError(self.folder, "is a file", expected="a folder", advice=another)
-        if self.folder.exists() and not overwrite:
-            replace = ("pass ", Option("overwrite", True), ", or ", *another)
-            raise ContractError(self.folder, "exists", expected="nothing there", advice=replace)
+        self.check_free()
         if self.part.exists() and not (self.part / notebook.NAME).exists() and any(self._others()):
             away = ("move it away, or ", *another)
             raise ContractError(self.part, "exists", expected="nothing there, or a search to go on", advice=away)
+
+    def check_free(self) -> None:
+        """Raises ContractError if something is there that may not be replaced."""
+        if os.path.lexists(self.folder) and not self._overwrite:
+            replace = ("pass ", Option("overwrite", True), ", or another ", Option("output"))
+            raise ContractError(self.folder, "exists", expected="nothing there", advice=replace)
 
     def put(self) -> None:
         """Makes what is in `part` the result, where there was none before; without the state of the search."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mxfp8_graph import rewriting
+from mxfp8_graph._version import __version__
 from mxfp8_graph.checking.inputs import Signature
 from mxfp8_graph.checking.runner import Model, is_program
 from mxfp8_graph.checking.samples import Samples
@@ -102,11 +103,12 @@ class Tuner:
     def _subject(self) -> dict[str, str]:
         """Returns what measurements are of; the bounds of the budgets do not matter to them."""
         return {
+            "version": __version__,
             "model": identity.of_model(self.model) if self.place else "",
             "samples": identity.of_samples(self.samples),
             "recipe": self.base.model_dump_json(),
             "objective": self.objective,
-            "metric": ", ".join(metric.name for metric in metrics_of(self.budgets)),
+            "metric": ", ".join(identity.of_metric(metric) for metric in metrics_of(self.budgets)),
             "instruction set": cpu.isa(),
         }
 
@@ -187,7 +189,8 @@ class Tuner:
         return found
 
     def _put(self, found: Tuning, place: Place) -> None:
-        if place.folder.exists():  # it was to be overwritten; what else is in it stays
+        place.check_free()
+        if place.folder.exists():  # it is to be overwritten; what else is in it stays
             self._write_model(place.folder, found.chosen)
             _write_reports(found, place.folder)
             place.clear()
