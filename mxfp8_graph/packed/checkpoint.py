@@ -219,8 +219,8 @@ def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str],
     advice = "name a .safetensors.index.json"
     index = read_json(path, folder.files, what=what, expected=expected, advice=advice)
     try:
-        wanted: dict[str, set[str]] = {}
-        for name, shard in index["weight_map"].items():
+        placed, wanted = index["weight_map"], dict[str, set[str]]()
+        for name, shard in placed.items():
             shard.encode()
             wanted.setdefault(str(PurePath(shard)), set()).add(name)
     except (KeyError, TypeError, AttributeError, UnicodeEncodeError):
@@ -235,7 +235,8 @@ def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str],
             raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
         tensors, told = safetensors.read(found, folder.files)
         lacking += [f"{name!r} in {shard}" for name in sorted(names - tensors.keys())]
-        stored |= {name: tensor for name, tensor in tensors.items() if name in names}
+        elsewhere = tensors.keys() & (placed.keys() - names)
+        stored |= {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
         metadata |= told
     if lacking:
         raise ContractError(
