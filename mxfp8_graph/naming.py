@@ -44,3 +44,8 @@ def printable(text: str) -> str:
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]}... ({len(text) - _LONGEST} more characters) ...{text[-_LONGEST // 2 :]}"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, or the name of its class if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

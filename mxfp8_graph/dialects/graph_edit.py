@@ -14,7 +14,7 @@ from onnx import helper
 
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.tensor_data import raw
+from mxfp8_graph.onnx_model.tensor_data import raw, read
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, node_label, stored_in, subgraphs
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
@@ -79,6 +79,11 @@ class Scope:
     def codes(self, tensor: onnx.TensorProto) -> Codes:
         """Returns the values of a tensor of bytes, in its shape."""
         return np.frombuffer(self.edit.raw(tensor), np.uint8).reshape(tuple(tensor.dims))
+
+    def values(self, tensor: onnx.TensorProto) -> npt.NDArray[Any]:
+        """Returns the values of a stored tensor, wherever they lie."""
+        opened = self.edit.opened
+        return read(opened.tensors.get(tensor.name, tensor), opened.folder, opened.name)
 
     def store(self, name: str, dtype: int, array: npt.NDArray[Any]) -> str:
         """Adds an initializer beside the tensors of this graph; returns its name."""

@@ -14,7 +14,6 @@ from onnx import helper
 from mxfp8_graph.dialects.graph_edit import Nodes, Scope, attribute, like, ours
 from mxfp8_graph.dialects.qdq import dropped_activation, power_codes, shared
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
-from mxfp8_graph.onnx_model.tensor_data import read as read_tensor
 from mxfp8_graph.onnx_model.walk import MICROSOFT, node_label
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
@@ -42,8 +41,7 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     elements, scales = scope.tensor(b), scope.tensor(scale)
     codes = None
     if scales is not None and scales.data_type == contract.FLOAT:
-        stored = edit.opened.tensors.get(scale, scales)
-        codes = power_codes(read_tensor(stored, edit.opened.folder, edit.opened.name))
+        codes = power_codes(scope.values(scales))
     if codes is None or elements is None or elements.data_type != contract.FLOAT8E4M3FN:
         what, expected = "its scales are no powers of two that are stored", "float8_e4m3fn and scales 2^-127 to 2^127"
         raise edit.refuse(node, what, expected=expected, advice="start from the model that is not quantized")

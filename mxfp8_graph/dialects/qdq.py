@@ -17,7 +17,6 @@ import onnx
 from onnx import helper
 
 from mxfp8_graph.dialects.graph_edit import Codes, Nodes, Scope, attribute, like, ours
-from mxfp8_graph.onnx_model.tensor_data import read as read_tensor
 from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
@@ -79,8 +78,7 @@ def _scales(scope: Scope, node: onnx.NodeProto) -> tuple[Codes, int]:
     elif tensor.data_type == E8M0:
         codes, dtype = scope.codes(tensor), contract.FLOAT
     elif tensor.data_type in contract.VALUES:
-        stored = edit.opened.tensors.get(tensor.name, tensor)
-        codes, dtype = power_codes(read_tensor(stored, edit.opened.folder, edit.opened.name)), tensor.data_type
+        codes, dtype = power_codes(scope.values(tensor)), tensor.data_type
     else:
         codes, dtype = None, 0
     if codes is not None and not _exact(codes, casts):
@@ -111,10 +109,7 @@ def _looked_up(scope: Scope, name: str) -> Codes | None:
     codes = scope.tensor(codes_name)
     if table is None or codes is None or codes.data_type != contract.UINT8 or list(table.dims) != [256]:
         return None
-    stored = scope.edit.opened.tensors.get(table.name, table)
-    same = np.array_equal(
-        read_tensor(stored, scope.edit.opened.folder, scope.edit.opened.name), table_of_scales(), equal_nan=True
-    )
+    same = np.array_equal(scope.values(table), table_of_scales(), equal_nan=True)
     return scope.codes(codes) if same else None
 
 

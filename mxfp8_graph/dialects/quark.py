@@ -15,7 +15,6 @@ from onnx import helper
 
 from mxfp8_graph.dialects.graph_edit import Nodes, Scope, attribute, like, ours
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
-from mxfp8_graph.onnx_model.tensor_data import read as read_tensor
 from mxfp8_ops import contract, cpu
 from mxfp8_ops.formats import BLOCK_SIZE, element_format
 
@@ -38,7 +37,7 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     code = element_format(name).onnx_dtype
     stored = scope.tensor(x)
     if stored is not None and stored.data_type in contract.VALUES:
-        values = read_tensor(edit.opened.tensors.get(x, stored), edit.opened.folder, edit.opened.name)
+        values = scope.values(stored)
         axis = axis % max(values.ndim, 1) - values.ndim if values.ndim > 1 else -1
         elements, scales = cpu.quantize(values, axis=axis, element_format=name, scale_rounding="floor")
         edit.counts["quark", "weights"] += 1

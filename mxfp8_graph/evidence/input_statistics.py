@@ -12,6 +12,7 @@ import numpy.typing as npt
 from mxfp8_graph.checking.compare import sqnr
 from mxfp8_graph.checking.inputs import Array
 from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.report.json_text import finite
 from mxfp8_ops import cpu
 from mxfp8_ops.formats import BLOCK_SIZE
 from mxfp8_ops.numerics import value_dtype
@@ -46,12 +47,8 @@ class InputStatistics:
             "sqnr_db": self.sqnr_db,
             "drift": self.drift,
         }
-        finite = {name: _finite(value) for name, value in numbers.items()}
-        return {**finite, "block_amax": [_finite(value) for value in self.block_amax]}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+        plain = {name: finite(value) for name, value in numbers.items()}
+        return {**plain, "block_amax": [finite(value) for value in self.block_amax]}
 
 
 class InputObserver:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mxfp8_graph.naming import first_line
 from mxfp8_ops.errors import BackendError, ContractError
 
 DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -60,7 +61,7 @@ def load_config(folder: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers makes of a config of somebody else
-        what = f"transformers {transformers.__version__} cannot read it: {_first_line(error)}"
+        what = f"transformers {transformers.__version__} cannot read it: {first_line(error)}"
         expected = "a model that transformers knows without code of the folder, which is never run"
         raise ContractError(folder / "config.json", what, expected=expected, advice="export it yourself") from error
     if hasattr(config, "quantization_config"):
@@ -91,7 +92,7 @@ def build(config: Any, folder: Path, dtype: str) -> nn.Module:
             model: nn.Module = cls(config)
         _untouched(model)
     except Exception as error:
-        what = f"{name} cannot be made of it: {_first_line(error)}"
+        what = f"{name} cannot be made of it: {first_line(error)}"
         raise ContractError(folder / "config.json", what, expected="a valid config", advice="correct it") from error
     finally:
         torch.set_default_dtype(default)
@@ -260,7 +261,3 @@ def shortened(layers: nn.ModuleList, count: int) -> Iterator[None]:
         yield
     finally:
         layers._modules.update(all_layers)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,6 +12,7 @@ import onnx
 import torch
 
 from mxfp8_graph.hugging_face.architecture import Call
+from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_export.export import quiet, translate
 from mxfp8_ops.errors import ContractError
 
@@ -33,8 +34,7 @@ def export(call: Call, opset: int, where: str) -> onnx.ModelProto:
         with quiet(), torch.no_grad():
             program = torch.export.export(call.module, call.inputs, dynamic_shapes=call.dims, strict=False)
     except Exception as error:  # they have no common base
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        what = f"torch {torch.__version__} cannot export it: {cause}"
+        what = f"torch {torch.__version__} cannot export it: {first_line(error)}"
         raise ContractError(
             where, what, expected="a model without control flow on values", advice="export it yourself"
         ) from error

@@ -17,6 +17,7 @@ import onnx
 from mxfp8_graph import provenance
 from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.models import Kind, kind_of
+from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.validate import validate_structure
@@ -226,8 +227,7 @@ def translate(
         if isinstance(reason, Mxfp8Error):  # one of our ops refused what the program gives it
             what, expected = f"the program is damaged: {reason.problem}", reason.expected or "what the op takes"
             raise ContractError("to_onnx", what, expected=expected, advice="rewrite the original again") from error
-        cause = (str(reason).strip().splitlines() or [type(reason).__name__])[0]
-        what = f"torch {torch.__version__} cannot export the program: {cause}"
+        what = f"torch {torch.__version__} cannot export the program: {first_line(reason)}"
         advice = "change the model to do without this one"
         raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error
     model: ir.Model = exported.model

@@ -29,9 +29,6 @@ _SCALE_DTYPES: Final = frozenset({safetensors.U8, safetensors.E8M0})
 _INDEX: Final = "model.safetensors.index.json"
 _FILE: Final = "model.safetensors"
 
-_LARGEST_JSON: Final = 100_000_000
-"""Bytes, as of a safetensors header."""
-
 _FOREIGN: Final = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "weight_qdata")
 """How names of tensors end that belong to a quantized weight, of whatever format."""
 
@@ -200,11 +197,11 @@ def read_json(path: Path, files: Pins, *, what: str, expected: str, advice: str)
     """
     try:
         with files.open(path) as file:
-            content = file.read(_LARGEST_JSON + 1)
+            content = file.read(safetensors.LONGEST_HEADER + 1)
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
     try:
-        found = json.loads(content.decode("utf-8") if len(content) <= _LARGEST_JSON else "")
+        found = json.loads(content.decode("utf-8") if len(content) <= safetensors.LONGEST_HEADER else "")
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -53,7 +53,7 @@ NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 """What the format calls each of them."""
 
 _METADATA: Final = "__metadata__"
-_LONGEST_HEADER: Final = 100_000_000
+LONGEST_HEADER: Final = 100_000_000
 """What the safetensors package accepts."""
 
 
@@ -153,7 +153,7 @@ def read(path: Path, files: Pins) -> tuple[dict[str, Stored], dict[str, str]]:
         with files.open(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            content = file.read(length) if 2 <= length <= min(size - 8, _LONGEST_HEADER) else None
+            content = file.read(length) if 2 <= length <= min(size - 8, LONGEST_HEADER) else None
     except OSError as error:
         raise _unreadable(path, error) from None
     if content is None:

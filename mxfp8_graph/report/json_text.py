@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Final
 
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -16,6 +17,11 @@ def json_text(data: Any) -> str:
     """
     lines = _spread(data, "").split("\n")  # within a text, a line's end is escaped
     return "\n".join(line if line.isprintable() else _visible(line) for line in lines) + "\n"
+
+
+def finite(value: float | None) -> float | None:
+    """Returns a number as JSON can have it: None if it is NaN or infinite, or none."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _spread(data: Any, indent: str) -> str:

@@ -15,7 +15,7 @@ from mxfp8_graph.evidence.tuning.recipes import to_yaml
 from mxfp8_graph.evidence.tuning.search import Step
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import filled
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.json_text import finite, json_text
 from mxfp8_ops.errors import Mxfp8Error
 
 SCHEMA: Final = 1
@@ -152,7 +152,7 @@ class Tuning:
                     "sites": list(unit.sites),
                     "chosen": str(way),
                     "bytes": unit.bytes_before,
-                    "alone_relative_l2": {str(w): _finite(math.sqrt(d)) for w, d in unit.damages.items()},
+                    "alone_relative_l2": {str(w): finite(math.sqrt(d)) for w, d in unit.damages.items()},
                 }
                 for unit, way in zip(self.units, self.chosen.plan, strict=True)
             ],
@@ -165,7 +165,7 @@ class Tuning:
             "met": step.met,
             "weights": step.counts,
             "bytes": step.trial.byte_size,
-            "estimated_relative_l2": None if step.estimate is None else _finite(step.estimate),
+            "estimated_relative_l2": finite(step.estimate),
             "scores": {name: score.to_dict() for name, score in step.trial.scores.items()},
         }
 
@@ -209,7 +209,3 @@ class BudgetNotMetError(Mxfp8Error):
 
 def _number(value: float) -> html.Cell:
     return (f"{value:.6g}", float(value)) if math.isfinite(value) else str(value)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
