@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
@@ -112,7 +112,7 @@ class Comparison:
         several = len(self.sample_names) > 1
         scores = [m.title for m in self.metrics]
         header = [part for s in scores for part in ((f"{s}: mean", "worst", "of sample") if several else (s,))]
-        ends = ("weight SQNR, dB", "bytes per weight", "formula", "model", "latency, ms", "matmuls", "what it is")
+        ends = ("weight SQNR, dB", "bytes per weight", "model", "latency, ms", "matmuls", "what it is")
         return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
     def _cells(self, row: Row, *, several: bool) -> tuple[html.Cell, ...]:
@@ -126,17 +126,16 @@ class Comparison:
             *scores,
             _number(row.weight_sqnr, "{:.2f}"),
             _number(row.bytes_per_weight, "{:.4g}"),
-            row.formula,
             "" if row.byte_size is None else (size(row.byte_size), float(row.byte_size)),
             _number(None if row.seconds is None else row.seconds * 1e3, "{:.2f}"),
             "" if row.sites is None else (str(row.sites), float(row.sites)),
-            row.what,
+            row.what + f"; {row.formula} bytes per weight" * bool(row.formula),
         )
 
     def _score(self, score: Score, *, several: bool) -> list[html.Cell]:
         if not several:
             return [_number(score.mean, "{:.6g}")]
-        worst = self.sample_names[score.worst_sample]
+        worst = PurePath(self.sample_names[score.worst_sample]).name  # its folder is among the facts
         return [_number(score.mean, "{:.6g}"), _number(score.worst, "{:.6g}"), worst]
 
     def to_dict(self) -> dict[str, Any]:

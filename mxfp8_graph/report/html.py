@@ -46,7 +46,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 84rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 100rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; }
 h1, dd { overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
@@ -56,10 +56,11 @@ dd { margin: 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line); }
-th { white-space: nowrap; }
+th { vertical-align: bottom; }
 th:last-child, td:last-child { padding-right: 0; }
-.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.text { min-width: 9rem; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; }
+.text { min-width: 14rem; }
 .short { white-space: nowrap; }
 tfoot td { font-weight: 600; border-bottom: 0; }
 th[tabindex] { cursor: pointer; }

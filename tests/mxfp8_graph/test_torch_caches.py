@@ -73,6 +73,7 @@ def test_samples_are_what_they_were(program: ExportedProgram, file: Path) -> Non
     assert loaded.call_spec.in_spec == program.call_spec.in_spec
 
 
+@pytest.mark.parametrize("program", ["dynamic"], indirect=True)
 def test_the_command_line_in_new_processes_trusts_nothing(file: Path) -> None:
     packed = file.with_name("model.mxfp8.pt2")
     for command in (["rewrite", file], ["verify", file, packed], ["run", packed, "--repeat", "1"]):

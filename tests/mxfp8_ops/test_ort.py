@@ -297,7 +297,7 @@ def test_nodes_in_both_branches_of_an_if():
 
 def test_concurrent_runs_of_one_session():
     session = ort.session(weight_only(["m", 512], b=heavy_tailed((300, 512))))
-    inputs = [heavy_tailed((m, 512), m) for m in range(1, 41)]
+    inputs = [heavy_tailed((m, 512), m) for m in (*range(1, 12), 17, 40)]
     expected = [session.run(None, {"x": x})[0] for x in inputs]
     with ThreadPoolExecutor(8) as pool:
         for y, wanted in zip(pool.map(lambda x: session.run(None, {"x": x})[0], inputs), expected, strict=True):
