@@ -289,7 +289,7 @@ def test_weight_gemm(isa, shape, x_dtype):
 
 
 # Around the limits of the kernels for few rows, and of their tiles and groups of rows.
-ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 18, 31, 33, 192, 193, 203, 255, 257, 262)
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 18, 31, 33, 40, 63, 64, 81, 192, 193, 203, 255, 257, 262)
 
 
 @pytest.mark.parametrize("m", ROW_COUNTS)

@@ -22,6 +22,7 @@ from mxfp8_ops.torch_ops.operands import (
     check_codes,
     check_devices,
     check_dtype,
+    library,
     plain,
     readable,
 )
@@ -54,7 +55,7 @@ def embedding_cpu(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> T
     if not (plain(indices.itemsize, indices) and plain(1, b, b_scales)):
         indices, b, b_scales = readable("embedding", "indices b b_scales", indices, b, b_scales)
     y = EMPTY[dtype](*shape)
-    status = native.load().mxfp8_embedding(
+    status = library().mxfp8_embedding(
         INDEX_CODES[indices.dtype], indices.data_ptr(), indices.numel(), b_code, b.data_ptr(), b_scales.data_ptr(),
         *b.shape, DTYPE_CODES[dtype], y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip

@@ -28,6 +28,7 @@ from mxfp8_ops.torch_ops.operands import (
     check_devices,
     check_dtype,
     check_memory,
+    library,
     plain,
     readable,
 )
@@ -77,10 +78,10 @@ def gemm_cpu(
     bias_at = None if bias is None else bias.data_ptr()
     y = EMPTY[dtype](*shape)
     n, k = shape[-1], a.shape[-1]
-    library, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
+    native_library, y_code, threads = library(), DTYPE_CODES[dtype], torch.get_num_threads()
     # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
     for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, a, a_scales, b, b_scales):
-        status = library.mxfp8_gemm(
+        status = native_library.mxfp8_gemm(
             a_code, a_data, a_scales_data or y_data, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n,
             threads,
         )  # fmt: skip
@@ -181,9 +182,9 @@ def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None 
         (bias,) = readable("weight_gemm", "bias", bias)
     bias_at = None if bias is None else bias.data_ptr()
     y = EMPTY[dtype](*shape)
-    library, y_code, threads = native.load(), DTYPE_CODES[dtype], torch.get_num_threads()
+    native_library, y_code, threads = library(), DTYPE_CODES[dtype], torch.get_num_threads()
     for m, x_data, _, b_data, b_scales_data, y_data in products(y, x, x, b, b_scales):
-        status = library.mxfp8_weight_gemm(
+        status = native_library.mxfp8_weight_gemm(
             x_code, x_data, stride, activation_code, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n,
             threads,
         )  # fmt: skip

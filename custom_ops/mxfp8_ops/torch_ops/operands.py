@@ -5,13 +5,15 @@ The checks work on symbolic shapes, so torch.export and torch.compile see the sa
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mxfp8_ops import checks, formats
+from mxfp8_ops import checks, formats, native
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.errors import ShapeError
 
@@ -52,6 +54,17 @@ class _Codes(dict[str, int]):
     def __missing__(self, name: str) -> int:
         self._refuse(name)
         raise KeyError(name)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Returns the native library, whose calls with a number of threads run on those of torch from now on.
+
+    Raises:
+        BackendError: it is missing or cannot be loaded.
+    """
+    native.use_openmp(on=True)
+    return native.load()
 
 
 DTYPE_CODES: Final = {getattr(torch, row.numpy_name): row.onnx_dtype for row in formats.VALUE_DTYPES.values()}

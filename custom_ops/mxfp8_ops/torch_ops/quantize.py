@@ -29,6 +29,7 @@ from mxfp8_ops.torch_ops.operands import (
     check_devices,
     check_dtype,
     check_memory,
+    library,
     plain,
     readable,
 )
@@ -70,7 +71,7 @@ def quantize_cpu(x: Tensor, *args: Any) -> Pair:
         x = x.contiguous()
     empty = EMPTY[torch.uint8]
     elements, scales = empty(*shape), empty(*scale_shape(shape, axis))
-    status = native.load().mxfp8_quantize(
+    status = library().mxfp8_quantize(
         dtype, x.data_ptr(), *split_at(shape, axis), element_code, rounding, elements.data_ptr(), scales.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -105,7 +106,7 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, codes: tuple[in
     elements = torch.empty(shape, dtype=torch.uint8)
     scales = torch.empty((*shape[:-1], scale_count(k)), dtype=torch.uint8)
     dtype, element_code, rounding = codes
-    status = native.load().mxfp8_pack(
+    status = library().mxfp8_pack(
         dtype, rows.data_ptr(), rows.stride(0), transposed, x.numel() // k, k, element_code, rounding,
         elements.data_ptr(), scales.data_ptr(), ctypes.byref(native.PackStats()), torch.get_num_threads(),
     )  # fmt: skip
@@ -192,7 +193,7 @@ def dequantize_cpu(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
     if not plain(1, elements, scales):
         elements, scales = readable("dequantize", "elements scales", elements, scales)
     y = EMPTY[dtype](*shape)
-    status = native.load().mxfp8_dequantize(
+    status = library().mxfp8_dequantize(
         element_code, elements.data_ptr(), scales.data_ptr(), *split_at(shape, axis), DTYPE_CODES[dtype], y.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip

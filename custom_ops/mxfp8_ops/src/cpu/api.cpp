@@ -181,6 +181,8 @@ int mxfp8_isa_force(const char* name) {
   });
 }
 
+void mxfp8_use_openmp(void (*gomp_parallel)(void (*)(void*), void*, unsigned, unsigned)) { use_openmp(gomp_parallel); }
+
 int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int64_t inner, int element_format,
                    int scale_rounding, uint8_t* elements, uint8_t* scales, int threads) {
   return computed([&] {

@@ -53,6 +53,12 @@ MXFP8_API const char* mxfp8_isa_available(void);
 MXFP8_API const char* mxfp8_isa(void);
 MXFP8_API int mxfp8_isa_force(const char* name);
 
+// For processes that also compute with OpenMP, as PyTorch does: its threads wait busily, in the way of this library's.
+// From now on every call whose `threads` is not 0 runs on teams of the OpenMP runtime whose GOMP_parallel this is; after
+// fork(), and with NULL, on the library's own threads.
+MXFP8_API void mxfp8_use_openmp(void (*gomp_parallel)(void (*team)(void*), void* argument, unsigned threads,
+                                                      unsigned flags));
+
 // x is [outer, K, inner], blocked along K. elements: the shape of x; scales: [outer, ceil(K/32), inner].
 // threads: how many threads to use, 0 for all cores; more than 256, or than cores if there are more, count as that.
 MXFP8_API int mxfp8_quantize(int value_dtype, const void* x, int64_t outer, int64_t k, int64_t inner,

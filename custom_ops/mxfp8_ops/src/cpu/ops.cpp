@@ -179,6 +179,12 @@ void add_strips(int64_t begin, int64_t end, int64_t most, const GemmKernel* last
   }
 }
 
+// Bytes of the strip's packed rows, whole tiles of them.
+size_t packed_bytes(const Strip& strip, int64_t k_padded) {
+  const int64_t tile_rows = strip.kernel->tile_rows;
+  return size_t(ceil_div(strip.rows, tile_rows) * tile_rows * k_padded * strip.kernel->value_bytes);
+}
+
 // Packs the strips, all in one turn of the threads; those whose values a kernel cannot hold once more, for the next, in
 // strips of as many rows as any kernel takes.
 void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, GemmsUsed* used,
@@ -191,13 +197,13 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
     size_t bytes = 0;
     for (Strip& strip : open) {
       strip.kernel = next_kernel(kernels, fits_bf16, strip.rows, strip.kernel);
-      bytes += size_t(strip.rows * k_padded * strip.kernel->value_bytes);
+      bytes += packed_bytes(strip, k_padded);
     }
     scratch->emplace_back(::operator new(bytes, std::align_val_t{64}));
     auto* room = static_cast<char*>(scratch->back().get());
     for (Strip& strip : open) {
       strip.packed = room;
-      room += strip.rows * k_padded * strip.kernel->value_bytes;
+      room += packed_bytes(strip, k_padded);
     }
     const int64_t parts = std::max<int64_t>(1, ceil_div(open[0].rows * args.k, kPackValues));  // of a strip
     std::vector<int> lowest(open.size() * size_t(parts), kAllZero);
@@ -255,7 +261,8 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
     return;
   }
   const int64_t strip_bytes = 2 * strip_rows * std::max<int64_t>(args.k, 1);
-  const int64_t most_strips = std::max<int64_t>(1, kPackedBytes / strip_bytes);
+  // One thread multiplies a strip while it is in its cache; several share many, and wait for each other less often.
+  const int64_t most_strips = parallel.threads == 1 ? 1 : std::max<int64_t>(1, kPackedBytes / strip_bytes);
   for (int64_t begin = 0; begin < args.m; begin += most_strips * strip_rows) {
     const int64_t end = std::min(args.m, begin + most_strips * strip_rows);
     std::vector<Strip> strips;

@@ -1,6 +1,6 @@
 // The library's own pool: threads that start when first needed, and never end. Concurrent calls share them; a caller
 // always works on its own tasks too, so a busy pool delays nobody. After fork() the child forgets the parent's pool
-// (its threads do not exist there) and starts its own.
+// (its threads do not exist there) and starts its own; and it forgets an OpenMP runtime, which hangs there.
 #include "parallel.h"
 
 #include <algorithm>
@@ -124,15 +124,26 @@ class Pool {
 };
 
 std::atomic<Pool*> the_pool{nullptr};
+std::atomic<GompParallel> the_openmp{nullptr};
+
+void after_fork() {
+  the_pool.store(nullptr);
+  the_openmp.store(nullptr);
+}
+
+// Before there is a pool or a runtime that a fork could copy.
+void watch_forks() {
+#if defined(__unix__) || defined(__APPLE__)
+  static std::once_flag once;
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, after_fork); });
+#endif
+}
 
 // Never destroyed: its threads outlive every static destructor.
 Pool* pool() {
   Pool* found = the_pool.load(std::memory_order_acquire);
   if (found != nullptr) return found;
-#if defined(__unix__) || defined(__APPLE__)
-  static std::once_flag once;  // before there is a pool that a fork could copy
-  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); }); });
-#endif
+  watch_forks();
   auto* fresh = new Pool;
   if (the_pool.compare_exchange_strong(found, fresh, std::memory_order_acq_rel)) return fresh;
   delete fresh;
@@ -144,6 +155,15 @@ void run_on_pool(void* threads, void (*task)(void*, size_t), void* argument, siz
   Job job{task, argument, count, int(count < size_t(wanted) ? count : size_t(wanted)) - 1, 0, current_processor(),
           {},   {}};
   pool()->run(&job);
+}
+
+// All threads of the team each time, however few tasks there are: the runtime ends those that a smaller team lacks.
+void run_on_openmp(void* threads, void (*task)(void*, size_t), void* argument, size_t count) {
+  const auto team = unsigned(reinterpret_cast<intptr_t>(threads));
+  const GompParallel parallel = the_openmp.load(std::memory_order_acquire);
+  Job job{task, argument, count, 0, 0, -1, {}, {}};
+  if (parallel == nullptr) return job.work();  // another thread has just gone back to the pool
+  parallel([](void* mine) { static_cast<Job*>(mine)->work(); }, &job, team, 0);
 }
 
 // Saves the floating-point control word, sets the default one, restores on the way out.
@@ -181,7 +201,15 @@ int processor_count() {
 Parallel own_threads(int threads) {
   static const int processors = processor_count(), most = std::max(kMostThreads, processors);
   const int wanted = threads > 0 ? std::min(threads, most) : processors;
+  if (threads > 0 && the_openmp.load(std::memory_order_acquire) != nullptr) {
+    return {run_on_openmp, reinterpret_cast<void*>(intptr_t(wanted)), wanted};
+  }
   return {run_on_pool, reinterpret_cast<void*>(intptr_t(wanted)), wanted};
+}
+
+void use_openmp(GompParallel parallel) {
+  watch_forks();
+  the_openmp.store(parallel, std::memory_order_release);
 }
 
 namespace detail {

@@ -1,4 +1,5 @@
-// Runs the tasks of a kernel: on the caller's thread, on the library's own pool, or on ONNX Runtime's.
+// Runs the tasks of a kernel: on the caller's thread, on the library's own pool, on ONNX Runtime's, or on those of an
+// OpenMP runtime that the process has anyway.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,6 +17,11 @@ struct Parallel {
 // The library's own threads; `threads` <= 0 means one per processor, and more than 256 (or, if there are more, than
 // processors) means so many. Threads start with the first call that needs them.
 Parallel own_threads(int threads);
+
+// From now on own_threads(threads), threads > 0, are teams of the OpenMP runtime whose GOMP_parallel this is; null: no
+// longer. Threads of such a runtime wait busily for their next team, and would keep the library's own from running.
+using GompParallel = void (*)(void (*team)(void*), void* argument, unsigned threads, unsigned flags);
+void use_openmp(GompParallel parallel);
 
 // One per processor this process may use.
 int processor_count();

@@ -10,7 +10,7 @@
 #include "attention.h"
 
 #include "attention_amx.h"
-#include "attention_transpose.h"
+#include "transpose.h"
 #include "gemm.h"
 
 namespace mxfp8::MXFP8_ISA {

@@ -20,7 +20,6 @@ MXFP8_INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 MXFP8_INLINE int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
 MXFP8_INLINE int64_t padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-MXFP8_INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 MXFP8_INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b if one is NaN
 
 MXFP8_INLINE float highest_lane(Vec v) {

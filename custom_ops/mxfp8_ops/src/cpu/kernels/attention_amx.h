@@ -8,7 +8,7 @@
 #if defined(__AMX_BF16__)
 #include "amx.h"
 #include "attention.h"
-#include "attention_transpose.h"
+#include "transpose.h"
 
 namespace mxfp8::MXFP8_ISA {
 

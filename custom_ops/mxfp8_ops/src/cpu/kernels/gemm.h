@@ -64,6 +64,33 @@ MXFP8_INLINE void decode_block(const uint8_t* elements, int64_t count, uint8_t s
   }
 }
 
+// Each row of B is a new stream to the hardware prefetcher: fetches this chunk of the next panel's row meanwhile.
+MXFP8_INLINE void prefetch_next_panel(const GemmArgs& args, int64_t row, Chunk chunk) {
+  const uint8_t* next = args.b + row * args.k + chunk.k;
+  for (int64_t i = 0; i < chunk.count; i += 64) __builtin_prefetch(next + i);
+}
+
+// Decodes a panel - Panel rows of B from `column` on, one chunk deep - as float32: [block, row, 32]. Rows past
+// `column_end` are zero.
+template <class F, int64_t Panel>
+MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t column_end, Chunk chunk, float* out) {
+  for (int64_t row = 0; row < Panel; ++row) {
+    const bool inside = column + row < column_end;
+    const uint8_t* elements = args.b + (column + row) * args.k;
+    const uint8_t* scales = args.b_scales + (column + row) * blocks_of(args.k);
+    prefetch_next_panel(args, column + row + Panel, chunk);
+    for (int64_t i = 0; i < chunk.padded; i += kBlock) {
+      float* to = out + i * Panel + row * kBlock;
+      const int64_t k = chunk.k + i;
+      if (inside) {
+        decode_block<F>(elements + k, args.k - k, scales[k / kBlock], to);
+      } else {
+        std::memset(to, 0, kBlock * sizeof(float));
+      }
+    }
+  }
+}
+
 // Block `block` of a row of A, dequantized if it is quantized, rounded if that is asked for, as float32; zeros follow a
 // partial block.
 MXFP8_INLINE void load_a_block(const GemmArgs& args, int64_t row, int64_t block, float* out) {

@@ -12,12 +12,6 @@ namespace {
 constexpr int64_t kPanel = 8;    // rows of B decoded at a time: they stay in L1, with a tile of A
 constexpr int64_t kDepth = 512;  // of a chunk
 
-// Each row of B is a new stream to the hardware prefetcher: fetches this chunk of the next panel's row meanwhile.
-MXFP8_INLINE void prefetch_next_panel(const GemmArgs& args, int64_t row, Chunk chunk) {
-  const uint8_t* next = args.b + (row + kPanel) * args.k + chunk.k;
-  for (int64_t i = 0; i < chunk.count; i += 64) __builtin_prefetch(next + i);
-}
-
 template <int R>
 MXFP8_INLINE void multiply_tile(const float* a, const float* b, int64_t blocks, float* strip, bool accumulate) {
   Vec sums[R][kTileColumns];
@@ -37,27 +31,6 @@ MXFP8_INLINE void multiply_tile(const float* a, const float* b, int64_t blocks, 
     b += kPanel * kBlock;
   }
   for (int i = 0; i < R; ++i) store_sums(sums[i], strip + i * kGemmColumns, accumulate);
-}
-
-// Decodes a panel - kPanel rows of B from `column` on, one chunk deep - as float32: [block, row, 32]. Rows past
-// `column_end` are zero.
-template <class F>
-MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t column_end, Chunk chunk, float* out) {
-  for (int64_t row = 0; row < kPanel; ++row) {
-    const bool inside = column + row < column_end;
-    const uint8_t* elements = args.b + (column + row) * args.k;
-    const uint8_t* scales = args.b_scales + (column + row) * blocks_of(args.k);
-    prefetch_next_panel(args, column + row, chunk);
-    for (int64_t i = 0; i < chunk.padded; i += kBlock) {
-      float* to = out + i * kPanel + row * kBlock;
-      const int64_t k = chunk.k + i;
-      if (inside) {
-        decode_block<F>(elements + k, args.k - k, scales[k / kBlock], to);
-      } else {
-        std::memset(to, 0, kBlock * sizeof(float));
-      }
-    }
-  }
 }
 
 }  // namespace
@@ -88,7 +61,7 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
     const int64_t first = tiles.first_row(tile_begin), count = tiles.first_row(tile_end) - first;
     for_each_strip<float, kBlock, kPanel>(args, row + first, count, column_begin, column_end, kDepth,
                                           [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
-                                            decode_panel<decltype(format)>(args, column, column_end, chunk, b);
+                                            decode_panel<decltype(format), kPanel>(args, column, column_end, chunk, b);
                                             for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
                                               const float* from = a + tiles.offset(chunk, tile);
                                               float* to = strip + (tiles.first_row(tile) - first) * kGemmColumns;

@@ -127,4 +127,6 @@ MXFP8_INLINE Vec spread_scales(const float* scales, int64_t k) { return Vec{} + 
 
 #endif
 
+MXFP8_INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+
 }  // namespace mxfp8::MXFP8_ISA

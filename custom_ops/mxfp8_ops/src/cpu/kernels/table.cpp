@@ -39,6 +39,11 @@ constexpr GemmKernel gemm(Values values, int64_t least, int64_t most, int tile, 
 
 MXFP8_DECLARE(gemm_skinny_f32);
 MXFP8_DECLARE(gemm_f32);
+#if defined(__AVX2__)
+MXFP8_DECLARE(gemm_many_f32);
+
+constexpr int64_t kManyFloatRows = kLanes == 16 ? 64 : 40;  // from here on turning A pays
+#endif
 #if defined(__AMX_BF16__)
 MXFP8_DECLARE(gemm_amx);
 MXFP8_DECLARE(gemm_amx_parts);
@@ -68,6 +73,9 @@ constexpr GemmKernel gemms[] = {
     gemm<uint16_t>(Values::kBf16, 1, kManyRows, kTileRows, MXFP8_GEMM(gemm_bf16)),
 #endif
     gemm<float>(Values::kOther, 1, kSkinnyRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_f32)),
+#if defined(__AVX2__)
+    gemm<float>(Values::kAny, kManyFloatRows, kGemmRows, kLanes, MXFP8_GEMM(gemm_many_f32)),
+#endif
     gemm<float>(Values::kAny, 1, kGemmRows, kTileRows, MXFP8_GEMM(gemm_f32)),
 };
 

@@ -1,4 +1,4 @@
-// Rows of words to columns, for the kernels of attention.
+// Rows of words to columns.
 #pragma once
 #include <cstdint>
 #include <cstring>
