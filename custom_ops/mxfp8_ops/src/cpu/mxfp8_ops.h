@@ -54,8 +54,8 @@ MXFP8_API const char* mxfp8_isa(void);
 MXFP8_API int mxfp8_isa_force(const char* name);
 
 // For processes that also compute with OpenMP, as PyTorch does: its threads wait busily, in the way of this library's.
-// From now on every call whose `threads` is not 0 runs on teams of the OpenMP runtime whose GOMP_parallel this is; after
-// fork(), and with NULL, on the library's own threads.
+// From now on every call whose `threads` is not 0 runs on teams of the OpenMP runtime whose GOMP_parallel this is;
+// after fork(), and with NULL, on the library's own threads.
 MXFP8_API void mxfp8_use_openmp(void (*gomp_parallel)(void (*team)(void*), void* argument, unsigned threads,
                                                       unsigned flags));
 

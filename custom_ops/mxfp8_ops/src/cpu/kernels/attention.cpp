@@ -10,8 +10,8 @@
 #include "attention.h"
 
 #include "attention_amx.h"
-#include "transpose.h"
 #include "gemm.h"
+#include "transpose.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {

@@ -6,19 +6,20 @@
 // Layout: the lanes of a sum are rows of A, so that sums are not added up across lanes: with a K of a few hundred that
 // would take a fifth of the time. A is turned while it is packed, once; B is decoded as it lies, in panels that stay in
 // L1, and each of its values is broadcast. The result comes out turned: a strip of it is turned back when it is done.
-#include "transpose.h"
 #include "gemm.h"
+#include "transpose.h"
 
 #if defined(__AVX2__)
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int64_t kPanel = 8;                       // rows of B decoded at a time
-constexpr int64_t kDepth = 256;                     // of a chunk
-constexpr int kVectors = 3;                         // of rows in a tile, which has all registers: see kManyColumns
-constexpr int kManyColumns = kLanes == 16 ? 8 : 4;  // 3 x 8 accumulators and 3 + 1 operands of 32, 3 x 4 and those of 16
-constexpr int64_t kTurned = 32;                     // rows of the result that are turned back at a time
+constexpr int64_t kPanel = 8;    // rows of B decoded at a time
+constexpr int64_t kDepth = 256;  // of a chunk
+// A tile takes all registers: 3 x 8 sums and 3 + 1 operands of 32, or 3 x 4 sums and those of 16.
+constexpr int kVectors = 3;  // of rows
+constexpr int kManyColumns = kLanes == 16 ? 8 : 4;
+constexpr int64_t kTurned = 32;  // rows of the result that are turned back at a time
 
 // kLanes rows of kLanes values to columns.
 MXFP8_INLINE void turn_tile(const float* from, int64_t stride, float* to, int64_t to_stride) {
@@ -57,7 +58,8 @@ MXFP8_INLINE void multiply_tile(const float* a, const float* b, int64_t depth, f
   }
 }
 
-// Fetches what the strip's rows will be stored over, kLanes columns from `column` on, while there is work to do meanwhile.
+// Fetches what the strip's rows will be stored over, kLanes columns from `column` on, while there is work to do
+// meanwhile.
 MXFP8_INLINE void prefetch_result(const GemmArgs& args, int64_t row, int64_t rows, int64_t column) {
   const int64_t bytes = args.y_dtype == MXFP8_FLOAT32 ? 4 : 2;
   const char* y = static_cast<const char*>(args.y) + (row * args.y_stride + column) * bytes;
