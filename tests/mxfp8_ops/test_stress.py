@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +15,18 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from mxfp8_ops import contract, cpu, ort
+from mxfp8_ops import contract, cpu, native, ort
 
 FLOAT = TensorProto.FLOAT
 K = 512
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_threads() -> Iterator[None]:
+    """The library's own pool, also where tests before have used torch's threads."""
+    native.use_openmp(on=False)
+    yield
+    native.use_openmp(on="torch" in sys.modules)
 
 
 def branches(width: int, depth: int) -> bytes:
