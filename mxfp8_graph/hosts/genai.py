@@ -28,8 +28,8 @@ def layout(request: Request) -> Layout:
     added; or it is made of the model's own config.json.
 
     Raises:
-        ContractError: there is neither, the model has no such cache, or the configuration is not of one decoder or does not
-            say of which architecture.
+        ContractError: there is neither, the model has no such cache, or the configuration is not of one decoder, or
+            does not say of which architecture.
     """
     has_config = request.config is not None and (request.config / CONFIG).is_file()
     described = Description(request, CONFIG if has_config else "config.json", "genai_config.json or config.json")
@@ -54,7 +54,7 @@ def _given(described: Description) -> dict[str, Any]:
         what, expected = "has no decoder of one model", "model.decoder, without a pipeline"
         advice = "add custom_ops_library to the session options of each model by hand"
         raise ContractError(described.path / CONFIG, what, expected=expected, advice=advice)
-    _type(model, "type", str(described.path / CONFIG))
+    _type(config["model"], "type", str(described.path / CONFIG))
     return config
 
 
