@@ -92,7 +92,7 @@ def test_triton_reads_the_configuration() -> None:
     pb = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="needs the extra hosts")
     from google.protobuf import text_format
 
-    model = b.neg_model("Gemm", ["rows", 64], ["rows", 96], {"w": b.weight(64, 96)})
+    model = b.neg_model("Gemm", ["batch", 64], ["batch", 96], {"w": b.weight(64, 96)})
     for value, name in ((model.graph.input[0], 'ä"\n'), (model.graph.output[0], "y")):
         rename(model, value.name, name)
     mxfp8_graph.package(rewritten(model), "triton", "ä b", root="/models/ä b")
