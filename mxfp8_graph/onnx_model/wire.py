@@ -27,6 +27,9 @@ _FIXED: Final = {_FIXED64: 8, _FIXED32: 4}
 _LONGEST_KEY: Final = 20
 """Bytes of a tag and of a number, or a length: two varints."""
 
+_MOST_FIELDS: Final = 5_000_000
+"""What is looked at, which takes some ten seconds. Models have a few fields for each node."""
+
 _LAST: Final = 2**29
 """More than the number of any field."""
 
@@ -59,8 +62,8 @@ class _Field(NamedTuple):
     """Of a varint; else 0."""
 
 
-class _MalformedError(Exception):
-    """These bytes are no message, or one of groups."""
+class _UnclearError(Exception):
+    """These bytes are no message, or one of groups, or they are too many fields to look at."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class _Reader:
         self._file = file
         self._least = least
         self._reference = reference
+        self._left = _MOST_FIELDS
 
     def message(self, kind: type, place: Range) -> Sequence[bytes | Range]:
         """Returns the pieces of a message; only the place itself if it stays as it is."""
@@ -121,7 +125,7 @@ class _Reader:
                     head = key(field.number, sum(map(len, found)))
                     pieces += [Range(kept, field.start), head, *found]
                     kept = field.end
-        except _MalformedError:
+        except _UnclearError:
             return [place]
         if kind is _Attribute and _Attribute.TYPE_FIELD_NUMBER not in seen:
             return [place]
@@ -146,7 +150,7 @@ class _Reader:
                     or (field.number == _Tensor.DATA_TYPE_FIELD_NUMBER and field.value == _Tensor.STRING)
                 ):
                     return [place]
-        except _MalformedError:
+        except _UnclearError:
             return [place]
         if data is None or data.end - data.at <= self._least:
             return [place]
@@ -157,6 +161,9 @@ class _Reader:
         """Yields the fields of a message, without reading what they hold."""
         start = place.start
         while start < place.end:
+            self._left -= 1
+            if self._left < 0:
+                raise _UnclearError
             self._file.seek(start)
             head = self._file.read(min(_LONGEST_KEY, place.end - start))
             tag, size = _varint(head, 0)
@@ -172,9 +179,9 @@ class _Reader:
             elif wire_type in _FIXED:
                 end += _FIXED[wire_type]
             else:
-                raise _MalformedError
+                raise _UnclearError
             if not number or end > place.end:
-                raise _MalformedError
+                raise _UnclearError
             yield _Field(number, wire_type, start, at, end, value)
             start = end
 
@@ -186,7 +193,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * shift
         if byte < 0x80:
             return value, at + shift + 1
-    raise _MalformedError
+    raise _UnclearError
 
 
 def key(number: int, length: int) -> bytes:
@@ -215,31 +222,31 @@ class Data:
         return self.length
 
 
-def byte_size(model: onnx.ModelProto, data: Mapping[str, Data]) -> int:
-    """Returns how many bytes `pieces` has."""
-    return sum(map(len, _model(model, data)))
-
-
-def pieces(model: onnx.ModelProto, data: Mapping[str, Data]) -> Iterator[memoryview]:
-    """Yields a model as it is in a file, byte for byte what SerializeToString would return.
+class Serialized:
+    """A model as it is in a file, byte for byte what SerializeToString would return.
 
     Args:
-        model: the model.
+        model: the model, which is not to change meanwhile.
         data: the raw data of initializers of the main graph that have none in `model`, by name.
     """
-    for piece in _model(model, data):
-        if isinstance(piece, bytes):
-            yield memoryview(piece)
-        else:
-            yield from piece.chunks()
 
+    def __init__(self, model: onnx.ModelProto, data: Mapping[str, Data]) -> None:
+        self._graph, self._data = model.graph, data
+        number = onnx.ModelProto.GRAPH_FIELD_NUMBER
+        length = sum(map(len, _graph(self._graph, data)))
+        self._before = _fields_between(model, 0, number) + key(number, length)
+        self._after = _fields_between(model, number, _LAST)
+        self.byte_size = len(self._before) + length + len(self._after)
 
-def _model(model: onnx.ModelProto, data: Mapping[str, Data]) -> Iterator[bytes | Data]:
-    number = onnx.ModelProto.GRAPH_FIELD_NUMBER
-    yield _fields_between(model, 0, number)
-    yield key(number, sum(map(len, _graph(model.graph, data))))
-    yield from _graph(model.graph, data)
-    yield _fields_between(model, number, _LAST)
+    def pieces(self) -> Iterator[memoryview]:
+        """Yields its bytes in order, in pieces of any size."""
+        yield memoryview(self._before)
+        for piece in _graph(self._graph, self._data):
+            if isinstance(piece, bytes):
+                yield memoryview(piece)
+            else:
+                yield from piece.chunks()
+        yield memoryview(self._after)
 
 
 def _graph(graph: onnx.GraphProto, data: Mapping[str, Data]) -> Iterator[bytes | Data]:

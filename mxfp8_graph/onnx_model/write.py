@@ -120,10 +120,11 @@ class Target:
 
     def _written(self, path: Path, role: Literal["new", "bridge"]) -> BinaryIO:
         """Returns the draft that the model was written to."""
-        if wire.byte_size(self._opened.proto, self._late) > wire.MOST_BYTES:
+        model = wire.Serialized(self._opened.proto, self._late)
+        if model.byte_size > wire.MOST_BYTES:
             raise _too_large(path)
         file = self._drafts.open(path, role)
-        for piece in wire.pieces(self._opened.proto, self._late):
+        for piece in model.pieces():
             write_early(file, piece)
         return file
 

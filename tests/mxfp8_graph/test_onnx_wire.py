@@ -165,6 +165,12 @@ class TestReading:
         with pytest.raises(ContractError, match="not a complete ONNX file"):
             mxfp8_graph.rewrite(path)
 
+    def test_more_fields_than_anybody_waits_for_are_left_to_protobuf(self, tmp_path, monkeypatch):
+        data = initializer(TENSOR + RAW) + b"\x98\x3e\x00" * 50
+        assert whole(data, tmp_path / "m.onnx") == (parsed(data), 1)
+        monkeypatch.setattr(wire, "_MOST_FIELDS", 40)
+        assert read(data, tmp_path / "m.onnx") == data
+
     def test_no_model_can_make_a_reference(self, tmp_path):
         """What would point a tensor at bytes of the file is taken for what it is: an entry that nothing asks for."""
         proto = matmul_model(64, 96)
@@ -203,8 +209,9 @@ class TestWriting:
     @pytest.mark.parametrize("index", range(len(onnx_models.seeds())))
     def test_the_bytes_are_those_of_protobuf(self, index):
         proto = onnx.ModelProto.FromString(onnx_models.seeds()[index])
-        assert b"".join(wire.pieces(proto, {})) == proto.SerializeToString()
-        assert wire.byte_size(proto, {}) == proto.ByteSize()
+        written = wire.Serialized(proto, {})
+        assert b"".join(written.pieces()) == proto.SerializeToString()
+        assert written.byte_size == proto.ByteSize()
 
     def test_data_that_is_given_late_is_where_protobuf_writes_it(self):
         proto = chain_model((64, 96, 64))
@@ -216,8 +223,9 @@ class TestWriting:
             data = tensor.raw_data
             tensor.ClearField("raw_data")
             late[tensor.name] = wire.Data(len(data), lambda data=data: iter([memoryview(data)]))
-        assert b"".join(wire.pieces(proto, late)) == expected
-        assert wire.byte_size(proto, late) == len(expected)
+        written = wire.Serialized(proto, late)
+        assert b"".join(written.pieces()) == expected
+        assert written.byte_size == len(expected)
 
     @pytest.mark.parametrize("external", [False, True])
     @pytest.mark.parametrize("build", [language_model, matmul_model])
