@@ -36,6 +36,10 @@ class ModelFolder:
         """
         return self.files.open(self.locate(name, where))
 
+    def open_model(self) -> BinaryIO:
+        """Returns the model's own file, open; errors as `open`."""
+        return self.files.open(self._model)
+
     def check(self, file: BinaryIO) -> None:
         """Raises ContractError if a file that `open` returned, or the model that says what is where in it, changed."""
         self.files.check_open(file)

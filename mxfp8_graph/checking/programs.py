@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
 from mxfp8_graph.checking.profile import NodeProfile
-from mxfp8_graph.checking.sessions import Runnable
+from mxfp8_graph.checking.sessions import Runnable, Timing
 from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops.errors import BackendError, Option
 
@@ -21,6 +22,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
 
 from mxfp8_graph.checking.program_profile import of_program
+from mxfp8_graph.torch_program.internals import written_names
 from mxfp8_graph.torch_program.values import to_numpy
 
 _MOVES: Final = frozenset(
@@ -31,7 +33,11 @@ _MOVES: Final = frozenset(
 
 
 class TorchProgram(Runnable):
-    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file, and for `trust_pickle`."""
+    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file, and for `trust_pickle`.
+
+    What it writes to, a caller's program in memory shares: after each call that is as it was. So calls of one program,
+    and of another that was made from it, begin with the same.
+    """
 
     def __init__(self, model: str | Path | ExportedProgram, *, trust_pickle: bool = False) -> None:
         if isinstance(model, ExportedProgram):
@@ -43,6 +49,7 @@ class TorchProgram(Runnable):
             self._module = program.module()
         except Exception as error:  # whatever torch raises for a program that contradicts itself
             raise unrunnable(self.name, error, "export it again") from None
+        self._written = _written(program)
         self._inputs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
         placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
         tensors = [s.arg.name for s in self._inputs if isinstance(s.arg, TensorArgument)]
@@ -56,11 +63,31 @@ class TorchProgram(Runnable):
         ]
         self.output_names = [name for name in self._outputs if name is not None]
 
+    def run(self, inputs: Mapping[str, Array]) -> Inputs:
+        """Returns the outputs by name; errors as `Runnable.run`."""
+        with self._written_back():
+            return super().run(inputs)
+
+    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
+        """Returns outputs and latencies of `repeat` runs, each of which goes on with what the one before wrote."""
+        with self._written_back():
+            return super().time(inputs, repeat)
+
+    @contextlib.contextmanager
+    def _written_back(self) -> Iterator[None]:
+        before = [tensor.detach().clone() for tensor in self._written]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, values in zip(self._written, before, strict=True):
+                    tensor.copy_(values)
+
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, called one by one."""
         leaves = pytree.tree_leaves(self._feeds(inputs))
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._written_back():
                 return of_program(self._module, leaves, repeat)
         except Exception as error:  # whatever the ops of the program raise
             raise unrunnable(self.name, error, PASS_OTHERS) from None
@@ -103,6 +130,15 @@ def unrunnable(name: str, error: Exception, advice: str | Sequence[str | Option]
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     expected = "inputs the program accepts" if advice is PASS_OTHERS else "a program as torch.export makes it"
     return BackendError(name, f"torch cannot run it: {reason}", expected=expected, advice=advice)
+
+
+def _written(program: ExportedProgram) -> list[torch.Tensor]:
+    """Returns the parameters, buffers and constants that a run of a program may write to."""
+    signature = program.graph_signature
+    stored = signature.inputs_to_parameters | signature.inputs_to_buffers | signature.inputs_to_lifted_tensor_constants
+    names = written_names(program.graph, lambda node: stored.get(node.name))
+    names.update(signature.buffers_to_mutate.values(), signature.parameters_to_mutate.values())
+    return [program.state_dict[name] if name in program.state_dict else program.constants[name] for name in names]
 
 
 def _spec(placeholder: torch.fx.Node) -> InputSpec:

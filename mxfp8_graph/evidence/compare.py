@@ -7,7 +7,6 @@ same matmuls. An exported program is compared as the ONNX model that torch makes
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from mxfp8_graph.evidence.comparison import Comparison, Row
 from mxfp8_graph.evidence.emulation import Emulated, Emulator, lay_out
 from mxfp8_graph.evidence.metrics import Metric, Score, metric_called, score
 from mxfp8_graph.evidence.number_formats import PEERS, Peer
+from mxfp8_graph.file_scratch import scratch
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.options import Progress
@@ -107,12 +107,12 @@ def compare(
     """
     chosen_metrics = [metric_called(name) for name in metrics]
     candidates = _candidates(recipes)
-    with tempfile.TemporaryDirectory(prefix="mxfp8-compare-") as folder:
+    with scratch("compare") as folder:
         notes: list[str] = []
         name = "model"
         if is_program(model):
             name = str(model) if isinstance(model, (str, Path)) else "program"
-            model = _exported(model, Path(folder) / "model.onnx", trust_pickle=trust_pickle)
+            model = _exported(model, folder / "model.onnx", trust_pickle=trust_pickle)
             notes.append("the program is compared as the ONNX model that torch.onnx makes of it")
         opened = open_model(model)
         name = opened.name if name == "model" else name
@@ -125,7 +125,7 @@ def compare(
             opened=opened,
             samples=samples,
             metrics=chosen_metrics,
-            folder=Path(folder),
+            folder=folder,
             count=len(candidates) + 1,
             progress=progress,
         )

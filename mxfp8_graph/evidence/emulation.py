@@ -28,8 +28,9 @@ from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.evidence.fake_quantize import DOMAIN, FakeQuantize, attach, function
 from mxfp8_graph.evidence.number_formats import HISTORY, Peer, Quantizer
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel, open_model
+from mxfp8_graph.onnx_model.tensor_data import hold, inside
 from mxfp8_graph.onnx_model.upgrade import upgrade
-from mxfp8_graph.onnx_model.walk import iter_graphs
+from mxfp8_graph.onnx_model.walk import iter_graphs, iter_tensors
 from mxfp8_graph.onnx_model.write import open_target
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.matmul_forms import multiplies
@@ -185,6 +186,8 @@ def _model(emulator: Emulator, peer: Peer) -> tuple[onnx.ModelProto, list[str]]:
     for tensor in proto.graph.initializer:
         if tensor.name in emulator.opened.tensors:
             tensor.CopyFrom(emulator.opened.tensors[tensor.name])
+    for tensor in filter(inside, iter_tensors(proto)):  # ONNX Runtime gets no file of it
+        hold(tensor, emulator.opened.folder, emulator.opened.name)
     activations: list[str] = []
     delayed = peer.activations.scale == "delayed"
     main, *inner = iter_graphs(proto.graph)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from mxfp8_graph.checking.inputs import Array, Inputs, Signature
 from mxfp8_graph.checking.runner import Model, is_program
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.evidence.switchable import Switchable
+from mxfp8_graph.file_scratch import scratch
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_pass.switches import SwitchedModel, write_switched
 from mxfp8_graph.options import Progress
@@ -81,9 +81,9 @@ def open_switchable(
         return
     opened = open_model(model)
     signature = Signature.of(opened)
-    with tempfile.TemporaryDirectory(prefix="mxfp8-analyze-") as folder:
-        _check_room(Path(folder), round(opened.byte_size * _ROOM), opened.name)
-        path = Path(folder) / "model.onnx"
+    with scratch("analyze") as folder:
+        _check_room(folder, round(opened.byte_size * _ROOM), opened.name)
+        path = folder / "model.onnx"
         yield _SwitchedSession(
             signature, write_switched(opened, recipe, path, allow_nonfinite=allow_nonfinite, progress=progress)
         )

@@ -28,7 +28,8 @@ def layout(request: Request) -> Layout:
     added; or it is made of the model's own config.json.
 
     Raises:
-        ContractError: there is neither, the model has no such cache, or the configuration is not of one decoder.
+        ContractError: there is neither, the model has no such cache, or the configuration is not of one decoder, or
+            does not say of which architecture.
     """
     has_config = request.config is not None and (request.config / CONFIG).is_file()
     described = Description(request, CONFIG if has_config else "config.json", "genai_config.json or config.json")
@@ -53,6 +54,7 @@ def _given(described: Description) -> dict[str, Any]:
         what, expected = "has no decoder of one model", "model.decoder, without a pipeline"
         advice = "add custom_ops_library to the session options of each model by hand"
         raise ContractError(described.path / CONFIG, what, expected=expected, advice=advice)
+    _type(config["model"], "type", str(described.path / CONFIG))
     return config
 
 
@@ -64,7 +66,7 @@ def _made(request: Request, described: Description) -> dict[str, Any]:
     padding = known.get("pad_token_id", end[0] if isinstance(end, list) and end else end)
     tokens = {"bos_token_id": known.get("bos_token_id"), "eos_token_id": end, "pad_token_id": padding}
     model = {
-        "type": known.get("model_type"),
+        "type": _type(known, "model_type", where),
         "context_length": length,
         "vocab_size": _number(known, "vocab_size", where),
         **{name: token for name, token in tokens.items() if token is not None},
@@ -98,6 +100,15 @@ def _decoder(request: Request, known: dict[str, Any], where: str) -> dict[str, A
         "num_key_value_heads": cached_heads,
         **ports,
     }
+
+
+def _type(config: dict[str, Any], name: str, where: str) -> str:
+    """Returns what onnxruntime-genai chooses its code by; it knows no model without it."""
+    kind = config.get(name)
+    if not isinstance(kind, str) or not kind:
+        expected, advice = "the name of an architecture, as llama", "add it"
+        raise ContractError(where, f"{name} is {kind!r}", expected=expected, advice=advice)
+    return kind
 
 
 def _number(config: dict[str, Any], name: str, where: str) -> int:

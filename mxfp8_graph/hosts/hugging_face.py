@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import Any
 
 from mxfp8_graph.hosts.layout import MODEL, Description, Layout, Request
@@ -21,15 +22,19 @@ def optimum(request: Request) -> Layout:
 def sentence_transformers(request: Request) -> Layout:
     """Returns what `SentenceTransformer(folder, backend="onnx", model_kwargs={"session_options": options})` loads.
 
+    The first module is the transformer, whose model is looked for below its path: "", or "0_Transformer" in folders of
+    early versions. What else lies there describes it; other modules are small, and go along whole.
+
     Raises:
         ContractError: there is no modules.json, or it names a folder that is not there.
     """
     described = Description(request, "modules.json", "a sentence-transformers model")
+    paths = [_path(module, described) for module in described.json("modules.json", list) or [None]]
     files = described.files()
-    for module in described.json("modules.json", list):
-        if path := _path(module, described):
-            files |= described.files(path, every=True)
-    return Layout(f"onnx/{MODEL}", None, files)
+    for number, path in enumerate(paths):
+        if path:
+            files |= described.files(path, every=number > 0)
+    return Layout(str(PurePosixPath(paths[0], "onnx", MODEL)), None, files)
 
 
 def _path(module: Any, described: Description) -> str:

@@ -8,7 +8,9 @@ made (frequencies of rotary embeddings, position ids) are real.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,16 +219,38 @@ def repeated(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     return (path, layers) if all(_fingerprint(layer) == first for layer in layers) else None
 
 
+_NUMBERS: Final = frozenset({"layer_idx", "layer_id"})
+"""What modules call the number of their layer."""
+
+_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
+"""What torch keeps in a module: its parameters, buffers and modules, which are compared as such, and hooks."""
+
+
 def _fingerprint(layer: nn.Module) -> list[object]:
     """Returns what tells a layer from others, but for values of parameters and its number."""
     found: list[object] = []
     for path, module in layer.named_modules():
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str, tuple, type(None)))}
-        plain = {k: v for k, v in plain.items() if k not in {"layer_idx", "layer_id"}}
-        own = {name: (tuple(t.shape), t.dtype) for name, t in module.named_parameters(recurse=False)}
-        buffers = {name: t.tolist() for name, t in module.named_buffers(recurse=False) if t.numel() < 2**16}
-        found.append((path, type(module), plain, own, buffers))
+        own = {k: _plain(v) for k, v in vars(module).items() if k not in _NUMBERS | _OF_EVERY_MODULE}
+        parameters = {name: (tuple(t.shape), t.dtype) for name, t in module.named_parameters(recurse=False)}
+        buffers = {name: _plain(t) for name, t in module.named_buffers(recurse=False)}
+        found.append((path, type(module), own, parameters, buffers))
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Returns what is equal for equal values; of an object without values of its own, that it is this very one."""
+    if isinstance(value, Tensor):
+        known = value.is_meta or value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (tuple(value.shape), value.dtype, known)
+    if isinstance(value, Mapping):
+        return (type(value), [(key, _plain(each)) for key, each in value.items()])
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return (type(value), [_plain(each) for each in value])
+    if isinstance(value, functools.partial):
+        return (functools.partial, _plain((value.func, value.args, value.keywords)))
+    if isinstance(value, types.MethodType):
+        return value.__func__
+    return value
 
 
 class _Unfilled(TorchFunctionMode):

@@ -1,11 +1,14 @@
 """Opens a model as a skeleton: the whole structure, without the data of large initializers.
 
+Large raw data stays in the file: `wire.py` reads the rest of it, with references in its place.
+
 Everything that looks at the structure (function inlining, opset conversion, shape inference, graphsurgeon) works on the
 skeleton and so costs nothing per byte of weights; `tensor_data.py` reads the data, one tensor at a time.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -15,9 +18,10 @@ from google.protobuf.message import DecodeError
 
 from mxfp8_graph.file_reading import is_folder
 from mxfp8_graph.model_folder import ModelFolder
-from mxfp8_graph.onnx_model.tensor_data import byte_length, is_external
+from mxfp8_graph.onnx_model.tensor_data import byte_length, is_apart, is_external, refer
 from mxfp8_graph.onnx_model.validate import validate
 from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_tensors
+from mxfp8_graph.onnx_model.wire import without_data
 from mxfp8_ops.errors import ContractError
 
 INLINE_BYTES: Final = 4096
@@ -33,7 +37,7 @@ class OpenedModel:
     """An opened model.
 
     Invariant: an initializer of the main graph whose name is in `tensors` has no data in `proto`; the tensor in
-    `tensors` has it, or says in which external file it lies.
+    `tensors` has it, or says in which external file it lies, or where in the model's own.
     """
 
     name: str
@@ -79,8 +83,9 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
         raise ContractError(path, "a directory", expected="an ONNX file", advice="name the .onnx file inside it")
     try:
         folder = ModelFolder(path)
-        with folder.files.open(path) as file:
-            content = file.read()
+        with folder.open_model() as file:
+            size = os.fstat(file.fileno()).st_size
+            content = without_data(file, INLINE_BYTES, lambda *place: refer(*place).SerializeToString())
             folder.files.check_open(file)
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable ONNX file") from None
@@ -92,7 +97,6 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
         what = "not a complete ONNX file (protobuf cannot be decoded)"
         advice = "check that the file is one and was copied whole"
         raise ContractError(path, what, expected="an ONNX model", advice=advice) from None
-    size = len(content)
     del content
     return _open(proto, str(path), folder, size)
 
@@ -105,10 +109,10 @@ def _open(model: onnx.ModelProto, name: str, folder: ModelFolder | None, size: i
     tensors: dict[str, onnx.TensorProto] = {}
     for tensor in model.graph.initializer:
         stub = skeleton.graph.initializer.add()
-        if not is_external(tensor) and _is_small(tensor):
+        if not is_apart(tensor) and _is_small(tensor):
             stub.CopyFrom(tensor)
             continue
-        copy_fields(stub, tensor, skip=_DATA_FIELDS)
+        copy_fields(stub, tensor, skip=_DATA_FIELDS if is_external(tensor) else _DATA_FIELDS | {"external_data"})
         tensors[tensor.name] = tensor
     external = [t for t in iter_tensors(skeleton) if is_external(t)]
     size += sum(byte_length(t) for t in external)

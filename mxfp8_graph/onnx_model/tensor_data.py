@@ -1,4 +1,4 @@
-"""Reads tensors from where a model keeps them: in the proto, or in an external file beside it."""
+"""Reads tensors from where a model keeps them: in the proto, in its own file, or in an external file beside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Final
 
@@ -23,6 +24,9 @@ Fetch = Callable[[int, int], Array]
 
 _BITS: Final = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2, "FLOAT6E2M3": 6, "FLOAT6E3M2": 6}
 """Dtypes that share bytes; all others take whole ones."""
+
+_INSIDE: Final = f"mxfp8-graph:{secrets.token_hex(8)}"
+"""Key of the entry of `external_data` that says where in the model's own file the values lie. No model can know it."""
 
 
 def byte_length(tensor: onnx.TensorProto) -> int:
@@ -42,6 +46,26 @@ def is_external(tensor: onnx.TensorProto) -> bool:
     return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
 
 
+def is_apart(tensor: onnx.TensorProto) -> bool:
+    """Whether the values lie in an external file, or in the model's own but not in the proto."""
+    return is_external(tensor) or inside(tensor) is not None
+
+
+def refer(offset: int, length: int) -> onnx.TensorProto:
+    """Returns what a tensor has in the place of its raw data where that stays in the model's own file."""
+    place = onnx.StringStringEntryProto(key=_INSIDE, value=f"{offset} {length}")
+    return onnx.TensorProto(external_data=[place])
+
+
+def inside(tensor: onnx.TensorProto) -> tuple[int, int] | None:
+    """Returns (offset, length) of raw data that stays in the model's own file; None if it is elsewhere."""
+    for entry in tensor.external_data or ():
+        if entry.key == _INSIDE:
+            offset, length = map(int, entry.value.split())
+            return offset, length
+    return None
+
+
 def location(tensor: onnx.TensorProto) -> str:
     """Returns the external file of `tensor` as the model names it."""
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
@@ -59,7 +83,7 @@ def read(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Ar
         ContractError: the external file is missing, unreadable, too short, outside the model's folder, a link, or no
             longer what it was when first read.
     """
-    if is_external(tensor):
+    if is_apart(tensor):
         whole = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
         whole.raw_data = raw(tensor, folder, model)
         tensor = whole
@@ -68,7 +92,7 @@ def read(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Ar
 
 def raw(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> bytes:
     """Returns the values of a stored tensor as little-endian bytes, in one read of exactly those; errors as `read`."""
-    if is_external(tensor):
+    if is_apart(tensor):
         with opened(tensor, folder, model) as (file, offset, length):
             with _reading(tensor, model, file.name):
                 file.seek(offset)
@@ -81,10 +105,22 @@ def raw(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> byt
     return bytes(numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data)
 
 
+def hold(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> None:
+    """Takes the values of a tensor that is apart into the proto; errors as `read`."""
+    tensor.raw_data = raw(tensor, folder, model)
+    forget_place(tensor)
+
+
+def forget_place(tensor: onnx.TensorProto) -> None:
+    """Removes from a tensor where its values lie."""
+    for name in ("external_data", "data_location"):
+        tensor.ClearField(name)
+
+
 @contextlib.contextmanager
 def fetching(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Iterator[Fetch]:
     """Yields a function that reads any run of the values of `tensor` into one buffer; errors as `read`."""
-    if not is_external(tensor) or onnx.TensorProto.DataType.Name(tensor.data_type) in _BITS:
+    if not is_apart(tensor) or onnx.TensorProto.DataType.Name(tensor.data_type) in _BITS:
         values = read(tensor, folder, model).reshape(-1)
         yield lambda first, count: values[first : first + count]
         return
@@ -110,12 +146,19 @@ def fetching(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -
 
 @contextlib.contextmanager
 def opened(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Iterator[tuple[BinaryIO, int, int]]:
-    """Yields (the file of an external tensor, offset, length), once it is known that the file has it; errors as `read`.
+    """Yields (the file of a tensor that is apart, offset, length), once it is known that it has that; errors as `read`.
 
     At the end file and model must be what they were.
     """
     where = f"{model}: tensor {tensor.name!r}"
-    name = location(tensor)
+    name, own = location(tensor), inside(tensor)
+    if own is not None and folder is not None:
+        with _reading(tensor, model):
+            file = folder.open_model()
+        with file:
+            yield file, *own
+            folder.check(file)
+        return
     if folder is None:
         what = f"lies in external file {name!r}, and a model in memory has no folder to look in"
         raise ContractError(where, what, expected="a path", advice="pass the model's path instead")

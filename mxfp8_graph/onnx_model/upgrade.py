@@ -158,7 +158,8 @@ def _graft(original: onnx.GraphProto, converted: onnx.GraphProto, names: set[str
         for name, graph in subgraphs(kept):
             if name in inner:
                 _graft(graph, inner[name], names)
-        if not _same(before, node):
+        # A Constant means the same in every version, and its tensor may say where its data lies, which onnx drops.
+        if node.op_type != "Constant" and not _same(before, node):
             for name in ("op_type", "input", "attribute"):
                 kept.ClearField(name)
             copy_fields(kept, node, skip={"output", "name", "doc_string", "metadata_props", "domain"})

@@ -11,14 +11,24 @@ from typing import Any, BinaryIO, Final, Literal
 import numpy as np
 import numpy.typing as npt
 import onnx
-from google.protobuf.message import EncodeError
 
 from mxfp8_graph.file_drafts import Drafts, write_early
 from mxfp8_graph.file_leftovers import clean_up
 from mxfp8_graph.file_reading import is_any_of, is_folder
+from mxfp8_graph.onnx_model import wire
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.tensor_data import as_bytes, byte_length, fetching, is_external, location, raw
-from mxfp8_graph.onnx_model.walk import iter_tensors
+from mxfp8_graph.onnx_model.tensor_data import (
+    as_bytes,
+    byte_length,
+    fetching,
+    forget_place,
+    hold,
+    is_apart,
+    is_external,
+    location,
+    raw,
+)
+from mxfp8_graph.onnx_model.walk import iter_graphs, iter_tensors
 from mxfp8_ops.errors import ContractError, Option
 
 INLINE_LIMIT: Final = 1_900_000_000
@@ -43,15 +53,20 @@ class Target:
         self._drafts = drafts
         self._overwrite = overwrite
         self._data = drafts.open(data_path_of(path), "data") if path is not None and external else None
-        """The external file; None if the tensors stay in the proto."""
+        """The external file; None if the tensors go into the model."""
+        self._late: dict[str, wire.Data] = {}
+        """What goes into the model's file and not through protobuf: the raw data of initializers, by name."""
 
     def store(self, tensor: onnx.TensorProto, data: npt.NDArray[Any]) -> None:
         """Gives `tensor`, whose name, dims and dtype are set, its data."""
-        if self._data is None:
+        if self._data is not None:
+            self._begin(self._data, tensor, data.nbytes)
+            write_early(self._data, _bytes(data))
+        elif self.path is None:
             tensor.raw_data = data.tobytes()
-            return
-        self._begin(self._data, tensor, data.nbytes)
-        write_early(self._data, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+        else:
+            kept = data if data.flags.owndata else data.copy()  # what is mapped may change
+            self._late[tensor.name] = wire.Data(data.nbytes, lambda: [_bytes(kept)])
 
     def finish(self) -> None:
         """Stores the tensors that are still where they were, writes the model and puts the files in place.
@@ -61,9 +76,13 @@ class Target:
             OSError: the result cannot be written; FileExistsError if there is one by now that must not be replaced.
         """
         model = self._opened.proto
+        self._put_inner()
         for tensor in model.graph.initializer:
             if stored := self._opened.tensors.get(tensor.name):
-                self._transfer(tensor, stored)
+                if self.path is not None and self._data is None and is_apart(stored):
+                    self._postpone(tensor, stored)
+                else:
+                    self._transfer(tensor, stored)
         self._transfer_others()
         if self.path is None:
             self.byte_size = model.ByteSize()
@@ -101,40 +120,55 @@ class Target:
 
     def _written(self, path: Path, role: Literal["new", "bridge"]) -> BinaryIO:
         """Returns the draft that the model was written to."""
-        try:
-            content = self._opened.proto.SerializeToString()
-        except (EncodeError, ValueError):
-            raise _too_large(path) from None
+        model = wire.Serialized(self._opened.proto, self._late)
+        if model.byte_size > wire.MOST_BYTES:
+            raise _too_large(path)
         file = self._drafts.open(path, role)
-        write_early(file, content)
+        for piece in model.pieces():
+            write_early(file, piece)
         return file
 
     def _check_input(self) -> None:
         if self._opened.folder is not None:
             self._opened.folder.files.check()
 
+    def _put_inner(self) -> None:
+        """Gives new tensors of subgraphs their data, which only those of the main graph can be given late."""
+        _, *inner = iter_graphs(self._opened.proto.graph)
+        for tensor in (tensor for graph in inner for tensor in graph.initializer if tensor.name in self._late):
+            tensor.raw_data = b"".join(self._late.pop(tensor.name).chunks())
+
+    def _postpone(self, tensor: onnx.TensorProto, stored: onnx.TensorProto) -> None:
+        """Gives `tensor` the data of `stored`, which is apart, when the model is written."""
+        tensor.CopyFrom(stored)
+        forget_place(tensor)
+        self._late[tensor.name] = wire.Data(byte_length(stored), lambda: self._chunks(stored))
+
+    def _chunks(self, stored: onnx.TensorProto) -> Iterator[memoryview]:
+        """Yields the bytes of a tensor that is apart; errors as `tensor_data.read`."""
+        length = byte_length(stored)
+        with fetching(as_bytes(stored), self._opened.folder, self._opened.name) as fetch:
+            for start in range(0, length, _CHUNK):
+                yield fetch(start, min(_CHUNK, length - start)).data
+
     def _transfer(self, tensor: onnx.TensorProto, stored: onnx.TensorProto) -> None:
         """Gives `tensor` the data of `stored` unchanged. Strings stay in the proto: they have no external form."""
         folder, name = self._opened.folder, self._opened.name
         if self._data is None or stored.data_type == onnx.TensorProto.STRING:
             tensor.CopyFrom(stored)
-            if is_external(stored):
-                tensor.raw_data = raw(stored, folder, name)
-                tensor.ClearField("external_data")
-                tensor.ClearField("data_location")
-        elif not is_external(stored):
+            if is_apart(stored):
+                hold(tensor, folder, name)
+        elif not is_apart(stored):
             self.store(tensor, np.frombuffer(raw(stored, folder, name), np.uint8))
         else:
-            length = byte_length(stored)
-            with fetching(as_bytes(stored), folder, name) as fetch:
-                self._begin(self._data, tensor, length)
-                for start in range(0, length, _CHUNK):
-                    write_early(self._data, fetch(start, min(_CHUNK, length - start)).data)
+            self._begin(self._data, tensor, byte_length(stored))
+            for chunk in self._chunks(stored):
+                write_early(self._data, chunk)
 
     def _transfer_others(self) -> None:
-        """Moves what subgraphs, functions and Constant nodes keep in external files."""
+        """Moves what subgraphs, functions and Constant nodes keep in files."""
         written = Path(self._data.name).name if self._data is not None else None
-        for tensor in filter(is_external, iter_tensors(self._opened.proto)):
+        for tensor in filter(is_apart, iter_tensors(self._opened.proto)):
             if location(tensor) != written:
                 stored = onnx.TensorProto()
                 stored.CopyFrom(tensor)
@@ -237,6 +271,10 @@ def input_files(opened: OpenedModel) -> set[Path]:
 def _exists(path: Path) -> ContractError:
     replace = ("pass ", Option("overwrite", True), " or another ", Option("output"))
     return ContractError(path, "exists already", expected="a new file", advice=replace)
+
+
+def _bytes(data: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
 
 
 def _set_location(tensor: onnx.TensorProto, name: str) -> None:

@@ -19,7 +19,7 @@ from onnx import numpy_helper
 
 from mxfp8_graph.onnx_model.dialect_ops import TRT_DEQUANTIZE
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
-from mxfp8_graph.onnx_model.tensor_data import is_external
+from mxfp8_graph.onnx_model.tensor_data import is_apart
 from mxfp8_graph.onnx_model.validate import DTYPES, MOST_DIMS
 from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_graph.onnx_pass.weight_rows import Steps, apply
@@ -132,7 +132,7 @@ class StaticOperands:
         self._nested -= 1
         if static is None or static.lead or static.byte_size > INLINE_BYTES or static.name in self._opened.tensors:
             return None
-        if len(static.shape) != 1 or static.dtype not in _INTEGERS or is_external(static.tensor):
+        if len(static.shape) != 1 or static.dtype not in _INTEGERS or is_apart(static.tensor):
             return None
         return [int(value) for value in apply(static.steps, numpy_helper.to_array(static.tensor))]
 

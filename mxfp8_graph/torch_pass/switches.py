@@ -70,15 +70,8 @@ class SwitchedProgram:
     @cached_property
     def written(self) -> set[str]:
         """Names of the stored tensors that a run may write to: a run must be given copies of these."""
-        found = set(self.program.mutated)
-        for node in self.program.module.graph.nodes:
-            for target in internals.written(node):
-                # A view is of its first input. Another op's result is not the tensor: a copy too many does no harm.
-                origin = target
-                while origin.op == "call_function" and origin.all_input_nodes:
-                    origin = origin.all_input_nodes[0]
-                found.update(filter(None, [self.program.stored_name(origin)]))
-        return found
+        program = self.program
+        return program.mutated | internals.written_names(program.module.graph, program.stored_name)
 
 
 def choose(switch: int, rewritten: Any, original: Any) -> Any:

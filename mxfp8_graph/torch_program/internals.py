@@ -19,7 +19,7 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -267,6 +267,24 @@ def written(node: Node) -> list[Node]:
         if formal.alias_info is not None and formal.alias_info.is_write:
             value = node.kwargs.get(formal.name, node.args[index] if index < len(node.args) else None)
             found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)]
+    return found
+
+
+def written_names(graph: torch.fx.Graph, stored_name: Callable[[Node], str | None]) -> set[str]:
+    """Returns the names of the stored tensors that ops of `graph` may write to.
+
+    Args:
+        graph: the main graph of a program.
+        stored_name: the name of the stored tensor that a placeholder stands for, or None.
+    """
+    found: set[str] = set()
+    for node in graph.nodes:
+        for argument in written(node):
+            # A view is of its first input. Another op's result is not the tensor: a name too many does no harm.
+            origin = argument
+            while origin.op == "call_function" and origin.all_input_nodes:
+                origin = origin.all_input_nodes[0]
+            found.update(filter(None, [stored_name(origin)]))
     return found
 
 

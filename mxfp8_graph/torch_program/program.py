@@ -51,7 +51,11 @@ class Scope:
 
 
 class Program:
-    """The copy; `finish` turns it into an ExportedProgram. The source is never modified."""
+    """The copy; `finish` turns it into an ExportedProgram. The source is never modified.
+
+    It has the tensors of the source, until `finish` copies those that a run writes to: running the result would change
+    the source.
+    """
 
     def __init__(self, source: ExportedProgram) -> None:
         self.source = source
@@ -70,6 +74,20 @@ class Program:
         self.mutated = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
         outputs = zip(main.results, signature.output_specs, strict=True)
         self.outputs = {node for node, spec in outputs if spec.kind == OutputKind.USER_OUTPUT}
+
+    def _own(self, names: set[str]) -> None:
+        """Gives the copy memory of its own for these tensors, and for all that share theirs."""
+        places = {storage_of(self.tensor(name)) for name in names} - {0}
+        storages: dict[int, Any] = {}
+        made: dict[int, torch.Tensor] = {}
+        for stored in (self.state, self.constants):
+            for name, tensor in stored.items():
+                if (place := storage_of(tensor)) in places:
+                    if place not in storages:
+                        storages[place] = tensor.untyped_storage().clone()
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _on(storages[place], tensor)
+                    stored[name] = made[id(tensor)]
 
     def scope_of(self, node: Node) -> Scope:
         """Returns the graph `node` is in."""
@@ -142,6 +160,7 @@ class Program:
 
     def finish(self) -> ExportedProgram:
         """Returns the edited program, verified."""
+        self._own(self.mutated | internals.written_names(self.module.graph, self.stored_name))
         for scope in self.scopes:
             scope.module.graph.lint()
             scope.module.recompile()
@@ -162,6 +181,13 @@ class Program:
                 return None
             scope = scope.parent
         return node
+
+
+def _on(storage: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what `tensor` is, on another storage."""
+    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    plain.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return torch.nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else plain
 
 
 def _placeholder(scope: Scope, label: str, value: Any, *, before: Node | None = None) -> Node:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import subprocess
 import sys
@@ -266,9 +268,55 @@ def test_layers_that_differ_are_not_taken_for_alike() -> None:
     assert found is not None
     assert (found[0], len(found[1])) == ("layers", 4)
     assert repeated(model(4, 4, 4, 5)) is None
-    sliding = model(4, 4, 4, 4)
-    sliding["layers"][2][0].sliding_window = 16
-    assert repeated(sliding) is None
+
+
+@pytest.mark.parametrize(
+    ("alike", "other"),
+    [
+        (16, 17),
+        ([0, 1], [0, 2]),
+        ({"rope": {"theta": 1e4}}, {"rope": {"theta": 1e6}}),
+        (frozenset({"a"}), frozenset({"b"})),
+        (torch.ones(3), torch.zeros(3)),
+        (torch.ones(2**17, dtype=torch.bfloat16), torch.zeros(2**17, dtype=torch.bfloat16)),
+        (functools.partial(torch.add, alpha=2), functools.partial(torch.add, alpha=3)),
+        (torch.nn.functional.gelu, torch.nn.functional.relu),
+        (torch.float32, torch.float16),
+    ],
+    ids=["number", "list", "nested", "set", "tensor", "large tensor", "partial", "function", "dtype"],
+)
+@pytest.mark.parametrize("buffer", [False, True])
+def test_what_layers_have_besides_modules_is_compared(alike: Any, other: Any, buffer: bool) -> None:
+    if buffer and not isinstance(alike, torch.Tensor):
+        pytest.skip("buffers are tensors")
+
+    def model(values: list[Any]) -> Any:
+        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in values]
+        for number, (layer, value) in enumerate(zip(layers, values, strict=True)):
+            layer[0].layer_idx = number
+            if buffer:
+                layer[0].register_buffer("setting", value)
+            else:
+                layer[0].setting = value
+        return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+
+    assert repeated(model([copy.deepcopy(alike) for _ in range(4)])) is not None
+    assert repeated(model([alike, alike, other, alike])) is None
+
+
+@pytest.mark.slow
+def test_layers_whose_graphs_differ_are_all_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules are alike, and yet the third layer of an encoder's graph is not the second again."""
+    config = transformers.BertConfig(**SMALL, num_hidden_layers=4, max_position_embeddings=32)
+    made = folder(tmp_path / "bert", config, "BertModel", dtype=torch.float32, activations=False)
+    outcomes: list[bool] = []
+    repeat = whole.repeat
+    monkeypatch.setattr(whole, "repeat", lambda *given: outcomes.append(repeat(*given)) or outcomes[-1])
+    path, report = mxfp8_graph.from_hf(made.path, recipe="mxfp8-weight-only")
+    assert len(report.rewritten) == 24
+    assert outcomes == [False]
+    assert len(made.weights) == 24
+    check_stored(made, path)
 
 
 # --- What does not fit -----------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_triton_reads_the_configuration() -> None:
     pb = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="needs the extra hosts")
     from google.protobuf import text_format
 
-    model = b.neg_model("Gemm", ["rows", 64], ["rows", 96], {"w": b.weight(64, 96)})
+    model = b.neg_model("Gemm", ["batch", 64], ["batch", 96], {"w": b.weight(64, 96)})
     for value, name in ((model.graph.input[0], 'ä"\n'), (model.graph.output[0], "y")):
         rename(model, value.name, name)
     mxfp8_graph.package(rewritten(model), "triton", "ä b", root="/models/ä b")
@@ -211,6 +211,24 @@ def test_a_sentence_transformers_folder() -> None:
     assert Path("s/onnx/model.onnx").read_bytes() == Path("m.onnx").read_bytes()
 
 
+def test_a_sentence_transformers_folder_of_an_early_version() -> None:
+    """The transformer has a folder of its own, and the ONNX backend looks for its model there."""
+    folder = described(modules=modules("1_Pooling"))
+    (folder / "modules.json").write_text(json.dumps([{"path": "0_Transformer"}, {"path": "1_Pooling"}]))
+    for name in ("0_Transformer/config.json", "0_Transformer/pytorch_model.bin", "1_Pooling/config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    mxfp8_graph.package(rewritten(), "sentence-transformers", "s", config=folder)
+    assert files_of("s") == {
+        "modules.json",
+        "tokenizer.json",
+        "0_Transformer/config.json",
+        "0_Transformer/onnx/model.onnx",
+        "1_Pooling/config.json",
+    }
+    assert Path("s/0_Transformer/onnx/model.onnx").read_bytes() == Path("m.onnx").read_bytes()
+
+
 def test_an_optimum_folder() -> None:
     mxfp8_graph.package(rewritten(external=True), "optimum", "o", config=described(config={}))
     assert files_of("o") == {"config.json", "tokenizer.json", "model.onnx", "m.onnx.data"}
@@ -280,10 +298,13 @@ def test_no_configuration() -> None:
         ("sentence-transformers", {}, "described: has no modules.json; expected a folder with a sentence-transformers"),
         ("sentence-transformers", {"modules": {}}, "described/modules.json: holds a dict; expected list; copy"),
         ("sentence-transformers", {"modules": [1]}, "described/modules.json: a module without a path; expected a list"),
+        ("sentence-transformers", {"modules": []}, "described/modules.json: a module without a path; expected a list"),
         ("sentence-transformers", {"modules": modules("no")}, "described/no: No such file or directory; expected a"),
         ("genai", {}, "described: has no config.json; expected a folder with genai_config.json or config.json; pass"),
         ("genai", {"genai_config": {"model": {}}}, "described/genai_config.json: has no decoder of one model"),
+        ("genai", {"genai_config": {"model": {"decoder": {}}}}, "described/genai_config.json: type is None; expected"),
         ("genai", {"config": {}}, "described/config.json: max_position_embeddings is None; expected a positive number"),
+        ("genai", {"config": {**LLAMA, "model_type": None}}, "described/config.json: model_type is None; expected the"),
         ("genai", {"config": {**LLAMA, "num_hidden_layers": 3}}, "m.onnx: no inputs or outputs that name the keys of"),
         ("genai", {"config": LLAMA | {"head_dim": 32}}, "described/config.json: input 'past_key_values.0.key' of the"),
     ],

@@ -1,4 +1,7 @@
-"""Weights stream: however large the model, the memory it takes is at most one and a half times its largest tensor."""
+"""Weights stream: however large the model, the memory it takes is at most one and a half times its largest tensor.
+
+A result in one file is in memory until it is written, packed: a quarter of a float32 model. Nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import numpy as np
 import onnx
 import pytest
 from builders import matmul_model, save, write_large
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from mxfp8_ops import numerics
 
@@ -23,8 +26,8 @@ FACTOR, FIXED = 1.5, 200 << 20
 CODE = """
     import sys, mxfp8_graph
     from pathlib import Path
-    for path in sys.argv[1:]:
-        mxfp8_graph.rewrite(path, overwrite=True)
+    for path in sys.argv[2:]:
+        mxfp8_graph.rewrite(path, overwrite=True, external_data=sys.argv[1])
     status = Path("/proc/self/status").read_text()
     print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 """
@@ -32,17 +35,30 @@ CODE = """
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 
 
-def peak_bytes(*paths: Path) -> int:
+def peak_bytes(*paths: Path, external_data: str = "auto") -> int:
     """Returns the peak size of a process that rewrites `paths`. Not by ru_maxrss, which exec carries over."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", textwrap.dedent(CODE), *map(str, paths)]
+    command = [sys.executable, "-c", textwrap.dedent(CODE), external_data, *map(str, paths)]
     return 1024 * int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
-def over_bare(path: Path, tmp_path: Path) -> int:
+def over_bare(path: Path, tmp_path: Path, external_data: str = "auto") -> int:
     """Returns by how much rewriting `path` raises the peak of a process that has rewritten something tiny."""
     tiny = save(matmul_model(), tmp_path / "tiny.onnx", external=True)
-    return peak_bytes(tiny, path) - peak_bytes(tiny)
+    return peak_bytes(tiny, path, external_data=external_data) - peak_bytes(tiny)
+
+
+def write_inline(path: Path, *, layers: int, k: int = 4096, constants: bool = False) -> Path:
+    """Writes the model of `write_large` as one file; with `constants`, its weights are the values of Constant nodes."""
+    proto = onnx.load(write_large(path, layers=layers, k=k, n=k))
+    path.with_name(f"{path.name}.data").unlink()
+    if constants:
+        nodes = [helper.make_node("Constant", [], [t.name], value=t) for t in proto.graph.initializer]
+        nodes += proto.graph.node
+        del proto.graph.initializer[:], proto.graph.node[:]
+        proto.graph.node.extend(nodes)
+    onnx.save(proto, path)
+    return path
 
 
 def check_last_weight(path: Path, layer: int) -> None:
@@ -85,6 +101,57 @@ def test_one_large_tensor_is_not_in_memory_as_a_whole(tmp_path):
         path = write_large(tmp_path / "m.onnx", layers=1, k=16384, n=4096)
         assert over_bare(path, tmp_path) <= 0.75 * (256 << 20)
         check_last_weight(path, 0)
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("constants", [False, True])
+def test_a_model_in_one_file_is_not_in_memory_as_a_whole(tmp_path, constants):
+    need(tmp_path, 320 << 20)
+    try:
+        path = write_inline(tmp_path / "m.onnx", layers=5, constants=constants)
+        size = path.stat().st_size
+        grown = over_bare(path, tmp_path)
+        result = path.with_suffix(".mxfp8.onnx").stat().st_size
+        assert result < 0.27 * size
+        assert grown <= result + FACTOR * size / 5 + FIXED // 4
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+def test_a_result_in_one_file_is_in_memory_once(tmp_path):
+    need(tmp_path, 640 << 20)
+    try:
+        path = write_large(tmp_path / "m.onnx", layers=10, k=4096, n=4096)
+        grown = over_bare(path, tmp_path, "never")
+        result = path.with_suffix(".mxfp8.onnx").stat().st_size
+        assert grown <= result + FACTOR * (64 << 20) + FIXED // 4
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constants", [False, True])
+def test_a_model_of_one_and_a_half_gigabytes_in_one_file(tmp_path, constants):
+    need(tmp_path, 4 << 30)
+    try:
+        path = write_inline(tmp_path / "m.onnx", layers=24, constants=constants)
+        size, grown = path.stat().st_size, over_bare(path, tmp_path)
+        print(f"{size / 1e6:.0f} MB in one file: {grown / 1e6:.0f} MB over a bare process, {grown / size:.2f} of it")
+        assert grown <= 0.4 * size
+    finally:
+        shutil.rmtree(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_result_of_almost_two_gigabytes_in_one_file(tmp_path):
+    need(tmp_path, 8 << 30)
+    try:
+        path = write_large(tmp_path / "m.onnx", layers=27, k=4096, n=16384)
+        grown = over_bare(path, tmp_path, "never")
+        result = path.with_suffix(".mxfp8.onnx").stat().st_size
+        print(f"{result / 1e6:.0f} MB result: {grown / 1e6:.0f} MB over a bare process, {grown / result:.2f} of it")
+        assert grown <= 1.3 * result
     finally:
         shutil.rmtree(tmp_path)
 

@@ -70,6 +70,52 @@ def test_the_source_is_not_modified() -> None:
     assert all(ep.state_dict[name] is tensor for name, tensor in tensors.items())
 
 
+class Counting(nn.Module):
+    """Writes to buffers: one that is saved, one that is not, and a view of the first under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.register_buffer("count", torch.zeros(4))
+        self.register_buffer("first", self.count[:1])
+        self.register_buffer("fleeting", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        self.fleeting.add_(10)
+        return torch.relu(self.down(torch.relu(self.up(x)))) + self.count.sum() + self.fleeting
+
+
+def stored(ep: ExportedProgram) -> dict[str, list[float]]:
+    tensors = {**ep.state_dict, **ep.constants}
+    return {name: tensors[name].tolist() for name in ("count", "first", "fleeting")}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_running_the_result_does_not_change_the_source(training: bool) -> None:
+    ep = export(Counting().eval(), X)
+    before = stored(ep)
+    rewritten, _ = mxfp8_graph.rewrite(ep, training=training)
+    module = rewritten.module()
+    for _ in range(2):
+        module(X)
+    assert stored(ep) == before
+    assert stored(rewritten) == {"count": [2.0] * 4, "first": [2.0], "fleeting": [20.0]}
+
+
+def test_checks_run_every_program_from_the_state_that_it_has() -> None:
+    """The counts would be larger by one for whichever runs second, and stay so in the caller's program."""
+    ep = export(Counting().eval(), X)
+    ep.module()(X)
+    rewritten, _ = mxfp8_graph.rewrite(ep)
+    before = stored(ep), stored(rewritten)
+    for _ in range(2):
+        [output] = mxfp8_graph.verify(ep, rewritten, inputs={"x": X.numpy()}).outputs
+        assert output.rewritten.max_abs < 0.5
+    mxfp8_graph.analyze(ep, inputs={"x": X.numpy()})
+    assert (stored(ep), stored(rewritten)) == before
+
+
 def test_signature_ranges_and_module_calls_stay() -> None:
     _, ep = program()
     rewritten, _ = mxfp8_graph.rewrite(ep)

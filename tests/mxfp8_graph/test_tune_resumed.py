@@ -27,6 +27,14 @@ KILLS = int(os.environ.get("TUNE_KILLS", "4"))
 """More of them by hand: TUNE_KILLS=20 pytest tests/mxfp8_graph/test_tune_resumed.py"""
 
 
+@pytest.fixture(autouse=True)
+def temporary_files_lie_with_the_test(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed search leaves some, which the next search would remove, but nobody after the last test."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
+
+
 def model() -> str:
     np.savez("x.npz", x=np.random.default_rng(0).standard_normal((64, 64), np.float32))
     return save(b.chain_model((64, 96, 64, 160, 64, 96, 64)))
@@ -121,6 +129,30 @@ def test_in_python_an_interrupt_brings_the_best_so_far() -> None:
         mxfp8_graph.tune(b.chain_model((64, 96, 64, 160, 64, 96, 64)), BUDGET, inputs=inputs, progress=stop)
     assert caught.value.best is not None
     assert caught.value.best.chosen.met
+
+
+def test_one_search_at_a_time_in_one_folder() -> None:
+    source = model()
+    Path("slow.py").write_text(
+        "import pathlib, time\n"
+        "def metric(before, after):\n"
+        "    pathlib.Path('began').touch()\n"
+        "    while not pathlib.Path('go').exists():\n"
+        "        time.sleep(0.01)\n"
+        "    return 0.0\n"
+    )
+    words = ["tune", source, "--inputs", "x.npz", "--budget", "slow:metric<=0.5"]
+    with subprocess.Popen([sys.executable, "-m", "mxfp8_graph", *words], stdout=subprocess.DEVNULL) as first:
+        while first.poll() is None and not Path("began").exists():
+            time.sleep(0.01)
+        assert first.poll() is None
+        assert refused(*command(source)) == (
+            "error: m.tuned.part: another process searches there; expected one search at a time; "
+            "wait for it, or pass another --output"
+        )
+        Path("go").touch()
+    assert first.returncode == 0
+    assert Path("m.tuned/m.mxfp8.onnx").exists()
 
 
 def test_the_state_of_something_else_is_an_error() -> None:

@@ -8,13 +8,16 @@ FOLDER.part/state.json   what was measured so far, while a search goes on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mxfp8_graph.evidence.tuning import notebook
 from mxfp8_graph.file_reading import is_folder
+from mxfp8_graph.file_scratch import lock_folder
 from mxfp8_graph.models import kind_of
 from mxfp8_ops.errors import ContractError, Option
 
@@ -46,6 +49,29 @@ class Place:
         if self.part.exists() and not (self.part / notebook.NAME).exists() and any(self._others()):
             away = ("move it away, or ", *another)
             raise ContractError(self.part, "exists", expected="nothing there, or a search to go on", advice=away)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other searches out until its end.
+
+        Raises:
+            ContractError: another process searches there, or the folder cannot be written.
+        """
+        try:
+            self.part.mkdir(exist_ok=True)
+            lock = lock_folder(self.part)
+        except BlockingIOError:
+            what, advice = "another process searches there", ("wait for it, or pass another ", Option("output"))
+            raise ContractError(self.part, what, expected="one search at a time", advice=advice) from None
+        except OSError as error:
+            raise ContractError.unwritable(self.part, error, ("pass another ", Option("output"))) from None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self.part.rmdir()  # if nothing was written
+            if lock is not None:
+                os.close(lock)
 
     def check_free(self) -> None:
         """Raises ContractError if something is there that may not be replaced."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from mxfp8_graph.evidence.tuning.place import Place
 from mxfp8_graph.evidence.tuning.result import Tuning
 from mxfp8_graph.evidence.tuning.ticker import Ticker
 from mxfp8_graph.evidence.tuning.tuner import Tuner
+from mxfp8_graph.file_scratch import scratch
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
@@ -69,8 +69,9 @@ def tune(
     Raises:
         BudgetNotMetError: no plan keeps the budget; nothing is written.
         Interrupted: a KeyboardInterrupt; the best so far and all measurements are in OUTPUT.part.
-        ContractError: a budget is malformed, the model cannot be read or rewritten, the output exists, or what an
-            earlier search left there is of another model, recipe, objective, metric or other samples.
+        ContractError: a budget is malformed, the model cannot be read or rewritten, the output exists, another
+            process searches there, or what an earlier search left there is of another model, recipe, objective, metric
+            or other samples.
         RecipeError: the recipe does not fit the model.
         NothingEligibleError: the recipe rewrites nothing.
         ShapeError: the samples do not fit the model.
@@ -84,9 +85,10 @@ def tune(
     base = load_recipe(recipe)
     in_memory = not isinstance(model, (str, Path))
     place = None if in_memory and output is None else Place(model, output, overwrite=overwrite)
-    with _opened(model, trust_pickle=trust_pickle) as (source, signature, original):
+    held = contextlib.nullcontext() if place is None else place.held()
+    with held, _opened(model, trust_pickle=trust_pickle) as (source, signature, original):
         samples = make_samples(signature, inputs, shapes, seed, count=SYNTHESISED)
-        with tempfile.TemporaryDirectory(prefix="mxfp8-tune-") as folder:
+        with scratch("tune") as folder:
             tuner = Tuner(
                 model=model,
                 source=source,
@@ -97,7 +99,7 @@ def tune(
                 budgets=budgets,
                 objective=objective,
                 place=place,
-                folder=Path(folder),
+                folder=folder,
                 allow_nonfinite=allow_nonfinite,
                 ticker=Ticker(progress),
             )

@@ -8,7 +8,7 @@ from typing import Final
 import onnx
 
 from mxfp8_graph.model_folder import ModelFolder
-from mxfp8_graph.onnx_model.tensor_data import bit_width, opened
+from mxfp8_graph.onnx_model.tensor_data import bit_width, inside, opened
 from mxfp8_graph.onnx_model.validate.limits import MOST_DIMS
 from mxfp8_graph.onnx_model.validate.places import Place
 from mxfp8_graph.onnx_model.walk import iter_graphs, iter_tensors
@@ -71,8 +71,9 @@ def _check_data(tensor: onnx.TensorProto, size: int, place: Place) -> None:
         raise place.tensor_error(tensor.name, "is one segment of a tensor", "a whole one")
     if dtype == _STRING:
         found, expected, unit = len(tensor.string_data), size, "string"
-    elif tensor.HasField("raw_data"):
-        found, expected, unit = len(tensor.raw_data), -(-size * bit_width(dtype) // 8), "byte"
+    elif (own := inside(tensor)) or tensor.HasField("raw_data"):
+        found = own[1] if own else len(tensor.raw_data)
+        expected, unit = -(-size * bit_width(dtype) // 8), "byte"
     else:
         field, expected = _field(tensor)
         found, unit = len(getattr(tensor, field)), f"entry of {field}"

@@ -10,7 +10,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import helper, numpy_helper
 
-from mxfp8_graph.onnx_model.tensor_data import is_external
+from mxfp8_graph.onnx_model.tensor_data import is_apart
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, subgraphs
 from mxfp8_graph.onnx_pass.static_operands import dtype_of
 from mxfp8_ops import contract
@@ -120,7 +120,7 @@ class GraphView:
     def constant(self, name: str) -> npt.NDArray[Any] | None:
         """Returns the value of a small constant; None if it is none, or large: initializers above 4 KiB are."""
         tensor = self._stored.get(name)
-        if tensor is None or name in self._unread or is_external(tensor):
+        if tensor is None or name in self._unread or is_apart(tensor):
             return None
         return numpy_helper.to_array(tensor)
 
