@@ -1,7 +1,7 @@
 """The rules of other quantizers, as data: what a failing one may have been made after.
 
 Each is written out from its published source, named in its row, in NumPy; tests hold those of torchao to the package.
-None of them is wrong by itself: OCP MX v1.0 leaves the scale's rounding, NaN and infinity to the implementation.
+None of them is wrong by itself: what OCP MX v1.0 describes in section 6.3 is one way to make a block.
 """
 
 from __future__ import annotations
