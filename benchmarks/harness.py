@@ -131,10 +131,11 @@ def publish(
     notes: Sequence[str] = (),
     versions: Mapping[str, str] | None = None,
     keep: bool = True,
+    per_processor: bool = True,
 ) -> None:
     """Prints the table and, if it is to be kept, writes it to the `results_file`s in JSON and Markdown.
 
-    `versions` are those of peers that run in an environment of their own.
+    `versions` are those of peers that run in an environment of their own. What no processor changes has one file.
     """
     facts = machine()
     facts["versions"] |= versions or {}
@@ -144,7 +145,7 @@ def publish(
     for row in rows:
         table.add_row(*map(str, row))
     load = os.getloadavg()[0]
-    if load > 1.5 * THREADS:
+    if per_processor and load > 1.5 * THREADS:
         notes = [
             *notes,
             f"Busy machine: {load:.1f} threads wanted to run on {THREADS} processors; run again when idle.",
@@ -163,7 +164,8 @@ def publish(
         "rows": [list(r) for r in rows],
         "notes": list(notes),
     }
-    results_file(name, "json").write_text(json.dumps(content, indent=1) + "\n")
+    files = {end: results_file(name, end) if per_processor else RESULTS / f"{name}.{end}" for end in ("json", "md")}
+    files["json"].write_text(json.dumps(content, indent=1) + "\n")
     lines = [
         f"# {title}",
         "",
@@ -174,7 +176,7 @@ def publish(
     lines += ["", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
     lines += ["", *(f"- {note}" for note in notes), ""]
-    results_file(name, "md").write_text("\n".join(lines))
+    files["md"].write_text("\n".join(lines))
 
 
 def noise_notes(timings: Mapping[str, Timing]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-SHARED = {"contenders", "exports", "floors", "harness", "llama_peer", "openvino_peer", "ort_peer", "peers"}
+SHARED = {"contenders", "exports", "floors", "harness", "peers"}
+SHARED |= {"conformance_peers", "llama_peer", "openvino_peer", "ort_peer"}
 
 
 def test_make_runs_every_benchmark():
@@ -188,3 +190,59 @@ def test_training_says_which_targets_it_misses(benchmarks):
     assert (judged(1.02, 1.0, least=True), judged(0.98, 1.0, least=True)) == ("1.02 >= 1", "0.98 < 1")
     assert (judged(0.26, 0.27, least=False), judged(0.3, 0.27, least=False)) == ("0.26 <= 0.27", "0.30 > 0.27")
     assert judged(0.98, None, least=True) == "0.98"
+
+
+def test_a_quantizer_is_compared_under_the_nearest_rule_and_its_first_difference_is_shown(benchmarks):
+    import conformance as table
+
+    from mxfp8_ops import formats, numerics
+    from mxfp8_ops.conformance.rules import RULES
+
+    blocks = table.Blocks.of("boundaries")
+
+    def cells(*answer):
+        row = table.row("theirs", "1", dict.fromkeys(formats.SCALE_ROUNDINGS, [answer] * 2), [blocks] * 2)
+        return row[2], row[3], row[-1]
+
+    for rounding in formats.SCALE_ROUNDINGS:
+        exact = numerics.quantize(blocks.x, scale_rounding=rounding)
+        assert cells(*exact) == (rounding, "0", "")
+        assert cells(numerics.dequantize(*exact)) == (rounding, "-", "")
+    (rule,) = (rule for rule in RULES if rule.name == "TransformerEngine")
+    # One bit above 448 * 2^-127, which its product with 1 / 448 loses.
+    expected = ("ceil", "1", "2.63310753e-36: 0 7e, not 1 76")
+    assert cells(*rule.quantize(blocks.x, element_format="e4m3")) == expected
+
+
+def test_every_way_to_quantize_gives_the_bytes_of_the_reference(benchmarks):
+    import conformance as table
+
+    from mxfp8_ops import numerics
+
+    x = table.Blocks.of("boundaries").x[::37]
+    for name, quantize in table.ours():
+        for given, expected in zip(quantize(x, "even"), numerics.quantize(x, scale_rounding="even"), strict=True):
+            np.testing.assert_array_equal(given, expected, err_msg=name)
+
+
+def test_the_page_of_numerics_shows_the_measured_table():
+    content = json.loads((BENCHMARKS / "results/conformance.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
+    expected = []
+    for name, version, rule, in_bytes, values, special, edge_bytes, edge_values, _ in content["rows"]:
+        finite, edge = (values, edge_values) if in_bytes == "-" else (in_bytes, edge_bytes)
+        expected.append(f"| {name} | {version} | {rule} | {finite} | {special} | {edge} |")
+    table = page.partition("| nearest rule |")[2].partition("\n\n")[0]
+    assert table.splitlines()[2:] == expected
+
+
+def test_a_peer_that_is_not_there_has_a_row_that_says_so(benchmarks, monkeypatch):
+    import conformance as table
+
+    def absent(*arguments, **settings):
+        raise RuntimeError("importlib.metadata.PackageNotFoundError: No package metadata was found for gfloat")
+
+    monkeypatch.setattr(table, "QUANTIZERS", {"gfloat": table.QUANTIZERS["gfloat"]})
+    monkeypatch.setattr(table, "Peer", absent)
+    ((name, told, *cells),) = table.rows_of_peers([], {})
+    assert (name, told, set(cells)) == ("gfloat", "not installed", {""})

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from mxfp8_graph.policy import presets
 
 
 class ExternalData(str, enum.Enum):
@@ -61,6 +64,20 @@ AllowNonfinite = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and tensor.")]
+
+
+def completed(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Returns what the shell asks for the names that begin as typed; where none does, it offers files."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
+
+
+def recipe_option(help: str, **settings: Any) -> Any:
+    """Returns --recipe, with the presets for the shell to offer."""
+    return typer.Option("--recipe", autocompletion=completed(presets.PRESETS), help=help, **settings)
 
 
 def shapes(dims: list[str] | None) -> dict[str, int]:

@@ -19,6 +19,7 @@ from mxfp8_graph.cli.arguments import (
     SamplesPath,
     Seed,
     TrustPickle,
+    recipe_option,
     shapes,
 )
 from mxfp8_graph.cli.guard import FAILED, refuse
@@ -89,7 +90,8 @@ def analyze(
     model: ModelPath,
     *,
     recipe: Annotated[
-        str, typer.Option("--recipe", help=f"Whose matmuls are analyzed: {presets.choices()}.")
+        str,
+        recipe_option(f"Whose matmuls are analyzed: {presets.choices()}."),
     ] = presets.DEFAULT,
     inputs: SamplesPath = None,
     metric: Annotated[
@@ -156,7 +158,8 @@ def tune(
         Objective, typer.Option("--objective", help="What to make small: bytes, or the time of a run on this machine.")
     ] = Objective.size,
     recipe: Annotated[
-        str, typer.Option("--recipe", help=f"Whose matmuls may be packed: {presets.choices()}.")
+        str,
+        recipe_option(f"Whose matmuls may be packed: {presets.choices()}."),
     ] = presets.DEFAULT,
     inputs: SamplesPath = None,
     output: Annotated[

@@ -61,7 +61,6 @@ def _printable_usage() -> Iterator[None]:
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -18,6 +18,7 @@ from mxfp8_graph.cli.arguments import (
     Seed,
     TrustPickle,
     Verbose,
+    recipe_option,
     shapes,
 )
 from mxfp8_graph.cli.guard import FAILED
@@ -34,7 +35,7 @@ def rewrite(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Default: MODEL.mxfp8.onnx, or .pt2.", show_default=False)
     ] = None,
-    recipe: Annotated[str, typer.Option("--recipe", help=f"{presets.choices()}.")] = presets.DEFAULT,
+    recipe: Annotated[str, recipe_option(f"{presets.choices()}.")] = presets.DEFAULT,
     exclude: Annotated[
         list[str] | None,
         typer.Option(

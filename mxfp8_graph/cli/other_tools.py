@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mxfp8_graph.cli.arguments import AllowNonfinite, ExternalData, Overwrite, Report, Verbose
+from mxfp8_graph.cli.arguments import AllowNonfinite, ExternalData, Overwrite, Report, Verbose, completed, recipe_option
 from mxfp8_graph.cli.models import show_report
 from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
@@ -27,9 +27,7 @@ def from_hf(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            "--recipe", help=f"{presets.choices()}. Default: as the checkpoint says of activations.", show_default=False
-        ),
+        recipe_option(f"{presets.choices()}. Default: as the checkpoint says of activations.", show_default=False),
     ] = None,
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"], typer.Option("--dtype", help="What is not MXFP8 is computed in.")
@@ -77,6 +75,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="DIALECT",
+            autocompletion=completed(("mxfp8", "qdq", "trt", "ort-cuda", "standard")),
             help="mxfp8 (ours), qdq (standard Q/DQ), trt (TensorRT), ort-cuda (ONNX Runtime's CUDA op) or standard "
             "(standard ops alone).",
             show_default=False,
@@ -119,7 +118,13 @@ def package(
     ],
     *,
     host: Annotated[
-        str, typer.Option("--for", metavar="HOST", help="genai, optimum, sentence-transformers or triton.")
+        str,
+        typer.Option(
+            "--for",
+            metavar="HOST",
+            autocompletion=completed(("genai", "optimum", "sentence-transformers", "triton")),
+            help="genai, optimum, sentence-transformers or triton.",
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
     config: Annotated[

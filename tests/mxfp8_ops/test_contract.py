@@ -167,10 +167,9 @@ CUSTOM_OPS = Path(__file__).parents[2] / "custom_ops"
 """The checkout: an installed package has no sources."""
 
 
-def generator() -> Any:
-    """Returns custom_ops/contract_header.py, which is not installed."""
-    path = CUSTOM_OPS / "contract_header.py"
-    spec = importlib.util.spec_from_file_location("contract_header", path)
+def generator(name: str = "contract_header") -> Any:
+    """Returns custom_ops/NAME.py, which is not installed."""
+    spec = importlib.util.spec_from_file_location(name, CUSTOM_OPS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -181,3 +180,20 @@ def generator() -> Any:
 def test_the_header_for_cpp_is_current() -> None:
     text = (CUSTOM_OPS / "mxfp8_ops" / "src" / "contract.h").read_text(encoding="utf-8")
     assert text == generator().header(), "run python custom_ops/contract_header.py"
+
+
+def test_the_page_of_the_nodes_is_current() -> None:
+    script = generator("contract_page")
+    assert script.PATH.read_text(encoding="utf-8") == script.page(), "run python custom_ops/contract_page.py"
+    for op in contract.OPS:
+        assert f"### {op}\n" in script.page()
+
+
+def test_the_page_names_every_attribute_and_word_that_a_node_may_have() -> None:
+    text = generator("contract_page").PATH.read_text(encoding="utf-8").partition("## The nodes")[0]
+    words = {name for op in contract.OPS.values() for name in op.attributes}
+    quoted = {*formats.SCALE_ROUNDINGS, *contract.EPILOGUES, *contract.NORMS}
+    missing = [f"`{w}`" for w in words if f"`{w}`" not in text] + [f'"{w}"' for w in quoted if f'"{w}"' not in text]
+    assert not missing
+    assert f"`{contract.DOMAIN}`, its opset version is {contract.VERSION}." in text
+    assert f"imported at {contract.MIN_OPSET} or later" in text

@@ -1,0 +1,195 @@
+"""Writes mxfp8_ops/conformance/vectors.npz, from the NumPy reference; run it where the numerics gain a case.
+
+The file is kept in git and in the wheel, so that others can test against it without our code; test_conformance.py says
+if it is not what the reference gives. docs/numerics.md describes the groups and the layout.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_ops import formats, numerics
+from mxfp8_ops.formats import BLOCK_SIZE, ElementFormat
+
+PATH = Path(__file__).parent / "mxfp8_ops/conformance/vectors.npz"
+
+Floats = npt.NDArray[np.float32]
+Vectors = dict[str, npt.NDArray[np.generic]]
+
+FLT_MAX = float(np.finfo(np.float32).max)
+TINY = 2.0**-149
+
+
+def vectors() -> Vectors:
+    """Returns every array of the file by its name, KIND/GROUP/SETTINGS/ARRAY."""
+    made: Vectors = {}
+    for group, x in inputs().items():
+        made[f"quantize/{group}/x"] = x
+        for element_format in formats.ELEMENT_FORMATS:
+            for rounding in formats.SCALE_ROUNDINGS:
+                axis = 0 if group == "columnwise" else -1
+                codes = numerics.quantize(x, axis=axis, element_format=element_format, scale_rounding=rounding)
+                at = f"quantize/{group}/{element_format}-{rounding}"
+                made[f"{at}/elements"], made[f"{at}/scales"] = codes
+    for fmt in formats.ELEMENT_FORMATS.values():
+        made |= dequantized(fmt)
+    for b_format in formats.ELEMENT_FORMATS:
+        for a_format in formats.ELEMENT_FORMATS:
+            for group, operands in gemm_operands(a_format, b_format):
+                made |= product(f"gemm/{group}/{a_format}-{b_format}", operands, a_format, b_format)
+    return made
+
+
+def inputs() -> dict[str, Floats]:
+    """Returns what is quantized: float32 [rows, K] by group, in blocks along K, in `columnwise` along the rows."""
+    return {
+        "patterns": (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).reshape(-1, 1),
+        "binades": binades(),
+        "boundaries": boundaries(),
+        "special": special(),
+        "ties": np.concatenate([ties(fmt) for fmt in formats.ELEMENT_FORMATS.values()]),
+        "partial": random_values(1, 6, 47) * np.where(np.arange(47) < 32, 1, 2.0**-9).astype(np.float32),
+        "columnwise": random_values(2, 70, 5),
+        "random": random_values(3, 24, 64),
+    }
+
+
+def binades() -> Floats:
+    """Returns each magnitude with upper 16 bits alone once: a block has 16 binades, two mantissas, both signs."""
+    base, low, exponent, high = np.meshgrid(
+        np.arange(0, 256, 16), np.arange(64), np.arange(16), np.arange(2), indexing="ij"
+    )
+    upper = (exponent ^ high) % 2 << 15 | (base + exponent) << 7 | high << 6 | low
+    return (upper.astype(np.uint32) << 16).view(np.float32).reshape(-1, BLOCK_SIZE)
+
+
+def boundaries() -> Floats:
+    """Returns [n, 3]: an amax, at, one bit below and one bit above where a rule of scales steps, in every binade.
+
+    Steps are at the mantissas 1 (floor), 1.75 (ceil, both formats), 1.875 and 1.9375 (even, E5M2 and E4M3). Behind it
+    is what rounds or saturates by the scale.
+    """
+    at = np.array([m * 2.0**e for m in (1, 1.75, 1.875, 1.9375) for e in range(-149, 128)], np.float32)
+    at = np.unique(at[at > 0])
+    amax = np.stack([np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(np.inf))], axis=1).reshape(-1)
+    amax = amax[np.isfinite(amax)]
+    return np.stack([amax, -amax * np.float32(0.90625), amax * np.float32(2.0**-15)], axis=1)
+
+
+def special() -> Floats:
+    """Returns blocks with zeros, NaN, infinities and subnormals among them."""
+    bits = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF8ABCDE, 0x7FFFFFFF, 0x7F800000, 0xFF800000], np.uint32)
+    bad = bits.view(np.float32)
+    rows = [block(), block(*[-0.0] * 32), block(0.0, -0.0, 0.0, -0.0), block(-0.0, 1), block(1, -0.0, -TINY)]
+    rows += [block(value, 1, -2, 448) for value in bad]  # first, last, alone, and all
+    rows += [block(*range(1, 32), value) for value in bad]
+    rows += [block(value) for value in bad] + [block(*[value] * 32) for value in bad]
+    rows += [block(np.inf, np.nan), block(np.inf, -np.inf), block(FLT_MAX, -1e38, 1), block(-FLT_MAX, np.inf)]
+    rows += [block(TINY), block(-TINY, TINY), block(2.0**-126, TINY), block(2.0**-126 - TINY, -(2.0**-127))]
+    rows += [block(*(TINY * np.arange(1, 33))), block(448 * 2.0**-127, 2.0**-120, 2.0**-126, 2.0**-136, 3 * TINY)]
+    rows += [block(57344 * 2.0**-127, 2.0**-120, 2.0**-126, 2.0**-143, 3 * TINY), block(2.0**127, 2.0**118, 2.0**95)]
+    rows += [block(1.75 * 2.0**127, -(2.0**127), 2.0**100), block(*(2.0 ** np.arange(8, -24.0, -1)))]
+    return np.stack(rows)
+
+
+def block(*values: float) -> Floats:
+    """Returns these values, then zeros: 32 of them, NaNs with their bits."""
+    x = np.zeros(BLOCK_SIZE, np.float32)
+    for at, value in enumerate(values):
+        x.view(np.uint32)[at] = np.asarray(value, np.float32).view(np.uint32)
+    return x
+
+
+def ties(fmt: ElementFormat) -> Floats:
+    """Returns each value halfway between two elements, one bit below and above, with both signs, at scale code 127."""
+    codes = np.arange(1 << 7, dtype=np.uint8)[: fmt.max_code]
+    halves = (numerics.decode(codes, fmt) + numerics.decode(codes + np.uint8(1), fmt)) / np.float32(2)
+    halves = halves[halves < 2.0**fmt.emax]
+    x = np.concatenate([halves, np.nextafter(halves, np.float32(0)), np.nextafter(halves, np.float32(np.inf))])
+    x = np.concatenate([x, -x])
+    rows = np.zeros((-(-x.size // (BLOCK_SIZE - 1)), BLOCK_SIZE), np.float32)
+    rows[:, 0] = 2.0**fmt.emax
+    rows[:, 1:].flat[: x.size] = x
+    return rows
+
+
+def random_values(seed: int, *shape: int) -> Floats:
+    """Returns normal values times powers of two: all bits of the mantissa, and many scales."""
+    rng = np.random.default_rng(seed)
+    powers = rng.integers(-4, 5, shape) + rng.integers(-40, 40, (*shape[:-1], 1))
+    return np.ldexp(rng.standard_normal(shape), powers).astype(np.float32)
+
+
+def dequantized(fmt: ElementFormat) -> Vectors:
+    """Returns every element under the least and greatest scales, NaN, and those around 1."""
+    scales = np.array([*range(14), *range(120, 136), *range(236, 256)], np.uint8)
+    elements = np.tile(np.arange(256, dtype=np.uint8), (scales.size, 1))
+    blocks = np.repeat(scales[:, None], 256 // BLOCK_SIZE, axis=1)
+    values = numerics.dequantize(elements, blocks, element_format=fmt.name)
+    at = f"dequantize/codes/{fmt.name}"
+    part = elements[:, :45], blocks[:, :2]
+    return {
+        **{f"{at}/elements": elements, f"{at}/scales": blocks, f"{at}/values": values},
+        f"dequantize/partial/{fmt.name}/elements": part[0],
+        f"dequantize/partial/{fmt.name}/scales": part[1],
+        f"dequantize/partial/{fmt.name}/values": numerics.dequantize(*part, element_format=fmt.name),
+    }
+
+
+def gemm_operands(a_format: str, b_format: str) -> Iterator[tuple[str, Vectors]]:
+    """Yields a group and its operands: A [M, K] and B [N, K] quantized along K, perhaps bias [N]."""
+    rng = np.random.default_rng(4)
+
+    def whole(*shape: int) -> Floats:  # small whole numbers with few bits: every sum of their products is exact
+        return (rng.integers(-4, 5, shape) * 2.0 ** rng.integers(0, 4, shape)).astype(np.float32)
+
+    def quantized(a: Floats, b: Floats) -> Vectors:
+        a_codes, b_codes = numerics.quantize(a, element_format=a_format), numerics.quantize(b, element_format=b_format)
+        return dict(zip(("a", "a_scales", "b", "b_scales"), (*a_codes, *b_codes), strict=True))
+
+    yield "exact", quantized(whole(5, 96), whole(7, 96))
+    if (a_format, b_format) != ("e4m3", "e4m3"):
+        return
+    yield "exact-row", quantized(whole(1, 128), whole(9, 128))
+    yield "exact-partial", quantized(whole(3, 45), whole(4, 45)) | {"bias": whole(4)}
+    halves = (rng.integers(-3, 4, (7, 64)) * 2.0**-1).astype(np.float32)  # times 2^127 they are finite
+    elements, middle = numerics.encode(halves, formats.E4M3), [[0, 254], [254, 0]]
+    scales = [np.tile(np.array(row, np.uint8), (len(elements), 1)) for row in middle]
+    yield "exact-scales", {"a": elements[:3], "a_scales": scales[0][:3], "b": elements[3:], "b_scales": scales[1][3:]}
+    bad = quantized(whole(4, 64), whole(5, 64))
+    bad["a_scales"][1, 1], bad["b_scales"][3, 0], bad["a"][2, 7] = 255, 255, 0x7F
+    yield "nan", bad
+    yield "long", quantized(random_values(5, 3, 2080), random_values(6, 4, 2080)) | {"bias": random_values(7, 4)}
+
+
+def product(at: str, operands: Vectors, a_format: str, b_format: str) -> Vectors:
+    """Returns a gemm's operands with y, the sums in float64, and how far float32 accumulation may be from each."""
+    a, a_scales, b, b_scales = (operands[name] for name in ("a", "a_scales", "b", "b_scales"))
+    x = numerics.dequantize(a, a_scales, element_format=a_format).astype(np.float64)
+    w = numerics.dequantize(b, b_scales, element_format=b_format).astype(np.float64)
+    bias = operands.get("bias", np.zeros(len(w), np.float32)).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = x @ w.T + bias
+        bound = numerics.gemm_error_bound(x, w, "float32", bias)
+    exact = at.split("/")[1] != "long"
+    found = {**operands, "y": y, "bound": np.zeros_like(bound) if exact else bound}
+    return {f"{at}/{name}": array for name, array in found.items()}
+
+
+def write(arrays: Vectors) -> None:
+    """Writes the file: the same bytes for the same arrays."""
+    with zipfile.ZipFile(PATH, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            np.lib.format.write_array(content, np.ascontiguousarray(array), allow_pickle=False)
+            file.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue(), zipfile.ZIP_DEFLATED, 9)
+
+
+if __name__ == "__main__":
+    write(vectors())
