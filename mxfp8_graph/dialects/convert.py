@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import onnx
 
 from mxfp8_graph import provenance
-from mxfp8_graph.dialects import apart, gemms, ort_cuda, qdq, quark, standard, trt, trt_rules
+from mxfp8_graph.dialects import apart, gemms, ort_cuda, qdq, quark, restored, standard, trt, trt_rules
 from mxfp8_graph.dialects.graph_edit import Edit, Nodes, Scope
 from mxfp8_graph.dialects.node_check import check_node
 from mxfp8_graph.dialects.report import Conversion, Counts
@@ -101,6 +101,7 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, A
     upgrade(opened, _in_dialect, least=least)
     edit = Edit(opened)
     _count_ours(edit)
+    _count_restored(edit, restored.restore(edit))
     _infer(edit)
     edit.each(_read)
     if not edit.counts:
@@ -159,6 +160,15 @@ def _count_ours(edit: Edit) -> None:
         edit.counts["mxfp8", "weights"] += len(weights)
 
 
+def _count_restored(edit: Edit, ops: list[str]) -> None:
+    """Counts what standard ops alone said: activations that are quantized, and weights that standard Q/DQ cannot say."""
+    for op in ops:
+        if op == contract.QUANTIZE.name:
+            edit.counts["standard", "activations"] += 1
+        elif contract.OPS[op].packed_at is not None:
+            edit.counts["standard", "weights"] += 1
+
+
 def _infer(edit: Edit) -> dict[str, TensorType]:
     """Finds the dtypes and ranks of values, as far as onnx can, and returns what is known of each."""
     model = onnx.ModelProto()
@@ -187,10 +197,11 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     """Puts gemms together, fuses them with their neighbours, and completes the model."""
     opened = edit.opened
     edit.each(gemms.put_together)
-    fusions = 0
+    fusions = len(restored.restore(edit))
+    restored.forget(opened.proto)
     if fused:
         recipe = load_recipe("mxfp8-weight-only")  # attention as it was: nothing rounds its operands
-        fusions = len(fuse(opened, _infer(edit), edit.fresh, recipe))
+        fusions += len(fuse(opened, _infer(edit), edit.fresh, recipe))
     record.complete(opened.proto, opened.opset, record.recipe_of(opened.proto))
     nodes = [node for graph in iter_graphs(opened.proto.graph) for node in graph.node if node.domain == contract.DOMAIN]
     left = [node for node in nodes if node.op_type == contract.DEQUANTIZE.name]

@@ -37,7 +37,17 @@ def fuse(
         fresh: makes a name that nothing in the model has.
         recipe: by which they were replaced.
     """
-    step = _Step(opened, types, fresh, recipe)
+    # The weights' gemms see no more of activations than bfloat16 holds, unless the recipe leaves those unchanged.
+    exact = recipe.activations == "unchanged"
+    attention = partial(fuse_attention, activation_dtype=contract.FLOAT if exact else contract.BFLOAT16)
+    return apply(opened, types, fresh, (*FUSIONS, attention))
+
+
+def apply(
+    opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[str], str], fusions: Sequence[Fusion]
+) -> tuple[FusionReport, ...]:
+    """Returns what these fusions found; arguments as of `fuse`."""
+    step = _Step(opened, types, fresh, fusions)
     step.graph(opened.proto.graph, {})
     prune(opened, step.suspects)
     return tuple(step.reports)
@@ -47,17 +57,18 @@ class _Step:
     """The fusion step of one model."""
 
     def __init__(
-        self, opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[str], str], recipe: Recipe
+        self,
+        opened: OpenedModel,
+        types: Mapping[str, TensorType],
+        fresh: Callable[[str], str],
+        fusions: Sequence[Fusion],
     ) -> None:
         self.reports: list[FusionReport] = []
         self.suspects: set[str] = set()
         """What nodes that are gone read and made, and nothing may use any more."""
         self._types = types
         self._fresh = fresh
-        # The weights' gemms see no more of activations than bfloat16 holds, unless the recipe leaves those unchanged.
-        exact = recipe.activations == "unchanged"
-        attention = partial(fuse_attention, activation_dtype=contract.FLOAT if exact else contract.BFLOAT16)
-        self._fusions: tuple[Fusion, ...] = (*FUSIONS, attention)
+        self._fusions = fusions
         self._unread = opened.tensors
         self._overridable = overridable(opened)
 
