@@ -5,6 +5,7 @@
     MatMul(X, MXFP8Dequantize(B [K, N], blocks along K))        -> the same, the bytes of B transposed
     Gemm with transB, no other transpose and factors of 1       -> the same
     + Add of a stored [N]                                       -> its bias
+    Gather(MXFP8Dequantize(table [V, D]), ids)                  -> MXFP8Embedding(ids, table)
 
 Whatever is quantized in another way, along another axis say, stays MXFP8Dequantize and the standard op.
 """
@@ -44,6 +45,8 @@ def put_together(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
             if product is not None and _takes_bias(scope, product) is node:
                 return _gemm(scope, product, node, node.input[1 - at])
         return None
+    if node.op_type == "Gather":
+        return _embedding(scope, node)
     if node.op_type == "MatMul" and _takes_bias(scope, node) is None:
         return _gemm(scope, node, node, "")
     if node.op_type == "Gemm" and _is_plain(node):
@@ -55,6 +58,21 @@ def put_together(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
         if not bias or (stored is not None and list(stored.dims) == [n]):
             return _gemm(scope, node, node, bias)
     return None
+
+
+def _embedding(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
+    """Returns MXFP8Embedding for a Gather of rows of a stored table, packed along its rows; None for others."""
+    source, views = scope.source(node.input[0], _CASTS)
+    table = scope.maker(source)
+    if table is None or table.domain != contract.DOMAIN or table.op_type != contract.DEQUANTIZE.name:
+        return None
+    stored, dtype = scope.tensor(table.input[0]), _cast_dtype(table, views)
+    along_rows = stored is not None and len(stored.dims) == 2 and attribute(table, "axis", -1) in (-1, 1)
+    by_row = attribute(node, "axis", 0) in (0, -2) and scope.edit.dtypes.get(node.input[1]) in contract.INDICES
+    if not along_rows or not by_row or dtype is None:
+        return None
+    inputs = [node.input[1], *table.input]
+    return [like(node, ours(contract.EMBEDDING, inputs, node.output, node.name, output_dtype=dtype))]
 
 
 def _is_plain(node: onnx.NodeProto) -> bool:

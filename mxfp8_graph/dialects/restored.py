@@ -36,11 +36,11 @@ def taken_apart(scope: Scope, node: onnx.NodeProto) -> Nodes:
     """Returns the ops of a node's body in its place, marked; inputs that change nothing are left out."""
     plain = onnx.NodeProto()
     plain.CopyFrom(node)
-    absent: dict[str, int] = {}
+    absent: dict[str, tuple[str, int]] = {}
     for at, port in enumerate(contract.OPS[node.op_type].inputs[: len(node.input)]):
         stored = scope.tensor(node.input[at]) if port.name in _ABSENT else None
         if stored is not None and _is_absent(scope, port.name, stored):
-            plain.input[at], absent[port.name] = "", stored.data_type
+            plain.input[at], absent[port.name] = "", (node.input[at], stored.data_type)
     made = in_place_of(plain, scope.edit.fresh)
     first = next(name for name in node.output if name)
     for each in made:
@@ -62,12 +62,12 @@ def _is_absent(scope: Scope, port: str, stored: onnx.TensorProto) -> bool:
     return not stored.dims or stored.dims[0] == 0 or scope.values(stored).item() == (stored.data_type == contract.BOOL)
 
 
-def restore(edit: Edit) -> list[str]:
-    """Puts every marked node together that is still its body; returns their ops, one for each."""
-    found: list[str] = []
-    while reports := apply(edit.opened, {}, edit.fresh, [_restored]):  # one may be inside another
-        found += [report.kind for report in reports]
-    return found
+def restore(edit: Edit) -> int:
+    """Puts every marked node together that is still its body; returns how many."""
+    count = 0
+    while found := apply(edit.opened, {}, edit.fresh, [_restored]):  # one may be inside another
+        count += len(found)
+    return count
 
 
 def forget(model: onnx.ModelProto) -> None:
@@ -94,11 +94,16 @@ def _mark(text: str) -> dict[str, Any] | None:
     """Returns what a mark says, or None if it is none of ours."""
     try:
         mark = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     kinds = {"name": str, "attributes": dict, "absent": dict}
-    fits = isinstance(mark, dict) and all(isinstance(mark.get(key), kind) for key, kind in kinds.items())
-    return mark if fits else None
+    if not isinstance(mark, dict) or not all(isinstance(mark.get(key), kind) for key, kind in kinds.items()):
+        return None
+    known = (contract.BOOL, *contract.VALUES)
+    for each in mark["absent"].values():
+        if not isinstance(each, list) or len(each) != 2 or not isinstance(each[0], str) or each[1] not in known:
+            return None
+    return mark
 
 
 def _whole(view: GraphView, node: onnx.NodeProto, op: contract.Op, mark: dict[str, Any]) -> Replacement | None:
@@ -132,7 +137,7 @@ def _replacement(
     for port in op.inputs:
         name = match.inputs.get(port.name, "")
         if port.name in mark["absent"]:
-            name, constant = _constant(view, port.name, mark["absent"][port.name])
+            name, constant = _constant(view, port.name, *mark["absent"][port.name])
             before.append(constant)
         inputs.append(name)
     while inputs and not inputs[-1]:
@@ -148,9 +153,9 @@ def _replacement(
     return Replacement(kind=op.name, node=made, gone=tuple(gone.values()), before=tuple(before))
 
 
-def _constant(view: GraphView, port: str, dtype: int) -> tuple[str, onnx.NodeProto]:
+def _constant(view: GraphView, port: str, name: str, dtype: int) -> tuple[str, onnx.NodeProto]:
     """Returns the vector that stands for an input that is not there, and the node that makes it."""
-    name = view.fresh(f"no_{port}")
+    name = view.fresh(name)
     values = [dtype == contract.BOOL] * len(_ABSENT[port])
     tensor = helper.make_tensor(name, dtype, [len(values)], values)
     return name, helper.make_node("Constant", [], [name], name=name, value=tensor)
