@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -34,6 +34,20 @@ class BodyMatch:
     def inputs(self) -> Mapping[str, str]:
         """What the graph has for each input of the op, by port."""
         return {name: given for name, given in self.bound.items() if name in self._ports}
+
+    def behind_all(self, outputs: Iterable[str]) -> set[str]:
+        """Returns the inputs of the op that each of these outputs depends on, as the graph calls them."""
+        behind = [self._behind(name) for name in outputs]
+        return {self.bound[port] for port in self._ports & self.bound.keys() if all(port in each for each in behind)}
+
+    def _behind(self, name: str) -> set[str]:
+        """Returns the values of the body that one is made of."""
+        found, waiting = set[str](), [name]
+        while waiting:
+            if (value := waiting.pop()) not in found:
+                found.add(value)
+                waiting += self._body[value].input if value in self._body else []
+        return found
 
     def outputs(self, node: onnx.NodeProto) -> dict[str, onnx.NodeProto] | None:
         """Returns the node that makes each output, `node` for the first; None if the graph is another than the body.

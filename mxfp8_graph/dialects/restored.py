@@ -144,7 +144,9 @@ def _replacement(
         inputs.pop()
     outputs = [match.bound[port.name] if port.name in makers else "" for port in op.outputs]
     gone = unneeded(view, {*outputs} - {""}, {*inputs})
-    if is_circular(view, set(outputs[1:]) - {""}, inputs, gone):
+    others = makers.keys() - {op.outputs[0].name}
+    apart = {*inputs} - match.behind_all(others)  # what is behind an output cannot be made of it
+    if is_circular(view, {match.bound[name] for name in others}, apart, gone):
         return None
     attributes = mark["attributes"]
     made = helper.make_node(op.name, inputs, outputs, name=mark["name"], domain=contract.DOMAIN, **attributes)
