@@ -218,11 +218,11 @@ def _to_other(edit: Edit, to: str, allow: frozenset[str]) -> dict[str, Any]:
         edit.each(lambda scope, node: ort_cuda.write(scope, node, allow))
     edit.each(apart.take_apart)
     edit.each(lambda scope, node: _WRITERS[to](scope, node, allow))
-    for graph in iter_graphs(opened.proto.graph):
-        for node in graph.node:
-            if node.domain == contract.DOMAIN:
-                advice = "convert to standard, or leave it out of the rewrite (--exclude)"
-                raise edit.refuse(node, f"has no form in {to}", expected="nodes that have", advice=advice)
+    left = [n for graph in iter_graphs(opened.proto.graph) for n in graph.node if n.domain == contract.DOMAIN]
+    if left:  # what reads quantized values, rather than what quantizes them for it
+        node = next((node for node in left if contract.OPS[node.op_type].is_gemm), left[0])
+        advice = "convert to standard, or leave it out of the rewrite (--exclude)"
+        raise edit.refuse(node, f"has no form in {to}", expected="nodes that have", advice=advice)
     if to == "qdq":
         opened.proto.ir_version = max(opened.proto.ir_version, qdq.IR_VERSION)
     _record_dialect(opened.proto, to)

@@ -65,9 +65,14 @@ def _is_absent(scope: Scope, port: str, stored: onnx.TensorProto) -> bool:
 def restore(edit: Edit) -> int:
     """Puts every marked node together that is still its body; returns how many."""
     count = 0
-    while found := apply(edit.opened, {}, edit.fresh, [_restored]):  # one may be inside another
+    while found := apply(edit.opened, {}, edit.fresh, [_restored], any_op=True):  # one may be inside another
         count += len(found)
     return count
+
+
+def is_marked(node: onnx.NodeProto) -> bool:
+    """Whether a node makes the first output of one that was taken apart."""
+    return any(entry.key.startswith(_MARK) for entry in node.metadata_props)
 
 
 def forget(model: onnx.ModelProto) -> None:
@@ -148,6 +153,9 @@ def _replacement(
     apart = {*inputs} - match.behind_all(others)  # what is behind an output cannot be made of it
     if is_circular(view, {match.bound[name] for name in others}, apart, gone):
         return None
+    for at, port in enumerate(op.outputs):
+        if port.optional and outputs[at] and view.is_between(outputs[at], *gone.values()):
+            outputs[at] = ""
     attributes = mark["attributes"]
     made = helper.make_node(op.name, inputs, outputs, name=mark["name"], domain=contract.DOMAIN, **attributes)
     made.doc_string = node.doc_string

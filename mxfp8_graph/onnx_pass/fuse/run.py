@@ -44,12 +44,17 @@ def fuse(
 
 
 def apply(
-    opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[str], str], fusions: Sequence[Fusion]
+    opened: OpenedModel,
+    types: Mapping[str, TensorType],
+    fresh: Callable[[str], str],
+    fusions: Sequence[Fusion],
+    *,
+    any_op: bool = False,
 ) -> tuple[FusionReport, ...]:
-    """Returns what these fusions found; arguments as of `fuse`."""
+    """Returns what these fusions found; arguments as of `fuse` and `prune`."""
     step = _Step(opened, types, fresh, fusions)
     step.graph(opened.proto.graph, {})
-    prune(opened, step.suspects)
+    prune(opened, step.suspects, any_op=any_op)
     return tuple(step.reports)
 
 
@@ -106,7 +111,7 @@ class _Step:
 
     def _tell(self, found: Replacement) -> None:
         for node in found.gone:
-            self.suspects.update((*node.input, *node.output))
+            self.suspects.update((*_read_by(node), *node.output))
         name = node_label(found.node)
         others = tuple(label for node in found.gone if (label := node_label(node)) != name)
         self.reports.append(FusionReport(kind=found.kind, node=name, replaced=others))
