@@ -27,6 +27,8 @@ def diagnose_file(path: str | Path) -> Check:
     recorded = {entry.key: entry.value for entry in model.metadata_props}
     written = recorded.get(provenance.DIALECT_KEY, "mxfp8" if provenance.CONTRACT_KEY in recorded else None)
     by = f"written by mxfp8-graph {recorded.get(provenance.VERSION_KEY, '')} as {written}" if written else ""
+    if by and provenance.LOST_KEY in recorded:
+        by += f"; lost in conversion: {recorded[provenance.LOST_KEY]}"
     used = {node.op_type for node in iter_nodes(model.graph.node) if node.domain == contract.DOMAIN}
     if used:
         return _ours(path, model, used, by)

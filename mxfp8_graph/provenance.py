@@ -14,6 +14,8 @@ VERSION_KEY: Final = "mxfp8_graph.version"
 CONTRACT_KEY: Final = "mxfp8_graph.contract_version"
 DIALECT_KEY: Final = "mxfp8_graph.dialect"
 """What an ONNX file was written as: "mxfp8" is our nodes with their function bodies; see `mxfp8_graph.convert`."""
+LOST_KEY: Final = "mxfp8_graph.lost"
+"""What conversions have lost since the rewrite; absent where nothing is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ def attention(g: Body) -> None:
     """Q, K, V, attn_mask, past_key, past_value -> Y, present_key, present_value."""
     batch, rows = g("Shape", "Q", end=1, out="batch"), g("Shape", "Q", start=1, end=2, out="rows")
     heads, groups = g.vector("q_num_heads"), g.vector("kv_num_heads")
-    past = _past_length(g)
+    past = None if "past_key" in g.absent else _past_length(g)
     keys = _with_past(g, "K", "past_key", groups, past)
     values = _with_past(g, "V", "past_value", groups, past)
     g("CastLike", keys, "Q", out="present_key")
@@ -31,7 +31,10 @@ def attention(g: Body) -> None:
     q = _reshape(g, _rounded(g, q), batch, groups, stacked, d)
     scores = g("MatMul", q, g("Transpose", _rounded(g, keys), perm=[0, 1, 3, 2]))
     scores = _reshape(g, g("Mul", scores, _scale(g, d)), batch, heads, rows, total)
-    scores = g("Where", _seen(g, rows, past, total), g("Add", scores, _additive_mask(g)), _infinity(g, -1))
+    if "attn_mask" not in g.absent:
+        scores = g("Add", scores, _additive_mask(g))
+    if g.given is None or g.given["is_causal"]:
+        scores = g("Where", _seen(g, rows, past, total), scores, _infinity(g, -1))
     weights = _reshape(g, _rounded(g, _softmax(g, scores)), batch, groups, stacked, total)
     dv = g("Shape", values, start=3, out="dv")
     y = _reshape(g, g("MatMul", weights, _rounded(g, values)), batch, heads, rows, dv)
@@ -69,9 +72,11 @@ def _past_length(g: Body) -> str:
     return g("ReduceSum", size, g.constant([0]), keepdims=1, out="past")
 
 
-def _with_past(g: Body, new: str, past: str, groups: str, length: str) -> str:
+def _with_past(g: Body, new: str, past: str, groups: str, length: str | None) -> str:
     """Returns `past` [B, Hkv, P, D] and, behind it, `new` [B, T, Hkv * D], as float32 [B, Hkv, P + T, D]."""
     new = _split_heads(g, _floats(g, new), groups)
+    if length is None:
+        return new
     lead, d = g("Shape", new, end=2), g("Shape", new, start=3)
     return g("Concat", _reshape(g, _floats(g, past), lead, length, d), new, axis=2)
 
@@ -92,12 +97,15 @@ def _additive_mask(g: Body) -> str:
     return g("Where", g("Less", two, g.constant(np.float32(2))), added, mask)
 
 
-def _seen(g: Body, rows: str, past: str, total: str) -> str:
+def _seen(g: Body, rows: str, past: str | None, total: str) -> str:
     """Returns [S, P + T]: whether row i may see key j, which is j <= P + i if is_causal and always if not."""
-    start, zero, one = g("Squeeze", past), g.constant(0), g.constant(1)
+    zero, one = g.constant(0), g.constant(1)
+    start = zero if past is None else g("Squeeze", past)
     i = g("Range", start, g("Add", start, g("Squeeze", rows)), one)
     j = g("Range", zero, g("Squeeze", total), one)
     before = g("LessOrEqual", j, g("Unsqueeze", i, g.constant([1])))
+    if g.given is not None:
+        return before
     everything = g("Equal", g.number("is_causal"), zero)
     return g("Or", before, everything)
 
@@ -108,6 +116,12 @@ def _softmax(g: Body, scores: str) -> str:
     finite = g("Add", g("Mul", scores, g.constant(np.float32(0))), g.constant(np.float32(1)))
     finite = g("Where", g("Equal", scores, _infinity(g, -1)), g.constant(np.float32(0)), finite)
     good = g("Greater", g("ReduceSum", finite, g.constant([_LAST]), keepdims=1), g.constant(np.float32(0)))
-    guarded = g("Equal", g.number("nan_guard"), g.constant(0))
-    otherwise = g("Where", guarded, g.constant(np.float32(np.nan)), g.constant(np.float32(0)))
-    return g("Where", good, g("Softmax", scores, axis=_LAST), otherwise)
+    return g("Where", good, g("Softmax", scores, axis=_LAST), _otherwise(g))
+
+
+def _otherwise(g: Body) -> str:
+    """Returns NaN, or 0 if nan_guard."""
+    if g.given is not None:  # ONNX Runtime's symbolic shape inference cannot compute a Where with NaN
+        return g.constant(np.float32(0 if g.given["nan_guard"] else np.nan))
+    unguarded = g("Equal", g.number("nan_guard"), g.constant(0))
+    return g("Where", unguarded, g.constant(np.float32(np.nan)), g.constant(np.float32(0)))

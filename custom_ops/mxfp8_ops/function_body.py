@@ -54,6 +54,12 @@ class Body:
         self._add(op_type, inputs, [out], "", attributes)
         return out
 
+    def several(self, op_type: str, *inputs: str, out: Sequence[str], **attributes: Any) -> list[str]:
+        """Appends a node op_type(*inputs, **attributes) of several outputs and returns their names."""
+        outputs = [self.unique(name) for name in out]
+        self._add(op_type, inputs, outputs, "", attributes)
+        return outputs
+
     def call(self, op: Op, *inputs: str, out: Sequence[str], **attributes: Any) -> list[str]:
         """Appends a node of the contract, with defaults for attributes that are not given; returns its outputs."""
         outputs = [self.unique(name) for name in out]

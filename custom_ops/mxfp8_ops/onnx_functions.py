@@ -118,7 +118,7 @@ def _quantize(g: Body) -> None:
 
     # ReduceMax drops a NaN that does not come first, so NaN counts as Inf: both poison the block.
     magnitudes = g("Where", g("IsNaN", blocks), g.constant(np.float32(np.inf)), g("Abs", blocks))
-    amax = g("ReduceMax", magnitudes, g.constant([2]), keepdims=1, out="amax")
+    amax = _largest(g, magnitudes)
     bad = g("IsInf", amax, out="bad")
 
     format_index = g.index_of("output_dtype", [fmt.onnx_dtype for fmt in ELEMENT_FORMATS.values()])
@@ -139,6 +139,14 @@ def _quantize(g: Body) -> None:
 
     codes = g("Cast", g("Where", bad, g.constant(SCALE_NAN), scale), to=TensorProto.UINT8)
     g("Reshape", codes, g("Concat", view.lead, view.count, view.trail, axis=0), allowzero=1, out="scales")
+
+
+def _largest(g: Body, magnitudes: str) -> str:
+    """Returns the largest value along axis 2, which stays with size 1."""
+    if g.given is None:
+        return g("ReduceMax", magnitudes, g.constant([2]), keepdims=1, out="amax")
+    values, _ = g.several("TopK", magnitudes, g.constant([1]), out=("amax", "place"), axis=2)
+    return values
 
 
 def _dequantize(g: Body) -> None:

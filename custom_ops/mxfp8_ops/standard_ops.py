@@ -5,7 +5,8 @@ The ops are those of the function bodies, for one node: its attributes are known
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from onnx import NodeProto, helper
 
@@ -28,19 +29,52 @@ def in_place_of(node: NodeProto, fresh: Callable[[str], str]) -> list[NodeProto]
         ContractError: an attribute has a value that the contract does not know.
     """
     op = contract.OPS[node.op_type]
-    settings = {**op.attributes, **{a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}}
     inputs = dict(zip((port.name for port in op.inputs), node.input, strict=False))
-    absent = frozenset(port.name for port in op.inputs if not inputs.get(port.name))
-    body = Body(op, contract.MIN_OPSET, given=settings, absent=absent)
+    outputs = dict(zip((port.name for port in op.outputs), node.output, strict=False))
+    absent = [port.name for port in op.inputs if not inputs.get(port.name)]
     try:
-        BODIES[op.name](body)
+        nodes = body_of(op, settings_of(node), absent)
     except ValueError as error:
         raise ContractError(f"node {node.name!r}", str(error), expected="a known attribute", advice="") from None
-    outputs = zip((port.name for port in op.outputs), node.output, strict=False)
-    names = {"": "", **{name: given for name, given in (*inputs.items(), *outputs) if given}}
+    made = {name: given for name, given in outputs.items() if given}
+    nodes = _needed(nodes, set(made))
     prefix = node.name or node.output[0]
-    _rename(body.nodes, names, lambda name: fresh(f"{prefix}/{name}"))
+    _rename(nodes, {"": "", **inputs, **made}, lambda name: fresh(f"{prefix}/{name}"))
+    return nodes
+
+
+def settings_of(node: NodeProto) -> dict[str, Any]:
+    """Returns every attribute of one of `contract.OPS`: text as str, defaults for those that it leaves out."""
+    given = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
+    return {**contract.OPS[node.op_type].attributes, **given}
+
+
+def body_of(op: contract.Op, settings: Mapping[str, Any], absent: Iterable[str] = ()) -> list[NodeProto]:
+    """Returns the nodes that `op` with these attributes and without these inputs stands for, named as its ports are.
+
+    Raises:
+        ValueError: an attribute has a value that the contract does not know.
+    """
+    body = Body(op, contract.MIN_OPSET, given=settings, absent=frozenset(absent))
+    BODIES[op.name](body)
     return body.nodes
+
+
+def _needed(nodes: Sequence[NodeProto], wanted: set[str]) -> list[NodeProto]:
+    """Returns those nodes of a body that make what is wanted, in order."""
+    kept: list[NodeProto] = []
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.output):
+            kept.append(node)
+            wanted |= {*node.input, *(name for inner in _inner(node) for name in inner.input)}
+    return kept[::-1]
+
+
+def _inner(node: NodeProto) -> Iterable[NodeProto]:
+    for attribute in node.attribute:
+        for below in attribute.g.node:
+            yield below
+            yield from _inner(below)
 
 
 def _plain(value: object) -> object:

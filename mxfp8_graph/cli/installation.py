@@ -18,15 +18,19 @@ def doctor(
 ) -> None:
     """Says what works here and what is missing; of MODEL, what it is and what tools have done to it.
 
-    Exit code 2 if models cannot run.
+    Exit code 2 if models cannot run, or MODEL is broken.
     """
     from mxfp8_graph.doctor import diagnose, healthy, table
     from mxfp8_graph.file_diagnosis import diagnose_file
 
-    checks = [*diagnose(), *([diagnose_file(model)] if model else [])]
-    show(table(checks))
+    checks = diagnose()
+    file = diagnose_file(model) if model else None
+    show(table([*checks, *([file] if file else [])]))
     if not healthy(checks):
         say("error: the CPU path does not work here; expected no failed check; follow the advice above")
+    if file is not None and file.state != "ok":
+        say(f"error: {file.detail}; {file.advice}")
+    if not healthy(checks) or (file is not None and file.state != "ok"):
         raise typer.Exit(BAD_INPUT)
 
 

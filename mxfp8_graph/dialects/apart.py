@@ -17,9 +17,9 @@ from onnx import helper
 
 from mxfp8_graph.dialects.graph_edit import Nodes, Scope, attribute, like, ours
 from mxfp8_graph.dialects.qdq import shared
+from mxfp8_graph.dialects.restored import taken_apart
 from mxfp8_graph.onnx_model.walk import node_label
 from mxfp8_ops import contract
-from mxfp8_ops.standard_ops import in_place_of
 
 _PLAIN: Final = frozenset(
     {*(op.name for op in (contract.QUANTIZE, contract.DEQUANTIZE)), contract.GEMM.name, contract.WEIGHT_GEMM.name}
@@ -32,7 +32,7 @@ def unfuse(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     """Returns the nodes that a fused node stands for, or None if it is none."""
     if node.domain != contract.DOMAIN or node.op_type in _PLAIN:
         return None
-    return in_place_of(node, scope.edit.fresh)
+    return taken_apart(scope, node)
 
 
 def take_apart(scope: Scope, node: onnx.NodeProto) -> Nodes | None:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import onnx
 
 from mxfp8_graph import provenance
-from mxfp8_graph.dialects import apart, gemms, ort_cuda, qdq, quark, standard, trt, trt_rules
+from mxfp8_graph.dialects import apart, gemms, ort_cuda, qdq, quark, restored, standard, trt, trt_rules
 from mxfp8_graph.dialects.graph_edit import Edit, Nodes, Scope
 from mxfp8_graph.dialects.node_check import check_node
 from mxfp8_graph.dialects.report import Conversion, Counts
@@ -100,7 +100,10 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, A
     least = qdq.OPSET if to == "qdq" else contract.MIN_OPSET
     upgrade(opened, _in_dialect, least=least)
     edit = Edit(opened)
-    _count_ours(edit)
+    ours = _ours(edit)
+    restored.restore(edit)
+    for dialect, counted in (("mxfp8", ours), ("standard", _ours(edit) - ours)):
+        edit.counts.update({(dialect, kind): count for kind, count in counted.items()})
     _infer(edit)
     edit.each(_read)
     if not edit.counts:
@@ -111,6 +114,7 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, A
     found = {n: Counts(weights=edit.counts[n, "weights"], activations=edit.counts[n, "activations"]) for n in names}
     made = _to_ours(edit, fused=was_foreign) if to == "mxfp8" else _to_other(edit, to, allow)
     _import_domains(opened.proto)
+    _record_losses(edit)
     return {"found": found, "losses": dict(edit.losses), **made}
 
 
@@ -141,9 +145,10 @@ def _read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     return None
 
 
-def _count_ours(edit: Edit) -> None:
-    """Counts the packed weights and the quantized activations that the model has in our dialect."""
+def _ours(edit: Edit) -> Counter[str]:
+    """Returns how many packed "weights" and quantized "activations" the model has in our dialect."""
     weights: set[tuple[int, str]] = set()
+    counted: Counter[str] = Counter()
 
     def count(scope: Scope, node: onnx.NodeProto) -> None:
         op = contract.OPS.get(node.op_type) if node.domain == contract.DOMAIN else None
@@ -152,11 +157,12 @@ def _count_ours(edit: Edit) -> None:
         if (at := op.packed_at) is not None and scope.tensor(node.input[at]) is not None:
             weights.add((id(scope.owner(node.input[at]).graph), node.input[at]))
         if op.name in {contract.QUANTIZE.name, contract.NORM_QUANTIZE.name, contract.ADD_NORM_QUANTIZE.name}:
-            edit.counts["mxfp8", "activations"] += 1
+            counted["activations"] += 1
 
     edit.each(count)
     if weights:
-        edit.counts["mxfp8", "weights"] += len(weights)
+        counted["weights"] = len(weights)
+    return counted
 
 
 def _infer(edit: Edit) -> dict[str, TensorType]:
@@ -187,10 +193,11 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     """Puts gemms together, fuses them with their neighbours, and completes the model."""
     opened = edit.opened
     edit.each(gemms.put_together)
-    fusions = 0
+    fusions = restored.restore(edit)
+    restored.forget(opened.proto)
     if fused:
         recipe = load_recipe("mxfp8-weight-only")  # attention as it was: nothing rounds its operands
-        fusions = len(fuse(opened, _infer(edit), edit.fresh, recipe))
+        fusions += len(fuse(opened, _infer(edit), edit.fresh, recipe))
     record.complete(opened.proto, opened.opset, record.recipe_of(opened.proto))
     nodes = [node for graph in iter_graphs(opened.proto.graph) for node in graph.node if node.domain == contract.DOMAIN]
     left = [node for node in nodes if node.op_type == contract.DEQUANTIZE.name]
@@ -211,11 +218,11 @@ def _to_other(edit: Edit, to: str, allow: frozenset[str]) -> dict[str, Any]:
         edit.each(lambda scope, node: ort_cuda.write(scope, node, allow))
     edit.each(apart.take_apart)
     edit.each(lambda scope, node: _WRITERS[to](scope, node, allow))
-    for graph in iter_graphs(opened.proto.graph):
-        for node in graph.node:
-            if node.domain == contract.DOMAIN:
-                advice = "convert to standard, or leave it out of the rewrite (--exclude)"
-                raise edit.refuse(node, f"has no form in {to}", expected="nodes that have", advice=advice)
+    left = [n for graph in iter_graphs(opened.proto.graph) for n in graph.node if n.domain == contract.DOMAIN]
+    if left:  # what reads quantized values, rather than what quantizes them for it
+        node = next((node for node in left if contract.OPS[node.op_type].is_gemm), left[0])
+        advice = "convert to standard, or leave it out of the rewrite (--exclude)"
+        raise edit.refuse(node, f"has no form in {to}", expected="nodes that have", advice=advice)
     if to == "qdq":
         opened.proto.ir_version = max(opened.proto.ir_version, qdq.IR_VERSION)
     _record_dialect(opened.proto, to)
@@ -225,6 +232,17 @@ def _to_other(edit: Edit, to: str, allow: frozenset[str]) -> dict[str, Any]:
             what = f"breaks rules of TensorRT's parser: {'; '.join(broken[:5])}"
             raise ContractError(opened.name, what, expected="a model it takes", advice="convert to qdq or standard")
     return {}
+
+
+def _record_losses(edit: Edit) -> None:
+    """Records what is lost beside what conversions before this one lost, and tells of those."""
+    model = edit.opened.proto
+    recorded = {entry.key: entry.value for entry in model.metadata_props}
+    before = recorded.get(provenance.LOST_KEY, "")
+    if before:
+        edit.opened.notes.append(f"lost in a conversion before: {before}")
+    if lost := [*([before] if before else []), *(what for what in edit.losses if what not in before)]:
+        onnx.helper.set_model_props(model, {**recorded, provenance.LOST_KEY: "; ".join(lost)})
 
 
 def _record_dialect(model: onnx.ModelProto, dialect: str) -> None:

@@ -4,7 +4,8 @@
     MatMul(X, Transpose(MXFP8Dequantize(B)))                    -> MXFP8WeightGemm(X, B)
     MatMul(X, MXFP8Dequantize(B [K, N], blocks along K))        -> the same, the bytes of B transposed
     Gemm with transB, no other transpose and factors of 1       -> the same
-    + Add of a stored [N]                                       -> its bias
+    + Add of a stored [N], + Cast                               -> its bias, its output_dtype
+    Gather(MXFP8Dequantize(table [V, D]), ids)                  -> MXFP8Embedding(ids, table)
 
 Whatever is quantized in another way, along another axis say, stays MXFP8Dequantize and the standard op.
 """
@@ -17,6 +18,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from mxfp8_graph.dialects import restored
 from mxfp8_graph.dialects.graph_edit import Nodes, Scope, attribute, like, ours
 from mxfp8_graph.dialects.qdq import shared
 from mxfp8_graph.onnx_model.walk import STANDARD
@@ -35,17 +37,27 @@ class _Weight(NamedTuple):
 
 
 def put_together(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
-    """Returns the gemm for a product of dequantized operands, or for the Add of its bias; None for other nodes."""
+    """Returns the gemm for a product of dequantized operands, or for the last of its Add and Cast; None for others."""
     if node.domain not in STANDARD:
         return None
+    if node.op_type == "Gather":
+        return _embedding(scope, node)
+    if node.op_type == "Cast":
+        before = scope.maker(node.input[0])
+        return _ends(scope, before, node) if before is not None and _takes_cast(scope, before) is node else None
+    return _ends(scope, node, node) if _takes_cast(scope, node) is None else None
+
+
+def _ends(scope: Scope, node: onnx.NodeProto, last: onnx.NodeProto) -> Nodes | None:
+    """Returns the gemm of a product, or of the Add of its bias, whose result is that of `last`."""
     if node.op_type == "Add":
         for at in range(len(node.input)):
             product = scope.maker(node.input[at])
             if product is not None and _takes_bias(scope, product) is node:
-                return _gemm(scope, product, node, node.input[1 - at])
+                return _gemm(scope, product, last, node.input[1 - at])
         return None
     if node.op_type == "MatMul" and _takes_bias(scope, node) is None:
-        return _gemm(scope, node, node, "")
+        return _gemm(scope, node, last, "")
     if node.op_type == "Gemm" and _is_plain(node):
         bias = node.input[2] if len(node.input) > 2 else ""
         stored = scope.tensor(bias)
@@ -53,8 +65,36 @@ def put_together(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
         elements = None if weight is None else scope.tensor(weight.elements)
         n = None if elements is None else elements.dims[-2]
         if not bias or (stored is not None and list(stored.dims) == [n]):
-            return _gemm(scope, node, node, bias)
+            return _gemm(scope, node, last, bias)
     return None
+
+
+def _takes_cast(scope: Scope, node: onnx.NodeProto) -> onnx.NodeProto | None:
+    """Returns the Cast that alone reads the float32 result of a product with packed weights, or of its Add; or None."""
+    y = node.output[0] if node.output else ""
+    readers = scope.readers.get(y, [])
+    if node.op_type not in {"MatMul", "Gemm", "Add"} or len(readers) != 1 or y in scope.returned:
+        return None
+    if readers[0].op_type != "Cast" or attribute(readers[0], "to", 0) not in {contract.FLOAT16, contract.BFLOAT16}:
+        return None
+    products = [scope.maker(name) for name in node.input] if node.op_type == "Add" else [node]
+    weights = [_weight(scope, each) for each in products if each is not None and each.op_type in {"MatMul", "Gemm"}]
+    return readers[0] if [w.dtype for w in weights if w is not None] == [contract.FLOAT] else None
+
+
+def _embedding(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
+    """Returns MXFP8Embedding for a Gather of rows of a stored table, packed along its rows; None for others."""
+    source, views = scope.source(node.input[0], _CASTS)
+    table = scope.maker(source)
+    if table is None or table.domain != contract.DOMAIN or table.op_type != contract.DEQUANTIZE.name:
+        return None
+    stored, dtype = scope.tensor(table.input[0]), _cast_dtype(table, views)
+    along_rows = stored is not None and len(stored.dims) == 2 and attribute(table, "axis", -1) in (-1, 1)
+    by_row = attribute(node, "axis", 0) in (0, -2) and scope.edit.dtypes.get(node.input[1]) in contract.INDICES
+    if not along_rows or not by_row or dtype is None:
+        return None
+    inputs = [node.input[1], *table.input]
+    return [like(node, ours(contract.EMBEDDING, inputs, node.output, node.name, output_dtype=dtype))]
 
 
 def _is_plain(node: onnx.NodeProto) -> bool:
@@ -85,6 +125,8 @@ def _gemm(scope: Scope, product: onnx.NodeProto, last: onnx.NodeProto, bias: str
         return None
     quantized = _operand(scope, product.input[0])
     b = [weight.elements, weight.scales]
+    if last.op_type == "Cast":
+        weight = weight._replace(dtype=attribute(last, "to", 0))
     bias = _float(scope, bias) if bias else ""
     inputs = [*b, *([bias] if bias else [])]
     if quantized is not None:
@@ -119,9 +161,9 @@ def _activation(scope: Scope, name: str) -> tuple[str, dict[str, int]]:
     dtypes = scope.edit.dtypes
     if targets[:1] == [contract.FLOAT]:
         before = casts[0].input[0]
-        if targets == [contract.FLOAT, contract.BFLOAT16] and dtypes.get(casts[1].input[0]) in contract.VALUES:
+        if targets[:2] == [contract.FLOAT, contract.BFLOAT16] and dtypes.get(casts[1].input[0]) in contract.VALUES:
             return casts[1].input[0], {"activation_dtype": contract.BFLOAT16}
-        if dtypes.get(before) in contract.VALUES:
+        if dtypes.get(before) in contract.VALUES and not restored.is_marked(casts[0]):
             return before, {}
     return name, {}
 

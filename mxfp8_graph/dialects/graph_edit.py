@@ -16,6 +16,7 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw, read
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, node_label, stored_in, subgraphs
+from mxfp8_graph.onnx_pass.prune import keep, prune
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 
@@ -148,7 +149,7 @@ class Edit:
         """Replaces nodes of every graph as `step` says, and drops what nothing reads any more; whether any was."""
         suspects: set[str] = set()
         self._graph(Scope(self, self.opened.proto.graph), step, suspects)
-        _drop(self.opened, suspects)
+        prune(self.opened, suspects, any_op=True)
         return bool(suspects)
 
     def _graph(self, scope: Scope, step: Step, suspects: set[str]) -> None:
@@ -166,45 +167,10 @@ class Edit:
             copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
             del scope.graph.node[:]
             scope.graph.node.extend(copies)
-            _keep(scope.graph.value_info, lambda value: value.name not in gone)
+            keep(scope.graph.value_info, lambda value: value.name not in gone)
         for node in scope.graph.node:
             for _, inner in subgraphs(node):
                 self._graph(Scope(self, inner, scope), step, suspects)
-
-
-def _drop(opened: OpenedModel, suspects: set[str]) -> None:
-    """Removes what only replaced nodes read: the tensors and nodes named in `suspects`, and in turn what those read."""
-    graphs = list(iter_graphs(opened.proto.graph))
-    uses = Counter(name for graph in graphs for node in graph.node for name in node.input)
-    uses.update(value.name for graph in graphs for value in graph.output)
-    makers = {name: node for graph in graphs for node in graph.node for name in node.output}
-    stack, dead = [*suspects], set[str]()
-    while stack:
-        name = stack.pop()
-        if not name or uses[name] or name in dead:
-            continue
-        node = makers.get(name)
-        if node is not None:
-            if any(uses[output] for output in node.output):
-                continue
-            dead.update(node.output)
-            uses.subtract(node.input)
-            stack += node.input
-        dead.add(name)
-    for graph in graphs:
-        _keep(graph.initializer, lambda tensor: tensor.name not in dead)
-        _keep(graph.value_info, lambda value: value.name not in dead)
-        _keep(graph.node, lambda node: not node.output or not all(name in dead or not name for name in node.output))
-        if opened.weights_are_inputs:
-            _keep(graph.input, lambda value: value.name not in dead or value.name in makers)
-    for name in dead:
-        opened.tensors.pop(name, None)
-
-
-def _keep(items: Any, wanted: Callable[[Any], bool]) -> None:
-    for index in reversed(range(len(items))):
-        if not wanted(items[index]):
-            del items[index]
 
 
 def _float_dtypes(model: onnx.ModelProto) -> set[int]:

@@ -12,7 +12,7 @@ import onnx
 from onnx import helper
 
 from mxfp8_graph.dialects.graph_edit import Nodes, Scope, attribute, like, ours
-from mxfp8_graph.dialects.qdq import dropped_activation, power_codes, shared
+from mxfp8_graph.dialects.qdq import dropped_activation, power_codes, shared, stored_codes
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 from mxfp8_graph.onnx_model.walk import MICROSOFT, node_label
 from mxfp8_ops import contract, numerics
@@ -51,7 +51,7 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
         raise edit.refuse(node, what, expected=expected, advice="export the model again")
     dtype = edit.dtypes.get(a) or edit.dtypes.get(node.output[0]) or 0
     edit.counts["ort-cuda", "weights"] += 1
-    names = [a, b, scope.owner(b).store(f"{b}_scales", contract.UINT8, codes)]
+    names = [a, b, stored_codes(scope, scale, f"{b}_scales", codes)]
     if bias:
         key = ("float", bias)
         cast = lambda _: scope.make("Cast", bias, wanted=f"{bias}_float", to=contract.FLOAT)  # noqa: E731

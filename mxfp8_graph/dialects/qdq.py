@@ -47,7 +47,7 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     if block != BLOCK_SIZE:
         what = f"float8 with block_size {block}" if block else "float8 without blocks"
         raise edit.refuse(node, what, expected=f"block_size {BLOCK_SIZE}, which MXFP8 has", advice=_OTHER)
-    codes, dtype = _scales(scope, node)
+    source, codes, dtype = _scales(scope, node)
     axis = attribute(node, "axis", 1)
     if elements is not None:
         rank = len(elements.dims)
@@ -55,8 +55,10 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
         if not rank or codes.shape != scale_shape(tuple(elements.dims), axis):
             what = f"scales {list(codes.shape)} for elements {list(elements.dims)} along axis {axis}"
             raise edit.refuse(node, what, expected=f"one for {BLOCK_SIZE} elements", advice="export the model again")
-    edit.counts["qdq", "activations" if static else "weights"] += 1
-    name = scope.owner(node.input[0]).store(f"{node.input[0]}_scales", contract.UINT8, codes)
+    tensor = scope.tensor(source)
+    is_ours = tensor is not None and tensor.data_type == contract.UINT8  # what `standard` looks up
+    edit.counts["standard" if is_ours else "qdq", "activations" if static else "weights"] += 1
+    name = source if is_ours else stored_codes(scope, source, f"{node.input[0]}_scales", codes)
     made = ours(contract.DEQUANTIZE, [node.input[0], name], node.output, node.name, axis=axis, output_dtype=dtype)
     return [like(node, made)]
 
@@ -64,8 +66,14 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
 _OTHER: Final = "convert reads MXFP8 only; start from the model that is not quantized"
 
 
-def _scales(scope: Scope, node: onnx.NodeProto) -> tuple[Codes, int]:
-    """Returns the E8M0 codes of a DequantizeLinear's scales, and the dtype of its result."""
+def stored_codes(scope: Scope, scales: str, wanted: str, codes: Codes) -> str:
+    """Returns the name of a tensor of E8M0 codes beside the stored `scales` they are: one for all that read those."""
+    owner = scope.owner(scales)
+    return shared(owner, ("codes", scales), lambda _: owner.store(wanted, contract.UINT8, codes))
+
+
+def _scales(scope: Scope, node: onnx.NodeProto) -> tuple[str, Codes, int]:
+    """Returns the stored scales of a DequantizeLinear, their E8M0 codes, and the dtype of its result."""
     edit = scope.edit
     zero = scope.tensor(node.input[2]) if len(node.input) > 2 and node.input[2] else None
     if len(node.input) > 2 and node.input[2] and (zero is None or np.any(scope.codes(zero) & 0x7F)):
@@ -74,7 +82,8 @@ def _scales(scope: Scope, node: onnx.NodeProto) -> tuple[Codes, int]:
     casts = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"]
     tensor = scope.tensor(name)
     if tensor is None:
-        codes, dtype = _looked_up(scope, name), contract.FLOAT
+        name, codes = _looked_up(scope, name)
+        dtype = contract.FLOAT
     elif tensor.data_type == E8M0:
         codes, dtype = scope.codes(tensor), contract.FLOAT
     elif tensor.data_type in contract.VALUES:
@@ -89,7 +98,7 @@ def _scales(scope: Scope, node: onnx.NodeProto) -> tuple[Codes, int]:
     dtype = attribute(node, "output_dtype", 0) or (casts[0] if casts else dtype)
     if dtype not in contract.VALUES:
         raise edit.refuse(node, f"a result of dtype {dtype}", expected="float32, float16 or bfloat16", advice=_OTHER)
-    return codes, dtype
+    return name, codes, dtype
 
 
 def _exact(codes: Codes, casts: list[int]) -> bool:
@@ -100,17 +109,17 @@ def _exact(codes: Codes, casts: list[int]) -> bool:
     return contract.FLOAT16 not in casts or bool(np.all((codes >= lowest) & (codes <= highest)))
 
 
-def _looked_up(scope: Scope, name: str) -> Codes | None:
-    """Returns the codes that `standard` looks up in the table of all scales."""
+def _looked_up(scope: Scope, name: str) -> tuple[str, Codes | None]:
+    """Returns the codes that `standard` looks up in the table of all scales, and their name; else `name` and None."""
     node = scope.maker(name)
     if node is None or node.op_type != "Gather" or node.domain not in STANDARD:
-        return None
+        return name, None
     table, (codes_name, _) = scope.tensor(node.input[0]), scope.source(node.input[1], frozenset({"Identity", "Cast"}))
     codes = scope.tensor(codes_name)
     if table is None or codes is None or codes.data_type != contract.UINT8 or list(table.dims) != [256]:
-        return None
+        return name, None
     same = np.array_equal(scope.values(table), table_of_scales(), equal_nan=True)
-    return scope.codes(codes) if same else None
+    return (codes_name, scope.codes(codes)) if same else (name, None)
 
 
 def table_of_scales() -> npt.NDArray[np.float32]:

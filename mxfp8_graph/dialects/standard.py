@@ -11,9 +11,9 @@ import onnx
 
 from mxfp8_graph.dialects.graph_edit import Nodes, Scope, attribute
 from mxfp8_graph.dialects.qdq import dequantize_linear, shared, table_of_scales
+from mxfp8_graph.dialects.restored import taken_apart
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE
-from mxfp8_ops.standard_ops import in_place_of
 
 
 def write(scope: Scope, node: onnx.NodeProto, _: frozenset[str]) -> Nodes | None:
@@ -26,7 +26,7 @@ def write(scope: Scope, node: onnx.NodeProto, _: frozenset[str]) -> Nodes | None
         if elements is not None and codes is not None and elements.dims[axis] % BLOCK_SIZE == 0:
             scales = shared(scope, ("scales", node.input[1]), lambda _: _scales(scope, node))
             return dequantize_linear(scope, node, scales)
-    return in_place_of(node, scope.edit.fresh)
+    return taken_apart(scope, node)
 
 
 def _scales(scope: Scope, node: onnx.NodeProto) -> str:

@@ -17,12 +17,23 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from mxfp8_graph.dialects.graph_edit import Edit, Nodes, Scope, attribute, like, ours, retype
-from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE, dialect_of
+from mxfp8_graph.dialects.graph_edit import Codes, Edit, Nodes, Scope, attribute, like, ours, retype
+from mxfp8_graph.dialects.qdq import power_codes, shared, stored_codes
+from mxfp8_graph.onnx_model.dialect_ops import (
+    TRT,
+    TRT_DEQUANTIZE,
+    TRT_QUANTIZE,
+    TRT_STATIC_QUANTIZE,
+    blocked_axis,
+    dialect_of,
+    without_padding,
+)
+from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
 from mxfp8_ops.formats import BLOCK_SIZE
+from mxfp8_ops.standard_ops import settings_of
 
 VERSION: Final = 1
 """The version of domain `trt`."""
@@ -113,7 +124,7 @@ def _weight(scope: Scope, node: onnx.NodeProto, stored: onnx.TensorProto) -> tup
         raise _unpacked(scope, node, stored)
     if scales is None or scales.data_type not in {contract.UINT8, onnx.TensorProto.FLOAT8E8M0}:
         raise _unpacked(scope, node, scales or stored)
-    axis = _blocked_axis(dims, tuple(scales.dims), attribute(node, "axis", None))
+    axis = blocked_axis(dims, tuple(scales.dims), attribute(node, "axis", None))
     if axis is None:
         what = f"scales {list(scales.dims)} for elements {list(dims)}"
         expected = f"one for {BLOCK_SIZE} elements along one axis, perhaps padded to multiples of 128 x 4"
@@ -123,24 +134,13 @@ def _weight(scope: Scope, node: onnx.NodeProto, stored: onnx.TensorProto) -> tup
     blocks = scale_shape(dims, axis)
     if tuple(scales.dims) == blocks and scales.data_type == contract.UINT8:
         return axis, node.input[1]
-    codes = scope.codes(scales)
-    codes = codes.reshape([*[1] * (len(blocks) - codes.ndim), *codes.shape])[tuple(slice(n) for n in blocks)]
-    owner = scope.owner(node.input[0])
-    return axis, owner.store(f"{node.input[1]}_codes", contract.UINT8, np.ascontiguousarray(codes))
+    owner, wanted = scope.owner(node.input[1]), f"{node.input[1]}_codes"
 
+    def make(_: Scope) -> str:
+        codes = without_padding(scope.codes(scales), blocks)
+        return owner.store(wanted, contract.UINT8, np.ascontiguousarray(codes))
 
-def _blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | None) -> int | None:
-    """Returns the axis that has the blocks by the shapes, negative: `given` where it fits, else the last that does."""
-    rank = len(dims)
-    fitting = [axis for axis in range(-1, -rank - 1, -1) if scales == scale_shape(dims, axis)]
-    if fitting:
-        wanted = None if given is None else given % rank - rank
-        return wanted if wanted in fitting else fitting[0] if given is None else None
-    if rank != 2:
-        return None
-    blocks = scale_shape(dims, -1)
-    padded = tuple(-(-n // size) * size for n, size in zip(blocks, (128, 4), strict=True))
-    return -1 if scales == padded else None
+    return axis, shared(owner, ("codes", node.input[1], blocks), make)
 
 
 def _unpacked(scope: Scope, node: onnx.NodeProto, tensor: onnx.TensorProto) -> Exception:
@@ -150,14 +150,16 @@ def _unpacked(scope: Scope, node: onnx.NodeProto, tensor: onnx.TensorProto) -> E
 
 
 def write(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | None:
-    """Returns TensorRT's node for MXFP8Quantize or MXFP8Dequantize, or None for any other."""
+    """Returns TensorRT's node for MXFP8Quantize, MXFP8Dequantize or a static activation, or None for any other."""
     edit = scope.edit
-    if node.domain != contract.DOMAIN:
+    if node.op_type == "QuantizeLinear" and node.domain in STANDARD:
+        return _static(scope, node)
+    if node.domain != contract.DOMAIN or node.op_type not in {contract.QUANTIZE.name, contract.DEQUANTIZE.name}:
         return None
-    settings = {"axis": attribute(node, "axis", -1), "block_size": BLOCK_SIZE}
-    dtype = attribute(node, "output_dtype", None)
+    given = settings_of(node)
+    settings, dtype = {"axis": given["axis"], "block_size": BLOCK_SIZE}, given["output_dtype"]
     if node.op_type == contract.QUANTIZE.name:
-        rounding = attribute(node, "scale_rounding", "ceil")
+        rounding = given["scale_rounding"]
         if dtype != contract.FLOAT8E4M3FN:
             raise _only_e4m3(edit, node)
         if rounding != "ceil":
@@ -167,15 +169,39 @@ def write(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | 
                 raise edit.refuse(node, what, expected="ceil", advice=losing)
             edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
         name, inputs, settings["output_dtype"] = TRT_QUANTIZE, [node.input[0]], dtype
-    elif node.op_type == contract.DEQUANTIZE.name:
+    else:
         stored = scope.tensor(node.input[0])
         if stored is not None:
             _check_weight(edit, node, stored, settings)
         name, inputs, settings["output_dtype"] = TRT_DEQUANTIZE, [*node.input], dtype
-    else:
-        return None
     made = helper.make_node(name, inputs, node.output, name=node.name, domain=TRT, **settings)
     return [like(node, made)]
+
+
+def _static(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
+    """Returns TensorRT's node for a blocked QuantizeLinear with stored powers of two; None for any other."""
+    floats = scope.tensor(node.input[1])
+    blocked = attribute(node, "block_size", 0) == BLOCK_SIZE and len(node.input) == 2
+    is_e4m3 = attribute(node, "output_dtype", 0) == contract.FLOAT8E4M3FN
+    if floats is None or floats.data_type != contract.FLOAT or not blocked or not is_e4m3:
+        return None
+    codes = power_codes(scope.values(floats))
+    if codes is None:
+        return None
+    readers = scope.readers.get(node.output[0], [])
+    known = [(name, scope.tensor(name)) for reader in readers for name in reader.input[1:2]]
+    same = (n for n, t in known if t is not None and t.data_type == contract.UINT8 and _is(scope, t, codes))
+    scales = next(same, None) or stored_codes(scope, node.input[1], f"{node.input[1]}_codes", codes)
+    x, casts = scope.source(node.input[0], frozenset({"Cast"}))
+    if len(casts) != 1 or scope.edit.dtypes.get(x) not in contract.VALUES:
+        x = node.input[0]
+    settings = {"axis": attribute(node, "axis", 1), "block_size": BLOCK_SIZE, "output_dtype": contract.FLOAT8E4M3FN}
+    made = helper.make_node(TRT_STATIC_QUANTIZE, [x, scales], node.output, name=node.name, domain=TRT, **settings)
+    return [like(node, made)]
+
+
+def _is(scope: Scope, stored: onnx.TensorProto, codes: Codes) -> bool:
+    return tuple(stored.dims) == codes.shape and np.array_equal(scope.codes(stored), codes)
 
 
 def _check_weight(edit: Edit, node: onnx.NodeProto, stored: onnx.TensorProto, settings: dict[str, int]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD, iter_graphs, stored_in
 from mxfp8_ops import contract
+from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.formats import BLOCK_SIZE
 
 TRT: Final = "trt"
@@ -78,3 +81,32 @@ def foreign(model: onnx.ModelProto) -> tuple[str, onnx.NodeProto] | None:
             if is_qdq and tensor is not None and tensor.data_type in contract.ELEMENTS:
                 return "qdq", node
     return None
+
+
+def blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | None) -> int | None:
+    """Returns which axis of a stored weight of TensorRT's has the blocks, negative; None if none has.
+
+    Its parser finds that by the shapes, and so does this: the axis that the node gives if it fits, the last that does
+    if it gives none. Scales of a matrix may be padded to multiples of 128 x 4, as TransformerEngine pads them.
+
+    Args:
+        dims: of the elements.
+        scales: dims of the scales.
+        given: the node's attribute `axis`, or None.
+    """
+    rank = len(dims)
+    fitting = [axis for axis in range(-1, -rank - 1, -1) if scales == scale_shape(dims, axis)]
+    if fitting:
+        wanted = None if given is None else given % rank - rank
+        return wanted if wanted in fitting else fitting[0] if given is None else None
+    if rank != 2:
+        return None
+    blocks = scale_shape(dims, -1)
+    padded = tuple(-(-n // size) * size for n, size in zip(blocks, (128, 4), strict=True))
+    return -1 if scales == padded else None
+
+
+def without_padding(codes: npt.NDArray[np.uint8], blocks: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Returns the scales of `blocks`, without what TransformerEngine pads them with, which means nothing."""
+    codes = codes.reshape([*[1] * (len(blocks) - codes.ndim), *codes.shape])
+    return codes[tuple(slice(size) for size in blocks)]

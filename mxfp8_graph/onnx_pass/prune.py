@@ -1,61 +1,126 @@
-"""Removes what a rewrite left without a user: weights, biases and the views in front of them. Nothing else."""
+"""Removes what edits left without a user: weights, biases and the views in front of them, or whatever made them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import onnx
 
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import iter_graphs
+from mxfp8_graph.onnx_model.walk import subgraphs
 from mxfp8_graph.onnx_pass.picked import GATHERS
 from mxfp8_graph.onnx_pass.static_operands import REPEATS, VIEW_OPS
 
 _READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
 """What may stand between a weight and the product that used it; and what computes the sizes of views."""
 
+_Value = tuple[int, str]
+"""A value: the graph it belongs to, by number, and its name. Branches may use one name for two values."""
 
-def prune(opened: OpenedModel, suspects: Iterable[str]) -> None:
+
+def prune(opened: OpenedModel, suspects: Iterable[str], *, any_op: bool = False) -> None:
     """Removes the tensors named in `suspects` that nothing uses, and in turn what only they used.
 
     Dead code that was in the model before stays: only `suspects` and their producers are looked at.
+
+    Args:
+        opened: the model; edited in place.
+        suspects: names of values, in whichever graph.
+        any_op: remove producers of every op, not only views of weights.
     """
-    graphs = list(iter_graphs(opened.proto.graph))
-    uses = Counter(name for graph in graphs for node in graph.node for name in node.input)
-    uses.update(output.name for graph in graphs for output in graph.output)
-    producers = {output: node for graph in graphs for node in graph.node for output in node.output}
-    dead: set[str] = set()
-    stack = list(suspects)
+    values = _Values(opened.proto.graph)
+    dead: set[_Value] = set()
+    stack = [value for name in suspects for value in values.called.get(name, ())]
     while stack:
-        name = stack.pop()
-        if not name or uses[name] or name in dead:
+        value = stack.pop()
+        if values.uses[value] or value in dead:
             continue
-        node = producers.get(name)
+        node = values.makers.get(value)
         if node is not None:
-            if node.op_type not in _READERS or any(uses[output] for output in node.output):
+            outputs = values.made[id(node)]
+            if not (any_op or node.op_type in _READERS) or any(values.uses[output] for output in outputs):
                 continue
-            uses.subtract(node.input)
-            stack.extend(node.input)
-            dead.update(node.output)
-        dead.add(name)
-    for graph in graphs:
-        _remove(graph, dead, drop_inputs=opened.weights_are_inputs)
-    for name in dead:
-        opened.tensors.pop(name, None)
+            read = list(values.read_by(node))
+            values.uses.subtract(read)
+            stack.extend(read)
+            dead.update(outputs)
+        dead.add(value)
+    for number, graph in enumerate(values.graphs):
+        names = {name for place, name in dead if place == number}
+        if names:
+            _remove(graph, names, drop_inputs=opened.weights_are_inputs)
+    for number, name in dead:
+        if number == 0:
+            opened.tensors.pop(name, None)
+
+
+class _Values:
+    """Every value of a model: who makes it, and how often it is used."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.graphs: list[onnx.GraphProto] = []
+        """The model's graph first."""
+        self.uses: Counter[_Value] = Counter()
+        self.makers: dict[_Value, onnx.NodeProto] = {}
+        self.made: dict[int, list[_Value]] = {}
+        """What a node makes, by its id."""
+        self.called: dict[str, list[_Value]] = {}
+        """Values by name."""
+        self._read: dict[int, list[_Value]] = {}
+        self._nodes: list[onnx.NodeProto] = []  # so that no id is used again
+        self._add(graph, [])
+
+    def read_by(self, node: onnx.NodeProto) -> Iterator[_Value]:
+        """Yields what a node reads, and what its subgraphs do."""
+        yield from self._read[id(node)]
+        for _, inner in subgraphs(node):
+            for below in inner.node:
+                yield from self.read_by(below)
+
+    def _add(self, graph: onnx.GraphProto, outer: list[tuple[int, set[str]]]) -> list[_Value]:
+        """Adds a graph and those below it; returns its outputs. `outer`: the graphs around it, the nearest first."""
+        number = len(self.graphs)
+        self.graphs.append(graph)
+        names = {each.name for part in (graph.input, graph.initializer) for each in part}
+        scopes = [(number, names), *outer]
+        nodes = list(graph.node)
+        self._nodes += nodes
+        for node in nodes:
+            names.update(node.output)
+        names.discard("")
+        for name in names:
+            self.called.setdefault(name, []).append((number, name))
+        for node in nodes:
+            self.made[id(node)] = [(number, name) for name in node.output if name]
+            self.makers.update(dict.fromkeys(self.made[id(node)], node))
+            read = [_seen(name, scopes) for name in node.input if name]
+            for _, inner in subgraphs(node):
+                read += self._add(inner, scopes)
+            self._read[id(node)] = read
+            self.uses.update(read)
+        outputs = [_seen(value.name, scopes) for value in graph.output]
+        if not outer:
+            self.uses.update(outputs)
+        return outputs
+
+
+def _seen(name: str, scopes: list[tuple[int, set[str]]]) -> _Value:
+    """Returns the value that a name stands for in the first of these graphs, which are inside each other."""
+    return next(((number, name) for number, names in scopes if name in names), (scopes[-1][0], name))
 
 
 def _remove(graph: onnx.GraphProto, dead: set[str], *, drop_inputs: bool) -> None:
     initializers = {tensor.name for tensor in graph.initializer} & dead
-    _keep(graph.initializer, lambda tensor: tensor.name not in dead)
-    _keep(graph.value_info, lambda value: value.name not in dead)
-    _keep(graph.node, lambda node: not node.output or not all(output in dead for output in node.output))
+    keep(graph.initializer, lambda tensor: tensor.name not in dead)
+    keep(graph.value_info, lambda value: value.name not in dead)
+    keep(graph.node, lambda node: not any(node.output) or not all(name in dead or not name for name in node.output))
     if drop_inputs:
-        _keep(graph.input, lambda value: value.name not in initializers)
+        keep(graph.input, lambda value: value.name not in initializers)
 
 
-def _keep(items: Any, wanted: Callable[[Any], bool]) -> None:
+def keep(items: Any, wanted: Callable[[Any], bool]) -> None:
     """Deletes from a repeated field what is not wanted: last to first, and what stands side by side at once."""
     stop = len(items)
     while stop:

@@ -17,7 +17,7 @@ import onnx
 
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE
+from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE, blocked_axis, without_padding
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw, read
 from mxfp8_graph.onnx_model.walk import module_path, node_label, stored_in, subgraphs
@@ -94,9 +94,17 @@ def _uses(graph: onnx.GraphProto, visible: Visible, where: str) -> Iterator[_Use
 
 def _axis(node: onnx.NodeProto, elements: onnx.TensorProto, scales: onnx.TensorProto, where: str) -> int:
     """Returns the axis that is divided into blocks, negative; ContractError if that cannot be."""
-    axis = next((a.i for a in node.attribute if a.name == "axis"), 1 if node.domain == TRT else -1)
+    axis = next((a.i for a in node.attribute if a.name == "axis"), None)
     rank = len(elements.dims)
+    if node.domain == TRT and (axis is None or -rank <= axis < rank):
+        axis = blocked_axis(tuple(elements.dims), tuple(scales.dims), axis)
+    elif axis is None:
+        axis = -1
     dtype = onnx.TensorProto.DataType.Name(scales.data_type)
+    if axis is None:
+        what = f"node {node_label(node)!r} has scales {list(scales.dims)} for elements {list(elements.dims)}"
+        expected = "one for 32 elements along one axis, perhaps padded to multiples of 128 x 4"
+        raise ContractError(where, what, expected=expected, advice="export the model again")
     if not -rank <= axis < rank or dtype not in _SCALES:
         what = f"node {node_label(node)!r} has {dtype.lower()} scales along axis {axis} of {list(elements.dims)}"
         raise ContractError(where, what, expected="uint8 scales along an axis", advice="pack the model again")
@@ -122,10 +130,7 @@ def _weight(opened: OpenedModel, use: _Use, name: str) -> PackedWeight:
         return np.moveaxis(_codes(opened, use.elements), use.axis, -1)
 
     def scales() -> Codes:
-        # TransformerEngine pads the scales; what is beyond the blocks means nothing.
-        codes = _codes(opened, use.scales)
-        codes = codes.reshape([*[1] * (len(blocks) - codes.ndim), *codes.shape])
-        return np.moveaxis(codes[tuple(slice(size) for size in blocks)], use.axis, -1)
+        return np.moveaxis(without_padding(_codes(opened, use.scales), blocks), use.axis, -1)
 
     k = dims.pop(use.axis)
     return PackedWeight(

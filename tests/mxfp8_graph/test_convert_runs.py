@@ -79,6 +79,41 @@ def test_qdq_is_the_same_in_onnx_runtime_and_the_reference_evaluator(name: str) 
             assert relative(other, one) < 1e-5
 
 
+@pytest.mark.parametrize("to", ["mxfp8", "trt", "qdq", "standard", "ort-cuda"])
+@pytest.mark.parametrize("name", ["chain", "attention", "language model", "decoder"])
+def test_symbolic_shape_inference_of_onnx_runtime(
+    name: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewritten, _ = mxfp8_graph.rewrite(SMALL[name]())
+    converted, _ = mxfp8_graph.convert(rewritten, to, allow=LOSSES.get(to, ()))
+    monkeypatch.chdir(tmp_path)  # it leaves a file here if it fails
+    assert ranks(symbolic(converted, to)) == ranks(SMALL[name]())
+
+
+def symbolic(model: onnx.ModelProto, to: str) -> onnx.ModelProto:
+    """Returns a model with the shapes that ONNX Runtime infers; ops that onnx does not know have those of an input."""
+    pytest.importorskip("sympy")
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+    guess = to in {"trt", "ort-cuda"}
+    return SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=guess)
+
+
+def ranks(model: onnx.ModelProto) -> list[int]:
+    return [len(output.type.tensor_type.shape.dim) for output in model.graph.output]
+
+
+def test_it_does_not_know_the_ops_of_tensorrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is why it has to guess."""
+    pytest.importorskip("sympy")
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+    converted, _ = mxfp8_graph.convert(mxfp8_graph.rewrite(SMALL["chain"]())[0], "trt")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception, match="Incomplete symbolic shape inference"):
+        SymbolicShapeInference.infer_shapes(converted, auto_merge=True)
+
+
 def openvino() -> str:
     """Returns an interpreter that has OpenVINO: this one, or that of the variable OPENVINO_PYTHON."""
     python = sys.executable if importlib.util.find_spec("openvino") else os.environ.get("OPENVINO_PYTHON")
@@ -141,12 +176,9 @@ def test_random_graphs_there_and_back(seed: int, ops: int, recipe: str) -> None:
             continue
         there, report = mxfp8_graph.convert(rewritten, to, allow=[*LOSSES.get(to, ()), "rounding"])
         back, _ = mxfp8_graph.convert(there, "mxfp8")
-        ours, theirs = codes_of(rewritten), codes_of(back)
-        whole = {name: codes for name, codes in ours.items() if name in theirs}
-        assert {name: theirs[name] for name in whole} == whole
-        # Partial blocks in standard ops are no weight that anybody would know.
-        assert to == "standard" or whole.keys() == ours.keys()
+        assert codes_of(back) == codes_of(rewritten)
         if not report.losses:
+            assert to == "ort-cuda" or oracle.kinds(back) == oracle.kinds(rewritten)
             near(oracle.run(back, feeds)[0], expected)
             if to != "trt":
                 near(oracle.run(there, feeds)[0], expected)
@@ -170,14 +202,20 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["trt", "qdq", "standard", "ort-cuda"])
-def test_minilm_there_and_back(minilm: tuple[Path, dict[str, np.ndarray]], to: str, tmp_path: Path) -> None:
+def test_minilm_there_and_back(
+    minilm: tuple[Path, dict[str, np.ndarray]], to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, feeds = minilm
     there, report = mxfp8_graph.convert(path, to, output=tmp_path / "there.onnx", allow=LOSSES.get(to, ()))
     back, again = mxfp8_graph.convert(there, "mxfp8", output=tmp_path / "back.onnx")
+    monkeypatch.chdir(tmp_path)
+    assert ranks(symbolic(onnx.load(there), to)) == [3, 2]
     assert codes_of(back) == codes_of(path)
     assert report.to_dict()["found"]["mxfp8"]["weights"] == len(codes_of(path)) == again.gemms
     assert again.kept == ()
     expected, actual = (Session(str(file), kernels=True).run(feeds) for file in (path, back))
-    # Quantizing costs 9% at these outputs; where sums round another way, activations and what follows do too.
-    for name, values in expected.items():
-        assert relative(actual[name], values) < 0.15, name
+    if not report.losses:
+        kinds, again = (oracle.kinds(onnx.load(file)) for file in (path, back))
+        assert again == kinds
+    for name, values in expected.items():  # without quantized activations, what these cost
+        assert relative(actual[name], values) < 0.15 if report.losses else np.array_equal(actual[name], values), name

@@ -39,8 +39,8 @@ def fuse_attention(view: GraphView, node: onnx.NodeProto, *, activation_dtype: i
             new = attention_node.build(view, found, result.output, activation_dtype)
             taken = {name for made in new for name in made.input}
             presents = set(filter(None, (found.k.present, found.v.present)))
-            gone = _unneeded(view, {result.replaced, *presents}, taken)
-            if all(id(inner) in gone for inner in found.inside) and not _is_circular(view, presents, taken, gone):
+            gone = unneeded(view, {result.replaced, *presents}, taken)
+            if all(id(inner) in gone for inner in found.inside) and not is_circular(view, presents, taken, gone):
                 nodes = tuple(gone.values())
                 return Replacement(kind="attention", node=new[-1], gone=nodes, before=new[:-1], after=result.after)
     return None
@@ -127,7 +127,7 @@ def _keeps(view: GraphView, name: str, reshaped: str, sizes: Sequence[Dim]) -> b
     return sum(same(size, either) or same(size, other) for size, either, other in ways) >= 3
 
 
-def _unneeded(view: GraphView, given: Collection[str], taken: Collection[str]) -> dict[int, onnx.NodeProto]:
+def unneeded(view: GraphView, given: Collection[str], taken: Collection[str]) -> dict[int, onnx.NodeProto]:
     """Returns, by id and in order, the nodes that nothing needs once `given` is made by a node that takes `taken`."""
     gone: dict[int, onnx.NodeProto] = {}
     waiting = [view.maker(name) for name in given]
@@ -142,7 +142,7 @@ def _unneeded(view: GraphView, given: Collection[str], taken: Collection[str]) -
     return gone
 
 
-def _is_circular(view: GraphView, presents: Collection[str], taken: Collection[str], gone: Collection[int]) -> bool:
+def is_circular(view: GraphView, presents: Collection[str], taken: Collection[str], gone: Collection[int]) -> bool:
     """Whether a node that stays makes some of `taken` from some of `presents`: a mask from their length, say."""
     readers = (node for name in presents for node in (*view.readers(name), *view.read_inside(name)))
     users = {id(node) for node in readers} - set(gone)

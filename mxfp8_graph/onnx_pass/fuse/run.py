@@ -37,9 +37,24 @@ def fuse(
         fresh: makes a name that nothing in the model has.
         recipe: by which they were replaced.
     """
-    step = _Step(opened, types, fresh, recipe)
+    # The weights' gemms see no more of activations than bfloat16 holds, unless the recipe leaves those unchanged.
+    exact = recipe.activations == "unchanged"
+    attention = partial(fuse_attention, activation_dtype=contract.FLOAT if exact else contract.BFLOAT16)
+    return apply(opened, types, fresh, (*FUSIONS, attention))
+
+
+def apply(
+    opened: OpenedModel,
+    types: Mapping[str, TensorType],
+    fresh: Callable[[str], str],
+    fusions: Sequence[Fusion],
+    *,
+    any_op: bool = False,
+) -> tuple[FusionReport, ...]:
+    """Returns what these fusions found; arguments as of `fuse` and `prune`."""
+    step = _Step(opened, types, fresh, fusions)
     step.graph(opened.proto.graph, {})
-    prune(opened, step.suspects)
+    prune(opened, step.suspects, any_op=any_op)
     return tuple(step.reports)
 
 
@@ -47,17 +62,18 @@ class _Step:
     """The fusion step of one model."""
 
     def __init__(
-        self, opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[str], str], recipe: Recipe
+        self,
+        opened: OpenedModel,
+        types: Mapping[str, TensorType],
+        fresh: Callable[[str], str],
+        fusions: Sequence[Fusion],
     ) -> None:
         self.reports: list[FusionReport] = []
         self.suspects: set[str] = set()
         """What nodes that are gone read and made, and nothing may use any more."""
         self._types = types
         self._fresh = fresh
-        # The weights' gemms see no more of activations than bfloat16 holds, unless the recipe leaves those unchanged.
-        exact = recipe.activations == "unchanged"
-        attention = partial(fuse_attention, activation_dtype=contract.FLOAT if exact else contract.BFLOAT16)
-        self._fusions: tuple[Fusion, ...] = (*FUSIONS, attention)
+        self._fusions = fusions
         self._unread = opened.tensors
         self._overridable = overridable(opened)
 
@@ -95,7 +111,7 @@ class _Step:
 
     def _tell(self, found: Replacement) -> None:
         for node in found.gone:
-            self.suspects.update((*node.input, *node.output))
+            self.suspects.update((*_read_by(node), *node.output))
         name = node_label(found.node)
         others = tuple(label for node in found.gone if (label := node_label(node)) != name)
         self.reports.append(FusionReport(kind=found.kind, node=name, replaced=others))

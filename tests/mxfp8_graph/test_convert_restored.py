@@ -1,0 +1,217 @@
+"""Nodes that no other dialect has are taken apart on the way there, and are what they were on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attention_models
+import builders as b
+import fused_models
+import numpy as np
+import onnx
+import oracle
+import pytest
+from onnx import helper
+from test_convert import LOSSES, codes_of
+from test_onnx_experts import experts
+
+import mxfp8_graph
+from mxfp8_graph import Recipe
+from mxfp8_graph.checking.inputs import make_inputs
+from mxfp8_graph.checking.runner import open_runnable
+from mxfp8_ops.errors import ContractError
+
+WEIGHT_ONLY = Recipe(name="weight only", weight_only=True)
+
+
+def rewritten(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> onnx.ModelProto:
+    return mxfp8_graph.rewrite(proto, recipe)[0]
+
+
+def feeds_of(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return make_inputs(open_runnable(proto)[0], None, None, 0)
+
+
+def gated() -> onnx.ModelProto:
+    nodes = [b.node("MatMul", "x g", "a"), b.node("Sigmoid", "a", "s"), b.node("Mul", "a s", "silu")]
+    nodes += [b.node("MatMul", "x u", "up"), b.node("Mul", "silu up", "h"), b.node("MatMul", "h d", "y0")]
+    nodes.append(b.node("Neg", "y0", "y"))
+    weights = {"g": b.weight(64, 96), "u": b.weight(64, 96, seed=1), "d": b.weight(96, 64, seed=2)}
+    shape = (np.float32, ["m", 64])
+    return b.model(nodes, {"x": shape}, {"y": shape}, weights)
+
+
+def with_table() -> onnx.ModelProto:
+    nodes = [b.node("Gather", "table ids", "x"), b.node("MatMul", "x w", "h"), b.node("Relu", "h", "y")]
+    weights = {"table": b.weight(50, 64), "w": b.weight(64, 96, seed=1)}
+    return b.model(nodes, {"ids": (np.int64, ["m"])}, {"y": (np.float32, ["m", 96])}, weights)
+
+
+def normalized() -> onnx.ModelProto:
+    nodes = [
+        b.node("Add", "x r", "sum"),
+        b.node("LayerNormalization", "sum scale bias", "n", axis=-1),
+        b.node("MatMul", "n w", "h"),
+        b.node("Add", "h sum", "y"),
+    ]
+    shape = (np.float32, ["m", 64])
+    arrays = {"scale": b.weight(64, seed=3), "bias": b.weight(64, seed=4), "w": b.weight(64, 64)}
+    return b.model(nodes, {"x": shape, "r": shape}, {"y": shape}, arrays)
+
+
+def picked() -> onnx.ModelProto:
+    gather = [b.node("Gather", "stack i", "w"), b.node("Transpose", "w", "wt", perm=[0, 2, 1])]
+    return experts([*gather, b.node("MatMul", "x wt", "h", "linear")], x=[5, 1, 70], index=[5])
+
+
+MODELS: dict[str, tuple[Callable[[], onnx.ModelProto], Any]] = {
+    "MXFP8Attention": (attention_models.attention, "mxfp8"),
+    "MXFP8Attention with a cache": (attention_models.decoder, "mxfp8"),
+    "MXFP8Attention without a mask": (b.attention_model, "mxfp8"),
+    "MXFP8Attention, causal": (lambda: attention_models.standard(is_causal=1), "mxfp8-weight-only"),
+    "MXFP8Attention with a mask of bool": (lambda: attention_models.standard("q k v bool_mask"), "mxfp8"),
+    "MXFP8GatedGemm": (gated, "mxfp8"),
+    "MXFP8GatedWeightGemm": (gated, "mxfp8-bf16"),
+    "MXFP8FusedGemm": (lambda: fused_models.activated(b.node("Gelu", "h", "y")), "mxfp8"),
+    "MXFP8AddNormQuantize": (normalized, "mxfp8"),
+    "MXFP8Embedding": (with_table, Recipe(embeddings=True)),
+    "MXFP8FusedGemm of partial blocks": (lambda: b.chain_model((70, 96, 64)), "mxfp8"),
+    "MXFP8FusedWeightGemm of partial blocks": (lambda: b.chain_model((70, 96, 64)), "mxfp8-weight-only"),
+    "MXFP8GroupedGemm": (picked, "mxfp8"),
+    "MXFP8GroupedWeightGemm": (picked, WEIGHT_ONLY),
+}
+
+
+@pytest.mark.parametrize("to", ["standard", "trt"])
+@pytest.mark.parametrize("what", MODELS)
+def test_a_node_comes_back(what: str, to: str) -> None:
+    build, recipe = MODELS[what]
+    before = rewritten(build(), recipe)
+    op = what.replace(",", "").split()[0]
+    assert op in oracle.kinds(before)
+    if to == "trt" and ("partial" in what or "Grouped" in what):
+        with pytest.raises(ContractError, match=r"convert to (qdq or )?standard"):
+            mxfp8_graph.convert(before, to)
+        return
+    there, _ = mxfp8_graph.convert(before, to)
+    assert op not in oracle.kinds(there)
+    back, _ = mxfp8_graph.convert(there, "mxfp8")
+    assert oracle.kinds(back) == oracle.kinds(before)
+    assert [n.SerializeToString() for n in back.graph.node if n.op_type == op] == [
+        n.SerializeToString() for n in before.graph.node if n.op_type == op
+    ]
+    assert codes_of(back) == codes_of(before)
+    feeds = feeds_of(before)
+    for one, other in zip(oracle.run(before, feeds), oracle.run(back, feeds), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", WEIGHT_ONLY])
+def test_experts_have_no_form_in_qdq(recipe: Recipe) -> None:
+    with pytest.raises(ContractError, match=r"\(MXFP8Grouped\w*Gemm\): has no form in qdq; .* convert to standard"):
+        mxfp8_graph.convert(rewritten(picked(), recipe), "qdq", allow=LOSSES["qdq"])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", WEIGHT_ONLY])
+def test_beside_onnx_runtimes_op_experts_are_standard_ops(recipe: Recipe) -> None:
+    before = rewritten(picked(), recipe)
+    there, report = mxfp8_graph.convert(before, "ort-cuda")
+    assert "Loop" in oracle.kinds(there)
+    assert not report.losses
+    back, _ = mxfp8_graph.convert(there, "mxfp8")
+    assert oracle.kinds(back) == oracle.kinds(before)
+
+
+def branch_of(model: onnx.ModelProto) -> onnx.GraphProto:
+    nodes = [node for node in model.graph.node if node.op_type == "If"]
+    return next(a.g for a in nodes[0].attribute if a.name == "then_branch")
+
+
+def test_nodes_in_branches_come_back() -> None:
+    branch = gated().graph
+    del branch.input[:]
+    branch.name = "then"
+    other = helper.make_graph([b.node("Neg", "x", "z")], "else", [], [b.value("z", np.float32, ["m", 64])])
+    nodes = [b.node("If", "c", "y", then_branch=branch, else_branch=other)]
+    branch.output[0].name = branch.node[-1].output[0] = "then_y"
+    inputs = {"x": (np.float32, ["m", 64]), "c": (np.bool_, [])}
+    before = rewritten(b.model(nodes, inputs, {"y": (np.float32, ["m", 64])}, {}))
+    there, _ = mxfp8_graph.convert(before, "standard")
+    back, _ = mxfp8_graph.convert(there, "mxfp8")
+    kinds = [sorted(node.op_type for node in branch_of(each).node) for each in (before, back)]
+    assert kinds[0] == kinds[1]
+    assert "MXFP8GatedGemm" in kinds[0]
+
+
+# --- What a mark does not say ----------------------------------------------------------------------------------------
+
+
+def marked(model: onnx.ModelProto, op: str) -> onnx.NodeProto:
+    return next(n for n in model.graph.node for entry in n.metadata_props if entry.key == f"mxfp8_graph.body_of.{op}")
+
+
+def test_what_a_tool_has_changed_stays_apart() -> None:
+    before = rewritten(attention_models.attention())
+    there, _ = mxfp8_graph.convert(before, "standard")
+    softmax = next(n for n in there.graph.node if n.op_type == "Softmax")
+    at = [*there.graph.node].index(softmax)
+    there.graph.node.insert(at, b.node("Identity", softmax.input[0], "in_between"))
+    there.graph.node[at + 1].input[0] = "in_between"
+    expected = oracle.run(there, feeds_of(before))
+    back, _ = mxfp8_graph.convert(there, "mxfp8")
+    kinds = oracle.kinds(back)
+    assert "MXFP8Attention" not in kinds
+    assert kinds["MXFP8Gemm"] == oracle.kinds(before)["MXFP8Gemm"]
+    assert not any("body_of" in entry.key for n in back.graph.node for entry in n.metadata_props)
+    for one, other in zip(expected, oracle.run(back, feeds_of(before)), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
+
+
+LIES = {
+    "no text of ours": "[1, 2",
+    "another scale": '{"name": "a", "attributes": {"scale": 1.0}, "absent": {}}',
+    "a format that is none": "output_dtype",
+    "an input that is not left out": '{"name": "a", "attributes": {}, "absent": {"X": ["x", 1]}}',
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_mark_that_is_wrong_counts_for_nothing(lie: str) -> None:
+    there, _ = mxfp8_graph.convert(rewritten(b.chain_model()), "standard")
+    for node in there.graph.node:
+        for entry in node.metadata_props:
+            if "body_of" in entry.key:
+                entry.value = entry.value.replace('"output_dtype": 17', '"output_dtype": 3') if lie[0] == "o" else lie
+    back, _ = mxfp8_graph.convert(there, "mxfp8")
+    assert "MXFP8Quantize" not in oracle.kinds(back)
+    feeds = feeds_of(there)
+    np.testing.assert_allclose(oracle.run(back, feeds)[0], oracle.run(there, feeds)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_equal_names_in_two_branches_are_two_values() -> None:
+    """Each branch drops what only its own weight was read through."""
+    branches = []
+    for at in range(2):
+        nodes = [b.node("Transpose", f"w{at}", "wt", perm=[1, 0]), b.node("MatMul", "x wt", "h")]
+        nodes += [b.node("Shape", "wt", "size")] * at  # something else reads what is called the same in the second
+        branch = helper.make_graph(
+            [*nodes, b.node("Relu", "h", f"y{at}")], f"branch{at}", [], [b.value(f"y{at}", np.float32, ["m", 96])]
+        )
+        if at:
+            branch.output.append(b.value("size", np.int64, [2]))
+        else:
+            branch.node.append(b.node("Shape", "x", "shape_of_x"))
+            branch.output.append(b.value("shape_of_x", np.int64, [2]))
+        branches.append(branch)
+    node = b.node("If", "c", "y sizes", then_branch=branches[0], else_branch=branches[1])
+    inputs = {"x": (np.float32, ["m", 64]), "c": (np.bool_, [])}
+    outputs = {"y": (np.float32, ["m", 96]), "sizes": (np.int64, [2])}
+    weights = {f"w{at}": b.weight(96, 64, seed=at) for at in range(2)}
+    before = rewritten(b.model([node], inputs, outputs, weights))
+    there, _ = mxfp8_graph.convert(before, "trt")
+    for model in (before, there):
+        then = branch_of(model)
+        assert "size" not in {name for n in then.node for name in n.output}
+        names = {n.op_type for n in then.node}
+        assert ("Transpose" in names) == (model is there)
