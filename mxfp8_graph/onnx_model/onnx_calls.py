@@ -13,7 +13,7 @@ import onnx
 from onnx import inliner, shape_inference, version_converter
 
 from mxfp8_graph.onnx_model import child
-from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs
+from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, node_label, subgraphs
 from mxfp8_ops.errors import ContractError
 
 MOST_SECONDS: Final = 10
@@ -75,24 +75,41 @@ def _inlined(call: Callable[[], onnx.ModelProto], model: onnx.ModelProto, name: 
 
 
 def convert(model: onnx.ModelProto, opset: int, name: str) -> onnx.ModelProto:
-    """Returns `model` at another version of the default domain.
+    """Returns `model` at another version of the default domain, with the shapes that onnx can infer.
 
     Raises:
         ContractError: onnx cannot convert it, or an op cannot take what it is given, which might no longer show.
     """
-
-    def converted() -> onnx.ModelProto:
-        _inferred(model)
-        return version_converter.convert_version(model, opset)
-
-    result = _call(converted, model)
+    result = _call(lambda: version_converter.convert_version(_inferred(model), opset), model)
     if isinstance(result, onnx.ModelProto):
         return result
     _raise_impossible(result, name)
     before = next(entry.version for entry in model.opset_import if entry.domain in STANDARD)
+    node = child.call(lambda: _refused(model, opset).encode(), _seconds(model))
+    where = f"{name}: {node.decode()}" if node and isinstance(node, bytes) else name
     what = f"opset {before}, and onnx's converter cannot bring it to {opset}: {_said(result, refusal='')}"
     expected = f"opset {opset} or above"
-    raise ContractError(name, what, expected=expected, advice="export the model again with one")
+    raise ContractError(where, what, expected=expected, advice="export the model again with one")
+
+
+def _refused(model: onnx.ModelProto, opset: int) -> str:
+    """Returns what to call the first node that cannot be converted alone either; "" if each can."""
+    known = _inferred(model)
+    for graph in iter_graphs(known.graph):
+        types = {value.name: value for value in (*graph.input, *graph.output, *graph.value_info)}
+        for node in graph.node:
+            if node.domain not in STANDARD or any(subgraphs(node)):
+                continue
+            values = [types.get(name, onnx.ValueInfoProto(name=name)) for name in (*node.input, *node.output)]
+            alone = onnx.ModelProto(ir_version=known.ir_version, opset_import=known.opset_import)
+            alone.graph.node.append(node)
+            alone.graph.input.extend(value for value in values[: len(node.input)] if value.name)
+            alone.graph.output.extend(value for value in values[len(node.input) :] if value.name)
+            try:
+                version_converter.convert_version(alone, opset)
+            except Exception:  # whatever C++ raises
+                return f"node {node_label(node)!r} ({node.op_type})"
+    return ""
 
 
 _IMPOSSIBLE: Final = re.compile(
@@ -135,8 +152,11 @@ def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
 def _impossible(message: str) -> re.Match[str] | None:
     """Returns what is impossible in a model, as onnx says; of dtypes that ops do not know, only those of matmuls."""
     for found in _IMPOSSIBLE.finditer(message):
-        if "has unsupported type" not in found["what"] or "op_type:MatMul" in found[0] or "op_type:Gemm" in found[0]:
-            return found
+        if "has unsupported type" in found["what"] and not re.search("op_type:(MatMul|Gemm)", found[0]):
+            continue
+        if "(op_type:" in found["what"] and onnx.defs.has(found["op"]):
+            continue  # in the function that the standard says this op is, with whose attributes onnx gets lost
+        return found
     return None
 
 
@@ -150,9 +170,13 @@ def _raise_impossible(failure: child.Failure, name: str) -> None:
 
 
 def _call(function: Callable[[], onnx.ModelProto], model: onnx.ModelProto) -> onnx.ModelProto | child.Failure:
-    seconds = MOST_SECONDS + model.ByteSize() // BYTES_PER_SECOND
-    content = child.call(lambda: function().SerializeToString(), seconds)
+    content = child.call(lambda: function().SerializeToString(), _seconds(model))
     return content if isinstance(content, child.Failure) else onnx.ModelProto.FromString(content)
+
+
+def _seconds(model: onnx.ModelProto) -> int:
+    """Returns how much processor time a call may take."""
+    return MOST_SECONDS + model.ByteSize() // BYTES_PER_SECOND
 
 
 def _said(failure: child.Failure, refusal: str = "refuses it: ") -> str:

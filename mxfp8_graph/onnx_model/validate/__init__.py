@@ -16,7 +16,8 @@ places.py      how errors say where
 
 from mxfp8_graph.onnx_model.validate.check import validate, validate_structure
 from mxfp8_graph.onnx_model.validate.limits import MOST_DIMS
+from mxfp8_graph.onnx_model.validate.places import Place
 from mxfp8_graph.onnx_model.validate.schemas import schema_of
 from mxfp8_graph.onnx_model.validate.tensors import DTYPES
 
-__all__ = ["DTYPES", "MOST_DIMS", "schema_of", "validate", "validate_structure"]
+__all__ = ["DTYPES", "MOST_DIMS", "Place", "schema_of", "validate", "validate_structure"]

@@ -14,8 +14,10 @@ def check_header(model: onnx.ModelProto, place: Place) -> None:
         raise place.error("not an ONNX model (no IR version or no graph)", "an ONNX model", "export it again")
     if not model.graph.output:
         raise place.error("the graph has no outputs", "at least one")
-    if model.ir_version < 0:
-        raise place.error(f"IR version {model.ir_version}", "1 or above")
+    newest = int(onnx.IR_VERSION)
+    if not 1 <= model.ir_version <= newest:
+        expected = f"1 to {newest}, which onnx {onnx.__version__} knows"
+        raise place.error(f"IR version {model.ir_version}", expected, "upgrade onnx")
     for message in (model, model.graph):
         for field, value in message.ListFields():
             if field.type == field.TYPE_STRING and not isinstance(value, str):

@@ -1,0 +1,145 @@
+"""onnx's own test models, opsets 6 to 26, with a linear beside them that is rewritten: all else that they compute stays.
+
+What they must compute is what ONNX Runtime makes of the original; where it cannot run that (it has few kernels below
+opset 7), what onnx ships as expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+from onnx.backend.test.case.node import collect_testcases
+from upgraded_models import X, differences, run, upgraded, with_linear
+
+import mxfp8_graph
+from mxfp8_graph.onnx_model.walk import STANDARD
+from mxfp8_ops.errors import ContractError
+
+DATA = Path(onnx.__file__).parent / "backend/test/data"
+Case = tuple[str, onnx.ModelProto, dict[str, Any], list[Any] | None]
+"""Name, model, inputs, and expected outputs if there are any."""
+
+
+@dataclass
+class Outcome:
+    """What became of models, by name."""
+
+    same: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    different: dict[str, Any] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    """Neither does ONNX Runtime run the original, nor can the result be compared with what is expected."""
+
+
+def outcome_of(cases: Iterator[Case]) -> Outcome:
+    outcome = Outcome()
+    for name, model, inputs, expected in cases:
+        outputs = [output.name for output in model.graph.output]
+        feeds = {**inputs, "beside.x": X}
+        try:
+            wanted = run(with_linear(model), feeds)
+        except Exception:  # ONNX Runtime's have no common class
+            wanted = expected
+        try:
+            rewritten, _ = upgraded(model)
+        except ContractError as error:
+            outcome.refused[name] = str(error)
+            continue
+        try:
+            found = run(rewritten, feeds)
+        except Exception as error:
+            if wanted is expected:
+                outcome.unknown.append(name)
+            else:
+                outcome.different[name] = error
+            continue
+        if wanted is None:
+            outcome.unknown.append(name)
+        elif wrong := differences(outputs, wanted, found):
+            outcome.different[name] = wrong
+        else:
+            outcome.same.append(name)
+    return outcome
+
+
+def shipped(folder: str) -> Iterator[Case]:
+    """Yields the models of a folder, with the data beside them or else with random inputs."""
+    files = sorted((DATA / folder).glob("*/model.onnx")) or sorted((DATA / folder).glob("*.onnx"))
+    if not files:
+        pytest.skip(f"onnx {onnx.__version__} ships no models in {DATA / folder}")
+    rng = np.random.default_rng(0)
+    for path in files:
+        model = onnx.load(path)
+        stored = {tensor.name for tensor in model.graph.initializer}
+        inputs = [value for value in model.graph.input if value.name not in stored]
+        data = path.parent / "test_data_set_0"
+        if data.is_dir():
+            feeds = {value.name: read(data / f"input_{i}.pb", value) for i, value in enumerate(inputs)}
+            expected = [read(data / f"output_{i}.pb", value) for i, value in enumerate(model.graph.output)]
+        else:
+            shapes = {v.name: [dim.dim_value or 1 for dim in v.type.tensor_type.shape.dim] for v in inputs}
+            feeds, expected = {name: rng.standard_normal(s).astype(np.float32) for name, s in shapes.items()}, None
+        yield path.parent.name if data.is_dir() else path.stem, model, feeds, expected
+
+
+def read(path: Path, value: onnx.ValueInfoProto) -> Any:
+    if value.type.HasField("sequence_type"):
+        return numpy_helper.to_list(onnx.SequenceProto.FromString(path.read_bytes()))
+    return numpy_helper.to_array(TensorProto.FromString(path.read_bytes()))
+
+
+def generated() -> Iterator[Case]:
+    """Yields onnx's cases of every op, as old as the newest version of the op is."""
+    for case in collect_testcases(None):
+        if case.data_sets and any(entry.domain in STANDARD for entry in case.model.opset_import):
+            inputs, outputs = case.data_sets[0]
+            names = [value.name for value in case.model.graph.input]
+            yield case.name, case.model, dict(zip(names, inputs, strict=True)), list(outputs)
+
+
+@pytest.mark.parametrize(
+    ("folder", "least"),
+    [
+        ("pytorch-operator", 35),
+        pytest.param("simple", 17, marks=pytest.mark.slow),
+        pytest.param("pytorch-converted", 79, marks=pytest.mark.slow),
+        pytest.param("light", 9, marks=pytest.mark.slow),
+    ],
+)
+def test_shipped_models(folder: str, least: int) -> None:
+    outcome = outcome_of(shipped(folder))
+    assert outcome.different == {}
+    assert {name for name in outcome.refused if not name.endswith("_multiparam")} == set()
+    assert all("its slopes were per channel; expected opset 7" in message for message in outcome.refused.values())
+    assert len(outcome.same) >= least, outcome
+
+
+@pytest.mark.slow
+def test_generated_models() -> None:
+    outcome = outcome_of(generated())
+    assert outcome.different == {}
+    assert set(outcome.refused) == {"test_scan_sum"}
+    assert len(outcome.same) > 2 * len(outcome.unknown), outcome
+
+
+@pytest.mark.parametrize("name", ["pytorch-converted/test_Linear", "pytorch-operator/test_operator_addmm"])
+def test_the_gemm_of_opset_6(name: str) -> None:
+    """Its C was broadcast only if an attribute said so. ONNX Runtime cannot run the original."""
+    folder, _, model = name.partition("/")
+    proto, feeds, expected = next(case[1:] for case in shipped(folder) if case[0] == model)
+    weights = [node.input[1] for node in proto.graph.node if node.op_type == "Gemm"]
+    fixed = {name: feeds.pop(name) for name in weights if name in feeds}
+    proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in fixed.items())
+    recipe = mxfp8_graph.Recipe(name="all", min_dim=0, output_projections=True)
+    rewritten, report = mxfp8_graph.rewrite(proto, recipe)
+    assert len(report.rewritten) == len(weights)
+    assert expected
+    (found,) = run(rewritten, feeds)
+    assert 0 < np.linalg.norm(found - expected[0]) < 0.12 * np.linalg.norm(expected[0])
