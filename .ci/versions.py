@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, help="the wheel to try; by default one is built here")
     parser.add_argument("--without", nargs="+", default=[], help="packages to leave out: torch's tests then skip")
     parser.add_argument("--extra", nargs="+", default=[], help="more requirements, as `onnx==1.20.1`")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/versions", help="environments and logs")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/versions/rows", help="environments and logs")
     parser.add_argument("pytest", nargs="*", help="after `--`: arguments of pytest")
     arguments = parser.parse_args()
     wheel = arguments.wheel or build_wheel(arguments.out / "wheel")
