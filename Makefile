@@ -12,12 +12,14 @@
 # make docs       the pages of docs/ as a site, in build/site
 # make wheels     dist/: the source distribution and a wheel per processor, for any Linux, tried in fresh environments of
 #                 every Python that is found; no compiler but what the package index has
+# make versions   the tests against the lowest and the newest dependencies on every Python that is found, a table: gigabytes
+#                 and hours; VERSIONS='--row 3.10-lowest -- tests/test_x.py' chooses, VERSIONS=--help says what
 # make aarch64    the wheel for aarch64 in an emulator (Debian's packages: see .ci/aarch64.py)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-hosts check format docs wheels aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-slow test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -79,6 +81,15 @@ build/wheels/.installed: pyproject.toml
 
 wheels: build/wheels/.installed
 	build/wheels/bin/python .ci/wheels.py
+
+build/versions/.installed: pyproject.toml
+	$(PYTHON) -m venv build/versions
+	build/versions/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	build/versions/bin/python -m pip install --quiet --group versions
+	@touch $@
+
+versions: build/versions/.installed
+	build/versions/bin/python .ci/versions.py $(VERSIONS)
 
 aarch64: build/wheels/.installed
 	build/wheels/bin/python .ci/aarch64.py dist/*_aarch64.whl

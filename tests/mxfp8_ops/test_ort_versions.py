@@ -14,7 +14,21 @@ from onnx import TensorProto, helper, numpy_helper
 
 from mxfp8_ops import contract, cpu, numerics
 
-RELEASES = ("1.20.1", "1.23.2", "1.27.0", "1.31.1")
+RELEASES = (
+    "1.20.1",
+    "1.21.1",
+    "1.22.1",
+    "1.23.2",
+    "1.24.4",
+    "1.25.1",
+    "1.26.0",
+    "1.27.0",
+    "1.28.0",
+    "1.29.0",
+    "1.30.0",
+    "1.31.1",
+    "1.32.0",
+)
 
 # Runs in the other environment, with nothing of ours but the library.
 PROGRAM = """
