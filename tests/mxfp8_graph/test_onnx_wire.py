@@ -192,6 +192,20 @@ class TestReading:
             f"{path}: tensor 'w': has 20000 bytes; expected 24576 for float [64, 96]; export the model again"
         )
 
+    def test_a_file_that_is_gone_or_changed_before_its_data_is_read_is_an_error(self, tmp_path):
+        path = save(mxfp8_graph.rewrite(matmul_model(256, 256))[0], tmp_path / "m.onnx")
+        [packed] = mxfp8_graph.unpack(path).values()
+        path.rename(tmp_path / "moved.onnx")
+        with pytest.raises(ContractError) as caught:
+            packed.dequantize()
+        assert str(caught.value) == (
+            f"{path}: tensor 'w_mxfp8': cannot read it any more: No such file or directory; "
+            "expected the model, which is read again for each tensor; leave it where it was"
+        )
+        path.write_bytes((tmp_path / "moved.onnx").read_bytes() + b"\x98\x3e\x00")
+        with pytest.raises(ContractError, match="changed while it was read"):
+            packed.dequantize()
+
     def test_a_model_with_another_name_on_the_disk_is_read(self, tmp_path):
         """External data must have one name; a model may have several, or one that is no text."""
         path = save(matmul_model(64, 96), tmp_path / "m.onnx")
