@@ -68,7 +68,7 @@ def _graft(original: onnx.GraphProto, converted: onnx.GraphProto, names: set[str
         for name, graph in subgraphs(kept):
             if name in inner:
                 _graft(graph, inner[name], names)
-        # A Constant means the same in every version, and its tensor may say where its data lies, which onnx drops.
+        # A Constant means the same in every version, and where its data lies is dropped by the converter of onnx 1.18.
         if node.op_type != "Constant" and not _same(before, node):
             for name in ("op_type", "input", "attribute"):
                 kept.ClearField(name)

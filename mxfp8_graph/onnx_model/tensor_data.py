@@ -199,6 +199,10 @@ def _reading(tensor: onnx.TensorProto, model: str, path: str = "") -> Iterator[N
     try:
         yield
     except OSError as error:
+        if inside(tensor) is not None:
+            expected, advice = "the model, which is read again for each tensor", "leave it where it was"
+            what = f"tensor {tensor.name!r}: cannot read it any more: {error.strerror}"
+            raise ContractError(model, what, expected=expected, advice=advice) from None
         what = f"tensor {tensor.name!r}: cannot read external file {error.filename or path}: {error.strerror}"
         raise ContractError(model, what, expected="the file next to the model", advice="copy it there") from None
 

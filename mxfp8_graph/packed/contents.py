@@ -16,8 +16,8 @@ from mxfp8_ops.errors import ContractError
 def unpack(model: Any, *, trust_pickle: bool = False) -> Mapping[str, PackedWeight]:
     """Returns the packed weights of a model, by the names they had before.
 
-    Nothing is read but the structure; each weight reads its elements and scales when they are asked for, from the
-    external file if that is where they are, so a model larger than memory can be gone through weight by weight.
+    Nothing is read but the structure; each weight reads its elements and scales from the file when they are asked for,
+    so a model larger than memory can be gone through weight by weight. The files have to stay where they are meanwhile.
 
     Args:
         model: the path of an ONNX file or a .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a

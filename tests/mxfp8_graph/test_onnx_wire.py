@@ -192,6 +192,20 @@ class TestReading:
             f"{path}: tensor 'w': has 20000 bytes; expected 24576 for float [64, 96]; export the model again"
         )
 
+    def test_a_file_that_is_gone_or_changed_before_its_data_is_read_is_an_error(self, tmp_path):
+        path = save(mxfp8_graph.rewrite(matmul_model(256, 256))[0], tmp_path / "m.onnx")
+        [packed] = mxfp8_graph.unpack(path).values()
+        path.rename(tmp_path / "moved.onnx")
+        with pytest.raises(ContractError) as caught:
+            packed.dequantize()
+        assert str(caught.value) == (
+            f"{path}: tensor 'w_mxfp8': cannot read it any more: No such file or directory; "
+            "expected the model, which is read again for each tensor; leave it where it was"
+        )
+        path.write_bytes((tmp_path / "moved.onnx").read_bytes() + b"\x98\x3e\x00")
+        with pytest.raises(ContractError, match="changed while it was read"):
+            packed.dequantize()
+
     def test_a_model_with_another_name_on_the_disk_is_read(self, tmp_path):
         """External data must have one name; a model may have several, or one that is no text."""
         path = save(matmul_model(64, 96), tmp_path / "m.onnx")
@@ -235,6 +249,30 @@ class TestWriting:
         written, report = mxfp8_graph.rewrite(path, external_data="never")
         assert written.read_bytes() == in_memory.SerializeToString()
         assert report.bytes_after == written.stat().st_size
+
+    @pytest.mark.parametrize("external", [False, True])
+    def test_a_constant_of_an_older_opset_keeps_its_data_wherever_it_lies(self, tmp_path, external):
+        """The converter of onnx 1.18, not that of 1.23, drops where data lies."""
+        nodes = [
+            helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weight(64, 96), "w")),
+            helper.make_node("Constant", [], ["kept"], value=numpy_helper.from_array(weight(48, 96), "kept")),
+            node("MatMul", "x w", "h", "linear"),
+            helper.make_node("Concat", ["h", "kept"], ["both"], axis=0),
+            helper.make_node("Softmax", ["both"], ["y"], axis=-1),
+        ]
+        x, y = (helper.make_tensor_value_info(*each) for each in (("x", 1, ["m", 64]), ("y", 1, ["n", 96])))
+        graph = helper.make_graph(nodes, "g", [x], [y])
+        proto = helper.make_model(graph, ir_version=7, opset_imports=[helper.make_opsetid("", 12)])
+        recipe = mxfp8_graph.Recipe(name="r", output_projections=True)
+        expected = mxfp8_graph.rewrite(proto, recipe)[0]
+        path = tmp_path / "m.onnx"
+        onnx.save(
+            proto, path, save_as_external_data=external, location="m.data", size_threshold=0, convert_attribute=True
+        )
+        written, _ = mxfp8_graph.rewrite(path, recipe, external_data="never")
+        assert onnx.load(written) == expected
+        [kept] = [a.t for n in onnx.load(written).graph.node for a in n.attribute if "kept" in n.output]
+        np.testing.assert_array_equal(numpy_helper.to_array(kept), weight(48, 96))
 
     def test_a_model_that_protobuf_could_not_read_is_not_written(self, tmp_path, monkeypatch):
         path = save(matmul_model(64, 96), tmp_path / "m.onnx")
