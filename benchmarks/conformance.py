@@ -5,7 +5,7 @@ bit above where a rule of scales steps (the groups `patterns` and `boundaries` o
 They are compared with our reference under the scale rounding that is nearest. Another rule is no error: what
 OCP MX v1.0 describes in section 6.3, "floor" here, is one way to make a block.
 
-Peers run in processes of their own (conformance_peers.py), each in this environment or in that of `--python`:
+Peers run in processes of their own (conformance_peers.py names their packages), here or where `--python` says:
 
     python benchmarks/conformance.py --python modelopt=/venv/bin/python --python quark=/other/bin/python
 """
