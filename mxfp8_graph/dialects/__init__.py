@@ -6,6 +6,7 @@ trt.py qdq.py ort_cuda.py quark.py   a dialect each: `read` a node as ours, `wri
 standard.py      no dialect: standard ops alone, activation quantization too
 apart.py         our gemms and fused nodes as MXFP8Quantize, MXFP8Dequantize and standard ops
 gemms.py         the way back: products of dequantized operands as gemms
+restored.py      the way back: what our own conversion took apart, where body_match.py finds it unchanged
 trt_rules.py     what TensorRT's parser asks of a model
 report.py        what was found, written and lost
 """

@@ -75,11 +75,14 @@ def _takes_cast(scope: Scope, node: onnx.NodeProto) -> onnx.NodeProto | None:
     readers = scope.readers.get(y, [])
     if node.op_type not in {"MatMul", "Gemm", "Add"} or len(readers) != 1 or y in scope.returned:
         return None
-    if readers[0].op_type != "Cast" or attribute(readers[0], "to", 0) not in {contract.FLOAT16, contract.BFLOAT16}:
+    cast = readers[0]
+    if cast.op_type != "Cast" or attribute(cast, "to", 0) not in {contract.FLOAT16, contract.BFLOAT16}:
         return None
+    if any(reader.op_type == "Cast" for reader in scope.readers.get(cast.output[0], [])):
+        return None  # it rounds an activation: see `_activation`
     products = [scope.maker(name) for name in node.input] if node.op_type == "Add" else [node]
     weights = [_weight(scope, each) for each in products if each is not None and each.op_type in {"MatMul", "Gemm"}]
-    return readers[0] if [w.dtype for w in weights if w is not None] == [contract.FLOAT] else None
+    return cast if [w.dtype for w in weights if w is not None] == [contract.FLOAT] else None
 
 
 def _embedding(scope: Scope, node: onnx.NodeProto) -> Nodes | None:

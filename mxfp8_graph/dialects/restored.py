@@ -1,8 +1,8 @@
 """What a conversion of ours took apart is put together again, where it is still the same.
 
 A node that becomes the standard ops of its body leaves a mark on the one that makes its first output: the op, its
-attributes and name (`marked`). A mark alone counts for nothing: `restore` writes the body anew and compares the graph
-with it, op by op and constant by constant. What a tool has changed since stays as it is.
+attributes and name (`taken_apart`). A mark alone counts for nothing: `restore` writes the body anew and compares the
+graph with it, op by op and constant by constant. What a tool has changed since stays as it is.
 """
 
 from __future__ import annotations

@@ -233,6 +233,48 @@ def test_a_cast_that_changes_nothing_goes() -> None:
     assert "Cast" not in oracle.kinds(ours)
 
 
+def test_static_activations_stay_tensorrts_op() -> None:
+    theirs = d.static_activation()
+    there, _ = mxfp8_graph.convert(theirs, "trt")
+    assert oracle.kinds(there) == oracle.kinds(theirs)
+    codes = {t.name: t.raw_data for t in theirs.graph.initializer}
+    assert {t.name: t.raw_data for t in there.graph.initializer} == codes
+    quantize = next(n for n in there.graph.node if n.op_type == "TRT_MXFP8QuantizeLinear")
+    assert [*quantize.input] == ["x", "x_scale"]
+    assert trt_rules.violations(there) == []
+
+
+@pytest.mark.parametrize("scales", ["e8m0", "cast", "float32"])
+def test_two_that_read_one_weight_share_its_scales(scales: str) -> None:
+    theirs = d.qdq(scales)
+    nodes = theirs.graph.node
+    again = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes if n.op_type != "Cast"]
+    for each in again:
+        each.name = f"{each.name}2"
+        each.input[:] = [f"{name}2" if name in {"wd", "wt", "m"} else name for name in each.input]
+        each.output[:] = [f"{name}2" for name in each.output]
+    theirs.graph.output.append(b.value("y2", np.float32, ["batch", "seq", None]))
+    nodes.extend(again)
+    ours, _ = mxfp8_graph.convert(theirs, "mxfp8")
+    assert [t.name for t in ours.graph.initializer if t.data_type == TensorProto.UINT8] == ["w_scales"]
+    one, other = oracle.run(ours, x_of(2, 5, d.K))
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("to", ["trt", "qdq", "standard"])
+def test_attributes_that_a_node_leaves_out_have_the_contracts_defaults(to: str) -> None:
+    rewritten, _ = mxfp8_graph.rewrite(b.chain_model())
+    bare = onnx.ModelProto.FromString(rewritten.SerializeToString())
+    for node in bare.graph.node:
+        if node.op_type in {"MXFP8Quantize", "MXFP8Gemm"}:
+            del node.attribute[:]
+    one, other = (mxfp8_graph.convert(model, to, allow=LOSSES.get(to, ()))[0] for model in (rewritten, bare))
+    feeds = x_of(5, 64)
+    assert oracle.kinds(one) == oracle.kinds(other)
+    if to != "trt":
+        np.testing.assert_array_equal(oracle.run(one, feeds)[0], oracle.run(other, feeds)[0])
+
+
 # --- What is refused -----------------------------------------------------------------------------------------------
 
 
@@ -451,6 +493,20 @@ def test_doctor_tells_what_became_of_a_file() -> None:
     assert "MXFP8 as trt; written by mxfp8-graph" in one_line(run("doctor", str(there)).stdout)
 
 
+@pytest.mark.usefixtures("own_folder")
+def test_files_say_what_conversions_have_lost() -> None:
+    ours, _ = mxfp8_graph.rewrite(b.save(b.chain_model(), Path("m.onnx")))
+    assert "mxfp8_graph.lost" not in metadata(ours)
+    there, _ = mxfp8_graph.convert(ours, "qdq", allow=["activations"])
+    back, report = mxfp8_graph.convert(there, "mxfp8")
+    lost = "activations are not quantized any more"
+    assert metadata(there)["mxfp8_graph.lost"] == metadata(back)["mxfp8_graph.lost"] == lost
+    assert f"lost in a conversion before: {lost}" in report.notes
+    assert f"lost in conversion: {lost}" in one_line(run("doctor", str(back)).stdout)
+    lossless, _ = mxfp8_graph.convert(ours, "standard")
+    assert "mxfp8_graph.lost" not in metadata(lossless)
+
+
 def one_line(text: str) -> str:
     return " ".join(text.split())
 
@@ -458,5 +514,6 @@ def one_line(text: str) -> str:
 @pytest.mark.usefixtures("own_folder")
 def test_doctor_and_a_file_that_is_no_model() -> None:
     result = run("doctor", "nothing.onnx")
-    assert result.exit_code == 0
+    assert result.exit_code == 2
+    assert "error: " in result.stderr
     assert "model broken nothing.onnx: " in one_line(result.stdout)

@@ -178,10 +178,15 @@ def test_random_graphs_there_and_back(seed: int, ops: int, recipe: str) -> None:
         back, _ = mxfp8_graph.convert(there, "mxfp8")
         assert codes_of(back) == codes_of(rewritten)
         if not report.losses:
-            assert to == "ort-cuda" or oracle.kinds(back) == oracle.kinds(rewritten)
+            assert to == "ort-cuda" or but_casts(back) == but_casts(rewritten)
             near(oracle.run(back, feeds)[0], expected)
             if to != "trt":
                 near(oracle.run(there, feeds)[0], expected)
+
+
+def but_casts(model: onnx.ModelProto) -> dict[str, int]:
+    """Returns how many nodes there are of each op but Cast: a gemm takes over one that is behind it."""
+    return {op: count for op, count in oracle.kinds(model).items() if op != "Cast"}
 
 
 def near(actual: np.ndarray, expected: np.ndarray) -> None:

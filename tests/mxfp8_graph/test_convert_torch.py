@@ -78,8 +78,8 @@ X = torch.randn(5, 160, generator=torch.Generator().manual_seed(1))
 
 def test_torchs_exporter_cannot_write_torchaos_weights(torchao: Any, tmp_path: Path) -> None:
     """If this fails, torch can: read what it writes."""
-    with pytest.raises(Exception, match="float8_e8m0fnu"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")
+    with pytest.raises(Exception, match="float8_e8m0fnu"):
         torch.onnx.export(torchao, (X,), tmp_path / "m.onnx", dynamo=True, verbose=False)
 
 
@@ -129,7 +129,9 @@ class Written(nn.Module):
             return torch.relu(nn.functional.linear(x, w))
         axes = {"axis": -1, "block_size": 32}
         made = {"dtypes": [torch.float8_e4m3fn, torch.uint8], "shapes": [x.shape, [*x.shape[:-1], d.K // 32]]}
-        pair = op.symbolic_multi_out("trt::TRT_MXFP8DynamicQuantize", [x], {**axes, "output_dtype": 17}, **made, version=1)
+        pair = op.symbolic_multi_out(
+            "trt::TRT_MXFP8DynamicQuantize", [x], {**axes, "output_dtype": 17}, **made, version=1
+        )
         axes["output_dtype"] = 1
         name = "trt::TRT_MXFP8DequantizeLinear"
         x = op.symbolic(name, [*pair], axes, dtype=torch.float32, shape=x.shape, version=1)

@@ -266,6 +266,15 @@ def test_weights_blocked_along_the_first_axis_come_with_k_last() -> None:
     check(mxfp8_graph.unpack(trt_model(*stored, axis=0))["w"], values.T)
 
 
+def test_the_shapes_say_which_axis_has_the_blocks() -> None:
+    values = builders.weight(64, 96)  # [K, N]
+    elements, scales = numerics.quantize(values, axis=0)
+    stored = tensor("w", TensorProto.FLOAT8E4M3FN, elements), tensor("w_scale", TensorProto.UINT8, scales)
+    check(mxfp8_graph.unpack(trt_model(*stored))["w"], values.T)
+    with pytest.raises(ContractError, match=r"has scales \[2, 96\] for elements \[64, 96\]; expected one for 32"):
+        mxfp8_graph.unpack(trt_model(*stored, axis=1))
+
+
 def test_our_own_dequantize_node_is_read_too() -> None:
     values = builders.weight(64, 96).T
     elements, scales = numerics.quantize(values, element_format="e5m2")
