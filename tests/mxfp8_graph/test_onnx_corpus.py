@@ -1,4 +1,4 @@
-"""onnx's own test models, opsets 6 to 26, with a linear beside them that is rewritten: all else that they compute stays.
+"""onnx's own test models, opsets 6 to 26, with a linear beside them that is rewritten: all else computes what it did.
 
 What they must compute is what ONNX Runtime makes of the original; where it cannot run that (it has few kernels below
 opset 7), what onnx ships as expected.
