@@ -122,6 +122,7 @@ def test_shipped_models(folder: str, least: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # onnx makes the cases when they are collected
 def test_generated_models() -> None:
     outcome = outcome_of(generated())
     assert outcome.different == {}
