@@ -61,11 +61,13 @@ def k_last(axes: Sequence[Any], transposed: bool = True) -> tuple[Any, ...]:
 
 
 def rows(lead: Sequence[Any]) -> Dim:
-    """Returns how many rows dimensions make together: a number, or the product as text if one is no number."""
-    dims = [_dim(size) for size in lead]
+    """Returns how many rows dimensions make together: a number, or the product as text, "?" for what is unknown."""
+    dims = ["?" if size is None else size for size in map(_dim, lead)]
     numbers = [size for size in dims if isinstance(size, int)]
     return math.prod(numbers) if len(numbers) == len(dims) else "*".join(str(size) for size in dims if size != 1)
 
 
 def _dim(size: Any) -> Dim:
-    return size if size is None or isinstance(size, int) else str(size)
+    if isinstance(size, int):
+        return None if size < 0 else size  # -1 is what some exporters write for a size they do not know
+    return None if size is None else str(size)

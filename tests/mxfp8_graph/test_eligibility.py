@@ -18,6 +18,8 @@ from mxfp8_graph.policy.eligibility import dtype_blocker, is_bias, sizes, weight
         ((64,), (96, 64), (1, 96, 64)),
         ((3, 64), (64,), (3, None, None)),
         (("b", 64), None, ("b", None, None)),
+        ((-1, 64), (96, -1), ("?", 96, None)),
+        ((3, None, 64), (96, 64), ("3*?", 96, 64)),
         (None, (96, None), (None, 96, None)),
     ],
 )

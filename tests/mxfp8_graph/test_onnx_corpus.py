@@ -1,4 +1,4 @@
-"""onnx's own test models, opsets 6 to 26, with a linear beside them that is rewritten: all else that they compute stays.
+"""onnx's own test models, opsets 6 to 26, with a linear beside them that is rewritten: all else computes what it did.
 
 What they must compute is what ONNX Runtime makes of the original; where it cannot run that (it has few kernels below
 opset 7), what onnx ships as expected.
@@ -122,6 +122,7 @@ def test_shipped_models(folder: str, least: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # onnx makes the cases when they are collected
 def test_generated_models() -> None:
     outcome = outcome_of(generated())
     assert outcome.different == {}
