@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -46,7 +47,8 @@ class Builder:
     def evaluate(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Returns the fake value of a call."""
         values: Any = map_arg((arguments, keywords), lambda node: node.meta["val"])
-        with self._program.fake_mode, torch.no_grad():
+        # In Python, as export does it: torch 2.10 has C++ that fixes a varying size to the example's.
+        with self._program.fake_mode, torch.no_grad(), enable_python_dispatcher():
             return target(*values[0], **values[1])
 
     def size(self, node: Node, axis: int) -> Any:

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from mxfp8_ops.errors import BackendError
 
 OLDEST: Final = (2, 10)
-"""2.9 cannot decompose the guards that it writes into programs with sizes that vary; older ones lose custom metadata."""
+"""2.9 cannot decompose the guards that it writes into programs of varying sizes; older ones lose custom metadata."""
 NEWEST_TESTED: Final = (2, 13)
 
 _PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
