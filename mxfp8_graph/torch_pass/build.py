@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -47,8 +46,7 @@ class Builder:
     def evaluate(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Returns the fake value of a call."""
         values: Any = map_arg((arguments, keywords), lambda node: node.meta["val"])
-        # In Python, as export does it: torch 2.10 has C++ that fixes a varying size to the example's.
-        with self._program.fake_mode, torch.no_grad(), enable_python_dispatcher():
+        with self._program.fake_mode, torch.no_grad(), internals.python_dispatch():
             return target(*values[0], **values[1])
 
     def size(self, node: Node, axis: int) -> Any:
