@@ -42,18 +42,25 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
-def install(python: str, folder: Path, row: str, wheel: Path, extras: list[str], arguments: argparse.Namespace) -> Path:
-    """Returns the Python of a fresh environment with the wheel, in the row's versions of what it needs."""
+def install(python: str, folder: Path, wheel: Path, extras: list[str], arguments: argparse.Namespace) -> Path:
+    """Returns the Python of a fresh environment with the wheel, in the versions that the row's folder is named for."""
     run(UV, "venv", "--clear", "--python", python, folder, env=environment())
     bare, more, without, chosen = (folder / name for name in ("bin/python", "more.txt", "without.txt", "chosen.txt"))
     more.write_text("\n".join(arguments.extra))
     # A marker that never holds takes a package out, also where another one requires it.
     without.write_text("".join(f"{name}; sys_platform == 'none'\n" for name in arguments.without))
     # What "direct" is, uv sees in the project, not in a wheel.
-    choice = ["--resolution", RESOLUTIONS[row.split("-")[1]], "--override", without, "--output-file", chosen]
+    choice = [
+        "--resolution",
+        RESOLUTIONS[folder.parent.name.split("-")[1]],
+        "--override",
+        without,
+        "--output-file",
+        chosen,
+    ]
     words = [word for extra in extras for word in ("--extra", extra)]
     run(UV, "pip", "compile", "--python", bare, *choice, *words, ROOT / "pyproject.toml", more, env=environment())
-    run(UV, "pip", "install", "--python", bare, "--requirements", chosen, env=environment())
+    run(UV, "pip", "install", "--python", bare, "--no-deps", "--requirements", chosen, env=environment())
     run(UV, "pip", "install", "--python", bare, "--no-deps", wheel, env=environment())
     return bare
 
@@ -86,10 +93,10 @@ def try_row(row: str, python: str, wheel: Path, arguments: argparse.Namespace) -
     """Returns versions, what the runtime dependencies alone did, and what the tests did."""
     folder = arguments.out / row
     folder.mkdir(parents=True, exist_ok=True)
-    bare = install(python, folder / "runtime", row, wheel, [], arguments)
+    bare = install(python, folder / "runtime", wheel, [], arguments)
     with tempfile.TemporaryDirectory() as empty:
         run(bare, TRIAL, empty, env=environment(), cwd=Path(empty))
-    tested = install(python, folder / "suite", row, wheel, ["torch", "test"], arguments)
+    tested = install(python, folder / "suite", wheel, ["torch", "test"], arguments)
     return versions(tested), "work", run_suite(tested, folder, arguments.pytest or list(SUITE))
 
 

@@ -46,7 +46,7 @@ class Builder:
     def evaluate(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Returns the fake value of a call."""
         values: Any = map_arg((arguments, keywords), lambda node: node.meta["val"])
-        with self._program.fake_mode, torch.no_grad():
+        with self._program.fake_mode, torch.no_grad(), internals.python_dispatch():
             return target(*values[0], **values[1])
 
     def size(self, node: Node, axis: int) -> Any:

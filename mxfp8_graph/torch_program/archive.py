@@ -61,9 +61,11 @@ class Archive:
             raise ContractError(path, what, expected=expected, advice="check the path") from None
 
     def size(self, name: str) -> int:
-        """Returns the bytes of a record, unpacked."""
+        """Returns the bytes of a record, unpacked, as torch's reader has it; an older one has to unpack it to know."""
         self._require(name)
-        return int(self._reader.get_record_size(name))
+        if hasattr(self._reader, "get_record_size"):  # torch 2.13 has it, torch 2.10 has not
+            return int(self._reader.get_record_size(name))
+        return len(self.read(name))
 
     def read(self, name: str) -> bytes:
         """Returns the content of a record."""

@@ -10,6 +10,7 @@ What is used beyond the documented API, and why:
     Node.meta["from_node"]             what a node was before decomposition
     torch._export.serde                reads what torch.export.save writes, see serialized.py and code_in_programs.py
     torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
+    torch._dispatch.python             evaluates ops in Python, see `python_dispatch`
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
 from torch.fx import GraphModule, Node
@@ -32,7 +34,7 @@ from torch.utils import _pytree as pytree
 from mxfp8_ops.errors import BackendError
 
 OLDEST: Final = (2, 10)
-"""2.9 cannot decompose the guards that it writes into programs with sizes that vary; older ones lose custom metadata."""
+"""2.9 cannot decompose the guards that it writes into programs of varying sizes; older ones lose custom metadata."""
 NEWEST_TESTED: Final = (2, 13)
 
 _PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
@@ -59,6 +61,12 @@ def check_torch() -> str | None:
     if version > NEWEST_TESTED:
         return f"torch {torch.__version__} is newer than the last one tested ({_dotted(NEWEST_TESTED)})"
     return None
+
+
+def python_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Returns what evaluates ops in Python, as export does: C++ of torch 2.10 fixes a varying size to the example's."""
+    dispatch: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
+    return dispatch
 
 
 def clone(module: GraphModule) -> GraphModule:
