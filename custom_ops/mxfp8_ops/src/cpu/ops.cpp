@@ -261,8 +261,7 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
     return;
   }
   const int64_t strip_bytes = 2 * strip_rows * std::max<int64_t>(args.k, 1);
-  // One thread multiplies a strip while it is in its cache; several share many, and wait for each other less often.
-  const int64_t most_strips = parallel.threads == 1 ? 1 : std::max<int64_t>(1, kPackedBytes / strip_bytes);
+  const int64_t most_strips = std::max<int64_t>(1, kPackedBytes / strip_bytes);
   for (int64_t begin = 0; begin < args.m; begin += most_strips * strip_rows) {
     const int64_t end = std::min(args.m, begin + most_strips * strip_rows);
     std::vector<Strip> strips;
