@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
-CANNOT = r"Unsupported model IR version|Opset \d+ is under development|No corresponding Numpy type|ReduceMax node"
-"""What ONNX Runtime before 1.24 says where it cannot read a model, hand out float8, or take the maximum of nothing."""
+CANNOT = {
+    "onnxruntime": (
+        (1, 24),
+        r"Unsupported model IR version|Opset \d+ is under development|No corresponding Numpy type|ReduceMax node"
+        r"|a profile that is no JSON",
+    ),
+    "onnx": ((1, 21), r"which onnx \S+ knows"),
+}
+"""The release that can, and what an error says before it: of ONNX Runtime, where it cannot read a model, hand out float8,
+take the maximum of nothing, or write some names; of onnx, where it does not know an opset or IR version."""
+
+
+def release(package: str) -> tuple[int, ...]:
+    """Returns the first two numbers of an installed package's version, as (1, 24)."""
+    return tuple(int(part) for part in metadata.version(package).split(".")[:2])
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skips a test that needs more of ONNX Runtime than a release before 1.24 can do."""
+    """Skips a test that needs more of ONNX Runtime or onnx than the installed release can do."""
     try:
         return (yield)
     except Exception as error:
-        import onnxruntime
-
-        release = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+        old = {package: text for package, (able, text) in CANNOT.items() if release(package) < able}
         chain: BaseException | None = error
-        while chain is not None and release < (1, 24):
-            if found := re.search(CANNOT, str(chain)):
-                pytest.skip(f"ONNX Runtime {onnxruntime.__version__}: {found[0]}")
+        while chain is not None:
+            for package, text in old.items():
+                if found := re.search(text, str(chain)):
+                    pytest.skip(f"{package} {metadata.version(package)}: {found[0]}")
             chain = chain.__cause__ or chain.__context__
         raise
 

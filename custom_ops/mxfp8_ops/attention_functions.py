@@ -28,16 +28,21 @@ def attention(g: Body) -> None:
     q = _split_heads(g, _floats(g, "Q"), heads)
     d, total = g("Shape", q, start=3, out="d"), g("Shape", keys, start=2, end=3, out="total")
     stacked = g("Mul", g("Div", heads, groups), rows, out="stacked")  # G * S
-    q = _reshape(g, _rounded(g, q), batch, groups, stacked, d)
-    scores = g("MatMul", q, g("Transpose", _rounded(g, keys), perm=[0, 1, 3, 2]))
+    # Stacks of matrices, one for each B and Hkv: ONNX Runtime before 1.24 would move a Transpose of four dimensions up
+    # to a past without values, and divides by zero there.
+    stacks = g("Mul", batch, groups, out="stacks")
+    q = _reshape(g, _rounded(g, q), stacks, stacked, d)
+    keys = _reshape(g, _rounded(g, keys), stacks, total, d)
+    scores = g("MatMul", q, g("Transpose", keys, perm=[0, 2, 1]))
     scores = _reshape(g, g("Mul", scores, _scale(g, d)), batch, heads, rows, total)
     if "attn_mask" not in g.absent:
         scores = g("Add", scores, _additive_mask(g))
     if g.given is None or g.given["is_causal"]:
         scores = g("Where", _seen(g, rows, past, total), scores, _infinity(g, -1))
-    weights = _reshape(g, _rounded(g, _softmax(g, scores)), batch, groups, stacked, total)
+    weights = _reshape(g, _rounded(g, _softmax(g, scores)), stacks, stacked, total)
     dv = g("Shape", values, start=3, out="dv")
-    y = _reshape(g, g("MatMul", weights, _rounded(g, values)), batch, heads, rows, dv)
+    values = _reshape(g, _rounded(g, values), stacks, total, dv)
+    y = _reshape(g, g("MatMul", weights, values), batch, heads, rows, dv)
     y = _reshape(g, g("Transpose", y, perm=[0, 2, 1, 3]), batch, rows, g("Mul", heads, dv))
     g("CastLike", y, "Q", out="Y")
 

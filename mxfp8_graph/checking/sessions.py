@@ -160,8 +160,19 @@ class Session(Runnable):
             session.run(inputs)
             written.clear()
             session.time(inputs, repeat - 1)
-            events = json.loads(Path(session._session.end_profiling()).read_text())
+            events = session._events()
             return of_session(proto, events, written.calls(), repeat)
+
+    def _events(self) -> Any:
+        """Returns what ONNX Runtime wrote of the runs of a profiled session, which ends it."""
+        text = Path(self._session.end_profiling()).read_text()
+        try:
+            return json.loads(text)
+        except ValueError:
+            what = f"ONNX Runtime {onnxruntime.__version__} wrote a profile that is no JSON"
+            expected = "names without quotes, backslashes and line breaks, which releases before 1.24 do not escape"
+            advice = "upgrade onnxruntime, or run it without a profile"
+            raise BackendError(self._where, what, expected=expected, advice=advice) from None
 
     def _feeds(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
         return {name: _ort_value(array) for name, array in inputs.items()}

@@ -206,6 +206,7 @@ def translate(
     import torch
 
     from mxfp8_graph.onnx_export import experts, float8, translation
+    from mxfp8_graph.torch_program.stored import check_stored
 
     try:
         with quiet(), torch.no_grad():  # its decompositions run the ops, and quantize refuses to cut a gradient
@@ -227,6 +228,7 @@ def translate(
         if isinstance(reason, Mxfp8Error):  # one of our ops refused what the program gives it
             what, expected = f"the program is damaged: {reason.problem}", reason.expected or "what the op takes"
             raise ContractError("to_onnx", what, expected=expected, advice="rewrite the original again") from error
+        check_stored(program, "to_onnx")  # torch says less, or nothing, of a tensor that is not what the graph says
         what = f"torch {torch.__version__} cannot export the program: {first_line(reason)}"
         advice = "change the model to do without this one"
         raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error

@@ -19,6 +19,9 @@ import mxfp8_graph
 from mxfp8_graph.checking.inputs import load_inputs
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
+LOOKS_AT_LINKS = tuple(int(part) for part in onnx.__version__.split(".")[:2]) >= (1, 21)
+"""onnx refuses links to external data."""
+
 
 @pytest.fixture(autouse=True)
 def _nothing_hangs() -> Iterator[None]:
@@ -118,8 +121,9 @@ class TestExternalData:
         secret = tmp_path_factory.mktemp("elsewhere") / "secret"
         path.with_name("m.onnx.data").rename(secret)
         os.link(secret, path.with_name("m.onnx.data"))
-        with pytest.raises(onnx.checker.ValidationError, match="multiple hard links"):
-            onnx.load(path)
+        if LOOKS_AT_LINKS:
+            with pytest.raises(onnx.checker.ValidationError, match="multiple hard links"):
+                onnx.load(path)
         assert message(mxfp8_graph.rewrite, path) == (
             f"{path}: tensor 'w': external file 'm.onnx.data' has 2 hard links; expected a file of one name, as onnx "
             "does; put a copy there"
@@ -131,8 +135,9 @@ class TestExternalData:
         (path.parent / "inner").mkdir()
         data.rename(path.parent / target)
         data.symlink_to(target)
-        with pytest.raises(onnx.checker.ValidationError, match="symbolic link"):
-            onnx.load(path)
+        if LOOKS_AT_LINKS:
+            with pytest.raises(onnx.checker.ValidationError, match="symbolic link"):
+                onnx.load(path)
         assert message(mxfp8_graph.rewrite, path) == (
             f"{path}: tensor 'w': external file 'm.onnx.data' is a symbolic link; expected a file, as onnx does; put "
             "the file itself there"
