@@ -1,7 +1,11 @@
-"""Checks every rewrite of the tests: its report has every byte of model and result, and a dry run knows them too."""
+"""Checks every rewrite of the tests: its report has every byte of model and result, and a dry run knows them too.
+And what torch's exporter makes at every export is made once.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import sys
 import warnings
@@ -30,6 +34,22 @@ def every_byte_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
         from mxfp8_graph import torch_pass
 
         monkeypatch.setattr(torch_pass, "rewrite_torch", checked(torch_pass.rewrite_torch, program_bytes))
+
+
+@pytest.fixture(autouse=True)
+def torchs_onnx_ops_are_read_once() -> None:
+    """Keeps the table of ops of torch's ONNX exporter, which it otherwise makes anew, of 500 sources, at every export."""
+    exporter = sys.modules.get("torch.onnx._internal.exporter._registration")  # there is one after the first export
+    if exporter is None or isinstance(vars(exporter.ONNXRegistry).get("from_torchlib"), staticmethod):
+        return
+    made = functools.cache(exporter.ONNXRegistry.from_torchlib)
+
+    def from_torchlib(**options: int) -> Any:
+        registry = copy.copy(made(**options))
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}  # exports add some
+        return registry
+
+    exporter.ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
 
 
 def checked(rewrite: Callable[..., Any], count: Callable[[Any], int]) -> Callable[..., Any]:
