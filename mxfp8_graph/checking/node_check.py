@@ -12,8 +12,8 @@ apart by as much as the quantization error itself. Node by node there is no drif
   are those of its own normalized values, and the sum of both is the same: there is no difference at all.
 
 The model is instrumented: each node gets a twin in another domain that only has the function body, and a few standard
-ops that reduce the two results to one number. Nothing large leaves the session. A few nodes at a time: what ONNX Runtime
-takes to put function bodies into a model grows with the square of their number.
+ops that reduce the two results to one number. Nothing large leaves the session. A few nodes at a time: the time that
+ONNX Runtime takes to put function bodies into a model grows with the square of their number.
 """
 
 from __future__ import annotations
