@@ -19,7 +19,9 @@ import mxfp8_ops
 from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ShapeError
 
-_RETURN_TEXT: Final = ("mxfp8_isa", "mxfp8_isa_available", "mxfp8_last_error", "mxfp8_profile_text")
+_TEXTS: Final = ("mxfp8_isa", "mxfp8_isa_available", "mxfp8_last_error", "mxfp8_profile_text")
+_RETURNS: Final[dict[str, Any]] = {**dict.fromkeys(_TEXTS, c_char_p), "mxfp8_use_openmp": None}
+"""What functions return that return no int: text or nothing."""
 _REINSTALL: Final = "reinstall the project"
 _BAD_ARGUMENT: Final = -1
 """MXFP8_BAD_ARGUMENT of mxfp8_ops.h; every other status is the library's or the machine's fault, not the arguments'."""
@@ -120,7 +122,7 @@ def load() -> ctypes.CDLL:
         if function is None:
             raise BackendError(path, f"has no {name}", expected="the library of this version", advice=_REINSTALL)
         function.argtypes = arguments
-        function.restype = c_char_p if name in _RETURN_TEXT else c_int if name != "mxfp8_use_openmp" else None
+        function.restype = _RETURNS.get(name, c_int)
     version = library.mxfp8_contract_version()
     if version != contract.VERSION:
         raise BackendError(

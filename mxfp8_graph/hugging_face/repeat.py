@@ -67,8 +67,10 @@ class _Repetition:
         inner = {name for name in of_block if of_block[name] == EXPORTED - 1}
         results = {value.name for value in graph.output}
         read = {name for node in self._outside for name in node.input} & inner
-        if not read <= set(self._carried.values()) or results & set(self._carried.values()):
+        if not read <= set(self._carried.values()):
             raise _IrregularError
+        self._last = results & set(self._carried.values())
+        """Outputs of the graph that the last layer computes and the one before does not: an encoder's hidden state."""
 
     def _compare(self, second: Sequence[NodeProto], third: Sequence[NodeProto], of_block: dict[str, int]) -> None:
         """Raises _IrregularError unless the third layer is the second again."""
@@ -98,7 +100,9 @@ class _Repetition:
             self._carried[y] = self._same[y]
         own_results = [value.name for value in self._graph.output if value.name in self._same]
         renamed = {self._same[name] for name in own_results}
-        if renamed != {v.name for v in self._graph.output if of_block.get(v.name) == EXPORTED - 1}:
+        carried = set(self._carried.values())
+        of_third = {v.name for v in self._graph.output if of_block.get(v.name) == EXPORTED - 1}
+        if renamed != of_third - carried:
             raise _IrregularError
 
     def apply(self, count: int) -> None:
@@ -123,7 +127,9 @@ class _Repetition:
             for name in own:
                 _copy(self._graph.input.add(), inputs[name], self._renamed(name, last, layer))
             for name in made:
-                if name in results:
+                if name in self._last:
+                    _copy(self._graph.value_info.add(), results[name], made[name])
+                elif name in results:
                     _copy(self._graph.output.add(), results[name], made[name])
                 elif name in shapes:
                     _copy(self._graph.value_info.add(), shapes[name], made[name])
@@ -133,6 +139,14 @@ class _Repetition:
             node.input[:] = [final.get(name, name) for name in node.input]
         del self._graph.node[:]
         self._graph.node.extend([*head, *nodes, *tail])
+        self._exchange({name: final[name] for name in self._last})
+
+    def _exchange(self, names: dict[str, str]) -> None:
+        """Lets the last layer compute what the third layer did so far, under the names of the graph's outputs."""
+        both = names | {new: old for old, new in names.items()}
+        for node in self._graph.node:
+            node.input[:] = [both.get(name, name) for name in node.input]
+            node.output[:] = [both.get(name, name) for name in node.output]
 
     def _read(self, name: str, made: dict[str, str], before: dict[str, str], layer: int) -> str:
         """Returns what a copy of the third layer's node reads in the place of `name`."""

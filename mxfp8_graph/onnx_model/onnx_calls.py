@@ -5,15 +5,16 @@ Each call runs in a child process, within limits; see `child.py`.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import onnx
 from onnx import inliner, shape_inference, version_converter
 
 from mxfp8_graph.onnx_model import child
-from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, node_label, subgraphs
+from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, node_label, stored_in, subgraphs
 from mxfp8_ops.errors import ContractError
 
 MOST_SECONDS: Final = 10
@@ -21,6 +22,9 @@ MOST_SECONDS: Final = 10
 
 BYTES_PER_SECOND: Final = 1_000_000
 """A model of this size, without its weights, may take a second more."""
+
+_MOST_SIZES: Final = 64
+"""Longer constants are no shapes, axes or perms."""
 
 
 def infer_shapes(model: onnx.ModelProto, name: str, notes: list[str]) -> onnx.ModelProto:
@@ -34,7 +38,7 @@ def infer_shapes(model: onnx.ModelProto, name: str, notes: list[str]) -> onnx.Mo
     Raises:
         ContractError: onnx cannot read the model at all, or an op cannot take what it is given.
     """
-    result = _call(lambda: _inferred(model), model)
+    result = _call(lambda: _inferred_inside(model), model)
     if isinstance(result, onnx.ModelProto):
         return result
     _raise_impossible(result, name)
@@ -118,6 +122,41 @@ _IMPOSSIBLE: Final = re.compile(
 )
 """An op that cannot take the shapes or dtypes it is given. ONNX Runtime does not load such a model, but loads one whose
 declared shapes are wrong; and our nodes, which it knows by their bodies only, would hide it."""
+
+
+def _inferred_inside(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Does what `_inferred` does, and sees sizes that a subgraph reads of constants outside it, as onnx does not."""
+    if not any(any(subgraphs(node)) for node in model.graph.node):
+        return _inferred(model)
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    _lend(copy.graph, {})
+    result = _inferred(copy)
+    for graph, before in zip(iter_graphs(result.graph), iter_graphs(model.graph), strict=True):
+        del graph.initializer[len(before.initializer) :]
+    return result
+
+
+def _lend(graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
+    """Gives each subgraph the lists of sizes that are constants outside it and that its nodes read."""
+    given = {value.name for value in graph.input}
+    own = {name: tensor for name, tensor in stored_in(graph).items() if name not in given and _is_sizes(tensor)}
+    hidden = given | {name for node in graph.node for name in node.output} | {t.name for t in graph.initializer}
+    read = {name for node in graph.node for name in node.input} - hidden
+    visible = {name: tensor for name, tensor in outer.items() if name not in hidden} | own
+    for name in sorted(read & outer.keys()):
+        lent = graph.initializer.add()
+        lent.CopyFrom(outer[name])
+        lent.name = name  # that of a Constant node has none
+    for node in graph.node:
+        for _, inner in subgraphs(node):
+            _lend(inner, visible)
+
+
+def _is_sizes(tensor: onnx.TensorProto) -> bool:
+    """Whether a constant may be a list of sizes, whose values are at hand."""
+    few = tensor.data_type == onnx.TensorProto.INT64 and len(tensor.dims) < 2 and math.prod(tensor.dims) <= _MOST_SIZES
+    return few and bool(tensor.raw_data or tensor.int64_data)
 
 
 def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:

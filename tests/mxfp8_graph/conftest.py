@@ -1,23 +1,32 @@
-"""Checks every rewrite of the tests: its report has every byte of model and result, and a dry run knows them too."""
+"""Checks every rewrite of the tests: its report has every byte of model and result, and a dry run knows them too.
+And what torch's exporter makes at every export is made once.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
 import pytest
 
 from mxfp8_graph import onnx_pass
+from mxfp8_graph.onnx_model import child, onnx_calls
 from mxfp8_graph.onnx_model.tensor_data import byte_length
 from mxfp8_graph.onnx_model.walk import iter_tensors
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops import contract
+
+IN_CHILDREN = ("hostile", "validate", "wire", "upgrade", "corpus", "bad_input", "names", "repeated", "cli", "doctor")
+"""How names of test files end in which onnx's passes run in processes of their own, as they do for users."""
 
 _LISTS = {"value_float": 4, "value_floats": 4, "value_int": 8, "value_ints": 8}
 
@@ -30,6 +39,37 @@ def every_byte_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
         from mxfp8_graph import torch_pass
 
         monkeypatch.setattr(torch_pass, "rewrite_torch", checked(torch_pass.rewrite_torch, program_bytes))
+
+
+@pytest.fixture(autouse=True)
+def onnx_is_called_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares sound models the forks in which onnx's passes run: these take the longer, the more a process holds."""
+    if not request.path.stem.endswith(IN_CHILDREN):
+        monkeypatch.setattr(onnx_calls, "child", SimpleNamespace(call=call_here, Failure=child.Failure))
+
+
+def call_here(function: Callable[[], bytes], seconds: int) -> bytes | child.Failure:
+    """Does what `child.call` does, without a child."""
+    try:
+        return function()
+    except Exception as error:
+        return child.Failure(type(error).__name__, str(error))
+
+
+@pytest.fixture(autouse=True)
+def torchs_onnx_ops_are_read_once() -> None:
+    """Keeps the table of ops of torch's ONNX exporter, which it otherwise makes of 500 sources at each export."""
+    exporter = sys.modules.get("torch.onnx._internal.exporter._registration")  # there is one after the first export
+    if exporter is None or isinstance(vars(exporter.ONNXRegistry).get("from_torchlib"), staticmethod):
+        return
+    made = functools.cache(exporter.ONNXRegistry.from_torchlib)
+
+    def from_torchlib(**options: int) -> Any:
+        registry = copy.copy(made(**options))
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}  # exports add some
+        return registry
+
+    exporter.ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
 
 
 def checked(rewrite: Callable[..., Any], count: Callable[[Any], int]) -> Callable[..., Any]:

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -80,94 +82,79 @@ def check_last_weight(path: Path, layer: int) -> None:
     np.testing.assert_array_equal(mapped(result[f"{weight.name}_mxfp8_scales"], np.uint8)[-64:], scales)
 
 
-def need(folder: Path, size: int) -> None:
+@contextmanager
+def room(folder: Path, size: int) -> Iterator[None]:
+    """Skips a test where the disk has no room for files of so many bytes; removes what it has written."""
     if shutil.disk_usage(folder).free < 1.5 * size:
         pytest.skip(f"needs {size / 1e9:.0f} GB of disk")
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_300_megabytes(tmp_path):
-    need(tmp_path, 320 << 20)
-    try:
+    with room(tmp_path, 320 << 20):
         path = write_large(tmp_path / "m.onnx", layers=5, k=4096, n=4096)
         assert over_bare(path, tmp_path) <= FACTOR * (64 << 20) + FIXED // 4  # a quarter: a share this size would hide
         check_last_weight(path, 4)
-    finally:
-        shutil.rmtree(tmp_path)
 
 
 def test_one_large_tensor_is_not_in_memory_as_a_whole(tmp_path):
-    need(tmp_path, 256 << 20)
-    try:
+    with room(tmp_path, 256 << 20):
         path = write_large(tmp_path / "m.onnx", layers=1, k=16384, n=4096)
         assert over_bare(path, tmp_path) <= 0.75 * (256 << 20)
         check_last_weight(path, 0)
-    finally:
-        shutil.rmtree(tmp_path)
 
 
 @pytest.mark.parametrize("constants", [False, True])
 def test_a_model_in_one_file_is_not_in_memory_as_a_whole(tmp_path, constants):
-    need(tmp_path, 320 << 20)
-    try:
+    with room(tmp_path, 320 << 20):
         path = write_inline(tmp_path / "m.onnx", layers=5, constants=constants)
         size = path.stat().st_size
         grown = over_bare(path, tmp_path)
         result = path.with_suffix(".mxfp8.onnx").stat().st_size
         assert result < 0.27 * size
         assert grown <= result + FACTOR * size / 5 + FIXED // 4
-    finally:
-        shutil.rmtree(tmp_path)
 
 
 def test_a_result_in_one_file_is_in_memory_once(tmp_path):
-    need(tmp_path, 640 << 20)
-    try:
+    with room(tmp_path, 640 << 20):
         path = write_large(tmp_path / "m.onnx", layers=10, k=4096, n=4096)
         grown = over_bare(path, tmp_path, "never")
         result = path.with_suffix(".mxfp8.onnx").stat().st_size
         assert grown <= result + FACTOR * (64 << 20) + FIXED // 4
-    finally:
-        shutil.rmtree(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("constants", [False, True])
 def test_a_model_of_one_and_a_half_gigabytes_in_one_file(tmp_path, constants):
-    need(tmp_path, 4 << 30)
-    try:
+    with room(tmp_path, 4 << 30):
         path = write_inline(tmp_path / "m.onnx", layers=24, constants=constants)
         size, grown = path.stat().st_size, over_bare(path, tmp_path)
         print(f"{size / 1e6:.0f} MB in one file: {grown / 1e6:.0f} MB over a bare process, {grown / size:.2f} of it")
         assert grown <= 0.4 * size
-    finally:
-        shutil.rmtree(tmp_path)
 
 
 @pytest.mark.slow
 def test_a_result_of_almost_two_gigabytes_in_one_file(tmp_path):
-    need(tmp_path, 8 << 30)
-    try:
+    with room(tmp_path, 8 << 30):
         path = write_large(tmp_path / "m.onnx", layers=27, k=4096, n=16384)
         grown = over_bare(path, tmp_path, "never")
         result = path.with_suffix(".mxfp8.onnx").stat().st_size
         print(f"{result / 1e6:.0f} MB result: {grown / 1e6:.0f} MB over a bare process, {grown / result:.2f} of it")
         assert grown <= 1.3 * result
-    finally:
-        shutil.rmtree(tmp_path)
 
 
 @pytest.mark.slow
 def test_8_gigabytes(tmp_path):
-    need(tmp_path, 8 << 30)
-    try:
+    with room(tmp_path, 8 << 30):
         path = write_large(tmp_path / "m.onnx", layers=16, k=8192, n=16384)
         largest = 512 << 20
         grown = over_bare(path, tmp_path)
         print(f"8 GiB model: {grown / 1e6:.0f} MB over a bare process, largest tensor {largest / 1e6:.0f} MB")
         assert grown <= FACTOR * largest + FIXED
         check_last_weight(path, 15)
-    finally:
-        shutil.rmtree(tmp_path)
 
 
 def test_typed_data_is_packed_like_raw_data():

@@ -14,6 +14,7 @@ from onnx import helper, numpy_helper
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
+from mxfp8_graph.checking import node_check
 from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.node_check import NodeCheck
 from mxfp8_graph.checking.report import OutputCheck, VerifyReport
@@ -109,6 +110,16 @@ def test_every_node_is_checked() -> None:
     model = b.attention_model()
     report = check(model, "all")
     assert {op: len(nodes) for op, nodes in report.nodes_by_op.items()} == {"MXFP8Quantize": 6, "MXFP8Gemm": 6}
+
+
+def test_in_how_many_sessions_nodes_are_checked_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = b.attention_model()
+    checks = []
+    for at_once in (5, 100):  # 12 nodes
+        monkeypatch.setattr(node_check, "_AT_ONCE", at_once)
+        checks.append([node.to_dict() for node in check(model, "all").nodes])
+    assert checks[0] == checks[1]
+    assert len(checks[0]) == 12
 
 
 def test_heavy_tailed_data_stay_within_the_bound() -> None:

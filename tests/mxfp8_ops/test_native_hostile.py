@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
-from ctypes import CDLL, byref, c_char_p, c_double, c_float, c_int64, c_void_p, create_string_buffer, sizeof
+from ctypes import CDLL, byref, c_char_p, c_double, c_float, c_int, c_int64, c_void_p, create_string_buffer, sizeof
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import pytest
 from mxfp8_ops import cpu, native
 from mxfp8_ops.cuda import planner
 from mxfp8_ops.errors import BackendError, ShapeError
+
+HEADER = Path(__file__).parents[2] / "custom_ops/mxfp8_ops/src/cpu/mxfp8_ops.h"
 
 CODES = [0, 2, 18, 99, -1, 2**31 - 1]
 SIZES = [-1, -(2**63), 2**63 - 1, 2**62, 2**58, 2**49]
@@ -184,6 +187,13 @@ def test_stats_are_as_large_as_the_header_says():
 
 X = np.ones((4, 64), np.float32)
 CODES_OF_X = cpu.quantize(X)
+
+
+def test_functions_return_what_the_header_says():
+    library, header = native.load(), HEADER.read_text()
+    kinds = {"int": c_int, "void": None, "const char*": c_char_p}
+    said = {name: kinds[kind] for kind, name in re.findall(r"^MXFP8_API (.+?) (\w+)\(", header, re.MULTILINE)}
+    assert {name: getattr(library, name).restype for name in said} == said
 
 
 def misaligned(x: np.ndarray) -> np.ndarray:

@@ -102,6 +102,13 @@ _TORCHAO: Final = "torchao 0.18, mx_tensor.to_mx"
 _EXPONENT_BELOW: Final = 2.0**126
 """The least scale of torchao's floor, even and ceil is 2^-126, whatever the code says."""
 
+
+def _torchao_of_bits(name: str, added: Callable[[ElementFormat], int]) -> Rule:
+    """Returns a rule of torchao that adds to the bits of the largest magnitude, and has no code for Inf."""
+    rule = f"torchao 0.18 {name}"
+    return Rule(name=rule, source=_TORCHAO, exponents=_of_bits(added), inf=None, least_factor=_EXPONENT_BELOW)
+
+
 RULES: Final = (
     Rule(
         name="TransformerEngine",
@@ -110,27 +117,9 @@ RULES: Final = (
         nan=None,
     ),
     Rule(name="torchao 0.18 RCEIL", source=_TORCHAO, exponents=_log2_of_quotient, poisons=True, least_factor=1.0),
-    Rule(
-        name="torchao 0.18 FLOOR",
-        source=_TORCHAO,
-        exponents=_of_bits(lambda fmt: 0),
-        inf=None,
-        least_factor=_EXPONENT_BELOW,
-    ),
-    Rule(
-        name="torchao 0.18 EVEN",
-        source=_TORCHAO,
-        exponents=_of_bits(lambda fmt: 1 << (22 - fmt.mantissa_bits)),
-        inf=None,
-        least_factor=_EXPONENT_BELOW,
-    ),
-    Rule(
-        name="torchao 0.18 CEIL: the least power of two not below amax, over 2^emax",
-        source=_TORCHAO,
-        exponents=_of_bits(lambda fmt: 0x7FFFFF),
-        inf=None,
-        least_factor=_EXPONENT_BELOW,
-    ),
+    _torchao_of_bits("FLOOR", lambda fmt: 0),
+    _torchao_of_bits("EVEN", lambda fmt: 1 << (22 - fmt.mantissa_bits)),
+    _torchao_of_bits("CEIL: the least power of two not below amax, over 2^emax", lambda fmt: 0x7FFFFF),
     Rule(
         name="modelopt 0.47",
         source="nvidia-modelopt 0.47, MXFP8QTensor",

@@ -1,0 +1,47 @@
+"""Commands in fresh processes that start at once: forks of a process that has imported torch, which takes seconds, and
+nothing of ours.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["torch._export.serde.serialize", "torch.export._trace", "torch._inductor.utils", "networkx"]
+)
+
+
+def run(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Runs `mxfp8-graph ...` or `python SCRIPT ...` in a folder; returns the exit code and what was printed."""
+    with tempfile.NamedTemporaryFile() as log:
+        process = PROCESSES.Process(target=_command, args=(list(arguments), folder, log.name))
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        return process.exitcode, Path(log.name).read_text(errors="replace")
+
+
+def _command(arguments: list[str], folder: Path, log: str) -> None:
+    """What the new process does."""
+    printed = os.open(log, os.O_WRONLY)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.chdir(folder)
+    program, *rest = arguments
+    if program == "mxfp8-graph":
+        from mxfp8_graph import cli
+
+        sys.argv = arguments
+        cli.main()
+    else:
+        script = Path(rest[0]).resolve()
+        sys.argv = rest
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
