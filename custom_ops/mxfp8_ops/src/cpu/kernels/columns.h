@@ -74,9 +74,9 @@ MXFP8_INLINE bool fit(Ints scales) {
   return !any_less(reinterpret_cast<SignedBytes>(scales ^ 0x7f7f7f7f), int8_t(127 - highest));
 }
 
-// Decodes turned words, value k of lane c to out[k * Stride + c]; `scales` begin with their first block's. False if
+// Decodes turned words, value k of lane c to out[k * kLanes + c]; `scales` begin with their first block's. False if
 // that is not exact.
-template <class F, int Stride, bool Plain>
+template <class F, bool Plain>
 MXFP8_INLINE bool decode_turned(const Bytes* words, Ints scales, float* out) {
   Bytes specials = {};
 #pragma GCC unroll 16
@@ -89,36 +89,36 @@ MXFP8_INLINE bool decode_turned(const Bytes* words, Ints scales, float* out) {
       scale *= 1.0f / (1 << kLift);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < kWord; ++i) store(out + (word * kWord + i) * Stride, values[i] * scale);
+    for (int i = 0; i < kWord; ++i) store(out + (word * kWord + i) * kLanes, values[i] * scale);
   }
   return Plain || !any_special<F>(specials);
 }
 
-template <class F, int Stride>
+template <class F>
 MXFP8_NOINLINE void decode_exactly(const Stretch& from, int64_t k_begin, float* out) {
   for (int64_t c = 0; c < kLanes; ++c) {
     for (int64_t i = 0; i < kDecoded; ++i) {
       const int64_t k = k_begin + i;
       const bool inside = c < from.columns && k < from.left;
-      out[i * Stride + c] = inside ? decode<F>(from.elements[c * from.next_elements + k]) *
+      out[i * kLanes + c] = inside ? decode<F>(from.elements[c * from.next_elements + k]) *
                                          scale_value(from.scales[c * from.next_scales + k / kBlock])
                                    : 0.0f;
     }
   }
 }
 
-template <class F, int Stride>
+template <class F>
 MXFP8_NOINLINE bool decode_subnormals(const Bytes* words, const Ints& scales, float* out) {
-  return decode_turned<F, Stride, false>(words, scales, out);
+  return decode_turned<F, false>(words, scales, out);
 }
 
-// Decodes a stretch to the end of a block, value k of lane c to out[k * Stride + c], and fetches what lies `ahead`
+// Decodes a stretch to the end of a block, value k of lane c to out[k * kLanes + c], and fetches what lies `ahead`
 // bytes further: into L2, as L1 may have no room for lines 4 KiB apart.
-template <class F, int Stride>
+template <class F>
 MXFP8_INLINE void decode_stretch(const Stretch& from, int64_t ahead, float* out) {
   const Ints scales = load_scales(from);
   const bool fits = fit<F>(scales);
-  for (int64_t k = 0; k < min_of(kStretch, blocks_of(from.left) * kBlock); k += kDecoded, out += kDecoded * Stride) {
+  for (int64_t k = 0; k < min_of(kStretch, blocks_of(from.left) * kBlock); k += kDecoded, out += kDecoded * kLanes) {
     const Ints rest = scales >> int(k / kBlock * 8);
     Bytes words[kLanes];
     for (int64_t c = 0; c < kLanes; ++c) __builtin_prefetch(from.elements + c * from.next_elements + k + ahead, 0, 2);
@@ -129,12 +129,12 @@ MXFP8_INLINE void decode_stretch(const Stretch& from, int64_t ahead, float* out)
     }
     const auto codes = [&](int i) MXFP8_INLINE_LAMBDA { return words[i]; };
     if (__builtin_expect(fits && all_plain<F, kLanes>(codes), 1)) {
-      decode_turned<F, Stride, true>(words, rest, out);
+      decode_turned<F, true>(words, rest, out);
       continue;
     }
     Bytes copies[kLanes];  // so that `words` stay in registers
     std::memcpy(copies, words, sizeof copies);
-    if (!fits || !decode_subnormals<F, Stride>(copies, rest, out)) decode_exactly<F, Stride>(from, k, out);
+    if (!fits || !decode_subnormals<F>(copies, rest, out)) decode_exactly<F>(from, k, out);
   }
 }
 

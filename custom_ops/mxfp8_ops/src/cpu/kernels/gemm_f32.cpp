@@ -18,7 +18,7 @@ static_assert(kDepth % kStretch == 0, "chunks are whole stretches");
 
 using FloatTiles = Tiles<kFloatRows>;
 
-// Decodes a panel, one chunk deep, as [k, kPanel], and fetches what lies `ahead` bytes further.
+// Decodes a panel, one chunk deep, as [vector, kDepth, kLanes], and fetches what lies `ahead` bytes further.
 template <class F>
 MXFP8_NOINLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t ahead,
                                  float* out) {
@@ -27,8 +27,8 @@ MXFP8_NOINLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t c
     for (int64_t k = 0; k < chunk.count; k += kStretch) {
       const uint8_t* elements = args.b + (column + c) * args.k + chunk.k + k;
       const uint8_t* scales = args.b_scales + (column + c) * blocks + (chunk.k + k) / kBlock;
-      decode_stretch<F, kPanel>({elements, scales, args.k, blocks, columns - c, chunk.count - k}, ahead,
-                                out + k * kPanel + c);
+      decode_stretch<F>({elements, scales, args.k, blocks, columns - c, chunk.count - k}, ahead,
+                        out + c * kDepth + k * kLanes);
     }
   }
 }
@@ -43,9 +43,9 @@ MXFP8_NOINLINE void multiply_tile(const float* a, const float* b, int64_t depth,
   }
   for (int64_t block = 0; block < depth; block += kBlock, a += R * kBlock) {
 #pragma GCC unroll 2
-    for (int k = 0; k < kBlock; ++k, b += kPanel) {
+    for (int k = 0; k < kBlock; ++k, b += kLanes) {
       Vec columns[V];
-      for (int j = 0; j < V; ++j) columns[j] = load(b + j * kLanes);
+      for (int j = 0; j < V; ++j) columns[j] = load(b + j * kDepth * kLanes);
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
         const Vec row = all_of(a[i * kBlock + k]);
