@@ -289,7 +289,7 @@ def test_weight_gemm(isa, shape, x_dtype):
 
 
 # Around the limits of the kernels for few rows, and of their tiles and groups of rows.
-ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 18, 31, 33, 40, 63, 64, 81, 192, 193, 203, 255, 257, 262)
+ROW_COUNTS = (*range(1, 10), 11, 12, 13, 15, 16, 17, 18, 24, 25, 31, 33, 40, 63, 64, 81, 192, 193, 203, 255, 257, 262)
 
 
 @pytest.mark.parametrize("m", ROW_COUNTS)
@@ -301,9 +301,9 @@ def test_gemms_at_every_row_tile(isa, m):
     check_weight_gemm(heavy_tailed((m, k), 4).astype(ml_dtypes.bfloat16), b)
 
 
-@pytest.mark.parametrize("n", [1, 2, 63, 65, 130])
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 33, 48, 63, 65, 130])
 def test_gemms_at_every_column_tile(isa, n):
-    for m in (1, 7, 17, 200):
+    for m in (1, 7, 17, 40, 200):
         a, b = quantized((m, 130), "e4m3", 1), quantized((n, 130), "e4m3", 2)
         check_gemm(a, b, None, ("e4m3", "e4m3"))
         check_weight_gemm(heavy_tailed((m, 130), 4), b)
@@ -461,6 +461,29 @@ def test_weight_gemm_bfloat16_subnormals_are_not_flushed(isa):
     x = np.full((1, 64), 2.0**-130, ml_dtypes.bfloat16)
     elements, scales = np.full((4, 64), 0x38, np.uint8), np.full((4, 2), 127 + 20, np.uint8)  # 1.0 * 2^20
     assert_same("y", cpu.weight_gemm(x, elements, scales), np.full((1, 4), 64 * 2.0**-110, np.float32))
+
+
+@pytest.mark.parametrize("m", [1, 9, 12, 40])
+@pytest.mark.parametrize("b_format", FORMATS)
+def test_a_column_does_not_depend_on_its_neighbours(isa, m, b_format):
+    """Kernels decode many columns at once: what is unusual in some must not change the bits of the others."""
+    a, (b, b_scales) = quantized((m, 300), "e4m3", 1), quantized((70, 300), b_format, 2)
+    ordinary = cpu.gemm(*a, b, b_scales, b_format=b_format)
+    b[3, 7] = b[40, 299] = 0x7F  # NaN
+    b[20] = 0x01  # subnormal
+    b[33] = 0
+    b_scales[50, 1], b_scales[60, 9], b_scales[65, 4] = 255, 200, 0
+    bad, finite = [3, 40, 50], [20, 33, 60, 65]
+    y = cpu.gemm(*a, b, b_scales, b_format=b_format)
+    assert np.isnan(y[:, bad]).all()
+    assert_same("the others", np.delete(y, bad + finite, axis=1), np.delete(ordinary, bad + finite, axis=1))
+    weight = numerics.dequantize(b[finite], b_scales[finite], element_format=b_format)
+    assert_within(
+        "unusual numbers",
+        y[:, finite],
+        numerics.gemm(*a, b[finite], b_scales[finite], b_format=b_format),
+        numerics.gemm_error_bound(numerics.dequantize(*a), weight),
+    )
 
 
 def test_gemm_broadcasts_leading_dimensions(isa):

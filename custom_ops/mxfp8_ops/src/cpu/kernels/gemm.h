@@ -31,10 +31,11 @@ MXFP8_INLINE Chunk chunk_at(int64_t k, int64_t depth, int64_t index, int64_t ste
   return {begin, count, (count + step - 1) / step * step};
 }
 
-// How `rows` > 0 rows of A are cut into tiles.
+// How `rows` > 0 rows of A are cut into tiles of up to Most.
+template <int Most = kTileRows>
 struct Tiles {
   int64_t rows;
-  int64_t count = (rows + kTileRows - 1) / kTileRows;   // their number
+  int64_t count = (rows + Most - 1) / Most;             // their number
   int64_t least = rows / count, longer = rows % count;  // rows of a tile, and how many tiles have one more
   MXFP8_INLINE_MEMBER int64_t first_row(int64_t tile) const { return tile * least + min_of(tile, longer); }
   MXFP8_INLINE_MEMBER int64_t rows_of(int64_t tile) const { return least + (tile < longer); }

@@ -99,7 +99,7 @@ int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile
   Extent extent;
   bool fits = true;
   const int64_t depth = depth_for(rows);
-  const Tiles tiles{rows};
+  const Tiles<> tiles{rows};
   with_a_format(args, [&](auto format) {
     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
       const int64_t first = tiles.first_row(tile), tile_rows = tiles.rows_of(tile);
@@ -118,7 +118,7 @@ int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile
 void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                         int64_t column_begin, int64_t column_end, const void* packed, int exponent) {
   const auto* a = static_cast<const uint16_t*>(packed);
-  const Tiles tiles{rows};
+  const Tiles<> tiles{rows};
   with_format(args.b_format, [&](auto format) {
     using F = decltype(format);
     const Decoder<F> decoder;

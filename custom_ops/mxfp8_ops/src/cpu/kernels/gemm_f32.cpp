@@ -1,42 +1,71 @@
 // MXFP8Gemm and MXFP8WeightGemm in float32: the products of the exact dequantized values, accumulated in float32.
 //
 // y [M, N] = A [M, K] . B [N, K]^T. A (values, or elements and scales) is packed as float32 once per 256 rows; rows of
-// B are decoded, eight at a time and 512 deep, into 16 KiB that stay in L1. The register tile is kTileRows x 4 with
-// lanes along K, so neither operand is transposed; lanes are added up once per chunk. Work is split over N (and M if N
-// is small). Bytes moved: 1.03 N K (once per 256 rows of A) + 4 M K + the result.
-#include "gemm.h"
+// B are decoded, two registers of them at a time and 256 deep, into L1. Work is split over N (and M if N is
+// small). Bytes moved: 1.03 N K (once per 256 rows of A) + 4 M K + the result.
+//
+// Layout: the lanes of a sum are columns of the result, so that any number of rows keeps all lanes busy, and nothing is
+// added up across them. B is decoded as columns.h says; values of A are broadcast.
+#include "columns.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int64_t kPanel = 8;    // rows of B decoded at a time: they stay in L1, with a tile of A
-constexpr int64_t kDepth = 512;  // of a chunk
+constexpr int kVectors = 2;                // of columns, in a register tile
+constexpr int kPanel = kVectors * kLanes;  // rows of B decoded at a time
+constexpr int64_t kDepth = 256;            // of a chunk
+static_assert(kDepth % kStretch == 0, "chunks are whole stretches");
 
-template <int R>
-MXFP8_INLINE void multiply_tile(const float* a, const float* b, int64_t blocks, float* strip, bool accumulate) {
-  Vec sums[R][kTileColumns];
-  for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < kTileColumns; ++j) sums[i][j] = zero();
+using FloatTiles = Tiles<kFloatRows>;
+
+// Decodes a panel, one chunk deep, as [vector, kDepth, kLanes], and fetches what lies `ahead` bytes further.
+template <class F>
+MXFP8_NOINLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t ahead,
+                                 float* out) {
+  const int64_t blocks = blocks_of(args.k);
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    for (int64_t k = 0; k < chunk.count; k += kStretch) {
+      const uint8_t* elements = args.b + (column + c) * args.k + chunk.k + k;
+      const uint8_t* scales = args.b_scales + (column + c) * blocks + (chunk.k + k) / kBlock;
+      decode_stretch<F>({elements, scales, args.k, blocks, columns - c, chunk.count - k}, ahead,
+                        out + c * kDepth + k * kLanes);
+    }
   }
-  for (int64_t block = 0; block < blocks; ++block) {
-    for (int lane = 0; lane < kBlock; lane += kLanes) {
-      Vec column[kTileColumns];
-      for (int j = 0; j < kTileColumns; ++j) column[j] = load(b + j * kBlock + lane);
+}
+
+// Multiplies R rows of A, `depth` values each, with V registers of columns of a panel.
+template <int R, int V>
+MXFP8_NOINLINE void multiply_tile(const float* a, const float* b, int64_t depth, float* strip, bool accumulate) {
+  Vec sums[R][V];
+#pragma GCC unroll 16
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < V; ++j) sums[i][j] = zero();
+  }
+  for (int64_t block = 0; block < depth; block += kBlock, a += R * kBlock) {
+#pragma GCC unroll 2
+    for (int k = 0; k < kBlock; ++k, b += kLanes) {
+      Vec columns[V];
+      for (int j = 0; j < V; ++j) columns[j] = load(b + j * kDepth * kLanes);
+#pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
-        const Vec row = load(a + i * kBlock + lane);
-        for (int j = 0; j < kTileColumns; ++j) sums[i][j] = multiply_add(row, column[j], sums[i][j]);
+        const Vec row = all_of(a[i * kBlock + k]);
+        for (int j = 0; j < V; ++j) sums[i][j] = multiply_add(row, columns[j], sums[i][j]);
       }
     }
-    a += R * kBlock;
-    b += kPanel * kBlock;
   }
-  for (int i = 0; i < R; ++i) store_sums(sums[i], strip + i * kGemmColumns, accumulate);
+#pragma GCC unroll 16
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < V; ++j) {
+      float* to = strip + i * kGemmColumns + j * kLanes;
+      store(to, accumulate ? load(to) + sums[i][j] : sums[i][j]);
+    }
+  }
 }
 
 }  // namespace
 
 int gemm_f32_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed) {
-  const Tiles tiles{rows};
+  const FloatTiles tiles{rows};
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     const int64_t first = tiles.first_row(tile), tile_rows = tiles.rows_of(tile);
     for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
@@ -55,24 +84,31 @@ int gemm_f32_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_
 void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                        int64_t column_begin, int64_t column_end, const void* packed, int) {
   const auto* a = static_cast<const float*>(packed);
-  const Tiles tiles{rows};
+  const FloatTiles tiles{rows};
+  const int64_t first = tiles.first_row(tile_begin), count = tiles.first_row(tile_end) - first;
+  alignas(64) float b[kPanel * kDepth];
+  const auto multiply_panel = [&](auto vectors, Chunk chunk, float* strip, bool accumulate) {
+    for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+      const float* from = a + tiles.offset(chunk, tile);
+      float* to = strip + (tiles.first_row(tile) - first) * kGemmColumns;
+      with_rows<kFloatRows>(tiles.rows_of(tile), [&](auto r) {
+        multiply_tile<decltype(r)::value, decltype(vectors)::value>(from, b, chunk.padded, to, accumulate);
+      });
+    }
+  };
   with_format(args.b_format, [&](auto format) {
-    alignas(64) float b[kPanel * kDepth];
-    const int64_t first = tiles.first_row(tile_begin), count = tiles.first_row(tile_end) - first;
-    for_each_strip<float, kBlock, kPanel>(args, row + first, count, column_begin, column_end, kDepth,
-                                          [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
-                                            decode_panel<decltype(format), kPanel>(args, column, column_end, chunk, b);
-                                            for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-                                              const float* from = a + tiles.offset(chunk, tile);
-                                              float* to = strip + (tiles.first_row(tile) - first) * kGemmColumns;
-                                              with_rows(tiles.rows_of(tile), [&](auto r) {
-                                                for (int64_t j = 0; j < kPanel; j += kTileColumns) {
-                                                  multiply_tile<decltype(r)::value>(
-                                                      from, b + j * kBlock, chunk.padded / kBlock, to + j, accumulate);
-                                                }
-                                              });
-                                            }
-                                          });
+    for_each_strip<float, kBlock, kPanel>(
+        args, row + first, count, column_begin, column_end, kDepth,
+        [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
+          const int64_t columns = min_of(kPanel, column_end - column);
+          const bool along_k = count * int64_t(sizeof(float)) <= kFewRowsBytes && chunk.k + kDepth < args.k;
+          decode_panel<decltype(format)>(args, column, columns, chunk, along_k ? kDepth : kPanel * args.k, b);
+          if (columns > kLanes) {
+            multiply_panel(Rows<kVectors>{}, chunk, strip, accumulate);
+          } else {
+            multiply_panel(Rows<1>{}, chunk, strip, accumulate);
+          }
+        });
   });
 }
 

@@ -2,154 +2,26 @@
 //
 // y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + 4 M K + the result.
 //
-// An element becomes a float32 by shifts alone: sign to the top, exponent and mantissa below it, where they stand for
-// its value times 2^-bias_gap. A register of bytes gives four registers of floats, element 4 l + i in lane l of
-// register i; A is packed in that order. The missing 2^bias_gap is put into the scale, which multiplies each block's
-// sum. So that small products stay normal, A is packed times 2^t, which puts its largest value at 2^100; the scale
-// takes 2^-t back. Exact if A spans less than 2^97, else pack refuses. A row of B whose scales do not fit, or that has
-// NaN or Inf codes, goes to exact_dot.
+// Elements become float32 by shifts, see shift_decode.h; A is packed in the order in which they come. The missing
+// 2^bias_gap is put into the scale, which multiplies each block's sum. So that small products stay normal, A is packed
+// times 2^t, which puts its largest value at 2^100; the scale takes 2^-t back. Exact if A spans less than 2^97, else
+// pack refuses. A row of B whose scales do not fit, or that has NaN or Inf codes, goes to exact_dot.
 //
-// Subnormal elements come out as subnormal floats: correctly, but a processor may take 150 cycles to multiply one. A
-// step that has any is multiplied by 2^kLift, which makes all of them normal, and its scale by 2^-kLift: every sum is
-// that power of two larger, and what is added to y the same, bit for bit. Only steps among kPlainGroup elements that
-// are not all plain - normal numbers - are looked at one by one.
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
+// A step that has subnormal elements is multiplied by 2^kLift, which makes all of them normal, and its scale by
+// 2^-kLift: every sum is that power of two larger, and what is added to y the same, bit for bit. Only steps among
+// kPlainGroup elements that are not all plain - normal numbers - are looked at one by one.
 #include "gemm_skinny.h"
+#include "shift_decode.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-typedef int16_t Shorts __attribute__((vector_size(sizeof(Vec))));
-typedef int32_t Ints __attribute__((vector_size(sizeof(Vec))));
-typedef uint8_t Bytes __attribute__((vector_size(sizeof(Vec))));
-typedef int8_t SignedBytes __attribute__((vector_size(sizeof(Vec))));
-
-constexpr int kStep = int(sizeof(Vec));         // elements decoded at once
-constexpr int kPlainGroup = 256;                // elements that are looked at together for whether they are plain
+constexpr int kStep = kDecoded;
+constexpr int kPlainGroup = 256;  // elements that are looked at together for whether they are plain
+constexpr int kSteps = kPlainGroup / kStep;
 constexpr int kUnrolled = kLanes == 8 ? 8 : 4;  // steps: what takes the least time
 constexpr int kLargestExponent = 100;           // of packed A, where it is scaled
 constexpr int kSmallestExponent = 3;
-
-template <class F>
-struct Shift {
-  static constexpr int right = 1 + F::mantissa_bits;
-  static constexpr uint32_t mask = 0x80000000 | (0x7fu << (24 - right));
-  static constexpr int bias_gap = 127 - F::bias;
-  static constexpr int subnormals = (1 << F::mantissa_bits) - 1;  // codes 1 .. this
-  static constexpr uint8_t special = 0x80 | (F::max_code + 1);    // codes with the sign set from here on: NaN, Inf
-};
-
-// Of each two bytes the smaller, the larger: GCC 12 makes comparisons and selections of `a < b ? a : b`.
-MXFP8_INLINE Bytes smaller(Bytes a, Bytes b) {
-#if defined(__AVX512BW__)
-  return reinterpret_cast<Bytes>(_mm512_min_epu8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-#elif defined(__AVX2__)
-  return reinterpret_cast<Bytes>(_mm256_min_epu8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-#elif defined(__SSE2__)
-  return reinterpret_cast<Bytes>(_mm_min_epu8(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
-#else
-  return a < b ? a : b;
-#endif
-}
-MXFP8_INLINE Bytes larger(Bytes a, Bytes b) {
-#if defined(__AVX512BW__)
-  return reinterpret_cast<Bytes>(_mm512_max_epu8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-#elif defined(__AVX2__)
-  return reinterpret_cast<Bytes>(_mm256_max_epu8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-#elif defined(__SSE2__)
-  return reinterpret_cast<Bytes>(_mm_max_epu8(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
-#else
-  return a > b ? a : b;
-#endif
-}
-
-MXFP8_INLINE bool any_less(SignedBytes bytes, int8_t limit) {
-#if defined(__AVX512BW__)
-  return _mm512_cmplt_epi8_mask(reinterpret_cast<__m512i>(bytes), _mm512_set1_epi8(limit)) != 0;
-#elif defined(__AVX2__)
-  return _mm256_movemask_epi8(reinterpret_cast<__m256i>(bytes < limit)) != 0;
-#elif defined(__SSE2__)
-  return _mm_movemask_epi8(reinterpret_cast<__m128i>(bytes < limit)) != 0;
-#else
-  uint64_t found[kStep / 8], any = 0;
-  const auto less = bytes < limit;
-  std::memcpy(found, &less, sizeof found);
-  for (const uint64_t part : found) any |= part;
-  return any != 0;
-#endif
-}
-
-MXFP8_INLINE Bytes load_bytes(const uint8_t* elements) {
-  Bytes bytes;
-  std::memcpy(&bytes, elements, sizeof bytes);
-  return bytes;
-}
-
-// Whether kPlainGroup elements are all normal numbers.
-template <class F>
-MXFP8_INLINE bool all_plain(const uint8_t* elements) {
-  constexpr int specials = 0x80 - int(F::max_code + 1);
-  Bytes least = Bytes{} + uint8_t(0x7f);
-  for (int i = 0; i < kPlainGroup; i += kStep) {
-    // NaN and Inf become the smallest numbers, zero the next, then come subnormal codes.
-    const Bytes turned = (load_bytes(elements + i) + uint8_t(specials)) & uint8_t(0x7f);
-    least = smaller(least, turned);
-  }
-  return !any_less(reinterpret_cast<SignedBytes>(least), int8_t(specials + 1 + Shift<F>::subnormals));
-}
-
-// Whether kPlainGroup elements are normal numbers or zeros: for groups that are not all plain.
-template <class F>
-MXFP8_INLINE bool all_plain_or_zero(const uint8_t* elements) {
-  Bytes least = Bytes{} + uint8_t(0xff), most = {};
-  for (int i = 0; i < kPlainGroup; i += kStep) {
-    const Bytes magnitude = load_bytes(elements + i) & uint8_t(0x7f);
-    least = smaller(least, magnitude - uint8_t(1));  // zero becomes the largest
-    most = larger(most, magnitude);
-  }
-  const Bytes turned = least - uint8_t(0x80), flipped = uint8_t(0x7f) - most;
-  return !any_less(reinterpret_cast<SignedBytes>(turned), int8_t(-128 + Shift<F>::subnormals)) &&
-         !any_less(reinterpret_cast<SignedBytes>(flipped), int8_t(0x7f - F::max_code));
-}
-
-// Collects codes in `specials`, see Shift::special, and returns whether one of them is subnormal.
-template <class F>
-MXFP8_INLINE bool look_at(Bytes codes, Bytes* specials) {
-  const Bytes signed_codes = codes | uint8_t(0x80);
-  *specials = larger(*specials, signed_codes);
-  // Less 1, zero is the largest signed byte, and subnormal codes are the smallest ones.
-  return any_less(reinterpret_cast<SignedBytes>(signed_codes - uint8_t(1)), int8_t(-128 + Shift<F>::subnormals));
-}
-
-// The floats of kStep elements, times 2^-bias_gap.
-template <class F>
-MXFP8_INLINE void decode_step(Bytes codes, Vec* out) {
-  const Shorts bytes = reinterpret_cast<Shorts>(codes);
-  const Ints odd = reinterpret_cast<Ints>(bytes >> Shift<F>::right);
-  const Ints even = reinterpret_cast<Ints>((bytes << 8) >> Shift<F>::right);
-  constexpr int32_t mask = int32_t(Shift<F>::mask);
-  out[0] = reinterpret_cast<Vec>((even << 16) & mask);
-  out[1] = reinterpret_cast<Vec>((odd << 16) & mask);
-  out[2] = reinterpret_cast<Vec>(even & mask);
-  out[3] = reinterpret_cast<Vec>(odd & mask);
-}
-
-constexpr int kLift = 3;  // 2^kLift times the smallest element, times 2^-bias_gap, is a normal float in either format
-
-// Multiplies floats by 2^kLift, without a subnormal operand or result.
-MXFP8_INLINE void lift(Vec* values) {
-  const Ints first_normal = Ints{} + (1 << 23), power = Ints{} + ((kLift + 1) << 23);
-  for (int i = 0; i < 4; ++i) {
-    const Ints bits = reinterpret_cast<Ints>(values[i]), magnitude = bits & int32_t(kMagnitude);
-    const Vec subnormal = reinterpret_cast<Vec>(magnitude + power) - reinterpret_cast<Vec>(power);
-    const Ints normal = magnitude + (kLift << 23);
-    const Ints lifted = magnitude < first_normal ? reinterpret_cast<Ints>(subnormal) : normal;
-    values[i] = reinterpret_cast<Vec>(lifted | (bits ^ magnitude));
-  }
-}
 
 typedef uint8_t Codes __attribute__((vector_size(16)));
 constexpr int64_t kCodes = sizeof(Codes);
@@ -213,7 +85,8 @@ MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) 
   int64_t k = 0;
   for (; k + kPlainGroup <= pass.count; k += kPlainGroup) {
     for (int i = 0; i < kPlainGroup; i += 64) __builtin_prefetch(pass.elements + k + i + pass.ahead);
-    if (__builtin_expect(all_plain<F>(pass.elements + k), 1) || all_plain_or_zero<F>(pass.elements + k)) {
+    const auto codes = [&](int i) MXFP8_INLINE_LAMBDA { return load_bytes(pass.elements + k + i * kStep); };
+    if (__builtin_expect(all_plain<F, kSteps>(codes), 1) || all_plain_or_zero<F, kSteps>(codes)) {
       steps(Plain<true>{}, k, k + kPlainGroup);
     } else {
       steps(Plain<false>{}, k, k + kPlainGroup);
@@ -226,11 +99,7 @@ MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) 
     std::memcpy(padded, pass.elements + k, size_t(pass.count - k));
     step(Plain<false>{}, padded, spread_scales(scales, k), a + k * R);
   }
-  uint64_t found[kStep / 8], any = 0;
-  const auto special = specials >= Shift<F>::special;
-  std::memcpy(found, &special, sizeof found);
-  for (const uint64_t part : found) any |= part;
-  if (any != 0) return false;
+  if (any_special<F>(specials)) return false;
   add_lanes<R>(sums, out);
   return true;
 }

@@ -23,6 +23,7 @@ MXFP8_ELEMENT_FORMATS(MXFP8_CHECK)
 using Vec = __m512;
 constexpr int kLanes = 16;
 constexpr int kTileRows = 6;     // 6 x 4 accumulators, 4 + 1 operands: 29 of 32 registers
+constexpr int kFloatRows = 12;   // of a tile in gemm_f32.cpp: 12 x 2 accumulators, 2 + 1 operands
 constexpr int kBf16Rows = 12;    // of a tile in gemm_many_bf16.cpp: 12 x 2 accumulators, 2 + 1 operands
 constexpr int kSkinnyGroup = 8;  // rows of A that gemm_skinny_f32.cpp multiplies at a time
 MXFP8_INLINE Vec zero() { return _mm512_setzero_ps(); }
@@ -71,7 +72,8 @@ MXFP8_INLINE bool any_nan_code(const uint8_t* elements) {
 
 using Vec = __m256;
 constexpr int kLanes = 8;
-constexpr int kTileRows = 3;  // 3 x 4 accumulators, 3 + 1 operands: all 16 registers
+constexpr int kTileRows = 3;   // 3 x 4 accumulators, 3 + 1 operands: all 16 registers
+constexpr int kFloatRows = 6;  // 6 x 2 accumulators, 2 + 1 operands
 constexpr int kSkinnyGroup = 6;
 MXFP8_INLINE Vec zero() { return _mm256_setzero_ps(); }
 MXFP8_INLINE Vec all_of(float x) { return _mm256_set1_ps(x); }
@@ -108,6 +110,7 @@ MXFP8_INLINE bool any_nan_code(const uint8_t* elements) {
 typedef float Vec __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
 constexpr int kTileRows = 2;
+constexpr int kFloatRows = 6;
 constexpr int kSkinnyGroup = 4;
 MXFP8_INLINE Vec zero() { return Vec{}; }
 MXFP8_INLINE Vec all_of(float x) { return Vec{x, x, x, x}; }
