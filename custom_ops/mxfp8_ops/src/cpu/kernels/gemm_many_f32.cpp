@@ -61,6 +61,7 @@ MXFP8_INLINE void multiply_tile(const float* a, const float* b, int64_t depth, f
 // Fetches what the strip's rows will be stored over, kLanes columns from `column` on, while there is work to do
 // meanwhile.
 MXFP8_INLINE void prefetch_result(const GemmArgs& args, int64_t row, int64_t rows, int64_t column) {
+  if (args.y == nullptr) return;
   const int64_t bytes = args.y_dtype == MXFP8_FLOAT32 ? 4 : 2;
   const char* y = static_cast<const char*>(args.y) + (row * args.y_stride + column) * bytes;
   for (int64_t i = 0; i < rows; ++i) __builtin_prefetch(y + i * args.y_stride * bytes, 1, 2);
