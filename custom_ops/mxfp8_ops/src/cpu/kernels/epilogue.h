@@ -187,8 +187,8 @@ MXFP8_NOINLINE void store_quantized(const GemmArgs& args, const Finished& part) 
       float* y = static_cast<float*>(args.y) + (row + i) * args.y_stride + part.column;
       std::memcpy(y, to, size_t(width) * sizeof(float));
     }
-    const QuantizeArgs codes = {MXFP8_FLOAT32, values,        rows,          width,    1,
-                                width,         args.y_format, args.y_increment, elements, scales};
+    const QuantizeArgs codes = {MXFP8_FLOAT32, values,           rows,     width, 1, width,
+                                args.y_format, args.y_increment, elements, scales};
     quantize_rows(codes, 0, rows, nullptr);
     store_codes(args, {row, rows, part.column, width, nullptr, 0}, elements, scales);
   }
