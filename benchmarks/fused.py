@@ -141,7 +141,7 @@ CACHED_BYTES = 280 << 20
 
 def layers_of(products: Products, rows: int) -> int:
     """Returns how many layers a session has."""
-    return 4 if rows > FEW_ROWS else min(48, CACHED_BYTES // (products.k * sum(products.widths)))
+    return 2 if rows > FEW_ROWS else min(48, CACHED_BYTES // (products.k * sum(products.widths)))
 
 
 def layers(products: Products, rows: int, how: str) -> Call:

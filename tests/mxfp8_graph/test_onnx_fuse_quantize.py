@@ -23,8 +23,9 @@ pytestmark = pytest.mark.usefixtures("runtime")
 def between(
     *after: onnx.NodeProto, epilogue: str = "gelu", outputs: Sequence[str] = ("z",), dtype: Any = np.float32
 ) -> onnx.ModelProto:
-    """Returns z = f(x @ w + b) @ down, and what `after` makes of y = f(x @ w + b)."""
-    proto = activated(*OPS[epilogue], node("MatMul", "y down", "z", "down"), *after, outputs=outputs, dtype=dtype)
+    """Returns z = -(f(x @ w + b) @ down), and what `after` makes of y = f(x @ w + b)."""
+    nodes = [*OPS[epilogue], node("MatMul", "y down", "d", "down"), node("Neg", "d", "z"), *after]
+    proto = activated(*nodes, outputs=outputs, dtype=dtype)
     proto.graph.initializer.append(numpy_helper.from_array(weight(96, 64, seed=2, dtype=dtype), "down"))
     return proto
 
@@ -61,7 +62,7 @@ def apart(model: onnx.ModelProto) -> onnx.ModelProto:
 def test_what_an_activation_gives_is_quantized_by_the_gemm(epilogue: str, recipe: str) -> None:
     proto = between(epilogue=epilogue)
     fused, plain, report = both_ways(proto, recipe)
-    assert kinds(fused) == {"MXFP8Quantize": 1, "MXFP8GemmQuantize": 1, "MXFP8Gemm": 1}
+    assert kinds(fused) == {"MXFP8Quantize": 1, "MXFP8GemmQuantize": 1, "MXFP8Gemm": 1, "Neg": 1}
     assert kinds_fused(report) == [f"gemm + {epilogue}", f"gemm + {epilogue} + quantize"]
     node_of, before = quantizing(fused), [n for n in plain.graph.node if n.op_type == "MXFP8Quantize"][-1]
     for name in ("scale_rounding", "output_dtype"):
@@ -75,7 +76,7 @@ def test_what_an_activation_gives_is_quantized_by_the_gemm(epilogue: str, recipe
 def test_two_gemms_share_what_is_quantized() -> None:
     proto = between(node("MatMul", "y down", "t", "other"), outputs=("z", "t"))
     fused, _, _ = both_ways(proto)
-    assert kinds(fused) == {"MXFP8Quantize": 1, "MXFP8GemmQuantize": 1, "MXFP8Gemm": 2}
+    assert kinds(fused) == {"MXFP8Quantize": 1, "MXFP8GemmQuantize": 1, "MXFP8Gemm": 2, "Neg": 1}
 
 
 NEAR_MISSES = {
@@ -95,4 +96,4 @@ def test_what_else_is_needed_is_quantized_apart(case: str) -> None:
 def test_weight_only_gemms_quantize_nothing() -> None:
     fused, _, report = both_ways(between(), "mxfp8-weight-only")
     assert kinds_fused(report) == ["gemm + gelu"]
-    assert kinds(fused) == {"MXFP8FusedWeightGemm": 1, "MXFP8WeightGemm": 1}
+    assert kinds(fused) == {"MXFP8FusedWeightGemm": 1, "MXFP8WeightGemm": 1, "Neg": 1}
