@@ -1,14 +1,19 @@
 """Claim: a fused node takes a fraction of the time of the nodes it stands for, and a norm runs near memory speed.
 
-The shapes are those of MiniLM on 8 x 128 tokens, as many nodes in one session as the model has. Both sides have our
-kernels; the composition's other nodes are ONNX Runtime's. The floor is the time that memcpy, on all threads, takes to
-move as many bytes as the fused nodes read and write; for gemms, the same gemms without an activation.
+The shapes are those of MiniLM on 8 x 128 tokens, as many nodes in one session as the model has; a gemm that quantizes
+also on 32 x 128. Both sides have our kernels; the composition's other nodes are ONNX Runtime's. The floor is the time
+that memcpy, on all threads, takes to move as many bytes as the fused nodes read and write; for gemms, the same gemms
+without an activation.
+
+`together` is what is not fused, and why: the gemms on one activation (Q, K, V; gate, up) apart, as they are, against
+one gemm with all their weights, whose result stays as it is, or is split into theirs. No model gains 3% by it.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import onnxruntime
@@ -16,9 +21,10 @@ from floors import copy_bandwidth
 from harness import THREADS, Timing, noise_notes, options, publish, take_turns
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from mxfp8_ops import contract, numerics, ort
+from mxfp8_ops import contract, cpu, numerics, ort
 
 TOKENS, WIDTH, INNER = 1024, 384, 1536
+MANY_TOKENS = 4096
 NORMS, GEMMS = 13, 6
 OPSET = 23
 
@@ -73,7 +79,7 @@ def norms(*, fused: bool) -> Call:
     return session(nodes, inputs, constants, " ".join(f"e{i} s{i}" for i in range(NORMS)))
 
 
-def gemms(activation: list[NodeProto] | str | None) -> Call:
+def gemms(activation: list[NodeProto] | str | None, *, tokens: int = TOKENS) -> Call:
     """Returns a call of GEMMS gemms: alone, with an epilogue of that name, or with these nodes behind them."""
     nodes = [node("MXFP8Quantize", "x", "a a_s")]
     rng, constants = np.random.default_rng(0), {"bias": np.zeros(INNER, np.float32)}
@@ -91,13 +97,104 @@ def gemms(activation: list[NodeProto] | str | None) -> Call:
             copy.CopyFrom(step)
             copy.input[:], copy.output[:] = ([own[name] for name in names] for names in (step.input, step.output))
             nodes.append(copy)
-    x = {"x": rng.standard_normal((TOKENS, WIDTH), np.float32)}
+    x = {"x": rng.standard_normal((tokens, WIDTH), np.float32)}
     return session(nodes, x, constants, " ".join(f"y{i}" for i in range(GEMMS)))
 
 
+def feed_forward(tokens: int, *, fused: bool) -> Call:
+    """Returns a call of GEMMS gemms with gelu whose results are quantized: by nodes of their own, or by the gemms."""
+    nodes = [node("MXFP8Quantize", "x", "a a_s")]
+    rng, constants = np.random.default_rng(0), {"bias": np.zeros(INNER, np.float32)}
+    for i in range(GEMMS):
+        elements, scales = numerics.quantize(rng.standard_normal((INNER, WIDTH), np.float32) / 20)
+        constants |= {f"w{i}": elements, f"w{i}_s": scales}
+        operands = f"a a_s w{i} w{i}_s bias"
+        if fused:
+            nodes.append(node("MXFP8GemmQuantize", operands, f"e{i} s{i} ", epilogue="gelu"))
+        else:
+            nodes.append(node("MXFP8FusedGemm", operands, f"y{i}", epilogue="gelu"))
+            nodes.append(node("MXFP8Quantize", f"y{i}", f"e{i} s{i}"))
+    x = {"x": rng.standard_normal((tokens, WIDTH), np.float32)}
+    return session(nodes, x, constants, " ".join(f"e{i} s{i}" for i in range(GEMMS)))
+
+
+@dataclass(frozen=True)
+class Products:
+    """Gemms on one activation: how many values a row of it has, and a row of each result."""
+
+    name: str
+    k: int
+    widths: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+SHARED = (
+    Products("Q, K, V of MiniLM", 384, (384, 384, 384), (1, 16, 1024, 4096)),
+    Products("Q, K, V of ViT-B", 768, (768, 768, 768), (197, 1576)),
+    Products("Q, K, V of a decoder", 2048, (2048, 256, 256), (1, 16, 256)),
+    Products("gate and up of a decoder", 2048, (5632, 5632), (1, 16, 256)),
+)
+FEW_ROWS = 16
+CACHED_BYTES = 280 << 20
+"""More than the caches hold: with few rows, products read their weights from memory."""
+
+
+def layers_of(products: Products, rows: int) -> int:
+    """Returns how many layers a session has."""
+    return 2 if rows > FEW_ROWS else min(48, CACHED_BYTES // (products.k * sum(products.widths)))
+
+
+def layers(products: Products, rows: int, how: str) -> Call:
+    """Returns a call of these products "apart", as "one" gemm or as one that is "split"; each layer has weights."""
+    rng, sizes = np.random.default_rng(0), np.array(products.widths, np.int64)
+    constants: dict[str, np.ndarray] = {"sizes": sizes} if how == "split" else {}
+    widths = products.widths if how == "apart" else (sum(products.widths),)
+    nodes, inputs, results = [], {}, []
+    for layer in range(layers_of(products, rows)):
+        inputs[f"x{layer}"] = rng.standard_normal((rows, products.k), np.float32)
+        nodes.append(node("MXFP8Quantize", f"x{layer}", f"a{layer} a{layer}_s"))
+        for i, width in enumerate(widths):
+            weight = rng.standard_normal((width, products.k), np.float32) / 20
+            constants |= dict(zip((f"w{layer}_{i}", f"w{layer}_{i}_s"), cpu.quantize(weight), strict=True))
+            constants[f"b{layer}_{i}"] = np.zeros(width, np.float32)
+            made = f"y{layer}_{i}"
+            nodes.append(node("MXFP8Gemm", f"a{layer} a{layer}_s w{layer}_{i} w{layer}_{i}_s b{layer}_{i}", made))
+            results.append(made)
+        if how == "split":
+            parts = [f"z{layer}_{i}" for i in range(len(sizes))]
+            nodes.append(node("Split", f"{results.pop()} sizes", " ".join(parts), axis=-1))
+            results += parts
+    return session(nodes, inputs, constants, " ".join(results))
+
+
+def together() -> None:
+    """Times gemms on one activation, apart and as one, and writes results/together."""
+    rows, notes = [], []
+    for products in SHARED:
+        for count in products.rows:
+            cases = {how: layers(products, count, how) for how in ("apart", "one", "split")}
+            timings = take_turns(cases, rounds=15)
+            apart, *others = (timings[how].median * 1e3 / layers_of(products, count) for how in cases)
+            gains = [cell for each in others for cell in (f"{each:.3f}", f"{apart / each:.2f}x")]
+            rows.append([products.name, str(count), f"{apart:.3f}", *gains])
+            notes += [f"{products.name}, {count} rows: {note}" for note in noise_notes(timings)]
+    columns = ["gemms", "rows", "apart, ms", "one, ms", "faster", "one and Split, ms", "faster"]
+    publish("together", "Gemms on one activation, a layer", columns, rows, notes=notes)
+
+
 def main() -> None:
+    """Runs what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("fused", "together"))
+    only = parser.parse_args().only
+    if only != "together":
+        fused_nodes()
+    if only != "fused":
+        together()
+
+
+def fused_nodes() -> None:
     """Times each fused node beside what it stands for, and writes results/fused."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
     values = TOKENS * WIDTH
     moved = NORMS * (3 * 4 * values + values + values // 32)  # x, the residual and normalized; elements and scales
     compositions = {
@@ -109,11 +206,18 @@ def main() -> None:
     cases = {"norms": norms(fused=False), "norms, fused": norms(fused=True), "gemms": gemms(None)}
     for name, nodes in compositions.items():
         cases |= {name: gemms(nodes), f"{name}, fused": gemms(name)}
+    for tokens in (TOKENS, MANY_TOKENS):
+        name = f"quantize {tokens}"
+        cases |= {name: feed_forward(tokens, fused=False), f"{name}, fused": feed_forward(tokens, fused=True)}
+    cases["many gemms"] = gemms(None, tokens=MANY_TOKENS)
     timings = take_turns(cases, rounds=15)
     copied = copy_bandwidth(np.ones((TOKENS, WIDTH), np.float32), THREADS)
     rows = [row(timings, f"{NORMS} x add, layer norm, quantize", "norms", moved / copied)]
     floor = timings["gemms"].median
     rows += [row(timings, f"{GEMMS} x gemm, {name}", name, floor) for name in compositions]
+    for tokens, alone in ((TOKENS, "gemms"), (MANY_TOKENS, "many gemms")):
+        title = f"{GEMMS} x gemm, gelu, quantize, {tokens} tokens"
+        rows.append(row(timings, title, f"quantize {tokens}", timings[alone].median))
     columns = ["nodes", "ms", "fused, ms", "faster", "floor, ms", "fused / floor"]
     title = f"Fused nodes, {TOKENS} tokens, {WIDTH} and {INNER} wide"
     publish("fused", title, columns, rows, notes=noise_notes(timings))

@@ -90,6 +90,11 @@ class Op:
         return self.is_gemm and self.at("A_scales") is None
 
     @property
+    def quantizes(self) -> bool:
+        """Whether it gives elements and scales: its first two outputs."""
+        return self.outputs[0].name == "elements"
+
+    @property
     def packed_at(self) -> int | None:
         """Which input holds the elements of a packed weight, if there is one; its scales are the next."""
         b = self.at("B")
@@ -216,6 +221,18 @@ GATED_WEIGHT_GEMM: Final = Op(
     "epilogue(X @ transpose(B) + bias) * factor with only the weight quantized, X perhaps rounded first, in float32.",
     is_gemm=True,
 )
+GEMM_QUANTIZE: Final = Op(
+    "MXFP8GemmQuantize",
+    GEMM.inputs,
+    (
+        Port("elements", ELEMENTS, "[..., M, N] or [..., N]"),
+        Port("scales", SCALES, "[..., M, ceil(N / 32)] or [..., ceil(N / 32)]"),
+        Port("Y", (FLOAT,), "shape of elements", optional=True),
+    ),
+    MappingProxyType({"epilogue": "none", "output_dtype": FLOAT8E4M3FN, "scale_rounding": "ceil"}),
+    "Y = epilogue(A @ transpose(B) + bias) on quantized operands, in float32; and its rows in MXFP8.",
+    is_gemm=True,
+)
 _NORM_INPUTS: Final = (Port("scale", (FLOAT,), "[K]"), Port("bias", (FLOAT,), "[K]", optional=True))
 _NORM_OUTPUTS: Final = (*QUANTIZE.outputs, Port("normalized", VALUES, "shape of X", optional=True, like="X"))
 _NORM_ATTRIBUTES: Final[Mapping[str, int | float | str]] = MappingProxyType(
@@ -272,8 +289,8 @@ OPS: Final[Mapping[str, Op]] = MappingProxyType(
         op.name: op
         for op in (
             *(QUANTIZE, DEQUANTIZE, GEMM, WEIGHT_GEMM, EMBEDDING, GROUPED_GEMM, GROUPED_WEIGHT_GEMM),
-            *(FUSED_GEMM, FUSED_WEIGHT_GEMM, GATED_GEMM, GATED_WEIGHT_GEMM, NORM_QUANTIZE, ADD_NORM_QUANTIZE),
-            ATTENTION,
+            *(FUSED_GEMM, FUSED_WEIGHT_GEMM, GATED_GEMM, GATED_WEIGHT_GEMM),
+            *(GEMM_QUANTIZE, NORM_QUANTIZE, ADD_NORM_QUANTIZE, ATTENTION),
         )
     }
 )

@@ -60,6 +60,32 @@ def gemm(
     return weight_gemm(values, b, b_scales, bias, factor=factor, epilogue=epilogue, b_format=b_format, dtype=dtype)
 
 
+def gemm_quantize(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    epilogue: str = "none",
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    element_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+) -> tuple[Codes, Codes, Array]:
+    """Returns (elements, scales, y): y = epilogue(A @ B.T + bias) in float32, and its rows quantized.
+
+    All as in `gemm` and, for `element_format` and `scale_rounding`, in `numerics.quantize`.
+
+    Returns:
+        elements: uint8, the shape of `y`.
+        scales: uint8 [..., ceil(N / 32)].
+        y: float32 [..., M, N] (or [..., N]); what `numerics.quantize` made those of.
+    """
+    y = gemm(a, a_scales, b, b_scales, bias, epilogue=epilogue, a_format=a_format, b_format=b_format)
+    return *numerics.quantize(y, element_format=element_format, scale_rounding=scale_rounding), y
+
+
 def weight_gemm(
     x: Array,
     b: Codes,

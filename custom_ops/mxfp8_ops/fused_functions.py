@@ -22,6 +22,19 @@ _Activation = Callable[[Body, str], str]
 
 def _gemm(g: Body, gemm: Op) -> None:
     """The inputs of `gemm`, perhaps a factor, bias -> Y."""
+    y = _activated(g, gemm)
+    if g.op.at("factor") is not None:
+        y = g("Mul", y, g("Cast", "factor", to=TensorProto.FLOAT))
+    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+
+
+def _gemm_quantize(g: Body) -> None:
+    """The inputs of MXFP8Gemm -> elements, scales, Y."""
+    _quantize(g, g("Identity", _activated(g, contract.GEMM), out="Y"))
+
+
+def _activated(g: Body, gemm: Op) -> str:
+    """Returns the epilogue of what `gemm` gives, in float32."""
     operands = [port.name for port in gemm.inputs if port.name not in g.absent]
     if g.given is None:
         # The gemm always gets a bias: ONNX Runtime before 1.27 crashes on the empty name of an absent one. It derives
@@ -31,12 +44,8 @@ def _gemm(g: Body, gemm: Op) -> None:
     settings = {name: g.attribute(name) for name in gemm.attributes if name != "output_dtype"}
     (y,) = g.call(gemm, *operands, out=["sums"], **settings)
     if g.given is not None:
-        y = _ACTIVATIONS[g.given["epilogue"]](g, y)
-    else:
-        y = _chosen(g, y, g.index_of("epilogue", contract.EPILOGUES), contract.EPILOGUES)
-    if g.op.at("factor") is not None:
-        y = g("Mul", y, g("Cast", "factor", to=TensorProto.FLOAT))
-    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+        return _ACTIVATIONS[g.given["epilogue"]](g, y)
+    return _chosen(g, y, g.index_of("epilogue", contract.EPILOGUES), contract.EPILOGUES)
 
 
 def _chosen(g: Body, x: str, index: str, names: Sequence[str]) -> str:
@@ -93,7 +102,11 @@ def _norm(g: Body, x: str) -> None:
     """Rows of x -> elements, scales, normalized."""
     x = g("Cast", x, to=TensorProto.FLOAT)
     y = _normalized(g, x) if g.given is None or g.given["norm"] != "layer" else _layer_norm(g, x)
-    y = g("CastLike", y, "X", out="normalized")
+    _quantize(g, g("CastLike", y, "X", out="normalized"))
+
+
+def _quantize(g: Body, y: str) -> None:
+    """Rows of y -> elements, scales."""
     settings = {name: g.attribute(name) for name in ("output_dtype", "scale_rounding")}
     g.call(contract.QUANTIZE, y, out=["elements", "scales"], **settings)
 
@@ -123,6 +136,7 @@ BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
         contract.FUSED_WEIGHT_GEMM.name: partial(_gemm, gemm=contract.WEIGHT_GEMM),
         contract.GATED_GEMM.name: partial(_gemm, gemm=contract.GEMM),
         contract.GATED_WEIGHT_GEMM.name: partial(_gemm, gemm=contract.WEIGHT_GEMM),
+        contract.GEMM_QUANTIZE.name: _gemm_quantize,
         contract.NORM_QUANTIZE.name: _norm_quantize,
         contract.ADD_NORM_QUANTIZE.name: _add_norm_quantize,
     }

@@ -105,6 +105,7 @@ def load() -> ctypes.CDLL:
         "mxfp8_weight_gemm": (i, p, n, i, i, p, p, p, n, n, n, i, p, n, i),
         "mxfp8_fused_gemm": (i, p, p, i, p, p, p, i, i, p, n, n, n, i, p, n, i),
         "mxfp8_fused_weight_gemm": (i, p, n, i, i, p, p, p, i, i, p, n, n, n, i, p, n, i),
+        "mxfp8_gemm_quantize": (i, p, p, i, p, p, p, i, n, n, n, i, i, p, p, p, i),
         "mxfp8_norm_quantize": (i, p, p, p, p, n, n, i, c_float, i, i, p, p, p, p, i),
         "mxfp8_grouped_gemm": (i, p, p, i, p, p, p, n, n, n, n, i, p, i),
         "mxfp8_grouped_weight_gemm": (i, p, i, i, p, p, p, n, n, n, n, i, p, i),

@@ -10,6 +10,7 @@ apart by as much as the quantization error itself. Node by node there is no drif
   other.
 - The normalizations: the normalized values likewise, by `fused.norm_error_bound`. The elements and scales of the kernel
   are those of its own normalized values, and the sum of both is the same: there is no difference at all.
+- The gemm that quantizes: its values as those of the gemms, its elements and scales as those of the normalizations.
 
 The model is instrumented: each node gets a twin in another domain that only has the function body, and a few standard
 ops that reduce the two results to one number. Nothing large leaves the session. A few nodes at a time: the time that

@@ -22,14 +22,14 @@ LEAST: Final = 2.0**-149
 """The least float32."""
 
 
-def is_norm(op: Op) -> bool:
-    """Whether a node normalizes rows."""
-    return "norm" in op.attributes
+def quantizes_results(op: Op) -> bool:
+    """Whether a node quantizes what it computes, which is its third output, rather than what it is given."""
+    return op.quantizes and op is not QUANTIZE
 
 
 def is_inexact(op: Op) -> bool:
     """Whether a kernel of the node may give other values than its body, within a bound."""
-    return op.is_gemm or is_norm(op) or op is ATTENTION
+    return op.is_gemm or quantizes_results(op) or op is ATTENTION
 
 
 class Comparison:
@@ -49,7 +49,7 @@ class Comparison:
         self.attributes: dict[str, Any] = {**self._op.attributes, **given, **texts}
 
     def build(self) -> None:
-        """Adds the twin and the comparison, and gives norms and attention the outputs that the graph leaves out."""
+        """Adds the twin and the comparison, and gives the node the outputs that the graph leaves out."""
         twin = NodeProto()
         twin.CopyFrom(self.node)
         twin.domain = BODY_DOMAIN
@@ -59,17 +59,18 @@ class Comparison:
                 # ONNX Runtime drops the rounding to float16 between an op it has in float32 only and a Cast, and the
                 # bodies start with one. Behind an Identity they get what the graph says.
                 self._inputs[port.name] = twin.input[index] = self("Identity", twin.input[index])
-        if is_norm(self._op) or self._op is ATTENTION:
+        if quantizes_results(self._op) or self._op is ATTENTION:
             for index, output in enumerate(self.node.output):
                 self.node.output[index] = output or f"{self._result}/output/{index}"
         del twin.output[:]
         twin.output.extend(f"{self._result}/twin/{i}" for i in range(len(self.node.output)))
         self.nodes.append(twin)
         pairs = [pair for pair in zip(self.node.output, twin.output, strict=True) if pair[0]]
-        if self._op.is_gemm:
-            result = self._ratio(*pairs[0], self._gemm_bound())
-        elif is_norm(self._op):
-            result = self._norm(pairs)
+        if quantizes_results(self._op):
+            result = self._quantized(pairs)
+        elif self._op.is_gemm:
+            dtype = contract.VALUE_NAMES[int(self.attributes["output_dtype"])]
+            result = self._ratio(*pairs[0], self._gemm_bound(dtype))
         elif self._op is ATTENTION:
             result = self._attention(*pairs)
         else:
@@ -99,13 +100,13 @@ class Comparison:
         )  # never empty
         return self("ReduceMax", flat, keepdims=0)
 
-    def _gemm_bound(self) -> str:
+    def _gemm_bound(self, dtype: str) -> str:
         """Returns how far a gemm may be from the exact result: `numerics.gemm_error_bound`, or that of `fused`."""
         left = self._left()
         magnitude = self._magnitude(self("Abs", left))
         k = self("Cast", self("Shape", left, start=-1), to=TensorProto.FLOAT)
         terms = self("Add", k, self.constant(2))
-        dtype, epilogue = contract.VALUE_NAMES[int(self.attributes["output_dtype"])], self.attributes.get("epilogue")
+        epilogue = self.attributes.get("epilogue")
         bound = numerics.error_bound(dtype) if epilogue is None else fused.error_bound(dtype, epilogue)
         # 1.01: the magnitude is itself a float32 sum. 2^-149: the least float32.
         relative = self("Add", self("Mul", terms, self.constant(1.01 * bound.per_term)), self.constant(bound.store))
@@ -115,18 +116,24 @@ class Comparison:
             per_side = self("Mul", per_side, self("Abs", self("Cast", factor, to=TensorProto.FLOAT)))
         return self("Add", per_side, self.constant(bound.tiny))
 
-    def _norm(self, pairs: Sequence[tuple[str, str]]) -> str:
-        """Returns how far apart normalized values are, in units of their bound; infinite if what is exact differs."""
-        elements, scales, normalized, *total = pairs
+    def _quantized(self, pairs: Sequence[tuple[str, str]]) -> str:
+        """Returns how far apart the values that are quantized are, in units of their bound; infinite if codes differ.
+
+        Those of the kernel are compared with the codes of its own values. So is the sum that a norm is of.
+        """
+        elements, scales, values, *total = pairs
         settings = {name: value for name, value in self.attributes.items() if name in QUANTIZE.attributes}
         quantized = [self._unique("quantized") for _ in QUANTIZE.outputs]
-        given = self("Identity", normalized[0])
+        given = self("Identity", values[0])
         attributes = {**QUANTIZE.attributes, **settings}
         self.nodes.append(helper.make_node(QUANTIZE.name, [given], quantized, domain=BODY_DOMAIN, **attributes))
         exact = [(elements[0], quantized[0]), (scales[0], quantized[1]), *total]
-        x = total[0][0] if total else self._inputs["X"]
-        ratio = self._ratio(*normalized, self._norm_bound(self("Cast", x, to=TensorProto.FLOAT)))
-        return self._unless_differing(exact, ratio)
+        if self._op.is_gemm:
+            bound = self._gemm_bound("float32")
+        else:
+            x = total[0][0] if total else self._inputs["X"]
+            bound = self._norm_bound(self("Cast", x, to=TensorProto.FLOAT))
+        return self._unless_differing(exact, self._ratio(*values, bound))
 
     def _attention(self, y: tuple[str, str], *presents: tuple[str, str]) -> str:
         """Returns how far apart the values of Y are, in units of their bound; infinite if a present differs."""

@@ -156,7 +156,7 @@ def _ours(edit: Edit) -> Counter[str]:
             return
         if (at := op.packed_at) is not None and scope.tensor(node.input[at]) is not None:
             weights.add((id(scope.owner(node.input[at]).graph), node.input[at]))
-        if op.name in {contract.QUANTIZE.name, contract.NORM_QUANTIZE.name, contract.ADD_NORM_QUANTIZE.name}:
+        if op.quantizes:
             counted["activations"] += 1
 
     edit.each(count)

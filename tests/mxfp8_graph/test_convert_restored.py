@@ -15,6 +15,7 @@ import pytest
 from onnx import helper
 from test_convert import LOSSES, codes_of
 from test_onnx_experts import experts
+from test_onnx_fuse_quantize import between
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
@@ -76,7 +77,8 @@ MODELS: dict[str, tuple[Callable[[], onnx.ModelProto], Any]] = {
     "MXFP8FusedGemm": (lambda: fused_models.activated(b.node("Gelu", "h", "y")), "mxfp8"),
     "MXFP8AddNormQuantize": (normalized, "mxfp8"),
     "MXFP8Embedding": (with_table, Recipe(embeddings=True)),
-    "MXFP8FusedGemm of partial blocks": (lambda: b.chain_model((70, 96, 64)), "mxfp8"),
+    "MXFP8GemmQuantize": (between, "mxfp8"),
+    "MXFP8GemmQuantize of partial blocks": (lambda: b.chain_model((70, 96, 64)), "mxfp8"),
     "MXFP8FusedWeightGemm of partial blocks": (lambda: b.chain_model((70, 96, 64)), "mxfp8-weight-only"),
     "MXFP8GroupedGemm": (picked, "mxfp8"),
     "MXFP8GroupedWeightGemm": (picked, WEIGHT_ONLY),

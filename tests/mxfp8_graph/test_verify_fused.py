@@ -14,6 +14,7 @@ from onnx import helper
 from oracle import normal
 from test_onnx_fuse_gemms import OPS, gated
 from test_onnx_fuse_norms import FORMS, sum_model
+from test_onnx_fuse_quantize import between
 
 import mxfp8_graph
 from mxfp8_graph.checking.node_check import check_nodes
@@ -25,6 +26,7 @@ NORM = FORMS["LayerNormalization"]
 MODELS = {
     **{epilogue: activated(*nodes) for epilogue, nodes in OPS.items()},
     "gelu float16": activated(*OPS["gelu"], dtype=np.float16),
+    "gelu between": between(),
     "gate": gated(),
     "layer": normalized(*NORM[1], **NORM[2]),
     "layer float16": normalized(*NORM[1], **NORM[2], dtype=np.float16),
@@ -87,6 +89,7 @@ def tamper(model: onnx.ModelProto, op: str, name: str, by: float) -> None:
     ("name", "op", "value"),
     [
         ("gelu", "MXFP8FusedGemm", "Y"),
+        ("gelu between", "MXFP8GemmQuantize", "Y"),
         ("gate", "MXFP8GatedGemm", "Y"),
         ("layer", "MXFP8NormQuantize", "normalized"),
         ("add", "MXFP8AddNormQuantize", "normalized"),

@@ -130,6 +130,70 @@ def test_the_bound_catches_another_epilogue():
     assert (wrong > fused.gemm_error_bound(x, numerics.dequantize(*b), epilogue="gelu")).any()
 
 
+# --- a gemm that quantizes -----------------------------------------------------------------------------------------
+
+
+def check_gemm_quantize(shape: tuple[int, int, int], epilogue: str = "gelu", *, biased: bool = True, **options: str):
+    """Fails unless the result is bit by bit that of the fused gemm, and the codes are exactly those of that."""
+    m, n, k = shape
+    a, b = numerics.quantize(heavy_tailed((m, k))), numerics.quantize(heavy_tailed((n, k), 1))
+    bias = heavy_tailed((n,), 2) if biased else None
+    elements, scales, y = kernels.gemm_quantize(*a, *b, bias, epilogue=epilogue, **options)
+    assert_same(f"y {shape}", y, kernels.gemm(*a, *b, bias, epilogue=epilogue))
+    expected_elements, expected_scales = numerics.quantize(y, **options)
+    assert_same(f"scales {shape}", scales, expected_scales)
+    assert_same(f"elements {shape}", elements, expected_elements, y)
+    x, w = numerics.dequantize(*a), numerics.dequantize(*b)
+    bound = fused.gemm_error_bound(x, w, "float32", bias, epilogue=epilogue)
+    assert_within(f"{shape}", y, fused.gemm_quantize(*a, *b, bias, epilogue=epilogue)[2], bound)
+
+
+@EPILOGUES
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((1, 1, 1), (1, 67, 40), (3, 16, 0), (4, 96, 64), (17, 130, 33), (40, 320, 64), (64, 65, 96)),
+        *((200, 48, 70), (300, 100, 64), (0, 5, 8), (5, 0, 8)),
+    ],
+)
+def test_a_gemm_quantizes_what_the_fused_gemm_gives(isa, epilogue, shape):
+    check_gemm_quantize(shape, epilogue)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_gemm_quantizes_to_every_format(isa, fmt, rounding):
+    check_gemm_quantize((9, 100, 64), biased=False, element_format=fmt, scale_rounding=rounding)
+
+
+def test_codes_of_a_gemm_do_not_depend_on_threads():
+    a, b = numerics.quantize(heavy_tailed((700, 96))), numerics.quantize(heavy_tailed((330, 96), 1))
+    one, many = (kernels.gemm_quantize(*a, *b, epilogue="silu", threads=threads) for threads in (1, 5))
+    for of_one, of_many in zip(one, many, strict=True):
+        assert_same("threads", of_many, of_one)
+
+
+def test_a_gemm_that_quantizes_broadcasts_leading_dimensions(isa):
+    a, b = numerics.quantize(heavy_tailed((2, 1, 3, 40))), numerics.quantize(heavy_tailed((4, 35, 40), 1))
+    got, y = kernels.gemm_quantize(*a, *b, epilogue="relu"), kernels.gemm(*a, *b, epilogue="relu")
+    for name, ours, expected in zip(("elements", "scales", "y"), got, (*numerics.quantize(y), y), strict=True):
+        assert_same(name, ours, expected)
+    vector = kernels.gemm_quantize(a[0][0, 0, 0], a[1][0, 0, 0], b[0][0], b[1][0])
+    assert [array.shape for array in vector] == [(35,), (2,), (35,)]
+
+
+def test_bad_sums_spoil_their_block_alone(isa):
+    x = np.zeros((2, 32), np.float32)
+    x[1, 0] = np.nan
+    weight = np.zeros((64, 32), np.float32)
+    weight[3, 0] = weight[40, 1] = 1
+    a, b = numerics.quantize(x), numerics.quantize(weight)
+    elements, scales, _ = kernels.gemm_quantize(*a, *b, epilogue="gelu")
+    assert scales.tolist() == [[0, 0], [255, 255]]  # NaN times 0 is NaN
+    assert (elements[1] == 0x7F).all()
+    assert (elements[0] & 0x7F == 0).all()
+
+
 # --- norms ---------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +280,9 @@ X, W = np.zeros((2, 32), np.float32), (np.zeros((3, 32), np.uint8), np.zeros((3,
         (lambda f: f.weight_gemm(X, *W, epilogue="swish"), ContractError, "'swish'; expected one of none, relu, gelu,"),
         (lambda f: f.weight_gemm(X, *W, factor=X), ShapeError, r"factor has shape \(2, 32\); expected \(2, 3\), that"),
         (lambda f: f.weight_gemm(X, *W, factor=np.zeros((2, 3))), ShapeError, "dtype float64; expected one of float32"),
+        (lambda f: f.gemm_quantize(*W, *W, epilogue="swish"), ContractError, "'swish'; expected one of none, relu"),
+        (lambda f: f.gemm_quantize(*W, *W, element_format="e2m1"), ContractError, "'e2m1'; expected one of e4m3, e5m2"),
+        (lambda f: f.gemm_quantize(*W, *W, scale_rounding="up"), ContractError, "'up'; expected one of ceil, floor"),
         (lambda f: f.norm_quantize(X, X[0], norm="batch"), ContractError, "'batch'; expected one of layer, rms"),
         (lambda f: f.norm_quantize(X, X), ShapeError, r"scale is float32 of shape \(2, 32\); expected float32 of"),
         (lambda f: f.norm_quantize(X, np.zeros(32)), ShapeError, r"scale is float64 of shape \(32,\); expected float"),

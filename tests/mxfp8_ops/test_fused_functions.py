@@ -90,6 +90,39 @@ def test_fused_gemms_of_any_shape(x_shape: tuple[int, ...], b_shape: tuple[int, 
     assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, "float32"))
 
 
+def gemm_quantize_outputs(element_format: str = "e4m3") -> dict[str, int]:
+    return {"elements": ELEMENT_FORMATS[element_format].onnx_dtype, "scales": UINT8, "Y": FLOAT}
+
+
+def check_gemm_quantize(inputs: dict[str, Feed], got: list[np.ndarray], epilogue: str, **settings: str) -> None:
+    """Fails unless Y is within its bound, and the codes are exactly those of Y."""
+    elements, scales, y = got
+    assert_within(y, *gemm_reference(inputs, epilogue, "float32"))
+    expected_elements, expected_scales = numerics.quantize(y, **settings)
+    assert_same_codes(scales, expected_scales, y)
+    assert_same_codes(elements, expected_elements, y)
+
+
+@OPSETS
+@EPILOGUES
+@BIASED
+def test_a_gemm_that_quantizes(biased: bool, epilogue: str, opset: int) -> None:
+    inputs = gemm_inputs((2, 5, 70), (40, 70), None, gated=False, biased=biased)
+    attributes = {"epilogue": epilogue}
+    model = one_node_model("MXFP8GemmQuantize", inputs, gemm_quantize_outputs(), opset, attributes)
+    check_gemm_quantize(inputs, run(model, inputs), epilogue)
+
+
+@FORMATS
+@ROUNDINGS
+def test_a_gemm_quantizes_to_every_format(element_format: str, scale_rounding: str) -> None:
+    inputs = gemm_inputs((3, 70), (40, 70), None, gated=False, biased=True)
+    outputs = gemm_quantize_outputs(element_format)
+    attributes = {"epilogue": "gelu", "output_dtype": outputs["elements"], "scale_rounding": scale_rounding}
+    got = run(one_node_model("MXFP8GemmQuantize", inputs, outputs, 23, attributes), inputs)
+    check_gemm_quantize(inputs, got, "gelu", element_format=element_format, scale_rounding=scale_rounding)
+
+
 @EPILOGUES
 @BIASED
 def test_weights_that_are_initializers_and_a_rounded_activation(epilogue: str, biased: bool) -> None:

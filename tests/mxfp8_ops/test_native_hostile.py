@@ -83,6 +83,12 @@ ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "factor": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS,
         "y_stride": STRIDE, **THREADS,
     },
+    "mxfp8_gemm_quantize": {
+        "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
+        "b": BYTES, "b_scales": BYTES, "bias": ("floats", ["odd"]), "epilogue": CODE["epilogue"], "m": SIZE, "n": SIZE,
+        "k": SIZE, "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"],
+        "elements": BYTES, "scales": BYTES, "y": ("floats", ["odd"]), **THREADS,
+    },
     "mxfp8_norm_quantize": {
         "value_dtype": CODE["value_dtype"], "x": FLOATS, "residual": ("floats", ["odd"]), "scale": FLOATS,
         "bias": ("floats", ["odd"]), "rows": SIZE, "k": SIZE, "norm": CODE["norm"], "epsilon": (1.0, []),
@@ -105,6 +111,7 @@ EMPTY = {
     "mxfp8_grouped_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62}),
     "mxfp8_fused_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "y_stride": 2**62, "k": 2**62}),
     "mxfp8_fused_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62, "x_stride": 2**62}),
+    "mxfp8_gemm_quantize": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "k": 2**62}),
     "mxfp8_norm_quantize": ({"rows": 0, "k": 2**62}, {"rows": 2**62, "k": 0}),
     "mxfp8_pack": ({"n": 0, "k": 2**62, "w_stride": 2**62}, {"n": 2**62, "k": 0}),
 }

@@ -9,7 +9,17 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper
-from test_fused_functions import check_norm, gemm_inputs, gemm_op, gemm_reference, norm_inputs, norm_op, norm_outputs
+from test_fused_functions import (
+    check_gemm_quantize,
+    check_norm,
+    gemm_inputs,
+    gemm_op,
+    gemm_quantize_outputs,
+    gemm_reference,
+    norm_inputs,
+    norm_op,
+    norm_outputs,
+)
 from test_onnx_functions import Feed, assert_within, from_ort, one_node_model, to_ort
 
 from mxfp8_ops import contract, fused, numerics, ort
@@ -52,6 +62,32 @@ def test_fused_gemms_of_any_shape(x_shape, b_shape):
     assert_within(run(model, inputs)[0], *gemm_reference(inputs, "silu", "float32"))
 
 
+@EPILOGUES
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_gemms_that_quantize(fmt, epilogue):
+    for biased in (False, True):
+        inputs = gemm_inputs((2, 5, 70), (40, 70), None, gated=False, biased=biased)
+        outputs = gemm_quantize_outputs(fmt)
+        attributes = {"epilogue": epilogue, "output_dtype": outputs["elements"]}
+        model = one_node_model("MXFP8GemmQuantize", inputs, outputs, 21, attributes)
+        check_gemm_quantize(inputs, run(model, inputs), epilogue, element_format=fmt)
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "b_shape"), [((70,), (40, 70)), ((0, 40), (7, 40)), ((3, 0), (7, 0)), ((2, 1, 3, 33), (2, 45, 33))]
+)
+def test_gemms_of_any_shape_quantize(x_shape, b_shape):
+    inputs = gemm_inputs(x_shape, b_shape, None, gated=False, biased=True)
+    outputs = gemm_quantize_outputs()
+    whole = run(one_node_model("MXFP8GemmQuantize", inputs, outputs, 23, {"epilogue": "silu"}), inputs)
+    check_gemm_quantize(inputs, whole, "silu")
+    codes = {name: dtype for name, dtype in outputs.items() if name != "Y"}
+    model = one_node_model("MXFP8GemmQuantize", inputs, codes, 23, {"epilogue": "silu"})
+    model.graph.node[0].output[:] = [*codes, ""]
+    for name, array, expected in zip(codes, run(model, inputs), whole, strict=False):
+        np.testing.assert_array_equal(array, expected, err_msg=name)
+
+
 @NORMS
 @pytest.mark.parametrize("dtype", contract.VALUES)
 @pytest.mark.parametrize("added", [False, True], ids=["", "add"])
@@ -86,17 +122,17 @@ def test_shapes_of_all_outputs_are_inferred():
     assert shapes["normalized"] == shapes["sum"] == shapes["elements"]
 
 
-@pytest.mark.parametrize("op", ["MXFP8FusedGemm", "MXFP8NormQuantize"])
+@pytest.mark.parametrize("op", ["MXFP8FusedGemm", "MXFP8GemmQuantize", "MXFP8NormQuantize"])
 @pytest.mark.parametrize("device", [None, "cuda", "cuda-copies"])
 def test_kernels_are_of_the_processor_alone(op, device):
     """With a GPU in the session, ONNX Runtime takes a fused node apart, and runs its parts there."""
-    gemm = op == "MXFP8FusedGemm"
-    inputs = (
-        gemm_inputs((3, 40), (5, 40), None, gated=False, biased=False)
-        if gemm
-        else norm_inputs((3, 40), FLOAT, biased=False, added=False)
-    )
-    model = one_node_model(op, inputs, {"Y": FLOAT} if gemm else norm_outputs(inputs), 23, {})
+    outputs = {"MXFP8FusedGemm": {"Y": FLOAT}, "MXFP8GemmQuantize": gemm_quantize_outputs()}
+    if op in outputs:
+        inputs = gemm_inputs((3, 40), (5, 40), None, gated=False, biased=False)
+        model = one_node_model(op, inputs, outputs[op], 23, {})
+    else:
+        inputs = norm_inputs((3, 40), FLOAT, biased=False, added=False)
+        model = one_node_model(op, inputs, norm_outputs(inputs), 23, {})
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     if device is not None:

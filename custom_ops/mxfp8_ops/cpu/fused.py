@@ -77,6 +77,41 @@ def weight_gemm(
     return multiply(product, (x,), (b, b_scales), (bias, _like(factor, y)), y)
 
 
+def gemm_quantize(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    epilogue: str = "none",
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    element_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+    threads: int = 0,
+) -> tuple[Codes, Codes, Array]:
+    """Returns (elements, scales, y); a [..., M, K], b [..., N, K], as in `fused.gemm_quantize`."""
+    (code, _), fmt = _codes(epilogue, None), formats.element_format(element_format)
+    formats.scale_increment(fmt, scale_rounding)  # checks the name
+    y, bias = result((a, a_scales), (b, b_scales), bias, "float32")
+    elements, scales = (empty("gemm", size, np.uint8) for size in (y.shape, checks.scale_shape(y.shape, -1)))
+    threads = thread_count("gemm", threads)
+    a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
+    library, n, k = native.load(), *b.shape[-2:]
+    rounding = SCALE_ROUNDINGS.index(scale_rounding)
+
+    def product(a: list[int], b: list[int], end: End, m: int, at: int) -> int:
+        row = (at - y.ctypes.data) // (n * y.itemsize)
+        codes = elements.ctypes.data + row * n, scales.ctypes.data + row * scales.shape[-1]
+        status: int = library.mxfp8_gemm_quantize(
+            a_code, *a, b_code, *b, end[0], code, m, n, k, fmt.onnx_dtype, rounding, *codes, at, threads
+        )
+        return status
+
+    return elements, scales, multiply(product, (a, a_scales), (b, b_scales), (bias, None), y)
+
+
 def norm_quantize(
     x: Array,
     scale: Array,

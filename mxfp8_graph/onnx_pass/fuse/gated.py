@@ -52,7 +52,7 @@ def _sources(view: GraphView, name: str) -> tuple[str, int] | None:
     """Returns the activation that a gemm of one weight multiplies, and the size of its result's last axis."""
     gemm = view.maker(name)
     op = contract.OPS.get(gemm.op_type) if gemm is not None and gemm.domain == contract.DOMAIN else None
-    if gemm is None or op is None or not op.is_gemm or op.at("experts") is not None:
+    if gemm is None or op is None or not op.is_gemm or op.quantizes or op.at("experts") is not None:
         return None
     shape = view.type_of(gemm.input[op.at("B") or 0]).shape
     return (gemm.input[0], shape[0]) if shape is not None and len(shape) == 2 and isinstance(shape[0], int) else None

@@ -153,7 +153,7 @@ class GraphView:
         if node.op_type == "Cast" and node.domain in STANDARD:
             return TensorType(attribute(node, "to", 0), self.type_of(node.input[0]).shape)
         op = contract.OPS.get(node.op_type) if node.domain == contract.DOMAIN else None
-        if op is None or not op.is_gemm or op.at("experts") is not None:
+        if op is None or not op.is_gemm or op.quantizes or op.at("experts") is not None:
             return None
         left, right = (self.type_of(node.input[at or 0]).shape for at in (0, op.at("B")))
         shape = (*left[:-1], right[-2]) if left and right and len(right) == 2 else None

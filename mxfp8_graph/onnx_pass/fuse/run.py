@@ -15,6 +15,7 @@ from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
 from mxfp8_graph.onnx_pass.fuse.gated import fuse_gate
 from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView, TensorType
 from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
+from mxfp8_graph.onnx_pass.fuse.quantized import fuse_quantize
 from mxfp8_graph.onnx_pass.fuse.replacement import Fusion, Replacement
 from mxfp8_graph.onnx_pass.prune import prune
 from mxfp8_graph.onnx_pass.static_operands import overridable
@@ -22,7 +23,7 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import FusionReport
 from mxfp8_ops import contract
 
-FUSIONS: Final[tuple[Fusion, ...]] = (fuse_activation, fuse_gate, fuse_norm)
+FUSIONS: Final[tuple[Fusion, ...]] = (fuse_activation, fuse_gate, fuse_norm, fuse_quantize)
 """Every fusion. Each sees the graph as those before it left it."""
 
 

@@ -93,6 +93,13 @@ MXFP8_API int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stri
                                       int factor_dtype, const void* factor, int64_t m, int64_t n, int64_t k,
                                       int y_dtype, void* y, int64_t y_stride, int threads);
 
+// The first of these, without a factor: y [M, N] in float32, or NULL if it is not wanted; and elements and scales are
+// what mxfp8_quantize makes of its rows.
+MXFP8_API int mxfp8_gemm_quantize(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format,
+                                  const uint8_t* b, const uint8_t* b_scales, const float* bias, int epilogue, int64_t m,
+                                  int64_t n, int64_t k, int element_format, int scale_rounding, uint8_t* elements,
+                                  uint8_t* scales, float* y, int threads);
+
 // Rows of sum = x + residual, both [rows, K]: less their mean (MXFP8_LAYER) or not (MXFP8_RMS), over the root of the
 // mean of the squares of that plus epsilon, times scale [K], plus bias [K], is normalized, in the dtype of x; and
 // elements and scales are what mxfp8_quantize makes of it. NULL stands for a residual or bias of zeros, and for a sum

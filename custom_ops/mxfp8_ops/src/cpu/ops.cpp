@@ -23,7 +23,7 @@ constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a ge
 constexpr int64_t kPackedBytes = 8 << 20;   // of A packed at a time
 constexpr int64_t kStripBytes = 1 << 20;    // of a strip that has more rows than any kernel takes
 constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
-constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result
+constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result; kBlock if quantized
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -242,7 +242,13 @@ GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
   const int64_t a_bytes = args.a_scales != nullptr || args.k == 0 ? 1 : int64_t(value_bytes(args.a_format));
   part.m = end - begin;
   part.a = static_cast<const char*>(args.a) + begin * args.a_stride * a_bytes;
-  part.y = static_cast<char*>(args.y) + begin * args.y_stride * int64_t(value_bytes(args.y_dtype));
+  if (args.y != nullptr) {
+    part.y = static_cast<char*>(args.y) + begin * args.y_stride * int64_t(value_bytes(args.y_dtype));
+  }
+  if (args.y_format != 0) {
+    part.y_elements = args.y_elements + begin * args.n;
+    part.y_scales = args.y_scales + begin * ceil_div(args.n, kBlock);
+  }
   if (args.a_scales != nullptr) part.a_scales = args.a_scales + begin * ceil_div(args.k, kBlock);
   if (args.factor != nullptr) {
     part.factor = static_cast<const char*>(args.factor) + begin * args.n * int64_t(value_bytes(args.factor_dtype));
@@ -278,7 +284,8 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
           ceil_div(std::min<int64_t>(work, parallel.threads * kTasksPerThread), parallel.threads) * parallel.threads;
     }
     const int64_t across = std::min(ceil_div(wanted, int64_t(strips.size())), args.n);
-    const int64_t columns = ceil_div(ceil_div(args.n, across), kColumnGranularity) * kColumnGranularity;
+    const int64_t granularity = args.y_format != 0 ? kBlock : kColumnGranularity;
+    const int64_t columns = ceil_div(ceil_div(args.n, across), granularity) * granularity;
     const int64_t ranges = ceil_div(args.n, columns);
     parallel_for(parallel, ranges * int64_t(strips.size()), [&](int64_t task) {
       const Strip& strip = strips[size_t(task / ranges)];

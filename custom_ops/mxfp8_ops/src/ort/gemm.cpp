@@ -1,4 +1,4 @@
-// MXFP8Gemm and MXFP8WeightGemm, whose X has no scales; and the same with an epilogue, and with a factor.
+// MXFP8Gemm and MXFP8WeightGemm, whose X has no scales; and the same with an epilogue, with a factor, and quantized.
 #include <algorithm>
 
 #include "../cuda_host/kernels.h"
@@ -20,7 +20,10 @@ struct Gemm final : Job {
     operands->in(&args.b_scales, args.n * blocks);
     operands->in(&args.bias, int64_t(sizeof(float)) * args.n);
     operands->in(&args.factor, args.m * args.n * int64_t(value_bytes(args.factor_dtype)));
-    operands->out(&args.y, args.m * args.n * int64_t(value_bytes(args.y_dtype)));
+    if (args.y_format == 0) return operands->out(&args.y, args.m * args.n * int64_t(value_bytes(args.y_dtype)));
+    operands->out(&args.y_elements, args.m * args.n);
+    operands->out(&args.y_scales, args.m * scale_count(args.n));
+    if (args.y != nullptr) operands->out(&args.y, args.m * args.n * int64_t(sizeof(float)));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { gemm(kernels, parallel, args); }
   cuda::Plan plan(const mxfp8_cuda_place& place, const WideWeight& wide) const override {
@@ -31,6 +34,10 @@ struct Gemm final : Job {
                                address(wide.inexact), 0, 0, g.rounds_a ? MXFP8_BFLOAT16 : MXFP8_FLOAT32});
   }
 };
+
+// Outputs of a gemm that quantizes, behind the elements.
+constexpr size_t kScales = 1, kValues = 2;
+bool quantizes(const Node& node) { return node.outputs[kScales].name != nullptr; }
 
 Dim broadcast(const Dim& a, const Dim& b) {
   if (a.size == 1) return b;
@@ -61,7 +68,13 @@ namespace {
 
 void infer(OrtShapeInferContext* context, const Node& node, const Attributes& attributes) {
   const SymbolicDims a = input_dims(context, size_t(node.a)), b = input_dims(context, size_t(node.b));
-  if (!a.empty() && b.size() >= 2) set_output(context, 0, int(attributes.output_dtype), gemm_dims(a, b));
+  if (a.empty() || b.size() < 2) return;
+  SymbolicDims dims = gemm_dims(a, b);
+  set_output(context, 0, int(attributes.output_dtype), dims);
+  if (!quantizes(node)) return;
+  set_output(context, kValues, MXFP8_FLOAT32, dims);
+  dims.back() = scale_dim(dims.back());
+  set_output(context, kScales, node.outputs[kScales].dtypes[0], dims);
 }
 
 }  // namespace
@@ -97,6 +110,37 @@ int64_t batch_index(const Dims& dims, const Dims& leading, int64_t batch) {
 
 namespace {
 
+// Where results go: y, which a gemm that quantizes may leave out; and its codes, if it does.
+struct Results {
+  char* y;
+  uint8_t *elements, *scales;
+};
+
+Results results(OrtKernelContext* context, const Node& node, const Dims& dims) {
+  if (!quantizes(node)) return {static_cast<char*>(output(context, 0, dims)), nullptr, nullptr};
+  auto* elements = static_cast<uint8_t*>(output(context, 0, dims));
+  auto* scales = static_cast<uint8_t*>(output(context, kScales, scale_dims(dims, int64_t(dims.size()) - 1)));
+  return {static_cast<char*>(output(context, kValues, dims)), elements, scales};
+}
+
+// What becomes of the sums of m rows, the first of which is `row`.
+void set_end(const NodeKernel& kernel, const Tensor& factor, const Results& made, int64_t row, GemmArgs* args) {
+  const Attributes& attributes = kernel.attributes;
+  const int64_t first = row * args->n;
+  args->epilogue = epilogue_code(attributes.epilogue);
+  args->y_dtype = quantizes(row_of(kernel.op)) ? MXFP8_FLOAT32 : int(attributes.output_dtype);
+  args->y = made.y == nullptr ? nullptr : made.y + first * int64_t(value_bytes(args->y_dtype));
+  if (factor.data != nullptr) {
+    args->factor_dtype = factor.dtype;
+    args->factor = static_cast<const char*>(factor.data) + first * int64_t(value_bytes(factor.dtype));
+  }
+  if (!quantizes(row_of(kernel.op))) return;
+  args->y_format = int(attributes.output_dtype);
+  args->y_increment = scale_increment(args->y_format, rounding_code(attributes.scale_rounding));
+  args->y_elements = made.elements + first;
+  args->y_scales = made.scales + row * scale_count(args->n);
+}
+
 void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   const Node& node = row_of(kernel.op);
   const bool quantized = node.a_scales >= 0;
@@ -128,17 +172,15 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
     throw NodeError(kernel.where + ": factor has shape " + to_string(factor.dims) + "; expected " + to_string(y_dims) +
                     ", that of the result; broadcast it first");
   }
-  auto* y = static_cast<char*>(output(context, 0, y_dims));
+  const Results made = results(context, node, y_dims);
 
   int64_t batches = product(leading.begin(), leading.end());
   if (b.dims.size() == 2) {  // one weight: the leading dimensions of A are more rows
     m *= batches;
     batches = 1;
   }
-  const int y_dtype = int(kernel.attributes.output_dtype);
   const int64_t blocks = scale_count(k);
   const int64_t a_bytes = quantized ? 1 : int64_t(value_bytes(a.dtype));
-  const int64_t y_bytes = int64_t(value_bytes(y_dtype));
   if (m * n == 0) return;  // however many batches of nothing there are
   for (int64_t batch = 0; batch < batches; ++batch) {
     const bool flat = b.dims.size() == 2;
@@ -148,12 +190,8 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
               quantized ? static_cast<const uint8_t*>(a_scales.data) + a_row * blocks : nullptr, k, b.dtype,
               static_cast<const uint8_t*>(b.data) + b_row * k,
               static_cast<const uint8_t*>(b_scales.data) + b_row * blocks, static_cast<const float*>(bias.data), m, n,
-              k, y_dtype, y + batch * m * n * y_bytes, n, kernel.attributes.activation_dtype == MXFP8_BFLOAT16});
-    job.args.epilogue = epilogue_code(kernel.attributes.epilogue);
-    if (factor.data != nullptr) {
-      job.args.factor_dtype = factor.dtype;
-      job.args.factor = static_cast<const char*>(factor.data) + batch * m * n * int64_t(value_bytes(factor.dtype));
-    }
+              k, 0, nullptr, n, kernel.attributes.activation_dtype == MXFP8_BFLOAT16});
+    set_end(kernel, factor, made, batch * m, &job.args);
     kernel.backend->run(context, &job);
   }
 }

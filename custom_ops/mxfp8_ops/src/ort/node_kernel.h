@@ -44,6 +44,7 @@ inline const Implementation* implementation(Op op) {
     case Op::kFusedWeightGemm:
     case Op::kGatedGemm:
     case Op::kGatedWeightGemm:
+    case Op::kGemmQuantize:
       return &kFusedGemmNode;
     case Op::kNormQuantize:
     case Op::kAddNormQuantize:
