@@ -47,8 +47,8 @@ CANNOT = {
     ),
     "onnx": ((1, 21), r"which onnx \S+ knows"),
 }
-"""The release that can, and what an error says before it: of ONNX Runtime, where it cannot read a model, hand out float8,
-take the maximum of nothing, or write some names; of onnx, where it does not know an opset or IR version."""
+"""The release that can, and what an error says before it: of ONNX Runtime, where it cannot read a model, hand out
+float8, take the maximum of nothing, or write some names; of onnx, where it does not know an opset or IR version."""
 
 
 def release(package: str) -> tuple[int, ...]:
