@@ -168,14 +168,19 @@ CASES = {
         32,
         21,
         products(6, output_projection=1, embedding=4),
-        fused={"gemm + relu": 4, "rms norm + quantize": 2, "add + rms norm + quantize": 9},
+        fused={"gemm + relu": 4, "gemm + relu + quantize": 4, "rms norm + quantize": 2, "add + rms norm + quantize": 9},
     ),
     "vit": Case(
         vit,
         12,
         8,
         products(2, output_projection=1),
-        fused={"gemm + gelu": 2, "layer norm + quantize": 1, "add + layer norm + quantize": 3},
+        fused={
+            "gemm + gelu": 2,
+            "gemm + gelu + quantize": 2,
+            "layer norm + quantize": 1,
+            "add + layer norm + quantize": 3,
+        },
     ),
     # Experts are gathered for every row: 2 products per block. The routers have 4 columns.
     "mixtral": Case(
@@ -192,7 +197,12 @@ CASES = {
         32,
         21,
         products(6, output_projection=1, embedding=2),
-        fused={"gemm + gelu": 4, "layer norm + quantize": 1, "add + layer norm + quantize": 10},
+        fused={
+            "gemm + gelu": 4,
+            "gemm + gelu + quantize": 4,
+            "layer norm + quantize": 1,
+            "add + layer norm + quantize": 10,
+        },
     ),
 }
 
