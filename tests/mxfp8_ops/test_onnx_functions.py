@@ -279,6 +279,10 @@ def test_dequantize_gives_every_code_at_every_scale(opset: int, dtype: int, elem
 # --- The gemms ---------------------------------------------------------------------------------------------------
 
 SMALL = np.float32(1 / 64)  # keeps the sums of products inside the range of float16
+NO_DIVISION_BY_ZERO = pytest.mark.skipif(
+    tuple(int(part) for part in ort.__version__.split(".")[:2]) < (1, 24),
+    reason="ONNX Runtime before 1.24 divides by zero, and the process ends",
+)
 GEMMS = [
     pytest.param((16, 2048), (24, 2048), id="heavy-tailed"),
     pytest.param((2, 3, 5, 70), (7, 70), id="batched A"),
@@ -287,7 +291,7 @@ GEMMS = [
     pytest.param((3, 31), (2, 31), id="K below a block"),
     pytest.param((0, 64), (7, 64), id="M = 0"),
     pytest.param((5, 64), (0, 64), id="N = 0"),
-    pytest.param((5, 0), (7, 0), id="K = 0"),
+    pytest.param((5, 0), (7, 0), id="K = 0", marks=NO_DIVISION_BY_ZERO),
 ]
 BIAS = pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 
