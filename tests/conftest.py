@@ -45,7 +45,7 @@ CANNOT = {
         r"Unsupported model IR version|Opset \d+ is under development|No corresponding Numpy type|ReduceMax node"
         r"|a profile that is no JSON",
     ),
-    "onnx": ((1, 21), r"which onnx \S+ knows"),
+    "onnx": ((1, 21), r"which onnx \S+ knows|No Op registered for \w+ with domain_version"),
 }
 """The release that can, and what an error says before it: of ONNX Runtime, where it cannot read a model, hand out
 float8, take the maximum of nothing, or write some names; of onnx, where it does not know an opset or IR version."""
