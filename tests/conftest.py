@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from releases import release
 
 LONGEST = (
     "test_documentation.py",
@@ -49,11 +50,6 @@ CANNOT = {
 }
 """The release that can, and what an error says before it: of ONNX Runtime, where it cannot read a model, hand out
 float8, take the maximum of nothing, or write some names; of onnx, where it does not know an opset or IR version."""
-
-
-def release(package: str) -> tuple[int, ...]:
-    """Returns the first two numbers of an installed package's version, as (1, 24)."""
-    return tuple(int(part) for part in metadata.version(package).split(".")[:2])
 
 
 @pytest.hookimpl(wrapper=True)

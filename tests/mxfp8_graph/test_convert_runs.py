@@ -23,6 +23,7 @@ import properties  # noqa: F401 - sets hypothesis up
 import pytest
 from hypothesis import given, settings
 from onnx.reference import ReferenceEvaluator
+from releases import release
 from test_convert import LOSSES, codes_of, relative
 from test_random_graphs import LENGTHS, RECIPES, SEEDS, grown
 
@@ -79,6 +80,7 @@ def test_qdq_is_the_same_in_onnx_runtime_and_the_reference_evaluator(name: str) 
             assert relative(other, one) < 1e-5
 
 
+@pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="fails on our models before ONNX Runtime 1.24")
 @pytest.mark.parametrize("to", ["mxfp8", "trt", "qdq", "standard", "ort-cuda"])
 @pytest.mark.parametrize("name", ["chain", "attention", "language model", "decoder"])
 def test_symbolic_shape_inference_of_onnx_runtime(

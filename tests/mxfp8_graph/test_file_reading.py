@@ -14,12 +14,13 @@ import builders
 import numpy as np
 import onnx
 import pytest
+from releases import release
 
 import mxfp8_graph
 from mxfp8_graph.checking.inputs import load_inputs
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
-LOOKS_AT_LINKS = tuple(int(part) for part in onnx.__version__.split(".")[:2]) >= (1, 21)
+LOOKS_AT_LINKS = release("onnx") >= (1, 21)
 """onnx refuses links to external data."""
 
 

@@ -10,6 +10,7 @@ import onnx.reference
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
+from releases import release
 
 from mxfp8_ops import contract, fused_functions, numerics
 from mxfp8_ops.contract import BFLOAT16, FLOAT, FLOAT8E4M3FN, FLOAT8E5M2, FLOAT16, UINT8
@@ -246,7 +247,7 @@ def test_minus_zero_survives_beside_a_poisoned_block(axis: int, element_format: 
 def test_an_illegal_attribute_fails_and_does_not_fall_back(attributes, elements: int, opset: int) -> None:
     inputs = {"X": (random_values(0, 2, 64), FLOAT)}
     model = one_node_model("MXFP8Quantize", inputs, {"e": elements, "s": UINT8}, opset, attributes)
-    with pytest.raises(Exception, match=r"running Reshape node.*requested shape:\{\}"):
+    with pytest.raises(Exception, match=r"requested shape:\{\}"):
         run(model, inputs)
 
 
@@ -280,7 +281,7 @@ def test_dequantize_gives_every_code_at_every_scale(opset: int, dtype: int, elem
 
 SMALL = np.float32(1 / 64)  # keeps the sums of products inside the range of float16
 NO_DIVISION_BY_ZERO = pytest.mark.skipif(
-    tuple(int(part) for part in ort.__version__.split(".")[:2]) < (1, 24),
+    release("onnxruntime") < (1, 24),
     reason="ONNX Runtime before 1.24 divides by zero, and the process ends",
 )
 GEMMS = [

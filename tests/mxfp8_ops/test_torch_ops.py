@@ -122,7 +122,11 @@ def test_dequantize_gives_the_bits_of_the_reference(dtype: torch.dtype) -> None:
             expected = numerics.dequantize(e.numpy(), s.numpy(), axis=axis, element_format=element_format, dtype=name)
             finite = ~np.isnan(expected.astype(np.float32))
             assert np.array_equal(np.isnan(array(got).astype(np.float32)), ~finite)
-            assert_same(torch.where(torch.from_numpy(finite), got, 0), np.where(finite, expected, 0), element_format)
+            assert_same(
+                torch.where(torch.from_numpy(finite), got, 0),
+                np.where(finite, expected, expected.dtype.type(0)),
+                element_format,
+            )
 
 
 SHAPES = {
