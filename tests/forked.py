@@ -17,15 +17,21 @@ PROCESSES.set_forkserver_preload(
     ["torch._export.serde.serialize", "torch.export._trace", "torch._inductor.utils", "networkx"]
 )
 
+MOST_SECONDS = 1800
+"""The longest command takes half a minute on an idle machine."""
+
 
 def run(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
     """Runs `mxfp8-graph ...` or `python SCRIPT ...` in a folder; returns the exit code and what was printed."""
     with tempfile.NamedTemporaryFile() as log:
         process = PROCESSES.Process(target=_command, args=(list(arguments), folder, log.name))
         process.start()
-        process.join()
-        assert process.exitcode is not None
-        return process.exitcode, Path(log.name).read_text(errors="replace")
+        process.join(MOST_SECONDS)
+        printed = Path(log.name).read_text(errors="replace")
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"{arguments} takes more than {MOST_SECONDS} s\n{printed}")
+        return process.exitcode, printed
 
 
 def _command(arguments: list[str], folder: Path, log: str) -> None:

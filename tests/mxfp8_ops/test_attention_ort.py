@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from attention_cases import CASES, Case, Operands, assert_within, feeds, node_model, widened
+from releases import release
 from test_onnx_functions import from_ort, to_ort
 
 from mxfp8_ops import attention as reference
@@ -64,7 +65,7 @@ def test_onnx_runtime_s_attention_is_within_the_bound() -> None:
         [onnx.helper.make_tensor_value_info("y", 1, None)],
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=10)
-    if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 23):
+    if release("onnxruntime") < (1, 23):
         pytest.skip("Attention is new in ONNX Runtime 1.23")
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     (y,) = session.run(None, dict(zip(names, (q, k, v, mask), strict=True)))

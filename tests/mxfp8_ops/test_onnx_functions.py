@@ -247,7 +247,7 @@ def test_minus_zero_survives_beside_a_poisoned_block(axis: int, element_format: 
 def test_an_illegal_attribute_fails_and_does_not_fall_back(attributes, elements: int, opset: int) -> None:
     inputs = {"X": (random_values(0, 2, 64), FLOAT)}
     model = one_node_model("MXFP8Quantize", inputs, {"e": elements, "s": UINT8}, opset, attributes)
-    with pytest.raises(Exception, match=r"requested shape:\{\}"):
+    with pytest.raises(Exception, match=r"(running Reshape node|reshape_helper\.h).*requested shape:\{\}"):
         run(model, inputs)
 
 

@@ -10,11 +10,12 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from releases import release
 
 from mxfp8_ops import ort
 
 SINCE = ort.FASTER_WITHOUT["SkipLayerNormFusion"]
-INSTALLED = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+INSTALLED = release("onnxruntime")
 
 
 def add_and_norm() -> bytes:
