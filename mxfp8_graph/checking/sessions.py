@@ -25,6 +25,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.checking.profile import NodeProfile, of_session
+from mxfp8_graph.onnx_model import tensor_data, walk
 from mxfp8_ops import cpu, ort
 from mxfp8_ops.errors import BackendError
 
@@ -36,6 +37,21 @@ _RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
 """What ONNX Runtime raises; its classes have no common base of their own."""
 
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
+_KNOWS_FOLDERS: Final = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 21)
+"""Whether ONNX Runtime looks there while it optimizes, too; later releases refuse absolute paths."""
+
+
+def _serialized(model: onnx.ModelProto, folder: Path | None) -> bytes:
+    """Returns a model's bytes, in which an ONNX Runtime that does not know folders finds external data."""
+    if folder is not None and not _KNOWS_FOLDERS:
+        whole = onnx.ModelProto()
+        whole.CopyFrom(model)
+        for tensor in filter(tensor_data.is_external, walk.iter_tensors(whole)):
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = str(folder.resolve() / entry.value)
+        model = whole
+    return bytes(model.SerializeToString())
 
 
 @dataclass(frozen=True)
@@ -135,7 +151,7 @@ class Session(Runnable):
             ort.register(options)
         self._where = where
         try:
-            content = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
+            content = _serialized(model, folder) if isinstance(model, onnx.ModelProto) else str(model)
         except (EncodeError, ValueError):
             advice = "save it with external data, pass the path"
             raise BackendError(where, "more than 2 GB in memory", expected="at most that", advice=advice) from None

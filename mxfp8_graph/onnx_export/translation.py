@@ -120,7 +120,8 @@ def _experts(a: Any, offs: Any) -> Any:
     row = _OPS.Unsqueeze(_OPS.Range(zero, rows, one), second)
     ends = _OPS.Cast(offs, to=contract.INT64)
     ended = _OPS.Cast(_OPS.LessOrEqual(ends, row), to=contract.INT64)
-    return _OPS.ReduceSum(ended, second, keepdims=0)
+    # ONNX Runtime before 1.24 does not see that sums have one axis less, and takes 16-bit results for float32 then.
+    return _OPS.Reshape(_OPS.ReduceSum(ended, second, keepdims=0), _OPS.Constant(value_ints=[-1]))
 
 
 def _value_dtype(dtype: int | None, default: int = contract.FLOAT) -> int:

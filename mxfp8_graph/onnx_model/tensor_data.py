@@ -150,7 +150,7 @@ def opened(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> 
 
     At the end file and model must be what they were.
     """
-    where = f"{model}: tensor {tensor.name!r}"
+    where = f"{model}: {_called(tensor)}"
     name, own = location(tensor), inside(tensor)
     if own is not None and folder is not None:
         with _reading(tensor, model):
@@ -193,6 +193,10 @@ def as_bytes(tensor: onnx.TensorProto) -> onnx.TensorProto:
     return octets
 
 
+def _called(tensor: onnx.TensorProto) -> str:
+    return f"tensor {tensor.name!r}" if tensor.name else "a tensor without a name"
+
+
 @contextlib.contextmanager
 def _reading(tensor: onnx.TensorProto, model: str, path: str = "") -> Iterator[None]:
     """Reports an OSError while an external file is opened or read as what it means for `tensor`."""
@@ -201,12 +205,12 @@ def _reading(tensor: onnx.TensorProto, model: str, path: str = "") -> Iterator[N
     except OSError as error:
         if inside(tensor) is not None:
             expected, advice = "the model, which is read again for each tensor", "leave it where it was"
-            what = f"tensor {tensor.name!r}: cannot read it any more: {error.strerror}"
+            what = f"{_called(tensor)}: cannot read it any more: {error.strerror}"
             raise ContractError(model, what, expected=expected, advice=advice) from None
-        what = f"tensor {tensor.name!r}: cannot read external file {error.filename or path}: {error.strerror}"
+        what = f"{_called(tensor)}: cannot read external file {error.filename or path}: {error.strerror}"
         raise ContractError(model, what, expected="the file next to the model", advice="copy it there") from None
 
 
 def _shrunk(file: BinaryIO, tensor: onnx.TensorProto, model: str) -> ContractError:
-    what = f"tensor {tensor.name!r}: {file.name} became shorter while it was read"
+    what = f"{_called(tensor)}: {file.name} became shorter while it was read"
     return ContractError(model, what, expected="the whole file", advice="copy the external data again")

@@ -9,7 +9,7 @@ Wherever torch turns text of the file into Python, only what torch.export itself
     guards                      compiled when the program is made callable: comparisons of sizes
     trees of containers         import what makes a default or an enum: no imports
 
-Written against torch 2.9 to 2.13. What a later torch writes and this does not know is refused, never passed.
+Written against torch 2.10 to 2.15. What a later torch writes and this does not know is refused, never passed.
 """
 
 from __future__ import annotations

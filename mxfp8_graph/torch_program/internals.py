@@ -35,7 +35,7 @@ from mxfp8_ops.errors import BackendError
 
 OLDEST: Final = (2, 10)
 """2.9 cannot decompose the guards that it writes into programs of varying sizes; older ones lose custom metadata."""
-NEWEST_TESTED: Final = (2, 13)
+NEWEST_TESTED: Final = (2, 15)
 
 _PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
 """Containers that torch unpickles without the help of a class; None is no container, but a leaf."""

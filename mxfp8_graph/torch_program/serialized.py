@@ -2,7 +2,7 @@
 
 torch's own reader unpickles weights and sample inputs, evaluates text and loads compiled libraries. Here tensors are
 read as bytes, pickles with torch's weights-only unpickler, and torch's deserializer gets text that
-`code_in_programs.py` passed. The layout is that of torch 2.9 to 2.13.
+`code_in_programs.py` passed. The layout is that of torch 2.10 to 2.15.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from releases import release
 
 torch = pytest.importorskip("torch")
 
@@ -104,9 +105,9 @@ def test_every_linear_is_found_and_decided(name: str) -> None:
     rewritten, report = mxfp8_graph.rewrite(program)
     decisions = [s.decision for s in report.sites]
     weighted = [d for d in decisions if d.site.weight and d.site.role != "embedding"]
-    assert linear_modules(model) == {d.site.module for d in weighted} - {
-        d.site.module for d in weighted if "experts" in d.site.module
-    }
+    if release("transformers") < (5, 20):  # multiplies positions and frequencies as matrices
+        weighted = [d for d in weighted if "rotary" not in d.site.module]
+    assert linear_modules(model) == {d.site.module for d in weighted if "experts" not in d.site.module}
     assert all(d.reason for d in decisions)
     for d in weighted:
         kept = d.site.module.rpartition(".")[2] in KEPT or d.site.blocker is not None
@@ -125,7 +126,7 @@ def test_decomposed_programs_give_the_same_decisions() -> None:
     core = program.run_decompositions()
     assert outcomes(core) == wanted, "core ATen, which turns some linears into expand and bmm"
     _, report = mxfp8_graph.rewrite(core)
-    assert report.notes[0].startswith("core ATen input: 1 linear(s) came as expand and bmm and were recognized (")
+    assert report.notes[-1].startswith("core ATen input: 1 linear(s) came as expand and bmm and were recognized (")
 
 
 def outcomes(program: ExportedProgram) -> list[tuple[str, str, bool]]:

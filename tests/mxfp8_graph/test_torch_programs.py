@@ -192,13 +192,13 @@ def test_strict_export() -> None:
 def test_a_torch_that_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ep = program()
     monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
-    with pytest.raises(BackendError, match=r"torch 2.4.1\+cpu: too old; expected torch 2.10 to 2.13"):
+    with pytest.raises(BackendError, match=r"torch 2.4.1\+cpu: too old; expected torch 2.10 to 2.15"):
         mxfp8_graph.rewrite(ep)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     _, report = mxfp8_graph.rewrite(ep)
-    assert report.notes == ("torch 2.99.0 is newer than the last one tested (2.13)",)
+    assert report.notes == ("torch 2.99.0 is newer than the last one tested (2.15)",)
     monkeypatch.setattr(ExportedProgram, "_update", lambda self, graph_module: self)
-    with pytest.raises(BackendError, match=r"_update is not the one this pass knows; expected torch 2\.10 to 2\.13"):
+    with pytest.raises(BackendError, match=r"_update is not the one this pass knows; expected torch 2\.10 to 2\.15"):
         mxfp8_graph.rewrite(ep)
 
 

@@ -149,7 +149,9 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path, monkeypatch: pyt
 def test_a_missing_data_file_is_named(tmp_path: Path) -> None:
     path = as_external(tmp_path)
     (tmp_path / "a.onnx.data").unlink()
-    with pytest.raises(ContractError, match=r"'layers.0.weight_mxfp8': cannot read external file .*a.onnx.data"):
+    # onnx before 1.20 also puts the table in a node's function body there.
+    tensor = r"(tensor 'layers.0.weight_mxfp8'|a tensor without a name)"
+    with pytest.raises(ContractError, match=rf"{tensor}: cannot read external file .*a.onnx.data"):
         _ = mxfp8_graph.unpack(path)["layers.0.weight"].elements
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from attention_cases import CASES, Case, assert_within, run_stock, widened
+from releases import release
 
 from mxfp8_ops import attention as reference
 from mxfp8_ops import contract
@@ -22,6 +23,7 @@ ONNX_CASES = pytest.mark.parametrize("case", [case for case in CASES if case.is_
 # --- the reference ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(release("onnx") < (1, 20), reason="onnx 1.19 itself mixes up grouped heads and the past")
 @ONNX_CASES
 def test_the_reference_is_what_onnx_says(case: Case) -> None:
     *operands, past = case.operands()

@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from releases import release
 
 from mxfp8_ops import conformance, cpu, numerics
 from mxfp8_ops.conformance import __main__ as cli
@@ -29,6 +30,12 @@ def floor_of_ml_dtypes(x, *, axis, element_format, scale_rounding):
     return elements.reshape(len(x), -1)[:, : x.shape[1]], (exponent + 127).astype(np.uint8)
 
 
+def _bytes_of(array: np.ndarray) -> bytes:
+    """Returns the values' bits, those of every NaN alike: which sign a product that is none has is up to the processor."""
+    alike = np.where(np.isnan(array), np.array(np.nan, array.dtype), array) if array.dtype.kind == "f" else array
+    return alike.tobytes()
+
+
 def test_the_file_is_what_the_reference_gives():
     spec = importlib.util.spec_from_file_location("conformance_vectors", ROOT / "custom_ops/conformance_vectors.py")
     script = importlib.util.module_from_spec(spec)
@@ -38,7 +45,7 @@ def test_the_file_is_what_the_reference_gives():
         assert sorted(file.files) == sorted(expected)
         for name, array in expected.items():
             assert file[name].dtype == array.dtype, name
-            assert file[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
+            assert _bytes_of(file[name]) == _bytes_of(array), name
     assert vectors.PATH.stat().st_size < 300_000
 
 
@@ -118,6 +125,9 @@ def test_the_rules_of_torchao_are_torchao(mode):
     config = pytest.importorskip("torchao.prototype.mx_formats.config")
     torch = pytest.importorskip("torch")
     from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    if release("torchao") < (0, 18) and mode == "RCEIL":
+        pytest.skip("torchao 0.17 gives blocks with a NaN elements of zero")
 
     def quantize(x, *, axis, element_format, scale_rounding):
         dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element_format]
