@@ -44,12 +44,14 @@ CANNOT = {
     "onnxruntime": (
         (1, 24),
         r"Unsupported model IR version|Opset \d+ is under development|No corresponding Numpy type|ReduceMax node"
-        r"|a profile that is no JSON|quantization\.matmul_nbits_quantizer",
+        r"|a profile that is no JSON|quantization\.matmul_nbits_quantizer"
+        r"|only supports past_key and present_key both",
     ),
     "onnx": ((1, 21), r"which onnx \S+ knows|No Op registered for \w+ with domain_version"),
 }
 """The release that can, and what an error says before it: of ONNX Runtime, where it cannot read a model, hand out
-float8, take the maximum of nothing, write some names, or quantize to 8 bits by blocks; of onnx, where it does not know an opset or IR version."""
+float8, take the maximum of nothing, write some names, quantize to 8 bits by blocks, or attend to no past; of onnx, where
+it does not know an opset or IR version."""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from releases import release
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -78,6 +79,7 @@ def test_results_of_different_processors_stand_side_by_side(benchmarks, monkeypa
     assert harness.results_file("a", "md").name == name
 
 
+@pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="before ONNX Runtime 1.24 MatMulNBits has no 8 bits")
 def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs(small_linears):
     import contenders
 
@@ -96,6 +98,7 @@ def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs
     assert 0.99 < outcomes["ours"].cosines.min() < 1 - 1e-6
 
 
+@pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="before ONNX Runtime 1.24 MatMulNBits has no 8 bits")
 def test_a_peer_that_cannot_run_is_in_the_notes(small_linears):
     import contenders
 

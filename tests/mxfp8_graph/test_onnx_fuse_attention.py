@@ -10,6 +10,7 @@ import pytest
 from attention_models import BATCH, HEADS, HIDDEN, PAST, ROWS, SIZE, attention, decoder, feeds, split, standard
 from builders import node
 from oracle import check_well_formed, kinds, run
+from releases import release
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
@@ -253,6 +254,7 @@ def test_the_standard_op_is_one_node_and_gives_the_same(name: str) -> None:
     check_same(proto, given)
 
 
+@pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="ONNX Runtime before 1.24 gives NaN there itself")
 def test_the_standard_op_gives_zero_where_nothing_may_be_seen() -> None:
     proto = STANDARD["a condition"]
     given = feeds(proto)

@@ -31,7 +31,7 @@ def floor_of_ml_dtypes(x, *, axis, element_format, scale_rounding):
 
 
 def _bytes_of(array: np.ndarray) -> bytes:
-    """Returns the values' bits, those of every NaN alike: which sign a product that is none has is up to the processor."""
+    """Returns the values' bits, those of every NaN alike: its sign is up to NumPy and the processor."""
     alike = np.where(np.isnan(array), np.array(np.nan, array.dtype), array) if array.dtype.kind == "f" else array
     return alike.tobytes()
 

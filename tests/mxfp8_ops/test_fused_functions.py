@@ -8,6 +8,7 @@ import pytest
 from test_onnx_functions import (
     DTYPES,
     FORMATS,
+    NO_DIVISION_BY_ZERO,
     NUMPY,
     OPSETS,
     ROUNDINGS,
@@ -82,7 +83,13 @@ def test_a_fused_gemm_is_within_its_bound(dtype: int | None, biased: bool, gated
 @EPILOGUES
 @pytest.mark.parametrize(
     ("x_shape", "b_shape"),
-    [((70,), (7, 70)), ((0, 40), (7, 40)), ((3, 0), (7, 0)), ((3, 8), (0, 8)), ((2, 1, 3, 33), (2, 5, 33))],
+    [
+        ((70,), (7, 70)),
+        ((0, 40), (7, 40)),
+        pytest.param((3, 0), (7, 0), marks=NO_DIVISION_BY_ZERO),
+        ((3, 8), (0, 8)),
+        ((2, 1, 3, 33), (2, 5, 33)),
+    ],
 )
 def test_fused_gemms_of_any_shape(x_shape: tuple[int, ...], b_shape: tuple[int, ...], epilogue: str) -> None:
     inputs = gemm_inputs(x_shape, b_shape, None, gated=True, biased=True)
