@@ -50,8 +50,8 @@ CANNOT = {
     "onnx": ((1, 21), r"which onnx \S+ knows|No Op registered for \w+ with domain_version"),
 }
 """The release that can, and what an error says before it: of ONNX Runtime, where it cannot read a model, hand out
-float8, take the maximum of nothing, write some names, quantize to 8 bits by blocks, or attend to no past; of onnx, where
-it does not know an opset or IR version."""
+float8, take the maximum of nothing, write some names, quantize to 8 bits by blocks, or attend to no past; of onnx,
+where it does not know an opset or IR version."""
 
 
 @pytest.hookimpl(wrapper=True)
