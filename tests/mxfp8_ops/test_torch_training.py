@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,7 +313,10 @@ def test_export_save_load_and_decompose_keep_the_op_and_its_gradients(tmp_path: 
         assert module(values(2, 7, 45)).shape == (2, 7, 64)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++"))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_compile_fullgraph_trains_the_same(backend: str) -> None:
     net, x = Net(), values(40, 45)
     expected = step(net, net, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ def test_compile_fullgraph_gives_the_same_bits() -> None:
         assert torch.equal(compiled(x, module), expected)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 def test_ahead_of_time_inductor_gives_the_same_bits(tmp_path: Path) -> None:
     program = torch.export.export(Packed(), (values(7, 45),), dynamic_shapes=({0: torch.export.Dim("rows")},))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "packed.pt2"))
