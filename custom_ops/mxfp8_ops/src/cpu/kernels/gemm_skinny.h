@@ -88,8 +88,9 @@ MXFP8_INLINE void for_each_column(const Work<T>& work, const Dot& dot) {
 }
 
 // Multiplies columns column_begin..column_end-1 of the result: calls multiply(Rows<R>, Work<T>). The part of a group
-// that one pass reads has at most `Bytes`.
-template <class T, int Step, int Least, int Most, int64_t Bytes = kGroupBytes, class Multiply>
+// that one pass reads has at most `Bytes`; B is fetched `Ahead` bytes ahead.
+template <class T, int Step, int Least, int Most, int64_t Bytes = kGroupBytes, int64_t Ahead = kAheadBytes,
+          class Multiply>
 MXFP8_INLINE void for_each_group(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
                                  int64_t column_end, const T* packed, const Multiply& multiply) {
   alignas(64) float strip[kSkinnyRows * kGemmColumns], sums[kGemmColumns * kSumRows];
@@ -98,7 +99,7 @@ MXFP8_INLINE void for_each_group(const GemmArgs& args, int64_t row, int64_t rows
   const int64_t deepest = Bytes / int64_t(sizeof(T)) / groups.rows(0) / kPassStep * kPassStep;
   const int64_t passes = (args.k + deepest - 1) / deepest;
   const int64_t depth = passes == 0 ? 0 : (args.k + passes * kPassStep - 1) / (passes * kPassStep) * kPassStep;
-  const int64_t ahead = depth == 0 ? 0 : (kAheadBytes + depth - 1) / depth;
+  const int64_t ahead = depth == 0 ? 0 : (Ahead + depth - 1) / depth;
   for (int64_t column = column_begin; column < column_end; column += kGemmColumns) {
     const int64_t width = min_of(kGemmColumns, column_end - column);
     std::memset(sums, 0, sizeof sums);
