@@ -23,8 +23,8 @@ constexpr int kUnrolled = kLanes == 8 ? 8 : 4;  // steps: what takes the least t
 constexpr int kLargestExponent = 100;           // of packed A, where it is scaled
 constexpr int kSmallestExponent = 3;
 
-// B is fetched twice: far ahead into L2, which has room for more requests to memory, and from there into L1. One row of A
-// takes 8% less time so than with one distance of 4096.
+// B is fetched twice: far ahead into L2, which has room for more requests to memory, and from there into L1. One row of
+// A takes 8% less time so than with one distance of 4096.
 constexpr int64_t kFarBytes = 16384;
 constexpr int64_t kNearBytes = 2 * kPlainGroup;
 
