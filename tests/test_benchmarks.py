@@ -14,6 +14,9 @@ from releases import release
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
+NEEDS_8_BITS = pytest.mark.skipif(
+    release("onnxruntime") < (1, 24), reason="before ONNX Runtime 1.24 MatMulNBits has no 8 bits"
+)
 SHARED = {"contenders", "exports", "floors", "harness", "peers"}
 SHARED |= {"conformance_peers", "llama_peer", "openvino_peer", "ort_peer"}
 
@@ -79,7 +82,7 @@ def test_results_of_different_processors_stand_side_by_side(benchmarks, monkeypa
     assert harness.results_file("a", "md").name == name
 
 
-@pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="before ONNX Runtime 1.24 MatMulNBits has no 8 bits")
+@NEEDS_8_BITS
 def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs(small_linears):
     import contenders
 
@@ -98,7 +101,7 @@ def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs
     assert 0.99 < outcomes["ours"].cosines.min() < 1 - 1e-6
 
 
-@pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="before ONNX Runtime 1.24 MatMulNBits has no 8 bits")
+@NEEDS_8_BITS
 def test_a_peer_that_cannot_run_is_in_the_notes(small_linears):
     import contenders
 

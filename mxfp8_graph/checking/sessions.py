@@ -47,9 +47,7 @@ def _serialized(model: onnx.ModelProto, folder: Path | None) -> bytes:
         whole = onnx.ModelProto()
         whole.CopyFrom(model)
         for tensor in filter(tensor_data.is_external, walk.iter_tensors(whole)):
-            for entry in tensor.external_data:
-                if entry.key == "location":
-                    entry.value = str(folder.resolve() / entry.value)
+            tensor_data.set_location(tensor, str(folder.resolve() / tensor_data.location(tensor)))
         model = whole
     return bytes(model.SerializeToString())
 

@@ -71,6 +71,13 @@ def location(tensor: onnx.TensorProto) -> str:
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
+def set_location(tensor: onnx.TensorProto, name: str) -> None:
+    """Names another external file of the same layout."""
+    for entry in tensor.external_data:
+        if entry.key == "location":
+            entry.value = name
+
+
 def read(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Array:
     """Returns the values of a stored tensor.
 

@@ -27,6 +27,7 @@ from mxfp8_graph.onnx_model.tensor_data import (
     is_external,
     location,
     raw,
+    set_location,
 )
 from mxfp8_graph.onnx_model.walk import iter_graphs, iter_tensors
 from mxfp8_ops.errors import ContractError, Option
@@ -109,7 +110,7 @@ class Target:
         bridge = self._written(path, "bridge") if self._overwrite else None
         data_path = data_path_of(path)
         for tensor in filter(is_external, iter_tensors(self._opened.proto)):
-            _set_location(tensor, data_path.name)
+            set_location(tensor, data_path.name)
         file = self._written(path, "new")
         self.byte_size = data.tell() + file.tell()
         self._check_input()
@@ -275,9 +276,3 @@ def _exists(path: Path) -> ContractError:
 
 def _bytes(data: npt.NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-
-
-def _set_location(tensor: onnx.TensorProto, name: str) -> None:
-    for entry in tensor.external_data:
-        if entry.key == "location":
-            entry.value = name

@@ -9,6 +9,7 @@ from test_onnx_functions import (
     DTYPES,
     FORMATS,
     NO_DIVISION_BY_ZERO,
+    NO_SUCH_SHAPE,
     NUMPY,
     OPSETS,
     ROUNDINGS,
@@ -164,7 +165,7 @@ def test_an_unknown_epilogue_or_norm_fails_and_does_not_fall_back(attribute: str
         inputs = gemm_inputs((3, 70), (7, 70), None, gated=False, biased=False)
         op, outputs = gemm_op(inputs), {"Y": FLOAT}
     model = one_node_model(op, inputs, outputs, 23, {attribute: "swish"})
-    with pytest.raises(Exception, match=r"cannot be reshaped to the requested shape.*requested shape:\{\}"):
+    with pytest.raises(Exception, match=NO_SUCH_SHAPE):
         run(model, inputs)
 
 

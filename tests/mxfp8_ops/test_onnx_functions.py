@@ -26,6 +26,10 @@ DTYPES = pytest.mark.parametrize("dtype", [FLOAT, FLOAT16, BFLOAT16], ids=contra
 
 NUMPY = {code: numerics.value_dtype(name) for code, name in contract.VALUE_NAMES.items()}
 NUMPY |= dict.fromkeys([UINT8, FLOAT8E4M3FN, FLOAT8E5M2], np.dtype(np.uint8))
+# What the function bodies end in where an attribute is none of the contract's.
+FAILED_IN = "running Reshape node" if release("onnxruntime") >= (1, 24) else r"reshape_helper\.h"
+NO_SUCH_SHAPE = FAILED_IN + r".*requested shape:\{\}"
+
 TYPED_BY_HAND = {BFLOAT16: np.uint16, FLOAT8E4M3FN: np.uint8, FLOAT8E5M2: np.uint8}
 """The dtypes that ONNX Runtime takes only as raw integers with the type beside them."""
 
@@ -247,7 +251,7 @@ def test_minus_zero_survives_beside_a_poisoned_block(axis: int, element_format: 
 def test_an_illegal_attribute_fails_and_does_not_fall_back(attributes, elements: int, opset: int) -> None:
     inputs = {"X": (random_values(0, 2, 64), FLOAT)}
     model = one_node_model("MXFP8Quantize", inputs, {"e": elements, "s": UINT8}, opset, attributes)
-    with pytest.raises(Exception, match=r"(running Reshape node|reshape_helper\.h).*requested shape:\{\}"):
+    with pytest.raises(Exception, match=NO_SUCH_SHAPE):
         run(model, inputs)
 
 
