@@ -26,6 +26,9 @@ extern const Kernels kernels;
 namespace avx512 {
 extern const Kernels kernels;
 }
+namespace avx512_vnni {
+extern const Kernels kernels;
+}
 namespace avx512_bf16 {
 extern const Kernels kernels;
 }
@@ -64,7 +67,9 @@ class Processor {
   bool avx512() const {  // F, DQ, BW, VL
     return avx2() && saves(kZmm) && has(more_b_, 16) && has(more_b_, 17) && has(more_b_, 30) && has(more_b_, 31);
   }
-  bool avx512_bf16() const { return avx512() && has(more_c_, 1) && has(newer_, 5); }  // VBMI, BF16
+  bool avx512_vbmi() const { return avx512() && has(more_c_, 1); }
+  bool avx512_vnni() const { return avx512_vbmi() && has(more_c_, 11); }
+  bool avx512_bf16() const { return avx512_vbmi() && has(newer_, 5); }
   bool amx_bf16() const { return avx512_bf16() && saves(kTiles) && has(more_d_, 22) && has(more_d_, 24); }
   bool intel() const { return intel_; }
 
@@ -100,6 +105,7 @@ const Isa kIsas[] = {
 #if defined(MXFP8_X86)
     {&amx_bf16::kernels, has_amx_bf16},
     {&avx512_bf16::kernels, [] { return processor().avx512_bf16(); }},
+    {&avx512_vnni::kernels, [] { return processor().avx512_vnni(); }},
     {&avx512::kernels, [] { return processor().avx512(); }},
     {&avx2::kernels, [] { return processor().avx2(); }},
 #endif

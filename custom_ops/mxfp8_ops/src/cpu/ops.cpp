@@ -162,13 +162,16 @@ struct Strip {
 };
 
 // The first kernel after `last` for these rows; null stands for before the first.
-const GemmKernel* next_kernel(const Kernels& kernels, bool fits_bf16, int64_t rows, const GemmKernel* last) {
+const GemmKernel* next_kernel(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmKernel* last) {
+  const bool fits_bf16 = args.a_scales != nullptr || args.rounds_a || args.a_format == MXFP8_BFLOAT16;
+  const bool all_e4m3 = args.a_scales != nullptr && args.a_format == MXFP8_E4M3 && args.b_format == MXFP8_E4M3;
   const Values values = fits_bf16 && kernels.has_bf16 ? Values::kBf16 : Values::kOther;
+  const auto takes = [&](const GemmKernel& kernel) {
+    if (rows < kernel.least_rows || rows > kernel.most_rows) return false;
+    return kernel.values == values || kernel.values == Values::kAny || (kernel.values == Values::kE4M3 && all_e4m3);
+  };
   const GemmKernel* next = last == nullptr ? kernels.gemms : last + 1;
-  while ((next->values != values && next->values != Values::kAny) || rows < next->least_rows ||
-         rows > next->most_rows) {
-    ++next;  // ends at the last, which takes anything
-  }
+  while (!takes(*next)) ++next;  // ends at the last, which takes anything
   return next;
 }
 
@@ -189,14 +192,13 @@ size_t packed_bytes(const Strip& strip, int64_t k_padded) {
 // strips of as many rows as any kernel takes.
 void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, GemmsUsed* used,
                  std::vector<Strip>* strips, std::vector<Scratch>* scratch) {
-  const bool fits_bf16 = args.a_scales != nullptr || args.rounds_a || args.a_format == MXFP8_BFLOAT16;
   const int64_t k_padded = ceil_div(args.k, kGemmStep) * kGemmStep;
   std::vector<Strip> open;
   open.swap(*strips);
   while (!open.empty()) {
     size_t bytes = 0;
     for (Strip& strip : open) {
-      strip.kernel = next_kernel(kernels, fits_bf16, strip.rows, strip.kernel);
+      strip.kernel = next_kernel(kernels, args, strip.rows, strip.kernel);
       bytes += packed_bytes(strip, k_padded);
     }
     scratch->emplace_back(::operator new(bytes, std::align_val_t{64}));

@@ -140,8 +140,9 @@ struct NormArgs {
 constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold the values; use a later one
 constexpr int kAllZero = 1 << 20;
 
-// Which values of A a kernel is for: those that bf16 holds, on a processor that multiplies bf16; others; or all.
-enum class Values { kBf16, kOther, kAny };
+// What a kernel is for: values of A that bf16 holds, on a processor that multiplies bf16; others; all; or elements of A
+// and B that are all E4M3.
+enum class Values { kBf16, kOther, kAny, kE4M3 };
 
 struct GemmKernel {
   const char* name;

@@ -63,6 +63,12 @@ MXFP8_DECLARE(gemm_bf16);
 MXFP8_DECLARE(gemm_many_bf16);
 
 constexpr int64_t kManyRows = 192;  // beyond, turning B pays
+#elif defined(__AVX512VNNI__)
+MXFP8_DECLARE(gemm_int16);
+
+struct IntegersAndMore {  // see PackedA
+  char bytes[5];
+};
 #endif
 
 constexpr GemmKernel gemms[] = {
@@ -77,6 +83,9 @@ constexpr GemmKernel gemms[] = {
     gemm<uint16_t>(Values::kBf16, 1, kManyRows, kTileRows, MXFP8_GEMM(gemm_bf16)),
 #endif
     gemm<float>(Values::kOther, 1, kSkinnyFloatRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_f32)),
+#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
+    gemm<IntegersAndMore>(Values::kE4M3, 1, kGemmRows, kFloatRows, MXFP8_GEMM(gemm_int16)),
+#endif
     gemm<float>(Values::kAny, 1, kGemmRows, kFloatRows, MXFP8_GEMM(gemm_f32)),
 };
 
