@@ -5,7 +5,7 @@
 // the 32 products of a block add up in 32 bits: not rounded at all. The sum, as float32, times both scales of the block
 // is added to the result: 16 + 3 operations for what takes float32 32.
 //
-// B's elements are multiplied by 2^kBitsB, a block of A by 2^3 to 2^6: by as much as its norm allows, see bits_of.
+// B's elements are multiplied by 2^kBitsB, a block of A by 2^2 to 2^6: by as much as its norm allows, see shifts_of.
 // Smaller elements than 2^-2 (B's, next to a block's largest of 224 to 448: one of 800 if they are normally
 // distributed) are no integers then. Those are zeros in the dot products, and their products are added one by one:
 //   A . B = (A's integers) . (B's integers)          the dot products
@@ -28,7 +28,7 @@ constexpr int64_t kDepth = 256;                // of a chunk
 constexpr int64_t kPadding = 64;               // packed rows are padded to a multiple of it
 constexpr int kPairs = int(kBlock) / 2;        // pairs of integers of a block
 constexpr int kWordPairs = kPairs / 2;         // half of them are of even elements, then come the odd ones'
-constexpr int kBitsB = 5;
+constexpr int kBitsB = 6;
 static_assert(kDepth % kStretch == 0, "chunks are whole stretches");
 
 // Scales whose products are normal float32 numbers, and finite with any sum of integers.
@@ -88,7 +88,7 @@ struct Small {
   float value;
 };
 
-// Where packed A lies. Integers: [chunk, tile, block, row, pair]; codes: words of four, [word, row]; scales:
+// Where packed A lies. Integers: [chunk, tile, block, row, pair]; codes: [k, row]; scales:
 // [block, row], without and with what the integers are multiplied by; and of each tile and chunk its small elements.
 struct PackedA {
   int64_t lanes;   // rows of codes and scales, padded
@@ -101,8 +101,8 @@ struct PackedA {
         rows(rows),
         base(static_cast<char*>(const_cast<void*>(packed))) {}
   MXFP8_INLINE_MEMBER int16_t* integers() const { return reinterpret_cast<int16_t*>(base); }
-  MXFP8_INLINE_MEMBER uint32_t* codes() const { return reinterpret_cast<uint32_t*>(base + 2 * rows * padded); }
-  MXFP8_INLINE_MEMBER float* scales() const { return reinterpret_cast<float*>(codes() + lanes * padded / 4); }
+  MXFP8_INLINE_MEMBER uint8_t* codes() const { return reinterpret_cast<uint8_t*>(base + 2 * rows * padded); }
+  MXFP8_INLINE_MEMBER float* scales() const { return reinterpret_cast<float*>(codes() + lanes * padded); }
   MXFP8_INLINE_MEMBER float* int_scales() const { return scales() + lanes * padded / kBlock; }
   // The first of a list is no element: its `k` is how many follow.
   MXFP8_INLINE_MEMBER Small* smalls(Chunk chunk, const IntTiles& tiles, int64_t tile) const {
@@ -110,17 +110,20 @@ struct PackedA {
   }
   static constexpr int kSmallEvery = 16;
 };
-// The most significant bits that a block of A may have after the point, so that no sum with a block of B leaves 32 bits:
-// by Cauchy and Schwarz it is at most the product of the norms, and that of B's integers at most 81,098. `squares` is
-// the sum of squares of A's integers times 2^4, each rounded down, which makes the norm smaller by 6 or less.
-constexpr int kMostBitsA = 6, kLeastBitsA = 3;
-MXFP8_INLINE int bits_of(int squares) {
-  constexpr int norm = 26480;  // 2^31 / 81,098
-  for (int bits = kMostBitsA; bits > kLeastBitsA; --bits) {
-    const int most = (bits > 4 ? norm >> (bits - 4) : norm << (4 - bits)) - 6;
-    if (squares <= int64_t(most) * most) return bits;
+// How many bits fewer than kMostBitsA a block of A must have after the point, so that no sum with a block of B leaves 32
+// bits: by Cauchy and Schwarz it is at most the product of the norms, and that of B's integers at most 162,196. `squares`
+// is the sum of squares of A's integers of 4 bits after the point, each rounded down: the norm may be 6 larger.
+constexpr int kMostBitsA = 6, kMostShift = 4;
+MXFP8_INLINE __m512i shifts_of(__m512i squares) {
+  constexpr int norm = 13240;  // 2^31 / 162,196
+  __m512i shifts = _mm512_setzero_si512();
+  for (int shift = 0; shift < kMostShift; ++shift) {
+    const int most = (norm << shift >> (kMostBitsA - 4)) - 6;
+    if (most >= 40550) continue;  // the largest norm there is
+    const __mmask16 more = _mm512_cmpgt_epi32_mask(squares, _mm512_set1_epi32(most * most));
+    shifts = _mm512_mask_add_epi32(shifts, more, shifts, _mm512_set1_epi32(1));
   }
-  return kLeastBitsA;
+  return shifts;
 }
 
 MXFP8_INLINE __m512i load_codes(const uint8_t* elements, int64_t count) {
@@ -128,51 +131,66 @@ MXFP8_INLINE __m512i load_codes(const uint8_t* elements, int64_t count) {
   return _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, elements);
 }
 
-// Packs two blocks of a row of a tile, of which there are `left` elements, as integers. False if they do not fit.
-MXFP8_INLINE bool pack_blocks(const IntDecoder<kMostBitsA>& decoder, __m512i codes, const uint8_t* scales, int64_t left,
-                              int64_t k, int64_t row, int16_t* integers, int64_t next_block, float* plain,
-                              float* int_scales, int64_t lanes, Small* smalls, int64_t most_smalls) {
+// Where two blocks of a row of A go.
+struct PackedBlocks {
+  int16_t* integers;
+  int64_t next_integers;
+  float *scales, *int_scales;
+  int64_t next_scales;
+  Small* smalls;
+  int64_t most_smalls;
+};
+
+// Packs two blocks, values k on of a chunk, of a row of a tile. False if they do not fit.
+MXFP8_INLINE bool pack_blocks(const IntDecoder<kMostBitsA>& decoder, __m512i codes, const uint8_t* scales, int64_t row,
+                              int64_t k, const PackedBlocks& to) {
   const __m512i magnitudes = _mm512_and_si512(codes, _mm512_set1_epi8(0x7f));
   const uint64_t nans = _mm512_cmpeq_epi8_mask(magnitudes, _mm512_set1_epi8(0x7f));
-  __mmask64 odd;
-  Pairs pairs = decoder(codes, &odd);
-  const __m512i even = _mm512_srai_epi16(pairs.even, kMostBitsA - 4), odds = _mm512_srai_epi16(pairs.odd, kMostBitsA - 4);
-  const __m512i squares = _mm512_dpwssd_epi32(_mm512_madd_epi16(even, even), odds, odds);
   const uint64_t present = _mm512_test_epi8_mask(magnitudes, magnitudes);
-  int bits[2];
+  __mmask64 odd;
+  const Pairs pairs = decoder(codes, &odd);
+  const __m512i even = _mm512_srai_epi16(pairs.even, kMostBitsA - 4), odds = _mm512_srai_epi16(pairs.odd, kMostBitsA - 4);
+  __m512i squares = _mm512_dpwssd_epi32(_mm512_madd_epi16(even, even), odds, odds);
+  squares = _mm512_add_epi32(squares, _mm512_permutex_epi64(squares, 0x4e));
+  squares = _mm512_add_epi32(squares, _mm512_shuffle_epi32(squares, _MM_PERM_BADC));
+  squares = _mm512_add_epi32(squares, _mm512_shuffle_epi32(squares, _MM_PERM_CDAB));
+  const __m512i shifts = shifts_of(squares);
+  const int shift[2] = {_mm512_cvtsi512_si32(shifts), _mm256_extract_epi32(_mm512_extracti64x4_epi64(shifts, 1), 0)};
   for (int half = 0; half < 2; ++half) {
-    bits[half] = bits_of(_mm512_mask_reduce_add_epi32(half == 0 ? 0xff : 0xff00, squares));
-    const int scale = half * kBlock < left ? scales[half] : 127;
+    const uint32_t scale = scales[half];
     const bool is_nan = scale == kScaleNan || uint32_t(nans >> (half * kBlock)) != 0;
     const bool fits = scale >= kLowestScale && scale <= kHighestScale;
     if (!fits && !is_nan && uint32_t(present >> (half * kBlock)) != 0) return false;
-    plain[half * lanes] = fits ? float_of(uint32_t(scale) << 23) : 0.0f;
-    int_scales[half * lanes] = is_nan ? float_of(kQuietNan) : fits ? float_of(uint32_t(scale - bits[half]) << 23) : 0.0f;
+    const float value = fits ? float_of(scale << 23) : 0.0f;
+    const float of_integers = fits ? float_of((scale - kMostBitsA + uint32_t(shift[half])) << 23) : 0.0f;
+    to.scales[half * to.next_scales] = value;
+    to.int_scales[half * to.next_scales] = is_nan ? float_of(kQuietNan) : of_integers;
   }
-  // What is an integer at kMostBitsA may be none with fewer bits.
-  const auto least = [](int bits) { return char((10 - bits) << E4M3::mantissa_bits); };
-  const __m512i limits = _mm512_mask_blend_epi64(0xf0, _mm512_set1_epi8(least(bits[0])), _mm512_set1_epi8(least(bits[1])));
-  uint64_t small = present & _mm512_cmplt_epu8_mask(magnitudes, limits);
-  pairs = decoder(_mm512_maskz_mov_epi8(~small, codes), &odd);
-  const __m512i shifts = _mm512_mask_blend_epi64(0xf0, _mm512_set1_epi16(short(kMostBitsA - bits[0])),
-                                                 _mm512_set1_epi16(short(kMostBitsA - bits[1])));
-  pairs.even = _mm512_srav_epi16(pairs.even, shifts);
-  pairs.odd = _mm512_srav_epi16(pairs.odd, shifts);
+  // With fewer bits, less is an integer.
+  const __m512i in_words = _mm512_or_si512(shifts, _mm512_slli_epi32(shifts, 16));
+  const __m512i least = _mm512_sllv_epi16(_mm512_set1_epi16(1 << E4M3::mantissa_bits), in_words);
+  const auto whole = [&](__m512i integers) MXFP8_INLINE_LAMBDA {
+    const __mmask32 kept = _mm512_cmpge_epi16_mask(_mm512_abs_epi16(integers), least);
+    return _mm512_maskz_srav_epi16(kept, integers, in_words);
+  };
+  const __m512i first = whole(pairs.even), second = whole(pairs.odd);
   for (int half = 0; half < 2; ++half) {
-    int16_t* to = integers + half * next_block;
-    const auto store = [&](int16_t* at, __m512i all) {
-      const __m256i some = half == 0 ? _mm512_castsi512_si256(all) : _mm512_extracti64x4_epi64(all, 1);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(at), some);
-    };
-    store(to, pairs.even);
-    store(to + kBlock / 2, pairs.odd);
+    auto* at = reinterpret_cast<__m256i*>(to.integers + half * to.next_integers);
+    _mm256_store_si256(at, half == 0 ? _mm512_castsi512_si256(first) : _mm512_extracti64x4_epi64(first, 1));
+    _mm256_store_si256(at + 1, half == 0 ? _mm512_castsi512_si256(second) : _mm512_extracti64x4_epi64(second, 1));
   }
+  const __m512i in_bytes = _mm512_or_si512(in_words, _mm512_slli_epi16(in_words, 8));
+  const __m512i limits = _mm512_add_epi8(_mm512_slli_epi16(in_bytes, E4M3::mantissa_bits),
+                                         _mm512_set1_epi8((10 - kMostBitsA) << E4M3::mantissa_bits));
+  uint64_t small = present & _mm512_cmplt_epu8_mask(magnitudes, limits);
+  if (__builtin_expect(small == 0, 1)) return true;
+  alignas(64) uint8_t all[kDecoded];
+  _mm512_store_si512(all, codes);
   for (; small != 0; small &= small - 1) {
     const int i = __builtin_ctzll(small);
-    if (smalls->k == most_smalls) return false;
-    alignas(64) uint8_t all[kDecoded];
-    _mm512_store_si512(all, codes);
-    smalls[++smalls->k] = {uint16_t(row), uint16_t(k + i), decode<E4M3>(all[i]) * plain[i / kBlock * lanes]};
+    if (to.smalls->k == to.most_smalls) return false;
+    const float value = decode<E4M3>(all[i]) * to.scales[i / kBlock * to.next_scales];
+    to.smalls[++to.smalls->k] = {uint16_t(row), uint16_t(k + i), value};
   }
   return true;
 }
@@ -181,34 +199,35 @@ MXFP8_INLINE bool pack_blocks(const IntDecoder<kMostBitsA>& decoder, __m512i cod
 MXFP8_INLINE bool pack_chunk(const GemmArgs& args, const PackedA& to, int64_t row, int64_t first, int64_t tile_rows,
                              Chunk chunk, int16_t* integers, Small* smalls) {
   const IntDecoder<kMostBitsA> decoder;
-  const int64_t most_smalls = tile_rows * chunk.padded / PackedA::kSmallEvery - 1;
+  // Byte 16 j + i is element j of four of row i.
+  alignas(64) uint8_t order[kDecoded];
+  for (int i = 0; i < kDecoded; ++i) order[i] = uint8_t(i % kTurnRows * kWord + i / kTurnRows);
+  const __m512i to_rows = _mm512_load_si512(order);
+  const __mmask16 present = __mmask16((1u << tile_rows) - 1);
   *smalls = {};
-  // The last tile writes padding too.
-  const int64_t lanes = first + tile_rows == to.rows ? to.lanes - first : tile_rows;
   for (int64_t k = 0; k < chunk.padded; k += kDecoded) {
     const int64_t left = chunk.count - k, block = (chunk.k + k) / kBlock;
-    __m512i codes[kLanes];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kLanes; ++i) {
+    __m512i codes[kTurnRows];
+    for (int64_t i = 0; i < kTurnRows; ++i) {
       codes[i] = _mm512_setzero_si512();
       if (i >= tile_rows) continue;
-      const int64_t at = row + first + i;
+      const int64_t at = row + first + i, lane = block * to.lanes + first + i;
       codes[i] = load_codes(static_cast<const uint8_t*>(args.a) + at * args.a_stride + chunk.k + k, left);
-      const int64_t lane = block * to.lanes + first + i;
-      if (!pack_blocks(decoder, codes[i], args.a_scales + at * blocks_of(args.k) + block, left, k, i,
-                       integers + (k * tile_rows + i * kBlock), tile_rows * kBlock, to.scales() + lane,
-                       to.int_scales() + lane, to.lanes, smalls, most_smalls)) {
-        return false;
-      }
+      const uint8_t* scales = args.a_scales + at * blocks_of(args.k) + block;
+      const uint8_t both[2] = {scales[0], left > kBlock ? scales[1] : uint8_t(0)};
+      const PackedBlocks blocks{integers + k * tile_rows + i * kBlock, tile_rows * kBlock, to.scales() + lane,
+                                to.int_scales() + lane,                to.lanes,           smalls,
+                                tile_rows * chunk.padded / PackedA::kSmallEvery - 1};
+      if (!pack_blocks(decoder, codes[i], both, i, k, blocks)) return false;
     }
     turn(codes);
-    for (int64_t word = 0; word < kLanes; ++word) {
-      uint32_t* at = to.codes() + ((chunk.k + k) / kWord + word) * to.lanes + first;
-      _mm512_mask_storeu_epi32(at, __mmask16((1u << min_of(lanes, kLanes)) - 1), codes[word]);
-      for (int64_t i = kLanes; i < lanes; ++i) at[i] = 0;
-    }
-    for (int64_t i = tile_rows; i < lanes; ++i) {
-      for (int half = 0; half < 2; ++half) to.scales()[(block + half) * to.lanes + first + i] = 0;
+    for (int64_t word = 0; word < kTurnRows; ++word) {
+      const __m512i rows = _mm512_permutexvar_epi8(to_rows, codes[word]);
+      uint8_t* at = to.codes() + (chunk.k + k + word * kWord) * to.lanes + first;
+      _mm_mask_storeu_epi8(at, present, _mm512_castsi512_si128(rows));
+      _mm_mask_storeu_epi8(at + to.lanes, present, _mm512_extracti32x4_epi32(rows, 1));
+      _mm_mask_storeu_epi8(at + 2 * to.lanes, present, _mm512_extracti32x4_epi32(rows, 2));
+      _mm_mask_storeu_epi8(at + 3 * to.lanes, present, _mm512_extracti32x4_epi32(rows, 3));
     }
   }
   return true;
@@ -320,7 +339,7 @@ struct Rest {
   uint64_t columns = 0;  // that have a sum
 
   MXFP8_INLINE_MEMBER float* of(int64_t column, int64_t rows) {
-    if ((columns >> column & 1) == 0) std::memset(sums[column], 0, size_t(rows) * sizeof(float));
+    if ((columns >> column & 1) == 0) std::memset(sums[column], 0, size_t((rows + kLanes - 1) / kLanes * kLanes) * sizeof(float));
     columns |= uint64_t(1) << column;
     return sums[column];
   }
@@ -328,15 +347,14 @@ struct Rest {
 
 // A small element of B, `value`, times values `k` of all rows of A.
 MXFP8_INLINE void add_small_of_b(const PackedA& a, int64_t first, int64_t rows, int64_t k, float value, float* sums) {
-  const uint32_t* words = a.codes() + k / kWord * a.lanes + first;
+  const uint8_t* codes = a.codes() + k * a.lanes + first;
   const float* scales = a.scales() + k / kBlock * a.lanes + first;
-  const Vec factor = all_of(value * 256.0f);  // an element becomes a float16 that is so much smaller
-  const auto shift = _mm_cvtsi32_si128(int(k % kWord * 8));
+  const Vec factor = all_of(value * 256.0f);  // as float16 an element is so much smaller
   for (int64_t i = 0; i < rows; i += kLanes) {
     const __mmask16 present = __mmask16((1u << min_of(rows - i, kLanes)) - 1);
-    const __m512i codes = _mm512_slli_epi16(_mm512_srl_epi32(_mm512_maskz_loadu_epi32(present, words + i), shift), 8);
-    const __m512i halves = _mm512_and_si512(_mm512_srai_epi16(codes, 1), _mm512_set1_epi32(0xbfff));
-    const Vec values = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves)) * _mm512_maskz_loadu_ps(present, scales + i);
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(present, codes + i)), 8);
+    const __m256i smaller = _mm256_and_si256(_mm256_srai_epi16(halves, 1), _mm256_set1_epi16(short(0xbfff)));
+    const Vec values = _mm512_cvtph_ps(smaller) * _mm512_maskz_loadu_ps(present, scales + i);
     store(sums + i, multiply_add(values, factor, load(sums + i)));
   }
 }
@@ -368,13 +386,22 @@ MXFP8_NOINLINE void add_rest(const GemmArgs& args, const PackedA& a, int64_t row
   }
 }
 
-// Adds the rest of `count` columns to a strip.
-MXFP8_NOINLINE void add_to_strip(Rest* rest, int64_t begin, int64_t count, int64_t rows, float* strip) {
-  const uint64_t columns = rest->columns;
-  for (int64_t c = 0; c < count; ++c) {
-    if ((columns >> (begin + c) & 1) == 0) continue;
-    for (int64_t i = 0; i < rows; ++i) strip[i * kGemmColumns + c] += rest->sums[begin + c][i];
-    rest->columns &= ~(uint64_t(1) << (begin + c));
+// Adds the rest of a panel's columns, `begin` on, to a strip.
+MXFP8_NOINLINE void add_to_strip(Rest* rest, int64_t begin, int64_t rows, float* strip) {
+  for (int64_t j = 0; j < kPanel; j += kLanes) {
+    const uint32_t columns = uint32_t(rest->columns >> (begin + j)) & 0xffff;
+    if (columns == 0) continue;
+    for (int64_t c = 0; c < kLanes; ++c) rest->of(begin + j + c, rows);
+    for (int64_t i = 0; i < rows; i += kLanes) {
+      alignas(64) float turned[kLanes][kLanes];
+      transpose_tile(reinterpret_cast<const char*>(rest->sums[begin + j] + i), sizeof rest->sums[0],
+                     reinterpret_cast<char*>(turned), sizeof turned[0]);
+      for (int64_t r = 0; r < min_of(rows - i, kLanes); ++r) {
+        float* to = strip + (i + r) * kGemmColumns + j;
+        store(to, load(to) + load(turned[r]));
+      }
+    }
+    rest->columns &= ~(uint64_t(0xffff) << (begin + j));
   }
 }
 
@@ -444,7 +471,7 @@ void gemm_int16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_
           multiply_panel(Rows<1>{}, chunk, strip);
         }
         add_rest(args, a, row + first, first, count, column, columns, at, chunk, panel, &rest);
-        if (last) add_to_strip(&rest, at, columns, count, strip);
+        if (last) add_to_strip(&rest, at, count, strip);
       });
 }
 
