@@ -195,42 +195,51 @@ MXFP8_INLINE bool pack_blocks(const IntDecoder<kMostBitsA>& decoder, __m512i cod
   return true;
 }
 
-// Packs a chunk of a tile: rows `first` on of the strip that begins with `row`.
-MXFP8_INLINE bool pack_chunk(const GemmArgs& args, const PackedA& to, int64_t row, int64_t first, int64_t tile_rows,
+// Packs a chunk of a tile: rows `row` on of A, `lane` on of the strip.
+MXFP8_INLINE bool pack_chunk(const GemmArgs& args, const PackedA& to, int64_t row, int64_t lane, int64_t rows,
                              Chunk chunk, int16_t* integers, Small* smalls) {
   const IntDecoder<kMostBitsA> decoder;
-  // Byte 16 j + i is element j of four of row i.
-  alignas(64) uint8_t order[kDecoded];
-  for (int i = 0; i < kDecoded; ++i) order[i] = uint8_t(i % kTurnRows * kWord + i / kTurnRows);
-  const __m512i to_rows = _mm512_load_si512(order);
-  const __mmask16 present = __mmask16((1u << tile_rows) - 1);
+  const int64_t blocks = blocks_of(args.k), most_smalls = rows * chunk.padded / PackedA::kSmallEvery - 1;
   *smalls = {};
   for (int64_t k = 0; k < chunk.padded; k += kDecoded) {
     const int64_t left = chunk.count - k, block = (chunk.k + k) / kBlock;
-    __m512i codes[kTurnRows];
-    for (int64_t i = 0; i < kTurnRows; ++i) {
-      codes[i] = _mm512_setzero_si512();
-      if (i >= tile_rows) continue;
-      const int64_t at = row + first + i, lane = block * to.lanes + first + i;
-      codes[i] = load_codes(static_cast<const uint8_t*>(args.a) + at * args.a_stride + chunk.k + k, left);
-      const uint8_t* scales = args.a_scales + at * blocks_of(args.k) + block;
+    for (int64_t i = 0; i < rows; ++i) {
+      const auto* from = static_cast<const uint8_t*>(args.a) + (row + i) * args.a_stride + chunk.k + k;
+      const uint8_t* scales = args.a_scales + (row + i) * blocks + block;
       const uint8_t both[2] = {scales[0], left > kBlock ? scales[1] : uint8_t(0)};
-      const PackedBlocks blocks{integers + k * tile_rows + i * kBlock, tile_rows * kBlock, to.scales() + lane,
-                                to.int_scales() + lane,                to.lanes,           smalls,
-                                tile_rows * chunk.padded / PackedA::kSmallEvery - 1};
-      if (!pack_blocks(decoder, codes[i], both, i, k, blocks)) return false;
-    }
-    turn(codes);
-    for (int64_t word = 0; word < kTurnRows; ++word) {
-      const __m512i rows = _mm512_permutexvar_epi8(to_rows, codes[word]);
-      uint8_t* at = to.codes() + (chunk.k + k + word * kWord) * to.lanes + first;
-      _mm_mask_storeu_epi8(at, present, _mm512_castsi512_si128(rows));
-      _mm_mask_storeu_epi8(at + to.lanes, present, _mm512_extracti32x4_epi32(rows, 1));
-      _mm_mask_storeu_epi8(at + 2 * to.lanes, present, _mm512_extracti32x4_epi32(rows, 2));
-      _mm_mask_storeu_epi8(at + 3 * to.lanes, present, _mm512_extracti32x4_epi32(rows, 3));
+      const int64_t at = block * to.lanes + lane + i;
+      const PackedBlocks packed{integers + k * rows + i * kBlock, rows * kBlock, to.scales() + at, to.int_scales() + at,
+                                to.lanes,                         smalls,        most_smalls};
+      if (!pack_blocks(decoder, load_codes(from, left), both, i, k, packed)) return false;
     }
   }
   return true;
+}
+
+// Turns the codes of rows `begin` to `end` of the strip: kTurnRows at a time, those that begin there.
+MXFP8_INLINE void pack_codes(const GemmArgs& args, const PackedA& to, int64_t row, int64_t begin, int64_t end) {
+  alignas(64) uint8_t order[kDecoded];  // byte 16 j + i is element j, of four, of row i
+  for (int i = 0; i < kDecoded; ++i) order[i] = uint8_t(i % kTurnRows * kWord + i / kTurnRows);
+  const __m512i to_rows = _mm512_load_si512(order);
+  for (int64_t k = 0; k < args.k; k += kDecoded) {
+    for (int64_t lane = (begin + kTurnRows - 1) / kTurnRows * kTurnRows; lane < end; lane += kTurnRows) {
+      const auto* from = static_cast<const uint8_t*>(args.a) + (row + lane) * args.a_stride + k;
+      __m512i codes[kTurnRows];
+      for (int64_t i = 0; i < kTurnRows; ++i) {
+        codes[i] = lane + i < to.rows ? load_codes(from + i * args.a_stride, args.k - k) : _mm512_setzero_si512();
+      }
+      turn(codes);
+#pragma GCC unroll 16
+      for (int64_t word = 0; word < kTurnRows; ++word) {
+        const __m512i rows = _mm512_permutexvar_epi8(to_rows, codes[word]);
+        uint8_t* at = to.codes() + (k + word * kWord) * to.lanes + lane;
+        _mm_store_si128(reinterpret_cast<__m128i*>(at), _mm512_castsi512_si128(rows));
+        _mm_store_si128(reinterpret_cast<__m128i*>(at + to.lanes), _mm512_extracti32x4_epi32(rows, 1));
+        _mm_store_si128(reinterpret_cast<__m128i*>(at + 2 * to.lanes), _mm512_extracti32x4_epi32(rows, 2));
+        _mm_store_si128(reinterpret_cast<__m128i*>(at + 3 * to.lanes), _mm512_extracti32x4_epi32(rows, 3));
+      }
+    }
+  }
 }
 
 // A panel of B: its integers [vector, block, pair, column], scales with what they are multiplied by [vector, block,
@@ -412,14 +421,16 @@ int gemm_int16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t til
   const IntTiles tiles{rows};
   const PackedA to(packed, rows, args.k);
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    const int64_t first = tiles.first_row(tile);
     for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
       const Chunk chunk = chunk_at(args.k, kDepth, c, kPadding);
-      if (!pack_chunk(args, to, row, tiles.first_row(tile), tiles.rows_of(tile), chunk,
+      if (!pack_chunk(args, to, row + first, first, tiles.rows_of(tile), chunk,
                       to.integers() + tiles.offset(chunk, tile), to.smalls(chunk, tiles, tile))) {
         return kNotExact;
       }
     }
   }
+  pack_codes(args, to, row, tiles.first_row(tile_begin), tiles.first_row(tile_end));
   return 0;
 }
 
