@@ -331,9 +331,9 @@ MXFP8_NOINLINE void add_small_of_a(const Small* smalls, const Panel& panel, floa
     const Small& small = *++smalls;
     const int64_t block = small.k / kBlock, word = small.k % kBlock / kWord, place = small.k % kWord;
     const int16_t* pairs = panel.integers + block * kBlock * kLanes + (place % 2 * kWordPairs + word) * 2 * kLanes;
+    const __m128i to_top = _mm_cvtsi32_si128(place < 2 ? 16 : 0);
     for (int j = 0; j < V; ++j) {
-      __m512i two = _mm512_load_si512(pairs + j * kDepth * kLanes);
-      if (place < 2) two = _mm512_slli_epi32(two, 16);
+      const __m512i two = _mm512_sll_epi32(_mm512_load_si512(pairs + j * kDepth * kLanes), to_top);
       const Vec weights = _mm512_cvtepi32_ps(_mm512_srai_epi32(two, 16)) *
                           load(panel.scales + (j * (kDepth / kBlock) + block) * kLanes);
       float* to = strip + small.row * kGemmColumns + j * kLanes;
@@ -368,13 +368,25 @@ MXFP8_INLINE void add_small_of_b(const PackedA& a, int64_t first, int64_t rows, 
   }
 }
 
+// Which of up to 64 words have an element that is no integer.
+MXFP8_INLINE uint64_t words_with_odd(const uint64_t* odd, int64_t words) {
+  static_assert(kDepth / kWord == 64 && kPadding / kWord % 8 == 0);
+  uint64_t all = 0;
+  for (int64_t i = 0; i < words; i += 8) {
+    const __m512i eight = _mm512_loadu_si512(odd + i);
+    all |= uint64_t(_mm512_test_epi64_mask(eight, eight)) << i;
+  }
+  return all;
+}
+
 // Adds, for a panel's columns from `at` on in the strip, what its dot products leave out.
 MXFP8_NOINLINE void add_rest(const GemmArgs& args, const PackedA& a, int64_t row, int64_t first, int64_t rows,
                              int64_t column, int64_t columns, int64_t at, Chunk chunk, const Panel& panel, Rest* rest) {
   const int64_t blocks = blocks_of(args.k);
   for (int64_t j = 0; j * kLanes < columns; ++j) {
     const uint32_t real = (uint32_t(1) << min_of(columns - j * kLanes, kLanes)) - 1;
-    for (int64_t word = 0; word < chunk.padded / kWord; ++word) {
+    for (uint64_t words = words_with_odd(panel.odd[j], chunk.padded / kWord); words != 0; words &= words - 1) {
+      const int64_t word = __builtin_ctzll(words);
       for (uint64_t odd = panel.odd[j][word]; odd != 0; odd &= odd - 1) {
         const int bit = __builtin_ctzll(odd);
         const int64_t c = j * kLanes + bit / kWord, k = chunk.k + word * kWord + bit % kWord;
