@@ -112,9 +112,9 @@ const Isa kIsas[] = {
     {&portable::kernels, [] { return true; }},
 };
 
-// Intel's processors multiply pairs of bfloat16 on one port and float32 on two, so that the products are no faster and
-// only their decoding counts: on a Xeon of 2024 the set avx512 took 0.5 to 1.0 of the time (1.02 at 16 rows) of
-// avx512_bf16, which is for AMD's then.
+// Intel's processors multiply pairs of bfloat16 on one port and float32, or pairs of 16-bit integers, on two: on a Xeon
+// of 2024 the sets avx512 and avx512_vnni took 0.5 to 1.0 of the time (1.02 at 16 rows) of avx512_bf16, which is for
+// AMD's then.
 bool is_slower_than_the_next([[maybe_unused]] const Isa& isa) {
 #if defined(MXFP8_X86)
   return isa.kernels == &avx512_bf16::kernels && processor().intel();

@@ -45,7 +45,8 @@ struct Integers {
   constexpr Integers() : bytes{} {
     for (int code = 1; code < 128; ++code) {
       const int exponent = code >> E4M3::mantissa_bits, shift = 10 - Bits;  // 2^(exponent - 10), times 8 to 15
-      const int value = exponent < shift || code > int(E4M3::max_code) ? kOdd << 8 : (8 | (code & 7)) << exponent >> shift;
+      const int value =
+          exponent < shift || code > int(E4M3::max_code) ? kOdd << 8 : (8 | (code & 7)) << exponent >> shift;
       bytes[0][code] = uint8_t(value);
       bytes[1][code] = uint8_t(value >> 8);
     }
@@ -110,9 +111,10 @@ struct PackedA {
   }
   static constexpr int kSmallEvery = 16;
 };
-// How many bits fewer than kMostBitsA a block of A must have after the point, so that no sum with a block of B leaves 32
-// bits: by Cauchy and Schwarz it is at most the product of the norms, and that of B's integers at most 162,196. `squares`
-// is the sum of squares of A's integers of 4 bits after the point, each rounded down: the norm may be 6 larger.
+// How many bits fewer than kMostBitsA a block of A must have after the point, so that no sum with a block of B leaves
+// 32 bits: by Cauchy and Schwarz it is at most the product of the norms, and that of B's integers at most 162,196.
+// `squares` is the sum of squares of A's integers of 4 bits after the point, each rounded down: the norm may be 6
+// larger.
 constexpr int kMostBitsA = 6, kMostShift = 4;
 MXFP8_INLINE __m512i shifts_of(__m512i squares) {
   constexpr int norm = 13240;  // 2^31 / 162,196
@@ -149,7 +151,8 @@ MXFP8_INLINE bool pack_blocks(const IntDecoder<kMostBitsA>& decoder, __m512i cod
   const uint64_t present = _mm512_test_epi8_mask(magnitudes, magnitudes);
   __mmask64 odd;
   const Pairs pairs = decoder(codes, &odd);
-  const __m512i even = _mm512_srai_epi16(pairs.even, kMostBitsA - 4), odds = _mm512_srai_epi16(pairs.odd, kMostBitsA - 4);
+  const __m512i even = _mm512_srai_epi16(pairs.even, kMostBitsA - 4),
+                odds = _mm512_srai_epi16(pairs.odd, kMostBitsA - 4);
   __m512i squares = _mm512_dpwssd_epi32(_mm512_madd_epi16(even, even), odds, odds);
   squares = _mm512_add_epi32(squares, _mm512_permutex_epi64(squares, 0x4e));
   squares = _mm512_add_epi32(squares, _mm512_shuffle_epi32(squares, _MM_PERM_BADC));
@@ -208,8 +211,13 @@ MXFP8_INLINE bool pack_chunk(const GemmArgs& args, const PackedA& to, int64_t ro
       const uint8_t* scales = args.a_scales + (row + i) * blocks + block;
       const uint8_t both[2] = {scales[0], left > kBlock ? scales[1] : uint8_t(0)};
       const int64_t at = block * to.lanes + lane + i;
-      const PackedBlocks packed{integers + k * rows + i * kBlock, rows * kBlock, to.scales() + at, to.int_scales() + at,
-                                to.lanes,                         smalls,        most_smalls};
+      const PackedBlocks packed{integers + k * rows + i * kBlock,
+                                rows * kBlock,
+                                to.scales() + at,
+                                to.int_scales() + at,
+                                to.lanes,
+                                smalls,
+                                most_smalls};
       if (!pack_blocks(decoder, load_codes(from, left), both, i, k, packed)) return false;
     }
   }
@@ -247,7 +255,7 @@ MXFP8_INLINE void pack_codes(const GemmArgs& args, const PackedA& to, int64_t ro
 struct Panel {
   alignas(64) int16_t integers[kPanel * kDepth];
   alignas(64) float scales[kPanel * kDepth / kBlock];
-  uint64_t odd[kVectors][kDepth / kWord];  // a bit for each element of a word of each column
+  uint64_t odd[kVectors][kDepth / kWord];       // a bit for each element of a word of each column
   uint32_t strange[kVectors][kDepth / kBlock];  // a bit for each column whose scale does not fit: that is 0
 };
 
@@ -274,8 +282,8 @@ MXFP8_INLINE void decode_stretch(const IntDecoder<kBitsB>& decoder, const Stretc
     }
     for (int half = 0; half < 2; ++half) {
       const int64_t block = k / kBlock + half;
-      const __m512i codes = _mm512_and_si512(_mm512_srli_epi32(reinterpret_cast<__m512i>(all_scales), unsigned(block) * 8),
-                                             _mm512_set1_epi32(0xff));
+      const __m512i codes = _mm512_and_si512(
+          _mm512_srli_epi32(reinterpret_cast<__m512i>(all_scales), unsigned(block) * 8), _mm512_set1_epi32(0xff));
       const __mmask16 fits = _mm512_cmple_epu32_mask(_mm512_sub_epi32(codes, _mm512_set1_epi32(kLowestScale)),
                                                      _mm512_set1_epi32(kHighestScale - kLowestScale));
       const __m512i exponents = _mm512_slli_epi32(_mm512_sub_epi32(codes, _mm512_set1_epi32(kBitsB)), 23);
@@ -348,7 +356,8 @@ struct Rest {
   uint64_t columns = 0;  // that have a sum
 
   MXFP8_INLINE_MEMBER float* of(int64_t column, int64_t rows) {
-    if ((columns >> column & 1) == 0) std::memset(sums[column], 0, size_t((rows + kLanes - 1) / kLanes * kLanes) * sizeof(float));
+    if ((columns >> column & 1) == 0)
+      std::memset(sums[column], 0, size_t((rows + kLanes - 1) / kLanes * kLanes) * sizeof(float));
     columns |= uint64_t(1) << column;
     return sums[column];
   }

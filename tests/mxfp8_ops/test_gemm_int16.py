@@ -1,0 +1,194 @@
+"""Gemms on 16-bit integers: exact whatever the elements are, those that are no integers among them.
+
+What holds of every gemm is in test_cpu.py; here are the values that this kernel treats apart."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mxfp8_ops import cpu, numerics
+
+ISAS = [isa for isa in cpu.available_isas() if isa.endswith("_vnni")]
+ONE = np.uint8(0x38)
+LARGEST = np.uint8(0x7E)  # 448
+FINITE = np.arange(0x7F, dtype=np.uint8)
+SMALL = FINITE[FINITE < 32]  # below 2^-3: integers in no kernel
+
+pytestmark = [
+    pytest.mark.skipif(not ISAS, reason="no processor with dot products of 16-bit integers"),
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest):
+    with cpu.forced_isa(request.param):
+        yield request.param
+
+
+def multiply(*operands: np.ndarray, **options) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Returns cpu.gemm of them, and the kernels that ran."""
+    with cpu.profiled() as profile:
+        y = cpu.gemm(*operands, **options)
+        return y, profile.calls()[-1].gemms
+
+
+def kernels_of(a: np.ndarray, b: np.ndarray, a_scale: int = 127, b_scale: int = 127) -> tuple[str, ...]:
+    """Returns the kernels that multiply elements with one scale, after checking the result."""
+    scales = [np.full((len(x), -(-x.shape[1] // 32)), scale, np.uint8) for x, scale in ((a, a_scale), (b, b_scale))]
+    actual, kernels = multiply(a, scales[0], b, scales[1])
+    x, w = (numerics.dequantize(e, s).astype(np.float64) for e, s in ((a, scales[0]), (b, scales[1])))
+    expected, bound = x @ w.T, numerics.gemm_error_bound(x, w)
+    wrong = np.argwhere(np.abs(actual - expected) > bound)
+    if len(wrong):
+        m, n = wrong[0]
+        pytest.fail(f"{len(wrong)} of {actual.size}; at {m, n} {actual[m, n]!r}, expected {expected[m, n]!r}")
+    return kernels
+
+
+def ordinary(shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Codes of 0.5 to 448, of both signs."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(48, 0x7F, shape, dtype=np.uint8) | rng.choice([0, 0x80], shape).astype(np.uint8)
+
+
+def test_elements_that_are_integers_are_multiplied_as_integers(isa):
+    assert kernels_of(ordinary((40, 256), 1), ordinary((70, 256), 2)) == ("gemm_int16",)
+
+
+@pytest.mark.parametrize("magnitude", FINITE[1:], ids=lambda code: f"{code:#x}")
+def test_no_sum_of_a_block_overflows(isa, magnitude):
+    """All elements of A alike and of B the largest: the norms are the largest, and the sum is their product."""
+    for sign in (0, 0x80):
+        a, b = np.full((12, 96), magnitude | sign, np.uint8), np.full((33, 96), LARGEST)
+        kernels_of(a, b)
+        kernels_of(b, a)
+
+
+@pytest.mark.parametrize("count", range(1, 33))
+def test_no_sum_overflows_at_any_norm(isa, count):
+    """The norm of a block of A decides how many bits its integers have."""
+    a, b = np.zeros((12, 64), np.uint8), np.full((16, 64), LARGEST)
+    for magnitude in (0x7E, 0x76, 0x6E):
+        a[:, :count] = a[:, 32 : 32 + count] = magnitude
+        assert kernels_of(a, b) == ("gemm_int16",)
+
+
+@pytest.mark.parametrize("operand", ["a", "b"])
+@pytest.mark.parametrize("code", [*SMALL[1:], 32, 40, 47], ids=lambda code: f"{code:#x}")
+def test_one_small_element_among_large_ones(isa, operand, code):
+    """Its product must not be lost, whatever it is multiplied with: the large elements meet zeros."""
+    others = np.array([0, ONE, LARGEST, 1, 31, 32, 0x80 | 40], np.uint8)
+    some = np.full((12, 64), 0x7B, np.uint8)
+    some[5, 9], some[7, 63] = code, code | 0x80
+    for other in others:
+        rest = np.zeros((17, 64), np.uint8)
+        rest[:, 9] = rest[3, 63] = other
+        rest[4, 9] = 0
+        assert kernels_of(*((some, rest) if operand == "a" else (rest[:12], some))) == ("gemm_int16",)
+
+
+@pytest.mark.parametrize("shape", [(9, 5, 33), (12, 16, 64), (40, 70, 300), (200, 130, 600), (300, 33, 257)], ids=str)
+def test_small_elements_here_and_there(isa, shape):
+    m, n, k = shape
+    rng = np.random.default_rng(k)
+    a, b = ordinary((m, k), 1), ordinary((n, k), 2)
+    for elements in (a, b):
+        at = rng.random(elements.shape) < 0.02
+        elements[at] = rng.choice(SMALL, at.sum()) | rng.choice([0, 0x80], at.sum()).astype(np.uint8)
+    # A block of A has up to four bits less after the point than its elements: only the kernel's name is not certain.
+    kernels_of(a, b)
+
+
+def test_every_element_times_every_element(isa):
+    """One element of each block is not zero, so that each product stands alone."""
+    codes = np.array([*FINITE, *(FINITE | 0x80)], np.uint8)
+    a, b = np.zeros((len(codes), 32), np.uint8), np.zeros((len(codes), 32), np.uint8)
+    for k in (0, 1, 2, 3, 30, 31):
+        a[:], b[:] = 0, 0
+        a[:, k], b[:, k] = codes, codes
+        scales = np.full((len(codes), 1), 127, np.uint8)
+        actual, kernels = multiply(a, scales, b, scales)
+        values = numerics.dequantize(codes[:, None], scales)[:, 0].astype(np.float64)
+        expected = np.outer(values, values)
+        wrong = np.argwhere(actual != expected)
+        assert not len(wrong), f"{len(wrong)} products differ: codes {codes[wrong[0]]}, {actual[tuple(wrong[0])]!r}"
+        assert "gemm_int16" in kernels
+
+
+def test_too_many_small_elements_are_for_another_kernel(isa):
+    a, b = ordinary((12, 256), 1), ordinary((16, 256), 2)
+    a[:, ::4] = 3
+    assert kernels_of(a, b) == ("gemm_f32",)
+    a = ordinary((12, 256), 1)
+    b[:, ::4] = 3  # of B any number is added one by one
+    assert kernels_of(a, b) == ("gemm_int16",)
+
+
+@pytest.mark.parametrize(("a_format", "b_format"), [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
+def test_e5m2_has_too_wide_a_range(isa, a_format, b_format):
+    a, b = numerics.quantize(np.ones((12, 64), np.float32), element_format=a_format), np.full((9, 64), ONE)
+    _, kernels = multiply(*a, b, np.full((9, 2), 127, np.uint8), a_format=a_format, b_format=b_format)
+    assert kernels == ("gemm_f32",)
+
+
+def test_values_of_float32_are_for_another_kernel(isa):
+    with cpu.profiled() as profile:
+        cpu.weight_gemm(np.ones((12, 64), np.float32), np.full((9, 64), ONE), np.full((9, 2), 127, np.uint8))
+        assert profile.calls()[-1].gemms == ("gemm_f32",)
+
+
+@pytest.mark.parametrize("scales", [(70, 70), (173, 173), (70, 173), (173, 70), (127, 69), (127, 174)], ids=str)
+def test_scales_at_the_ends_of_what_the_kernel_takes(isa, scales):
+    """Of B it takes any, one by one where a product with them may be no normal number."""
+    a, b = ordinary((12, 96), 1), ordinary((17, 96), 2)
+    a[3, 7], b[5, 40] = 1, 2
+    assert kernels_of(a, b, *scales) == ("gemm_int16",)
+
+
+@pytest.mark.parametrize("scale", [0, 1, 69, 174, 220])
+def test_scales_of_a_beyond_that_are_for_another_kernel(isa, scale):
+    assert kernels_of(ordinary((12, 96), 1), ordinary((17, 96), 2), scale, 127 + 127 - scale) == ("gemm_f32",)
+
+
+def test_a_nan_is_in_its_row_and_others_are_the_same(isa):
+    rows = numerics.quantize(np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32))
+    b = numerics.quantize(np.random.default_rng(1).standard_normal((50, 300)).astype(np.float32))
+    clean = cpu.gemm(*rows, *b)
+    rows[0][3, 299], rows[1][17, 2] = 0xFF, 255
+    y, kernels = multiply(*rows, *b)
+    assert kernels == ("gemm_int16",)
+    assert np.isnan(y[[3, 17]]).all()
+    others = [i for i in range(40) if i not in (3, 17)]
+    np.testing.assert_array_equal(y[others], clean[others])
+
+
+def test_all_combinations_of_few_rows_and_columns(isa):
+    """Tiles of one to twelve rows, panels of one register and two, tails of rows and of columns."""
+    rng = np.random.default_rng(5)
+    for m, n in itertools.product((9, 10, 11, 12, 13, 23, 25), (1, 15, 16, 17, 31, 32, 33, 65)):
+        x, w = rng.standard_normal((m, 130)), rng.standard_normal((n, 130))
+        a, b = (numerics.quantize(v.astype(np.float32))[0] for v in (x, w))
+        assert kernels_of(a, b) == ("gemm_int16",), (m, n)
+
+
+def test_subnormal_elements_survive_a_caller_that_flushes_them(isa):
+    """Small elements are decoded by an instruction that knows no flushing; in a process of its own, as torch's
+    setting stays with its threads."""
+    program = (
+        "import numpy as np, torch; from mxfp8_ops import cpu; torch.set_flush_denormal(True);"
+        f"cpu.force_isa({isa!r});"
+        "a = np.zeros((12, 64), np.uint8); b = np.full((16, 64), 0x7E, np.uint8); a[:, 0] = 0x7E; b[:, 0] = 0;"
+        "a[:, 1] = 1; b[:, 1] = 2; s = np.full((16, 2), 127, np.uint8); b[:, 2:] = 0;"
+        "print((cpu.gemm(a, s[:12], b, s) == 2.0**-17).all())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=dict(os.environ)
+    )
+    assert result.stdout.strip() == "True", result.stderr
