@@ -715,6 +715,7 @@ def test_the_instruction_sets_are_those_that_linux_names() -> None:
     # Linux leaves out a flag whose registers it does not save, as the library does by asking XGETBV.
     flags = set(re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
     needed = {"portable": set(), "avx2": {"avx2", "fma", "f16c"}}
+    needed["avx2_vnni"] = needed["avx2"] | {"avx_vnni"}
     needed["avx512"] = needed["avx2"] | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
     needed["avx512_vnni"] = needed["avx512"] | {"avx512vbmi", "avx512_vnni"}
     needed["avx512_bf16"] = needed["avx512"] | {"avx512vbmi", "avx512_bf16"}

@@ -18,7 +18,8 @@ ISAS = [isa for isa in cpu.available_isas() if isa.endswith("_vnni")]
 ONE = np.uint8(0x38)
 LARGEST = np.uint8(0x7E)  # 448
 FINITE = np.arange(0x7F, dtype=np.uint8)
-SMALL = FINITE[FINITE < 32]  # below 2^-3: integers in no kernel
+SMALL = FINITE[FINITE < 32]  # below 2^-3: no integers
+LEAST_ROWS = {"avx512_vnni": 9, "avx2_vnni": 12}  # fewer are for gemm_skinny_f32
 
 pytestmark = [
     pytest.mark.skipif(not ISAS, reason="no processor with dot products of 16-bit integers"),
@@ -62,36 +63,38 @@ def test_elements_that_are_integers_are_multiplied_as_integers(isa):
     assert kernels_of(ordinary((40, 256), 1), ordinary((70, 256), 2)) == ("gemm_int16",)
 
 
+@pytest.mark.parametrize("rows", [12, 63, 64])  # B's integers have one bit less from 64 rows on
 @pytest.mark.parametrize("magnitude", FINITE[1:], ids=lambda code: f"{code:#x}")
-def test_no_sum_of_a_block_overflows(isa, magnitude):
-    """All elements of A alike and of B the largest: the norms are the largest, and the sum is their product."""
+def test_no_sum_of_a_block_overflows(isa, magnitude, rows):
+    """All elements of A alike and of B the largest."""
     for sign in (0, 0x80):
-        a, b = np.full((12, 96), magnitude | sign, np.uint8), np.full((33, 96), LARGEST)
+        a, b = np.full((rows, 96), magnitude | sign, np.uint8), np.full((rows, 96), LARGEST)
         kernels_of(a, b)
         kernels_of(b, a)
 
 
+@pytest.mark.parametrize("rows", [12, 64])
 @pytest.mark.parametrize("count", range(1, 33))
-def test_no_sum_overflows_at_any_norm(isa, count):
-    """The norm of a block of A decides how many bits its integers have."""
-    a, b = np.zeros((12, 64), np.uint8), np.full((16, 64), LARGEST)
+def test_no_sum_overflows_however_many_elements_there_are(isa, count, rows):
+    """The sum of a block of A decides how many bits its integers have."""
+    a, b = np.zeros((rows, 64), np.uint8), np.full((16, 64), LARGEST)
     for magnitude in (0x7E, 0x76, 0x6E):
         a[:, :count] = a[:, 32 : 32 + count] = magnitude
         assert kernels_of(a, b) == ("gemm_int16",)
 
 
+@pytest.mark.parametrize("rows", [12, 64])
 @pytest.mark.parametrize("operand", ["a", "b"])
 @pytest.mark.parametrize("code", [*SMALL[1:], 32, 40, 47], ids=lambda code: f"{code:#x}")
-def test_one_small_element_among_large_ones(isa, operand, code):
+def test_one_small_element_among_large_ones(isa, operand, code, rows):
     """Its product must not be lost, whatever it is multiplied with: the large elements meet zeros."""
     others = np.array([0, ONE, LARGEST, 1, 31, 32, 0x80 | 40], np.uint8)
-    some = np.full((12, 64), 0x7B, np.uint8)
+    some = np.full((rows, 64), 0x7B, np.uint8)
     some[5, 9], some[7, 63] = code, code | 0x80
     for other in others:
-        rest = np.zeros((17, 64), np.uint8)
-        rest[:, 9] = rest[3, 63] = other
-        rest[4, 9] = 0
-        assert kernels_of(*((some, rest) if operand == "a" else (rest[:12], some))) == ("gemm_int16",)
+        rest = np.zeros((rows + 5, 64), np.uint8)
+        rest[2:4, 9] = rest[3, 63] = other
+        assert kernels_of(*((some, rest) if operand == "a" else (rest[:rows], some))) == ("gemm_int16",)
 
 
 @pytest.mark.parametrize("shape", [(9, 5, 33), (12, 16, 64), (40, 70, 300), (200, 130, 600), (300, 33, 257)], ids=str)
@@ -102,7 +105,6 @@ def test_small_elements_here_and_there(isa, shape):
     for elements in (a, b):
         at = rng.random(elements.shape) < 0.02
         elements[at] = rng.choice(SMALL, at.sum()) | rng.choice([0, 0x80], at.sum()).astype(np.uint8)
-    # A block of A has up to four bits less after the point than its elements: only the kernel's name is not certain.
     kernels_of(a, b)
 
 
@@ -127,8 +129,9 @@ def test_too_many_small_elements_are_for_another_kernel(isa):
     a[:, ::4] = 3
     assert kernels_of(a, b) == ("gemm_f32",)
     a = ordinary((12, 256), 1)
-    b[:, ::4] = 3  # of B any number is added one by one
-    assert kernels_of(a, b) == ("gemm_int16",)
+    b[:, ::40] = 3
+    assert kernels_of(*(np.tile(x, (9, 1)) for x in (a, b))) == ("gemm_int16",)  # many rows share the work
+    assert kernels_of(a, b) == ("gemm_f32",)
 
 
 @pytest.mark.parametrize(("a_format", "b_format"), [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
@@ -157,25 +160,28 @@ def test_scales_of_a_beyond_that_are_for_another_kernel(isa, scale):
     assert kernels_of(ordinary((12, 96), 1), ordinary((17, 96), 2), scale, 127 + 127 - scale) == ("gemm_f32",)
 
 
-def test_a_nan_is_in_its_row_and_others_are_the_same(isa):
+def test_a_nan_is_in_its_row_or_column_and_others_are_the_same(isa):
     rows = numerics.quantize(np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32))
     b = numerics.quantize(np.random.default_rng(1).standard_normal((50, 300)).astype(np.float32))
     clean = cpu.gemm(*rows, *b)
     rows[0][3, 299], rows[1][17, 2] = 0xFF, 255
+    b[0][20, 33], b[1][45, 9] = 0x7F, 255
     y, kernels = multiply(*rows, *b)
     assert kernels == ("gemm_int16",)
-    assert np.isnan(y[[3, 17]]).all()
-    others = [i for i in range(40) if i not in (3, 17)]
-    np.testing.assert_array_equal(y[others], clean[others])
+    nan = np.zeros(y.shape, bool)
+    nan[[3, 17]] = nan[:, [20, 45]] = True
+    np.testing.assert_array_equal(y, np.where(nan, np.nan, clean))
 
 
 def test_all_combinations_of_few_rows_and_columns(isa):
     """Tiles of one to twelve rows, panels of one register and two, tails of rows and of columns."""
     rng = np.random.default_rng(5)
-    for m, n in itertools.product((9, 10, 11, 12, 13, 23, 25), (1, 15, 16, 17, 31, 32, 33, 65)):
+    for m, n in itertools.product((*range(LEAST_ROWS[isa], 20), 23, 25), (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)):
         x, w = rng.standard_normal((m, 130)), rng.standard_normal((n, 130))
         a, b = (numerics.quantize(v.astype(np.float32))[0] for v in (x, w))
         assert kernels_of(a, b) == ("gemm_int16",), (m, n)
+    fewer = ordinary((LEAST_ROWS[isa] - 1, 64), 1)
+    assert kernels_of(fewer, ordinary((16, 64), 2)) == ("gemm_skinny_f32",)
 
 
 def test_subnormal_elements_survive_a_caller_that_flushes_them(isa):

@@ -23,6 +23,9 @@ extern const Kernels kernels;
 namespace avx2 {
 extern const Kernels kernels;
 }
+namespace avx2_vnni {
+extern const Kernels kernels;
+}
 namespace avx512 {
 extern const Kernels kernels;
 }
@@ -64,6 +67,7 @@ class Processor {
   bool avx2() const {
     return saves(kYmm) && has(basic_, 28) && has(basic_, 12) && has(basic_, 29) && has(more_b_, 5);  // AVX, FMA, F16C
   }
+  bool avx2_vnni() const { return avx2() && has(newer_, 4); }
   bool avx512() const {  // F, DQ, BW, VL
     return avx2() && saves(kZmm) && has(more_b_, 16) && has(more_b_, 17) && has(more_b_, 30) && has(more_b_, 31);
   }
@@ -107,6 +111,7 @@ const Isa kIsas[] = {
     {&avx512_bf16::kernels, [] { return processor().avx512_bf16(); }},
     {&avx512_vnni::kernels, [] { return processor().avx512_vnni(); }},
     {&avx512::kernels, [] { return processor().avx512(); }},
+    {&avx2_vnni::kernels, [] { return processor().avx2_vnni(); }},
     {&avx2::kernels, [] { return processor().avx2(); }},
 #endif
     {&portable::kernels, [] { return true; }},
@@ -148,7 +153,7 @@ bool force_isa(const char* name) {
 
 const char* available_isas() {
   struct Names {
-    char list[64] = "";  // room for all
+    char list[96] = "";  // room for all
     Names() {
       for (const Isa& isa : kIsas) {
         if (find(isa.kernels->isa) == nullptr) continue;

@@ -1,6 +1,6 @@
 // The table of one instruction set's kernels.
+#include "integers.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -63,10 +63,11 @@ MXFP8_DECLARE(gemm_bf16);
 MXFP8_DECLARE(gemm_many_bf16);
 
 constexpr int64_t kManyRows = 192;  // beyond, turning B pays
-#elif defined(__AVX512VNNI__)
+#endif
+#if defined(MXFP8_DOTS_OF_INTEGERS)
 MXFP8_DECLARE(gemm_int16);
 
-struct IntegersAndMore {  // see PackedA
+struct IntegersAndMore {  // of 9 rows and more, see PackedA
   char bytes[5];
 };
 #endif
@@ -83,8 +84,8 @@ constexpr GemmKernel gemms[] = {
     gemm<uint16_t>(Values::kBf16, 1, kManyRows, kTileRows, MXFP8_GEMM(gemm_bf16)),
 #endif
     gemm<float>(Values::kOther, 1, kSkinnyFloatRows, kSkinnyRows, MXFP8_GEMM(gemm_skinny_f32)),
-#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
-    gemm<IntegersAndMore>(Values::kE4M3, 1, kGemmRows, kFloatRows, MXFP8_GEMM(gemm_int16)),
+#if defined(MXFP8_DOTS_OF_INTEGERS)
+    gemm<IntegersAndMore>(Values::kE4M3, kSkinnyFloatRows + 1, kGemmRows, kFloatRows, MXFP8_GEMM(gemm_int16)),
 #endif
     gemm<float>(Values::kAny, 1, kGemmRows, kFloatRows, MXFP8_GEMM(gemm_f32)),
 };

@@ -2,12 +2,14 @@
 #pragma once
 #include "codec.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 
 namespace mxfp8::MXFP8_ISA {
 
 constexpr int kTurnRows = 16;
+
+#if defined(__AVX512F__)
 
 // Turns 16 rows of 16 groups of codes: row g of the result holds group g of every row.
 MXFP8_INLINE void turn(__m512i* rows) {
@@ -34,6 +36,7 @@ MXFP8_INLINE void turn(__m512i* rows) {
     rows[12 + j] = _mm512_shuffle_i32x4(high[0], high[1], 0xdd);
   }
 }
+#endif
 
 // Turns 16 rows of 16 bytes.
 MXFP8_INLINE void turn(__m128i* rows) {
