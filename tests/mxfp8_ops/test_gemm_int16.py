@@ -124,14 +124,31 @@ def test_every_element_times_every_element(isa):
         assert "gemm_int16" in kernels
 
 
-def test_too_many_small_elements_are_for_another_kernel(isa):
+def test_too_many_small_elements_of_a_are_for_another_kernel(isa):
     a, b = ordinary((12, 256), 1), ordinary((16, 256), 2)
     a[:, ::4] = 3
     assert kernels_of(a, b) == ("gemm_f32",)
-    a = ordinary((12, 256), 1)
-    b[:, ::40] = 3
-    assert kernels_of(*(np.tile(x, (9, 1)) for x in (a, b))) == ("gemm_int16",)  # many rows share the work
-    assert kernels_of(a, b) == ("gemm_f32",)
+
+
+@pytest.mark.parametrize("rows", [12, 70])
+@pytest.mark.parametrize("count", [7, 8, 9, 10, 100, 255, 256])
+def test_columns_of_small_elements(isa, count, rows):
+    """From nine of a column on they are integers of their own; small elements of A meet them too, and a NaN stays one."""
+    rng = np.random.default_rng(count)
+    a, b = ordinary((rows, 600), 1), ordinary((40, 600), 2)
+    a[rng.random(a.shape) < 0.02] = 9
+    for column in (3, 17, 39):
+        at = rng.permutation(256)[:count]
+        b[column, at] = rng.choice(SMALL, count) | rng.choice([0, 0x80], count).astype(np.uint8)
+    assert kernels_of(a, b) == ("gemm_int16",)
+    scales = [np.full((len(x), 19), 127, np.uint8) for x in (a, b)]
+    clean = cpu.gemm(a, scales[0], b, scales[1])
+    b[17, 300] = 0x7F
+    scales[1][39, 2] = 255
+    y = cpu.gemm(a, scales[0], b, scales[1])
+    nan = np.zeros(y.shape, bool)
+    nan[:, [17, 39]] = True
+    np.testing.assert_array_equal(y, np.where(nan, np.nan, clean))
 
 
 @pytest.mark.parametrize(("a_format", "b_format"), [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])

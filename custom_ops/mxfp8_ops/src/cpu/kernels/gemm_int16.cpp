@@ -12,8 +12,8 @@
 //   A . B = (A's integers) . (B's integers)          the dot products
 //         + (A's small elements) . (B's integers)    add_small_of_a: each with a row of a panel
 //         + A . (B's small elements)                 add_small_of_b: each with a column of A, summed up in `Rest`
-// Where they are many, or A has a scale beyond what float32 holds in a product, another kernel takes over; blocks of B
-// with such scales are for exact_dot.
+// Where a column of B has many, those are integers too, of a panel of their own; where a tile of A has many, or a scale
+// beyond what float32 holds in a product, another kernel takes over. Blocks of B with such scales are for exact_dot.
 //
 // Layout: lanes of a sum are columns of the result, as in gemm_f32.cpp; a lane holds values k and k + 2, as a word of
 // four elements falls apart into even and odd ones.
@@ -86,6 +86,69 @@ MXFP8_NOINLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t c
                      panel);
     }
   }
+}
+
+// Which of up to 64 words have an element that is no integer.
+MXFP8_INLINE uint64_t words_with_others(const uint64_t* others, int64_t words) {
+  static_assert(kDepth / kWord == 64 && kPadding / kWord % 8 == 0);
+  uint64_t all = 0;
+#if defined(__AVX512F__)
+  for (int64_t i = 0; i < words; i += 8) {
+    const __m512i eight = _mm512_loadu_si512(others + i);
+    all |= uint64_t(_mm512_test_epi64_mask(eight, eight)) << i;
+  }
+#else
+  for (int64_t i = 0; i < words; ++i) all |= uint64_t(others[i] != 0) << i;
+#endif
+  return all;
+}
+
+// More small elements than these of a column, in a chunk, are integers of a panel of their own: only what a column
+// holds itself decides how it is added up.
+constexpr int kMostSmall = 8;
+constexpr int kSmallBits = 9;  // a small element times 2^kSmallBits is an integer below 2^7
+
+// Moves small elements of columns that have many from `others` of a panel to the integers of `small`. Whether there are
+// such columns.
+MXFP8_NOINLINE bool move_small(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int bits,
+                               Panel* panel, Panel* small) {
+  bool any = false;
+  for (int64_t j = 0; j * kLanes < columns; ++j) {
+    uint64_t* others = panel->others[j];
+    const uint64_t words = words_with_others(others, chunk.padded / kWord);
+    uint8_t counts[kLanes] = {};
+    for (uint64_t left = words; left != 0; left &= left - 1) {
+      for (uint64_t bit = others[__builtin_ctzll(left)]; bit != 0; bit &= bit - 1) {
+        uint8_t& count = counts[__builtin_ctzll(bit) / kWord];
+        count = uint8_t(count + (count <= kMostSmall));
+      }
+    }
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      if (__builtin_expect(counts[lane] <= kMostSmall, 1)) continue;
+      if (!any) std::memset(small->integers, 0, sizeof small->integers);
+      any = true;
+      const uint8_t* elements = args.b + (column + j * kLanes + lane) * args.k + chunk.k;
+      for (uint64_t left = words; left != 0; left &= left - 1) {
+        const int64_t word = __builtin_ctzll(left);
+        for (int64_t place = 0; place < kWord; ++place) {
+          const uint64_t bit = uint64_t(1) << (lane * kWord + place);
+          const uint8_t code = (others[word] & bit) != 0 ? elements[word * kWord + place] : 0;
+          if ((code & 0x7f) == 0 || (code & 0x7f) > E4M3::max_code) continue;
+          others[word] &= ~bit;
+          int16_t* pair = small->integers + j * kDepth * kLanes + word / kWordPairs * kBlock * kLanes +
+                          (place % 2 * kWordPairs + word % kWordPairs) * kPairLanes + lane * 2;
+          pair[place / 2] = int16_t(decode<E4M3>(code) * (1 << kSmallBits));
+        }
+      }
+    }
+  }
+  if (any) {
+    const Vec smaller = all_of(float_of(uint32_t(127 + bits - kSmallBits) << 23));
+    for (int64_t i = 0; i < kPanel * kDepth / kBlock; i += kLanes) {
+      store(small->scales + i, load(panel->scales + i) * smaller);
+    }
+  }
+  return any;
 }
 
 // Multiplies R rows of A, `depth` integers each, with V registers of columns of a panel.
@@ -165,21 +228,6 @@ MXFP8_INLINE void add_small_of_b(const PackedA& a, int64_t k, float value, float
   }
 }
 
-// Which of up to 64 words have an element that is no integer.
-MXFP8_INLINE uint64_t words_with_others(const uint64_t* others, int64_t words) {
-  static_assert(kDepth / kWord == 64 && kPadding / kWord % 8 == 0);
-  uint64_t all = 0;
-#if defined(__AVX512F__)
-  for (int64_t i = 0; i < words; i += 8) {
-    const __m512i eight = _mm512_loadu_si512(others + i);
-    all |= uint64_t(_mm512_test_epi64_mask(eight, eight)) << i;
-  }
-#else
-  for (int64_t i = 0; i < words; ++i) all |= uint64_t(others[i] != 0) << i;
-#endif
-  return all;
-}
-
 // Whether a block is all zeros, its scale a number.
 MXFP8_INLINE bool is_zero(const uint8_t* elements, int64_t count, uint8_t scale) {
   uint8_t any = 0;
@@ -236,27 +284,11 @@ MXFP8_NOINLINE void add_to_strip(Rest* rest, int64_t at, int64_t first, int64_t 
   }
 }
 
-// Whether few elements of B are small, judged by a sample, so that adding their products to so many rows pays: see
-// kSmallEvery.
-MXFP8_INLINE bool has_few_small(const GemmArgs& args, int64_t rows) {
-  constexpr int64_t most_blocks = 128, most_rows = 80, every_by_rows = 32 * most_rows;
-  const int64_t row_blocks = args.k / kBlock, sample = min_of(most_blocks, args.n * row_blocks);  // whole ones
-  int64_t count = 0;
-  for (int64_t i = 0; i < sample; ++i) {
-    const uint8_t* block = args.b + i * args.n / sample * args.k + i % row_blocks * kBlock;
-    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block));
-    count += __builtin_popcount(small_elements(codes, first_integer(bits_of_b(rows)) - 1));
-  }
-  constexpr int64_t chance = 3;  // so many may be in a sample by chance
-  return (count - chance) * every_by_rows <= sample * kBlock * min_of(rows, most_rows);
-}
-
 }  // namespace
 
 int gemm_int16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                     void* packed) {
   const PackedA to(packed, rows, args.k);
-  if (!has_few_small(args, rows)) return kNotExact;
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
       if (!pack_chunk(args, row, tile, chunk_at(args.k, kDepth, c, kPadding), to)) return kNotExact;
@@ -270,9 +302,9 @@ void gemm_int16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_
                          int64_t column_begin, int64_t column_end, const void* packed, int) {
   const PackedA a(packed, rows, args.k);
   const int64_t first = a.tiles.first_row(tile_begin), count = a.tiles.first_row(tile_end) - first;
-  Panel panel;
+  Panel panels[2];  // of integers, and of small elements
   Rest rest;
-  const auto multiply_panel = [&](auto vectors, Chunk chunk, float* strip) {
+  const auto multiply_panel = [&](const Panel& panel, auto vectors, Chunk chunk, float* strip) {
     constexpr int V = decltype(vectors)::value;
     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
       const int64_t tile_row = a.tiles.first_row(tile);
@@ -290,17 +322,21 @@ void gemm_int16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_
         const int64_t columns = min_of(kPanel, column_end - column), at = (column - column_begin) % kGemmColumns;
         const bool last = chunk.k + chunk.count == args.k;
         const bool along_k = count * int64_t(sizeof(int16_t)) <= kFewRowsBytes && !last;
-        const auto decode = bits_of_b(rows) == 6 ? decode_panel<6> : decode_panel<5>;
-        decode(args, column, columns, chunk, along_k ? kDepth : kPanel * args.k, &panel);
+        const int bits = bits_of_b(rows);
+        const auto decode = bits == 6 ? decode_panel<6> : decode_panel<5>;
+        decode(args, column, columns, chunk, along_k ? kDepth : kPanel * args.k, panels);
         if (!accumulate) {
           for (int64_t i = 0; i < count; ++i) std::memset(strip + i * kGemmColumns, 0, size_t(kPanel) * sizeof(float));
         }
-        if (columns > kLanes) {
-          multiply_panel(Rows<kVectors>{}, chunk, strip);
-        } else {
-          multiply_panel(Rows<1>{}, chunk, strip);
+        const int64_t count_of_panels = move_small(args, column, columns, chunk, bits, panels, panels + 1) ? 2 : 1;
+        for (int64_t i = 0; i < count_of_panels; ++i) {
+          if (columns > kLanes) {
+            multiply_panel(panels[i], Rows<kVectors>{}, chunk, strip);
+          } else {
+            multiply_panel(panels[i], Rows<1>{}, chunk, strip);
+          }
         }
-        add_rest(args, a, row, column, columns, at, chunk, panel, &rest);
+        add_rest(args, a, row, column, columns, at, chunk, panels[0], &rest);
         if (last) add_to_strip(&rest, at, first, count, a.lanes, strip);
       });
 }

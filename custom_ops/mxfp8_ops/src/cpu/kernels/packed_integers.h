@@ -10,8 +10,8 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kDepth = 256;   // of a chunk
 constexpr int64_t kPadding = 64;  // packed rows are padded to a multiple of it
-// Of so many elements of a tile one may be small. Products of small elements are added one by one: where 4% of A are
-// small, or of B 1% at 16 rows and 3% at 256, all takes as long as in float32, as measured.
+// Of so many elements of a tile one may be small: their products are added one by one, which takes what float32's take
+// where they are 4%, as measured.
 constexpr int64_t kSmallEvery = 24;
 
 // Scales whose products are normal float32 numbers, and finite with any sum of integers.
