@@ -41,49 +41,60 @@ struct Panel {
   uint32_t strange[kVectors][kDepth / kBlock];  // a bit for each column whose scale does not fit: that is 0
 };
 
-// Decodes a stretch of kLanes rows of B to a vector of a panel, from value `at` on.
-template <int Bits>
-MXFP8_INLINE void decode_stretch(const IntegerDecoder<Bits>& decoder, const Stretch& from, int64_t ahead,
-                                 int64_t vector, int64_t at, Panel* panel) {
-  const Ints all_scales = load_scales(from);
-  for (int64_t k = 0; k < min_of(kStretch, (from.left + kPadding - 1) / kPadding * kPadding); k += kDecoded) {
-    Bytes words[kLanes];
-    for (int64_t c = 0; c < kLanes; ++c) __builtin_prefetch(from.elements + c * from.next_elements + k + ahead, 0, 2);
-    if (__builtin_expect(from.columns >= kLanes && from.left - k >= kDecoded, 1)) {
-      turn_rows(from.elements + k, from.next_elements, words);
-    } else {
-      turn_fringe(from, k, words);
-    }
-    int16_t* integers = panel->integers + (vector * kDepth + at + k) * kLanes;
-#pragma GCC unroll 16
-    for (int word = 0; word < kLanes; ++word) {
-      const Pairs pairs = decoder(words[word], panel->others[vector] + (at + k) / kWord + word);
-      int16_t* to = integers + word / kWordPairs * kBlock * kLanes + word % kWordPairs * kPairLanes;
-      std::memcpy(to, &pairs.even, sizeof pairs.even);
-      std::memcpy(to + kWordPairs * kPairLanes, &pairs.odd, sizeof pairs.odd);
-    }
-    for (int64_t block = k / kBlock; block < (k + kDecoded) / kBlock; ++block) {
-      const Ints codes = (all_scales >> int(block * 8)) & 0xff;
-      const Ints fits = (codes >= kLowestScale) & (codes <= kHighestScale);
-      const Ints scales = ((codes - Bits) << 23) & fits;
-      std::memcpy(panel->scales + ((vector * kDepth + at) / kBlock + block) * kLanes, &scales, sizeof scales);
-      panel->strange[vector][at / kBlock + block] = lanes_of(~fits);
+// Calls take(vector, k, words) with all that a panel of B is made of, one chunk deep, turned: kLanes columns, words
+// from value k on. Fetches what lies `ahead` bytes further.
+template <class Take>
+MXFP8_INLINE void for_each_square(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t ahead,
+                                  const Take& take) {
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    const Stretch from{args.b + (column + c) * args.k + chunk.k, nullptr, args.k, 0, columns - c, chunk.count};
+    for (int64_t k = 0; k < chunk.padded; k += kDecoded) {
+      Bytes words[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) __builtin_prefetch(from.elements + i * args.k + k + ahead, 0, 2);
+      if (__builtin_expect(from.columns >= kLanes && from.left - k >= kDecoded, 1)) {
+        turn_rows(from.elements + k, args.k, words);
+      } else {
+        turn_fringe(from, k, words);
+      }
+      take(c / kLanes, k, words);
     }
   }
 }
 
-// Decodes a panel, one chunk deep.
+// Where the pairs of word `word` of a square go; those of odd elements come kWordPairs pairs behind.
+MXFP8_INLINE int16_t* pairs_at(Panel* panel, int64_t vector, int64_t k, int word) {
+  return panel->integers + (vector * kDepth + k + word / kWordPairs * kBlock) * kLanes + word % kWordPairs * kPairLanes;
+}
+MXFP8_INLINE void store_pairs(const Pairs& pairs, int16_t* to) {
+  std::memcpy(to, &pairs.even, sizeof pairs.even);
+  std::memcpy(to + kWordPairs * kPairLanes, &pairs.odd, sizeof pairs.odd);
+}
+
+// Decodes a panel of B, one chunk deep.
 template <int Bits>
 MXFP8_NOINLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t ahead,
                                  Panel* panel) {
-  const int64_t blocks = blocks_of(args.k);
   const IntegerDecoder<Bits> decoder;
+  for_each_square(args, column, columns, chunk, ahead,
+                  [&](int64_t vector, int64_t k, const Bytes* words) MXFP8_INLINE_LAMBDA {
+#pragma GCC unroll 16
+                    for (int word = 0; word < kLanes; ++word) {
+                      const Pairs pairs = decoder(words[word], panel->others[vector] + k / kWord + word);
+                      store_pairs(pairs, pairs_at(panel, vector, k, word));
+                    }
+                  });
+  const int64_t blocks = blocks_of(args.k);
   for (int64_t c = 0; c < columns; c += kLanes) {
-    for (int64_t k = 0; k < chunk.count; k += kStretch) {
-      const uint8_t* elements = args.b + (column + c) * args.k + chunk.k + k;
-      const uint8_t* scales = args.b_scales + (column + c) * blocks + (chunk.k + k) / kBlock;
-      decode_stretch(decoder, {elements, scales, args.k, blocks, columns - c, chunk.count - k}, ahead, c / kLanes, k,
-                     panel);
+    for (int64_t k = 0; k < chunk.padded; k += kStretch) {
+      const uint8_t* from = args.b_scales + (column + c) * blocks + (chunk.k + k) / kBlock;
+      const Ints scales = load_scales({nullptr, from, 0, blocks, columns - c, chunk.count - k});
+      for (int64_t block = 0; block < min_of(kWord, (chunk.padded - k) / kBlock); ++block) {
+        const Ints codes = (scales >> int(block * 8)) & 0xff;
+        const Ints fits = (codes >= kLowestScale) & (codes <= kHighestScale);
+        const Ints values = ((codes - Bits) << 23) & fits;
+        std::memcpy(panel->scales + ((c * kDepth + k * kLanes) / kBlock + block * kLanes), &values, sizeof values);
+        panel->strange[c / kLanes][k / kBlock + block] = lanes_of(~fits);
+      }
     }
   }
 }
@@ -105,50 +116,62 @@ MXFP8_INLINE uint64_t words_with_others(const uint64_t* others, int64_t words) {
 
 // More small elements than these of a column, in a chunk, are integers of a panel of their own: only what a column
 // holds itself decides how it is added up.
-constexpr int kMostSmall = 8;
-constexpr int kSmallBits = 9;  // a small element times 2^kSmallBits is an integer below 2^7
+constexpr int kMostSmall = 12;
 
-// Moves small elements of columns that have many from `others` of a panel to the integers of `small`. Whether there are
-// such columns.
-MXFP8_NOINLINE bool move_small(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int bits,
-                               Panel* panel, Panel* small) {
-  bool any = false;
-  for (int64_t j = 0; j * kLanes < columns; ++j) {
-    uint64_t* others = panel->others[j];
-    const uint64_t words = words_with_others(others, chunk.padded / kWord);
-    uint8_t counts[kLanes] = {};
-    for (uint64_t left = words; left != 0; left &= left - 1) {
-      for (uint64_t bit = others[__builtin_ctzll(left)]; bit != 0; bit &= bit - 1) {
-        uint8_t& count = counts[__builtin_ctzll(bit) / kWord];
-        count = uint8_t(count + (count <= kMostSmall));
-      }
+// The columns of a vector of a panel that have more small elements.
+MXFP8_INLINE uint32_t columns_with_many(const uint64_t* others, int64_t words) {
+  uint8_t counts[kLanes] = {};
+  for (uint64_t left = words_with_others(others, words); left != 0; left &= left - 1) {
+    for (uint64_t bits = others[__builtin_ctzll(left)]; bits != 0; bits &= bits - 1) {
+      uint8_t& count = counts[__builtin_ctzll(bits) / kWord];
+      count = uint8_t(count + (count <= kMostSmall));
     }
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      if (__builtin_expect(counts[lane] <= kMostSmall, 1)) continue;
-      if (!any) std::memset(small->integers, 0, sizeof small->integers);
-      any = true;
-      const uint8_t* elements = args.b + (column + j * kLanes + lane) * args.k + chunk.k;
-      for (uint64_t left = words; left != 0; left &= left - 1) {
-        const int64_t word = __builtin_ctzll(left);
-        for (int64_t place = 0; place < kWord; ++place) {
-          const uint64_t bit = uint64_t(1) << (lane * kWord + place);
-          const uint8_t code = (others[word] & bit) != 0 ? elements[word * kWord + place] : 0;
-          if ((code & 0x7f) == 0 || (code & 0x7f) > E4M3::max_code) continue;
-          others[word] &= ~bit;
-          int16_t* pair = small->integers + j * kDepth * kLanes + word / kWordPairs * kBlock * kLanes +
-                          (place % 2 * kWordPairs + word % kWordPairs) * kPairLanes + lane * 2;
-          pair[place / 2] = int16_t(decode<E4M3>(code) * (1 << kSmallBits));
+  }
+  uint32_t many = 0;
+  for (int lane = 0; lane < kLanes; ++lane) many |= uint32_t(counts[lane] > kMostSmall) << lane;
+  return many;
+}
+
+// Moves the small elements of columns that have many from a panel's `others` to the integers of `small`.
+template <int Bits>
+MXFP8_NOINLINE void decode_small(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk,
+                                 const uint32_t* many, Panel* panel, Panel* small) {
+  Ints moved[kVectors];
+  uint64_t moved_bits[kVectors] = {};
+  for (int j = 0; j < kVectors; ++j) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const bool moves = (many[j] >> lane & 1) != 0;
+      moved[j][lane] = -int(moves);
+      if (moves) moved_bits[j] |= uint64_t(0xf) << (lane * kWord);
+    }
+  }
+  for_each_square(
+      args, column, columns, chunk, 0, [&](int64_t vector, int64_t k, const Bytes* words) MXFP8_INLINE_LAMBDA {
+        for (int word = 0; word < kLanes; ++word) {
+          const Pairs pairs = small_integers<Bits>(words[word]);
+          store_pairs({pairs.even & moved[vector], pairs.odd & moved[vector]}, pairs_at(small, vector, k, word));
+          panel->others[vector][k / kWord + word] &= ~moved_bits[vector] | nan_bits(words[word]);
         }
-      }
-    }
+      });
+  const Vec smaller = all_of(float_of(uint32_t(127 + Bits - kSmallBits) << 23));
+  for (int64_t i = 0; i < kPanel * kDepth / kBlock; i += kLanes) {
+    store(small->scales + i, load(panel->scales + i) * smaller);
   }
-  if (any) {
-    const Vec smaller = all_of(float_of(uint32_t(127 + bits - kSmallBits) << 23));
-    for (int64_t i = 0; i < kPanel * kDepth / kBlock; i += kLanes) {
-      store(small->scales + i, load(panel->scales + i) * smaller);
-    }
+}
+
+// Decodes a panel to the first of two; returns how many have integers.
+template <int Bits>
+MXFP8_INLINE int decode_panels(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t ahead,
+                               Panel* panels) {
+  decode_panel<Bits>(args, column, columns, chunk, ahead, panels);
+  uint32_t many[kVectors] = {}, any = 0;
+  for (int64_t j = 0; j * kLanes < columns; ++j) {
+    many[j] = columns_with_many(panels->others[j], chunk.padded / kWord);
+    any |= many[j];
   }
-  return any;
+  if (__builtin_expect(any == 0, 1)) return 1;
+  decode_small<Bits>(args, column, columns, chunk, many, panels, panels + 1);
+  return 2;
 }
 
 // Multiplies R rows of A, `depth` integers each, with V registers of columns of a panel.
@@ -322,14 +345,12 @@ void gemm_int16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_
         const int64_t columns = min_of(kPanel, column_end - column), at = (column - column_begin) % kGemmColumns;
         const bool last = chunk.k + chunk.count == args.k;
         const bool along_k = count * int64_t(sizeof(int16_t)) <= kFewRowsBytes && !last;
-        const int bits = bits_of_b(rows);
-        const auto decode = bits == 6 ? decode_panel<6> : decode_panel<5>;
-        decode(args, column, columns, chunk, along_k ? kDepth : kPanel * args.k, panels);
+        const auto decode = bits_of_b(rows) == 6 ? decode_panels<6> : decode_panels<5>;
+        const int used = decode(args, column, columns, chunk, along_k ? kDepth : kPanel * args.k, panels);
         if (!accumulate) {
           for (int64_t i = 0; i < count; ++i) std::memset(strip + i * kGemmColumns, 0, size_t(kPanel) * sizeof(float));
         }
-        const int64_t count_of_panels = move_small(args, column, columns, chunk, bits, panels, panels + 1) ? 2 : 1;
-        for (int64_t i = 0; i < count_of_panels; ++i) {
+        for (int i = 0; i < used; ++i) {
           if (columns > kLanes) {
             multiply_panel(panels[i], Rows<kVectors>{}, chunk, strip);
           } else {

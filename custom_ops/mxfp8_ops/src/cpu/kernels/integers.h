@@ -129,6 +129,32 @@ MXFP8_INLINE uint32_t lanes_of(Ints mask) {
 }
 #endif
 
+// Small elements times 2^kSmallBits, integers below 2^7; others count as zero.
+constexpr int kSmallBits = 9;
+template <int Bits>
+MXFP8_INLINE Pairs small_integers(Bytes codes) {
+  static_assert(Bits >= 5, "of four binades");
+  const Bytes magnitudes = codes & uint8_t(0x7f);
+  const auto above = [&](uint8_t least) MXFP8_INLINE_LAMBDA { return larger(magnitudes, Bytes{} + least) - least; };
+  // Up to code 16 an element is its code, then its slope doubles every eight.
+  const Bytes values = magnitudes + above(16) + 2 * above(24) + 4 * above(32);
+  const Bytes small = values & reinterpret_cast<Bytes>(magnitudes < uint8_t(first_integer(Bits)));
+  const Shorts signs = reinterpret_cast<Shorts>(codes), words = reinterpret_cast<Shorts>(small);
+  const auto with_sign = [](Shorts value, Shorts sign) MXFP8_INLINE_LAMBDA {
+    return reinterpret_cast<Ints>((value ^ (sign >> 15)) - (sign >> 15));
+  };
+  return {with_sign(words & 0xff, signs << 8), with_sign(words >> 8, signs)};
+}
+
+// A bit for each NaN.
+MXFP8_INLINE uint64_t nan_bits(Bytes codes) {
+  uint64_t bits = 0;
+  uint8_t all[kDecoded];
+  std::memcpy(all, &codes, sizeof all);
+  for (int i = 0; i < kDecoded; ++i) bits |= uint64_t((all[i] & 0x7f) > E4M3::max_code) << i;
+  return bits;
+}
+
 // The values of kLanes elements, small ones too, times 2^-8. Decoded by an instruction that knows no flushing to zero.
 MXFP8_INLINE Vec values_of(const uint8_t* codes) {
 #if defined(__AVX512F__)
