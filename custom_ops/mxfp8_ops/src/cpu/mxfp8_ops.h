@@ -46,7 +46,7 @@ MXFP8_API const char* mxfp8_last_error(void);
 MXFP8_API int mxfp8_contract_version(void);
 
 // The instruction sets compiled in and usable on this machine, best first, comma-separated:
-// "amx_bf16,avx512_bf16,avx512,avx2,portable".
+// "amx_bf16,avx512_bf16,avx512_vnni,avx512,avx2_vnni,avx2,portable".
 MXFP8_API const char* mxfp8_isa_available(void);
 // The one in use. The environment variable MXFP8_ISA chooses one at first use; mxfp8_isa_force changes it (tests do).
 // NULL, and MXFP8_NO_SUCH_ISA from every kernel, if MXFP8_ISA names one that is not available.

@@ -128,8 +128,10 @@ bool furnish(Random& random, Array* array, bool refused_anyway, int hostile) {
   const size_t shift = how == 2 ? 1 : 0;  // misaligned: malloc aligns to 16
   array->memory.reset(static_cast<uint8_t*>(std::malloc(bytes + shift)));
   array->at = array->memory.get() + shift;
+  const bool ordinary = chance(random, 2);  // no small elements: gemm_int16 takes them
   for (size_t i = 0; i < bytes; i += 8) {
-    const uint64_t some = array->result ? 0x0101010101010101u * kUntouched : random();
+    uint64_t some = array->result ? 0x0101010101010101u * kUntouched : random();
+    if (ordinary && !array->result) some = (some & 0xbfbfbfbfbfbfbfbfu) | 0x3030303030303030u;
     std::memcpy(array->at + i, &some, bytes - i < 8 ? bytes - i : 8);
   }
   return shift % size_t(array->alignment) != 0 && bytes > 0;
@@ -677,8 +679,8 @@ void questions(Random& random, Counts* counts) {
   if (sized ? Wide(bytes) < dense({sides[0], blocks(sides[1])}, 1) : bytes != MXFP8_BAD_ARGUMENT) {
     fail("swizzled_bytes" + list({sides[0], sides[1], bytes}));
   }
-  const char* names[] = {nullptr,       "",         "avx",      "portable", "avx2", "avx512",
-                         "avx512_bf16", "amx_bf16", "\xff\xfe", "avx2 "};
+  const char* names[] = {nullptr,       "",         "avx",      "portable", "avx2",      "avx512",
+                         "avx512_bf16", "amx_bf16", "\xff\xfe", "avx2 ",    "avx2_vnni", "avx512_vnni"};
   const std::string available = "," + std::string(mxfp8_isa_available()) + ",";
   const char* name = one_of(random, names);
   const bool there =

@@ -154,8 +154,11 @@ MXFP8_NOINLINE void decode_small(const GemmArgs& args, int64_t column, int64_t c
         }
       });
   const Vec smaller = all_of(float_of(uint32_t(127 + Bits - kSmallBits) << 23));
-  for (int64_t i = 0; i < kPanel * kDepth / kBlock; i += kLanes) {
-    store(small->scales + i, load(panel->scales + i) * smaller);
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    for (int64_t k = 0; k < chunk.padded; k += kBlock) {
+      const int64_t at = (c * kDepth + k * kLanes) / kBlock;
+      store(small->scales + at, load(panel->scales + at) * smaller);
+    }
   }
 }
 
@@ -258,7 +261,8 @@ MXFP8_INLINE bool is_zero(const uint8_t* elements, int64_t count, uint8_t scale)
   return (any & 0x7f) == 0 && scale != kScaleNan;
 }
 
-// Adds, for a panel's columns from `at` on in the strip, what its dot products leave out. A's rows begin with `row`.
+// Adds the small elements that a panel's columns, from `at` on in the strip, have of B, and blocks whose scales do not
+// fit. A's rows begin with `row`.
 MXFP8_NOINLINE void add_rest(const GemmArgs& args, const PackedA& a, int64_t row, int64_t column, int64_t columns,
                              int64_t at, Chunk chunk, const Panel& panel, Rest* rest) {
   const int64_t blocks = blocks_of(args.k);
@@ -317,7 +321,11 @@ int gemm_int16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t til
       if (!pack_chunk(args, row, tile, chunk_at(args.k, kDepth, c, kPadding), to)) return kNotExact;
     }
   }
-  pack_codes(args, row, to.tiles.first_row(tile_begin), to.tiles.first_row(tile_end), to);
+  const int64_t end = to.tiles.first_row(tile_end);
+  pack_codes(args, row, to.tiles.first_row(tile_begin), end, to);
+  for (int64_t k = 0; end == rows && k < to.padded; k += kBlock) {
+    std::memset(to.scales(k) + rows, 0, size_t(to.lanes - rows) * sizeof(float));
+  }
   return 0;
 }
 

@@ -97,7 +97,7 @@ struct IntegerDecoder {
       for (int j = 0; j < 2; ++j) tables[i][j] = _mm512_load_si512(integer_tables<Bits>.bytes[i] + 64 * j);
     }
   }
-  // `others` gets a bit for each element that is no integer, small or NaN; small ones count as zero.
+  // `others` gets a bit for each element that is no integer, small or NaN; small ones count as zero, NaN as any number.
   MXFP8_INLINE_MEMBER Pairs operator()(Bytes elements, uint64_t* others) const {
     const auto codes = reinterpret_cast<__m512i>(elements);
     const __m512i low = _mm512_permutex2var_epi8(tables[0][0], codes, tables[0][1]);
@@ -148,14 +148,14 @@ MXFP8_INLINE Pairs small_integers(Bytes codes) {
 
 // A bit for each NaN.
 MXFP8_INLINE uint64_t nan_bits(Bytes codes) {
-  uint64_t bits = 0;
-  uint8_t all[kDecoded];
-  std::memcpy(all, &codes, sizeof all);
-  for (int i = 0; i < kDecoded; ++i) bits |= uint64_t((all[i] & 0x7f) > E4M3::max_code) << i;
-  return bits;
+#if defined(__AVX512F__)
+  return _mm512_cmpeq_epi8_mask(reinterpret_cast<__m512i>(codes | uint8_t(0x80)), _mm512_set1_epi8(-1));
+#else
+  return nan_elements(reinterpret_cast<__m256i>(codes));
+#endif
 }
 
-// The values of kLanes elements, small ones too, times 2^-8. Decoded by an instruction that knows no flushing to zero.
+// The values of kLanes elements, small ones too, times 2^-8; NaN as any number.
 MXFP8_INLINE Vec values_of(const uint8_t* codes) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));

@@ -149,7 +149,7 @@ struct GemmKernel {
   Values values;
   int64_t least_rows, most_rows;  // of a strip
   int tile_rows;
-  int value_bytes;  // bytes of one packed value
+  int value_bytes;  // bytes that are packed for each value
   int (*pack)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed);
   void (*multiply)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                    int64_t column_begin, int64_t column_end, const void* packed, int exponent);

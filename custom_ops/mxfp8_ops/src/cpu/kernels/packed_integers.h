@@ -10,11 +10,12 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kDepth = 256;   // of a chunk
 constexpr int64_t kPadding = 64;  // packed rows are padded to a multiple of it
-// Of so many elements of a tile one may be small: their products are added one by one, which takes what float32's take
-// where they are 4%, as measured.
+// Of so many elements of a tile, in a chunk, one may be small: their products are added one by one, which takes what
+// float32's take where they are 4%, as measured.
 constexpr int64_t kSmallEvery = 24;
 
-// Scales whose products are normal float32 numbers, and finite with any sum of integers.
+// Scales whose products, with what integers are multiplied by, are normal float32 numbers, and finite with any sum of
+// integers.
 constexpr int kLowestScale = 127 - 57, kHighestScale = 127 + 46;
 
 using IntegerTiles = Tiles<kFloatRows>;
@@ -57,6 +58,20 @@ struct PackedA {
 // The bits after the point of B's integers. With more, fewer of its elements are small, and more of A's: which costs
 // more where many rows have to be added to.
 MXFP8_INLINE int bits_of_b(int64_t rows) { return rows < 64 ? 6 : 5; }
+
+// Bytes of packed A for each value of it. Of a few rows, which are padded, they would be too few: `enough_bytes` from
+// `least` rows on.
+constexpr int64_t kPackedBytes = 5;
+constexpr bool enough_bytes(int64_t least) {
+  for (int64_t rows = least; rows <= kGemmRows; ++rows) {
+    const int64_t k = kPadding, lanes = (rows + kTurnRows - 1) / kTurnRows * kTurnRows;
+    const int64_t scales = 2 * lanes * (k / kBlock) * int64_t(sizeof(float));
+    const int64_t smalls = rows * k / kSmallEvery * int64_t(sizeof(Small));
+    const int64_t room = (rows + kFloatRows - 1) / kFloatRows * kFloatRows * k * kPackedBytes;
+    if (rows * k * int64_t(sizeof(int16_t)) + lanes * k + scales + smalls > room) return false;
+  }
+  return true;
+}
 
 // How many bits fewer than kMostBits a block of A must have, so that no sum with a block of B leaves 32 bits: it is at
 // most the sum of A's magnitudes, here with kMostBits, times B's largest.

@@ -1,6 +1,6 @@
 // The table of one instruction set's kernels.
-#include "integers.h"
 #include "kernels.h"
+#include "packed_integers.h"
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -67,9 +67,10 @@ constexpr int64_t kManyRows = 192;  // beyond, turning B pays
 #if defined(MXFP8_DOTS_OF_INTEGERS)
 MXFP8_DECLARE(gemm_int16);
 
-struct IntegersAndMore {  // of 9 rows and more, see PackedA
-  char bytes[5];
+struct IntegersAndMore {
+  char bytes[kPackedBytes];
 };
+static_assert(enough_bytes(kSkinnyFloatRows + 1));
 #endif
 
 constexpr GemmKernel gemms[] = {
