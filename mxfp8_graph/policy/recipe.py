@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from mxfp8_graph.policy import older_spellings, patterns, presets, recipe_file, transformer_engine
+from mxfp8_graph.policy import patterns, presets, recipe_file, transformer_engine
 from mxfp8_ops.errors import RecipeError
 from mxfp8_ops.formats import BFLOAT16, ELEMENT_FORMATS, SCALE_ROUNDINGS
 
@@ -103,8 +103,6 @@ class Rule(_Model):
     def settings(self) -> dict[str, Any]:
         """The settings that differ from the recipe's."""
         return self.model_dump(exclude={*_RULE_KEYS, "quantize"}, exclude_none=True)
-
-    _older = model_validator(mode="before")(older_spellings.in_rule)
 
     @model_validator(mode="after")
     def _check(self) -> Rule:
@@ -209,7 +207,6 @@ class Recipe(_Model, transformer_engine.Predicates):
         pairs = ((name, ours, getattr(other, name)) for name, ours in self if name not in {"name", "fuse"})
         return {name: (_text(ours)[:200], _text(theirs)[:200]) for name, ours, theirs in pairs if ours != theirs}
 
-    _older = model_validator(mode="before")(older_spellings.in_recipe)
     _typed = model_validator(mode="before")(transformer_engine.in_recipe)
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ _SITES: Final = [
 
 _PIECES: Final = (
     *("&a ", "*a", "<<: *a", "[", "]", "{", "}", ": ", "- ", "\n", "\n  ", "'", '"', "#", "|\n", "!!binary "),
-    *("name", "rules", "include", "exclude", "min_dim", "weight_only", "activations", "unchanged", "e5m2"),
+    *("name", "rules", "include", "exclude", "min_dim", "activations", "unchanged", "e5m2"),
     *("true", "false", "null", "~", ".inf", ".nan"),
     *("2020-13-45", "9" * 5000, "0x" + "f" * 5000, "-1", "1e999", "1:1:1", "2020-02-30T25:61:61Z", "0o9", "=", "[["),
     *("(a|aa)+$", "(" * 200, "(?<=a)b", "\\", "x{1,99999}", "(?P<n>a)(?P=n)", "[[:alpha:]", "\x00", "\ud7ff"),
@@ -28,7 +28,7 @@ def seeds() -> list[bytes]:
     """Returns one of each kind; the first byte says which: 0 is YAML, 1 is TOML."""
     return [
         b"0name: mine\nmin_dim: 16\nexclude: ['layers\\.0\\.']\n",
-        b"0rules:\n  - {name: up, weight_only: true}\n  - {op: Gemm, min_n: 8, quantize: false}\n",
+        b"0rules:\n  - {name: up, activations: unchanged}\n  - {op: Gemm, min_n: 8, quantize: false}\n",
         b"0a: &a [up, down]\ninclude: *a\n",
         b"0fp8_format: HYBRID\nscale_rounding: floor\noutput_projections: true\n",
         b'1name = "mine"\nexclude = ["up"]\n[[rules]]\nname = "layers"\nweight_format = "e5m2"\n',

@@ -21,8 +21,6 @@ FORMATS, ROUNDINGS = st.sampled_from(["e4m3", "e5m2", "fp8"]), st.sampled_from([
 SIZES = st.sampled_from([0, 1, 31, 32, 64, 4096, -1, 10**20])
 JUNK = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(SIZES, max_size=2))
 SETTINGS = {
-    "weight_only": st.booleans(),
-    "activation_format": FORMATS,
     "activations": st.sampled_from(["e4m3", "e5m2", "bfloat16", "unchanged", "fp8"]),
     "weight_format": FORMATS,
     "scale_rounding": ROUNDINGS,
@@ -57,7 +55,7 @@ def some_of(fields: dict[str, Any], most: int) -> st.SearchStrategy[dict[str, An
 
 
 RECIPES = some_of(FIELDS, 4)
-BROKEN = some_of({**FIELDS, **dict.fromkeys(("min_dimm", "rules", "include", "weight_only", "name"), JUNK)}, 4)
+BROKEN = some_of({**FIELDS, **dict.fromkeys(("min_dimm", "rules", "include", "activations", "name"), JUNK)}, 4)
 SITES = st.lists(
     st.builds(
         MatMulSite,

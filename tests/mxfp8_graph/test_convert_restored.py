@@ -23,7 +23,7 @@ from mxfp8_graph.checking.inputs import make_inputs
 from mxfp8_graph.checking.runner import open_runnable
 from mxfp8_ops.errors import ContractError
 
-WEIGHT_ONLY = Recipe(name="weight only", weight_only=True)
+WEIGHT_ONLY = Recipe(name="weight only", activations="unchanged")
 
 
 def rewritten(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> onnx.ModelProto:

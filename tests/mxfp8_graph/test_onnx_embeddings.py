@@ -201,7 +201,7 @@ class TestRecipes:
         assert reasons(report)["Gather_places"] == KEPT
 
     def test_weight_only_quantizes_them_too(self):
-        rewritten, _ = rewrite(lookup(), Recipe(name="r", embeddings=True, weight_only=True))
+        rewritten, _ = rewrite(lookup(), Recipe(name="r", embeddings=True, activations="unchanged"))
         assert kinds(rewritten) == {"MXFP8Embedding": 1, "Neg": 1}
 
     def test_the_headline_counts_them_apart(self):

@@ -18,7 +18,7 @@ F32, I64 = np.float32, np.int64
 STACK = weight(4, 70, 40, seed=1).transpose(0, 2, 1).copy()
 """[E, N, K]: 4 experts, K no multiple of 32."""
 CHOSEN = np.array([3, 0, 0, 2, -1])
-WEIGHT_ONLY = Recipe(name="weight only", weight_only=True)
+WEIGHT_ONLY = Recipe(name="weight only", activations="unchanged")
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
