@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.model_folder import ModelFolder
-from mxfp8_graph.packed import safetensors
+from mxfp8_graph.packed import comfy, safetensors
 from mxfp8_graph.packed.conventions import CONVENTIONS
 from mxfp8_graph.packed.weight import Codes, PackedWeight
 from mxfp8_graph.weights import swizzled_tiles, unswizzled
@@ -64,14 +64,15 @@ def listed(names: tuple[str, ...] | list[str], most: int = 20) -> str:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Returns what a checkpoint holds; no tensor is read.
+    """Returns what a checkpoint holds; no tensor is read but ComfyUI's markers.
 
     Args:
         path: a .safetensors file, the .safetensors.index.json of a sharded checkpoint, or a folder with
             model.safetensors or model.safetensors.index.json.
 
     Raises:
-        ContractError: a file cannot be read, there is no MXFP8 weight, or scales do not fit their weights.
+        ContractError: a file cannot be read, there is no MXFP8 weight, scales do not fit their weights, or something
+            beside a weight says that it is quantized in a way that is not known.
     """
     path = Path(path)
     file = _file_in(path) if is_folder(path) else path
@@ -80,27 +81,31 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         stored, metadata, pins = _sharded(file)
     else:
         stored, metadata = safetensors.read(file, pins)
+    said = comfy.marked_layers(stored, metadata, path)
     weights: dict[str, PackedWeight] = {}
-    used: set[str] = set()
+    used = {name for name in stored if name.endswith(comfy.MARKER)}
     misfits: list[str] = []
     for name, elements, scales, swizzled in _pairs(stored, metadata):
+        layer = name.removesuffix(".weight")
+        if layer in said and (comfy.obstacle(said[layer]) or stored[elements].dtype != safetensors.E4M3):
+            continue
         used |= {elements, scales}
-        if misfit := _misfit(name, stored[elements].shape, stored[scales].shape, swizzled=swizzled):
+        tiled = swizzled or layer in said
+        if said and layer not in said:
+            misfits.append(f"weight {name!r} has no marker, as other layers have one")
+        elif misfit := _misfit(name, stored[elements].shape, stored[scales].shape, swizzled=tiled):
             misfits.append(misfit)
         else:
-            weights[name] = _weight(name, stored[elements], stored[scales], swizzled=swizzled)
+            weights[name] = _weight(name, stored[elements], stored[scales], tiled, said.get(layer))
     if misfits:
         expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis"
-        advice = "store them unswizzled, in blocks of 32"
+        advice = "store them unswizzled, in blocks of 32, or mark every layer as ComfyUI does"
         raise ContractError(path, listed(misfits), expected=expected, advice=advice)
+    foreign = _foreign(stored, used, said, weights)
     if not weights:
         expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
-        raise ContractError(path, "no MXFP8 weight", expected=expected, advice="name a checkpoint with MXFP8 weights")
-    foreign = tuple(
-        f"{name} ({tensor.dtype} {list(tensor.shape)})"
-        for name, tensor in sorted(stored.items())
-        if name not in used and (tensor.dtype in _FORMATS or name.endswith(_FOREIGN))
-    )
+        what = "no MXFP8 weight" + (f" ({listed(foreign)})" if foreign else "")
+        raise ContractError(path, what, expected=expected, advice="name a checkpoint with MXFP8 weights")
     return Checkpoint(
         path=path,
         weights=weights,
@@ -110,6 +115,28 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         files=pins.files | {file},
         check=pins.check,
     )
+
+
+def _foreign(
+    stored: Mapping[str, safetensors.Stored],
+    used: Collection[str],
+    said: Mapping[str, Mapping[str, Any]],
+    weights: Collection[str],
+) -> tuple[str, ...]:
+    """Returns what is quantized in another way, each with what it is: layers that say so, and tensors that look so."""
+    found = []
+    for layer in sorted(said):
+        if f"{layer}.weight" in stored and f"{layer}.weight" not in weights:
+            lacking = "ComfyUI's 'mxfp8' without its float8_e4m3fn elements or scales"
+            found.append(f"{layer!r} ({comfy.obstacle(said[layer]) or lacking})")
+    found += [
+        f"{name} ({tensor.dtype} {list(tensor.shape)})"
+        for name, tensor in sorted(stored.items())
+        if name not in used
+        and name.rpartition(".")[0] not in said
+        and (tensor.dtype in _FORMATS or name.endswith(_FOREIGN))
+    ]
+    return tuple(found)
 
 
 def _file_in(folder: Path) -> Path:
@@ -156,7 +183,8 @@ def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizz
     blocks = scale_shape(shape or (0,), -1)
     if swizzled and len(shape) == 2:
         down, across = swizzled_tiles(*blocks)
-        fits = math.prod(scales) == down * across * 512
+        blocks = (down * 128, across * 4)
+        fits = math.prod(scales) == math.prod(blocks)
     else:
         fits = not swizzled and scales == blocks
     return (
@@ -166,7 +194,13 @@ def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizz
     )
 
 
-def _weight(name: str, elements: safetensors.Stored, scales: safetensors.Stored, *, swizzled: bool) -> PackedWeight:
+def _weight(
+    name: str,
+    elements: safetensors.Stored,
+    scales: safetensors.Stored,
+    swizzled: bool,
+    said: Mapping[str, Any] | None,
+) -> PackedWeight:
     def codes() -> Codes:
         return (
             unswizzled(scales.bytes(), *scale_shape(elements.shape, -1))
@@ -179,7 +213,7 @@ def _weight(name: str, elements: safetensors.Stored, scales: safetensors.Stored,
         module=name.removesuffix(".weight") if name.endswith(".weight") else None,
         shape=elements.shape,
         element_format=_FORMATS[elements.dtype],
-        weight_only=None,
+        weight_only=comfy.is_weight_only(said),
         read_elements=partial(_elements, elements),
         read_scales=codes,
     )
