@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, Final
 from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.packed import comfy, safetensors
-from mxfp8_graph.packed.conventions import CONVENTIONS
+from mxfp8_graph.packed.conventions import CONFIG_KEY, CONVENTIONS, METHODS, belongs_to_quantization
 from mxfp8_graph.packed.weight import Codes, PackedWeight
 from mxfp8_graph.weights import swizzled_tiles, unswizzled
 from mxfp8_ops import formats
@@ -106,6 +107,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
         what = "no MXFP8 weight" + (f" ({listed(foreign)})" if foreign else "")
         raise ContractError(path, what, expected=expected, advice="name a checkpoint with MXFP8 weights")
+    _check_known(stored, metadata, used, weights, path)
     return Checkpoint(
         path=path,
         weights=weights,
@@ -137,6 +139,37 @@ def _foreign(
         and (tensor.dtype in _FORMATS or name.endswith(_FOREIGN))
     ]
     return tuple(found)
+
+
+def _check_known(
+    stored: Mapping[str, safetensors.Stored],
+    metadata: Mapping[str, str],
+    used: Collection[str],
+    weights: Collection[str],
+    path: Path,
+) -> None:
+    """Raises ContractError if anything says of MXFP8 weights that they or their inputs are quantized in another way."""
+    names = sorted(stored)
+    unknown = {name for name in names if name.rpartition(".")[2] == comfy.GLOBAL}
+    for weight in weights:
+        # Of a parameter such as experts.gate_up, what else is in its module belongs to other parameters.
+        head = weight.removesuffix("weight") if f".{weight}".endswith(".weight") else f"{weight}_"
+        at = bisect_left(names, head)
+        while at < len(names) and names[at].startswith(head):
+            if names[at] not in used and belongs_to_quantization(names[at].removeprefix(head)):
+                unknown.add(names[at])
+            at += 1
+    said = [f"{name!r} ({stored[name].dtype} {list(stored[name].shape)})" for name in sorted(unknown)]
+    if (told := metadata.get(CONFIG_KEY)) is not None:
+        try:
+            known = json.loads(told)["quant_method"] in METHODS
+        except (KeyError, TypeError, ValueError, RecursionError):
+            known = False
+        said += [] if known else [f"{CONFIG_KEY!r} of the file"]
+    if said:
+        what = f"it has {listed(said)}, of a quantization that is not known"
+        advice = "write the checkpoint without what changes no value, or export the model in high precision"
+        raise ContractError(path, what, expected="MXFP8 weights, their scales and biases", advice=advice)
 
 
 def _file_in(folder: Path) -> Path:

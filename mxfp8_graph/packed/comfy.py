@@ -1,8 +1,8 @@
 """What ComfyUI's checkpoints say about the format of each layer.
 
-A layer X has a tensor X.comfy_quant, uint8, whose bytes are JSON such as {"format": "mxfp8"}; or the file's metadata have
-"_quantization_metadata", JSON with {"layers": {X: {"format": "mxfp8"}}}. An MXFP8 layer has X.weight of F8_E4M3, its
-sizes padded to multiples of 32, and X.weight_scale, U8 or F8_E8M0, in the tiles that `unswizzled` describes.
+A layer X has a tensor X.comfy_quant, uint8, whose bytes are JSON such as {"format": "mxfp8"}; or the file's metadata
+have "_quantization_metadata", JSON with {"layers": {X: {"format": "mxfp8"}}}. An MXFP8 layer has X.weight of F8_E4M3,
+its sizes padded to multiples of 32, and X.weight_scale, U8 or F8_E8M0, in the tiles that `unswizzled` describes.
 Sources: `_load_quantized_module` in comfy/ops.py and `convert_old_quants` in comfy/utils.py of ComfyUI; tensor/mxfp8.py
 of comfy-kitchen.
 """

@@ -11,6 +11,7 @@ ceil(K / 32) scales), F8_E5M2 elements, and stacks [..., N, K].
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -32,6 +33,25 @@ COMPRESSED_TENSORS: Final = Convention("compressed-tensors", "_scale")
 SCALE_INV: Final = Convention("scale-inv", "_scale_inv")
 
 CONVENTIONS: Final[Mapping[str, Convention]] = MappingProxyType({c.name: c for c in (COMPRESSED_TENSORS, SCALE_INV)})
+
+CONFIG_KEY: Final = "quantization_config"
+"""Key in the file's metadata; its value belongs in the checkpoint's config.json."""
+
+METHODS: Final = frozenset({"compressed-tensors", "mxfp8"})
+"""The quant_method of each convention, as `quantization_config` says it."""
+
+_OF_A_QUANTIZATION: Final = re.compile(r"_?weight_(?!\d+$)|q(weight|zeros|data)|(?s:.*?)(scale|zero|amax|g_idx)")
+"""How names begin, within a module with a quantized weight, of tensors that say how it or its input is quantized."""
+
+
+def belongs_to_quantization(rest: str) -> bool:
+    """Returns whether a tensor in the module of a quantized weight says how values are quantized, by its name there.
+
+    Scales of activations (input_scale) and factors (pre_quant_scale) change what is computed, zero points and orders of
+    columns (g_idx) what a weight is; modules inside count by their names (input_quantizer). Let through are the bias,
+    what adapters add, and TransformerEngine's _extra_state, which has nothing about MXFP8.
+    """
+    return "quant" in rest or ("." not in rest and _OF_A_QUANTIZATION.match(rest) is not None)
 
 
 def quantization_config(chosen: Convention, quantized: Sequence[str], weight_only: Sequence[str]) -> dict[str, Any]:

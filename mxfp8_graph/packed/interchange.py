@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from mxfp8_graph import provenance
 from mxfp8_graph.file_reading import is_any_of
@@ -18,14 +18,11 @@ from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.checkpoint import open_checkpoint
 from mxfp8_graph.packed.contents import contents
-from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, quantization_config
+from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, quantization_config
 from mxfp8_graph.packed.weight import PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
-
-CONFIG_KEY: Final = "quantization_config"
-"""Key in the file's metadata; its value belongs in the checkpoint's config.json."""
 
 
 def export_safetensors(
