@@ -14,12 +14,13 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mxfp8_graph.hugging_face.limits import Limits
 from mxfp8_graph.naming import first_line
 from mxfp8_ops.errors import BackendError, ContractError
 
@@ -71,11 +72,30 @@ def load_config(folder: Path) -> Any:
     return config
 
 
-def build(config: Any, folder: Path, dtype: str) -> nn.Module:
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Lets huggingface_hub refuse every request, inside: a config may name repositories, such as a "backbone".
+
+    `local_files_only` is not passed on to those, and the environment variable is read when the hub is imported.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def build(config: Any, folder: Path, dtype: str, limits: Limits, device: Literal["cpu", "meta"]) -> nn.Module:
     """Returns the model that a config describes, in eval mode, without values for its parameters.
 
+    Nothing that it holds takes memory on "meta", so build it there first; on "cpu" its buffers have values.
+
     Raises:
-        ContractError: the config names no class of transformers, or the class cannot be made of it.
+        ContractError: the config names no class of transformers, or the class cannot be made of it; or it asks for more
+            than there can be.
     """
     import transformers
 
@@ -90,14 +110,18 @@ def build(config: Any, folder: Path, dtype: str) -> nn.Module:
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(DTYPES[dtype])
-        with _Unfilled(), torch.no_grad():
+        with torch.device(device), _Unfilled(limits), torch.no_grad():
             model: nn.Module = cls(config)
-        _untouched(model)
+        if device == "cpu":
+            _untouched(model)
+    except ContractError:
+        raise
     except Exception as error:
         what = f"{name} cannot be made of it: {first_line(error)}"
         raise ContractError(folder / "config.json", what, expected="a valid config", advice="correct it") from error
     finally:
         torch.set_default_dtype(default)
+    limits.check_bytes("buffers", model.buffers())
     model.requires_grad_(False)
     model.train(False)
     return model
@@ -254,14 +278,22 @@ def _plain(value: Any) -> Any:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Makes what is allocated to be filled later, as parameters are, a meta tensor."""
+    """Makes what is allocated to be filled later, as parameters are, a meta tensor, and counts them."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self._limits = limits
+        self._count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls `func`."""
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        if func is not torch.empty:
+            return func(*args, **kwargs)
+        result = func(*args, **{**kwargs, "device": "meta"})
+        self._limits.check_tensor(result, self._count)
+        self._count += 1
+        return result
 
 
 def _untouched(model: nn.Module) -> None:

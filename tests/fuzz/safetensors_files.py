@@ -16,7 +16,8 @@ _VALUES: Final[tuple[Any, ...]] = (
 )
 
 
-def _file(header: Any, size: int) -> bytes:
+def file(header: Any, size: int) -> bytes:
+    """Returns a file with that header and `size` bytes of data."""
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(range(256)) * (size // 256) + bytes(size % 256)
 
@@ -28,8 +29,8 @@ def seeds() -> list[bytes]:
     other = {"dtype": "F32", "shape": [3], "data_offsets": [264, 276]}
     index = {"metadata": {"total_size": 264}, "weight_map": {"up.weight": "model.safetensors"}}
     return [
-        _file({"up.weight": weight, "up.weight_scale": scales}, 264),
-        _file({"__metadata__": {"format": "pt"}, "up.weight": weight, "up.weight_scale_inv": scales, "b": other}, 276),
+        file({"up.weight": weight, "up.weight_scale": scales}, 264),
+        file({"__metadata__": {"format": "pt"}, "up.weight": weight, "up.weight_scale_inv": scales, "b": other}, 276),
         json.dumps(index).encode(),
     ]
 
