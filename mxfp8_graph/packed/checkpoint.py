@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
@@ -17,7 +17,7 @@ from typing import Any, Final
 from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.packed import comfy, safetensors
-from mxfp8_graph.packed.conventions import CONFIG_KEY, CONVENTIONS, METHODS, belongs_to_quantization
+from mxfp8_graph.packed.conventions import CONFIG_KEY, CONVENTIONS, is_known, of_quantization
 from mxfp8_graph.packed.weight import Codes, PackedWeight
 from mxfp8_graph.weights import swizzled_tiles, unswizzled
 from mxfp8_ops import formats
@@ -82,32 +82,32 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         stored, metadata, pins = _sharded(file)
     else:
         stored, metadata = safetensors.read(file, pins)
-    said = comfy.marked_layers(stored, metadata, path)
+    said = comfy.layers(stored, metadata, path)
     weights: dict[str, PackedWeight] = {}
     used = {name for name in stored if name.endswith(comfy.MARKER)}
     misfits: list[str] = []
-    for name, elements, scales, swizzled in _pairs(stored, metadata):
-        layer = name.removesuffix(".weight")
-        if layer in said and (comfy.obstacle(said[layer]) or stored[elements].dtype != safetensors.E4M3):
-            continue
+    for name, elements, scales, swizzled in _pairs(stored, metadata, said):
         used |= {elements, scales}
-        tiled = swizzled or layer in said
-        if said and layer not in said:
-            misfits.append(f"weight {name!r} has no marker, as other layers have one")
-        elif misfit := _misfit(name, stored[elements].shape, stored[scales].shape, swizzled=tiled):
+        if misfit := _misfit(name, stored[elements].shape, stored[scales].shape, swizzled=swizzled):
             misfits.append(misfit)
         else:
-            weights[name] = _weight(name, stored[elements], stored[scales], tiled, said.get(layer))
+            only = said.get(name.removesuffix(".weight"), {}).get("full_precision_matrix_mult")
+            weights[name] = _weight(name, stored[elements], stored[scales], swizzled=swizzled, only=only is True)
+    misfits += _unknown(stored, metadata, used, weights)
     if misfits:
-        expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis"
-        advice = "store them unswizzled, in blocks of 32, or mark every layer as ComfyUI does"
+        expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis, and no other quantization"
+        advice = "store them unswizzled, in blocks of 32"
         raise ContractError(path, listed(misfits), expected=expected, advice=advice)
-    foreign = _foreign(stored, used, said, weights)
+    foreign = tuple(
+        f"{name} ({tensor.dtype} {list(tensor.shape)})"
+        for name, tensor in sorted(stored.items())
+        if name not in used and (tensor.dtype in _FORMATS or name.endswith(_FOREIGN))
+    )
+    foreign = (*comfy.others(said, stored, weights), *foreign)
     if not weights:
-        expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
         what = "no MXFP8 weight" + (f" ({listed(foreign)})" if foreign else "")
+        expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
         raise ContractError(path, what, expected=expected, advice="name a checkpoint with MXFP8 weights")
-    _check_known(stored, metadata, used, weights, path)
     return Checkpoint(
         path=path,
         weights=weights,
@@ -119,57 +119,23 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
-def _foreign(
-    stored: Mapping[str, safetensors.Stored],
-    used: Collection[str],
-    said: Mapping[str, Mapping[str, Any]],
-    weights: Collection[str],
-) -> tuple[str, ...]:
-    """Returns what is quantized in another way, each with what it is: layers that say so, and tensors that look so."""
-    found = []
-    for layer in sorted(said):
-        if f"{layer}.weight" in stored and f"{layer}.weight" not in weights:
-            lacking = "ComfyUI's 'mxfp8' without its float8_e4m3fn elements or scales"
-            found.append(f"{layer!r} ({comfy.obstacle(said[layer]) or lacking})")
-    found += [
-        f"{name} ({tensor.dtype} {list(tensor.shape)})"
-        for name, tensor in sorted(stored.items())
-        if name not in used
-        and name.rpartition(".")[0] not in said
-        and (tensor.dtype in _FORMATS or name.endswith(_FOREIGN))
-    ]
-    return tuple(found)
-
-
-def _check_known(
-    stored: Mapping[str, safetensors.Stored],
-    metadata: Mapping[str, str],
-    used: Collection[str],
-    weights: Collection[str],
-    path: Path,
-) -> None:
-    """Raises ContractError if anything says of MXFP8 weights that they or their inputs are quantized in another way."""
+def _unknown(
+    stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str], used: Set[str], weights: Collection[str]
+) -> list[str]:
+    """Returns what says of MXFP8 weights, or of what meets them, that it is quantized in a way that is not known."""
     names = sorted(stored)
-    unknown = {name for name in names if name.rpartition(".")[2] == comfy.GLOBAL}
+    found = {name for name in names if name.rpartition(".")[2] == comfy.GLOBAL}
     for weight in weights:
-        # Of a parameter such as experts.gate_up, what else is in its module belongs to other parameters.
+        # Where a module has several weights, such as experts.gate_up, the rest of it belongs to any of them.
         head = weight.removesuffix("weight") if f".{weight}".endswith(".weight") else f"{weight}_"
         at = bisect_left(names, head)
         while at < len(names) and names[at].startswith(head):
-            if names[at] not in used and belongs_to_quantization(names[at].removeprefix(head)):
-                unknown.add(names[at])
+            if of_quantization(names[at].removeprefix(head)):
+                found.add(names[at])
             at += 1
-    said = [f"{name!r} ({stored[name].dtype} {list(stored[name].shape)})" for name in sorted(unknown)]
-    if (told := metadata.get(CONFIG_KEY)) is not None:
-        try:
-            known = json.loads(told)["quant_method"] in METHODS
-        except (KeyError, TypeError, ValueError, RecursionError):
-            known = False
-        said += [] if known else [f"{CONFIG_KEY!r} of the file"]
-    if said:
-        what = f"it has {listed(said)}, of a quantization that is not known"
-        advice = "write the checkpoint without what changes no value, or export the model in high precision"
-        raise ContractError(path, what, expected="MXFP8 weights, their scales and biases", advice=advice)
+    told = [f"{name!r} ({stored[name].dtype} {list(stored[name].shape)})" for name in sorted(found - used)]
+    told += [] if is_known(metadata.get(CONFIG_KEY)) else [f"{CONFIG_KEY!r} of the file"]
+    return [f"{each} of a quantization that is not known" for each in told]
 
 
 def _file_in(folder: Path) -> Path:
@@ -182,15 +148,20 @@ def _file_in(folder: Path) -> Path:
 
 
 def _pairs(
-    stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str]
+    stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str], said: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields (weight, its elements, its scales, whether those are swizzled), each a name."""
+    """Yields (weight, its elements, its scales, whether those are swizzled), each a name.
+
+    `said` is what ComfyUI says about layers; if it does, about all that it quantized.
+    """
     for name, tensor in stored.items():
-        if tensor.dtype not in _FORMATS:
+        if tensor.dtype not in _FORMATS or (
+            said and not comfy.is_mxfp8(said.get(name.removesuffix(".weight")), tensor)
+        ):
             continue
         scales = next((s for c in CONVENTIONS.values() if (s := name + c.scale_suffix) in stored), None)
         if scales is not None and stored[scales].dtype in _SCALE_DTYPES:
-            yield name, name, scales, False
+            yield name, name, scales, bool(said)
         elif name.endswith("_qdata") and (found := _of_torchao(name, stored, metadata)) is not None:
             yield found
 
@@ -228,11 +199,7 @@ def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizz
 
 
 def _weight(
-    name: str,
-    elements: safetensors.Stored,
-    scales: safetensors.Stored,
-    swizzled: bool,
-    said: Mapping[str, Any] | None,
+    name: str, elements: safetensors.Stored, scales: safetensors.Stored, *, swizzled: bool, only: bool
 ) -> PackedWeight:
     def codes() -> Codes:
         return (
@@ -246,7 +213,7 @@ def _weight(
         module=name.removesuffix(".weight") if name.endswith(".weight") else None,
         shape=elements.shape,
         element_format=_FORMATS[elements.dtype],
-        weight_only=comfy.is_weight_only(said),
+        weight_only=only or None,
         read_elements=partial(_elements, elements),
         read_scales=codes,
     )

@@ -11,6 +11,7 @@ ceil(K / 32) scales), F8_E5M2 elements, and stacks [..., N, K].
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,21 +38,24 @@ CONVENTIONS: Final[Mapping[str, Convention]] = MappingProxyType({c.name: c for c
 CONFIG_KEY: Final = "quantization_config"
 """Key in the file's metadata; its value belongs in the checkpoint's config.json."""
 
-METHODS: Final = frozenset({"compressed-tensors", "mxfp8"})
-"""The quant_method of each convention, as `quantization_config` says it."""
-
-_OF_A_QUANTIZATION: Final = re.compile(r"_?weight_(?!\d+$)|q(weight|zeros|data)|(?s:.*?)(scale|zero|amax|g_idx)")
-"""How names begin, within a module with a quantized weight, of tensors that say how it or its input is quantized."""
+_OF_QUANTIZATION: Final = re.compile(r"_?weight_(?!\d+$)|q(weight|zeros|data)|(?s:.*?)(scale|zero|amax|g_idx)")
 
 
-def belongs_to_quantization(rest: str) -> bool:
-    """Returns whether a tensor in the module of a quantized weight says how values are quantized, by its name there.
+def of_quantization(name: str) -> bool:
+    """Returns whether a tensor says how values are quantized, by its name in the module of a weight.
 
-    Scales of activations (input_scale) and factors (pre_quant_scale) change what is computed, zero points and orders of
-    columns (g_idx) what a weight is; modules inside count by their names (input_quantizer). Let through are the bias,
-    what adapters add, and TransformerEngine's _extra_state, which has nothing about MXFP8.
+    Scales of the input (input_scale, pre_quant_scale), zero points, orders of columns (g_idx), and modules such as
+    input_quantizer do; a bias, adapters, and TransformerEngine's _extra_state, which has no state for MXFP8, do not.
     """
-    return "quant" in rest or ("." not in rest and _OF_A_QUANTIZATION.match(rest) is not None)
+    return "quant" in name or ("." not in name and _OF_QUANTIZATION.match(name) is not None)
+
+
+def is_known(config: str | None) -> bool:
+    """Returns whether a quantization_config in a file's metadata, if there is one, is of a convention above."""
+    try:
+        return config is None or json.loads(config)["quant_method"] in (COMPRESSED_TENSORS.name, "mxfp8")
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
 
 
 def quantization_config(chosen: Convention, quantized: Sequence[str], weight_only: Sequence[str]) -> dict[str, Any]:

@@ -334,7 +334,7 @@ def test_what_says_that_a_weight_is_quantized_otherwise_is_refused(name: str, tm
     others = {name: np.ones(1, np.float32)}
     path = ck.save(tmp_path / "a.safetensors", {**WEIGHTS, "w": ck.codes(64, 32)}, **others)
     for read in (rewritten, mxfp8_graph.import_safetensors):
-        with pytest.raises(ContractError, match=re.escape(f"'{name}' (F32 [1]), of a quantization that is not known")):
+        with pytest.raises(ContractError, match=re.escape(f"'{name}' (F32 [1]) of a quantization that is not known")):
             read(path)
 
 
