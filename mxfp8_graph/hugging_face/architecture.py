@@ -31,6 +31,8 @@ _DYNAMIC: Final = torch.export.Dim.DYNAMIC
 
 _BATCH, _TOKENS, _PAST = 2, 3, 5
 """Sizes of the sample inputs; all different, none 0 or 1, which torch.export would take for constants."""
+_LARGEST_CACHE: Final = 1 << 23
+"""Four times that of the largest models; the sample takes 0.7 GB then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +76,9 @@ def load_config(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Lets huggingface_hub refuse every request, inside: a config may name repositories, such as a "backbone".
+    """Lets huggingface_hub refuse every request, inside: transformers asks for a "backbone" that a config names.
 
-    `local_files_only` is not passed on to those, and the environment variable is read when the hub is imported.
+    The environment variable would come too late: it is read when the hub is imported.
     """
     from huggingface_hub import constants
 
@@ -121,7 +123,7 @@ def build(config: Any, folder: Path, dtype: str, limits: Limits, device: Literal
         raise ContractError(folder / "config.json", what, expected="a valid config", advice="correct it") from error
     finally:
         torch.set_default_dtype(default)
-    limits.check_bytes("buffers", model.buffers())
+    limits.check_buffers(model)
     model.requires_grad_(False)
     model.train(False)
     return model
@@ -165,6 +167,11 @@ def _decoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Ca
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if layers * heads * size > _LARGEST_CACHE:
+        what = f"a cache of {layers} x {heads} x {size} values for each token"
+        raise ContractError(
+            type(model).__name__, what, expected=f"{_LARGEST_CACHE} at most", advice="correct the config"
+        )
     cache = [torch.zeros(_BATCH, heads, _PAST, size, dtype=torch.get_default_dtype()) for _ in range(2 * layers)]
     cache = [each.to(next(model.parameters()).dtype) for each in cache]
     past = [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
@@ -291,7 +298,7 @@ class _Unfilled(TorchFunctionMode):
         if func is not torch.empty:
             return func(*args, **kwargs)
         result = func(*args, **{**kwargs, "device": "meta"})
-        self._limits.check_tensor(result, self._count)
+        self._limits.check_parameter(result, self._count)
         self._count += 1
         return result
 

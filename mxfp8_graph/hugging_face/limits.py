@@ -8,48 +8,37 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
+from torch.nn import Module
 
 from mxfp8_graph.packed.checkpoint import Checkpoint
 from mxfp8_ops.errors import ContractError
 
 _SLACK: Final = 1000
-"""Tensors that a model may have beyond those of the checkpoint, and layers: ALBERT's 24 share the tensors of one."""
-_ANY_SIZE: Final = 1 << 18
+"""Parameters that a model may have beyond those of the checkpoint, and layers: ALBERT's 24 share the tensors of one."""
+_ANY: Final = 1 << 18
 """A number that is harmless whatever it means: no list or table of so many entries takes a second."""
-_UNBOUND: Final = re.compile("position|length|context|ctx|theta|rope|rotary|param")
-"""Numbers that no list is made of; a table of positions is refused when it is built."""
 _BYTES: Final = 1 << 29
-"""Of what a model computes when it is built, such as masks, and of the cache that it is exported with."""
+_UNBOUND: Final = re.compile("position|length|context|ctx|theta|base|param")
+"""Numbers that no list is made of; a table of positions is refused when it is built."""
 
 
-@dataclass(frozen=True)
 class Limits:
     """What the header of a checkpoint allows."""
 
-    where: Path
-    """The config.json."""
-    tensors: int
-    values: int
-    """Of a tensor."""
-    size: int
-    """Of a dimension, and of other numbers."""
-    bytes: int
-    """Of tensors that the checkpoint does not have."""
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, where: Path) -> Limits:
-        """Returns the limits for the config that belongs to a checkpoint."""
-        shapes = [tensor.shape for tensor in (*checkpoint.weights.values(), *checkpoint.others.values())]
+    def __init__(self, checkpoint: Checkpoint, config: Path) -> None:
+        stored = [tensor.shape for tensor in (*checkpoint.weights.values(), *checkpoint.others.values())]
+        shapes = [shape for shape in stored if shape and 0 not in shape]  # [0, 2^62] takes no room in a file
+        self._config = config
+        self._number = max([_ANY, *(max(shape) for shape in shapes)])
+        self._tensors = len(stored) + _SLACK
         # Somewhat more than there is: a shape that does not fit is told as such, with the name of its tensor.
-        values = 4 * max(map(math.prod, shapes)) + _ANY_SIZE
-        size = max(_ANY_SIZE, *(max(shape, default=0) for shape in shapes))
-        return cls(where, len(shapes) + _SLACK, values, size, max(_BYTES, checkpoint.byte_size))
+        self._values = 4 * max(map(math.prod, shapes), default=0) + _ANY
+        self._bytes = max(_BYTES, checkpoint.byte_size)
 
     def check_numbers(self, config: Mapping[str, Any]) -> None:
         """Raises ContractError if a number of the config, or of one inside, is larger than what there can be."""
@@ -60,25 +49,20 @@ class Limits:
                 left += value.items()
             elif isinstance(value, list):
                 left += [(key, each) for each in value]
-            elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-                most = self.tensors if "layer" in key else self.size
-                if value > most and not _UNBOUND.search(key):
-                    raise self._excess(f"{key!r} of {str(value)[:40]}", most)
+            elif isinstance(value, (int, float)) and value == value // 1 and not _UNBOUND.search(key):
+                self._require(repr(key), value, self._tensors if "layer" in key else self._number)
 
-    def check_tensor(self, tensor: Tensor, before: int) -> None:
+    def check_parameter(self, parameter: Tensor, before: int) -> None:
         """Raises ContractError if a model cannot have that parameter, and `before` others."""
-        if before >= self.tensors:
-            raise self._excess("more tensors", self.tensors)
-        if tensor.numel() > self.values:
-            raise self._excess(f"a tensor of {tensor.numel()} values", self.values)
+        self._require("parameters", before + 1, self._tensors)
+        self._require("values of a parameter", parameter.numel(), self._values)
 
-    def check_bytes(self, what: str, tensors: Iterable[Tensor]) -> None:
-        """Raises ContractError if tensors that the checkpoint does not have would take much memory."""
-        if (size := sum(tensor.numel() * tensor.itemsize for tensor in tensors)) > self.bytes:
-            raise self._excess(f"{what} of {size} bytes", self.bytes)
+    def check_buffers(self, model: Module) -> None:
+        """Raises ContractError if what a model computes when it is built, such as masks, takes much memory."""
+        self._require("bytes of buffers", sum(b.numel() * b.itemsize for b in model.buffers()), self._bytes)
 
-    def _excess(self, what: str, most: int) -> ContractError:
-        expected = f"{most} at most for this checkpoint"
-        return ContractError(
-            self.where, f"asks for {what}", expected=expected, advice="check that they belong together"
-        )
+    def _require(self, what: str, number: float, most: int) -> None:
+        if number > most:
+            advice = "check that they belong together"
+            expected = f"{most} at most for this checkpoint"
+            raise ContractError(self._config, f"{what}: {str(number)[:40]}", expected=expected, advice=advice)

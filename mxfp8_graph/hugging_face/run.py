@@ -123,7 +123,7 @@ def _opened(folder: Path, told: dict[str, Any], checkpoint: Checkpoint, dtype: s
     from mxfp8_graph.hugging_face import architecture, stored, whole
     from mxfp8_graph.hugging_face.limits import Limits
 
-    limits = Limits.of(checkpoint, folder / "config.json")
+    limits = Limits(checkpoint, folder / "config.json")
     limits.check_numbers(told)
     with architecture.offline():
         config = architecture.load_config(folder)
@@ -152,19 +152,22 @@ def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) ->
     """
     told = config.get("quantization_config")
     told = told if isinstance(told, dict) else {}
+    if told.get("act_bits", 8) == 16:
+        return _WEIGHT_ONLY
+    quantized = [not weight.weight_only for weight in checkpoint.weights.values()]
     groups = told.get("config_groups")
-    advice = ("choose for all with ", Option("recipe"), ", or say which in a recipe file")
-    quantized = [not weight.weight_only for weight in checkpoint.weights.values() if weight.weight_only is not None]
+    where, advice = (
+        folder / "config.json",
+        ("choose for all with ", Option("recipe"), ", or say which in a recipe file"),
+    )
     if isinstance(groups, dict) and groups:
-        activations = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
-        for name, said in zip(groups, activations, strict=False):
-            if said and not (isinstance(said, dict) and _ACTIVATIONS.items() <= said.items()):
-                what = f"activations of {name!r} are not in MXFP8 ({said})"
-                raise ContractError(folder / "config.json", what, expected=f"{_ACTIVATIONS}", advice=advice)
-        quantized = list(map(bool, activations))
+        said = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+        for each in filter(None, said):
+            if not (isinstance(each, dict) and _ACTIVATIONS.items() <= each.items()):
+                what = f"quantization_config has activations that are not in MXFP8: {str(each)[:200]}"
+                raise ContractError(where, what, expected=str(_ACTIVATIONS), advice=advice)
+        quantized = [bool(each) for each in said]
     if any(quantized) and not all(quantized):
-        what = "quantization_config quantizes the activations of some groups of layers alone"
-        raise ContractError(folder / "config.json", what, expected="the same for all groups", advice=advice)
-    if quantized:
-        return presets.DEFAULT if all(quantized) else _WEIGHT_ONLY
-    return _WEIGHT_ONLY if told.get("act_bits", 8) == 16 else presets.DEFAULT
+        what = "the activations of some layers alone are quantized"
+        raise ContractError(where, what, expected="the same for all", advice=advice)
+    return presets.DEFAULT if any(quantized) else _WEIGHT_ONLY

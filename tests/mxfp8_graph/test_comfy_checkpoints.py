@@ -22,21 +22,6 @@ from mxfp8_ops.errors import ContractError
 MXFP8 = {"format": "mxfp8"}
 
 
-def tiles(scales: np.ndarray) -> np.ndarray:
-    """Returns scales in tiles of 128 x 4, zero-padded, as cuBLAS documents their offsets, one scale at a time.
-
-    https://docs.nvidia.com/cuda/cublas/#d-block-scaling-factors-layout
-    """
-    rows, columns = scales.shape
-    across = -(-columns // 4)
-    stored = np.zeros(-(-rows // 128) * across * 512, np.uint8)
-    for outer in range(rows):
-        for inner in range(columns):
-            tile = outer // 128 * across + inner // 4
-            stored[tile * 512 + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[outer, inner]
-    return stored.reshape(-(-rows // 128) * 128, across * 4)
-
-
 def marker(told: Any) -> np.ndarray:
     return np.frombuffer(told if isinstance(told, bytes) else json.dumps(told).encode(), np.uint8)
 
@@ -46,7 +31,7 @@ def tensors(weights: dict[str, ck.Codes], told: Any = MXFP8) -> dict[str, np.nda
     found: dict[str, Any] = {}
     for layer, (elements, scales) in weights.items():
         found[f"{layer}.weight"] = elements.view(ml_dtypes.float8_e4m3fn)
-        found[f"{layer}.weight_scale"] = tiles(scales)
+        found[f"{layer}.weight_scale"] = ck.tiles(scales)
         found[f"{layer}.comfy_quant"] = marker(told)
     return found
 
@@ -76,7 +61,7 @@ def test_tiles_are_those_of_torchao() -> None:
     torch = pytest.importorskip("torch")
     _, scales = ck.codes(160, 416)
     expected = utils.to_blocked(torch.from_numpy(scales).view(torch.float8_e8m0fnu)).view(torch.uint8)
-    np.testing.assert_array_equal(tiles(scales).reshape(-1), expected.numpy())
+    np.testing.assert_array_equal(ck.tiles(scales).reshape(-1), expected.numpy())
 
 
 def test_the_metadata_of_the_file_may_mark_layers(tmp_path: Path) -> None:

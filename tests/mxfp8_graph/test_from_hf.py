@@ -375,19 +375,16 @@ def test_tensors_that_are_missing_or_of_another_shape_are_listed(bert: Folder, t
 
 
 LIMITS = [
-    (
-        {"num_hidden_layers": 10**6},
-        "asks for 'num_hidden_layers' of 1000000; expected 10.. at most for this checkpoint",
-    ),
-    ({"num_hidden_layers": 2**31}, "asks for 'num_hidden_layers' of 2147483648"),
-    ({"num_hidden_layers": 1e6}, "asks for 'num_hidden_layers' of 1000000.0"),
-    ({"num_hidden_layers": 900}, "asks for more tensors; expected 10.. at most"),
-    ({"hidden_size": 2**31}, "asks for 'hidden_size' of 2147483648; expected 262144 at most"),
-    ({"hidden_size": 2**17}, "asks for a tensor of"),
-    ({"vocab_size": 10**400}, "asks for 'vocab_size' of 1000"),
-    ({"num_labels": 10**9}, "asks for 'num_labels'"),
-    ({"text_config": {"depths": [[10**7]]}}, "asks for 'depths'"),
-    ({"max_position_embeddings": 2**40}, "asks for a tensor of 70368744177664 values"),
+    ({"num_hidden_layers": 10**6}, "'num_hidden_layers': 1000000; expected 10.. at most for this checkpoint"),
+    ({"num_hidden_layers": 2**31}, "'num_hidden_layers': 2147483648"),
+    ({"num_hidden_layers": 1e6}, "'num_hidden_layers': 1000000.0"),
+    ({"num_hidden_layers": 900}, "parameters: 10..; expected 10.. at most"),
+    ({"hidden_size": 2**31}, "'hidden_size': 2147483648; expected 262144 at most"),
+    ({"hidden_size": 2**17}, "values of a parameter: 6553600"),
+    ({"vocab_size": 10**400}, "'vocab_size': 1000"),
+    ({"num_labels": 10**9}, "'num_labels': 1000000000"),
+    ({"text_config": {"depths": [[10**7]]}}, "'depths': 10000000"),
+    ({"max_position_embeddings": 2**40}, "values of a parameter: 70368744177664"),
 ]
 
 
@@ -410,7 +407,7 @@ def test_masks_are_not_made_of_any_size(llama: Folder, tmp_path: Path) -> None:
         intermediate_size=96,
     )
     made = folder(tmp_path / "neo", config, "GPTNeoForCausalLM", dtype=torch.float32)
-    with pytest.raises(ContractError, match="asks for buffers of 34359738"):
+    with pytest.raises(ContractError, match="bytes of buffers: 34359738"):
         mxfp8_graph.from_hf(made.path)
 
 
@@ -432,11 +429,11 @@ def test_repositories_that_a_config_names_are_not_asked_for(
 @pytest.mark.parametrize(
     ("activations", "message"),
     [
-        (None, "quantizes the activations of some groups of layers alone"),
-        ({**arguments(True), "dynamic": False}, "activations of 'group_.' are not in MXFP8 .*'dynamic': False"),
-        ({**arguments(True), "group_size": 16}, "activations of 'group_.' are not in MXFP8 .*'group_size': 16"),
-        ({**arguments(True), "type": "int"}, "activations of 'group_.' are not in MXFP8 .*'type': 'int'"),
-        ("yes", "activations of 'group_.' are not in MXFP8 .yes"),
+        (None, "the activations of some layers alone are quantized"),
+        ({**arguments(True), "dynamic": False}, "activations that are not in MXFP8: .*'dynamic': False"),
+        ({**arguments(True), "group_size": 16}, "activations that are not in MXFP8: .*'group_size': 16"),
+        ({**arguments(True), "type": "int"}, "activations that are not in MXFP8: .*'type': 'int'"),
+        ("yes", "activations that are not in MXFP8: yes"),
     ],
     ids=["none", "static", "block size", "type", "text"],
 )
@@ -448,6 +445,28 @@ def test_every_group_says_how_activations_are_quantized(
     told = {"quant_method": "compressed-tensors", "config_groups": groups}
     with pytest.raises(ContractError, match=message):
         mxfp8_graph.from_hf(changed(bert, tmp_path / "a", quantization_config=told))
+
+
+@pytest.mark.parametrize(("marked", "activations"), [("all", "unchanged"), ("none", "e4m3"), ("some", None)])
+def test_layers_of_comfyui_say_whether_activations_are_quantized(
+    marked: str, activations: str | None, bert: Folder, tmp_path: Path
+) -> None:
+    path = changed(bert, tmp_path / "a", quantization_config={})
+    layers = {name.removesuffix(".weight"): {"format": "mxfp8"} for name in bert.weights}
+    stored = load_file(path / "model.safetensors")
+    for index, (layer, told) in enumerate(layers.items()):
+        if marked == "all" or (marked == "some" and index == 3):
+            told["full_precision_matrix_mult"] = True
+        stored[f"{layer}.weight_scale"] = torch.from_numpy(ck.tiles(bert.weights[f"{layer}.weight"][1]))
+    told = {"_quantization_metadata": json.dumps({"layers": layers})}
+    save_file(stored, path / "model.safetensors", told)
+    if activations is None:
+        with pytest.raises(ContractError, match="the activations of some layers alone are quantized"):
+            mxfp8_graph.from_hf(path)
+        return
+    written, report = mxfp8_graph.from_hf(path)
+    assert report.recipe["activations"] == activations
+    ck.check_bytes(mxfp8_graph.unpack(written), bert.weights)
 
 
 def test_parameters_of_integers_are_refused(bert: Folder, tmp_path: Path) -> None:
