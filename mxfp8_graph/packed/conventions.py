@@ -3,6 +3,7 @@
     compressed-tensors   X.weight F8_E4M3 [N, K]   X.weight_scale U8 [N, K / 32]       (modelopt and auto-round, too)
     scale-inv            X.weight F8_E4M3 [N, K]   X.weight_scale_inv U8 [N, K / 32]   quant_method "mxfp8"
     torchao (read only)  X._weight_qdata           X._weight_scale F8_E8M0, perhaps swizzled, as the metadata say
+    ComfyUI (read only)  X.weight F8_E4M3 [N, K]   X.weight_scale swizzled, as a marker says; see comfy.py
 
 Despite its name, weight_scale_inv is what elements are multiplied with, as weight_scale is; the bytes are the same.
 Ours alone, which other readers may refuse: a K that is no multiple of 32 (the last block is partial, so there are

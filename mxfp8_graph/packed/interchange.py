@@ -91,14 +91,15 @@ def export_safetensors(
 def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
     """Returns the MXFP8 weights of a safetensors checkpoint by name; data is read when a weight is asked for it.
 
-    Reads compressed-tensors (modelopt and auto-round write the same), weight_scale_inv and torchao's tensors, with
-    scales of dtype U8 or F8_E8M0. Tensors that are not MXFP8 are left out.
+    Reads compressed-tensors (modelopt and auto-round write the same), weight_scale_inv, torchao's and ComfyUI's
+    tensors, with scales of dtype U8 or F8_E8M0. Tensors that are not MXFP8 are left out.
 
     Args:
         path: a .safetensors file, the .safetensors.index.json of a sharded checkpoint, or a Hugging Face folder.
 
     Raises:
-        ContractError: a file cannot be read, or there is no MXFP8 weight in it.
+        ContractError: a file cannot be read, there is no MXFP8 weight in it, or something beside an MXFP8 weight says
+            that it is quantized in a way that is not known.
     """
     return MappingProxyType(dict(open_checkpoint(path).weights))
 
