@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from mxfp8_graph.hugging_face.limits import Limits
 from mxfp8_graph.naming import first_line
-from mxfp8_ops.errors import BackendError, ContractError
+from mxfp8_ops.errors import ContractError
 
 DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -55,14 +55,10 @@ def load_config(folder: Path) -> Any:
     """Returns the config of the model in a folder; no code of the folder is run.
 
     Raises:
-        BackendError: transformers is missing.
         ContractError: transformers does not know this kind of model.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        advice = "pip install 'mxfp8-graph[hf]'"
-        raise BackendError("from_hf", str(error), expected="transformers", advice=advice) from error
+    import transformers
+
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers makes of a config of somebody else

@@ -23,7 +23,7 @@ _SLACK: Final = 1000
 _ANY: Final = 1 << 18
 """A number that is harmless whatever it means: no list or table of so many entries takes a second."""
 _BYTES: Final = 1 << 29
-_UNBOUND: Final = re.compile("position|length|context|ctx|theta|base|param")
+_UNBOUND: Final = re.compile("position|len|seq|context|ctx|theta|base|param")
 """Numbers that no list is made of; a table of positions is refused when it is built."""
 
 

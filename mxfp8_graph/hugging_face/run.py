@@ -117,9 +117,12 @@ def _opened(folder: Path, told: dict[str, Any], checkpoint: Checkpoint, dtype: s
     try:
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
+        import transformers  # noqa: F401
     except ImportError as error:
         advice = "pip install 'mxfp8-graph[hf]'"
-        raise BackendError("from_hf", str(error), expected="torch and onnxscript", advice=advice) from error
+        raise BackendError(
+            "from_hf", str(error), expected="torch, onnxscript and transformers", advice=advice
+        ) from error
     from mxfp8_graph.hugging_face import architecture, stored, whole
     from mxfp8_graph.hugging_face.limits import Limits
 
@@ -156,10 +159,8 @@ def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) ->
         return _WEIGHT_ONLY
     quantized = [not weight.weight_only for weight in checkpoint.weights.values()]
     groups = told.get("config_groups")
-    where, advice = (
-        folder / "config.json",
-        ("choose for all with ", Option("recipe"), ", or say which in a recipe file"),
-    )
+    where = folder / "config.json"
+    advice = ("choose for all with ", Option("recipe"), ", or say which in a recipe file")
     if isinstance(groups, dict) and groups:
         said = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
         for each in filter(None, said):
