@@ -119,10 +119,8 @@ def _opened(folder: Path, told: dict[str, Any], checkpoint: Checkpoint, dtype: s
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        advice = "pip install 'mxfp8-graph[hf]'"
-        raise BackendError(
-            "from_hf", str(error), expected="torch, onnxscript and transformers", advice=advice
-        ) from error
+        expected, advice = "torch, onnxscript and transformers", "pip install 'mxfp8-graph[hf]'"
+        raise BackendError("from_hf", str(error), expected=expected, advice=advice) from error
     from mxfp8_graph.hugging_face import architecture, stored, whole
     from mxfp8_graph.hugging_face.limits import Limits
 

@@ -25,7 +25,11 @@ GLOBAL: Final = "scaled_fp8"
 _METADATA: Final = "_quantization_metadata"
 _LONGEST: Final = 1 << 16
 """Bytes of a marker; ComfyUI's have less than 100."""
-_KNOWN: Final = {"format": ["mxfp8"], "group_size": [formats.BLOCK_SIZE], "full_precision_matrix_mult": [False, True]}
+_KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {
+    "format": ("mxfp8",),
+    "group_size": (formats.BLOCK_SIZE,),
+    "full_precision_matrix_mult": (False, True),
+}
 """What an MXFP8 layer may say; anything else may change its values."""
 
 
@@ -42,7 +46,8 @@ def layers(stored: Mapping[str, Stored], metadata: Mapping[str, str], path: Path
     try:
         for where, text in texts.items():
             found[where.removesuffix(MARKER)] = json.loads(text)
-        if (where := _METADATA) in metadata:
+        where = _METADATA
+        if where in metadata:
             found = {**found, **json.loads(metadata[where])["layers"]}
         if all(isinstance(layer, dict) for layer in found.values()):
             return found
@@ -54,9 +59,8 @@ def layers(stored: Mapping[str, Stored], metadata: Mapping[str, str], path: Path
 
 def is_mxfp8(said: Mapping[str, Any] | None, weight: Stored) -> bool:
     """Returns whether a layer is in MXFP8, and in nothing else too."""
-    said = said or {}
-    known = all(value in _KNOWN.get(key, []) for key, value in said.items())
-    return known and "format" in said and weight.dtype == E4M3
+    known = said is not None and all(value in _KNOWN.get(key, ()) for key, value in said.items())
+    return known and "format" in (said or {}) and weight.dtype == E4M3
 
 
 def others(said: Mapping[str, Any], stored: Collection[str], weights: Collection[str]) -> list[str]:
