@@ -42,7 +42,7 @@ def from_hf(
     The model is built from config.json without values, exported, and its weights are copied: packed ones as
     `rewrite(weights=...)` takes them, everything else (norms, embeddings, output projection) as it is stored, in its
     dtype; but biases that packed nodes add are float32, which holds their values. Nothing in the folder is executed,
-    and no weight is quantized or widened on the way.
+    nothing is fetched, and no weight is quantized or widened on the way.
 
     Decoders (classes named ...ForCausalLM) take input_ids and attention_mask [batch, past + sequence], and their cache
     as past_key_values.N.key and .value [batch, heads, past, size]; they give logits and present.N.key and .value.
@@ -62,7 +62,8 @@ def from_hf(
 
     Raises:
         ContractError: the folder holds no MXFP8 checkpoint or no model that transformers knows and torch can export; a
-            tensor is missing, of another shape or quantized in another way; or the output cannot be written.
+            tensor is missing, of another shape or quantized in another way; config.json asks for more than the
+            checkpoint has; or the output cannot be written.
         RecipeError: the recipe is malformed, or does not fit the model.
         BackendError: torch, onnxscript or transformers is missing.
     """
