@@ -49,7 +49,7 @@ def layers(stored: Mapping[str, Stored], metadata: Mapping[str, str], path: Path
         where = _METADATA
         if where in metadata:
             found = {**found, **json.loads(metadata[where])["layers"]}
-        if all(isinstance(layer, dict) for layer in found.values()):
+        if (found or where not in metadata) and all(isinstance(layer, dict) for layer in found.values()):
             return found
     except (KeyError, TypeError, ValueError, RecursionError):
         pass
@@ -59,8 +59,9 @@ def layers(stored: Mapping[str, Stored], metadata: Mapping[str, str], path: Path
 
 def is_mxfp8(said: Mapping[str, Any] | None, weight: Stored) -> bool:
     """Returns whether a layer is in MXFP8, and in nothing else too."""
-    known = said is not None and all(value in _KNOWN.get(key, ()) for key, value in said.items())
-    return known and "format" in (said or {}) and weight.dtype == E4M3
+    said = said or {}
+    known = all(value in _KNOWN.get(key, ()) for key, value in said.items())
+    return known and "format" in said and weight.dtype == E4M3
 
 
 def others(said: Mapping[str, Any], stored: Collection[str], weights: Collection[str]) -> list[str]:

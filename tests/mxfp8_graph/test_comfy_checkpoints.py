@@ -147,7 +147,8 @@ def test_a_layer_without_marker_beside_marked_ones_is_refused(tmp_path: Path) ->
         rewritten(one(tmp_path / "a.safetensors", **others))
 
 
-@pytest.mark.parametrize("told", ["{", "[]", '{"layers": []}', '{"layers": {"up": "mxfp8"}}'])
+@pytest.mark.parametrize("told", ["{", "[]", '{"layers": []}', '{"layers": {}}', '{"layers": {"up": "mxfp8"}}'])
 def test_metadata_that_comfyui_did_not_write(told: str, tmp_path: Path) -> None:
+    path = one(tmp_path / "a.safetensors", metadata={"_quantization_metadata": told}, up__comfy_quant=None)
     with pytest.raises(ContractError, match="'_quantization_metadata' is damaged"):
-        rewritten(one(tmp_path / "a.safetensors", metadata={"_quantization_metadata": told}))
+        rewritten(path)
