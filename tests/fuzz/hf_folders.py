@@ -1,6 +1,6 @@
 """Hugging Face folders, mutated: a model that can be built and exported, or a documented error; and no request.
 
-An input is config.json, a line feed, and the model.safetensors that belongs to it, whose data are zeros.
+An input is config.json, a line feed, and the model.safetensors that belongs to it, with data of any bytes.
 """
 
 from __future__ import annotations
