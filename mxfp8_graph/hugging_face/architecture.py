@@ -14,14 +14,15 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mxfp8_graph.hugging_face.limits import Limits
 from mxfp8_graph.naming import first_line
-from mxfp8_ops.errors import BackendError, ContractError
+from mxfp8_ops.errors import ContractError
 
 DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -30,6 +31,8 @@ _DYNAMIC: Final = torch.export.Dim.DYNAMIC
 
 _BATCH, _TOKENS, _PAST = 2, 3, 5
 """Sizes of the sample inputs; all different, none 0 or 1, which torch.export would take for constants."""
+_LARGEST_CACHE: Final = 1 << 23
+"""Four times that of the largest models; the sample takes 0.7 GB then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +55,10 @@ def load_config(folder: Path) -> Any:
     """Returns the config of the model in a folder; no code of the folder is run.
 
     Raises:
-        BackendError: transformers is missing.
         ContractError: transformers does not know this kind of model.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        advice = "pip install 'mxfp8-graph[hf]'"
-        raise BackendError("from_hf", str(error), expected="transformers", advice=advice) from error
+    import transformers
+
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers makes of a config of somebody else
@@ -71,11 +70,30 @@ def load_config(folder: Path) -> Any:
     return config
 
 
-def build(config: Any, folder: Path, dtype: str) -> nn.Module:
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Lets huggingface_hub refuse every request, inside: transformers asks for a "backbone" that a config names.
+
+    The environment variable would come too late: it is read when the hub is imported.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def build(config: Any, folder: Path, dtype: str, limits: Limits, device: Literal["cpu", "meta"]) -> nn.Module:
     """Returns the model that a config describes, in eval mode, without values for its parameters.
 
+    Nothing that it holds takes memory on "meta", so build it there first; on "cpu" its buffers have values.
+
     Raises:
-        ContractError: the config names no class of transformers, or the class cannot be made of it.
+        ContractError: the config names no class of transformers, or the class cannot be made of it; or it asks for more
+            than there can be.
     """
     import transformers
 
@@ -90,14 +108,18 @@ def build(config: Any, folder: Path, dtype: str) -> nn.Module:
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(DTYPES[dtype])
-        with _Unfilled(), torch.no_grad():
+        with torch.device(device), _Unfilled(limits), torch.no_grad():
             model: nn.Module = cls(config)
-        _untouched(model)
+        if device == "cpu":
+            _untouched(model)
+    except ContractError:
+        raise
     except Exception as error:
         what = f"{name} cannot be made of it: {first_line(error)}"
         raise ContractError(folder / "config.json", what, expected="a valid config", advice="correct it") from error
     finally:
         torch.set_default_dtype(default)
+    limits.check_buffers(model)
     model.requires_grad_(False)
     model.train(False)
     return model
@@ -141,6 +163,11 @@ def _decoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Ca
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if layers * heads * size > _LARGEST_CACHE:
+        what = f"a cache of {layers} x {heads} x {size} values for each token"
+        raise ContractError(
+            type(model).__name__, what, expected=f"{_LARGEST_CACHE} at most", advice="correct the config"
+        )
     cache = [torch.zeros(_BATCH, heads, _PAST, size, dtype=torch.get_default_dtype()) for _ in range(2 * layers)]
     cache = [each.to(next(model.parameters()).dtype) for each in cache]
     past = [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
@@ -254,14 +281,22 @@ def _plain(value: Any) -> Any:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Makes what is allocated to be filled later, as parameters are, a meta tensor."""
+    """Makes what is allocated to be filled later, as parameters are, a meta tensor, and counts them."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self._limits = limits
+        self._count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls `func`."""
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        if func is not torch.empty:
+            return func(*args, **kwargs)
+        result = func(*args, **{**kwargs, "device": "meta"})
+        self._limits.check_parameter(result, self._count)
+        self._count += 1
+        return result
 
 
 def _untouched(model: nn.Module) -> None:

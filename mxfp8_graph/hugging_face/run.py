@@ -14,13 +14,15 @@ from mxfp8_graph.pass_steps import Reporter
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
-from mxfp8_ops import contract
+from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import BackendError, ContractError, Option
 
 if TYPE_CHECKING:
     from mxfp8_graph.onnx_model.open import OpenedModel
 
 _WEIGHT_ONLY = "mxfp8-weight-only"
+_ACTIVATIONS = {"num_bits": 8, "type": "float", "group_size": formats.BLOCK_SIZE, "dynamic": True}
+"""What compressed-tensors says of activations in MXFP8; static scales, for one, are other numerics."""
 
 
 def from_hf(
@@ -40,7 +42,7 @@ def from_hf(
     The model is built from config.json without values, exported, and its weights are copied: packed ones as
     `rewrite(weights=...)` takes them, everything else (norms, embeddings, output projection) as it is stored, in its
     dtype; but biases that packed nodes add are float32, which holds their values. Nothing in the folder is executed,
-    and no weight is quantized or widened on the way.
+    nothing is fetched, and no weight is quantized or widened on the way.
 
     Decoders (classes named ...ForCausalLM) take input_ids and attention_mask [batch, past + sequence], and their cache
     as past_key_values.N.key and .value [batch, heads, past, size]; they give logits and present.N.key and .value.
@@ -60,7 +62,8 @@ def from_hf(
 
     Raises:
         ContractError: the folder holds no MXFP8 checkpoint or no model that transformers knows and torch can export; a
-            tensor is missing, of another shape or quantized in another way; or the output cannot be written.
+            tensor is missing, of another shape or quantized in another way; config.json asks for more than the
+            checkpoint has; or the output cannot be written.
         RecipeError: the recipe is malformed, or does not fit the model.
         BackendError: torch, onnxscript or transformers is missing.
     """
@@ -80,9 +83,9 @@ def from_hf(
     if not contract.MIN_OPSET <= opset <= newest:
         expected = f"{contract.MIN_OPSET} to {newest}"
         raise ContractError("opset", str(opset), expected=expected, advice="choose one of them")
-    chosen = load_recipe(_recipe_for(told, folder) if recipe is None else recipe)
     checkpoint = open_checkpoint(folder)
     checkpoint.require_mxfp8()
+    chosen = load_recipe(_recipe_for(told, checkpoint, folder) if recipe is None else recipe)
     target = Path(output) if output else folder / "model.mxfp8.onnx"
     given = GivenWeights(
         where=str(folder),
@@ -102,7 +105,7 @@ def from_hf(
         progress=progress,
     )
     reporter = Reporter(recipe=chosen, options=options, bytes_before=checkpoint.byte_size)
-    opened = _opened(folder, checkpoint, dtype, opset)
+    opened = _opened(folder, told, checkpoint, dtype, opset)
     from mxfp8_graph.onnx_pass.run import rewrite_opened
 
     path, report = rewrite_opened(opened, reporter)
@@ -110,26 +113,32 @@ def from_hf(
     return path, report
 
 
-def _opened(folder: Path, checkpoint: Checkpoint, dtype: str, opset: int) -> OpenedModel:
+def _opened(folder: Path, told: dict[str, Any], checkpoint: Checkpoint, dtype: str, opset: int) -> OpenedModel:
     """Returns the model with tensors that lie in the checkpoint."""
     try:
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
+        import transformers  # noqa: F401
     except ImportError as error:
-        advice = "pip install 'mxfp8-graph[hf]'"
-        raise BackendError("from_hf", str(error), expected="torch and onnxscript", advice=advice) from error
+        expected, advice = "torch, onnxscript and transformers", "pip install 'mxfp8-graph[hf]'"
+        raise BackendError("from_hf", str(error), expected=expected, advice=advice) from error
     from mxfp8_graph.hugging_face import architecture, stored, whole
+    from mxfp8_graph.hugging_face.limits import Limits
 
-    config = architecture.load_config(folder)
-    model = architecture.build(config, folder, dtype)
-    architecture.check_callable(model, config, folder)
-    aliases: dict[int, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(tensor), []).append(name)
-    tied = {name: names for names in aliases.values() for name in names}
-    names = stored.Names(checkpoint, getattr(model, "base_model_prefix", ""), tied)
-    stored.check({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, checkpoint, names)
-    proto, inputs = whole.export(model, config, folder, opset)
+    limits = Limits(checkpoint, folder / "config.json")
+    limits.check_numbers(told)
+    with architecture.offline():
+        config = architecture.load_config(folder)
+        blank = architecture.build(config, folder, dtype, limits, "meta")
+        architecture.check_callable(blank, config, folder)
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in blank.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(tensor), []).append(name)
+        tied = {name: names for names in aliases.values() for name in names}
+        names = stored.Names(checkpoint, getattr(blank, "base_model_prefix", ""), tied)
+        stored.check({name: tuple(tensor.shape) for name, tensor in blank.state_dict().items()}, checkpoint, names)
+        model = architecture.build(config, folder, dtype, limits, "cpu")
+        proto, inputs = whole.export(model, config, folder, opset)
     opened = stored.opened(proto, checkpoint, inputs, names)
     unused = sorted(checkpoint.others.keys() - names.used)
     if unused:
@@ -137,20 +146,28 @@ def _opened(folder: Path, checkpoint: Checkpoint, dtype: str, opset: int) -> Ope
     return opened
 
 
-def _recipe_for(config: dict[str, Any], folder: Path) -> str:
+def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) -> str:
     """Returns the preset that does to activations what a checkpoint says is done to them.
 
     Raises:
-        ContractError: it says that those of some layers alone are quantized.
+        ContractError: it says that those of some layers alone are quantized, or in another way than MXFP8.
     """
     told = config.get("quantization_config")
     told = told if isinstance(told, dict) else {}
+    if told.get("act_bits", 8) == 16:
+        return _WEIGHT_ONLY
+    quantized = [not weight.weight_only for weight in checkpoint.weights.values()]
     groups = told.get("config_groups")
+    where = folder / "config.json"
+    advice = ("choose for all with ", Option("recipe"), ", or say which in a recipe file")
     if isinstance(groups, dict) and groups:
-        quantized = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
-        if any(quantized) and not all(quantized):
-            what = "quantization_config quantizes the activations of some groups of layers alone"
-            advice = ("choose for all with ", Option("recipe"), ", or say which in a recipe file")
-            raise ContractError(folder / "config.json", what, expected="the same for all groups", advice=advice)
-        return presets.DEFAULT if any(quantized) else _WEIGHT_ONLY
-    return _WEIGHT_ONLY if told.get("act_bits", 8) == 16 else presets.DEFAULT
+        said = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+        for each in filter(None, said):
+            if not (isinstance(each, dict) and _ACTIVATIONS.items() <= each.items()):
+                what = f"quantization_config has activations that are not in MXFP8: {str(each)[:200]}"
+                raise ContractError(where, what, expected=str(_ACTIVATIONS), advice=advice)
+        quantized = [bool(each) for each in said]
+    if any(quantized) and not all(quantized):
+        what = "the activations of some layers alone are quantized"
+        raise ContractError(where, what, expected="the same for all", advice=advice)
+    return presets.DEFAULT if any(quantized) else _WEIGHT_ONLY

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
@@ -15,8 +16,8 @@ from typing import Any, Final
 
 from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.model_folder import ModelFolder
-from mxfp8_graph.packed import safetensors
-from mxfp8_graph.packed.conventions import CONVENTIONS
+from mxfp8_graph.packed import comfy, safetensors
+from mxfp8_graph.packed.conventions import CONFIG_KEY, CONVENTIONS, is_known, of_quantization
 from mxfp8_graph.packed.weight import Codes, PackedWeight
 from mxfp8_graph.weights import swizzled_tiles, unswizzled
 from mxfp8_ops import formats
@@ -64,14 +65,15 @@ def listed(names: tuple[str, ...] | list[str], most: int = 20) -> str:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Returns what a checkpoint holds; no tensor is read.
+    """Returns what a checkpoint holds; no tensor is read but ComfyUI's markers.
 
     Args:
         path: a .safetensors file, the .safetensors.index.json of a sharded checkpoint, or a folder with
             model.safetensors or model.safetensors.index.json.
 
     Raises:
-        ContractError: a file cannot be read, there is no MXFP8 weight, or scales do not fit their weights.
+        ContractError: a file cannot be read, there is no MXFP8 weight, scales do not fit their weights, or something
+            beside a weight says that it is quantized in a way that is not known.
     """
     path = Path(path)
     file = _file_in(path) if is_folder(path) else path
@@ -80,27 +82,32 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         stored, metadata, pins = _sharded(file)
     else:
         stored, metadata = safetensors.read(file, pins)
+    said = comfy.layers(stored, metadata, path)
     weights: dict[str, PackedWeight] = {}
-    used: set[str] = set()
+    used = {name for name in stored if name.endswith(comfy.MARKER)}
     misfits: list[str] = []
-    for name, elements, scales, swizzled in _pairs(stored, metadata):
+    for name, elements, scales, swizzled in _pairs(stored, metadata, said):
         used |= {elements, scales}
         if misfit := _misfit(name, stored[elements].shape, stored[scales].shape, swizzled=swizzled):
             misfits.append(misfit)
         else:
-            weights[name] = _weight(name, stored[elements], stored[scales], swizzled=swizzled)
+            only = said.get(name.removesuffix(".weight"), {}).get("full_precision_matrix_mult")
+            weights[name] = _weight(name, stored[elements], stored[scales], swizzled=swizzled, only=only is True)
+    misfits += _unknown(stored, metadata, used, weights)
     if misfits:
-        expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis"
+        expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis, and no other quantization"
         advice = "store them unswizzled, in blocks of 32"
         raise ContractError(path, listed(misfits), expected=expected, advice=advice)
-    if not weights:
-        expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
-        raise ContractError(path, "no MXFP8 weight", expected=expected, advice="name a checkpoint with MXFP8 weights")
     foreign = tuple(
         f"{name} ({tensor.dtype} {list(tensor.shape)})"
         for name, tensor in sorted(stored.items())
         if name not in used and (tensor.dtype in _FORMATS or name.endswith(_FOREIGN))
     )
+    foreign = (*comfy.others(said, stored, weights), *foreign)
+    if not weights:
+        what = "no MXFP8 weight" + (f" ({listed(foreign)})" if foreign else "")
+        expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
+        raise ContractError(path, what, expected=expected, advice="name a checkpoint with MXFP8 weights")
     return Checkpoint(
         path=path,
         weights=weights,
@@ -110,6 +117,25 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         files=pins.files | {file},
         check=pins.check,
     )
+
+
+def _unknown(
+    stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str], used: Set[str], weights: Collection[str]
+) -> list[str]:
+    """Returns what says of MXFP8 weights, or of what meets them, that it is quantized in a way that is not known."""
+    names = sorted(stored)
+    found = {name for name in names if name.rpartition(".")[2] == comfy.GLOBAL}
+    for weight in weights:
+        # Where a module has several weights, such as experts.gate_up, the rest of it belongs to any of them.
+        head = weight.removesuffix("weight") if f".{weight}".endswith(".weight") else f"{weight}_"
+        at = bisect_left(names, head)
+        while at < len(names) and names[at].startswith(head):
+            if of_quantization(names[at].removeprefix(head)):
+                found.add(names[at])
+            at += 1
+    told = [f"{name!r} ({stored[name].dtype} {list(stored[name].shape)})" for name in sorted(found - used)]
+    told += [] if is_known(metadata.get(CONFIG_KEY)) else [f"{CONFIG_KEY!r} of the file"]
+    return [f"{each} of a quantization that is not known" for each in told]
 
 
 def _file_in(folder: Path) -> Path:
@@ -122,15 +148,20 @@ def _file_in(folder: Path) -> Path:
 
 
 def _pairs(
-    stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str]
+    stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str], said: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields (weight, its elements, its scales, whether those are swizzled), each a name."""
+    """Yields (weight, its elements, its scales, whether those are swizzled), each a name.
+
+    `said` is what ComfyUI says about layers; if it does, about all that it quantized.
+    """
     for name, tensor in stored.items():
-        if tensor.dtype not in _FORMATS:
+        if tensor.dtype not in _FORMATS or (
+            said and not comfy.is_mxfp8(said.get(name.removesuffix(".weight")), tensor)
+        ):
             continue
         scales = next((s for c in CONVENTIONS.values() if (s := name + c.scale_suffix) in stored), None)
         if scales is not None and stored[scales].dtype in _SCALE_DTYPES:
-            yield name, name, scales, False
+            yield name, name, scales, bool(said)
         elif name.endswith("_qdata") and (found := _of_torchao(name, stored, metadata)) is not None:
             yield found
 
@@ -156,7 +187,8 @@ def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizz
     blocks = scale_shape(shape or (0,), -1)
     if swizzled and len(shape) == 2:
         down, across = swizzled_tiles(*blocks)
-        fits = math.prod(scales) == down * across * 512
+        blocks = (down * 128, across * 4)
+        fits = math.prod(scales) == math.prod(blocks)
     else:
         fits = not swizzled and scales == blocks
     return (
@@ -166,7 +198,9 @@ def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizz
     )
 
 
-def _weight(name: str, elements: safetensors.Stored, scales: safetensors.Stored, *, swizzled: bool) -> PackedWeight:
+def _weight(
+    name: str, elements: safetensors.Stored, scales: safetensors.Stored, *, swizzled: bool, only: bool
+) -> PackedWeight:
     def codes() -> Codes:
         return (
             unswizzled(scales.bytes(), *scale_shape(elements.shape, -1))
@@ -179,7 +213,7 @@ def _weight(name: str, elements: safetensors.Stored, scales: safetensors.Stored,
         module=name.removesuffix(".weight") if name.endswith(".weight") else None,
         shape=elements.shape,
         element_format=_FORMATS[elements.dtype],
-        weight_only=None,
+        weight_only=only or None,
         read_elements=partial(_elements, elements),
         read_scales=codes,
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from mxfp8_graph import provenance
 from mxfp8_graph.file_reading import is_any_of
@@ -18,14 +18,11 @@ from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.checkpoint import open_checkpoint
 from mxfp8_graph.packed.contents import contents
-from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONVENTIONS, quantization_config
+from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, quantization_config
 from mxfp8_graph.packed.weight import PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
-
-CONFIG_KEY: Final = "quantization_config"
-"""Key in the file's metadata; its value belongs in the checkpoint's config.json."""
 
 
 def export_safetensors(
@@ -94,14 +91,15 @@ def export_safetensors(
 def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
     """Returns the MXFP8 weights of a safetensors checkpoint by name; data is read when a weight is asked for it.
 
-    Reads compressed-tensors (modelopt and auto-round write the same), weight_scale_inv and torchao's tensors, with
-    scales of dtype U8 or F8_E8M0. Tensors that are not MXFP8 are left out.
+    Reads compressed-tensors (modelopt and auto-round write the same), weight_scale_inv, torchao's and ComfyUI's
+    tensors, with scales of dtype U8 or F8_E8M0. Tensors that are not MXFP8 are left out.
 
     Args:
         path: a .safetensors file, the .safetensors.index.json of a sharded checkpoint, or a Hugging Face folder.
 
     Raises:
-        ContractError: a file cannot be read, or there is no MXFP8 weight in it.
+        ContractError: a file cannot be read, there is no MXFP8 weight in it, or something beside an MXFP8 weight says
+            that it is quantized in a way that is not known.
     """
     return MappingProxyType(dict(open_checkpoint(path).weights))
 

@@ -16,21 +16,29 @@ _VALUES: Final[tuple[Any, ...]] = (
 )
 
 
-def _file(header: Any, size: int) -> bytes:
+def file(header: Any, size: int) -> bytes:
+    """Returns a file with that header and `size` bytes of data."""
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(range(256)) * (size // 256) + bytes(size % 256)
 
 
 def seeds() -> list[bytes]:
-    """Returns checkpoints in both conventions, with other tensors and metadata, and an index."""
+    """Returns checkpoints in both conventions and ComfyUI's, with other tensors and metadata, and an index."""
     weight = {"dtype": "F8_E4M3", "shape": [4, 64], "data_offsets": [0, 256]}
     scales = {"dtype": "U8", "shape": [4, 2], "data_offsets": [256, 264]}
     other = {"dtype": "F32", "shape": [3], "data_offsets": [264, 276]}
+    tiles = {"dtype": "F8_E8M0", "shape": [128, 4], "data_offsets": [256, 768]}
+    marker = {"dtype": "U8", "shape": [19], "data_offsets": [768, 787]}
+    said = {"_quantization_metadata": json.dumps({"layers": {"up": {"format": "mxfp8"}}})}
+    comfy = {"up.weight": weight, "up.weight_scale": tiles, "up.bias": {**other, "data_offsets": [768, 780]}}
     index = {"metadata": {"total_size": 264}, "weight_map": {"up.weight": "model.safetensors"}}
     return [
-        _file({"up.weight": weight, "up.weight_scale": scales}, 264),
-        _file({"__metadata__": {"format": "pt"}, "up.weight": weight, "up.weight_scale_inv": scales, "b": other}, 276),
+        file({"up.weight": weight, "up.weight_scale": scales}, 264),
+        file({"__metadata__": {"format": "pt"}, "up.weight": weight, "up.weight_scale_inv": scales, "b": other}, 276),
         json.dumps(index).encode(),
+        file({"__metadata__": said, **comfy}, 780),
+        file({**comfy, "up.bias": marker | {"shape": [0], "data_offsets": [768, 768]}, "up.comfy_quant": marker}, 768)
+        + b'{"format": "mxfp8"}',
     ]
 
 

@@ -37,6 +37,21 @@ def tensors(weights: Mapping[str, Codes], suffix: str = "_scale") -> dict[str, n
     return found
 
 
+def tiles(scales: np.ndarray) -> np.ndarray:
+    """Returns scales in tiles of 128 x 4, zero-padded, as cuBLAS documents their offsets, one scale at a time.
+
+    https://docs.nvidia.com/cuda/cublas/#d-block-scaling-factors-layout
+    """
+    rows, columns = scales.shape
+    across = -(-columns // 4)
+    stored = np.zeros(-(-rows // 128) * across * 512, np.uint8)
+    for outer in range(rows):
+        for inner in range(columns):
+            tile = outer // 128 * across + inner // 4
+            stored[tile * 512 + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[outer, inner]
+    return stored.reshape(-(-rows // 128) * 128, across * 4)
+
+
 def save(path: Path, weights: Mapping[str, Codes], suffix: str = "_scale", **others: Any) -> Path:
     """Writes a checkpoint and returns its path."""
     save_file(tensors(weights, suffix) | others, path)

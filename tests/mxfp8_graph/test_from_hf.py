@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import huggingface_hub  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
@@ -370,6 +372,110 @@ def test_tensors_that_are_missing_or_of_another_shape_are_listed(bert: Folder, t
     assert "no 'embeddings.LayerNorm.bias' [64]" in str(caught.value)
     assert "'embeddings.LayerNorm.weight' is [65], not [64]" in str(caught.value)
     assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+LIMITS = [
+    ({"num_hidden_layers": 10**6}, "'num_hidden_layers': 1000000; expected 10.. at most for this checkpoint"),
+    ({"num_hidden_layers": 2**31}, "'num_hidden_layers': 2147483648"),
+    ({"num_hidden_layers": 1e6}, "'num_hidden_layers': 1000000.0"),
+    ({"num_hidden_layers": 900}, "parameters: 10..; expected 10.. at most"),
+    ({"hidden_size": 2**31}, "'hidden_size': 2147483648; expected 262144 at most"),
+    ({"hidden_size": 2**17}, "values of a parameter: 6553600"),
+    ({"vocab_size": 10**400}, "'vocab_size': 1000"),
+    ({"num_labels": 10**9}, "'num_labels': 1000000000"),
+    ({"text_config": {"depths": [[10**7]]}}, "'depths': 10000000"),
+    ({"max_position_embeddings": 2**40}, "values of a parameter: 70368744177664"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), LIMITS, ids=lambda case: json.dumps(case)[:40])
+def test_what_a_config_asks_for_is_in_the_checkpoint(
+    config: dict[str, Any], message: str, bert: Folder, tmp_path: Path
+) -> None:
+    with pytest.raises(ContractError, match=f"config.json: {message}"):
+        mxfp8_graph.from_hf(changed(bert, tmp_path / "a", **config))
+
+
+def test_masks_are_not_made_of_any_size(llama: Folder, tmp_path: Path) -> None:
+    config = transformers.GPTNeoConfig(
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=50,
+        max_position_embeddings=2**17,
+        attention_types=[[["global"], 2]],
+        intermediate_size=96,
+    )
+    made = folder(tmp_path / "neo", config, "GPTNeoForCausalLM", dtype=torch.float32)
+    with pytest.raises(ContractError, match="bytes of buffers: 34359738"):
+        mxfp8_graph.from_hf(made.path)
+
+
+def test_repositories_that_a_config_names_are_not_asked_for(
+    bert: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *name, **_: asked.append(name) or [])
+    named = {"backbone": "microsoft/resnet-50", "use_pretrained_backbone": True, "use_timm_backbone": False}
+    path = changed(bert, tmp_path / "a", model_type="detr", architectures=["DetrModel"], **named)
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    with pytest.raises(ContractError, match="offline"):
+        mxfp8_graph.from_hf(path)
+    assert asked == []
+    assert offline == huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("activations", "message"),
+    [
+        (None, "the activations of some layers alone are quantized"),
+        ({**arguments(True), "dynamic": False}, "activations that are not in MXFP8: .*'dynamic': False"),
+        ({**arguments(True), "group_size": 16}, "activations that are not in MXFP8: .*'group_size': 16"),
+        ({**arguments(True), "type": "int"}, "activations that are not in MXFP8: .*'type': 'int'"),
+        ("yes", "activations that are not in MXFP8: yes"),
+    ],
+    ids=["none", "static", "block size", "type", "text"],
+)
+def test_every_group_says_how_activations_are_quantized(
+    place: int, activations: Any, message: str, bert: Folder, tmp_path: Path
+) -> None:
+    groups = {f"group_{i}": {"targets": ["Linear"], "input_activations": arguments(True)} for i in range(3)}
+    groups[f"group_{place}"]["input_activations"] = activations
+    told = {"quant_method": "compressed-tensors", "config_groups": groups}
+    with pytest.raises(ContractError, match=message):
+        mxfp8_graph.from_hf(changed(bert, tmp_path / "a", quantization_config=told))
+
+
+@pytest.mark.parametrize(("marked", "activations"), [("all", "unchanged"), ("none", "e4m3"), ("some", None)])
+def test_layers_of_comfyui_say_whether_activations_are_quantized(
+    marked: str, activations: str | None, bert: Folder, tmp_path: Path
+) -> None:
+    path = changed(bert, tmp_path / "a", quantization_config={})
+    layers = {name.removesuffix(".weight"): {"format": "mxfp8"} for name in bert.weights}
+    stored = load_file(path / "model.safetensors")
+    for index, (layer, told) in enumerate(layers.items()):
+        if marked == "all" or (marked == "some" and index == 3):
+            told["full_precision_matrix_mult"] = True
+        stored[f"{layer}.weight_scale"] = torch.from_numpy(ck.tiles(bert.weights[f"{layer}.weight"][1]))
+    told = {"_quantization_metadata": json.dumps({"layers": layers})}
+    save_file(stored, path / "model.safetensors", told)
+    if activations is None:
+        with pytest.raises(ContractError, match="the activations of some layers alone are quantized"):
+            mxfp8_graph.from_hf(path)
+        return
+    written, report = mxfp8_graph.from_hf(path)
+    assert report.recipe["activations"] == activations
+    ck.check_bytes(mxfp8_graph.unpack(written), bert.weights)
+
+
+def test_parameters_of_integers_are_refused(bert: Folder, tmp_path: Path) -> None:
+    path = changed(bert, tmp_path / "a")
+    stored = load_file(path / "model.safetensors")
+    stored["embeddings.LayerNorm.weight"] = torch.ones(64, dtype=torch.int64)
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(ContractError, match=r"'embeddings\.LayerNorm\.weight' is I64, not one of F32, F16, BF16, F64"):
+        mxfp8_graph.from_hf(path)
 
 
 def test_what_is_excluded_has_no_other_values(bert: Folder, tmp_path: Path) -> None:

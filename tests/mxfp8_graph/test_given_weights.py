@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,61 @@ def test_other_formats_are_listed(tmp_path: Path) -> None:
         rewritten(path)
     listed = "fp4.weight_packed (U8 [4, 16]), fp8.weight (F8_E4M3 [4, 32]), fp8.weight_scale (F32 [1])"
     assert f"3 tensors are quantized in another way: {listed}; expected" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.input_scale",  # a static scale of activations: modelopt, ComfyUI
+        "layers.0.weight_scale_2",  # NVFP4's second scale
+        "layers.0.weight_scale_inv",  # a second convention beside the first
+        "layers.0.pre_quant_scale",  # AWQ's factors of the input
+        "layers.0.input_global_scale",  # compressed-tensors, NVFP4
+        "layers.0.weight_zero_point",  # compressed-tensors
+        "layers.0.weight_shape",  # compressed-tensors, of packed formats
+        "layers.0.weight_g_idx",  # compressed-tensors: the order of columns
+        "layers.0.g_idx",  # GPTQ
+        "layers.0.qzeros",  # GPTQ, AWQ
+        "layers.0.some_quant",
+        "layers.0.scale_weight",  # ComfyUI's older form
+        "layers.0.input_quantizer._amax",  # modelopt before its export
+        "layers.0.k_scale",  # of a cache in FP8
+        "diffusion.scaled_fp8",  # ComfyUI's older form, once a file
+        "w_zero_point",
+    ],
+)
+def test_what_says_that_a_weight_is_quantized_otherwise_is_refused(name: str, tmp_path: Path) -> None:
+    others = {name: np.ones(1, np.float32)}
+    path = ck.save(tmp_path / "a.safetensors", {**WEIGHTS, "w": ck.codes(64, 32)}, **others)
+    for read in (rewritten, mxfp8_graph.import_safetensors):
+        with pytest.raises(ContractError, match=re.escape(f"'{name}' (F32 [1]) of a quantization that is not known")):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.bias",
+        "layers.0._extra_state",  # TransformerEngine's: it has no state for MXFP8
+        "layers.0.lora_A.weight",  # what a model is made of is checked where it is rewritten
+        "layers.0.weight_2",  # as `export_safetensors` tells tensors of one name apart
+        "layers.scale",
+        "norm.scale",
+        "logit_scale",
+        "w_bias",
+    ],
+)
+def test_other_tensors_are_let_through(name: str, tmp_path: Path) -> None:
+    weights = {**WEIGHTS, "w": ck.codes(64, 32)}
+    path = ck.save(tmp_path / "a.safetensors", weights, **{name: np.ones(1, np.float32)})
+    ck.check_bytes(mxfp8_graph.import_safetensors(path), weights)
+
+
+@pytest.mark.parametrize("told", ['{"quant_method": "awq"}', "{}", "[", "[]", '{"quant_method": []}'])
+def test_metadata_of_other_quantizations_are_refused(told: str, tmp_path: Path) -> None:
+    save_file(ck.tensors(WEIGHTS), tmp_path / "a.safetensors", {"quantization_config": told})
+    with pytest.raises(ContractError, match="'quantization_config' of the file"):
+        mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
 
 
 def test_a_weight_that_the_model_scales_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""What a config may ask for: no more and no larger tensors than the header of the checkpoint says there are.
+
+transformers makes lists, modules and tables of any size that a config names, so a kilobyte could take all memory. Its
+numbers are checked before transformers reads them, then the model as it is built without memory, on meta tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+from torch.nn import Module
+
+from mxfp8_graph.packed.checkpoint import Checkpoint
+from mxfp8_ops.errors import ContractError
+
+_SLACK: Final = 1000
+"""Parameters that a model may have beyond those of the checkpoint, and layers: ALBERT's 24 share the tensors of one."""
+_ANY: Final = 1 << 18
+"""A number that is harmless whatever it means: no list or table of so many entries takes a second."""
+_BYTES: Final = 1 << 29
+_UNBOUND: Final = re.compile("position|len|seq|context|ctx|theta|base|param")
+"""Numbers that no list is made of; a table of positions is refused when it is built."""
+
+
+class Limits:
+    """What the header of a checkpoint allows."""
+
+    def __init__(self, checkpoint: Checkpoint, config: Path) -> None:
+        stored = [weight.shape for weight in checkpoint.weights.values()]
+        stored += [tensor.shape for tensor in checkpoint.others.values()]
+        shapes = [shape for shape in stored if shape and 0 not in shape]  # [0, 2^62] takes no room in a file
+        self._config = config
+        self._number = max([_ANY, *(max(shape) for shape in shapes)])
+        self._tensors = len(stored) + _SLACK
+        # Somewhat more than there is: a shape that does not fit is told as such, with the name of its tensor.
+        self._values = 4 * max(map(math.prod, shapes), default=0) + _ANY
+        self._bytes = max(_BYTES, checkpoint.byte_size)
+
+    def check_numbers(self, config: Mapping[str, Any]) -> None:
+        """Raises ContractError if a number of the config, or of one inside, is larger than what there can be."""
+        left: list[tuple[str, Any]] = list(config.items())
+        while left:
+            key, value = left.pop()
+            if isinstance(value, dict):
+                left += value.items()
+            elif isinstance(value, list):
+                left += [(key, each) for each in value]
+            elif isinstance(value, (int, float)) and value == value // 1 and not _UNBOUND.search(key):
+                self._require(repr(key), value, self._tensors if "layer" in key else self._number)
+
+    def check_parameter(self, parameter: Tensor, before: int) -> None:
+        """Raises ContractError if a model cannot have that parameter, and `before` others."""
+        self._require("parameters", before + 1, self._tensors)
+        self._require("values of a parameter", parameter.numel(), self._values)
+
+    def check_buffers(self, model: Module) -> None:
+        """Raises ContractError if what a model computes when it is built, such as masks, takes much memory."""
+        self._require("bytes of buffers", sum(b.numel() * b.itemsize for b in model.buffers()), self._bytes)
+
+    def _require(self, what: str, number: float, most: int) -> None:
+        if number > most:
+            advice = "check that they belong together"
+            expected = f"{most} at most for this checkpoint"
+            raise ContractError(self._config, f"{what}: {str(number)[:40]}", expected=expected, advice=advice)
