@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -44,9 +45,11 @@ def child() -> Iterator[Child]:
 @pytest.mark.parametrize("op", contract.OPS.values(), ids=lambda op: op.name)
 def test_kernels_do_as_bodies_do(child, op):
     told = {case.changed: child.difference(case) for case in cases(op)}
-    differences = {changed: text for changed, text in told.items() if text}
-    if op.at("bias") is not None:  # it may be absent, so a body can only broadcast it: no op asks for its rank
-        for changed in ("bias []", "bias [1]", next(c.changed for c in cases(op) if c.changed.startswith("bias [1, "))):
-            assert "; ours: refused, " in differences[changed]
-            assert "bias has shape" in differences.pop(changed)
+    differences = {changed: text for changed, text in told.items() if text and not is_broadcast_bias(changed, text)}
     assert differences == {}
+
+
+def is_broadcast_bias(changed: str, text: str) -> bool:
+    """Whether a body broadcasts a bias that the kernel refuses: no op tells the rank of what may be absent."""
+    broadcasts = re.fullmatch(r"bias \[(1|1, \d+)?\]", changed) is not None
+    return broadcasts and re.search("^stock: gives .*; ours: refused, .*: bias has shape", text) is not None
