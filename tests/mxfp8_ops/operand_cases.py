@@ -20,7 +20,7 @@ from mxfp8_ops.contract import Op, Port
 from mxfp8_ops.onnx_functions import functions
 
 Shape = tuple[int, ...]
-Shapes = dict[str, Shape | None]
+Shapes = Mapping[str, Shape | None]
 """By operand; None for one that is absent."""
 
 SIZES = {"M": 3, "N": 5, "K": 40, "E": 2, "S": 3, "T": 4, "P": 4}
@@ -62,7 +62,7 @@ def difference(case: Case) -> str:
     return "" if same else f"stock: {stock}; ours: {ours}"
 
 
-def _shapes(op: Op, sizes: Mapping[str, int]) -> Shapes:
+def _shapes(op: Op, sizes: Mapping[str, int]) -> dict[str, Shape]:
     """Returns the shapes of all operands of a node."""
     m, n, k, e, s, t, p = (sizes[name] for name in "MNKESTP")
     blocks = -(-k // 32)
@@ -70,7 +70,7 @@ def _shapes(op: Op, sizes: Mapping[str, int]) -> Shapes:
     columns = {"B": (n, k), "B_scales": (n, blocks), "bias": (n,), "factor": (m, n), "scale": (k,)}
     past = dict.fromkeys(("past_key", "past_value"), (2, 1, p, 4))
     attention = {"Q": (2, s, 8), "K": (2, t, 4), "V": (2, t, 4), "attn_mask": (s, p + t), **past}
-    shapes = {**rows, **columns, **attention, "scales": (m, blocks), "indices": (m,), "experts": (2,)}
+    shapes: dict[str, Shape] = {**rows, **columns, **attention, "scales": (m, blocks), "indices": (m,), "experts": (2,)}
     if op.at("experts") is not None:
         shapes |= {name: (2, *shapes[name]) for name in ("X", "A", "A_scales")}
         shapes |= {name: (e, *shapes[name]) for name in ("B", "B_scales")}
