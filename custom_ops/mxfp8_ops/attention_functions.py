@@ -83,7 +83,10 @@ def _with_past(g: Body, new: str, past: str, groups: str, length: str | None) ->
     if length is None:
         return new
     lead, d = g("Shape", new, end=2), g("Shape", new, start=3)
-    return g("Concat", _reshape(g, _floats(g, past), lead, length, d), new, axis=2)
+    sizes = [lead, length, d]
+    if g.given is None:  # no more sizes: this fails for a past of more dimensions
+        sizes.append(g("Reshape", g("Shape", past, start=4), g.constant([0]), allowzero=1))
+    return g("Concat", _reshape(g, _floats(g, past), *sizes), new, axis=2)
 
 
 def _scale(g: Body, d: str) -> str:

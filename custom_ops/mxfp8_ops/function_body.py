@@ -120,6 +120,18 @@ class Body:
         given = self("Gemm", self.constant(np.zeros((1, 1), np.float32)), zero, name)
         return self("Reshape", given, n, allowzero=1)
 
+    def shaped(self, x: str, shape: str) -> str:
+        """Returns `x`, whose shape must be what `shape` holds; with another, a Reshape fails at run time.
+
+        Without it, the ops behind would broadcast an operand or take its values in another order. A node whose
+        attributes are known goes without: its place in a graph is known too.
+        """
+        if self.given is not None:
+            return x
+        sizes = self("Reshape", self("Shape", x), self("Shape", shape))  # fails for another rank
+        same = self("Equal", sizes, shape)
+        return self("Reshape", x, self("Where", same, shape, self.constant(-2)), allowzero=1)  # no size can be -2
+
     def powers(self) -> str:
         """Returns the table code -> float32 value of all E8M0 scales: [0] is 2^-127, [254] 2^127, [255] NaN."""
         return self.constant(numerics.decode_scale(np.arange(256, dtype=np.uint8)))

@@ -24,7 +24,7 @@ def _gemm(g: Body, gemm: Op) -> None:
     """The inputs of `gemm`, perhaps a factor, bias -> Y."""
     y = _activated(g, gemm)
     if g.op.at("factor") is not None:
-        y = g("Mul", y, g("Cast", "factor", to=TensorProto.FLOAT))
+        y = g("Mul", y, g("Cast", g.shaped("factor", g("Shape", y)), to=TensorProto.FLOAT))
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")
 
 
@@ -94,7 +94,8 @@ def _norm_quantize(g: Body) -> None:
 
 def _add_norm_quantize(g: Body) -> None:
     """X, residual, scale, bias -> elements, scales, normalized, sum."""
-    x, residual = (g("Cast", name, to=TensorProto.FLOAT) for name in ("X", "residual"))
+    residual = g.shaped("residual", g("Shape", "X"))
+    x, residual = (g("Cast", name, to=TensorProto.FLOAT) for name in ("X", residual))
     _norm(g, g("CastLike", g("Add", x, residual), "X", out="sum"))
 
 
@@ -126,7 +127,11 @@ def _normalized(g: Body, x: str) -> str:
         mean = g("Where", is_layer, g("ReduceMean", x, last), g.constant(np.float32(0)))
         centred = g("Sub", x, mean, out="centred")
     variance = g("ReduceMean", g("Mul", centred, centred), last, out="variance")
-    y = g("Mul", g("Div", centred, g("Sqrt", g("Add", variance, g.number("epsilon")))), "scale")
+    y = g(
+        "Mul",
+        g("Div", centred, g("Sqrt", g("Add", variance, g.number("epsilon")))),
+        g.shaped("scale", g("Shape", x, start=-1)),
+    )
     return y if "bias" in g.absent else g("Add", y, g.or_zeros("bias", g("Shape", "scale")))
 
 

@@ -295,7 +295,8 @@ def _values(g: Body, elements: str, scales: str, axis: int | Attribute, block: s
     """Returns the float32 values of (elements, scales) in the shape of the elements."""
     x = g("Cast", elements, to=TensorProto.FLOAT)
     view = _view(g, x, axis, block)
-    codes = g("Cast", scales, to=TensorProto.INT64)
+    codes = g.shaped(scales, g("Concat", view.lead, view.count, view.trail, axis=0))
+    codes = g("Cast", codes, to=TensorProto.INT64)
     codes = g("Reshape", codes, g("Concat", view.p, view.count, g.constant([1]), view.q, axis=0), allowzero=1)
     return _join(g, view, g("Mul", _split(g, view, x), g("Gather", g.powers(), codes)))
 

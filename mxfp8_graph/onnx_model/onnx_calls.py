@@ -14,7 +14,7 @@ import onnx
 from onnx import inliner, shape_inference, version_converter
 
 from mxfp8_graph.onnx_model import child
-from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, node_label, stored_in, subgraphs
+from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, iter_nodes, node_label, stored_in, subgraphs
 from mxfp8_ops.errors import ContractError
 
 MOST_SECONDS: Final = 10
@@ -185,7 +185,30 @@ def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
         except shape_inference.InferenceError as error:
             if _impossible(str(error)):
                 raise
+    _check_scans(model.graph, shape_inference.infer_shapes(bare).graph)
     return shape_inference.infer_shapes(model, data_prop=True)
+
+
+def _check_scans(declared: onnx.GraphProto, inferred: onnx.GraphProto) -> None:
+    """Raises InferenceError if the body of a Scan declares another rank for an output than it computes.
+
+    ONNX Runtime then forgets the output's shape, and refuses to run a Scan without it, unless an optimization happens
+    to find the shape again: with our nodes in the body, none does.
+
+    Args:
+        declared: the graph as it is.
+        inferred: the same graph, with shapes that are inferred alone.
+    """
+    for node, known in zip(iter_nodes(declared.node), iter_nodes(inferred.node), strict=True):
+        if node.op_type != "Scan" or node.domain not in STANDARD:
+            continue
+        for (_, body), (_, computed) in zip(subgraphs(node), subgraphs(known), strict=True):
+            for output, actual in zip(body.output, computed.output, strict=True):
+                types = output.type.tensor_type, actual.type.tensor_type
+                ranks = [len(each.shape.dim) if each.HasField("shape") else None for each in types]
+                if None not in ranks and ranks[0] != ranks[1]:
+                    what = f"its body declares rank {ranks[0]} for output {output.name!r}, which has rank {ranks[1]}"
+                    raise shape_inference.InferenceError(f"(op_type:Scan, node name: {node_label(node)}): {what}")
 
 
 def _impossible(message: str) -> re.Match[str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -207,27 +208,41 @@ class TestLoopAndScan:
         total.check(run(rewritten, {"x": x})[0], roundings=4)
 
     def test_a_scan_body(self):
-        inputs = [value("sum", F32, [64]), value("row", F32, [64])]
-        nodes = [
-            node("MatMul", "row w", "p", "mm"),
-            node("Add", "sum p", "next", "add"),
-            node("Neg", "p", "out", "neg"),
-        ]
-        body = graph(nodes, "next out", {"w": weight(64, 64)}, inputs)
-        scan = helper.make_node("Scan", ["zero", "x"], ["total", "rows"], "scan", num_scan_inputs=1, body=body)
-        proto = model(
-            [scan, node("Neg", "total", "y")],
-            {"x": (F32, [5, 64])},
-            {"y": (F32, [64]), "rows": (F32, [5, 64])},
-            {"zero": np.zeros(64, F32)},
-        )
-        rewritten, report = rewrite(proto)
+        rewritten, report = rewrite(scan_model())
         assert [s.decision.site.subgraph for s in report.sites] == ["scan/body"]
         x = normal(5, 64)
         total, rows = run(rewritten, {"x": x})
         each = expect(x, weight(64, 64).T)
         each.then(np.negative).check(rows)
         Expected(-each.y.sum(0), each.bound.sum(0)).check(total, roundings=5)
+
+    @pytest.mark.parametrize(("output", "shape"), [("next", [1, 64]), ("out", ["a", "b", "c"]), ("out", [])])
+    def test_a_scan_body_that_declares_a_wrong_rank(self, output, shape):
+        """ONNX Runtime runs it after some of its optimizations, and not without them."""
+        proto = scan_model()
+        declared = {each.name: each for each in proto.graph.node[0].attribute[0].g.output}[output]
+        declared.CopyFrom(value(output, F32, shape))
+        what = f"its body declares rank {len(shape)} for output '{output}', which has rank 1"
+        with pytest.raises(ContractError, match=re.escape(f"model: node 'scan' (Scan): {what}; expected ")):
+            rewrite(proto)
+
+
+def scan_model() -> onnx.ModelProto:
+    """Returns a model whose rows are multiplied by a Scan, which gives them and their sum."""
+    inputs = [value("sum", F32, [64]), value("row", F32, [64])]
+    nodes = [
+        node("MatMul", "row w", "p", "mm"),
+        node("Add", "sum p", "next", "add"),
+        node("Neg", "p", "out", "neg"),
+    ]
+    body = graph(nodes, "next out", {"w": weight(64, 64)}, inputs)
+    scan = helper.make_node("Scan", ["zero", "x"], ["total", "rows"], "scan", num_scan_inputs=1, body=body)
+    return model(
+        [scan, node("Neg", "total", "y")],
+        {"x": (F32, [5, 64])},
+        {"y": (F32, [64]), "rows": (F32, [5, 64])},
+        {"zero": np.zeros(64, F32)},
+    )
 
 
 def function_model(functions: Sequence[onnx.FunctionProto], nodes: Sequence[onnx.NodeProto], weights: Any, **kw: Any):

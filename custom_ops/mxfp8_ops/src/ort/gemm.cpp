@@ -130,7 +130,7 @@ void set_end(const NodeKernel& kernel, const Tensor& factor, const Results& made
   args->epilogue = epilogue_code(attributes.epilogue);
   args->y_dtype = quantizes(row_of(kernel.op)) ? MXFP8_FLOAT32 : int(attributes.output_dtype);
   args->y = made.y == nullptr ? nullptr : made.y + first * int64_t(value_bytes(args->y_dtype));
-  if (factor.data != nullptr) {
+  if (!factor.is_absent()) {
     args->factor_dtype = factor.dtype;
     args->factor = static_cast<const char*>(factor.data) + first * int64_t(value_bytes(factor.dtype));
   }
@@ -156,7 +156,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   if (quantized) check_scales(kernel.where, node.inputs[node.a_scales].name, a, a_scales, int64_t(a.dims.size()) - 1);
   check_scales(kernel.where, node.inputs[node.b_scales].name, b, b_scales, int64_t(b.dims.size()) - 1);
   const int64_t n = b.dims[b.dims.size() - 2], k = b.dims.back();
-  if (bias.data != nullptr && bias.dims != Dims{n}) {
+  if (!bias.is_absent() && bias.dims != Dims{n}) {
     throw NodeError(kernel.where + ": bias has shape " + to_string(bias.dims) + "; expected " + to_string({n}) +
                     ", one value per output column; reshape it");
   }
@@ -168,7 +168,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   Dims y_dims = leading;
   if (!vector) y_dims.push_back(m);
   y_dims.push_back(n);
-  if (factor.data != nullptr && factor.dims != y_dims) {
+  if (!factor.is_absent() && factor.dims != y_dims) {
     throw NodeError(kernel.where + ": factor has shape " + to_string(factor.dims) + "; expected " + to_string(y_dims) +
                     ", that of the result; broadcast it first");
   }

@@ -76,7 +76,7 @@ SymbolicDims gemm_dims(const SymbolicDims& a, const SymbolicDims& b);
 
 // --- for compute -----------------------------------------------------------------------------------------------------
 
-// An input that is absent has no data; -1 is the index of one that the node does not have.
+// Absent where the node has no such input: -1 is the index of one that its row lacks.
 Tensor input(const OrtKernelContext*, int index);
 // Null for an output nobody asked for.
 void* output(OrtKernelContext*, size_t index, const Dims&);

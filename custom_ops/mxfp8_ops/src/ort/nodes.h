@@ -51,9 +51,10 @@ using Dims = std::vector<int64_t>;
 std::string to_string(const Dims& dims);
 
 struct Tensor {
-  const void* data = nullptr;
+  const void* data = nullptr;  // null in an empty tensor too: is_absent() tells whether there is one
   int dtype = 0;
   Dims dims;
+  bool is_absent() const { return dtype == 0; }
 };
 // Throws StatusError.
 Tensor describe(const OrtValue* value);

@@ -42,7 +42,7 @@ void infer(OrtShapeInferContext* context, const Node& node, const Attributes& at
 }
 
 void check_row(const NodeKernel& kernel, const char* name, const Tensor& row, const Tensor& x) {
-  if (row.data == nullptr || row.dims == Dims{x.dims.back()}) return;
+  if (row.dims == Dims{x.dims.back()}) return;
   throw NodeError(kernel.where + ": " + name + " has shape " + to_string(row.dims) + "; expected " +
                   to_string({x.dims.back()}) + ", one value per value of a row; broadcast it first");
 }
@@ -53,8 +53,8 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
                bias = input(context, at.bias);
   if (x.dims.empty()) throw NodeError(kernel.where + ": X is a scalar; expected [..., K]; reshape it");
   check_row(kernel, "scale", scale, x);
-  check_row(kernel, "bias", bias, x);
-  if (residual.data != nullptr && residual.dims != x.dims) {
+  if (!bias.is_absent()) check_row(kernel, "bias", bias, x);
+  if (!residual.is_absent() && residual.dims != x.dims) {
     throw NodeError(kernel.where + ": residual has shape " + to_string(residual.dims) + "; expected " +
                     to_string(x.dims) + ", that of X; broadcast it first");
   }
