@@ -114,16 +114,16 @@ def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
 
+        from mxfp8_graph.torch_program import load
+        from mxfp8_graph.torch_program.checked_program import check_values
+        from mxfp8_graph.torch_program.training_mode import evaluated
         from mxfp8_ops import torch_ops  # noqa: F401
     except ImportError as error:
         advice = "pip install 'mxfp8-graph[torch]'"
         raise BackendError("to_onnx", str(error), expected="torch and onnxscript", advice=advice) from error
     if not kind.is_file:
-        exported: ExportedProgram = program
-        return exported
-    from mxfp8_graph.torch_program import load
-
-    return load(program, trust_pickle=trust_pickle)
+        check_values(program, "to_onnx")
+    return evaluated(load(program, trust_pickle=trust_pickle) if kind.is_file else program)
 
 
 def _check_names(kind: str, names: Sequence[str] | None) -> None:

@@ -259,6 +259,21 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     return default
 
 
+def argument_names(node: Node) -> set[str]:
+    """Returns the names of the arguments in the schema of the op that `node` calls; none for other nodes."""
+    return {a.name for a in node.target._schema.arguments} if isinstance(node.target, torch._ops.OpOverload) else set()
+
+
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Sets an argument of an op call by its name in the op's schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [formal.name for formal in node.target._schema.arguments if not formal.kwarg_only]
+    if name in names[: len(node.args)]:
+        node.update_arg(names.index(name), value)
+    else:
+        node.update_kwarg(name, value)
+
+
 def unusual(target: torch._ops.OpOverload, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments that are not the op's defaults; each that is passed costs a call half a us."""
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
