@@ -216,13 +216,13 @@ def translate(
                 opset_version=opset,
                 verbose=False,
                 custom_translation_table=translation.table(),
-                optimize=before_optimizing is None,
+                optimize=False,
                 **names,
             )
             assert exported is not None  # None is for exports that write a file themselves
             if before_optimizing is not None:
                 before_optimizing(exported.model)
-                exported.optimize()
+            _optimize(exported.model)
     except Exception as error:  # those of its translations, and of names that do not fit, have no common base
         reason = error.__cause__ or error
         if isinstance(reason, Mxfp8Error):  # one of our ops refused what the program gives it
@@ -240,6 +240,18 @@ def translate(
     experts.pick_in_nodes(model)
     float8.retype(model)
     return model
+
+
+def _optimize(model: ir.Model) -> None:
+    """Optimizes a model as torch's exporter does, in place, but leaves GatherElements alone.
+
+    onnx's reference evaluator fails on more than 64 values there, and onnxscript tells the user so.
+    """
+    from onnxscript import optimizer
+    from onnxscript.rewriter import onnx_fusions
+
+    optimizer.optimize_ir(model, should_fold=lambda node: False if node.op_type == "GatherElements" else None)
+    onnx_fusions.fuse(model)
 
 
 @contextlib.contextmanager
