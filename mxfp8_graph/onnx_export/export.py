@@ -74,8 +74,11 @@ def to_onnx(
     ):
         raise ContractError(path, "is the program", expected="another file", advice="pass another path")
     recipe = _recorded_recipe(exported)
-    names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
-    model = translate(exported, opset, {key: value for key, value in names.items() if value is not None})
+    model = translate(exported, opset, {} if dynamic_shapes is None else {"dynamic_shapes": dynamic_shapes})
+    # Not by torch.onnx.export: optimizing makes names that occur twice unique, instead of refusing them.
+    for values, wanted in ((model.graph.inputs, input_names), (model.graph.outputs, output_names)):
+        for value, name in zip(values, wanted or (), strict=False):
+            value.name = name
     opened, tensors = _skeleton(model)
     _check_result(opened.proto, (*(input_names or ()), *(output_names or ())))
     record.complete(opened.proto, opset, _unfused(recipe))

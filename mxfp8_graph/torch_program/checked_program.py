@@ -57,18 +57,16 @@ class CheckedProgram(ExportedProgram):
             raise ContractError("load_state_dict", what, expected=expected, advice="pass those, without wrappers")
         for name, value in state_dict.items():
             mine = own[name]
+            if not internals.has_values(mine):
+                what, advice = "the program was exported on the meta device", "export on the CPU, and pack that program"
+                raise ContractError("load_state_dict", what, expected="one that has values", advice=advice)
             if mine.shape != value.shape or not internals.has_values(value):
                 what = f"{name!r} is {'x'.join(map(str, value.shape))} on {value.device}"
                 expected = f"values, {'x'.join(map(str, mine.shape))}"
                 raise ContractError("load_state_dict", what, expected=expected, advice="pass those of the same model")
         for name, value in state_dict.items():
-            mine, full = own[name], value.full_tensor() if hasattr(value, "full_tensor") else value
-            if internals.has_values(mine):
-                with torch.no_grad():
-                    mine.copy_(full)
-            else:  # exported from the meta device
-                new = full.detach().clone()
-                own[name] = torch.nn.Parameter(new, mine.requires_grad) if isinstance(mine, torch.nn.Parameter) else new
+            with torch.no_grad():
+                own[name].copy_(value.full_tensor() if hasattr(value, "full_tensor") else value)
         self.prepared = None
         for module in _modules.get(self, {}):
             _modules[self][module] = _checksum(module)

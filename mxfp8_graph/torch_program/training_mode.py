@@ -95,8 +95,8 @@ def _switchable(module: GraphModule) -> Iterator[tuple[GraphModule, Node, str]]:
             arguments = internals.argument_names(node)
             drops_nothing = any(not internals.argument(node, rate) for rate in arguments & _RATES)
             # Normalizations that keep no statistics use the batch's in both modes.
-            has_none = "running_mean" in arguments and internals.argument(node, "running_mean") is None
-            if not drops_nothing and not has_none:
+            no_statistics = "norm" in internals.op_name(node) and internals.argument(node, "running_mean") is None
+            if not drops_nothing and not no_statistics:
                 yield from ((graph_module, node, name) for name in sorted(arguments & _FLAGS.keys()))
 
 
