@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -76,16 +75,14 @@ def rewrite_torch(
 
 
 def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgram:
-    """Returns `source` in evaluation mode, and notes what that changed, and what may be wrong with its values."""
+    """Returns `source` in evaluation mode; notes what that changed, and if nothing was trained."""
     if unchanged := untrained(source):
         reporter.notes.append(unchanged)
         warnings.warn(printable(unchanged), stacklevel=4)  # the caller of mxfp8_graph.rewrite
-    if counts := Counter(internals.op_name(node) for node, _ in training_mode.active(source.graph_module)):
-        ops = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    if active := [internals.op_name(node) for node, _, value in training_mode.switches(source.graph_module) if value]:
+        ops = ", ".join(f"{active.count(name)} {name}" for name in sorted(set(active)))
         now = "in the result dropout is off and batch normalization uses its running statistics"
         reporter.notes.append(f"the program was exported in training mode; {now} ({ops})")
-    if names := training_mode.random_ops(source.graph_module):
-        reporter.notes.append(f"it draws random numbers ({', '.join(names)}), so two runs of it differ")
     return training_mode.evaluated(source)
 
 

@@ -21,6 +21,7 @@ from mxfp8_graph.torch_program import internals, training_mode
 from mxfp8_ops.errors import ContractError
 
 _ADVICE: Final = "call program.load_state_dict(module.state_dict()) first, with the module that was trained"
+_PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 
 _modules: weakref.WeakKeyDictionary[ExportedProgram, weakref.WeakKeyDictionary[GraphModule, int | None]]
 _modules = weakref.WeakKeyDictionary()
@@ -31,7 +32,7 @@ class CheckedProgram(ExportedProgram):
     """What `rewrite` and `load` return. Its modules follow train() and eval()."""
 
     prepared: int | None = None
-    """Checksum of the parameters when they were prepared for training, until they are known to be trained."""
+    """Checksum of the parameters when they were prepared for training, until the program takes values."""
 
     def module(self, check_guards: bool = True) -> GraphModule:
         """Returns what `ExportedProgram.module` does, whose train() and eval() switch dropout."""
@@ -43,30 +44,18 @@ class CheckedProgram(ExportedProgram):
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Takes the values of parameters and buffers, such as `module.state_dict()`. Later ones need another call.
 
-        Args:
-            state_dict: has the names and shapes of the program's own. Sharded tensors (DTensor) are gathered, so call
-                this in every process.
+        Sharded tensors (DTensor) are gathered, so call this in every process.
 
         Raises:
             ContractError: a name is missing or unknown, or a shape differs.
         """
-        own = self.state_dict
-        if names := sorted(own.keys() ^ state_dict.keys()):
-            what = f"{names[0]!r} is {'missing' if names[0] in own else 'unknown'}"
-            expected = f"the {len(own)} names of the program's state_dict"
-            raise ContractError("load_state_dict", what, expected=expected, advice="pass those, without wrappers")
-        for name, value in state_dict.items():
-            mine = own[name]
-            if not internals.has_values(mine):
-                what, advice = "the program was exported on the meta device", "export on the CPU, and pack that program"
-                raise ContractError("load_state_dict", what, expected="one that has values", advice=advice)
-            if mine.shape != value.shape or not internals.has_values(value):
-                what = f"{name!r} is {'x'.join(map(str, value.shape))} on {value.device}"
-                expected = f"values, {'x'.join(map(str, mine.shape))}"
-                raise ContractError("load_state_dict", what, expected=expected, advice="pass those of the same model")
-        for name, value in state_dict.items():
-            with torch.no_grad():
-                own[name].copy_(value.full_tensor() if hasattr(value, "full_tensor") else value)
+        whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in state_dict.items()}
+        try:
+            super().module().load_state_dict(whole)
+        except RuntimeError as error:  # its first line names the class of the module, the second what is wrong
+            what = str(error).splitlines()[-1].strip()[:200]
+            expected, advice = "the names and shapes of the program's state_dict", "pass those, without wrappers"
+            raise ContractError("load_state_dict", what, expected=expected, advice=advice) from None
         self.prepared = None
         for module in _modules.get(self, {}):
             _modules[self][module] = _checksum(module)
@@ -75,7 +64,6 @@ class CheckedProgram(ExportedProgram):
 def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProgram:
     """Makes `program` one that checks its modules, in place; `prepared` if it is about to be trained."""
     program.__class__ = CheckedProgram
-    assert isinstance(program, CheckedProgram)
     program.prepared = _checksum(program) if prepared else None
     return program
 
@@ -83,7 +71,8 @@ def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProg
 def check_values(program: ExportedProgram, where: str | Path) -> None:
     """Raises ContractError if a module of `program` has tensors with other values than the program."""
     for module, taken in list(_modules.get(program, {}).items()):
-        lost = [name for name, mine in program.state_dict.items() if not _equal(mine, _tensor(module, name))]
+        has = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        lost = [name for name, mine in program.state_dict.items() if not _equal(mine, has.get(name))]
         if lost and taken != _checksum(module):
             what = f"{lost[0]!r} of its module() is another tensor now, with values that the program lacks"
             raise ContractError(where, what, expected="the program's own", advice=_ADVICE)
@@ -91,9 +80,7 @@ def check_values(program: ExportedProgram, where: str | Path) -> None:
 
 def untrained(program: ExportedProgram) -> str | None:
     """Returns what to say of a program whose parameters are as they were when training was prepared, or None."""
-    if not isinstance(program, CheckedProgram) or program.prepared is None:
-        return None
-    if program.prepared != _checksum(program):
+    if getattr(program, "prepared", None) is None or program.prepared != _checksum(program):
         return None
     return f"no parameter changed since training was prepared; if a copy was trained (unflatten, deepcopy), {_ADVICE}"
 
@@ -101,20 +88,9 @@ def untrained(program: ExportedProgram) -> str | None:
 def _equal(mine: torch.Tensor, other: Any) -> bool:
     if other is mine:
         return True
-    if not isinstance(other, torch.Tensor) or hasattr(other, "full_tensor") or mine.shape != other.shape:
-        return False
-    if not internals.has_values(mine) or not internals.has_values(other):
+    if type(other) not in _PLAIN or mine.shape != other.shape or not all(map(internals.has_values, (mine, other))):
         return False
     return torch.equal(mine.detach().to(other.device, other.dtype), other.detach())
-
-
-def _tensor(module: torch.nn.Module, name: str) -> Any:
-    """Returns the parameter or buffer that a module has under that name, or None."""
-    *path, last = name.split(".")
-    owner: Any = module
-    for part in path:
-        owner = getattr(owner, part, None)
-    return getattr(owner, last, None)
 
 
 def _checksum(owner: ExportedProgram | torch.nn.Module) -> int:
@@ -125,7 +101,7 @@ def _checksum(owner: ExportedProgram | torch.nn.Module) -> int:
     result = 0
     for tensor in owner.parameters():
         local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if type(local) in {torch.Tensor, torch.nn.Parameter} and internals.has_values(local):
+        if type(local) in _PLAIN and internals.has_values(local):
             values = local.detach().reshape(-1)
             sample = values[:: max(1, values.numel() // 4096)].contiguous().cpu()
             result = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), result)

@@ -250,8 +250,8 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     """Returns an argument of an op call by its name in the op's schema, however it was passed."""
     if name in node.kwargs:
         return node.kwargs[name]
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for index, formal in enumerate(node.target._schema.arguments):
+    formals = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    for index, formal in enumerate(formals):
         if formal.name == name and not formal.kwarg_only:
             if index < len(node.args):
                 return node.args[index]
@@ -259,17 +259,12 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     return default
 
 
-def argument_names(node: Node) -> set[str]:
-    """Returns the names of the arguments in the schema of the op that `node` calls; none for other nodes."""
-    return {a.name for a in node.target._schema.arguments} if isinstance(node.target, torch._ops.OpOverload) else set()
-
-
 def set_argument(node: Node, name: str, value: Any) -> None:
     """Sets an argument of an op call by its name in the op's schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    names = [formal.name for formal in node.target._schema.arguments if not formal.kwarg_only]
-    if name in names[: len(node.args)]:
-        node.update_arg(names.index(name), value)
+    index = [formal.name for formal in node.target._schema.arguments].index(name)
+    if index < len(node.args):
+        node.update_arg(index, value)
     else:
         node.update_kwarg(name, value)
 

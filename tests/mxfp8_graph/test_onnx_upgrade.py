@@ -285,18 +285,6 @@ def test_active_dropout_is_switched_off(*, nested: bool):
     expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
 
 
-def test_what_else_is_in_training_mode_is_named_and_stays():
-    off = [node("Dropout", "h ratio off", "d")]
-    normalized = node("BatchNormalization", "d s b m v", "y m2 v2", training_mode=1)
-    weights = {name: np.ones(96, F32) for name in "sbmv"}
-    flag = {"ratio": np.array(0.5, F32), "off": np.array(False)}
-    _, report = mxfp8_graph.rewrite(linear(*off, normalized, opset=21, **flag, **weights))
-    assert report.notes == (
-        "1 BatchNormalization normalize(s) by the statistics of the batch, as the model was exported in training "
-        "mode; export it in evaluation mode",
-    )
-
-
 def test_a_flag_that_the_caller_sets_stays():
     proto = linear(node("Dropout", "h ratio on", "y"), opset=21, ratio=np.array(0.5, F32), on=np.array(True))
     proto.graph.input.append(value("on", np.bool_, []))

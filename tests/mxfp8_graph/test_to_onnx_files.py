@@ -236,5 +236,5 @@ def test_a_gather_of_constants_is_written_without_a_warning(tmp_path: Path, capl
     rewritten = packed(Positions(), x)
     model = exported(rewritten, tmp_path / "m.onnx")
     assert [r.getMessage() for r in caplog.records if r.name.startswith("onnxscript")] == []
-    (result,) = run(model, {"x": x.numpy()}, kernels=True)
+    result = run(model, x.numpy(), kernels=True)
     np.testing.assert_allclose(result, rewritten.module()(x).numpy(), rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def test_values_that_the_program_lacks_are_refused_until_it_takes_them(
     with pytest.raises(ContractError, match=lost):
         mxfp8_graph.save(tuned, tmp_path / "tuned.pt2")
     if way == "parametrize":
-        with pytest.raises(ContractError, match=r"'0\.parametrizations\.weight\.original' is unknown"):
+        with pytest.raises(ContractError, match=r"parametrizations\.weight\.original"):
             tuned.load_state_dict(module.state_dict())
         nn.utils.parametrize.remove_parametrizations(module.get_submodule("0"), "weight")
     tuned.load_state_dict(module.state_dict())
@@ -137,23 +138,13 @@ def test_training_a_copy_is_noticed() -> None:
         assert torch.equal(packed.module()(X), copy(X))
 
 
-def test_a_program_from_the_meta_device_cannot_be_packed() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 96), nn.ReLU())
-        program = torch.export.export(model, (torch.empty(8, 64),))
-    tuned, _ = mxfp8_graph.rewrite(program, training=True)
-    with pytest.raises(ContractError, match="exported on the meta device; expected one that has values"):
-        tuned.load_state_dict({"0.weight": values(96, 64), "0.bias": torch.zeros(96)})
-
-
 def test_values_of_another_model_are_refused() -> None:
     tuned = prepared()
     own = dict(tuned.state_dict)
     for wrong, said in (
-        ({f"module.{name}": tensor for name, tensor in own.items()}, r"'0.bias' is missing; expected the 9 names"),
-        ({**own, "more": X}, "'more' is unknown"),
-        ({**own, "0.bias": torch.ones(3)}, "'0.bias' is 3 on cpu; expected values, 96"),
-        ({**own, "0.bias": torch.ones(96, device="meta")}, "'0.bias' is 96 on meta; expected values, 96"),
+        ({name: own[name] for name in own if name != "0.bias"}, 'Missing key(s) in state_dict: "0.bias".; expected'),
+        ({**own, "more": X}, 'Unexpected key(s) in state_dict: "more".; expected the names and shapes of the program'),
+        ({**own, "0.bias": torch.ones(3)}, "size mismatch for 0.bias: copying a param with shape torch.Size([3])"),
     ):
-        with pytest.raises(ContractError, match=f"^load_state_dict: {said}"):
+        with pytest.raises(ContractError, match=f"^load_state_dict: {re.escape(said)}"):
             tuned.load_state_dict(wrong)

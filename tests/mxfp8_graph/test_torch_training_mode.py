@@ -122,16 +122,3 @@ def test_train_says_what_it_cannot_switch_on() -> None:
     ):
         module.train()
     assert not differs(module)
-
-
-def test_other_random_numbers_are_named() -> None:
-    class Noise(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.linear(x + torch.randn_like(x)))
-
-    _, report = mxfp8_graph.rewrite(program(Noise(), training=False))
-    assert report.notes == ("it draws random numbers (randn_like), so two runs of it differ",)
