@@ -81,7 +81,7 @@ def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgr
         warnings.warn(printable(unchanged), stacklevel=4)  # the caller of mxfp8_graph.rewrite
     if active := [internals.op_name(node) for node, _, value in training_mode.switches(source.graph_module) if value]:
         ops = ", ".join(f"{active.count(name)} {name}" for name in sorted(set(active)))
-        now = "in the result dropout is off and batch normalization uses its running statistics"
+        now = "in the result dropout is off, and batch normalization, if any, uses its running statistics"
         reporter.notes.append(f"the program was exported in training mode; {now} ({ops})")
     return training_mode.evaluated(source)
 
