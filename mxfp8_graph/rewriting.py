@@ -74,8 +74,8 @@ def rewrite(
         what = f"model is a {type(model).__name__}"
         expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or a torch.export.ExportedProgram"
         is_module = isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
-        advice = "pass torch.export.export(model, inputs)" if is_module else "load the model first"
-        raise ContractError("rewrite", what, expected=expected, advice=advice)
+        first = "pass torch.export.export(model, inputs)" if is_module else "load the model first"
+        raise ContractError("rewrite", what, expected=expected, advice=first)
     if training and not kind.is_program:
         what = "an ONNX model, which cannot be trained"
         where = model if kind.is_file else "rewrite"

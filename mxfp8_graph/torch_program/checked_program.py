@@ -64,6 +64,7 @@ class CheckedProgram(ExportedProgram):
 def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProgram:
     """Makes `program` one that checks its modules, in place; `prepared` if it is about to be trained."""
     program.__class__ = CheckedProgram
+    assert isinstance(program, CheckedProgram)
     program.prepared = _checksum(program) if prepared else None
     return program
 
@@ -80,7 +81,7 @@ def check_values(program: ExportedProgram, where: str | Path) -> None:
 
 def untrained(program: ExportedProgram) -> str | None:
     """Returns what to say of a program whose parameters are as they were when training was prepared, or None."""
-    if getattr(program, "prepared", None) is None or program.prepared != _checksum(program):
+    if not isinstance(program, CheckedProgram) or program.prepared is None or program.prepared != _checksum(program):
         return None
     return f"no parameter changed since training was prepared; if a copy was trained (unflatten, deepcopy), {_ADVICE}"
 

@@ -57,7 +57,7 @@ def follow(module: GraphModule) -> None:
     _set(module, flag)
     # torch's own raise NotImplementedError. A local function keeps modules from being pickled, which would trace them
     # again and write the mode of that moment into the calls.
-    module.train = train  # type: ignore[method-assign]
+    module.train = train  # type: ignore[method-assign, assignment]
     module.__dict__.pop("eval", None)  # nn.Module's calls train(False)
 
 
@@ -66,5 +66,5 @@ def _set(module: GraphModule, change: Any) -> None:
     active = [switch for switch in switches(module) if switch[2]]
     for node, name, value in active:
         internals.set_argument(node, name, change(node, name, value))
-    for owner in {node.graph.owning_module for node, _, _ in active}:
+    for owner in filter(None, {node.graph.owning_module for node, _, _ in active}):
         owner.recompile()
