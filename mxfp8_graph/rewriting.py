@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -71,8 +72,10 @@ def rewrite(
     kind = kind_of(model)
     if kind is Kind.UNKNOWN:
         what = f"model is a {type(model).__name__}"
-        expected = "a path, an onnx.ModelProto or an onnx_graphsurgeon.Graph"
-        raise ContractError("rewrite", what, expected=expected, advice="load the model first")
+        expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or a torch.export.ExportedProgram"
+        is_module = isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
+        first = "pass torch.export.export(model, inputs)" if is_module else "load the model first"
+        raise ContractError("rewrite", what, expected=expected, advice=first)
     if training and not kind.is_program:
         what = "an ONNX model, which cannot be trained"
         where = model if kind.is_file else "rewrite"

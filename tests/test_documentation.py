@@ -87,8 +87,9 @@ def test_the_shell_blocks_of_a_sample_run(sample: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     code = "\n".join(blocks(page, "python"))
-    if "import torch" in code:
-        pytest.importorskip("torch")
+    for line, needed in (("import torch", "torch"), ("from transformers", "transformers"), ("Trainer", "accelerate")):
+        if line in code:
+            pytest.importorskip(needed)
     run_forked(["python", str(ROOT / "samples/02_recipe/make_model.py"), "model.onnx"], tmp_path)
     (tmp_path / "page.py").write_text(code, encoding="utf-8")
     run_forked(["python", "page.py"], tmp_path)

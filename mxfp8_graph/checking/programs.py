@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree  # the call specification of a program
 
 from mxfp8_graph.checking.program_profile import of_program
 from mxfp8_graph.torch_program.internals import written_names
+from mxfp8_graph.torch_program.training_mode import evaluated
 from mxfp8_graph.torch_program.values import to_numpy
 
 _MOVES: Final = frozenset(
@@ -44,11 +45,12 @@ class TorchProgram(Runnable):
             self.name, program = "program", model
         else:
             self.name, program = str(model), load(model, trust_pickle=trust_pickle)
-        self._program = program
         try:
+            program = evaluated(program)  # two runs of it are to be equal
             self._module = program.module()
         except Exception as error:  # whatever torch raises for a program that contradicts itself
             raise unrunnable(self.name, error, "export it again") from None
+        self._program = program
         self._written = _written(program)
         self._inputs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
         placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from mxfp8_graph.torch_program.training_mode import evaluated
 from mxfp8_graph.torch_program.values import to_numpy
 
 
@@ -35,6 +36,7 @@ def open_program(
     name, source = "program", model
     if not isinstance(source, ExportedProgram):
         name, source = str(model), load(source, trust_pickle=trust_pickle)
+    source = evaluated(source)
     program = switched(source, recipe, name, allow_nonfinite=allow_nonfinite, progress=progress)
     return _SwitchedProgram(source, program, name)
 

@@ -74,8 +74,11 @@ def to_onnx(
     ):
         raise ContractError(path, "is the program", expected="another file", advice="pass another path")
     recipe = _recorded_recipe(exported)
-    names = {"input_names": input_names, "output_names": output_names, "dynamic_shapes": dynamic_shapes}
-    model = translate(exported, opset, {key: value for key, value in names.items() if value is not None})
+    model = translate(exported, opset, {} if dynamic_shapes is None else {"dynamic_shapes": dynamic_shapes})
+    # Not by torch.onnx.export: optimizing makes names that occur twice unique, instead of refusing them.
+    for values, wanted in ((model.graph.inputs, input_names), (model.graph.outputs, output_names)):
+        for value, name in zip(values, wanted or (), strict=False):
+            value.name = name
     opened, tensors = _skeleton(model)
     _check_result(opened.proto, (*(input_names or ()), *(output_names or ())))
     record.complete(opened.proto, opset, _unfused(recipe))
@@ -114,16 +117,16 @@ def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
 
+        from mxfp8_graph.torch_program import load
+        from mxfp8_graph.torch_program.checked_program import check_values
+        from mxfp8_graph.torch_program.training_mode import evaluated
         from mxfp8_ops import torch_ops  # noqa: F401
     except ImportError as error:
         advice = "pip install 'mxfp8-graph[torch]'"
         raise BackendError("to_onnx", str(error), expected="torch and onnxscript", advice=advice) from error
     if not kind.is_file:
-        exported: ExportedProgram = program
-        return exported
-    from mxfp8_graph.torch_program import load
-
-    return load(program, trust_pickle=trust_pickle)
+        check_values(program, "to_onnx")
+    return evaluated(load(program, trust_pickle=trust_pickle) if kind.is_file else program)
 
 
 def _check_names(kind: str, names: Sequence[str] | None) -> None:
@@ -216,13 +219,13 @@ def translate(
                 opset_version=opset,
                 verbose=False,
                 custom_translation_table=translation.table(),
-                optimize=before_optimizing is None,
+                optimize=False,
                 **names,
             )
             assert exported is not None  # None is for exports that write a file themselves
             if before_optimizing is not None:
                 before_optimizing(exported.model)
-                exported.optimize()
+            _optimize(exported.model)
     except Exception as error:  # those of its translations, and of names that do not fit, have no common base
         reason = error.__cause__ or error
         if isinstance(reason, Mxfp8Error):  # one of our ops refused what the program gives it
@@ -240,6 +243,18 @@ def translate(
     experts.pick_in_nodes(model)
     float8.retype(model)
     return model
+
+
+def _optimize(model: ir.Model) -> None:
+    """Optimizes a model as torch's exporter does, in place, but leaves GatherElements alone.
+
+    onnx's reference evaluator fails on more than 64 values there, and onnxscript tells the user so.
+    """
+    from onnxscript import optimizer
+    from onnxscript.rewriter import onnx_fusions
+
+    optimizer.optimize_ir(model, should_fold=lambda node: False if node.op_type == "GatherElements" else None)
+    onnx_fusions.fuse(model)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Final
 
 import onnx
 
-from mxfp8_graph.onnx_model import attention_op, dialect_ops, record
+from mxfp8_graph.onnx_model import attention_op, dialect_ops, record, training_mode
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import node_label
@@ -102,8 +102,9 @@ def _refuse_foreign(opened: OpenedModel) -> None:
 
 
 def prepare(opened: OpenedModel, recipe: Recipe) -> None:
-    """Brings a model to the form that sites are looked for in: its opset, its functions, its attention nodes."""
+    """Brings a model to the form that sites are looked for in: its opset, functions, mode and attention nodes."""
     upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
+    training_mode.switch_off(opened)
     if recipe.attention_scores or recipe.attention_values:
         attention_op.take_apart(opened)
 

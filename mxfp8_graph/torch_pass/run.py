@@ -26,7 +26,8 @@ from mxfp8_graph.torch_pass import attention, matmul_forms, packed_training, sto
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.static_operands import identity
-from mxfp8_graph.torch_program import internals, record
+from mxfp8_graph.torch_program import internals, record, training_mode
+from mxfp8_graph.torch_program.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
@@ -47,11 +48,14 @@ def rewrite_torch(
     if options.output is not None:
         _check_output(model, options.output, overwrite=options.overwrite)
     source = load(model, trust_pickle=options.trust_pickle) if isinstance(model, Path) else model
+    check_values(source, options.name)
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
     made = record.find(source)
     if already_rewritten(made, recipe, options, what="program"):
         return model, reporter.report(already_rewritten=True)
+    if not options.training:
+        source = _for_inference(source, reporter)
     if made is not None and made.packed:
         return _turned(source, recipe, reporter)
     before = stored_bytes.inventory(source.state_dict, source.constants)
@@ -62,12 +66,24 @@ def rewrite_torch(
     require_eligible(decisions, options, wanted=WANTED, account=lambda: account(before, {}))
     if options.training and (left_out := training.note(sites, decisions)):
         reporter.notes.append(left_out)
-        warnings.warn(printable(left_out), stacklevel=4)  # the caller of mxfp8_graph.rewrite
+        warnings.warn(printable(left_out), stacklevel=3)  # the caller of mxfp8_graph.rewrite
     reports, made_from = _replaced(program, sites, decisions, reporter, given)
     stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
     if options.dry_run:
         return None, reporter.dry_run(decisions, stored)
     return _finished(program, reporter, reports, stored)
+
+
+def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgram:
+    """Returns `source` in evaluation mode; notes what that changed, and if nothing was trained."""
+    if unchanged := untrained(source):
+        reporter.notes.append(unchanged)
+        warnings.warn(printable(unchanged), stacklevel=4)  # the caller of mxfp8_graph.rewrite
+    if active := [internals.op_name(node) for node, _, value in training_mode.switches(source.graph_module) if value]:
+        ops = ", ".join(f"{active.count(name)} {name}" for name in sorted(set(active)))
+        now = "in the result dropout is off, and batch normalization, if any, uses its running statistics"
+        reporter.notes.append(f"the program was exported in training mode; {now} ({ops})")
+    return training_mode.evaluated(source)
 
 
 def _turned(
@@ -96,7 +112,7 @@ def _finished(
     program: Program, reporter: Reporter, reports: Sequence[SiteReport], stored: Account
 ) -> tuple[Path | ExportedProgram, RewriteReport]:
     """Returns the output's path, or the program if none is asked for, and the report."""
-    options, result = reporter.options, program.finish()
+    options, result = reporter.options, checked(program.finish(), prepared=reporter.options.training)
     if options.output is None:
         return result, reporter.report(reports, byte_size(result), account=stored)
     save(result, options.output, overwrite=options.overwrite)

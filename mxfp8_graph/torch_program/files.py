@@ -17,6 +17,7 @@ from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.file_writing import is_taken, replacing
 from mxfp8_graph.torch_program import containers, internals, record, serialized
 from mxfp8_graph.torch_program.archive import Archive
+from mxfp8_graph.torch_program.checked_program import check_values, checked
 from mxfp8_graph.torch_program.stored import check_stored
 from mxfp8_ops import (
     contract,
@@ -38,6 +39,7 @@ _KNOWN_PACKAGES: Final = frozenset({"torch", "transformers"})
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
     """Returns the .pt2 file a program was written to; see `mxfp8_graph.save`."""
     path = check_target(path, overwrite=overwrite)
+    check_values(program, path)
     made = record.find(program)
     entries: dict[str, Any] = provenance.entries(made.recipe if made else None)
     entries[_MODULES_KEY] = internals.container_modules(program)
@@ -120,7 +122,7 @@ def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
         what = "holds no exported program (a compiled package?)"
         raise ContractError(path, what, expected="one", advice="save it with mxfp8_graph.save")
     check_stored(program, path)
-    return program
+    return checked(program)
 
 
 def check_target(path: str | Path, *, overwrite: bool) -> Path:

@@ -250,13 +250,23 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     """Returns an argument of an op call by its name in the op's schema, however it was passed."""
     if name in node.kwargs:
         return node.kwargs[name]
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for index, formal in enumerate(node.target._schema.arguments):
+    formals = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    for index, formal in enumerate(formals):
         if formal.name == name and not formal.kwarg_only:
             if index < len(node.args):
                 return node.args[index]
             return formal.default_value if formal.has_default_value() else default
     return default
+
+
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Sets an argument of an op call by its name in the op's schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    index = [formal.name for formal in node.target._schema.arguments].index(name)
+    if index < len(node.args):
+        node.update_arg(index, value)
+    else:
+        node.update_kwarg(name, value)
 
 
 def unusual(target: torch._ops.OpOverload, keywords: Mapping[str, Any]) -> dict[str, Any]:

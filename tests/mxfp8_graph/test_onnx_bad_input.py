@@ -97,8 +97,8 @@ class TestNotAModel:
     @pytest.mark.parametrize("thing", [None, 3, b"bytes", np.zeros(3)])
     def test_something_else_altogether(self, thing):
         assert message(thing) == (
-            f"rewrite: model is a {type(thing).__name__}; expected a path, an onnx.ModelProto or an "
-            "onnx_graphsurgeon.Graph; load the model first"
+            f"rewrite: model is a {type(thing).__name__}; expected a path, an onnx.ModelProto, an "
+            "onnx_graphsurgeon.Graph or a torch.export.ExportedProgram; load the model first"
         )
 
 

@@ -269,3 +269,25 @@ class TestRefused:
         assert self.message(proto) == (
             "model: node 'Neg_y' (Neg): unknown attribute 'gone'; expected none; export the model again"
         )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_active_dropout_is_switched_off(*, nested: bool):
+    drop = node("Dropout", "h ratio on", "d")
+    if nested:
+        then = helper.make_graph([drop], "then", [], [value("d", F32, ["m", 96])])
+        other = helper.make_graph([node("Identity", "h", "e")], "else", [], [value("e", F32, ["m", 96])])
+        drop = node("If", "on", "d", then_branch=then, else_branch=other)
+    proto = linear(drop, node("Neg", "d", "y"), opset=21, ratio=np.array(0.5, F32), on=np.array(True))
+    rewritten, report = mxfp8_graph.rewrite(proto)
+    assert report.notes == ("the model was exported in training mode; in the result Dropout is off (1)",)
+    x = normal(3, 64)
+    expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+
+
+def test_a_flag_that_the_caller_sets_stays():
+    proto = linear(node("Dropout", "h ratio on", "y"), opset=21, ratio=np.array(0.5, F32), on=np.array(True))
+    proto.graph.input.append(value("on", np.bool_, []))
+    rewritten, report = mxfp8_graph.rewrite(proto)
+    assert report.notes == ()
+    assert [list(n.input[2:]) for n in rewritten.graph.node if n.op_type == "Dropout"] == [["on"]]

@@ -218,3 +218,23 @@ def test_an_op_without_an_onnx_form_is_named(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=r"cannot export the program: .*bessel_j0"):
         mxfp8_graph.to_onnx(program(Strange(torch.randn(8, 32)), torch.randn(2, 32)), tmp_path / "a.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_gather_of_constants_is_written_without_a_warning(tmp_path: Path, caplog: Any) -> None:
+    class Positions(torch.nn.Module):
+        """BERT's way to its token types: onnx's reference evaluator cannot gather from more than 64."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 96)
+            self.register_buffer("types", torch.arange(100.0))
+
+        def forward(self, x: Any) -> Any:
+            return torch.relu(self.linear(x)) + torch.gather(self.types[None], 1, torch.arange(96)[None])
+
+    x = torch.randn(5, 64)
+    rewritten = packed(Positions(), x)
+    model = exported(rewritten, tmp_path / "m.onnx")
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("onnxscript")] == []
+    result = run(model, x.numpy(), kernels=True)
+    np.testing.assert_allclose(result, rewritten.module()(x).numpy(), rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,7 @@ CASES = {
         lambda m, x: torch.addmm(m.b, x, m.wt, beta=0.5, alpha=3.0), "addmm", weight=W * 3.0, bias=B * 0.5
     ),
     "addmm, beta 0": Case(lambda m, x: torch.addmm(m.b, x, m.wt, beta=0), "addmm"),
+    "addmm, beta 0 and NaN": Case(lambda m, x: torch.addmm(m.b * math.nan, x, m.wt, beta=0), "addmm"),
     "bmm": Case(lambda m, x: torch.bmm(x, m.stack.transpose(1, 2)), "bmm", BATCH, STACK),
     "matmul with a stack": Case(lambda m, x: x @ m.stack.mT, "matmul", BATCH, STACK),
     "matmul that broadcasts a stack": Case(lambda m, x: x @ m.stack.mT, "matmul", X, STACK),

@@ -20,7 +20,7 @@ from torch_programs import DYNAMIC, count, export, relative_l2, values  # noqa: 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 from mxfp8_graph.torch_program import internals  # noqa: E402
-from mxfp8_ops.errors import BackendError, RecipeError  # noqa: E402
+from mxfp8_ops.errors import BackendError, ContractError, RecipeError  # noqa: E402
 
 X = values(5, 64, seed=2)
 
@@ -238,3 +238,12 @@ def test_a_recorded_recipe_that_cannot_be_read_is_named_as_such() -> None:
             node.meta["custom"]["mxfp8_graph.recipe"] = '{"a field of the future": 1}'
     with pytest.raises(RecipeError, match="packed with 'a recipe this version cannot read', asked for 'mxfp8'"):
         mxfp8_graph.rewrite(rewritten)
+
+
+def test_a_module_is_refused_with_the_way_to_a_program() -> None:
+    with pytest.raises(ContractError) as caught:
+        mxfp8_graph.rewrite(nn.Linear(64, 64))
+    assert str(caught.value) == (
+        "rewrite: model is a Linear; expected a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or a "
+        "torch.export.ExportedProgram; pass torch.export.export(model, inputs)"
+    )

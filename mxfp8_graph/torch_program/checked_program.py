@@ -1,0 +1,109 @@
+"""A program that checks that the modules it gave out still have its tensors.
+
+torch's `ExportedProgram.module` shares tensors with the program. What replaces them in the module (`fully_shard`,
+`setattr`, `load_state_dict(assign=True)`) or copies them (`unflatten`, `deepcopy`) trains others, which the program
+lacks: rewriting or saving it would take the values from before the training.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from mxfp8_graph.torch_program import internals, training_mode
+from mxfp8_ops.errors import ContractError
+
+_ADVICE: Final = "call program.load_state_dict(module.state_dict()) first, with the module that was trained"
+_PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
+
+_modules: weakref.WeakKeyDictionary[ExportedProgram, weakref.WeakKeyDictionary[GraphModule, int | None]]
+_modules = weakref.WeakKeyDictionary()
+"""By program, the modules that it gave out, with the checksum of each when the program took values."""
+
+
+class CheckedProgram(ExportedProgram):
+    """What `rewrite` and `load` return. Its modules follow train() and eval()."""
+
+    prepared: int | None = None
+    """Checksum of the parameters when they were prepared for training, until the program takes values."""
+
+    def module(self, check_guards: bool = True) -> GraphModule:
+        """Returns what `ExportedProgram.module` does, whose train() and eval() switch dropout."""
+        module: GraphModule = super().module(check_guards)
+        training_mode.follow(module)
+        _modules.setdefault(self, weakref.WeakKeyDictionary())[module] = None
+        return module
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Takes the values of parameters and buffers, such as `module.state_dict()`. Later ones need another call.
+
+        Sharded tensors (DTensor) are gathered, so call this in every process.
+
+        Raises:
+            ContractError: a name is missing or unknown, or a shape differs.
+        """
+        whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in state_dict.items()}
+        try:
+            super().module().load_state_dict(whole)
+        except RuntimeError as error:  # its first line names the class of the module, the second what is wrong
+            what = str(error).splitlines()[-1].strip()[:200]
+            expected, advice = "the names and shapes of the program's state_dict", "pass those, without wrappers"
+            raise ContractError("load_state_dict", what, expected=expected, advice=advice) from None
+        self.prepared = None
+        for module in _modules.get(self, {}):
+            _modules[self][module] = _checksum(module)
+
+
+def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProgram:
+    """Makes `program` one that checks its modules, in place; `prepared` if it is about to be trained."""
+    program.__class__ = CheckedProgram
+    assert isinstance(program, CheckedProgram)
+    program.prepared = _checksum(program) if prepared else None
+    return program
+
+
+def check_values(program: ExportedProgram, where: str | Path) -> None:
+    """Raises ContractError if a module of `program` has tensors with other values than the program."""
+    for module, taken in list(_modules.get(program, {}).items()):
+        has = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        lost = [name for name, mine in program.state_dict.items() if not _equal(mine, has.get(name))]
+        if lost and taken != _checksum(module):
+            what = f"{lost[0]!r} of its module() is another tensor now, with values that the program lacks"
+            raise ContractError(where, what, expected="the program's own", advice=_ADVICE)
+
+
+def untrained(program: ExportedProgram) -> str | None:
+    """Returns what to say of a program whose parameters are as they were when training was prepared, or None."""
+    if not isinstance(program, CheckedProgram) or program.prepared is None or program.prepared != _checksum(program):
+        return None
+    return f"no parameter changed since training was prepared; if a copy was trained (unflatten, deepcopy), {_ADVICE}"
+
+
+def _equal(mine: torch.Tensor, other: Any) -> bool:
+    if other is mine:
+        return True
+    if type(other) not in _PLAIN or mine.shape != other.shape or not all(map(internals.has_values, (mine, other))):
+        return False
+    return torch.equal(mine.detach().to(other.device, other.dtype), other.detach())
+
+
+def _checksum(owner: ExportedProgram | torch.nn.Module) -> int:
+    """Returns a number that changes with the parameters; of large ones it sees a sample. Optimizers change all values.
+
+    `Tensor._version` does not serve: fused optimizers leave it as it is.
+    """
+    result = 0
+    for tensor in owner.parameters():
+        local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if type(local) in _PLAIN and internals.has_values(local):
+            values = local.detach().reshape(-1)
+            sample = values[:: max(1, values.numel() // 4096)].contiguous().cpu()
+            result = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), result)
+    return result
