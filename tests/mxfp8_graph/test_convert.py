@@ -359,7 +359,9 @@ ZERO_POINTS = {
 
 @pytest.mark.parametrize("dialect", ZERO_POINTS)
 def test_a_zero_point_that_is_not_zero_is_refused(dialect: str) -> None:
-    with pytest.raises(ContractError, match=r"node '(wd|DequantizeLinear_wd)' .*: zero point 'z'; expected none, or stored"):
+    with pytest.raises(
+        ContractError, match=r"node '(wd|DequantizeLinear_wd)' .*: zero point 'z'; expected none, or stored"
+    ):
         mxfp8_graph.convert(ZERO_POINTS[dialect](0x38), "mxfp8")
     plain = {"qdq": d.qdq, "trt": d.modelopt}[dialect]()
     with_zeros, _ = mxfp8_graph.convert(ZERO_POINTS[dialect](0), "mxfp8")
