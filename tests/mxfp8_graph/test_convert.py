@@ -376,6 +376,18 @@ def test_a_zero_point_that_is_computed_is_refused() -> None:
         mxfp8_graph.convert(theirs, "mxfp8")
 
 
+@pytest.mark.parametrize("dims", [[2**61, 0], [0, 2**40, 2**40]])
+def test_an_empty_tensor_of_dims_that_no_array_has_is_refused(dims: list[int], tmp_path: Path) -> None:
+    theirs = d.qdq("float32")
+    empty = TensorProto(name="s", data_type=TensorProto.FLOAT, dims=dims, data_location=TensorProto.EXTERNAL)
+    empty.external_data.add(key="location", value="data")
+    theirs.graph.initializer[1].CopyFrom(empty)
+    (tmp_path / "data").touch()
+    (tmp_path / "m.onnx").write_bytes(theirs.SerializeToString())
+    with pytest.raises(ContractError, match=r"tensor 's': dims .*; expected a size that a file can have"):
+        mxfp8_graph.convert(tmp_path / "m.onnx", "mxfp8")
+
+
 UNKNOWN = {
     "attribute 'saturate'; expected axis, block_size": (d.modelopt, 3, {"saturate": 0}),
     "attribute 'accuracy_level'; expected block_size alone": (d.ort_cuda, 0, {"accuracy_level": 1}),
