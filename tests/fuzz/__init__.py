@@ -23,7 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CORPUS = Path(__file__).parent / "corpus"
 
-TARGETS = {"onnx_models": 400, "recipes": 1500, "programs": 60, "safetensors_files": 2000, "torch_calls": 2000}
+TARGETS = {
+    **{"onnx_models": 400, "recipes": 1500, "programs": 60, "safetensors_files": 2000, "torch_calls": 2000},
+    **{"conversions": 200},
+}
 """The targets, and how many inputs of each the test suite tries: together less than 30 seconds."""
 
 
