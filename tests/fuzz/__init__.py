@@ -25,7 +25,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 TARGETS = {
     **{"onnx_models": 400, "recipes": 1500, "programs": 60, "safetensors_files": 2000, "torch_calls": 2000},
-    **{"conversions": 200},
+    **{"conversions": 150, "sample_files": 1000, "tune_states": 20},
 }
 """The targets, and how many inputs of each the test suite tries: together less than 30 seconds."""
 
