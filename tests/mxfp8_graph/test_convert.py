@@ -187,6 +187,38 @@ def test_standard_qdq(scales: str, rows_last: bool) -> None:
     assert relative(oracle.run(ours, feeds)[0], y) < 1e-6
 
 
+@pytest.mark.parametrize("settings", [{}, {"alpha": 0.5}, {"beta": 2.0}, {"transA": 1}], ids=str)
+def test_a_gemm_with_factors_stays_one(settings: dict[str, Any]) -> None:
+    theirs = d.qdq("float32")
+    nodes = [theirs.graph.node[0], b.node("Gemm", "x wd b", "m", transB=1, **settings), b.node("Relu", "m", "y")]
+    shape = [d.K, 5] if "transA" in settings else [5, d.K]
+    tensors = [*theirs.graph.initializer, numpy_helper.from_array(b.weight(d.N, seed=1), "b")]
+    ours, _ = mxfp8_graph.convert(d.made(nodes, tensors, opset=24, ir_version=12, x=shape), "mxfp8")
+    assert ("Gemm" in oracle.kinds(ours)) == bool(settings)
+    x = oracle.normal(*shape)
+    y = expected_linear(*d.packed(d.N, d.K), x.T if "transA" in settings else x, quantized=False)
+    y = settings.get("alpha", 1.0) * y + settings.get("beta", 1.0) * b.weight(d.N, seed=1).astype(np.float64)
+    assert relative(oracle.run(ours, {"x": x})[0], np.maximum(y, 0)) < 1e-6
+
+
+@pytest.mark.parametrize(("blocks", "axis"), [(-1, 0), (-1, 1), (0, 0)])
+def test_a_lookup_of_rows_packed_along_them_is_an_embedding(blocks: int, axis: int) -> None:
+    elements, codes = d.packed(d.N, d.K, axis=blocks)
+    ids = np.array([3, 0, 63])
+    nodes = [
+        b.node("DequantizeLinear", "w s", "wd", axis=blocks, block_size=32),
+        b.node("Gather", "wd ids", "rows", axis=axis),
+        b.node("Add", "rows x", "y"),
+    ]
+    tensors = [d.stored("w", d.E4M3, elements), numpy_helper.from_array(numerics.decode_scale(codes), "s")]
+    x = oracle.normal(*([3, d.K] if axis == 0 else [d.N, 3]))
+    tensors.append(numpy_helper.from_array(ids, "ids"))
+    ours, _ = mxfp8_graph.convert(d.made(nodes, tensors, opset=24, ir_version=12, x=x.shape), "mxfp8")
+    assert ("MXFP8Embedding" in oracle.kinds(ours)) == ((blocks, axis) == (-1, 0))
+    table = numerics.dequantize(elements, codes, axis=blocks)
+    np.testing.assert_array_equal(oracle.run(ours, {"x": x})[0], np.take(table, ids, axis) + x)
+
+
 def test_the_cuda_op_of_onnx_runtime() -> None:
     ours, _ = mxfp8_graph.convert(d.ort_cuda(), "mxfp8")
     elements, codes = d.packed(d.N, d.K)
