@@ -57,7 +57,8 @@ class ModelFolder:
 
     def _allow(self, name: str, where: str) -> Path:
         plain = PurePath(name)
-        outside = not name or "\0" in name or plain.is_absolute() or ".." in plain.parts
+        nameless = not name or any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name)  # JSON has half surrogates
+        outside = nameless or plain.is_absolute() or ".." in plain.parts
         expected = Path(os.path.realpath(self.path)) / plain
         found = expected if outside else Path(os.path.realpath(expected))
         cached = self._linked is not None and found.is_relative_to(self._linked)

@@ -24,6 +24,9 @@ OP: Final = "MatMulBlockQuantizedFp8Weight"
 
 _DEFAULT_BLOCK: Final = 128
 
+_HALVES: Final = {contract.FLOAT16: "float16", contract.BFLOAT16: "bfloat16"}
+"""What the op takes and returns, by onnx.TensorProto.DataType."""
+
 
 def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     """Returns MXFP8WeightGemm for one of ONNX Runtime's, or None if it is another node."""
@@ -98,23 +101,21 @@ def _activation(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> tu
             raise edit.refuse(node, what, expected="activations that are not", advice=advice)
         dropped_activation(scope, quantize, quantize, allow)
         x = quantize.input[0]
-    rounded = attribute(node, "activation_dtype", contract.FLOAT) == contract.BFLOAT16
     dtype = edit.dtypes.get(x, contract.FLOAT)
+    rounded = attribute(node, "activation_dtype", contract.FLOAT) == contract.BFLOAT16 != dtype
     results = attribute(node, "output_dtype", contract.FLOAT)
-    if (
-        dtype in {contract.FLOAT16, contract.BFLOAT16}
-        and not rounded
-        and (results == dtype or _only_read_as(scope, node, dtype))
-    ):
+    if dtype in _HALVES and not rounded and (results == dtype or _only_read_as(scope, node, dtype)):
         return x, dtype
+    half = contract.BFLOAT16 if rounded else dtype if dtype in _HALVES else contract.FLOAT16
+    loss = f"activations and results are rounded to {_HALVES[half]}"
     if "half" not in allow:
-        what = "its activations and results are float32, and ONNX Runtime's op takes float16 and bfloat16"
-        losing = ("rewrite a float16 model, or round them with ", Option("allow", "half"))
-        raise edit.refuse(node, what, expected="float16 or bfloat16", advice=losing)
-    half = (
-        contract.BFLOAT16 if rounded else dtype if dtype in {contract.FLOAT16, contract.BFLOAT16} else contract.FLOAT16
-    )
-    edit.losses[f"float32 activations and results are rounded to {'bfloat16' if rounded else 'float16'}"] += 1
+        kinds = "of different dtypes" if dtype in _HALVES else "float32"
+        what = f"its activations and results are {kinds}, and ONNX Runtime's op takes float16 and bfloat16"
+        losing = ("rewrite a float16 model with weights alone in MXFP8, or allow that ", loss, ": ")
+        raise edit.refuse(node, what, expected="float16 or bfloat16", advice=(*losing, Option("allow", "half")))
+    edit.losses[loss] += 1
+    if half == dtype:
+        return x, half
     return shared(scope, ("half", x, half), lambda _: scope.make("Cast", x, wanted=f"{x}_half", to=half)), half
 
 

@@ -17,6 +17,7 @@ import onnx
 from onnx import helper
 
 from mxfp8_graph.dialects.graph_edit import Codes, Nodes, Scope, attribute, like, ours
+from mxfp8_graph.dialects.node_check import check_zero_point
 from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
@@ -75,9 +76,7 @@ def stored_codes(scope: Scope, scales: str, wanted: str, codes: Codes) -> str:
 def _scales(scope: Scope, node: onnx.NodeProto) -> tuple[str, Codes, int]:
     """Returns the stored scales of a DequantizeLinear, their E8M0 codes, and the dtype of its result."""
     edit = scope.edit
-    zero = scope.tensor(node.input[2]) if len(node.input) > 2 and node.input[2] else None
-    if len(node.input) > 2 and node.input[2] and (zero is None or np.any(scope.codes(zero) & 0x7F)):
-        raise edit.refuse(node, "a zero point", expected="none, or zeros", advice=_OTHER)
+    check_zero_point(scope, node, _OTHER)
     name, views = scope.source(node.input[1], frozenset({"Identity", "Cast"}))
     casts = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"]
     tensor = scope.tensor(name)

@@ -20,6 +20,9 @@ from mxfp8_ops.formats import BLOCK_SIZE, element_format
 
 _ELEMENTS: Final = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 
+_TIES_TO_EVEN: Final = 2
+"""The rounding_mode of MXFP8; 0, which is the default, rounds ties away from zero, and 1 upward."""
+
 
 def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     """Returns our nodes for one of Quark's, or None if it is another; a stored weight is packed."""
@@ -32,6 +35,10 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
         what, expected = f"{dtype} in blocks of {block}", f"fp8_e4m3 or fp8_e5m2 in blocks of {BLOCK_SIZE}"
         advice = "convert reads MXFP8 only; start from the model that is not quantized"
         raise edit.refuse(node, what, expected=expected, advice=advice)
+    ties, scales = attribute(node, "rounding_mode", 0), attribute(node, "scale_dtype", "e8m0")
+    if (ties, scales) != (_TIES_TO_EVEN, "e8m0"):
+        what, expected = f"rounding_mode {ties}, scales of {scales}", f"{_TIES_TO_EVEN} (ties to even) and e8m0"
+        raise edit.refuse(node, what, expected=expected, advice="quantize the model again with those")
     x, axis = node.input[0], attribute(node, "axis", 1)
     name = _ELEMENTS[dtype]
     code = element_format(name).onnx_dtype

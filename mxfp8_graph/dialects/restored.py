@@ -121,7 +121,7 @@ def _whole(view: GraphView, node: onnx.NodeProto, op: contract.Op, mark: dict[st
     for without in (absent.keys(), left_out):
         try:
             match = BodyMatch(view, op, body_of(op, settings, without))
-        except (ValueError, TypeError, OverflowError):
+        except (ValueError, TypeError, OverflowError, LookupError):  # attributes of values that there are not
             return None
         outputs = match.outputs(node)
         if outputs is not None and {p.name for p in op.inputs} - match.inputs.keys() <= {*without}:

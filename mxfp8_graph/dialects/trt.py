@@ -182,6 +182,7 @@ def _static(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     """Returns TensorRT's node for a blocked QuantizeLinear with stored powers of two; None for any other."""
     floats = scope.tensor(node.input[1])
     blocked = attribute(node, "block_size", 0) == BLOCK_SIZE and len(node.input) == 2
+    blocked = blocked and attribute(node, "saturate", 1) == 1  # TensorRT's op saturates
     is_e4m3 = attribute(node, "output_dtype", 0) == contract.FLOAT8E4M3FN
     if floats is None or floats.data_type != contract.FLOAT or not blocked or not is_e4m3:
         return None

@@ -23,17 +23,22 @@ def sentence_transformers(request: Request) -> Layout:
     """Returns what `SentenceTransformer(folder, backend="onnx", model_kwargs={"session_options": options})` loads.
 
     The first module is the transformer, whose model is looked for below its path: "", or "0_Transformer" in folders of
-    early versions. What else lies there describes it; other modules are small, and go along whole.
+    early versions. What else lies there describes it; other modules are small, and go along whole. The folder of a
+    Normalize module may be missing: most often it has no files, and git, pip and the Hugging Face hub carry no empty
+    folder. sentence-transformers loads the module without it.
 
     Raises:
         ContractError: there is no modules.json, or it names a folder that is not there.
     """
     described = Description(request, "modules.json", "a sentence-transformers model")
-    paths = [_path(module, described) for module in described.json("modules.json", list) or [None]]
+    modules = described.json("modules.json", list) or [None]
+    paths = [_path(module, described) for module in modules]
     files = described.files()
-    for number, path in enumerate(paths):
+    for number, (module, path) in enumerate(zip(modules, paths, strict=True)):
         if path:
-            files |= described.files(path, every=number > 0)
+            # The class has moved between packages of sentence-transformers; its name is the same in all of them.
+            optional = number > 0 and str(module.get("type")).endswith(".Normalize")
+            files |= described.files(path, every=number > 0, optional=optional)
     return Layout(str(PurePosixPath(paths[0], "onnx", MODEL)), None, files)
 
 

@@ -98,15 +98,18 @@ class Description:
             raise ContractError(path, what, expected=kind.__name__, advice="copy the file again")
         return found
 
-    def files(self, below: str = "", *, every: bool = False) -> dict[str, bytes | Path]:
+    def files(self, below: str = "", *, every: bool = False, optional: bool = False) -> dict[str, bytes | Path]:
         """Returns the files of the folder, or of one below it, that describe a model and its tokenizer; or `every` one.
 
         Raises:
-            ContractError: there is no such folder, or one of them lies elsewhere.
+            ContractError: there is no such folder and it is not `optional`, or it or one of the files lies elsewhere.
         """
         try:
-            names = sorted(path.name for path in (self.path / below).iterdir() if path.is_file())
+            folder = self._folder.locate(below, str(self.path)) if below else self.path
+            names = sorted(path.name for path in folder.iterdir() if path.is_file())
         except OSError as error:
+            if optional and isinstance(error, FileNotFoundError):
+                return {}
             raise ContractError.unreadable(self.path / below, error, "a readable folder") from None
         chosen = [str(PurePosixPath(below, name)) for name in names if every or _describes(name)]
         return {name: self.locate(name) for name in chosen}

@@ -225,8 +225,8 @@ class StaticOperands:
         gone = {i for i, d in enumerate(before.shape) if d == 1}
         if len(node.inputs) > 1 and not node.inputs[1].is_empty():
             axes = self.value(node.inputs[1])
-            chosen = None if axes is None else {_axis(axis, rank) for axis in axes}
-            if chosen is None or not chosen <= gone:
+            chosen = {None} if axes is None else {_axis(axis, rank) for axis in axes}
+            if None in chosen:
                 return None
             gone = {axis for axis in chosen if axis is not None}
         return _reshaped(before, tuple(d for i, d in enumerate(before.shape) if i not in gone))
@@ -303,7 +303,11 @@ def _axis(axis: int, rank: int) -> int | None:
 
 
 def _reshaped(before: Static, shape: tuple[int, ...]) -> Static | None:
-    if len(shape) > MOST_DIMS or math.prod(shape) != math.prod(before.shape):
+    """Returns `before` in another shape of as many values, or None if there is none.
+
+    An empty one has none: it could be one that NumPy does not have, as [2**61, 0].
+    """
+    if len(shape) > MOST_DIMS or not 0 < math.prod(shape) == math.prod(before.shape):
         return None
     return before.then("Reshape", shape, shape=shape)
 

@@ -136,6 +136,13 @@ def qdq(scales: str = "e8m0", *, rows_last: bool = True, block_size: int = 32, w
     return made(nodes, tensors, opset=24, ir_version=12)
 
 
+def with_zero_point(model: onnx.ModelProto, elements: str, zero: TensorProto) -> onnx.ModelProto:
+    """Returns a model whose node that dequantizes `elements` has a zero point."""
+    next(node for node in model.graph.node if node.input[0] == elements).input.append(zero.name)
+    model.graph.initializer.append(zero)
+    return model
+
+
 def ort_cuda(*, wrong: float = 1.0, **attributes: Any) -> onnx.ModelProto:
     """y = x @ w^T + b in float16 by ONNX Runtime's CUDA op."""
     elements, codes = packed(N, K)

@@ -187,6 +187,38 @@ def test_standard_qdq(scales: str, rows_last: bool) -> None:
     assert relative(oracle.run(ours, feeds)[0], y) < 1e-6
 
 
+@pytest.mark.parametrize("settings", [{}, {"alpha": 0.5}, {"beta": 2.0}, {"transA": 1}], ids=str)
+def test_a_gemm_with_factors_stays_one(settings: dict[str, Any]) -> None:
+    theirs = d.qdq("float32")
+    nodes = [theirs.graph.node[0], b.node("Gemm", "x wd b", "m", transB=1, **settings), b.node("Relu", "m", "y")]
+    shape = [d.K, 5] if "transA" in settings else [5, d.K]
+    tensors = [*theirs.graph.initializer, numpy_helper.from_array(b.weight(d.N, seed=1), "b")]
+    ours, _ = mxfp8_graph.convert(d.made(nodes, tensors, opset=24, ir_version=12, x=shape), "mxfp8")
+    assert ("Gemm" in oracle.kinds(ours)) == bool(settings)
+    x = oracle.normal(*shape)
+    y = expected_linear(*d.packed(d.N, d.K), x.T if "transA" in settings else x, quantized=False)
+    y = settings.get("alpha", 1.0) * y + settings.get("beta", 1.0) * b.weight(d.N, seed=1).astype(np.float64)
+    assert relative(oracle.run(ours, {"x": x})[0], np.maximum(y, 0)) < 1e-6
+
+
+@pytest.mark.parametrize(("blocks", "axis"), [(-1, 0), (-1, 1), (0, 0)])
+def test_a_lookup_of_rows_packed_along_them_is_an_embedding(blocks: int, axis: int) -> None:
+    elements, codes = d.packed(d.N, d.K, axis=blocks)
+    ids = np.array([3, 0, 63])
+    nodes = [
+        b.node("DequantizeLinear", "w s", "wd", axis=blocks, block_size=32),
+        b.node("Gather", "wd ids", "rows", axis=axis),
+        b.node("Add", "rows x", "y"),
+    ]
+    tensors = [d.stored("w", d.E4M3, elements), numpy_helper.from_array(numerics.decode_scale(codes), "s")]
+    x = oracle.normal(*([3, d.K] if axis == 0 else [d.N, 3]))
+    tensors.append(numpy_helper.from_array(ids, "ids"))
+    ours, _ = mxfp8_graph.convert(d.made(nodes, tensors, opset=24, ir_version=12, x=x.shape), "mxfp8")
+    assert ("MXFP8Embedding" in oracle.kinds(ours)) == ((blocks, axis) == (-1, 0))
+    table = numerics.dequantize(elements, codes, axis=blocks)
+    np.testing.assert_array_equal(oracle.run(ours, {"x": x})[0], np.take(table, ids, axis) + x)
+
+
 def test_the_cuda_op_of_onnx_runtime() -> None:
     ours, _ = mxfp8_graph.convert(d.ort_cuda(), "mxfp8")
     elements, codes = d.packed(d.N, d.K)
@@ -349,6 +381,94 @@ def test_a_damaged_node_is_refused(what: str) -> None:
     with pytest.raises(ContractError) as caught:
         mxfp8_graph.convert(theirs, "mxfp8")
     assert f"(TRT_MXFP8DequantizeLinear): {what}" in str(caught.value)
+
+
+ZERO_POINTS = {
+    "qdq": lambda code: d.with_zero_point(d.qdq(), "w", d.stored("z", d.E4M3, np.full((96, 2), code, np.uint8))),
+    "trt": lambda code: d.with_zero_point(d.modelopt(), "up.weight", d.stored("z", 2, np.full((), code, np.uint8))),
+}
+
+
+@pytest.mark.parametrize("dialect", ZERO_POINTS)
+def test_a_zero_point_that_is_not_zero_is_refused(dialect: str) -> None:
+    with pytest.raises(
+        ContractError, match=r"node '(wd|DequantizeLinear_wd)' .*: zero point 'z'; expected none, or stored"
+    ):
+        mxfp8_graph.convert(ZERO_POINTS[dialect](0x38), "mxfp8")
+    plain = {"qdq": d.qdq, "trt": d.modelopt}[dialect]()
+    with_zeros, _ = mxfp8_graph.convert(ZERO_POINTS[dialect](0), "mxfp8")
+    assert codes_of(with_zeros) == codes_of(mxfp8_graph.convert(plain, "mxfp8")[0])
+
+
+def test_a_zero_point_that_is_computed_is_refused() -> None:
+    theirs = d.with_zero_point(d.qdq(), "w", d.stored("z0", d.E4M3, np.zeros((96, 2), np.uint8)))
+    theirs.graph.node.insert(0, b.node("Abs", "z0", "z"))
+    next(n for n in theirs.graph.node if n.op_type == "DequantizeLinear").input[2] = "z"
+    with pytest.raises(ContractError, match="zero point 'z'; expected none, or stored zeros"):
+        mxfp8_graph.convert(theirs, "mxfp8")
+
+
+@pytest.mark.parametrize("dims", [[2**61, 0], [0, 2**40, 2**40]])
+def test_an_empty_tensor_of_dims_that_no_array_has_is_refused(dims: list[int], tmp_path: Path) -> None:
+    theirs = d.qdq("float32")
+    empty = TensorProto(name="s", data_type=TensorProto.FLOAT, dims=dims, data_location=TensorProto.EXTERNAL)
+    empty.external_data.add(key="location", value="data")
+    theirs.graph.initializer[1].CopyFrom(empty)
+    (tmp_path / "data").touch()
+    (tmp_path / "m.onnx").write_bytes(theirs.SerializeToString())
+    with pytest.raises(ContractError, match=r"tensor 's': dims .*; expected a size that a file can have"):
+        mxfp8_graph.convert(tmp_path / "m.onnx", "mxfp8")
+
+
+UNKNOWN = {
+    "attribute 'saturate'; expected axis, block_size": (d.modelopt, 3, {"saturate": 0}),
+    "attribute 'accuracy_level'; expected block_size alone": (d.ort_cuda, 0, {"accuracy_level": 1}),
+    "attribute 'scale_bits'; expected axis": (d.quark, 1, {"scale_bits": 4}),
+    "rounding_mode 0, scales of e8m0; expected 2 (ties to even)": (d.quark, 1, {"rounding_mode": 0}),
+    "scales of e5m3; expected 2": (d.quark, 1, {"scale_dtype": "e5m3"}),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_an_attribute_that_changes_values_is_refused(what: str) -> None:
+    build, at, settings = UNKNOWN[what]
+    theirs = build()
+    kept = [a for a in theirs.graph.node[at].attribute if a.name not in settings]
+    del theirs.graph.node[at].attribute[:]
+    theirs.graph.node[at].attribute.extend([*kept, *(helper.make_attribute(*each) for each in settings.items())])
+    with pytest.raises(ContractError) as caught:
+        mxfp8_graph.convert(theirs, "mxfp8")
+    assert what in str(caught.value)
+
+
+@pytest.mark.parametrize("build", [d.modelopt, d.ort_cuda, d.quark], ids=["trt", "ort-cuda", "quark"])
+def test_an_input_too_many_is_refused(build: Any) -> None:
+    theirs = build()
+    node = next(n for n in theirs.graph.node if n.domain)
+    node.input.extend(["x"] * (6 - len(node.input)))
+    with pytest.raises(ContractError, match=r"inputs \[.*'x'\], outputs .*; expected [13]"):
+        mxfp8_graph.convert(theirs, "mxfp8")
+
+
+def test_a_static_activation_that_does_not_saturate_stays_onnxs_op() -> None:
+    ours, _ = mxfp8_graph.convert(d.static_activation(), "mxfp8")
+    next(n for n in ours.graph.node if n.op_type == "QuantizeLinear").attribute.append(
+        helper.make_attribute("saturate", 0)
+    )
+    there, _ = mxfp8_graph.convert(ours, "trt")
+    assert oracle.kinds(there)["QuantizeLinear"] == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_activations_rounded_to_bfloat16_are_so_in_the_cuda_op(dtype: str) -> None:
+    rewritten, _ = mxfp8_graph.rewrite(b.matmul_model(dtype=np.dtype(dtype)), "mxfp8-bf16")
+    with pytest.raises(ContractError, match="allow that activations and results are rounded to bfloat16"):
+        mxfp8_graph.convert(rewritten, "ort-cuda")
+    there, report = mxfp8_graph.convert(rewritten, "ort-cuda", allow=["half"])
+    assert report.losses == {"activations and results are rounded to bfloat16": 1}
+    gemm = next(node for node in there.graph.node if node.op_type == "MatMulBlockQuantizedFp8Weight")
+    cast = next(node for node in there.graph.node if node.output[0] == gemm.input[0])
+    assert (cast.op_type, cast.input[0], cast.attribute[0].i) == ("Cast", "x", TensorProto.BFLOAT16)
 
 
 SAID = {

@@ -191,6 +191,17 @@ def test_a_mark_that_is_wrong_counts_for_nothing(lie: str) -> None:
     np.testing.assert_allclose(oracle.run(back, feeds)[0], oracle.run(there, feeds)[0], rtol=1e-4, atol=1e-5)
 
 
+def test_an_activation_that_there_is_not_counts_for_nothing() -> None:
+    there, _ = mxfp8_graph.convert(rewritten(b.chain_model()), "standard")
+    entries = [entry for node in there.graph.node for entry in node.metadata_props if '"relu"' in entry.value]
+    assert entries
+    for entry in entries:
+        entry.value = entry.value.replace('"relu"', '"rel"')
+    back, _ = mxfp8_graph.convert(there, "mxfp8")
+    feeds = feeds_of(there)
+    np.testing.assert_allclose(oracle.run(back, feeds)[0], oracle.run(there, feeds)[0], rtol=1e-4, atol=1e-5)
+
+
 def test_equal_names_in_two_branches_are_two_values() -> None:
     """Each branch drops what only its own weight was read through."""
     branches = []

@@ -229,6 +229,17 @@ def test_a_sentence_transformers_folder_of_an_early_version() -> None:
     assert Path("s/0_Transformer/onnx/model.onnx").read_bytes() == Path("m.onnx").read_bytes()
 
 
+@pytest.mark.parametrize("package", ["models", "base.modules.normalize", "sentence_transformer.modules"])
+def test_the_folder_of_a_normalize_module_may_be_missing(package: str) -> None:
+    """It has no files, and git, pip and the hub carry no empty folders; sentence-transformers loads it without."""
+    normalize = {"path": "2_Normalize", "type": f"sentence_transformers.{package}.Normalize"}
+    mxfp8_graph.package(
+        rewritten(), "sentence-transformers", "s", config=described(config={}, modules=[*modules(), normalize])
+    )
+    assert files_of("s") == {"config.json", "modules.json", "tokenizer.json", "onnx/model.onnx"}
+    assert json.loads(Path("s/modules.json").read_text())[1] == normalize
+
+
 def test_an_optimum_folder() -> None:
     mxfp8_graph.package(rewritten(external=True), "optimum", "o", config=described(config={}))
     assert files_of("o") == {"config.json", "tokenizer.json", "model.onnx", "m.onnx.data"}
@@ -328,10 +339,14 @@ def test_files_of_other_folders() -> None:
     (described(config={}) / "linked.json").symlink_to(Path("secret.json").resolve())
     assert "'linked.json'" in refusal("optimum", "--config", "described")
     Path("described/linked.json").unlink()
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "../missing", "/etc", "link", "a\0b", "\ud800"], ids=ascii)
+def test_a_module_outside_of_the_folder_is_refused_before_it_is_listed(path: str) -> None:
+    rewritten()
     Path("elsewhere").mkdir()
-    Path("elsewhere/1.json").write_text("{}")
-    Path("described/modules.json").write_text(json.dumps(modules("../elsewhere")))
-    assert "'../elsewhere/1.json'" in refusal("sentence-transformers", "--config", "described")
+    (described(config={}, modules=modules(path)) / "link").symlink_to(Path("elsewhere").resolve())
+    assert f"external file {path!r}" in refusal("sentence-transformers", "--config", "described")
 
 
 def test_external_data_with_the_name_of_another_file() -> None:

@@ -11,6 +11,8 @@ from builders import model, neg_model, node, weight
 from onnx import helper, numpy_helper
 from oracle import expect, initializers, kinds, normal, reasons, refusal, rewrite, run
 
+from mxfp8_ops.errors import ContractError
+
 F32 = np.float32
 LINEAR = "linear, by recipe 'mxfp8'"
 
@@ -120,6 +122,52 @@ class TestViews:
         results = run(rewritten, {"x": x})
         for part, result in zip((weight(160, 64)[:first], weight(160, 64)[first:]), results, strict=True):
             expect(x, part).then(np.negative).check(result)
+
+    def test_uneven_parts_end_with_the_smallest(self):
+        nodes = [node("Split", "w", "w0 w1 w2", axis=1, num_outputs=3)]
+        nodes += [node("MatMul", f"x w{i}", f"h{i}", f"part{i}") for i in range(3)]
+        nodes += [node("Neg", f"h{i}", f"y{i}") for i in range(3)]
+        outputs = {f"y{i}": (F32, ["m", n]) for i, n in enumerate((54, 54, 52))}  # as ONNX Runtime splits it
+        rewritten, report = rewrite(model(nodes, {"x": (F32, ["m", 64])}, outputs, {"w": weight(64, 160)}, opset=18))
+        x = normal(3, 64)
+        assert reasons(report) == dict.fromkeys(("part0", "part1", "part2"), LINEAR)
+        parts = np.split(weight(64, 160), [54, 108], axis=1)
+        for part, result in zip(parts, run(rewritten, {"x": x}), strict=True):
+            expect(x, part.T).then(np.negative).check(result)
+
+    def test_parts_that_onnx_does_not_have_are_refused(self):
+        """Before opset 18 parts are equal; since then the last may be smaller, but not less than empty."""
+        old = [node("Split", "w", "w0 w1", axis=1), node("MatMul", "x w0", "h"), node("Neg", "h", "y")]
+        x, y = (F32, ["m", 64]), (F32, ["m", None])
+        with pytest.raises(ContractError, match="not evenly splittable"):
+            rewrite(model(old, {"x": x}, {"y": y}, {"w": weight(64, 159)}, opset=13))
+        short = [node("Split", "w", "w0 w1 w2 w3", axis=1, num_outputs=4)]
+        proto = neg_model("MatMul", ("m", 64), ("m", None), {"w": weight(64, 5)}, "x w0", before=short)
+        assert refusal(proto).startswith("weight 'w0' comes through Split")
+
+    def test_a_slice_that_ends_before_it_starts_is_empty(self):
+        views = [node("Slice", "w two one one", "wt")]
+        weights = {"w": weight(64, 96), "two": np.array([50]), "one": np.array([1])}
+        reason = refusal(neg_model("MatMul", ("m", 64), ("m", 0), weights, "x wt", before=views))
+        assert reason == "the weight is empty (shape [64, 0]); expected N and K above 0"
+
+    @pytest.mark.parametrize("op", ["Squeeze", "Reshape"])
+    def test_a_view_of_other_size_is_not_followed(self, op):
+        """An axis of more than 1, where onnx does not see it."""
+        views = [node("Identity", "axes", "same"), node(op, "w same", "wt")]
+        weights = {"w": weight(2, 64, 96), "axes": np.array([0] if op == "Squeeze" else [64, 96])}
+        reason = refusal(neg_model("MatMul", ("m", 64), ("m", 96), weights, "x wt", before=views))
+        assert reason.startswith(f"weight 'wt' comes through {op}")
+
+    def test_a_shape_of_an_empty_tensor_that_numpy_does_not_have(self):
+        views = [
+            node("Reshape", "none huge", "none2", allowzero=1),
+            node("Reshape", "none2 zero", "axes", allowzero=1),
+            node("Squeeze", "w axes", "wt"),
+        ]
+        empty = {"none": np.zeros(0, np.int64), "huge": np.array([2**60, 0]), "zero": np.array([0])}
+        proto = neg_model("MatMul", ("m", 64), ("m", 96), {"w": weight(64, 96), **empty}, "x wt", before=views)
+        assert refusal(proto).startswith("weight 'wt' comes through Squeeze")
 
     def test_a_part_that_nobody_packs_keeps_the_weight(self):
         nodes = [

@@ -59,10 +59,9 @@ def _checked_size(tensor: onnx.TensorProto, place: Place) -> int:
         raise place.tensor_error(tensor.name, f"{len(dims)} dims", f"at most {MOST_DIMS}")
     if dims and min(dims) < 0:
         raise place.tensor_error(tensor.name, f"dims {dims}", "none below 0")
-    size = math.prod(dims)
-    if size > MOST_BYTES // 16:
+    if math.prod(dim or 1 for dim in dims) > MOST_BYTES // 16:  # NumPy leaves dims of 0 out, too
         raise place.tensor_error(tensor.name, f"dims {dims}", "a size that a file can have")
-    return size
+    return math.prod(dims)
 
 
 def _check_data(tensor: onnx.TensorProto, size: int, place: Place) -> None:
