@@ -1,11 +1,16 @@
-"""What a report of a defect needs: the command, the versions, and which files it was about. Nothing they contain."""
+"""How a result was made: the command, versions, the machine, and which files it was about. Nothing they contain."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import platform
+import re
 import shlex
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +20,34 @@ from mxfp8_graph.file_reading import open_regular
 _PACKAGES: Final = ("numpy", "onnx", "onnxruntime", "torch")
 _LARGEST_HASHED: Final = 2**30
 """Bytes; the hash of more takes longer than people wait for a message."""
+
+COMMAND: Final[ContextVar[Sequence[str] | None]] = ContextVar("command", default=None)
+"""Arguments of the command that runs; None in a program that calls the Python API."""
+
+
+def facts(files: Iterable[str]) -> list[tuple[str, str]]:
+    """Returns how the result that a page shows was made, as (label, value).
+
+    Args:
+        files: the models, by path; what is no file that can be read is left out.
+    """
+    arguments = COMMAND.get()
+    packages = (f"{name} {version}" for name in _PACKAGES if (version := installed(name)) is not None)
+    return [
+        ("made by", "Python API" if arguments is None else f"mxfp8-graph {shlex.join(arguments)}"),
+        ("versions", ", ".join([f"mxfp8-graph {__version__}", *packages])),
+        ("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
+        ("processor", f"{processor()}, {os.cpu_count()} logical processors"),
+        *(("file", f"{path}, {told}") for path in files if (told := _told(Path(path))) is not None),
+    ]
+
+
+def processor() -> str:
+    """Returns the name of the processor, or that of its architecture where the system has no other."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M):
+            return f"{found[1]} ({platform.machine()})"
+    return platform.processor() or platform.machine()
 
 
 def lines(arguments: Sequence[str], files: Iterable[Path]) -> list[str]:

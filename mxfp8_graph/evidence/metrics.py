@@ -40,6 +40,15 @@ class Metric:
         sign = 1.0 if self.higher_is_better else -1.0
         return min(range(len(values)), key=lambda i: -math.inf if math.isnan(values[i]) else sign * values[i])
 
+    @property
+    def shown_title(self) -> str:
+        """What a table of single sites calls it: a cosine is shown as its distance from 1, as .9998 is all alike."""
+        return "1-cosine" if self.name == "cosine" else self.title
+
+    def shown(self, value: float) -> float:
+        """Returns what such a table has for a value."""
+        return 1 - value if self.name == "cosine" else value
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
@@ -75,6 +84,11 @@ def score(metric: Metric, originals: Sequence[Outputs], results: Sequence[Output
     """Returns what `metric` says of the outputs of at least one sample; errors as `Metric.of`."""
     values = tuple(metric.of(*pair) for pair in zip(originals, results, strict=True))
     return Score(metric=metric, values=values)
+
+
+def shown_less_is_better(metric: Metric) -> bool:
+    """Whether what is shown of a metric is the better the less it is: a distance from 1 is."""
+    return not metric.higher_is_better or metric.shown_title != metric.title
 
 
 def metric_called(name: str) -> Metric:

@@ -11,7 +11,6 @@ from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.evidence.tuning.budget import Budget
 from mxfp8_graph.evidence.tuning.plans import Unit, Way
-from mxfp8_graph.evidence.tuning.recipes import to_yaml
 from mxfp8_graph.evidence.tuning.search import Step
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import filled
