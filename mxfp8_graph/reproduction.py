@@ -25,20 +25,22 @@ COMMAND: Final[ContextVar[Sequence[str] | None]] = ContextVar("command", default
 """Arguments of the command that runs; None in a program that calls the Python API."""
 
 
-def facts(files: Iterable[str]) -> list[tuple[str, str]]:
-    """Returns how the result that a page shows was made, as (label, value).
+def facts(files: Iterable[Path | str]) -> list[tuple[str, str]]:
+    """Returns how what a command or a call shows was made, as (label, value).
 
     Args:
-        files: the models, by path; what is no file that can be read is left out.
+        files: those it was given; each that can be read is told by size and SHA-256.
     """
     arguments = COMMAND.get()
-    packages = (f"{name} {version}" for name in _PACKAGES if (version := installed(name)) is not None)
+    versions = [f"mxfp8-graph {__version__}", f"Python {platform.python_version()}", platform.machine()]
+    versions += [f"{name} {version}" for name in _PACKAGES if (version := installed(name)) is not None]
+    told = [(path, _told(Path(path))) for path in files]
     return [
-        ("made by", "Python API" if arguments is None else f"mxfp8-graph {shlex.join(arguments)}"),
-        ("versions", ", ".join([f"mxfp8-graph {__version__}", *packages])),
-        ("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
+        ("command", "none, Python API" if arguments is None else f"mxfp8-graph {shlex.join(arguments)}"),
+        ("versions", ", ".join(versions)),
         ("processor", f"{processor()}, {os.cpu_count()} logical processors"),
-        *(("file", f"{path}, {told}") for path in files if (told := _told(Path(path))) is not None),
+        ("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
+        *(("file", f"{path}, {what}") for path, what in told if what is not None),
     ]
 
 
@@ -46,21 +48,8 @@ def processor() -> str:
     """Returns the name of the processor, or that of its architecture where the system has no other."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M):
-            return f"{found[1]} ({platform.machine()})"
+            return found[1]
     return platform.processor() or platform.machine()
-
-
-def lines(arguments: Sequence[str], files: Iterable[Path]) -> list[str]:
-    """Returns how to reproduce what happened, one fact a line.
-
-    Args:
-        arguments: of the command, without its name.
-        files: those it was given; each is told by size and SHA-256.
-    """
-    versions = [f"mxfp8-graph {__version__}", f"Python {platform.python_version()}", platform.machine()]
-    versions += [f"{name} {version}" for name in _PACKAGES if (version := installed(name)) is not None]
-    facts = [f"command: mxfp8-graph {shlex.join(arguments)}", f"versions: {', '.join(versions)}"]
-    return facts + [f"file: {path}, {told}" for path in files if (told := _told(path)) is not None]
 
 
 def _told(path: Path) -> str | None:

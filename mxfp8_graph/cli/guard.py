@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -134,8 +133,8 @@ def _admit(error: Exception, files: Sequence[Path]) -> None:
         f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
         "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
     )
-    for line in reproduction.lines(sys.argv[1:], files):
-        say(printable(line))
+    for label, value in reproduction.facts(files):
+        say(printable(f"{label}: {value}"))
 
 
 def _flag(option: Option) -> str:

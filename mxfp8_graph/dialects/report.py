@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mxfp8_graph.report import html
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
@@ -43,6 +45,11 @@ class Conversion:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as JSON values."""
         return asdict(self)
+
+    def to_html(self) -> str:
+        """Returns one self-contained page."""
+        files = filter(None, (self.source, self.output))
+        return html.page(f"Conversion of {self.source} to {self.to}", [html.facts(self.facts())], files=files)
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) lines for a terminal."""

@@ -78,12 +78,12 @@ class Analysis:
     def to_html(self) -> str:
         """Returns one self-contained page."""
         first = {"everything rewritten", "excluded"}
-        lead = [f"{headline(self)}.", *(f"{label.capitalize()}: {said}." for label, said in facts(self) if label in first)]
+        lead = [f"{label.capitalize()}: {said}." for label, said in facts(self) if label in first]
         parts = [html.facts(fact for fact in facts(self) if fact[0] not in first)]
         if self.exclusion:
             parts.append(html.text("To paste into a recipe", self.exclusion.yaml))
         parts += analysis_page.parts(self.sites, self.layers, self.metric, self.everything[self.metric.name])
-        return html.page(f"Analysis of {self.source}", parts, lead=lead, files=[self.source])
+        return html.page(f"Analysis of {self.source}", parts, lead=[f"{headline(self)}.", *lead], files=[self.source])
 
     def write(self, path: str | Path) -> Path:
         """Writes the analysis, as JSON or (suffix .html) as a page, and returns the path.

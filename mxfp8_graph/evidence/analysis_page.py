@@ -21,9 +21,7 @@ LAYER_HEADER: Final = ("layer", "sites", "relative L2, estimated", "share")
 """Header of `layer_rows`."""
 
 
-def parts(
-    sites: Sequence[SiteDamage], layers: Sequence[Layer], metric: Metric, everything: Score
-) -> Iterator[str]:
+def parts(sites: Sequence[SiteDamage], layers: Sequence[Layer], metric: Metric, everything: Score) -> Iterator[str]:
     """Yields the parts of the page; `sites` as they are ranked, `everything` of all sites together."""
     title = metric.shown_title
     errors = [(site, metric.shown(site.alone[metric.name].mean)) for site in sites]
@@ -43,13 +41,10 @@ def parts(
         heading = f"Mean {title}, each site alone, along the depth of the network"
         yield html.Chart(heading=heading, points=points, axis="place in the graph", legend={}).html()
     yield html.Table("Layers", LAYER_HEADER, layer_rows(layers)).html()
-    shown = [i for i, name in enumerate(header(metric)) if name not in {"module", "M x N x K", "weight SQNR dB"}]
-    yield html.Table(
-        "Sites, the one that does most damage first",
-        [header(metric)[i] for i in shown],
-        [[row[i] for i in shown] for row in rows(sites, metric)],
-        notes=[f"{site.site.decision.site.module} {sizes(site.site.decision.site)}".strip() for site in sites],
-    ).html()
+    matmuls = [site.site.decision.site for site in sites]
+    notes = [f"{matmul.module} {sizes(matmul)}".strip() for matmul in matmuls]
+    table = html.Table("Sites, the one that does most damage first", header(metric), rows(sites, metric), notes=notes)
+    yield table.without("module", "M x N x K", "weight SQNR dB").html()
 
 
 def header(metric: Metric) -> tuple[str, ...]:
@@ -66,10 +61,10 @@ def rows(sites: Sequence[SiteDamage], metric: Metric) -> list[tuple[html.Cell, .
 
 def layer_rows(layers: Sequence[Layer]) -> list[tuple[html.Cell, ...]]:
     """Returns a row per layer."""
-    return [
-        (layer.name, _number(len(layer.sites), "d"), _number(layer.relative_l2, ".4g"), _number(layer.share, ".1%"))
-        for layer in layers
-    ]
+    forms = ("d", ".4g", ".1%")
+    numbers = [(len(layer.sites), layer.relative_l2, layer.share) for layer in layers]
+    cells = [[html.number(*pair) for pair in zip(row, forms, strict=True)] for row in numbers]
+    return [(layer.name, *row) for layer, row in zip(layers, cells, strict=True)]
 
 
 def _row(site: SiteDamage, metric: Metric) -> tuple[html.Cell, ...]:
@@ -89,15 +84,9 @@ def _row(site: SiteDamage, metric: Metric) -> tuple[html.Cell, ...]:
         _score(site.alone[metric.name]),
         *relative,
         _score(site.without[metric.name]),
-        *(_number(value, form) for value, form in numbers),
+        *(html.number(value, form) for value, form in numbers),
     )
 
 
 def _score(score: Score) -> html.Cell:
-    return _number(score.metric.shown(score.mean), ".4g")
-
-
-def _number(value: float | None, form: str) -> html.Cell:
-    if value is None:
-        return ""
-    return (format(value, form), float(value)) if math.isfinite(value) else format(value, form)
+    return html.number(score.metric.shown(score.mean), ".4g")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
@@ -75,12 +74,11 @@ class Row:
         """The recipe in words, with the formula of its bytes."""
         return self.what + f"; {self.formula} bytes per weight" * bool(self.formula)
 
-    def place(self, what: str) -> tuple[float, float]:
-        """Returns (size in MB or time in ms, error at the outputs); NaN for what is not known."""
-        x = math.nan if self.byte_size is None else self.byte_size / 1e6
-        if what == "time":
-            x = math.nan if self.seconds is None else self.seconds * 1e3
-        return x, self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """Size in MB, mean error at the outputs by the first metric, latency in ms; NaN for what is not known."""
+        error = self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
+        return (self.byte_size or math.nan) / 1e6, error, (self.seconds or math.nan) * 1e3
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the row with JSON types only; what is not finite is None."""
@@ -175,17 +173,10 @@ class Comparison:
 
     def to_html(self) -> str:
         """Returns everything as a page that fetches nothing."""
-        taken, header, rows = self.taken(), *self.table()
-        shown = [i for i, name in enumerate(header) if name not in {"kind", "weight SQNR, dB", "bytes per weight", "matmuls", "what it is"}]
-        table = html.Table(
-            "Recipes",
-            [header[i] for i in shown],
-            [[row[i] for i in shown] for row in rows],
-            marked=taken.name if taken else "",
-            paler="emulated",
-            notes=[f"{row.kind}: {row.explained}" for row in self.rows],
-        )
-        parts = [*self._charts(), table.html()]
+        taken, notes = self.taken(), [f"{row.kind}: {row.explained}" for row in self.rows]
+        table = html.Table("Recipes", *self.table(), marked=taken.name if taken else "", notes=notes)
+        table = table.without("kind", "weight SQNR, dB", "bytes per weight", "matmuls", "what it is")
+        parts = [self._chart(0, "size, MB"), self._chart(2, "time, ms"), table.html()]
         if taken:
             parts.append(html.text(f"The recipe {taken.name}, as a file has it", taken.recipe))
         parts.append(html.facts((*self.facts()[1:], *LEGEND[:3])))
@@ -194,62 +185,79 @@ class Comparison:
     def taken(self) -> Row | None:
         """Returns the recipe to take, of those that were rewritten and run; None if none has a result.
 
-        It is the default one, or the most accurate of those that are better than it in size, error or time and worse
-        in none of them.
+        It is the default one or, if some are worse than that in neither size nor error nor time, the most accurate.
         """
         real = self._real()
-        usual = real.get(presets.DEFAULT) or next(iter(real.values()), None)
-        if usual is None:
-            return None
-        better = [one for one in real.values() if one.better(usual) and not usual.better(one)]
-        return min((usual, *better), key=lambda one: one.numbers[1]).row
+        usual = next((row for row in real if row.name == presets.DEFAULT), *real[:1] or [None])
+        good = [row for row in real if usual and not self._worse(row, usual)]
+        return min(good, key=lambda row: self._sign * row.numbers[1], default=None)
 
     def advice(self) -> list[str]:
-        """Returns which recipe to take, and what it, the smallest, the most accurate and the fastest one give."""
-        taken, real, own = self.taken(), self._real(), self.rows[0]
+        """Returns which recipe to take, and what the default, smallest, most accurate and fastest one would give."""
+        taken, real = self.taken(), self._real()
         if taken is None:
             return []
-        best = real[taken.name]
-        told = [f"Take {taken.name}: {', '.join(map(''.join, best.words))}."]
-        if own.byte_size is not None and own.seconds is not None:
-            told[0] += f" The model as it is: {size(own.byte_size)}, {own.seconds * 1e3:.3g} ms."
-        why: dict[str, list[str]] = {}
-        for i, word in enumerate(("smallest", "most accurate", "fastest")):
-            first = min(real.values(), key=lambda one, i=i: one.numbers[i])
-            if i in first.better(best):
-                why.setdefault(first.row.name, []).append(word)
-        if (usual := real.get(presets.DEFAULT)) and usual is not best:
-            told.append(f"Compared with {usual.row.name}, the default: {best.against(usual)}.")
-        others = ((" and ".join(words).capitalize(), name) for name, words in why.items())
-        return told + [f"{words}: {name}, with {real[name].against(best)}." for words, name in others]
+        told = [f"Take {taken.name}: {self._against(taken, self.rows[0])}."]
+        told += [
+            f"Compared with the default: {self._against(taken, r)}."
+            for r in real
+            if r.name == presets.DEFAULT != taken.name
+        ]
+        for i, (word, sign) in enumerate((("Smallest", 1), ("Most accurate", self._sign), ("Fastest", 1))):
+            best = min(real, key=lambda row, i=i, sign=sign: sign * row.numbers[i])
+            if i in self._worse(taken, best):
+                told.append(f"{word}: {best.name}, with {self._against(best, taken)}.")
+        return told
 
-    def _real(self) -> dict[str, _Measured]:
-        measured = ((row.name, _Measured.of(row)) for row in self.rows[1:] if not row.emulated)
-        return {name: one for name, one in measured if one is not None}
+    def _real(self) -> list[Row]:
+        """Returns the recipes that were rewritten and run, and of which all numbers are known."""
+        return [row for row in self.rows[1:] if not row.emulated and all(map(math.isfinite, row.numbers))]
 
-    def _charts(self) -> Iterator[str]:
-        """Yields the error of each recipe against its size, and against its time."""
-        taken, metric, own = self.taken(), self.metrics[0], self.rows[0]
-        colors = {0: "to take", 3: "real", 5: "emulated"}
-        for what, unit in (("size", "MB"), ("time", "ms")):
-            points = []
-            for row in self.rows[1:]:
-                x, y = row.place(what)
-                if math.isfinite(x) and math.isfinite(y):
-                    color = 0 if row is taken else 5 if row.emulated else 3
-                    told = f"{row.name} ({row.kind}): {metric.shown_title} {y:.4g}, {x:.4g} {unit}"
-                    points.append(html.Point(x, y, color, told, row.name))
-            if points:
-                points.sort(key=lambda point: -point.color)  # what is drawn last is on top
-                at = own.place(what)[0]
-                yield html.Chart(
-                    heading=f"Mean {metric.shown_title} at the outputs against {what}",
-                    points=points,
-                    axis=f"{what}, {unit}",
-                    legend={color: name for color, name in colors.items() if any(p.color == color for p in points)},
-                    front=_front([(p.x, p.y) for p in points if p.color != 5], 1 if shown_less_is_better(metric) else -1),
-                    limits=(("x", f"the model as it is: {at:.3g} {unit}", at),) if math.isfinite(at) else (),
-                ).html()
+    @property
+    def _sign(self) -> int:
+        """-1 if a larger number of the first metric is better."""
+        return 1 if shown_less_is_better(self.metrics[0]) else -1
+
+    def _worse(self, row: Row, other: Row) -> list[int]:
+        """Returns which of its numbers are clearly worse than another recipe's."""
+        numbers = zip((1, self._sign, 1), row.numbers, other.numbers, _SAME, strict=True)
+        return [i for i, (sign, mine, its, same) in enumerate(numbers) if sign * (mine - its) > same * abs(its)]
+
+    def _against(self, row: Row, other: Row) -> str:
+        """Returns the numbers of a recipe in words, beside those of another one where they differ."""
+        differ = {*self._worse(row, other), *self._worse(other, row)}
+        forms = (("{:.3g} MB", "size"), (f"{self.metrics[0].shown_title} {{:.3g}}", "error"), ("{:.3g} ms", "time"))
+        told = []
+        for i, (form, name) in enumerate(forms):
+            instead = f" instead of {other.numbers[i]:.3g}" * math.isfinite(other.numbers[i])
+            told.append(f"same {name}" if instead and i not in differ else form.format(row.numbers[i]) + instead)
+        return ", ".join(told)
+
+    def _chart(self, which: int, axis: str) -> str:
+        """Returns the error of each recipe against one of its numbers; the line joins what no real recipe beats."""
+        taken, title, sign = self.taken(), self.metrics[0].shown_title, self._sign
+        colors, points, front = (
+            {5: "emulated", 3: "real", 0: "to take"},
+            list[html.Point](),
+            list[tuple[float, float]](),
+        )
+        for row in self.rows[1:]:
+            x, y = row.numbers[which], row.numbers[1]
+            if math.isfinite(x) and math.isfinite(y):
+                color = 0 if row is taken else 5 if row.emulated else 3
+                told = f"{row.name} ({row.kind}): {title} {y:.4g}, {axis} {x:.4g}"
+                points.append(html.Point(x, y, color, told, row.name))
+        for x, y in sorted((p.x, p.y) for p in points if p.color != 5):
+            front += [(x, y)] if not front or sign * y < sign * front[-1][1] else []
+        own = self.rows[0].numbers[which]
+        return html.Chart(
+            heading=f"Mean {title} at the outputs against {axis}",
+            points=sorted(points, key=lambda point: -point.color),  # what is drawn last is on top
+            axis=axis,
+            legend={color: name for color, name in colors.items() if any(p.color == color for p in points)},
+            front=front,
+            limits=[("x", f"the model as it is: {own:.3g}", own)] if math.isfinite(own) else [],
+        ).html()
 
     def write(self, path: str | Path) -> Path:
         """Writes the comparison, as .json or .html, and returns the path.
@@ -258,47 +266,6 @@ class Comparison:
             Mxfp8Error: it cannot be written there.
         """
         return write_report(path, self)
-
-
-class _Measured(NamedTuple):
-    """Size, error and time of a recipe that was rewritten and run: the less, the better."""
-
-    row: Row
-    numbers: tuple[float, float, float]
-    words: tuple[tuple[str, str], ...]
-    """Of each number what it is, where its unit does not say so, and the number."""
-
-    @classmethod
-    def of(cls, row: Row) -> _Measured | None:
-        """Returns them, or None if one of them is not known."""
-        (bytes_, error), (seconds, _) = row.place("size"), row.place("time")
-        if not all(map(math.isfinite, (bytes_, error, seconds))):
-            return None
-        metric = row.scores[0].metric
-        title = f"{metric.shown_title} "
-        words = ("", size(row.byte_size or 0)), (title, f"{error:.3g}"), ("", f"{seconds:.3g} ms")
-        return cls(row, (bytes_, error if shown_less_is_better(metric) else -error, seconds), words)
-
-    def better(self, other: _Measured) -> set[int]:
-        """Returns which of the numbers are clearly better."""
-        pairs = enumerate(zip(self.numbers, other.numbers, _SAME, strict=True))
-        return {i for i, (mine, its, share) in pairs if mine < its - share * abs(its)}
-
-    def against(self, other: _Measured) -> str:
-        """Returns the numbers in words, beside those of another one where they differ."""
-        clear = self.better(other) | other.better(self)
-        both = enumerate(zip(self.words, other.words, ("size", "error", "time"), strict=True))
-        told = (f"{''.join(mine)} instead of {its[1]}" if i in clear else f"same {name}" for i, (mine, its, name) in both)
-        return ", ".join(told)
-
-
-def _front(points: Iterable[tuple[float, float]], sign: int) -> list[tuple[float, float]]:
-    """Returns the points that no other one beats in both: from the least x on, each with a better y."""
-    front: list[tuple[float, float]] = []
-    for x, y in sorted(points, key=lambda point: (point[0], sign * point[1])):
-        if not front or sign * y < sign * front[-1][1]:
-            front.append((x, y))
-    return front
 
 
 def _number(value: float | None, pattern: str) -> html.Cell:

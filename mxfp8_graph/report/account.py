@@ -297,16 +297,6 @@ class Account:
         notes = [tensor.reason for tensor in self.tensors]
         return html.Table("Stored tensors", TENSOR_HEADER[:6], rows, notes=notes).html()
 
-    def largest_kept(self) -> list[str]:
-        """Returns what else is large in the result, and why: a sentence, or none."""
-        kept = [group for group in self.groups if group.outcome not in {"rewritten", "new", "quantized already"}]
-        largest = max(kept, key=lambda group: group.bytes_after, default=None)
-        if largest is None or largest.bytes_after < _LEAST_SHARE * self.bytes_after:
-            return []
-        share = largest.bytes_after / self.bytes_after
-        told = f"{size(largest.bytes_after)} of the result ({share:.0%}) is not in MXFP8"
-        return [f"{told}: {largest.row[3]}; {largest.reason}."]
-
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only."""
         return {

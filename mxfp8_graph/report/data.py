@@ -227,7 +227,7 @@ class RewriteReport:
 
         Of tables with more than `html.MOST_ROWS` rows it has the first, and says how many more the JSON has.
         """
-        parts = [html.facts(facts(self))]
+        parts = [html.facts(fact for fact in facts(self)[1:] if fact[0] != "note")]
         if self.output:
             verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
             parts.append(html.text("To measure the error at the outputs", verify))
@@ -244,7 +244,7 @@ class RewriteReport:
             parts.append(html.Table("Fused nodes", FUSION_HEADER, fused).html())
         if self.account.tensors:
             parts.append(self.account.details())
-        lead = [f"{headline(self)}: {facts(self)[0][1]}.", *self.account.largest_kept()]
+        lead = [f"{headline(self)}: {facts(self)[0][1]}", *(said for label, said in facts(self) if label == "note")]
         return html.page(f"Rewrite of {self.source}", parts, lead=lead, files=filter(None, (self.source, self.output)))
 
     def write(self, path: str | Path) -> Path:

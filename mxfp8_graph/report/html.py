@@ -13,9 +13,9 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
-from typing import Final
+from typing import Final, NamedTuple
 
 from mxfp8_graph import reproduction
 from mxfp8_graph.naming import printable
@@ -57,7 +57,8 @@ for (const code of document.querySelectorAll("pre")) {
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1d2127; --soft: #5d6670; --line: #d9dde2; --box: #f4f6f8;
-  --c0: #2f9e6e; --c1: #d98e04; --c2: #c9504a; --c3: #3f74d1; --c4: #8e6bc4; --c5: #8a929c; --c6: #b3b9c1; --c7: #3f97a0; }
+  --c0: #2f9e6e; --c1: #d98e04; --c2: #c9504a; --c3: #3f74d1; --c4: #8e6bc4; --c5: #8a929c; --c6: #b3b9c1;
+  --c7: #3f97a0; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --ink: #e4e7ea; --soft: #9aa3ad; --line: #343a42;
   --box: #1e2329; --c0: #4fc08d; --c1: #e5a83b; --c2: #e2756f; --c3: #7aa5f0; } }
 * { box-sizing: border-box; }
@@ -65,75 +66,66 @@ body { background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sa
   margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .6rem; }
-.lead { font-size: 1.05rem; border-left: .25rem solid var(--c0); padding: .1rem .8rem; margin: .6rem 0 1rem; }
+.lead { font-size: 1.05rem; border-left: .25rem solid var(--c0); padding: .1rem .8rem; }
 .lead p { margin: .3rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 1rem 0; }
-dt { color: var(--soft); }
+dt, .paler, .note { color: var(--soft); }
 dd { margin: 0; }
-.note td { font-size: 12px; color: var(--soft); padding-top: 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0; }
-thead, tbody { border-bottom: 1px solid var(--line); }
-th { vertical-align: bottom; overflow-wrap: normal; }
+th { vertical-align: bottom; overflow-wrap: normal; cursor: pointer; }
 th:last-child, td:last-child { padding-right: 0; }
+thead, tbody { border-bottom: 1px solid var(--line); }
+tfoot { font-weight: 600; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 td.number, .short { white-space: nowrap; }
 .text { min-width: 8rem; }
-tfoot td { font-weight: 600; }
+.note td { font-size: 12px; padding-top: 0; }
 .marked { background: color-mix(in srgb, var(--c0) 16%, transparent); }
-th[tabindex] { cursor: pointer; }
-th[tabindex]:hover { text-decoration: underline; }
 th[aria-sort=ascending]::after { content: " \\2191"; }
 th[aria-sort=descending]::after { content: " \\2193"; }
-.paler { color: var(--soft); }
-.bars { display: grid; grid-template-columns: minmax(4rem, max-content) 1fr max-content; gap: .2rem .8rem; font-size: 14px;
-  align-items: center; }
+.bars { display: grid; grid-template-columns: minmax(4rem, max-content) 1fr max-content; gap: .2rem .8rem;
+  align-items: center; font-size: 14px; }
 .bars > span:first-child { max-width: 40vw; }
 .bar { display: flex; height: .9rem; }
-.c0 { background: var(--c0); fill: var(--c0); } .c1 { background: var(--c1); fill: var(--c1); }
-.c2 { background: var(--c2); fill: var(--c2); } .c3 { background: var(--c3); fill: var(--c3); }
-.c4 { background: var(--c4); fill: var(--c4); } .c5 { background: var(--c5); fill: var(--c5); }
-.c6 { background: var(--c6); fill: var(--c6); } .c7 { background: var(--c7); fill: var(--c7); }
+COLORS
 .chart { height: 26rem; margin: .5rem 1rem 3.2rem 4.2rem; }
 svg { width: 100%; height: 100%; overflow: visible; }
-svg text { fill: var(--ink); font-size: 12px; paint-order: stroke; stroke: var(--page); stroke-width: 3px; }
-svg line { stroke: var(--line); }
-svg .edge { stroke: var(--soft); }
-svg .front { stroke: var(--c0); stroke-width: 2; stroke-dasharray: 5 4; }
-svg .limit { stroke: var(--c2); stroke-width: 1.5; stroke-dasharray: 2 3; }
-circle { stroke: var(--page); }
+text { fill: var(--ink); font-size: 12px; paint-order: stroke; stroke: var(--page); stroke-width: 3px; }
+line { stroke: var(--line); }
+.edge { stroke: var(--soft); }
+.front { stroke: var(--c0); stroke-width: 2; stroke-dasharray: 5 4; }
+.limit { stroke: var(--c2); stroke-width: 1.5; stroke-dasharray: 2 3; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; padding: 0; margin: .4rem 0 1rem; list-style: none; }
 .legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin-right: .4rem; }
-pre { background: var(--box); padding: .6rem .8rem; margin: .3rem 0; white-space: pre-wrap; font-size: 13px; }
-button { float: right; margin: .4rem; font: inherit; font-size: 13px; }
-footer { margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: .8rem; font-size: 13px; }
+pre { background: var(--box); padding: .6rem .8rem; margin: .3rem 0; white-space: pre-wrap; font-size: 13px;
+  max-height: 20rem; overflow: auto; }
+button { float: right; margin: 0 0 .4rem .6rem; font: inherit; font-size: 13px; }
+footer { margin-top: 2.5rem; border-top: 1px solid var(--line); font-size: 13px; }
 @media (max-width: 700px) { th, td { padding-right: .5rem; } table, .bars { font-size: 13px; } }
 @media print { :root { color-scheme: light; --page: #fff; --ink: #000; --soft: #444; --line: #bbb; --box: #fff; }
   * { print-color-adjust: exact; } body { max-width: none; margin: 0; font-size: 12px; } table { font-size: 11px; }
-  .scroll { overflow: visible; } button { display: none; } tbody, .chart, .bars > * { break-inside: avoid; }
-  h2 { break-after: avoid; } }
-"""
-
-_COLORS: Final = 8
-"""Classes c0 to c7 of the style, told apart on white and on black."""
+  .scroll, pre { overflow: visible; max-height: none; } button { display: none; } h2 { break-after: avoid; }
+  tbody, .chart, .bars > * { break-inside: avoid; } }
+""".replace("COLORS", " ".join(f".c{i} {{ background: var(--c{i}); fill: var(--c{i}); }}" for i in range(8)))
 
 MOST_ROWS: Final = 2000
 """Rows of a table that a page has: browsers and readers get slow beyond."""
 
-_SHORT: Final = 18
+_SHORT: Final = 20
 """Characters up to which the cells of a column stay on one line."""
 
-_PLOT_HEIGHT: Final = 416  # 26 rem
+_WIDTH: Final = 460
+"""Of a chart in a window of 600 px, in px. In a wider window its points are farther apart, so that labels that do not
+overlap in this width overlap in none."""
+_HEIGHT: Final = 416
 """Of a chart, in px: 26rem of the style."""
-_PLOT_WIDTH: Final = 460
-"""Of a chart in a window of 600 px. In a wider window its points are farther apart, so labels that do not overlap in
-this width overlap in none."""
-_LINE_HEIGHT: Final = 15
+_LINE: Final = 15
 _CHARACTER: Final = 6.6
-"""Height and mean width of a character of a label, in px."""
+"""Height of a line and mean width of a character of a label, in px."""
 _LOGARITHMIC: Final = 10
-"""Ratio of the largest to the least value from which on an axis is logarithmic."""
+"""Ratio of the largest to the least height from which on the axis is logarithmic."""
 
 Cell = str | tuple[str, float]
 """Text, or text and the number that it stands for."""
@@ -154,6 +146,12 @@ class Table:
     """Rows with a cell that says this stand out."""
     notes: Sequence[str] = ()
     """A small text below each row."""
+
+    def without(self, *names: str) -> Table:
+        """Returns the table without the columns that have these names."""
+        shown = [i for i, name in enumerate(self.header) if name not in names]
+        rows = [[row[i] for i in shown] for row in self.rows]
+        return replace(self, header=[self.header[i] for i in shown], rows=rows)
 
     def html(self) -> str:
         """Returns the table, sortable by column: its first `MOST_ROWS` rows, and how many more there are."""
@@ -181,14 +179,13 @@ class Table:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A dot of a chart."""
 
     x: float
     y: float
     color: int
-    """A key of the legend."""
+    """A key of the legend; of lower numbers the labels are placed first."""
     told: str
     """What is said when the pointer is over it."""
     label: str = ""
@@ -197,14 +194,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Dots, of which some have labels, between two axes; an axis is logarithmic if its values differ by a factor of 10.
-
-    Values are finite, and there is at least one point. Points that come later cover those before them; colors of lower
-    numbers have the first choice of places for labels.
-    """
+    """Dots, of which some have labels; heights are logarithmic if values differ by a factor of 10, as errors do."""
 
     heading: str
     points: Sequence[Point]
+    """Of finite values; later ones cover earlier ones."""
     axis: str
     """What x is; the heading says what y is."""
     legend: Mapping[int, str]
@@ -214,73 +208,62 @@ class Chart:
     """Straight lines: ("x" or "y", what it is, where)."""
 
     def html(self) -> str:
-        """Returns the chart: positions along x are percentages, and heights px."""
-        xs, ys = ([getattr(p, axis) for p in self.points] for axis in "xy")
-        x_axis = _Axis([*xs, *(at for axis, _, at in self.limits if axis == "x")])
-        y_axis = _Axis([*ys, *(at for axis, _, at in self.limits if axis == "y")])
-        places = [(100 * x_axis.at(p.x), _PLOT_HEIGHT * (1 - y_axis.at(p.y))) for p in self.points]
-        name = _text(self.heading)
-        lines = [_heading(self.heading), f'<div class="chart"><svg role="img" aria-label="{name}">']
-        for told, y in ((told, _PLOT_HEIGHT * (1 - at)) for told, at in y_axis.ticks()):
-            lines.append(f'<line x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-            lines.append(f'<text x="0" dx="-8" y="{y + 4:.1f}" text-anchor="end">{told}</text>')
-        for told, at in x_axis.ticks():
-            lines.append(f'<line x1="{100 * at:.2f}%" x2="{100 * at:.2f}%" y1="0" y2="100%"/>')
-            lines.append(f'<text x="{100 * at:.2f}%" y="100%" dy="18" text-anchor="middle">{told}</text>')
-        lines.append('<line class="edge" x1="0" x2="100%" y1="100%" y2="100%"/>')
-        lines.append('<line class="edge" x1="0" x2="0" y1="0" y2="100%"/>')
-        lines.append(f'<text x="100%" y="100%" dy="36" text-anchor="end">{_text(self.axis)}</text>')
-        front = [(100 * x_axis.at(x), _PLOT_HEIGHT * (1 - y_axis.at(y))) for x, y in self.front]
-        for (x1, y1), (x2, y2) in itertools.pairwise(front):
-            lines.append(f'<line class="front" x1="{x1:.2f}%" y1="{y1:.1f}" x2="{x2:.2f}%" y2="{y2:.1f}"/>')
+        """Returns the chart, with positions in percent; empty without points."""
+        if not self.points:
+            return ""
+        x_limits, y_limits = ([at for axis, _, at in self.limits if axis == name] for name in "xy")
+        across = _Axis([*(point.x for point in self.points), *x_limits], math.inf)
+        up = _Axis([*(point.y for point in self.points), *y_limits], _LOGARITHMIC)
+        lines = [_heading(self.heading), f'<div class="chart"><svg role="img" aria-label="{_text(self.heading)}">']
+        for told, at in up.ticks():
+            lines.append(_line("", (0, 100 - at), (100, 100 - at)) + _word(told, (0, 100 - at), -8, 4, "end"))
+        for told, at in across.ticks():
+            lines.append(_line("", (at, 0), (at, 100)) + _word(told, (at, 100), 0, 18, "middle"))
+        lines += [_line("edge", (0, 100), (100, 100)), _line("edge", (0, 0), (0, 100))]
+        lines.append(_word(self.axis, (100, 100), 0, 36, "end"))
+        corners = [(across.at(x), 100 - up.at(y)) for x, y in self.front]
+        lines += [_line("front", *ends) for ends in itertools.pairwise(corners)]
         for axis, told, value in self.limits:
-            at = 100 * x_axis.at(value) if axis == "x" else 100 - 100 * y_axis.at(value)
-            ends = f'x1="{at:.2f}%" x2="{at:.2f}%" y1="0" y2="100%"'
-            text = f'x="{at:.2f}%" dx="-5" y="12" text-anchor="end"'
-            if axis == "y":
-                ends = f'x1="0" x2="100%" y1="{at:.2f}%" y2="{at:.2f}%"'
-                text = f'x="6" y="{at:.2f}%" dy="-5"'
-            lines.append(f'<line class="limit" {ends}/><text {text}>{_text(told)}</text>')
+            if axis == "x":
+                at = across.at(value)
+                lines.append(_line("limit", (at, 0), (at, 100)) + _word(told, (at, 0), -5, 12, "end"))
+            else:
+                at = 100 - up.at(value)
+                lines.append(_line("limit", (0, at), (100, at)) + _word(told, (0, at), 6, -5, "start"))
+        places = [(across.at(point.x), 100 - up.at(point.y)) for point in self.points]
         labels = _labels(self.points, places)
         for number, (point, (x, y)) in enumerate(zip(self.points, places, strict=True)):
-            lines.append(f'<svg x="{x:.2f}%" y="{y:.1f}">{labels.get(number, "")}')
-            lines.append(f'<circle class="c{point.color}" r="5"><title>{_text(point.told)}</title></circle></svg>')
+            dot = f'<circle class="c{point.color}" r="5"><title>{_text(point.told)}</title></circle>'
+            lines.append(f'<svg x="{x:.2f}%" y="{y:.2f}%">{labels.get(number, "")}{dot}</svg>')
         return "\n".join([*lines, "</svg></div>", _legend(self.legend.items())])
 
 
 class _Axis:
-    """Where values are between the ends of an axis: 0 to 1."""
+    """Where values are between the ends of an axis, in percent."""
 
-    def __init__(self, values: Sequence[float]) -> None:
+    def __init__(self, values: Sequence[float], factor: float) -> None:
         least, most = min(values), max(values)
-        self._log = least > 0 and most >= _LOGARITHMIC * least
+        self._scaled = math.log10 if least > 0 and most >= factor * least else float
         low, high = self._scaled(least), self._scaled(most)
         margin = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
-        self._low, self._high = low - margin, high + margin
-        if not self._log and least >= 0:
-            self._low = max(self._low, 0.0)
+        self._low, self._span = low - margin, high - low + 2 * margin
 
     def at(self, value: float) -> float:
         """Returns the place of a value."""
-        return (self._scaled(value) - self._low) / (self._high - self._low)
+        return 100 * (self._scaled(value) - self._low) / self._span
 
     def ticks(self) -> list[tuple[str, float]]:
-        """Returns (text, place) of some round numbers."""
-        if self._log:
-            powers = range(math.floor(self._low), math.ceil(self._high) + 1)
-            factors = (1, 2, 5) if self._high - self._low < 3 else (1,)
-            values = [(f"{value:g}", value) for value in (float(f"{f}e{p}") for p in powers for f in factors)]
+        """Returns (text, place) of round numbers."""
+        power = 10.0 ** math.floor(math.log10(self._span / 7))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= self._span / 7)
+        first, last = math.floor(self._low), math.ceil(self._low + self._span)
+        if self._scaled is float:
+            values = [
+                n * step for n in range(math.floor(self._low / step), math.ceil((self._low + self._span) / step) + 1)
+            ]
         else:
-            rough = (self._high - self._low) / 7
-            power = 10.0 ** math.floor(math.log10(rough))
-            step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough)
-            digits = max(0, -math.floor(math.log10(step)))
-            first, last = math.ceil(self._low / step), math.floor(self._high / step)
-            values = [(f"{n * step:.{digits}f}", n * step) for n in range(first, last + 1)]
-        return [(told, self.at(value)) for told, value in values if -1e-9 <= self.at(value) <= 1 + 1e-9]
-
-    def _scaled(self, value: float) -> float:
-        return math.log10(value) if self._log else value
+            values = [float(f"{f}e{p}") for p in range(first, last) for f in ((1, 2, 5) if self._span < 3 else (1,))]
+        return [(f"{value:.6g}", self.at(value)) for value in values if 0 <= self.at(value) <= 100]
 
 
 def _labels(points: Sequence[Point], places: Sequence[tuple[float, float]]) -> dict[int, str]:
@@ -289,30 +272,37 @@ def _labels(points: Sequence[Point], places: Sequence[tuple[float, float]]) -> d
     A label is right or left of its point, or as many lines above or below it as it takes to overlap no other label and
     no other dot; a line leads to it then.
     """
-    boxes = [(_PLOT_WIDTH * x / 100 - 5, y - 5, _PLOT_WIDTH * x / 100 + 5, y + 5) for x, y in places]
+    centers = [(_WIDTH * x / 100, _HEIGHT * y / 100) for x, y in places]
+    boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in centers]
     labels = {}
     for number in sorted(range(len(points)), key=lambda i: (points[i].color, places[i][1])):
-        x, y = _PLOT_WIDTH * places[number][0] / 100, places[number][1]
-        width = _CHARACTER * len(printable(points[number].label))
-        steps = sorted(range(-20, 21), key=abs) if points[number].label else ()
-        for step, right in itertools.product(steps, (True, False)):
-            start, middle = (x + 9 if right else x - 9 - width), y + step * _LINE_HEIGHT
-            box = (start, middle - 7, start + width, middle + 7)
-            inside = start >= 0 and box[2] <= _PLOT_WIDTH + 12 and 0 <= box[1] and box[3] <= _PLOT_HEIGHT
-            others = (other for i, other in enumerate(boxes) if i != number)
-            if not inside or any(_overlap(box, other) for other in others):
-                continue
-            boxes.append(box)
-            dx, dy, anchor = (8 if right else -8), step * _LINE_HEIGHT, "start" if right else "end"
-            leader = f'<line class="edge" x2="{dx}" y2="{dy}"/>' if step else ""
-            text = _text(points[number].label)
-            labels[number] = f'{leader}<text x="{dx}" dx="{dx // 8}" y="{dy + 4}" text-anchor="{anchor}">{text}</text>'
-            break
+        x, y = centers[number]
+        wide = _CHARACTER * len(printable(points[number].label))
+        for dy, right in itertools.product(sorted(range(-300, 301, _LINE), key=abs) if wide else (), (True, False)):
+            start = x + 9 if right else x - 9 - wide
+            box = (start, y + dy - 7, start + wide, y + dy + 7)
+            inside = start >= 0 and box[1] >= 0 and box[2] <= _WIDTH + 12 and box[3] <= _HEIGHT
+            if inside and not any(_overlap(box, other) for i, other in enumerate(boxes) if i != number):
+                dx = 8 if right else -8
+                leader = f'<line class="edge" x2="{dx}" y2="{dy}"/>' if dy else ""
+                anchor = "start" if right else "end"
+                labels[number] = leader + _word(points[number].label, (0, 0), dx + dx // 8, dy + 4, anchor)
+                boxes.append(box)
+                break
     return labels
 
 
 def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _line(kind: str, start: tuple[float, float], end: tuple[float, float]) -> str:
+    (x1, y1), (x2, y2) = start, end
+    return f'<line class="{kind}" x1="{x1:.2f}%" y1="{y1:.2f}%" x2="{x2:.2f}%" y2="{y2:.2f}%"/>'
+
+
+def _word(told: str, at: tuple[float, float], dx: int, dy: int, anchor: str) -> str:
+    return f'<text x="{at[0]:.2f}%" y="{at[1]:.2f}%" dx="{dx}" dy="{dy}" text-anchor="{anchor}">{_text(told)}</text>'
 
 
 def page(title: str, parts: Iterable[str], *, lead: Sequence[str] = (), files: Iterable[str] = ()) -> str:
@@ -342,6 +332,11 @@ def page(title: str, parts: Iterable[str], *, lead: Sequence[str] = (), files: I
     return "\n".join([head, *said, *parts, made, f"<script>{_SCRIPT}</script>", "</body>", "</html>", ""])
 
 
+def number(value: float | None, form: str = ".3g") -> Cell:
+    """Returns a cell for a number: empty without one, and as its text alone where it is not finite."""
+    return "" if value is None else (format(value, form), float(value)) if math.isfinite(value) else str(value)
+
+
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Returns one line per (label, value)."""
     return "<dl>" + "\n".join(f"<dt>{_text(label)}</dt><dd>{_text(value)}</dd>" for label, value in pairs) + "</dl>"
@@ -356,20 +351,20 @@ def bars(heading: str, rows: Sequence[tuple[str, Sequence[float], str]], legend:
     lines = [_heading(heading), '<div class="bars">']
     for label, lengths, told in rows:
         widths = [f"width:{100 * max(length, 0) / scale:.2f}%" for length in lengths]
-        boxes = "".join(f'<i class="c{color % _COLORS}" style="{width}"></i>' for color, width in enumerate(widths))
+        boxes = "".join(f'<i class="c{color}" style="{width}"></i>' for color, width in enumerate(widths))
         lines.append(f'<span>{_folding(label)}</span><span class="bar">{boxes}</span>')
         lines.append(f'<span class="number">{_text(told)}</span>')
     return "\n".join([*lines, "</div>", _legend(enumerate(legend))])
 
 
-def text(heading: str, content: str, *, code: bool = True) -> str:
-    """Returns text: a paragraph, or lines to copy."""
+def text(heading: str, content: str) -> str:
+    """Returns lines to copy."""
     shown = "\n".join(map(_text, content.rstrip("\n").split("\n")))
-    return f"{_heading(heading)}\n" + (f"<pre>{shown}</pre>" if code else f"<p>{shown}</p>")
+    return f"{_heading(heading)}\n<pre>{shown}</pre>"
 
 
 def _legend(entries: Iterable[tuple[int, str]]) -> str:
-    items = "".join(f'<li><i class="c{color % _COLORS}"></i>{_text(name)}</li>' for color, name in entries)
+    items = "".join(f'<li><i class="c{color}"></i>{_text(name)}</li>' for color, name in entries)
     return f'<ul class="legend">{items}</ul>' if items else ""
 
 
