@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from mxfp8_graph.evidence.damage import Layer, SiteDamage
-from mxfp8_graph.evidence.metrics import METRICS, Metric, Score, shown_less_is_better
+from mxfp8_graph.evidence.metrics import METRICS, Metric, Score
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import sizes
 
@@ -31,8 +31,7 @@ def parts(sites: Sequence[SiteDamage], layers: Sequence[Layer], metric: Metric, 
         bars.insert(0, ("everything rewritten", [total], f"{total:.3g}"))
     if bars:
         which = f"the worst {MOST_BARS} of {len(sites)}" if len(known) > MOST_BARS else f"all {len(known)}"
-        better = "" if shown_less_is_better(metric) else " (more is better)"
-        yield html.bars(f"Mean {title} at the outputs{better}, each site alone: {which}", bars)
+        yield html.bars(f"Mean {title} at the outputs, each site alone: {which}", bars)
     if known:
         points = [
             html.Point(site.depth, error, 3, f"{site.label}: {error:.3g}", site.label if place < MOST_NAMED else "")

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
-from mxfp8_graph.evidence.metrics import Metric, Score, shown_less_is_better
+from mxfp8_graph.evidence.metrics import Metric, Score
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import filled, write_report
@@ -150,7 +150,7 @@ class Comparison:
         )
 
     def _score(self, score: Score, *, several: bool) -> list[html.Cell]:
-        form = "{:.3g}" if shown_less_is_better(score.metric) else "{:.5g}"  # 99.95 and 99.99 % of agreement differ
+        form = "{:.4g}"
         mean = _number(score.metric.shown(score.mean), form)
         worst = _number(score.metric.shown(score.worst), f"{form} ({score.worst_sample + 1})")
         return [mean, worst] if several else [mean]
@@ -215,8 +215,8 @@ class Comparison:
 
     @property
     def _sign(self) -> int:
-        """-1 if a larger number of the first metric is better."""
-        return 1 if shown_less_is_better(self.metrics[0]) else -1
+        """-1 if more of the first metric is better, as it is shown: a distance from 1 is the better the less it is."""
+        return -1 if self.metrics[0].higher_is_better and self.metrics[0].shown_title == self.metrics[0].title else 1
 
     def _worse(self, row: Row, other: Row) -> list[int]:
         """Returns which of its numbers are clearly worse than another recipe's."""

@@ -86,11 +86,6 @@ def score(metric: Metric, originals: Sequence[Outputs], results: Sequence[Output
     return Score(metric=metric, values=values)
 
 
-def shown_less_is_better(metric: Metric) -> bool:
-    """Whether what is shown of a metric is the better the less it is: a distance from 1 is."""
-    return not metric.higher_is_better or metric.shown_title != metric.title
-
-
 def metric_called(name: str) -> Metric:
     """Returns the metric a user asked for: one of `METRICS`, or their own by module:function.
 

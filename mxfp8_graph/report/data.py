@@ -228,7 +228,7 @@ class RewriteReport:
         Of tables with more than `html.MOST_ROWS` rows it has the first, and says how many more the JSON has.
         """
         parts = [html.facts(fact for fact in facts(self)[1:] if fact[0] != "note")]
-        if self.output:
+        if self.output and Path(self.source).suffix:  # not a folder that from_hf read, or a model in memory
             verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
             parts.append(html.text("To measure the error at the outputs", verify))
         if self.account.tensors:

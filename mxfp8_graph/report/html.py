@@ -225,11 +225,10 @@ class Chart:
         lines += [_line("front", *ends) for ends in itertools.pairwise(corners)]
         for axis, told, value in self.limits:
             if axis == "x":
-                at = across.at(value)
-                lines.append(_line("limit", (at, 0), (at, 100)) + _word(told, (at, 0), -5, 12, "end"))
+                ends, place = ((across.at(value), 0), (across.at(value), 100)), (-5, 12, "end")
             else:
-                at = 100 - up.at(value)
-                lines.append(_line("limit", (0, at), (100, at)) + _word(told, (0, at), 6, -5, "start"))
+                ends, place = ((0, 100 - up.at(value)), (100, 100 - up.at(value))), (6, -5, "start")
+            lines.append(_line("limit", *ends) + _word(told, ends[0], *place))
         places = [(across.at(point.x), 100 - up.at(point.y)) for point in self.points]
         labels = _labels(self.points, places)
         for number, (point, (x, y)) in enumerate(zip(self.points, places, strict=True)):
