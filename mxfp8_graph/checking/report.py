@@ -94,20 +94,6 @@ class VerifyReport:
         """The node checks by op type."""
         return {op: tuple(n for n in self.nodes if n.op == op) for op in dict.fromkeys(n.op for n in self.nodes)}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only."""
-        return {
-            "original": self.original,
-            "rewritten": self.rewritten,
-            "inputs": self.inputs,
-            "isa": self.isa,
-            "passed": self.passed,
-            "failures": list(self.failures),
-            "notes": list(self.notes),
-            "outputs": [output.to_dict() for output in self.outputs],
-            "nodes": [node.to_dict() for node in self.nodes],
-        }
-
     def to_html(self) -> str:
         """Returns one self-contained page: the verdict, the error of each output, and what each kernel did."""
         header = ("output", "mean rel. L2", "worst", "its 1-cosine", "max error", "kernel vs body: rel. L2")
@@ -127,6 +113,20 @@ class VerifyReport:
         lead = [f"Verification {'passed' if self.passed else 'FAILED'}.", *self.failures]
         files = (self.original, self.rewritten)
         return html.page(f"Verification of {self.rewritten}", parts, lead=lead, files=files)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only."""
+        return {
+            "original": self.original,
+            "rewritten": self.rewritten,
+            "inputs": self.inputs,
+            "isa": self.isa,
+            "passed": self.passed,
+            "failures": list(self.failures),
+            "notes": list(self.notes),
+            "outputs": [output.to_dict() for output in self.outputs],
+            "nodes": [node.to_dict() for node in self.nodes],
+        }
 
     def write(self, path: str | Path) -> Path:
         """Writes the report as JSON and returns the path.
