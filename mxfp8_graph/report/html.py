@@ -66,7 +66,7 @@ body { background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sa
   margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .6rem; }
-.lead { font-size: 1.05rem; border-left: .25rem solid var(--c0); padding: .1rem .8rem; }
+.lead { font-size: 1.05rem; border-left: .25rem solid var(--c3); padding: .1rem .8rem; }
 .lead p { margin: .3rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 1rem 0; }
 dt, .paler, .note { color: var(--soft); }
