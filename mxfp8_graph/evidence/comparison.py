@@ -150,9 +150,8 @@ class Comparison:
         )
 
     def _score(self, score: Score, *, several: bool) -> list[html.Cell]:
-        form = "{:.4g}"
-        mean = _number(score.metric.shown(score.mean), form)
-        worst = _number(score.metric.shown(score.worst), f"{form} ({score.worst_sample + 1})")
+        mean = _number(score.metric.shown(score.mean), "{:.4g}")
+        worst = _number(score.metric.shown(score.worst), f"{{:.4g}} ({score.worst_sample + 1})")
         return [mean, worst] if several else [mean]
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,8 +178,9 @@ class Comparison:
         parts = [self._chart(0, "size, MB"), self._chart(2, "time, ms"), table.html()]
         if taken:
             parts.append(html.text(f"The recipe {taken.name}, as a file has it", taken.recipe))
-        parts.append(html.facts((*self.facts()[1:], *LEGEND[:3])))
-        return html.page(f"Recipes for {self.model}", parts, lead=self.advice(), files=[self.model])
+        parts.append(html.facts(fact for fact in (*self.facts()[1:], *LEGEND[:3]) if fact[0] != "note"))
+        lead = [*self.advice(), *self.notes]
+        return html.page(f"Recipes for {self.model}", parts, lead=lead, files=[self.model])
 
     def taken(self) -> Row | None:
         """Returns the recipe to take, of those that were rewritten and run; None if none has a result.
@@ -188,8 +188,8 @@ class Comparison:
         It is the default one or, if some are worse than that in neither size nor error nor time, the most accurate.
         """
         real = self._real()
-        usual = next((row for row in real if row.name == presets.DEFAULT), *real[:1] or [None])
-        good = [row for row in real if usual and not self._worse(row, usual)]
+        usual = [row for row in real if row.name == presets.DEFAULT] or real
+        good = [row for row in real if not self._worse(row, usual[0])]
         return min(good, key=lambda row: self._sign * row.numbers[1], default=None)
 
     def advice(self) -> list[str]:
@@ -198,11 +198,8 @@ class Comparison:
         if taken is None:
             return []
         told = [f"Take {taken.name}: {self._against(taken, self.rows[0])}."]
-        told += [
-            f"Compared with the default: {self._against(taken, r)}."
-            for r in real
-            if r.name == presets.DEFAULT != taken.name
-        ]
+        usual = [row for row in real if row.name == presets.DEFAULT != taken.name]
+        told += [f"Compared with the default: {self._against(taken, row)}." for row in usual]
         for i, (word, sign) in enumerate((("Smallest", 1), ("Most accurate", self._sign), ("Fastest", 1))):
             best = min(real, key=lambda row, i=i, sign=sign: sign * row.numbers[i])
             if i in self._worse(taken, best):
