@@ -185,19 +185,14 @@ class Tuning:
 
     def why(self) -> str:
         """Returns why this plan was chosen, in words."""
-        kept = [step for step in self.steps if step.met]
+        told = f"{sum(step.met for step in self.steps)} of {len(self.steps)} plans keep the budget"
         if not self.chosen.met:
-            return f"None of {len(self.steps)} plans keeps the budget; this one is the closest."
-        told = f"{len(kept)} of {len(self.steps)} plans keep the budget"
-        if self.objective != "size":
-            return f"{told}; this one has the least estimated time."
-        budget, least = self.budgets[0], self.chosen.trial.byte_size
-        alike = [step for step in kept if step.trial.byte_size == least]
-        losses = [budget.loss(step.trial.scores[budget.metric.name]) for step in alike]
-        mine = budget.loss(self.chosen.trial.scores[budget.metric.name])
-        which = "the most accurate" if mine <= min(losses) else "the cheapest to multiply"
-        told += f"; none is smaller than {size(least)}"
-        return f"{told}, and of the {len(alike)} of that size this is {which}." if len(alike) > 1 else f"{told}."
+            return f"{told}; this one is the closest."
+        least = "has the least estimated time"
+        if self.objective == "size":
+            least = f"is {size(self.chosen.trial.byte_size)}, and none of them is smaller"
+        chosen = "".join(f": {said}" for label, said in self.facts() if label == "chosen")
+        return f"{told}; this one {least}{chosen}."
 
     def _chart(self) -> str:
         """Returns the error of each plan against its size; where all have one size, along the search."""
