@@ -201,7 +201,8 @@ class Comparison:
         usual = [row for row in real if row.name == presets.DEFAULT != taken.name]
         told += [f"Compared with the default: {self._against(taken, row)}." for row in usual]
         for i, (word, sign) in enumerate((("Smallest", 1), ("Most accurate", self._sign), ("Fastest", 1))):
-            best = min(real, key=lambda row, i=i, sign=sign: sign * row.numbers[i])
+            numbers = [sign * row.numbers[i] for row in real]
+            best = real[numbers.index(min(numbers))]
             if i in self._worse(taken, best):
                 told.append(f"{word}: {best.name}, with {self._against(best, taken)}.")
         return told

@@ -224,11 +224,9 @@ class Chart:
         corners = [(across.at(x), 100 - up.at(y)) for x, y in self.front]
         lines += [_line("front", *ends) for ends in itertools.pairwise(corners)]
         for axis, told, value in self.limits:
-            if axis == "x":
-                ends, place = ((across.at(value), 0), (across.at(value), 100)), (-5, 12, "end")
-            else:
-                ends, place = ((0, 100 - up.at(value)), (100, 100 - up.at(value))), (6, -5, "start")
-            lines.append(_line("limit", *ends) + _word(told, ends[0], *place))
+            x, y = (across.at(value), 0.0) if axis == "x" else (0.0, 100 - up.at(value))
+            place = (-5, 12, "end") if axis == "x" else (6, -5, "start")
+            lines.append(_line("limit", (x, y), (x or 100, y or 100)) + _word(told, (x, y), *place))
         places = [(across.at(point.x), 100 - up.at(point.y)) for point in self.points]
         labels = _labels(self.points, places)
         for number, (point, (x, y)) in enumerate(zip(self.points, places, strict=True)):
