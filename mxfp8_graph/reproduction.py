@@ -1,11 +1,16 @@
-"""What a report of a defect needs: the command, the versions, and which files it was about. Nothing they contain."""
+"""How a result was made: the command, versions, the machine, and which files it was about. Nothing they contain."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import platform
+import re
 import shlex
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
@@ -16,18 +21,35 @@ _PACKAGES: Final = ("numpy", "onnx", "onnxruntime", "torch")
 _LARGEST_HASHED: Final = 2**30
 """Bytes; the hash of more takes longer than people wait for a message."""
 
+COMMAND: Final[ContextVar[Sequence[str] | None]] = ContextVar("command", default=None)
+"""Arguments of the command that runs; None in a program that calls the Python API."""
 
-def lines(arguments: Sequence[str], files: Iterable[Path]) -> list[str]:
-    """Returns how to reproduce what happened, one fact a line.
+
+def facts(files: Iterable[Path | str]) -> list[tuple[str, str]]:
+    """Returns how what a command or a call shows was made, as (label, value).
 
     Args:
-        arguments: of the command, without its name.
-        files: those it was given; each is told by size and SHA-256.
+        files: those it was given; each that can be read is told by size and SHA-256.
     """
+    arguments = COMMAND.get()
     versions = [f"mxfp8-graph {__version__}", f"Python {platform.python_version()}", platform.machine()]
     versions += [f"{name} {version}" for name in _PACKAGES if (version := installed(name)) is not None]
-    facts = [f"command: mxfp8-graph {shlex.join(arguments)}", f"versions: {', '.join(versions)}"]
-    return facts + [f"file: {path}, {told}" for path in files if (told := _told(path)) is not None]
+    told = [(path, _told(Path(path))) for path in files]
+    return [
+        ("command", "none, Python API" if arguments is None else f"mxfp8-graph {shlex.join(arguments)}"),
+        ("versions", ", ".join(versions)),
+        ("processor", f"{processor()}, {os.cpu_count()} logical processors"),
+        ("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
+        *(("file", f"{path}, {what}") for path, what in told if what is not None),
+    ]
+
+
+def processor() -> str:
+    """Returns the name of the processor, or that of its architecture where the system has no other."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M):
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def _told(path: Path) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 from mxfp8_graph.checking.compare import Difference
 from mxfp8_graph.checking.node_check import NodeCheck
 from mxfp8_graph.file_writing import write_text
+from mxfp8_graph.report import html
 from mxfp8_graph.report.data import check_report_path
 
 
@@ -92,6 +93,26 @@ class VerifyReport:
     def nodes_by_op(self) -> dict[str, tuple[NodeCheck, ...]]:
         """The node checks by op type."""
         return {op: tuple(n for n in self.nodes if n.op == op) for op in dict.fromkeys(n.op for n in self.nodes)}
+
+    def to_html(self) -> str:
+        """Returns one self-contained page: the verdict, the error of each output, and what each kernel did."""
+        header = ("output", "mean rel. L2", "worst", "its 1-cosine", "max error", "kernel vs body: rel. L2")
+        rows = []
+        for o in self.outputs:
+            error, kernel = o.rewritten, o.kernel.relative_l2 if o.kernel else None
+            numbers = (o.mean_relative_l2, error.relative_l2, 1 - error.cosine, error.max_abs, kernel)
+            rows.append((o.name, *map(html.number, numbers)))
+        notes = [f"{o.dtype} {list(o.shape)}{'; worst: ' * bool(o.sample)}{o.sample}" for o in self.outputs]
+        nodes = [(n.name, n.op, n.kernel, html.number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]
+        difference = "bounds, or values that differ"
+        parts = [
+            html.facts([("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]),
+            html.Table("Outputs against the original's", header, rows, notes=notes).html(),
+            html.Table("Kernels against function bodies", ("node", "op", "kernel", difference, ""), nodes).html(),
+        ]
+        lead = [f"Verification {'passed' if self.passed else 'FAILED'}.", *self.failures]
+        files = (self.original, self.rewritten)
+        return html.page(f"Verification of {self.rewritten}", parts, lead=lead, files=files)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only."""

@@ -12,6 +12,8 @@ from mxfp8_graph.checking.samples import Given, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.report import html
+from mxfp8_graph.report.data import filled
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -31,6 +33,22 @@ class RunReport:
     timing: Timing
     nodes: tuple[NodeProfile, ...] = ()
     """What each node did in as many runs, if that was asked for."""
+
+    def to_html(self) -> str:
+        """Returns one self-contained page: latency, outputs, and where the time goes."""
+        seconds, median = self.timing.seconds, self.timing.median
+        spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
+        parts = [html.facts([("inputs", self.inputs), ("kernels", self.isa)])]
+        arrays = self.timing.outputs.items()
+        outputs = [(name, array.dtype.name, " x ".join(map(str, array.shape))) for name, array in arrays]
+        parts.append(html.Table("Outputs", ("output", "dtype", "shape"), outputs).html())
+        slowest = sorted(self.nodes, key=lambda node: -node.seconds)
+        if slowest:
+            rows = [(n.name, n.op, n.operands, n.kernel, n.isa, html.number(n.seconds * 1e3, ".3f")) for n in slowest]
+            header = ("node", "op", "multiplies", "kernel", "ISA", "ms")
+            parts.append(html.Table("Nodes", *filled(header, rows)).html())
+        lead = [f"Median {median * 1e3:.3f} ms ({spread})."]
+        return html.page(f"Run of {self.model}", parts, lead=lead, files=[self.model])
 
 
 def run_model(

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Final, ParamSpec
 import typer
 import typer.core
 
+from mxfp8_graph import reproduction
 from mxfp8_graph._version import __version__
 from mxfp8_graph.naming import printable
 from mxfp8_graph.terminal import say, show
@@ -40,13 +40,18 @@ _UsageError: Final[Any] = typer.BadParameter.__base__
 class _Commands(typer.core.TyperGroup):
     """The commands; what is wrong with their arguments, file names among them, is told in printable text."""
 
-    def make_context(self, *args: Any, **settings: Any) -> Any:
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **settings: Any) -> Any:
+        self._arguments = tuple(args)  # parsing empties the list
         with _printable_usage():
-            return super().make_context(*args, **settings)
+            return super().make_context(info_name, args, *rest, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        with _printable_usage():
-            return super().invoke(ctx)
+        command = reproduction.COMMAND.set(self._arguments)
+        try:
+            with _printable_usage():
+                return super().invoke(ctx)
+        finally:
+            reproduction.COMMAND.reset(command)
 
 
 @contextlib.contextmanager
@@ -124,14 +129,12 @@ def refuse(error: Mxfp8Error) -> int:
 
 
 def _admit(error: Exception, files: Sequence[Path]) -> None:
-    from mxfp8_graph import reproduction
-
     say(
         f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
         "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
     )
-    for line in reproduction.lines(sys.argv[1:], files):
-        say(printable(line))
+    for label, value in reproduction.facts(files):
+        say(printable(f"{label}: {value}"))
 
 
 def _flag(option: Option) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mxfp8_graph.report import html
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
@@ -58,6 +60,11 @@ class Conversion:
         rows += [("note", note) for note in self.notes]
         rows.append(("size", f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"))
         return [*rows, ("result", self.output or "in memory")]
+
+    def to_html(self) -> str:
+        """Returns one self-contained page."""
+        files = filter(None, (self.source, self.output))
+        return html.page(f"Conversion of {self.source} to {self.to}", [html.facts(self.facts())], files=files)
 
 
 def _count(number: int, name: str) -> str:

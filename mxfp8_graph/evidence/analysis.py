@@ -77,11 +77,13 @@ class Analysis:
 
     def to_html(self) -> str:
         """Returns one self-contained page."""
-        parts = [html.facts(facts(self))]
+        first = {"everything rewritten", "excluded"}
+        lead = [f"{label.capitalize()}: {said}." for label, said in facts(self) if label in first]
+        parts = [html.facts(fact for fact in facts(self) if fact[0] not in first)]
         if self.exclusion:
             parts.append(html.text("To paste into a recipe", self.exclusion.yaml))
-        parts += analysis_page.parts(self.sites, self.layers, self.metric)
-        return html.page(f"{headline(self)}: {self.source}", parts)
+        parts += analysis_page.parts(self.sites, self.layers, self.metric, self.everything[self.metric.name])
+        return html.page(f"Analysis of {self.source}", parts, lead=[f"{headline(self)}.", *lead], files=[self.source])
 
     def write(self, path: str | Path) -> Path:
         """Writes the analysis, as JSON or (suffix .html) as a page, and returns the path.
@@ -114,5 +116,6 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 def told(score: Score) -> str:
     """Returns a score in words."""
-    worst = f" (worst {score.worst:.4g}, sample {score.worst_sample + 1})" if len(score.values) > 1 else ""
-    return f"{score.metric.title} {score.mean:.4g}{worst}"
+    metric = score.metric
+    worst = f" (worst {metric.shown(score.worst):.4g}, sample {score.worst_sample + 1})" * (len(score.values) > 1)
+    return f"{metric.shown_title} {metric.shown(score.mean):.4g}{worst}"

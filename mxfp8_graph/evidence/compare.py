@@ -259,6 +259,7 @@ class _Trial:
         error, (packed, count) = report.weight_error, _packed(report)
         return replace(
             row,
+            recipe=recipe.to_yaml(),
             scores=scores,
             sites=len(report.rewritten),
             weight_sqnr=None if error is None else sqnr(error.mean),

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
-from mxfp8_graph.checking.compare import sqnr
 from mxfp8_graph.evidence.metrics import Metric, Score
+from mxfp8_graph.policy import presets
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import filled, write_report
 from mxfp8_graph.report.json_text import json_text
 
 _NAN: Final = "NaN or Inf"
 """What a table says of a score without a number."""
+
+_SAME: Final = (0.01, 0.02, 0.1)
+"""Shares by which sizes, errors and times may differ and still be called the same: times repeat within 10 %."""
 
 LEGEND: Final = (
     (
@@ -29,6 +32,7 @@ LEGEND: Final = (
         "values are rounded to the format and multiplied in float32, so there is no latency; its size is what the "
         "format would take. The matmuls are those that preset mxfp8 rewrites",
     ),
+    ("worst", "of all samples; in brackets which one it is"),
     ("weight SQNR", "-20 log10 of the relative L2 error of the rewritten weights, a mean over them"),
     ("bytes per weight", "of the rewritten weights: elements + scales; K is a matmul's inner size"),
 )
@@ -42,6 +46,8 @@ class Row:
     what: str
     """The recipe in words."""
     emulated: bool
+    recipe: str = ""
+    """As a recipe file has it; of formats of others nothing."""
     scores: tuple[Score, ...] = ()
     """One per metric."""
     sites: int | None = None
@@ -62,6 +68,17 @@ class Row:
     def kind(self) -> str:
         """The row's kind in a word."""
         return "emulated" if self.emulated else "real"
+
+    @property
+    def explained(self) -> str:
+        """The recipe in words, with the formula of its bytes."""
+        return self.what + f"; {self.formula} bytes per weight" * bool(self.formula)
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """Size in MB, mean error at the outputs by the first metric, latency in ms; NaN for what is not known."""
+        error = self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
+        return (self.byte_size or math.nan) / 1e6, error, (self.seconds or math.nan) * 1e3
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the row with JSON types only; what is not finite is None."""
@@ -110,8 +127,8 @@ class Comparison:
     def table(self) -> tuple[tuple[str, ...], list[tuple[html.Cell, ...]]]:
         """Returns (header, a row per recipe), without columns that are empty."""
         several = len(self.sample_names) > 1
-        scores = [m.title for m in self.metrics]
-        header = [part for s in scores for part in ((f"{s}: mean", "worst", "of sample") if several else (s,))]
+        scores = [m.shown_title for m in self.metrics]
+        header = [part for s in scores for part in ((f"{s}: mean", "worst") if several else (s,))]
         ends = ("weight SQNR, dB", "bytes per weight", "model", "latency, ms", "matmuls", "what it is")
         return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
@@ -119,7 +136,7 @@ class Comparison:
         scores: list[html.Cell] = []
         for number in range(len(self.metrics)):
             score = row.scores[number] if row.scores else None
-            scores += self._score(score, several=several) if score else [""] * (3 if several else 1)
+            scores += self._score(score, several=several) if score else [""] * (2 if several else 1)
         return (
             row.name,
             row.kind,
@@ -129,14 +146,13 @@ class Comparison:
             "" if row.byte_size is None else (size(row.byte_size), float(row.byte_size)),
             _number(None if row.seconds is None else row.seconds * 1e3, "{:.2f}"),
             "" if row.sites is None else (str(row.sites), float(row.sites)),
-            row.what + f"; {row.formula} bytes per weight" * bool(row.formula),
+            row.explained,
         )
 
     def _score(self, score: Score, *, several: bool) -> list[html.Cell]:
-        if not several:
-            return [_number(score.mean, "{:.6g}")]
-        worst = PurePath(self.sample_names[score.worst_sample]).name  # its folder is among the facts
-        return [_number(score.mean, "{:.6g}"), _number(score.worst, "{:.6g}"), worst]
+        mean = _number(score.metric.shown(score.mean), "{:.4g}")
+        worst = _number(score.metric.shown(score.worst), f"{{:.4g}} ({score.worst_sample + 1})")
+        return [mean, worst] if several else [mean]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only."""
@@ -156,19 +172,90 @@ class Comparison:
 
     def to_html(self) -> str:
         """Returns everything as a page that fetches nothing."""
-        header, rows = self.table()
-        parts = [html.facts(self.facts()), html.Table("Recipes", header, rows).html(), self._plot()]
-        return html.page(f"Recipes for {self.model}", [*filter(None, parts), html.facts(LEGEND)])
+        taken, notes = self.taken(), [f"{row.kind}: {row.explained}" for row in self.rows]
+        table = html.Table("Recipes", *self.table(), marked=taken.name if taken else "", notes=notes)
+        table = table.without("kind", "weight SQNR, dB", "bytes per weight", "matmuls", "what it is")
+        parts = [self._chart(0, "size, MB"), self._chart(2, "time, ms"), table.html()]
+        if taken:
+            parts.append(html.text(f"The recipe {taken.name}, as a file has it", taken.recipe))
+        parts.append(html.facts(fact for fact in (*self.facts()[1:], *LEGEND[:3]) if fact[0] != "note"))
+        lead = [*self.advice(), *self.notes]
+        return html.page(f"Recipes for {self.model}", parts, lead=lead, files=[self.model])
 
-    def _plot(self) -> str:
-        """Returns the outputs' SQNR as dots, if it is among the metrics."""
-        number = next((i for i, metric in enumerate(self.metrics) if metric.name in {"relative_l2", "sqnr"}), None)
-        if number is None:
-            return ""
-        means = [(row, row.scores[number].mean) for row in self.rows[1:] if row.scores]
-        levels = [(row, mean if self.metrics[number].name == "sqnr" else sqnr(mean)) for row, mean in means if mean > 0]
-        points = [(f"{row.name} ({row.kind}): {level:.2f} dB", level) for row, level in levels if math.isfinite(level)]
-        return html.plot("SQNR at the outputs, in the order of the table", points, unit="dB") if points else ""
+    def taken(self) -> Row | None:
+        """Returns the recipe to take, of those that were rewritten and run; None if none has a result.
+
+        It is the default one or, if some are worse than that in neither size nor error nor time, the most accurate.
+        """
+        real = self._real()
+        usual = [row for row in real if row.name == presets.DEFAULT] or real
+        good = [row for row in real if not self._worse(row, usual[0])]
+        return min(good, key=lambda row: self._sign * row.numbers[1], default=None)
+
+    def advice(self) -> list[str]:
+        """Returns which recipe to take, and what the default, smallest, most accurate and fastest one would give."""
+        taken, real = self.taken(), self._real()
+        if taken is None:
+            return []
+        told = [f"Take {taken.name}: {self._against(taken, self.rows[0])}."]
+        usual = [row for row in real if row.name == presets.DEFAULT != taken.name]
+        told += [f"Compared with the default: {self._against(taken, row)}." for row in usual]
+        for i, (word, sign) in enumerate((("Smallest", 1), ("Most accurate", self._sign), ("Fastest", 1))):
+            numbers = [sign * row.numbers[i] for row in real]
+            best = real[numbers.index(min(numbers))]
+            if i in self._worse(taken, best):
+                told.append(f"{word}: {best.name}, with {self._against(best, taken)}.")
+        return told
+
+    def _real(self) -> list[Row]:
+        """Returns the recipes that were rewritten and run, and of which all numbers are known."""
+        return [row for row in self.rows[1:] if not row.emulated and all(map(math.isfinite, row.numbers))]
+
+    @property
+    def _sign(self) -> int:
+        """-1 if more of the first metric is better, as it is shown: a distance from 1 is the better the less it is."""
+        return -1 if self.metrics[0].higher_is_better and self.metrics[0].shown_title == self.metrics[0].title else 1
+
+    def _worse(self, row: Row, other: Row) -> list[int]:
+        """Returns which of its numbers are clearly worse than another recipe's."""
+        numbers = zip((1, self._sign, 1), row.numbers, other.numbers, _SAME, strict=True)
+        return [i for i, (sign, mine, its, same) in enumerate(numbers) if sign * (mine - its) > same * abs(its)]
+
+    def _against(self, row: Row, other: Row) -> str:
+        """Returns the numbers of a recipe in words, beside those of another one where they differ."""
+        differ = {*self._worse(row, other), *self._worse(other, row)}
+        forms = (("{:.3g} MB", "size"), (f"{self.metrics[0].shown_title} {{:.3g}}", "error"), ("{:.3g} ms", "time"))
+        told = []
+        for i, (form, name) in enumerate(forms):
+            instead = f" instead of {other.numbers[i]:.3g}" * math.isfinite(other.numbers[i])
+            told.append(f"same {name}" if instead and i not in differ else form.format(row.numbers[i]) + instead)
+        return ", ".join(told)
+
+    def _chart(self, which: int, axis: str) -> str:
+        """Returns the error of each recipe against one of its numbers; the line joins what no real recipe beats."""
+        taken, title, sign = self.taken(), self.metrics[0].shown_title, self._sign
+        colors, points, front = (
+            {5: "emulated", 3: "real", 0: "to take"},
+            list[html.Point](),
+            list[tuple[float, float]](),
+        )
+        for row in self.rows[1:]:
+            x, y = row.numbers[which], row.numbers[1]
+            if math.isfinite(x) and math.isfinite(y):
+                color = 0 if row is taken else 5 if row.emulated else 3
+                told = f"{row.name} ({row.kind}): {title} {y:.4g}, {axis} {x:.4g}"
+                points.append(html.Point(x, y, color, told, row.name))
+        for x, y in sorted((p.x, p.y) for p in points if p.color != 5):
+            front += [(x, y)] if not front or sign * y < sign * front[-1][1] else []
+        own = self.rows[0].numbers[which]
+        return html.Chart(
+            heading=f"Mean {title} at the outputs against {axis}",
+            points=sorted(points, key=lambda point: -point.color),  # what is drawn last is on top
+            axis=axis,
+            legend={color: name for color, name in colors.items() if any(p.color == color for p in points)},
+            front=front,
+            limits=[("x", f"the model as it is: {own:.3g}", own)] if math.isfinite(own) else [],
+        ).html()
 
     def write(self, path: str | Path) -> Path:
         """Writes the comparison, as .json or .html, and returns the path.

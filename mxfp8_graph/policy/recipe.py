@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import pydantic
+import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mxfp8_graph.policy import patterns, presets, recipe_file, transformer_engine
@@ -193,6 +194,11 @@ class Recipe(_Model, transformer_engine.Predicates):
     def to_record(self) -> str:
         """Returns the recipe as JSON, as `recorded` reads it; without fusion, as versions wrote it that had none."""
         return self.model_dump_json(exclude=None if self.fuse else {"fuse"})
+
+    def to_yaml(self) -> str:
+        """Returns the text of a recipe file that reads back as this recipe."""
+        fields = self.model_dump(mode="json", exclude_defaults=True)
+        return yaml.safe_dump(fields, sort_keys=False, width=10_000, allow_unicode=True)
 
     def __str__(self) -> str:
         """Returns TransformerEngine's line, then the other fields that are not as by default, but for the name."""

@@ -284,8 +284,8 @@ class Account:
             before[group.outcome] += group.bytes_before
             after[group.outcome] += group.bytes_after
         names = sorted(before, key=OUTCOMES.index)
-        totals = (f"before: {size(self.bytes_before)}", before), (f"after: {size(self.bytes_after)}", after)
-        rows = [(label, [counts[name] for name in names]) for label, counts in totals]
+        totals = ("before", self.bytes_before, before), ("after", self.bytes_after, after)
+        rows = [(label, [counts[name] for name in names], size(total)) for label, total, counts in totals]
         legend = [f"{name}: {size(before[name])} \u2192 {size(after[name])}" for name in names]
         total = ("total", *_sized(self.bytes_before, self.bytes_after), "", "")
         groups = [(row[0], *_sized(g.bytes_before, g.bytes_after), *row[3:]) for g, row in _rows(self.groups)]
@@ -293,8 +293,9 @@ class Account:
 
     def details(self) -> str:
         """Returns every tensor as a row of a table, in HTML."""
-        rows = [(*row[:2], *_sized(t.bytes_before, t.bytes_after), *row[4:]) for t, row in _rows(self.tensors)]
-        return html.Table("Stored tensors", TENSOR_HEADER, rows).html()
+        rows = [(*row[:2], *_sized(t.bytes_before, t.bytes_after), *row[4:6]) for t, row in _rows(self.tensors)]
+        notes = [tensor.reason for tensor in self.tensors]
+        return html.Table("Stored tensors", TENSOR_HEADER[:6], rows, notes=notes).html()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only."""

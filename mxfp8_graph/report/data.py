@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -226,23 +227,25 @@ class RewriteReport:
 
         Of tables with more than `html.MOST_ROWS` rows it has the first, and says how many more the JSON has.
         """
-        parts = [html.facts(facts(self))]
+        parts = [html.facts(fact for fact in facts(self)[1:] if fact[0] != "note")]
+        if self.output and Path(self.source).suffix:  # not a folder that from_hf read, or a model in memory
+            verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
+            parts.append(html.text("To measure the error at the outputs", verify))
         if self.account.tensors:
             parts.append(self.account.overview())
-        errors = [(site, site.sqnr_db) for site in self.rewritten if site.sqnr_db is not None]
-        points = [(_point(site), db) for site, db in errors if math.isfinite(db)]
-        if points:
-            parts.append(html.plot("Errors of the packed weights, site by site", points, unit="dB"))
-        header, rows = filled((*SITE_HEADER, *WEIGHT_HEADER), [_cells(site) for site in self.sites])
         reasons = [(decision, (count, float(count)), reason) for decision, count, reason in reason_rows(self)]
         parts.append(html.Table("Why", REASON_HEADER, reasons).html())
-        parts.append(html.Table("Sites", header, rows, paler="kept").html())
+        header = ("site", *SITE_HEADER[2:5], *WEIGHT_HEADER[:3])
+        rows = [_cells(site) for site in self.sites]
+        notes = [_note(site.decision) for site in self.sites]
+        parts.append(html.Table("Sites", *filled(header, rows), paler="kept", notes=notes).html())
         if self.fusions:
             fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
             parts.append(html.Table("Fused nodes", FUSION_HEADER, fused).html())
         if self.account.tensors:
             parts.append(self.account.details())
-        return html.page(f"{headline(self)}: {self.source}", parts)
+        lead = [f"{headline(self)}: {facts(self)[0][1]}", *(said for label, said in facts(self) if label == "note")]
+        return html.page(f"Rewrite of {self.source}", parts, lead=lead, files=filter(None, (self.source, self.output)))
 
     def write(self, path: str | Path) -> Path:
         """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
@@ -359,14 +362,16 @@ def _counts(report: RewriteReport) -> str:
 
 
 def _cells(site: SiteReport) -> tuple[html.Cell, ...]:
-    """Returns `row` and `weight_row` of a site, with numbers to sort by."""
-    numbers = site.bytes_before, site.bytes_after, site.relative_l2, site.sqnr_db
-    weights = zip(site.weight_row, numbers, strict=True)
-    return (*site.row, *((text, float(number)) if text and number is not None else text for text, number in weights))
+    """Returns what a page says of a site and its weight, with numbers to sort by."""
+    numbers = site.bytes_before, site.bytes_after, site.relative_l2
+    weights = zip(site.weight_row[:3], numbers, strict=True)
+    numbered = ((text, float(number)) if text and number is not None else text for text, number in weights)
+    return (site.row[0], *site.row[2:5], *numbered)
 
 
-def _point(site: SiteReport) -> str:
-    return f"{site.row[0]}: relative L2 {site.weight_row[2]}, {site.weight_row[3]} dB"
+def _note(decision: Decision) -> str:
+    """Returns where a site is in the model and, if it is kept, why."""
+    return "; ".join(filter(None, (decision.site.module, "" if decision.quantize else decision.reason)))
 
 
 def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...]]:

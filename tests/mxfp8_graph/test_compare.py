@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mxfp8_graph.checking.compare import difference, sqnr
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.evidence.compare import NAMED, VARIANTS, WORDS
 from mxfp8_graph.evidence.comparison import Comparison, Row
+from mxfp8_graph.evidence.metrics import METRICS, Score
 from mxfp8_graph.evidence.number_formats import PEERS
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import NothingEligibleError
@@ -153,6 +155,49 @@ def test_progress_counts_samples_of_all_models() -> None:
     assert heard[-1][1] == 9
 
 
+# --- Which recipe to take --------------------------------------------------------------------------------------------
+
+
+def measured(*rows: tuple[str, float, float, float]) -> Comparison:
+    """Returns a comparison with (name, megabytes, relative L2, milliseconds) of real recipes, and an emulated one."""
+    original, real, emulated = compare().rows
+    metric = METRICS["relative_l2"]
+    changed = [
+        replace(
+            real,
+            name=name,
+            byte_size=int(size * 1e6),
+            scores=(Score(metric=metric, values=(error,)),),
+            seconds=ms / 1e3,
+        )
+        for name, size, error, ms in rows
+    ]
+    rows_ = (replace(original, byte_size=int(90e6), seconds=0.009), *changed, emulated)
+    return replace(compare(), metrics=(metric,), rows=rows_)
+
+
+def test_the_page_says_which_recipe_to_take_and_why() -> None:
+    found = measured(("mxfp8", 60, 0.08, 5), ("mxfp8-bf16", 60.1, 0.05, 5.2), ("all", 24, 0.09, 6), ("ocp", 60, 0.1, 4))
+    assert found.advice() == [
+        "Take mxfp8-bf16: 60.1 MB instead of 90, relative L2 0.05, 5.2 ms instead of 9.",
+        "Compared with the default: same size, relative L2 0.05 instead of 0.08, same time.",
+        "Smallest: all, with 24 MB instead of 60.1, relative L2 0.09 instead of 0.05, 6 ms instead of 5.2.",
+        "Fastest: ocp, with same size, relative L2 0.1 instead of 0.05, 4 ms instead of 5.2.",
+    ]
+    page = found.to_html()
+    assert [page.count(f">{name}</text>") for name in ("mxfp8", "mxfp8-bf16", "all", "ocp")] == [2] * 4
+    assert page.count('class="front"') == 2 + 2  # all, mxfp8, mxfp8-bf16 by size; ocp, mxfp8, mxfp8-bf16 by time
+    assert "Take mxfp8-bf16" in page
+
+
+def test_a_recipe_that_is_slower_is_not_taken_for_its_accuracy() -> None:
+    found = measured(("mxfp8", 60, 0.08, 5), ("mxfp8-weight-only", 60, 0.05, 9))
+    assert found.advice() == [
+        "Take mxfp8: 60 MB instead of 90, relative L2 0.08, 5 ms instead of 9.",
+        "Most accurate: mxfp8-weight-only, with same size, relative L2 0.05 instead of 0.08, 9 ms instead of 5.",
+    ]
+
+
 # --- Rows that have a problem ----------------------------------------------------------------------------------------
 
 
@@ -217,6 +262,7 @@ def test_the_command_prints_a_table_and_writes_what_it_is_asked_for() -> None:
     assert "inputs            x float32 [4, 64], from data.npz" in lines
     page = Path("page.html").read_text(encoding="utf-8")
     assert "emulated" in page
+    assert "<dd>mxfp8-graph compare m.onnx --recipes mxfp8,nvfp4 --inputs data.npz" in page
     assert "http" not in page.replace("http-equiv", "")
     data = json.loads(Path("data.json").read_text(encoding="utf-8"))
     assert [r["recipe"] for r in data["recipes"]] == ["original", "mxfp8", "nvfp4"]

@@ -17,6 +17,9 @@ import pytest
 from commands import run
 from releases import release
 
+import mxfp8_graph
+from mxfp8_graph.checking.runner import run_model
+from mxfp8_graph.checking.verify import verify
 from mxfp8_graph.naming import printable
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -84,11 +87,14 @@ def test_no_command_writes_control_characters() -> None:
     assert codes[4:7] == [0, 0, 0 if escapes else 2]  # the third reads a profile by ONNX Runtime
     assert codes[-2:] == [0, 0]
     assert 70 not in codes, codes
-    for page in (Path("r.html").read_text(), Path("a.html").read_text()):
+    pages = [Path("r.html").read_text(), Path("a.html").read_text()]
+    pages += [verify(names["m"], names["r"]).to_html(), run_model(names["r"], profile=escapes).to_html()]
+    pages.append(mxfp8_graph.convert(names["r"], "standard", output=f"{HOSTILE.replace('/', '')}.onnx")[1].to_html())
+    for page in pages:
         assert control_characters(page) == set()
         assert page.count("<script>") == 1  # ours
         assert "<script>alert" not in page
-        assert "[red]x[/red]&lt;script&gt;" in page
+        assert "&lt;script&gt;alert" in page
     data = Path("r.json").read_text()
     assert control_characters(data) == set()
     assert any(HOSTILE in site["name"] for site in json.loads(data)["sites"])

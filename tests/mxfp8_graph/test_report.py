@@ -2,8 +2,11 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import math
+import re
+from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 from full_disk import files, files_of_at_most
 
+from mxfp8_graph import reproduction
+from mxfp8_graph._version import __version__
 from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report import html
@@ -187,9 +192,11 @@ class Page(HTMLParser):
 def test_write_html(tmp_path: Path) -> None:
     page = Page(make_report().write(tmp_path / "report.html").read_text(encoding="utf-8"))
     cells = [cell.strip() for cell in page.cells]
-    assert {"<head>", "down[0]", "batch x 64 x 128", "if/then_branch/small", "40.0 kB -> 10.0 kB (4.00x smaller)"} <= {
-        *cells
-    }
+    assert {"<head>", "down[0]", "if/then_branch/small", "batch x 64 x 128"} <= {*cells}
+    assert (
+        "rewritten to MXFP8 with recipe mxfp8: 40.0 kB -> 10.0 kB (4.00x smaller)"
+        in make_report().to_html().replace("&gt;", ">")
+    )
     assert page.tags.isdisjoint({"link", "img", "iframe"})
 
 
@@ -200,10 +207,16 @@ def test_the_page_lets_only_its_own_script_run() -> None:
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
 
 
-def test_the_page_plots_errors_that_are_numbers() -> None:
-    assert make_report().to_html().count("<circle") == 3
-    exact = tuple(SiteReport(decision=s.decision, packed="w", relative_l2=0.0) for s in make_report().rewritten)
-    assert "<circle" not in make_report(sites=exact).to_html()
+def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
+    source = tmp_path / "m.onnx"
+    source.write_bytes(b"abc")
+    cells = " ".join(Page(make_report(source=str(source)).to_html()).cells)
+    sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # SHA-256's own example
+    assert f"{source}, 3 bytes, SHA-256 {sha256}" in cells
+    assert f"mxfp8-graph {__version__}" in cells
+    assert "none, Python API" in cells
+    assert reproduction.processor() in cells
+    assert datetime.now(timezone.utc).strftime("%Y-") in cells
 
 
 def test_numbers_sort_as_numbers() -> None:
@@ -243,13 +256,21 @@ def test_a_long_table_says_how_much_of_it_the_page_has() -> None:
     assert "<p>" not in html.Table("", ("name",), rows[: html.MOST_ROWS]).html()
 
 
-def test_a_plot_of_many_points_keeps_the_lowest() -> None:
-    points = [(f"site {number}", 30.0 + number % 7) for number in range(3 * html.MOST_ROWS)]
-    points[1234] = ("the worst", 1.0)
-    plot = html.plot("Errors", points, unit="dB")
-    assert plot.count("<circle") == html.MOST_ROWS
-    assert "the worst" in plot
-    assert "Errors: the lowest of each 3" in plot
+def test_labels_of_a_chart_do_not_overlap() -> None:
+    """Each is beside its dot or, where others are, above or below it; what finds no room has none."""
+    dots = [html.Point(50, 1 + number % 3, 3, "", f"recipe {number}") for number in range(12)]
+    chart = html.Chart(heading="", points=dots, axis="", legend={}).html()
+    found = re.findall(r'y="([\d.]+)%">(?:<line[^>]*>)?<text [^>]* dy="(-?\d+)" text-anchor="(\w+)">recipe', chart)
+    heights = [(side, 4.16 * float(y) + int(dy)) for y, dy, side in found]
+    assert len(found) == 12
+    for side in ("start", "end"):
+        one_side = sorted(height for of, height in heights if of == side)
+        assert all(below - above >= 14 for above, below in itertools.pairwise(one_side)), heights
+
+
+def test_a_chart_of_equal_values_has_an_axis_around_them() -> None:
+    chart = html.Chart(heading="", points=[html.Point(5, 0.5, 0, ""), html.Point(5, 0.5, 0, "")], axis="", legend={})
+    assert chart.html().count('x="50.00%" y="50.00%"><circle') == 2
 
 
 def test_an_existing_report_is_replaced(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import yaml
-
 from mxfp8_graph.evidence.exclusion import anchored
 from mxfp8_graph.evidence.tuning.plans import KEPT, Way
 from mxfp8_graph.policy.plan import Decision, plan
@@ -80,12 +78,6 @@ class Recipes:
             if found != ways[name]:
                 what = f"no pattern tells {name!r} from other matmuls by name or module path"
                 raise RecipeError(recipe.name, what, expected="names that differ", advice="name the nodes of the model")
-
-
-def to_yaml(recipe: Recipe) -> str:
-    """Returns the text of a recipe file that reads back as `recipe`."""
-    fields = recipe.model_dump(mode="json", exclude_defaults=True)
-    return yaml.safe_dump(fields, sort_keys=False, width=10_000, allow_unicode=True)
 
 
 def _without_settings(rule: Rule) -> Rule:

@@ -11,7 +11,6 @@ from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.evidence.tuning.budget import Budget
 from mxfp8_graph.evidence.tuning.plans import Unit, Way
-from mxfp8_graph.evidence.tuning.recipes import to_yaml
 from mxfp8_graph.evidence.tuning.search import Step
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import filled
@@ -106,8 +105,8 @@ class Tuning:
         return (
             "chosen" if step is self.chosen else "",
             "kept" if step.met else "not kept",
-            *(_number(value) for value in values),
-            "" if step.estimate is None else _number(step.estimate),
+            *(html.number(value, ".6g") for value in values),
+            html.number(step.estimate),
             (size(step.trial.byte_size), float(step.trial.byte_size)),
             step.counts,
             step.what,
@@ -121,7 +120,7 @@ class Tuning:
         return filled(header, rows)
 
     def _unit_row(self, unit: Unit, way: Way, ways: Sequence[Way]) -> tuple[html.Cell, ...]:
-        errors = (_number(math.sqrt(unit.damages[other])) if other in unit.damages else "" for other in ways)
+        errors = (html.number(math.sqrt(unit.damages[other])) if other in unit.damages else "" for other in ways)
         return (unit.label, str(way), (size(unit.bytes_before), float(unit.bytes_before)), *errors)
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,28 +174,49 @@ class Tuning:
 
     def to_html(self) -> str:
         """Returns one self-contained page: the path of the search, error against size, and what was chosen."""
-        parts = [
-            html.facts(self.facts()),
-            self._scatter(),
-            html.Table("Steps", *self.step_table(), paler="not kept").html(),
-        ]
-        parts.append(html.Table("Weights", *self.unit_table(), paler="kept").html())
-        parts.append(html.text("The recipe", to_yaml(self.recipe)))
-        return html.page(f"{self.headline()}: {self.source}", parts)
+        notes = [f"{step.what}: {step.counts}" for step in self.steps]
+        steps = html.Table("Steps", *self.step_table(), paler="not kept", marked="chosen", notes=notes)
+        weights = html.Table("Weights", *self.unit_table(), paler="kept")
+        other_scales = [name for name in weights.header if "scales" in name]  # JSON has them
+        tables = [steps.without("weights", "step").html(), weights.without(*other_scales).html()]
+        parts = [html.facts(self.facts()), self._chart(), html.text("The recipe", self.recipe.to_yaml()), *tables]
+        lead = [f"The {self.headline()}.", self.why()]
+        return html.page(f"Plan for {self.source}", parts, lead=lead, files=[self.source])
 
-    def _scatter(self) -> str:
-        """Returns the error of each step against its size."""
-        budget = self.budgets[0]
+    def why(self) -> str:
+        """Returns why this plan was chosen, in words."""
+        told = f"{sum(step.met for step in self.steps)} of {len(self.steps)} plans keep the budget"
+        if not self.chosen.met:
+            return f"{told}; this one is the closest."
+        least = "has the least estimated time"
+        if self.objective == "size":
+            least = f"is {size(self.chosen.trial.byte_size)}, and none of them is smaller"
+        chosen = "".join(f": {said}" for label, said in self.facts() if label == "chosen")
+        return f"{told}; this one {least}{chosen}."
+
+    def _chart(self) -> str:
+        """Returns the error of each plan against its size; where all have one size, along the search."""
+        budget, sizes = self.budgets[0], [step.trial.byte_size for step in self.steps]
+        one_size = max(sizes) <= 1.001 * min(sizes)
         points = []
         for number, step in enumerate(self.steps, 1):
             value = budget.value(step.trial.scores[budget.metric.name])
             if math.isfinite(value):
                 color = 0 if step is self.chosen else 3 if step.met else 2
                 told = f"{number}. {step.what}: {budget.told(step.trial.scores[budget.metric.name])}"
-                points.append((f"{told}, {size(step.trial.byte_size)}", step.trial.byte_size / 1e6, value, color))
-        legend = {0: "chosen", 3: "keeps the budget", 2: "does not"}
-        heading = f"The path of the search: {budget.metric.title} against the size of the tensors"
-        return html.scatter(heading, points, ("MB", budget.metric.title), legend) if points else ""
+                x = number if one_size else step.trial.byte_size / 1e6
+                label = "chosen" if step is self.chosen else ""
+                points.append(html.Point(x, value, color, f"{told}, {size(step.trial.byte_size)}", label))
+        if not points:
+            return ""
+        against = "in the order of the search" if one_size else "against the size of the tensors"
+        return html.Chart(
+            heading=f"Each plan: {budget.metric.title} {against}",
+            points=sorted(points, key=lambda point: not point.color),  # the chosen one on top
+            axis=f"step; all plans take {size(self.chosen.trial.byte_size)}" if one_size else "MB",
+            legend={0: "chosen", 3: "keeps the budget", 2: "does not"},
+            limits=[("y", str(budget), budget.bound)],
+        ).html()
 
 
 class BudgetNotMetError(Mxfp8Error):
@@ -205,7 +225,3 @@ class BudgetNotMetError(Mxfp8Error):
     def __init__(self, best: Tuning, what: str, expected: str) -> None:
         super().__init__(best.source, what, expected=expected, advice="allow more, or run the model as it is")
         self.best = best
-
-
-def _number(value: float) -> html.Cell:
-    return (f"{value:.6g}", float(value)) if math.isfinite(value) else str(value)

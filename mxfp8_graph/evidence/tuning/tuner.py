@@ -20,7 +20,7 @@ from mxfp8_graph.evidence.tuning.latency import latency_cost, shapes_of
 from mxfp8_graph.evidence.tuning.notebook import Notebook
 from mxfp8_graph.evidence.tuning.place import Place
 from mxfp8_graph.evidence.tuning.plans import ACTIVATIONS, KEPT, WAYS, Cost, Unit, Way, path, size_cost
-from mxfp8_graph.evidence.tuning.recipes import Recipes, to_yaml, with_way
+from mxfp8_graph.evidence.tuning.recipes import Recipes, with_way
 from mxfp8_graph.evidence.tuning.result import BudgetNotMetError, Tuning
 from mxfp8_graph.evidence.tuning.search import Search, Step, most_steps
 from mxfp8_graph.evidence.tuning.ticker import Ticker
@@ -240,6 +240,6 @@ class Tuner:
 
 
 def _write_reports(found: Tuning, folder: Path) -> None:
-    write_text(folder / "recipe.yaml", to_yaml(found.recipe))
+    write_text(folder / "recipe.yaml", found.recipe.to_yaml())
     write_report(folder / "report.json", found)
     write_report(folder / "report.html", found)
