@@ -12,6 +12,7 @@ from mxfp8_graph.checking.samples import Given, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.report.json_text import json_text
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -31,6 +32,23 @@ class RunReport:
     timing: Timing
     nodes: tuple[NodeProfile, ...] = ()
     """What each node did in as many runs, if that was asked for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only; of the outputs dtypes and shapes."""
+        outputs = self.timing.outputs.items()
+        return {
+            "model": self.model,
+            "inputs": self.inputs,
+            "isa": self.isa,
+            "median_seconds": self.timing.median,
+            "seconds": list(self.timing.seconds),
+            "outputs": [{"name": name, "dtype": a.dtype.name, "shape": list(a.shape)} for name, a in outputs],
+            "nodes": [node.to_dict() for node in self.nodes],
+        }
+
+    def to_json(self) -> str:
+        """Returns `to_dict` as JSON, an output and a node per line."""
+        return json_text(self.to_dict())
 
 
 def run_model(

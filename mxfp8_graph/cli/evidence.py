@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from mxfp8_graph.cli.arguments import (
     AllowNonfinite,
@@ -15,19 +14,19 @@ from mxfp8_graph.cli.arguments import (
     Json,
     ModelPath,
     Objective,
+    Overwrite,
     Reports,
     SamplesPath,
     Seed,
+    Settings,
     TrustPickle,
     recipe_option,
     shapes,
 )
 from mxfp8_graph.cli.guard import FAILED, refuse
+from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar, say, show
-
-if TYPE_CHECKING:
-    from mxfp8_graph.report.data import Writable
 
 
 def compare(
@@ -57,8 +56,10 @@ def compare(
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 7,
     dim: Dims = None,
     seed: Seed = 0,
+    settings: Settings = None,
     report: Reports = None,
     json: Json = False,
+    overwrite: Overwrite = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Says what each recipe does to MODEL: errors at its outputs, size and latency.
@@ -70,11 +71,12 @@ def compare(
     from mxfp8_graph.evidence.compare import METRICS
     from mxfp8_graph.evidence.compare import compare as run_comparison
 
-    _check(report, model)
+    check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
         found = run_comparison(
             model,
             [name.strip() for name in recipes.split(",")] if recipes else (),
+            settings=settings or (),
             inputs=inputs,
             metrics=metric or METRICS,
             shapes=shapes(dim),
@@ -83,7 +85,8 @@ def compare(
             trust_pickle=trust_pickle,
             progress=progress,
         )
-    _tell(found, lambda: comparison_text.comparison(found), json=json, reports=report)
+    table = comparison_text.comparison
+    tell(found, lambda: show(table(found), fold=False), json=json, reports=report, overwrite=overwrite)
 
 
 def analyze(
@@ -91,8 +94,9 @@ def analyze(
     *,
     recipe: Annotated[
         str,
-        recipe_option(f"Whose matmuls are analyzed: {presets.choices()}."),
+        recipe_option(f"Recipe that selects the matmuls: {presets.choices()}."),
     ] = presets.DEFAULT,
+    settings: Settings = None,
     inputs: SamplesPath = None,
     metric: Annotated[
         str,
@@ -110,6 +114,7 @@ def analyze(
     ] = None,
     report: Reports = None,
     json: Json = False,
+    overwrite: Overwrite = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and layer.")] = False,
     dim: Dims = None,
     seed: Seed = 0,
@@ -123,12 +128,13 @@ def analyze(
     """
     from mxfp8_graph.evidence import analysis_text
     from mxfp8_graph.evidence.analyze import analyze as run_analysis
+    from mxfp8_graph.policy.recipe import load_recipe
 
-    _check(report, model)
+    check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
         found = run_analysis(
             model,
-            recipe,
+            load_recipe(recipe).setting(settings or ()),
             inputs=inputs,
             shapes=shapes(dim),
             seed=seed,
@@ -138,7 +144,8 @@ def analyze(
             trust_pickle=trust_pickle,
             progress=progress,
         )
-    _tell(found, lambda: analysis_text.analysis(found, every=verbose), json=json, reports=report)
+    table = partial(analysis_text.analysis, every=verbose)
+    tell(found, lambda: show(table(found), fold=False), json=json, reports=report, overwrite=overwrite)
 
 
 def tune(
@@ -155,12 +162,13 @@ def tune(
         ),
     ],
     objective: Annotated[
-        Objective, typer.Option("--objective", help="What to make small: bytes, or the time of a run on this machine.")
+        Objective, typer.Option("--objective", help="Minimise the size of the model, or its latency on this machine.")
     ] = Objective.size,
     recipe: Annotated[
         str,
-        recipe_option(f"Whose matmuls may be packed: {presets.choices()}."),
+        recipe_option(f"Recipe that selects the matmuls: {presets.choices()}."),
     ] = presets.DEFAULT,
+    settings: Settings = None,
     inputs: SamplesPath = None,
     output: Annotated[
         Path | None,
@@ -172,7 +180,8 @@ def tune(
             show_default=False,
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these in a folder that exists.")] = False,
+    overwrite: Overwrite = False,
+    report: Reports = None,
     json: Json = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every step and weight.")] = False,
     dim: Dims = None,
@@ -190,14 +199,17 @@ def tune(
     from mxfp8_graph.evidence.tuning.result import BudgetNotMetError
     from mxfp8_graph.evidence.tuning.run import tune as run_search
     from mxfp8_graph.evidence.tuning.tuner import Interrupted
+    from mxfp8_graph.policy.recipe import load_recipe
 
+    check_reports(report, [model], overwrite=overwrite)
+    table = partial(text.tuning, every=verbose)
     try:
         with progress_bar(steps=True) as progress:
             found = run_search(
                 model,
                 budget,
                 objective=objective.value,
-                recipe=recipe,
+                recipe=load_recipe(recipe).setting(settings or ()),
                 inputs=inputs,
                 output=output,
                 overwrite=overwrite,
@@ -211,28 +223,8 @@ def tune(
         refuse(error)
         raise typer.Exit(FAILED) from None
     except Interrupted as stopped:
-        if stopped.best is not None:
-            show(text.tuning(stopped.best, every=verbose), fold=False)
+        if (best := stopped.best) is not None:
+            tell(best, lambda: show(table(best), fold=False), json=json, reports=None, overwrite=overwrite)
         say(text.stopped(stopped))
         raise (stopped.__cause__ or stopped) from None
-    _tell(found, lambda: text.tuning(found, every=verbose), json=json, reports=None)
-
-
-def _check(reports: Sequence[Path] | None, model: Path) -> None:
-    """Raises Mxfp8Error if a report could not be written: before the work, not after it."""
-    from mxfp8_graph.report.data import check_report_path
-
-    for file in reports or ():
-        check_report_path(file, models=[model])
-
-
-def _tell(found: Writable, text: Callable[[], RenderableType], *, json: bool, reports: Sequence[Path] | None) -> None:
-    """Prints what was found, and writes the reports that are asked for."""
-    from mxfp8_graph.report.data import write_report
-
-    if json:
-        typer.echo(found.to_json(), nl=False)
-    else:
-        show(text(), fold=False)
-    for file in reports or ():
-        write_report(file, found)
+    tell(found, lambda: show(table(found), fold=False), json=json, reports=report, overwrite=overwrite)

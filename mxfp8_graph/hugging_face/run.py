@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,7 @@ def from_hf(
     output: str | Path | None = None,
     *,
     recipe: str | Path | Recipe | None = None,
+    settings: Sequence[str] = (),
     dtype: Literal["float32", "float16", "bfloat16"] = "float32",
     opset: int = contract.MIN_OPSET,
     external_data: Literal["auto", "always", "never"] = "auto",
@@ -51,6 +53,7 @@ def from_hf(
         output: file to write. Default: FOLDER/model.mxfp8.onnx.
         recipe: what becomes of activations, and fusion, as in `rewrite`. Default: "mxfp8-weight-only" for a checkpoint
             that says that activations are not quantized, else "mxfp8".
+        settings: fields that are set in the recipe: "fuse=false"; see `Recipe.setting`.
         dtype: what is not MXFP8 is computed in; tensors that are stored in another one are cast when the model runs.
         opset: version of the default operator domain, at least 21.
         external_data: whether tensors go to OUTPUT.data: "always" and "auto", or "never".
@@ -80,7 +83,7 @@ def from_hf(
     if not contract.MIN_OPSET <= opset <= newest:
         expected = f"{contract.MIN_OPSET} to {newest}"
         raise ContractError("opset", str(opset), expected=expected, advice="choose one of them")
-    chosen = load_recipe(_recipe_for(told, folder) if recipe is None else recipe)
+    chosen = load_recipe(_recipe_for(told, folder) if recipe is None else recipe).setting(settings)
     checkpoint = open_checkpoint(folder)
     checkpoint.require_mxfp8()
     target = Path(output) if output else folder / "model.mxfp8.onnx"

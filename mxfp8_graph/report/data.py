@@ -12,12 +12,12 @@ from typing import Any, Final, Protocol, TypeVar
 from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.file_reading import is_any_of, is_folder
-from mxfp8_graph.file_writing import write_text
+from mxfp8_graph.file_writing import is_taken, write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.json_text import json_text
-from mxfp8_ops.errors import Mxfp8Error
+from mxfp8_ops.errors import Mxfp8Error, Option
 
 SCHEMA: Final = 2
 """Version of the layout of `RewriteReport.to_dict`; it grows when a key changes its meaning or goes away."""
@@ -263,32 +263,37 @@ class Writable(Protocol):
         """Returns everything as JSON."""
 
 
-def write_report(path: str | Path, report: Writable) -> Path:
+def write_report(path: str | Path, report: Writable, *, overwrite: bool = True) -> Path:
     """Writes a report, as JSON or (suffix .html) as a page, and returns the path.
 
     Raises:
-        Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
+        Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
     """
-    path = check_report_path(path)
-    write_text(path, report.to_html() if path.suffix.lower() == ".html" else report.to_json())
+    path = check_report_path(path, overwrite=overwrite)
+    text = report.to_html() if path.suffix.lower() == ".html" else report.to_json()
+    write_text(path, text, overwrite=overwrite)
     return path
 
 
-def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES, models: Iterable[Path] = ()) -> Path:
+def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:
     """Returns `path` if a report can be written there. Ask before the work, not after it.
 
     Raises:
-        Mxfp8Error: another suffix than one of `suffixes`, no such folder, or one of `models`.
+        Mxfp8Error: another suffix than one of `SUFFIXES`, no such folder, one of `models`, or a file that exists while
+            `overwrite` is false.
     """
     path = Path(path)
     if is_any_of(path, models):
         raise Mxfp8Error(path, "is the model", expected="another file", advice="correct the report's path")
-    if path.suffix.lower() not in suffixes:
+    if path.suffix.lower() not in SUFFIXES:
         what = f"report with suffix {path.suffix!r}"
-        raise Mxfp8Error(path, what, expected=" or ".join(suffixes), advice="rename it")
+        raise Mxfp8Error(path, what, expected=" or ".join(SUFFIXES), advice="rename it")
     if is_folder(path) or not is_folder(path.parent):
         what = "a folder" if is_folder(path) else f"no folder {path.parent}"
         raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
+    if not overwrite and is_taken(path):
+        advice = ("pass ", Option("overwrite", True), " or another path")
+        raise Mxfp8Error(path, "exists already", expected="a new file", advice=advice)
     return path
 
 

@@ -108,7 +108,7 @@ def test_verify_writes_a_report_also_when_it_fails(pair: tuple[str, str]) -> Non
             "synthesised inputs of at most 1024 MiB in all; pass smaller sizes, --dim batch=1125899906842624, or "
             "pass your own, --inputs FILE.npz",
         ),
-        (["--report", "v.html"], "error: v.html: report with suffix '.html'; expected .json; rename it"),
+        (["--report", "v.txt"], "error: v.txt: report with suffix '.txt'; expected .json or .html; rename it"),
     ],
     ids=["inputs", "dim", "both", "memory", "report"],
 )
