@@ -301,7 +301,7 @@ def headline(report: RewriteReport) -> str:
     """Returns the outcome in one line."""
     recipe = report.recipe.get("name", "custom")
     if report.already_rewritten:
-        return f"already rewritten with recipe {recipe}; nothing to do"
+        return f"already rewritten with recipe {recipe}; {'copied' if report.output else 'nothing to do'}"
     verb = "would be rewritten" if report.dry_run else "rewritten"
     return f"{_counts(report)} {verb} to MXFP8 with recipe {recipe}"
 
@@ -322,10 +322,10 @@ def facts(report: RewriteReport) -> list[tuple[str, str]]:
     lines += [("note", note) for note in report.notes]
     if report.dry_run:
         lines.append(("result", "nothing written (dry run)"))
-    elif report.already_rewritten:
-        lines.append(("result", f"nothing written; {report.source} is the result"))
     elif report.output:
         lines.append(("result", report.output))
+    elif report.already_rewritten:
+        lines.append(("result", f"nothing written; {report.source} is the result"))
     return lines
 
 
