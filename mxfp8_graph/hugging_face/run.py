@@ -119,7 +119,7 @@ def _opened(folder: Path, checkpoint: Checkpoint, dtype: str, opset: int) -> Ope
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
     except ImportError as error:
-        advice = "pip install 'mxfp8-graph[hf]'"
+        advice = "pip install torch onnxscript transformers"
         raise BackendError("from_hf", str(error), expected="torch and onnxscript", advice=advice) from error
     from mxfp8_graph.hugging_face import architecture, stored, whole
 

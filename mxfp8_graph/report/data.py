@@ -289,7 +289,7 @@ def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrit
         what = f"report with suffix {path.suffix!r}"
         raise Mxfp8Error(path, what, expected=" or ".join(SUFFIXES), advice="rename it")
     if is_folder(path) or not is_folder(path.parent):
-        what = "a folder" if is_folder(path) else f"no folder {path.parent}"
+        what = "a folder" if is_folder(path) else f"folder {path.parent} does not exist"
         raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
     if not overwrite and is_taken(path):
         advice = ("pass ", Option("overwrite", True), " or another path")

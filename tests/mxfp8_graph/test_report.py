@@ -274,7 +274,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
         ("report.txt", "report with suffix '.txt'; expected .json or .html; rename it"),
         (
             "none/report.json",
-            "no folder {folder}/none; expected a file in an existing folder; correct the report's path",
+            "folder {folder}/none does not exist; expected a file in an existing folder; correct the report's path",
         ),
         ("folder.json", "a folder; expected a file in an existing folder; correct the report's path"),
     ],
