@@ -114,5 +114,6 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
 
 def told(score: Score) -> str:
     """Returns a score in words."""
-    worst = f" (worst {score.worst:.4g}, sample {score.worst_sample + 1})" if len(score.values) > 1 else ""
-    return f"{score.metric.title} {score.mean:.4g}{worst}"
+    metric = score.metric
+    worst = f" (worst {metric.shown(score.worst):.4g}, sample {score.worst_sample + 1})" * (len(score.values) > 1)
+    return f"{metric.shown_title} {metric.shown(score.mean):.4g}{worst}"

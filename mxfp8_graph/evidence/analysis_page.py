@@ -47,7 +47,7 @@ def parts(sites: Sequence[SiteDamage], layers: Sequence[Layer], metric: Metric) 
 def header(metric: Metric) -> tuple[str, ...]:
     """Returns the header of `rows`."""
     relative = () if metric is _RELATIVE_L2 else (f"alone, {_RELATIVE_L2.title}",)
-    errors = (f"alone, {metric.title}", *relative, f"all but it, {metric.title}")
+    errors = (f"alone, {metric.shown_title}", *relative, f"all but it, {metric.shown_title}")
     return ("site", "module", "M x N x K", *errors, "weight SQNR dB", "input SQNR dB", "amax", "outlier blocks", "lost")
 
 
@@ -86,7 +86,7 @@ def _row(site: SiteDamage, metric: Metric) -> tuple[html.Cell, ...]:
 
 
 def _score(score: Score) -> html.Cell:
-    return _number(score.mean, ".4g")
+    return _number(score.metric.shown(score.mean), ".4g")
 
 
 def _number(value: float | None, form: str) -> html.Cell:

@@ -40,6 +40,15 @@ class Metric:
         sign = 1.0 if self.higher_is_better else -1.0
         return min(range(len(values)), key=lambda i: -math.inf if math.isnan(values[i]) else sign * values[i])
 
+    @property
+    def shown_title(self) -> str:
+        """What a table of single sites calls it: a cosine is shown as its distance from 1, as .9998 is all alike."""
+        return "1-cosine" if self.name == "cosine" else self.title
+
+    def shown(self, value: float) -> float:
+        """Returns what such a table has for a value."""
+        return 1 - value if self.name == "cosine" else value
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
