@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 from rich.filesize import decimal as size
 
 from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.tied_tables import SETTINGS
 from mxfp8_graph.report import html
 
 Outcome = Literal["rewritten", "quantized already", "kept", "other op", "small", "other", "new"]
@@ -45,6 +46,9 @@ _FLOATS: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 _WIDE: Final = frozenset({"int64", "uint64", "int32", "uint32", "int16", "uint16", "bool", "string", "complex64"})
 
 _NO_MATMUL: Final = "no matmul"
+
+_LARGE: Final = 0.25
+"""Share of the result's bytes from which on `Account.large_tables` names a table."""
 
 _LEAST_SHARE: Final = 0.1
 """Share of a model's bytes from which on `Account.elsewhere` speaks of them."""
@@ -254,12 +258,29 @@ class Account:
         """Returns the groups in words, as `HEADER` has them, the smallest in one row; and the total."""
         if not self.tensors:
             return []
-        shown = self.groups if len(self.groups) <= MOST_ROWS else self.groups[: MOST_ROWS - 1]
+        groups = [group for group in self.groups if group.bytes_before or group.bytes_after]
+        shown = groups if len(groups) <= MOST_ROWS else groups[: MOST_ROWS - 1]
         rows = [group.row for group in shown]
-        if rest := self.groups[len(shown) :]:
+        if rest := groups[len(shown) :]:
             before, after = (sum(getattr(group, key) for group in rest) for key in ("bytes_before", "bytes_after"))
             rows.append(("...", size(before), size(after), "", f"{len(rest)} more reasons"))
         return [*rows, ("total", size(self.bytes_before), size(self.bytes_after), "", "")]
+
+    def large_tables(self) -> list[str]:
+        """Returns which embedding tables take much of the result and stay as they are, and the options that pack them.
+
+        Nothing of a result with nothing packed: one to train.
+        """
+        notes = []
+        for tensor in self.tensors:
+            kept = [use.decision for use in tensor.uses if use.decision and not use.decision.quantize]
+            settings = [_setting(decision) for decision in kept]
+            embedding = any(decision.site.role == "embedding" for decision in kept)
+            if embedding and all(settings) and tensor.bytes_kept > _LARGE * self.bytes_after:
+                options = " ".join(f"--set {setting}=true" for setting in dict.fromkeys(settings))
+                share = f"{size(tensor.bytes_kept)} of {size(self.bytes_after)}"
+                notes.append(f"the embedding table {tensor.name} ({share}) stays {tensor.dtype}: {options} packs it")
+        return notes if any(tensor.bytes_new for tensor in self.tensors) else []
 
     def elsewhere(self) -> str:
         """Returns which ops that are no matmul hold how much of the model, for one where nothing is eligible; or ""."""
@@ -304,6 +325,11 @@ class Account:
             "groups": [group.to_dict() for group in self.groups],
             "tensors": [tensor.to_dict() for tensor in self.tensors],
         }
+
+
+def _setting(decision: Decision) -> str:
+    """Returns the field of a recipe that the reason of a site which is kept advises to set; or ""."""
+    return next((field for field in SETTINGS.values() if f"set {field}: true" in decision.reason), "")
 
 
 def counted(uses: Iterable[Use]) -> str:

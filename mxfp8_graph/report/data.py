@@ -207,7 +207,7 @@ class RewriteReport:
             "seconds": self.seconds,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self.account.large_tables()],
             "rewritten": len(self.rewritten),
             "kept": len(self.kept),
             "kept_by_reason": {reason: len(sites) for reason, sites in self.kept_by_reason.items()},
@@ -319,7 +319,7 @@ def facts(report: RewriteReport) -> list[tuple[str, str]]:
         kinds = Counter(fusion.kind for fusion in report.fusions)
         lines.append(("fused", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
     lines.append(("time", f"{report.seconds:.1f} s"))
-    lines += [("note", note) for note in report.notes]
+    lines += [("note", note) for note in (*report.notes, *report.account.large_tables())]
     if report.dry_run:
         lines.append(("result", "nothing written (dry run)"))
     elif report.output:
