@@ -35,8 +35,8 @@ SamplesPath = Annotated[
     typer.Option(
         "--inputs",
         metavar="DATA",
-        help="An .npz file; a folder of .npz or .npy files or a .jsonl file, a sample each or a line; or "
-        "module:function, your code, which is run and yields mappings. Synthesised if not given.",
+        help="Samples: an .npz file, a folder of .npz or .npy files (a sample per file), a .jsonl file (a sample per "
+        "line), or module:function (your code; it is run and yields mappings). Default: synthesised.",
     ),
 ]
 Dims = Annotated[

@@ -37,8 +37,8 @@ def compare(
         typer.Option(
             "--recipes",
             metavar="A,B,...",
-            help="Presets, recipe files and formats of others, by commas. Default: all but files; a wrong name lists "
-            "them.",
+            help="Presets, recipe files and formats of other tools, separated by commas. Default: all presets and "
+            "formats; an unknown name lists them.",
             show_default=False,
         ),
     ] = None,
@@ -48,12 +48,12 @@ def compare(
         typer.Option(
             "--metric",
             metavar="NAME",
-            help="relative_l2, sqnr, cosine, max_error, top1, kl, or module:function, your code. Repeatable. "
-            "Default: relative_l2 and cosine.",
+            help="Error to print: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function (your code). "
+            "Repeatable. Default: relative_l2 and cosine.",
             show_default=False,
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 7,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Number of timed runs.", min=1)] = 7,
     dim: Dims = None,
     seed: Seed = 0,
     settings: Settings = None,
@@ -103,7 +103,7 @@ def analyze(
         typer.Option(
             "--metric",
             metavar="NAME",
-            help="What sites are ranked by: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
+            help="Error that ranks the matmuls: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
         ),
     ] = "relative_l2",
     keep: Annotated[
@@ -156,8 +156,8 @@ def tune(
         typer.Option(
             "--budget",
             metavar="BUDGET",
-            help="What must be kept: cosine>=0.999 of the mean over all samples, worst_cosine>=0.99 of the worst. Of "
-            "relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable: all must be kept.",
+            help="Limit to keep: cosine>=0.999 for the mean over all samples, worst_cosine>=0.99 for the worst sample. "
+            "Metrics: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable: all are kept.",
             show_default=False,
         ),
     ],
@@ -176,7 +176,7 @@ def tune(
             "-o",
             "--output",
             metavar="FOLDER",
-            help="Where the model, recipe.yaml, report.html and report.json go. Default: MODEL.tuned.",
+            help="Folder for the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned.",
             show_default=False,
         ),
     ] = None,

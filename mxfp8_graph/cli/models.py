@@ -52,7 +52,7 @@ def rewrite(
         bool,
         typer.Option("--no-fuse", help="ONNX: leave activations, normalizations and attention beside matmuls alone."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done to each matmul; stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
     report: Reports = None,
     json: Json = False,
     external_data: Annotated[
@@ -62,7 +62,9 @@ def rewrite(
     allow_nonfinite: AllowNonfinite = False,
     training: Annotated[
         bool,
-        typer.Option("--training", help=".pt2: keep weights as parameters to train; of a packed one, train the rest."),
+        typer.Option(
+            "--training", help=".pt2: keep weights as trainable parameters; of a packed program, train the others."
+        ),
     ] = False,
     weights: Annotated[
         Path | None,
@@ -78,7 +80,7 @@ def rewrite(
         typer.Option(
             "--weight-names",
             metavar="FILE.json",
-            help="Names of the checkpoint by names of the model, where they do not match.",
+            help="JSON object that maps names of the model to names of the checkpoint, where they differ.",
             show_default=False,
         ),
     ] = None,
@@ -125,10 +127,8 @@ def show_report(done: RewriteReport, *, plan: bool, verbose: bool) -> None:
 
 
 def verify(
-    original: Annotated[Path, typer.Argument(metavar="ORIGINAL", help="The model.", show_default=False)],
-    rewritten: Annotated[
-        Path, typer.Argument(metavar="REWRITTEN", help="What rewrite made of it.", show_default=False)
-    ],
+    original: Annotated[Path, typer.Argument(metavar="ORIGINAL", help="The original model.", show_default=False)],
+    rewritten: Annotated[Path, typer.Argument(metavar="REWRITTEN", help="The rewritten model.", show_default=False)],
     *,
     inputs: SamplesPath = None,
     max_rel_l2: Annotated[
@@ -172,7 +172,7 @@ def run(
     model: ModelPath,
     *,
     inputs: SamplesPath = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 10,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Number of timed runs.", min=1)] = 10,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also say which kernel each node ran, and how long.")
     ] = False,

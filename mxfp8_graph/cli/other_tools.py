@@ -38,7 +38,10 @@ def from_hf(
     ] = None,
     recipe: Annotated[
         str | None,
-        recipe_option(f"{presets.choices()}. Default: as the checkpoint says of activations.", show_default=False),
+        recipe_option(
+            f"{presets.choices()}. Default: mxfp8, or mxfp8-weight-only if the checkpoint leaves activations alone.",
+            show_default=False,
+        ),
     ] = None,
     settings: Settings = None,
     dtype: Annotated[
