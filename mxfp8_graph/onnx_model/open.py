@@ -27,16 +27,7 @@ from mxfp8_ops.errors import ContractError
 INLINE_BYTES: Final = 4096
 """Initializers up to this size stay in the skeleton: shape inference reads the small integer ones."""
 
-_DIRECTORY_BYTES: Final = 1 << 16
-"""Of the end of a ZIP archive, to find in it which files it has."""
 _FROM_HF: Final = "for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER"
-_WHEEL: Final = ("a Python wheel", "unzip it and name the .onnx file in it")
-_CHECKPOINT: Final = ("a safetensors checkpoint: weights without a graph", f"pass it as --weights; {_FROM_HF}")
-_PROGRAM: Final = ("a program of torch.export.save", "rename it to end in .pt2")
-_MODULE: Final = (
-    "a file of torch.save: weights or a module, without a graph",
-    "load it in PyTorch, torch.export.export(module, inputs), and save that with mxfp8_graph.save as .pt2",
-)
 
 _DATA_FIELDS: Final = frozenset(
     {"raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data", "segment"}
@@ -118,16 +109,17 @@ def _described(path: Path, size: int) -> tuple[str, str]:
     """Returns (what a file is that is no ONNX model, what to do), by its suffix and its bytes."""
     with open_regular(path) as file:
         head = file.read(16)
-        file.seek(max(0, size - _DIRECTORY_BYTES))
-        names = file.read(_DIRECTORY_BYTES) if head.startswith(b"PK") else b""  # a ZIP archive ends with its names
+        file.seek(max(0, size - (1 << 16)))
+        names = file.read() if head.startswith(b"PK") else b""  # a ZIP archive ends with the names of its files
     if names and path.suffix == ".whl":
-        return _WHEEL
+        return "a Python wheel", "unzip it and name the .onnx file in it"
     if b"/archive_format" in names:
-        return _PROGRAM
+        return "a program of torch.export.save", "rename it to end in .pt2"
     if b"/data.pkl" in names or head.startswith(b"\x80\x02"):  # before 1.6, torch.save wrote plain pickles
-        return _MODULE
+        how = "load it in PyTorch, torch.export.export(module, inputs), and save that with mxfp8_graph.save as .pt2"
+        return "a file of torch.save: weights or a module, without a graph", how
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < size:  # the length of the header, the header
-        return _CHECKPOINT
+        return "a safetensors checkpoint: weights without a graph", f"pass it as --weights; {_FROM_HF}"
     return "not a complete ONNX file (protobuf cannot be decoded)", "check that the file is one and was copied whole"
 
 

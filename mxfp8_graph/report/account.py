@@ -267,20 +267,18 @@ class Account:
         return [*rows, ("total", size(self.bytes_before), size(self.bytes_after), "", "")]
 
     def large_tables(self) -> list[str]:
-        """Returns which embedding tables take much of the result and stay as they are, and the options that pack them.
-
-        Nothing of a result with nothing packed: one to train.
-        """
-        notes = []
-        for tensor in self.tensors:
+        """Returns notes on embedding tables that stay and take much of the result: the options that pack them."""
+        notes, total = [], self.bytes_after
+        for tensor in (tensor for tensor in self.tensors if tensor.bytes_kept > _LARGE * total):
             kept = [use.decision for use in tensor.uses if use.decision and not use.decision.quantize]
-            settings = [_setting(decision) for decision in kept]
-            embedding = any(decision.site.role == "embedding" for decision in kept)
-            if embedding and all(settings) and tensor.bytes_kept > _LARGE * self.bytes_after:
-                options = " ".join(f"--set {setting}=true" for setting in dict.fromkeys(settings))
-                share = f"{size(tensor.bytes_kept)} of {size(self.bytes_after)}"
+            fields = {field: f"set {field}: true" for field in SETTINGS.values()}
+            wanted = [next((f for f, advice in fields.items() if advice in d.reason), "") for d in kept]
+            if all(wanted) and any(decision.site.role == "embedding" for decision in kept):
+                options = " ".join(f"--set {field}=true" for field in dict.fromkeys(wanted))
+                share = f"{size(tensor.bytes_kept)} of {size(total)}"
                 notes.append(f"the embedding table {tensor.name} ({share}) stays {tensor.dtype}: {options} packs it")
-        return notes if any(tensor.bytes_new for tensor in self.tensors) else []
+        packed = any(tensor.bytes_new for tensor in self.tensors)  # not in a program to train
+        return notes if packed else []
 
     def elsewhere(self) -> str:
         """Returns which ops that are no matmul hold how much of the model, for one where nothing is eligible; or ""."""
@@ -325,11 +323,6 @@ class Account:
             "groups": [group.to_dict() for group in self.groups],
             "tensors": [tensor.to_dict() for tensor in self.tensors],
         }
-
-
-def _setting(decision: Decision) -> str:
-    """Returns the field of a recipe that the reason of a site which is kept advises to set; or ""."""
-    return next((field for field in SETTINGS.values() if f"set {field}: true" in decision.reason), "")
 
 
 def counted(uses: Iterable[Use]) -> str:
