@@ -33,7 +33,7 @@ BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 MOST_BYTES: Final = 2**30
 """Of all inputs that are synthesised for one model; those that are given may have any size."""
 
-PASS_OTHERS: Final = ("pass other inputs: ", Option("inputs", "FILE.npz"), " or ", Option("shapes", {"NAME": "SIZE"}))
+PASS_OTHERS: Final = ("pass ", Option("inputs", "FILE.npz"), " or ", Option("shapes", {"NAME": "SIZE"}))
 """Advice for inputs that a model refuses."""
 
 

@@ -58,7 +58,7 @@ def load_config(folder: Path) -> Any:
     try:
         import transformers
     except ImportError as error:
-        advice = "pip install torch onnxscript transformers"
+        advice = "pip install 'mxfp8-graph[hf]'"
         raise BackendError("from_hf", str(error), expected="transformers", advice=advice) from error
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

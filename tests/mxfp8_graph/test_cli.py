@@ -125,7 +125,7 @@ def test_inputs_the_model_fails_on(option: list[str]) -> None:
     size = option[1].removeprefix("n=") if option else "2"
     assert message.startswith(
         f"error: m.onnx: ONNX Runtime cannot run it on x [{size}]; expected inputs the model accepts; "
-        "pass other inputs: --inputs FILE.npz or --dim NAME=SIZE. "
+        "pass --inputs FILE.npz or --dim NAME=SIZE. "
     )
 
 
