@@ -68,7 +68,7 @@ AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf instead of refusing them.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace outputs and reports that exist.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and tensor.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
 
 
 def completed(names: Iterable[str]) -> Callable[[str], list[str]]:

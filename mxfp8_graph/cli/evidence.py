@@ -20,6 +20,7 @@ from mxfp8_graph.cli.arguments import (
     Seed,
     Settings,
     TrustPickle,
+    Verbose,
     recipe_option,
     shapes,
 )
@@ -92,10 +93,7 @@ def compare(
 def analyze(
     model: ModelPath,
     *,
-    recipe: Annotated[
-        str,
-        recipe_option(f"Recipe that selects the matmuls: {presets.choices()}."),
-    ] = presets.DEFAULT,
+    recipe: Annotated[str, recipe_option(f"Recipe that selects the matmuls: {presets.choices()}.")] = presets.DEFAULT,
     settings: Settings = None,
     inputs: SamplesPath = None,
     metric: Annotated[
@@ -115,7 +113,7 @@ def analyze(
     report: Reports = None,
     json: Json = False,
     overwrite: Overwrite = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and layer.")] = False,
+    verbose: Verbose = False,
     dim: Dims = None,
     seed: Seed = 0,
     allow_nonfinite: AllowNonfinite = False,
@@ -164,10 +162,7 @@ def tune(
     objective: Annotated[
         Objective, typer.Option("--objective", help="Minimise the size of the model, or its latency on this machine.")
     ] = Objective.size,
-    recipe: Annotated[
-        str,
-        recipe_option(f"Recipe that selects the matmuls: {presets.choices()}."),
-    ] = presets.DEFAULT,
+    recipe: Annotated[str, recipe_option(f"Recipe that selects the matmuls: {presets.choices()}.")] = presets.DEFAULT,
     settings: Settings = None,
     inputs: SamplesPath = None,
     output: Annotated[
@@ -183,7 +178,7 @@ def tune(
     overwrite: Overwrite = False,
     report: Reports = None,
     json: Json = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every step and weight.")] = False,
+    verbose: Verbose = False,
     dim: Dims = None,
     seed: Seed = 0,
     allow_nonfinite: AllowNonfinite = False,
