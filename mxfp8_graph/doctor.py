@@ -56,7 +56,7 @@ _LOAD_SECONDS: Final = 10
 _PACKAGES: Final = (
     *((name, (name,), "", name) for name in ("numpy", "ml_dtypes", "onnx", "onnx-graphsurgeon")),
     ("onnxruntime", _ONNXRUNTIMES, "", "onnxruntime"),
-    ("torch", ("torch",), "needed for PyTorch models only", "'mxfp8-graph[torch]'"),
+    ("torch", ("torch",), "needed for PyTorch models only", "torch onnxscript"),
     ("cupy", _CUPYS, _CUDA_ONLY, _GET_CUPY),
 )
 """Name, distributions that provide it, what it is for ("" if everything needs it), what to install."""

@@ -36,14 +36,14 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
         drafts.put(file, path, overwrite=overwrite)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, overwrite: bool = True) -> None:
     """Writes a text file whole or not at all.
 
     Raises:
-        Mxfp8Error: the folder is not writable, or the disk is full.
+        Mxfp8Error: the folder is not writable, the disk is full, or there is a file and `overwrite` is false.
     """
     try:
-        with replacing(path) as file:
+        with replacing(path, overwrite=overwrite) as file:
             file.write(text.encode("utf-8"))
     except OSError as error:
         what = error.strerror or str(error)

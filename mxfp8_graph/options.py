@@ -75,6 +75,8 @@ class Options:
     """What to call the model in messages and in the report: its path, "model" or "program"."""
     output: Path | None = None
     """File to write; None keeps the result in memory."""
+    copy_to: Path | None = None
+    """File that a model which is rewritten already is copied to; None leaves it where it is."""
     external_data: Literal["auto", "always", "never"] = "auto"
     overwrite: bool = False
     dry_run: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from mxfp8_graph.naming import printable
@@ -67,7 +67,7 @@ class Reporter:
             source=self.options.name,
             output=None if output is None else str(output),
             recipe=self.recipe.model_dump(mode="json"),
-            sites=tuple(site.without(gone) for site in sites) if gone else tuple(sites),
+            sites=tuple(self._fused(site).without(gone) for site in sites) if gone else tuple(sites),
             fusions=tuple(self.fusions),
             bytes_before=self.bytes_before,
             bytes_after=bytes_after,
@@ -77,6 +77,16 @@ class Reporter:
             dry_run=self.options.dry_run,
             already_rewritten=already_rewritten,
         )
+
+    def _fused(self, site: SiteReport) -> SiteReport:
+        """Returns what became of a site, which says so if it is a product that MXFP8Attention stands for."""
+        fused = [fusion for fusion in self.fusions if fusion.kind == "attention"]
+        attention = {name for fusion in fused for name in (fusion.node, *fusion.replaced)}
+        if site.decision.quantize or site.decision.site.name not in attention:
+            return site
+        how = "not rounded" if self.recipe.activations == "unchanged" else "rounded to bfloat16"
+        reason = site.decision.reason.replace("no static operand", f"fused, {how}")
+        return replace(site, decision=replace(site.decision, reason=reason))
 
     def dry_run(self, decisions: Sequence[Decision], account: Account) -> RewriteReport:
         """Returns the report of a rewrite that stops with the plan; `account` says what its result would store."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mxfp8_graph.file_reading import Pins
+from mxfp8_graph.file_reading import Pins, is_any_of
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.options import GivenWeights, Options, Progress
 from mxfp8_graph.policy import presets
@@ -58,7 +58,8 @@ def rewrite(
 
     Returns:
         For a path, the path written; otherwise the same kind of model as `model`. A model that the same recipe has
-        already rewritten comes back as it is, with `report.already_rewritten` set and nothing written. A graphsurgeon
+        already rewritten comes back as it is, with `report.already_rewritten` set; it is copied to `output`, and
+        nothing is written without one. A graphsurgeon
         graph has the record of how it was made in its attribute `metadata_props`, which `gs.export_onnx` does not
         write: `onnx.helper.set_model_props(proto, graph.metadata_props)` does.
 
@@ -85,13 +86,16 @@ def rewrite(
         what, advice = "weights of a checkpoint for training", ("leave out ", Option("weights"))
         raise ContractError("rewrite", what, expected="weights in high precision", advice=advice)
     name = "program" if kind.is_program else "model"
+    copy_to = Path(output) if output else None
     if kind.is_file:
+        copy_to = None if copy_to is None or is_any_of(copy_to, [Path(model)]) else copy_to
         model = Path(model)
         name = str(model)
         output = output or model.parent / f"{model.stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
     options = Options(
         name=name,
         output=Path(output) if output else None,
+        copy_to=copy_to,
         external_data=external_data,
         overwrite=overwrite,
         dry_run=dry_run,

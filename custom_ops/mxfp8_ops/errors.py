@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ class Mxfp8Error(ValueError):
     @classmethod
     def unwritable(cls, path: object, error: OSError, advice: str | Sequence[str | Option] = "choose another") -> Self:
         """Returns the error for a file that the system does not let us write."""
+        folder = Path(str(path)).parent
+        if isinstance(error, FileNotFoundError) and not folder.is_dir():
+            what = f"folder {folder} does not exist"
+            return cls(path, what, expected="a file in an existing folder", advice="create the folder")
         what = f"cannot be written: {error.strerror or error}"
         return cls(path, what, expected="a writable folder with enough space", advice=advice)
 

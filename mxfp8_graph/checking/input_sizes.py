@@ -124,9 +124,11 @@ class Sizes:
         free = {f"{n}.{a}" for n, dims in self._inputs.items() for a, d in enumerate(dims) if not isinstance(d, int)}
         for key, size in self._overrides.items():
             if key not in self._symbols() and key not in free:
-                known = ", ".join(sorted(self._symbols()) or sorted(free)) or "none: every dimension is fixed"
-                expected = f"one of {known} (or INPUT.AXIS)"
-                raise ShapeError(where, f"no dimension {key!r}", expected=expected, advice="correct the name")
+                known = ", ".join(sorted(self._symbols()) or sorted(free))
+                what = f"no dimension {key!r}" if known else f"no dimension {key!r}: every dimension is fixed"
+                expected = f"one of {known} (or INPUT.AXIS)" if known else "no sizes"
+                advice: tuple[str | Option, ...] = ("correct the name",) if known else ("drop ", Option("shapes"))
+                raise ShapeError(where, what, expected=expected, advice=advice)
             if size < 0:
                 raise ShapeError(where, f"dimension {key} = {size}", expected="0 or more", advice="correct it")
 

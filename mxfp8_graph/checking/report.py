@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -12,9 +11,9 @@ from typing import Any
 
 from mxfp8_graph.checking.compare import Difference
 from mxfp8_graph.checking.node_check import NodeCheck
-from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import check_report_path
+from mxfp8_graph.report.data import write_report
+from mxfp8_graph.report.json_text import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +127,14 @@ class VerifyReport:
             "nodes": [node.to_dict() for node in self.nodes],
         }
 
+    def to_json(self) -> str:
+        """Returns `to_dict` as JSON, an output and a node per line."""
+        return json_text(self.to_dict())
+
     def write(self, path: str | Path) -> Path:
-        """Writes the report as JSON and returns the path.
+        """Writes the report, as .json or .html, and returns the path.
 
         Raises:
             Mxfp8Error: it cannot be written there.
         """
-        path = check_report_path(path, (".json",))
-        write_text(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
-        return path
+        return write_report(path, self)

@@ -14,6 +14,7 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import filled
+from mxfp8_graph.report.json_text import json_text
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -49,6 +50,23 @@ class RunReport:
             parts.append(html.Table("Nodes", *filled(header, rows)).html())
         lead = [f"Median {median * 1e3:.3f} ms ({spread})."]
         return html.page(f"Run of {self.model}", parts, lead=lead, files=[self.model])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only; of the outputs dtypes and shapes."""
+        outputs = self.timing.outputs.items()
+        return {
+            "model": self.model,
+            "inputs": self.inputs,
+            "isa": self.isa,
+            "median_seconds": self.timing.median,
+            "seconds": list(self.timing.seconds),
+            "outputs": [{"name": name, "dtype": a.dtype.name, "shape": list(a.shape)} for name, a in outputs],
+            "nodes": [node.to_dict() for node in self.nodes],
+        }
+
+    def to_json(self) -> str:
+        """Returns `to_dict` as JSON, an output and a node per line."""
+        return json_text(self.to_dict())
 
 
 def run_model(

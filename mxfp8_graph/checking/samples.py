@@ -202,6 +202,10 @@ def _in_lines(path: Path, specs: Mapping[str, InputSpec]) -> _Named:
         if not isinstance(values, dict):
             what = f"a {type(values).__name__}"
             raise ShapeError(name, what, expected='{"input": [...], ...}', advice="name the lists after the inputs")
+        if text := next((key for key, value in values.items() if isinstance(value, str)), None):
+            expected = ", ".join(map(str, specs.values()))
+            advice = "tokenize first: write what the model's tokenizer gives, transformers.AutoTokenizer of its folder"
+            raise ShapeError(name, f"{text!r} is text", expected=expected, advice=advice)
         yield name, {key: _array(values[key], specs.get(key), name) for key in values}
 
 

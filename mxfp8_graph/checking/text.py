@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from mxfp8_graph.checking.node_check import NodeCheck
 from mxfp8_graph.checking.profile import NodeProfile
 from mxfp8_graph.checking.report import VerifyReport
 from mxfp8_graph.checking.runner import RunReport
 from mxfp8_graph.report.data import filled
-from mxfp8_graph.report.text import grid, lines
+from mxfp8_graph.report.text import Fitted, grid, lines
+
+SPARE: Final = ("worst sample", "dtype", "max error", "shape")
 
 
 def verification(report: VerifyReport) -> RenderableType:
@@ -32,7 +36,7 @@ def verification(report: VerifyReport) -> RenderableType:
     pairs += [("note", note) for note in report.notes]
     pairs += [("failed", failure) for failure in report.failures]
     pairs.append(("verdict", "passed" if report.passed else "FAILED"))
-    return Group(grid(*filled(header, rows)), lines(pairs)) if rows else lines(pairs)
+    return Group(Fitted(*filled(header, rows), SPARE), Text(), lines(pairs)) if rows else lines(pairs)
 
 
 def run(report: RunReport) -> RenderableType:

@@ -2,6 +2,7 @@
 
 guard.py         the app, and what becomes of errors
 arguments.py     what several commands take
+results.py       results as text, as JSON and in files
 models.py        rewrite, verify, run
 evidence.py      compare, analyze, tune
 other_tools.py   from-hf, convert, package

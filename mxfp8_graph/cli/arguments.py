@@ -35,8 +35,8 @@ SamplesPath = Annotated[
     typer.Option(
         "--inputs",
         metavar="DATA",
-        help="An .npz file; a folder of .npz or .npy files or a .jsonl file, a sample each or a line; or "
-        "module:function, your code, which is run and yields mappings. Synthesised if not given.",
+        help="Samples: an .npz file, a folder of .npz or .npy files (a sample per file), a .jsonl file (a sample per "
+        "line), or module:function (your code; it is run and yields mappings). Default: synthesised.",
     ),
 ]
 Dims = Annotated[
@@ -45,7 +45,7 @@ Dims = Annotated[
         "--dim", metavar="NAME=SIZE", help="Size of a free dimension of synthesised inputs: batch=4, input_ids.1=128."
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of synthesised inputs.")]
+Seed = Annotated[int, typer.Option("--seed", help="Random seed for synthesised inputs.")]
 
 TrustPickle = Annotated[
     bool,
@@ -53,17 +53,22 @@ TrustPickle = Annotated[
         "--trust-pickle", help="Let a .pt2 MODEL run code that it brings. Only for files of people you trust."
     ),
 ]
-Report = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json or .html.")]
 Reports = Annotated[
     list[Path] | None,
     typer.Option("--report", "--html", metavar="FILE", help="Write the result, .json or .html. Repeatable."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Set a field of the recipe, in YAML: embeddings=true. Repeatable."
+    ),
+]
 AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf instead of refusing them.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and tensor.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace outputs and reports that exist.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
 
 
 def completed(names: Iterable[str]) -> Callable[[str], list[str]]:

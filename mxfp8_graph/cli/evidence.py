@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from mxfp8_graph.cli.arguments import (
     AllowNonfinite,
@@ -15,19 +14,20 @@ from mxfp8_graph.cli.arguments import (
     Json,
     ModelPath,
     Objective,
+    Overwrite,
     Reports,
     SamplesPath,
     Seed,
+    Settings,
     TrustPickle,
+    Verbose,
     recipe_option,
     shapes,
 )
 from mxfp8_graph.cli.guard import FAILED, refuse
+from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar, say, show
-
-if TYPE_CHECKING:
-    from mxfp8_graph.report.data import Writable
 
 
 def compare(
@@ -38,8 +38,8 @@ def compare(
         typer.Option(
             "--recipes",
             metavar="A,B,...",
-            help="Presets, recipe files and formats of others, by commas. Default: all but files; a wrong name lists "
-            "them.",
+            help="Presets, recipe files and formats of other tools, separated by commas. Default: all presets and "
+            "formats; an unknown name lists them.",
             show_default=False,
         ),
     ] = None,
@@ -49,16 +49,18 @@ def compare(
         typer.Option(
             "--metric",
             metavar="NAME",
-            help="relative_l2, sqnr, cosine, max_error, top1, kl, or module:function, your code. Repeatable. "
-            "Default: relative_l2 and cosine.",
+            help="Error to print: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function (your code). "
+            "Repeatable. Default: relative_l2 and cosine.",
             show_default=False,
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 7,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Number of timed runs.", min=1)] = 7,
     dim: Dims = None,
     seed: Seed = 0,
+    settings: Settings = None,
     report: Reports = None,
     json: Json = False,
+    overwrite: Overwrite = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Says what each recipe does to MODEL: errors at its outputs, size and latency.
@@ -70,11 +72,12 @@ def compare(
     from mxfp8_graph.evidence.compare import METRICS
     from mxfp8_graph.evidence.compare import compare as run_comparison
 
-    _check(report, model)
+    check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
         found = run_comparison(
             model,
             [name.strip() for name in recipes.split(",")] if recipes else (),
+            settings=settings or (),
             inputs=inputs,
             metrics=metric or METRICS,
             shapes=shapes(dim),
@@ -83,23 +86,22 @@ def compare(
             trust_pickle=trust_pickle,
             progress=progress,
         )
-    _tell(found, lambda: comparison_text.comparison(found), json=json, reports=report)
+    table = comparison_text.comparison
+    tell(found, lambda: show(table(found), fold=False), json=json, reports=report, overwrite=overwrite)
 
 
 def analyze(
     model: ModelPath,
     *,
-    recipe: Annotated[
-        str,
-        recipe_option(f"Whose matmuls are analyzed: {presets.choices()}."),
-    ] = presets.DEFAULT,
+    recipe: Annotated[str, recipe_option(f"Recipe that selects the matmuls: {presets.choices()}.")] = presets.DEFAULT,
+    settings: Settings = None,
     inputs: SamplesPath = None,
     metric: Annotated[
         str,
         typer.Option(
             "--metric",
             metavar="NAME",
-            help="What sites are ranked by: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
+            help="Error that ranks the matmuls: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
         ),
     ] = "relative_l2",
     keep: Annotated[
@@ -110,7 +112,8 @@ def analyze(
     ] = None,
     report: Reports = None,
     json: Json = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every site and layer.")] = False,
+    overwrite: Overwrite = False,
+    verbose: Verbose = False,
     dim: Dims = None,
     seed: Seed = 0,
     allow_nonfinite: AllowNonfinite = False,
@@ -123,12 +126,13 @@ def analyze(
     """
     from mxfp8_graph.evidence import analysis_text
     from mxfp8_graph.evidence.analyze import analyze as run_analysis
+    from mxfp8_graph.policy.recipe import load_recipe
 
-    _check(report, model)
+    check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
         found = run_analysis(
             model,
-            recipe,
+            load_recipe(recipe).setting(settings or ()),
             inputs=inputs,
             shapes=shapes(dim),
             seed=seed,
@@ -138,7 +142,8 @@ def analyze(
             trust_pickle=trust_pickle,
             progress=progress,
         )
-    _tell(found, lambda: analysis_text.analysis(found, every=verbose), json=json, reports=report)
+    table = partial(analysis_text.analysis, every=verbose)
+    tell(found, lambda: show(table(found), fold=False), json=json, reports=report, overwrite=overwrite)
 
 
 def tune(
@@ -149,18 +154,16 @@ def tune(
         typer.Option(
             "--budget",
             metavar="BUDGET",
-            help="What must be kept: cosine>=0.999 of the mean over all samples, worst_cosine>=0.99 of the worst. Of "
-            "relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable: all must be kept.",
+            help="Limit to keep: cosine>=0.999 for the mean over all samples, worst_cosine>=0.99 for the worst sample. "
+            "Metrics: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable: all are kept.",
             show_default=False,
         ),
     ],
     objective: Annotated[
-        Objective, typer.Option("--objective", help="What to make small: bytes, or the time of a run on this machine.")
+        Objective, typer.Option("--objective", help="Minimise the size of the model, or its latency on this machine.")
     ] = Objective.size,
-    recipe: Annotated[
-        str,
-        recipe_option(f"Whose matmuls may be packed: {presets.choices()}."),
-    ] = presets.DEFAULT,
+    recipe: Annotated[str, recipe_option(f"Recipe that selects the matmuls: {presets.choices()}.")] = presets.DEFAULT,
+    settings: Settings = None,
     inputs: SamplesPath = None,
     output: Annotated[
         Path | None,
@@ -168,13 +171,14 @@ def tune(
             "-o",
             "--output",
             metavar="FOLDER",
-            help="Where the model, recipe.yaml, report.html and report.json go. Default: MODEL.tuned.",
+            help="Folder for the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned.",
             show_default=False,
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace these in a folder that exists.")] = False,
+    overwrite: Overwrite = False,
+    report: Reports = None,
     json: Json = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every step and weight.")] = False,
+    verbose: Verbose = False,
     dim: Dims = None,
     seed: Seed = 0,
     allow_nonfinite: AllowNonfinite = False,
@@ -190,14 +194,17 @@ def tune(
     from mxfp8_graph.evidence.tuning.result import BudgetNotMetError
     from mxfp8_graph.evidence.tuning.run import tune as run_search
     from mxfp8_graph.evidence.tuning.tuner import Interrupted
+    from mxfp8_graph.policy.recipe import load_recipe
 
+    check_reports(report, [model], overwrite=overwrite)
+    table = partial(text.tuning, every=verbose)
     try:
         with progress_bar(steps=True) as progress:
             found = run_search(
                 model,
                 budget,
                 objective=objective.value,
-                recipe=recipe,
+                recipe=load_recipe(recipe).setting(settings or ()),
                 inputs=inputs,
                 output=output,
                 overwrite=overwrite,
@@ -211,28 +218,8 @@ def tune(
         refuse(error)
         raise typer.Exit(FAILED) from None
     except Interrupted as stopped:
-        if stopped.best is not None:
-            show(text.tuning(stopped.best, every=verbose), fold=False)
+        if (best := stopped.best) is not None:
+            tell(best, lambda: show(table(best), fold=False), json=json, reports=None, overwrite=overwrite)
         say(text.stopped(stopped))
         raise (stopped.__cause__ or stopped) from None
-    _tell(found, lambda: text.tuning(found, every=verbose), json=json, reports=None)
-
-
-def _check(reports: Sequence[Path] | None, model: Path) -> None:
-    """Raises Mxfp8Error if a report could not be written: before the work, not after it."""
-    from mxfp8_graph.report.data import check_report_path
-
-    for file in reports or ():
-        check_report_path(file, models=[model])
-
-
-def _tell(found: Writable, text: Callable[[], RenderableType], *, json: bool, reports: Sequence[Path] | None) -> None:
-    """Prints what was found, and writes the reports that are asked for."""
-    from mxfp8_graph.report.data import write_report
-
-    if json:
-        typer.echo(found.to_json(), nl=False)
-    else:
-        show(text(), fold=False)
-    for file in reports or ():
-        write_report(file, found)
+    tell(found, lambda: show(table(found), fold=False), json=json, reports=report, overwrite=overwrite)

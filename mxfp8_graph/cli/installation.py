@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mxfp8_graph.cli.arguments import Json
 from mxfp8_graph.cli.guard import BAD_INPUT
 from mxfp8_graph.terminal import say, show
 
@@ -15,6 +17,7 @@ def doctor(
     model: Annotated[
         Path | None, typer.Argument(metavar="[MODEL]", help="An ONNX model to look at too.", show_default=False)
     ] = None,
+    json: Json = False,
 ) -> None:
     """Says what works here and what is missing; of MODEL, what it is and what tools have done to it.
 
@@ -22,10 +25,15 @@ def doctor(
     """
     from mxfp8_graph.doctor import diagnose, healthy, table
     from mxfp8_graph.file_diagnosis import diagnose_file
+    from mxfp8_graph.report.json_text import json_text
 
     checks = diagnose()
     file = diagnose_file(model) if model else None
-    show(table([*checks, *([file] if file else [])]))
+    every = [*checks, *([file] if file else [])]
+    if json:
+        typer.echo(json_text({"healthy": healthy(checks), "checks": [asdict(check) for check in every]}), nl=False)
+    else:
+        show(table(every))
     if not healthy(checks):
         say("error: the CPU path does not work here; expected no failed check; follow the advice above")
     if file is not None and file.state != "ok":

@@ -11,17 +11,20 @@ from mxfp8_graph.cli.arguments import (
     AllowNonfinite,
     Dims,
     ExternalData,
+    Json,
     ModelPath,
     Overwrite,
-    Report,
+    Reports,
     SamplesPath,
     Seed,
+    Settings,
     TrustPickle,
     Verbose,
     recipe_option,
     shapes,
 )
 from mxfp8_graph.cli.guard import FAILED
+from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar, show
 
@@ -36,6 +39,7 @@ def rewrite(
         Path | None, typer.Option("-o", "--output", help="Default: MODEL.mxfp8.onnx, or .pt2.", show_default=False)
     ] = None,
     recipe: Annotated[str, recipe_option(f"{presets.choices()}.")] = presets.DEFAULT,
+    settings: Settings = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
@@ -48,8 +52,9 @@ def rewrite(
         bool,
         typer.Option("--no-fuse", help="ONNX: leave activations, normalizations and attention beside matmuls alone."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done to each matmul; stop.")] = False,
-    report: Report = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
+    report: Reports = None,
+    json: Json = False,
     external_data: Annotated[
         ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: as the model has them.")
     ] = ExternalData.auto,
@@ -57,7 +62,9 @@ def rewrite(
     allow_nonfinite: AllowNonfinite = False,
     training: Annotated[
         bool,
-        typer.Option("--training", help=".pt2: keep weights as parameters to train; of a packed one, train the rest."),
+        typer.Option(
+            "--training", help=".pt2: keep weights as trainable parameters; of a packed program, train the others."
+        ),
     ] = False,
     weights: Annotated[
         Path | None,
@@ -73,7 +80,7 @@ def rewrite(
         typer.Option(
             "--weight-names",
             metavar="FILE.json",
-            help="Names of the checkpoint by names of the model, where they do not match.",
+            help="JSON object that maps names of the model to names of the checkpoint, where they differ.",
             show_default=False,
         ),
     ] = None,
@@ -83,11 +90,9 @@ def rewrite(
     """Rewrites the matmuls of MODEL to MXFP8."""
     from mxfp8_graph import rewriting
     from mxfp8_graph.policy.recipe import load_recipe
-    from mxfp8_graph.report.data import check_report_path
 
-    if report is not None:
-        check_report_path(report, models=[model, *([output] if output else [])])
-    chosen = load_recipe(recipe).excluding(exclude or ())
+    check_reports(report, [model, output], overwrite=overwrite)
+    chosen = load_recipe(recipe).setting(settings or ()).excluding(exclude or ())
     chosen = chosen.without_fusion() if no_fuse else chosen
     with progress_bar() as progress:
         _, done = rewriting.rewrite(
@@ -104,9 +109,8 @@ def rewrite(
             weight_names=weight_names,
             progress=progress,
         )
-    show_report(done, plan=dry_run or verbose, verbose=verbose)
-    if report is not None:
-        done.write(report)
+    plan = dry_run or verbose
+    tell(done, lambda: show_report(done, plan=plan, verbose=verbose), json=json, reports=report, overwrite=overwrite)
 
 
 def show_report(done: RewriteReport, *, plan: bool, verbose: bool) -> None:
@@ -123,10 +127,8 @@ def show_report(done: RewriteReport, *, plan: bool, verbose: bool) -> None:
 
 
 def verify(
-    original: Annotated[Path, typer.Argument(metavar="ORIGINAL", help="The model.", show_default=False)],
-    rewritten: Annotated[
-        Path, typer.Argument(metavar="REWRITTEN", help="What rewrite made of it.", show_default=False)
-    ],
+    original: Annotated[Path, typer.Argument(metavar="ORIGINAL", help="The original model.", show_default=False)],
+    rewritten: Annotated[Path, typer.Argument(metavar="REWRITTEN", help="The rewritten model.", show_default=False)],
     *,
     inputs: SamplesPath = None,
     max_rel_l2: Annotated[
@@ -137,7 +139,9 @@ def verify(
     ] = None,
     dim: Dims = None,
     seed: Seed = 0,
-    report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report, .json.")] = None,
+    report: Reports = None,
+    json: Json = False,
+    overwrite: Overwrite = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Compares a rewritten model with its original.
@@ -148,10 +152,8 @@ def verify(
     """
     from mxfp8_graph.checking import text
     from mxfp8_graph.checking.verify import verify as run_verify
-    from mxfp8_graph.report.data import check_report_path
 
-    if report is not None:
-        check_report_path(report, (".json",), models=[original, rewritten])
+    check_reports(report, [original, rewritten], overwrite=overwrite)
     found = run_verify(
         original,
         rewritten,
@@ -161,9 +163,7 @@ def verify(
         max_rel_l2=max_rel_l2,
         trust_pickle=trust_pickle,
     )
-    show(text.verification(found))
-    if report is not None:
-        found.write(report)
+    tell(found, lambda: show(text.verification(found)), json=json, reports=report, overwrite=overwrite)
     if not found.passed:
         raise typer.Exit(FAILED)
 
@@ -172,18 +172,22 @@ def run(
     model: ModelPath,
     *,
     inputs: SamplesPath = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs that are timed.", min=1)] = 10,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Number of timed runs.", min=1)] = 10,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also say which kernel each node ran, and how long.")
     ] = False,
     dim: Dims = None,
     seed: Seed = 0,
+    report: Reports = None,
+    json: Json = False,
+    overwrite: Overwrite = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Runs a model with our kernels and times it; of several samples, the first."""
     from mxfp8_graph.checking import text
     from mxfp8_graph.checking.runner import run_model
 
+    check_reports(report, [model], overwrite=overwrite)
     found = run_model(
         model,
         inputs=inputs,
@@ -193,4 +197,4 @@ def run(
         profile=profile,
         trust_pickle=trust_pickle,
     )
-    show(text.run(found))
+    tell(found, lambda: show(text.run(found)), json=json, reports=report, overwrite=overwrite)

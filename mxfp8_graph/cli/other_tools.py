@@ -7,8 +7,19 @@ from typing import Annotated, Literal
 
 import typer
 
-from mxfp8_graph.cli.arguments import AllowNonfinite, ExternalData, Overwrite, Report, Verbose, completed, recipe_option
+from mxfp8_graph.cli.arguments import (
+    AllowNonfinite,
+    ExternalData,
+    Json,
+    Overwrite,
+    Reports,
+    Settings,
+    Verbose,
+    completed,
+    recipe_option,
+)
 from mxfp8_graph.cli.models import show_report
+from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar, show
@@ -27,13 +38,19 @@ def from_hf(
     ] = None,
     recipe: Annotated[
         str | None,
-        recipe_option(f"{presets.choices()}. Default: as the checkpoint says of activations.", show_default=False),
+        recipe_option(
+            f"{presets.choices()}. Default: mxfp8, or mxfp8-weight-only if the checkpoint leaves activations alone.",
+            show_default=False,
+        ),
     ] = None,
+    settings: Settings = None,
     dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"], typer.Option("--dtype", help="What is not MXFP8 is computed in.")
+        Literal["float32", "float16", "bfloat16"],
+        typer.Option("--dtype", help="Dtype of everything that is not MXFP8."),
     ] = "float32",
-    opset: Annotated[int, typer.Option("--opset", metavar="N", help="Of the standard ops, 21 or later.")] = 21,
-    report: Report = None,
+    opset: Annotated[int, typer.Option("--opset", metavar="N", help="ONNX opset version, 21 or later.")] = 21,
+    report: Reports = None,
+    json: Json = False,
     external_data: Annotated[
         ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: yes.")
     ] = ExternalData.auto,
@@ -46,15 +63,14 @@ def from_hf(
     Their bytes are copied, and so is everything else. Nothing in the folder is executed.
     """
     from mxfp8_graph import hugging_face
-    from mxfp8_graph.report.data import check_report_path
 
-    if report is not None:
-        check_report_path(report, models=[output] if output else [])
+    check_reports(report, [output], overwrite=overwrite)
     with progress_bar() as progress:
         _, done = hugging_face.from_hf(
             folder,
             output,
             recipe=recipe,
+            settings=settings or (),
             dtype=dtype,
             opset=opset,
             external_data=external_data.value,
@@ -62,9 +78,7 @@ def from_hf(
             allow_nonfinite=allow_nonfinite,
             progress=progress,
         )
-    show_report(done, plan=verbose, verbose=verbose)
-    if report is not None:
-        done.write(report)
+    tell(done, lambda: show_report(done, plan=verbose, verbose=verbose), json=json, reports=report, overwrite=overwrite)
 
 
 def convert(
@@ -89,14 +103,16 @@ def convert(
         typer.Option(
             "--allow",
             metavar="LOSS",
-            help="What may be lost: activations (are quantized), rounding (of their scales), half (float32 around "
-            "products). Repeatable.",
+            help="Accept a loss that the dialect makes necessary: activations (not quantized any more), rounding "
+            "(another one of their scales), half (products in float16). Repeatable.",
         ),
     ] = None,
     external_data: Annotated[
         ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: as the model has them.")
     ] = ExternalData.auto,
     overwrite: Overwrite = False,
+    report: Reports = None,
+    json: Json = False,
 ) -> None:
     """Writes an MXFP8 model of any dialect in another one; elements and scales stay the same bytes.
 
@@ -106,10 +122,11 @@ def convert(
     from mxfp8_graph.dialects import convert as run_conversion
     from mxfp8_graph.report import text
 
+    check_reports(report, [model, output], overwrite=overwrite)
     _, done = run_conversion(
         model, to, output=output, allow=allow or (), external_data=external_data.value, overwrite=overwrite
     )
-    show(text.lines(done.facts()))
+    tell(done, lambda: show(text.lines(done.facts())), json=json, reports=report, overwrite=overwrite)
 
 
 def package(

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.filesize import decimal as size  # a number of bytes in words
+
 from mxfp8_graph.report import html
+from mxfp8_graph.report.json_text import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,10 @@ class Conversion:
         """Returns everything as JSON values."""
         return asdict(self)
 
+    def to_json(self) -> str:
+        """Returns `to_dict` as JSON."""
+        return json_text(self.to_dict())
+
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) lines for a terminal."""
         rows = [
@@ -58,7 +65,7 @@ class Conversion:
         rows += [("no gemm", name) for name in self.kept]
         rows += [("lost", f"{what} ({count})") for what, count in self.losses.items()]
         rows += [("note", note) for note in self.notes]
-        rows.append(("size", f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"))
+        rows.append(("size", f"{size(self.bytes_before)} -> {size(self.bytes_after)}"))
         return [*rows, ("result", self.output or "in memory")]
 
     def to_html(self) -> str:

@@ -74,6 +74,7 @@ def compare(
     model: Model,
     recipes: Sequence[str | Path | Recipe] = (),
     *,
+    settings: Sequence[str] = (),
     inputs: Given = None,
     metrics: Sequence[str] = METRICS,
     shapes: Mapping[str, int] | None = None,
@@ -90,6 +91,7 @@ def compare(
     Args:
         model: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         recipes: presets, `VARIANTS` and `number_formats.PEERS` by name, files, `Recipe`s; all with a name if empty.
+        settings: fields that are set in every recipe of ours: "embeddings=true"; see `Recipe.setting`.
         inputs: see `checking/samples.py`; synthesised if None.
         metrics: `metrics.METRICS` by name, or "module:function".
         shapes: sizes of free dimensions of synthesised inputs.
@@ -106,9 +108,9 @@ def compare(
         NothingEligibleError: no recipe rewrites anything.
     """
     chosen_metrics = [metric_called(name) for name in metrics]
-    candidates = _candidates(recipes)
+    candidates = _candidates(recipes, settings)
     with scratch("compare") as folder:
-        notes: list[str] = []
+        notes = [f"recipes of ours with {', '.join(settings)}"] if settings else []
         name = "model"
         if is_program(model):
             name = str(model) if isinstance(model, (str, Path)) else "program"
@@ -158,8 +160,9 @@ class _Candidate:
         return WORDS.get(self.name, "")
 
 
-def _candidates(recipes: Sequence[str | Path | Recipe]) -> list[_Candidate]:
+def _candidates(recipes: Sequence[str | Path | Recipe], settings: Sequence[str]) -> list[_Candidate]:
     chosen = [_candidate(recipe) for recipe in recipes or (*NAMED, *VARIANTS, *PEERS)]
+    chosen = [replace(one, recipe=one.recipe and one.recipe.setting(settings)) for one in chosen]
     names = [candidate.name for candidate in chosen]
     for name in names:
         if names.count(name) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,7 @@ def from_hf(
     output: str | Path | None = None,
     *,
     recipe: str | Path | Recipe | None = None,
+    settings: Sequence[str] = (),
     dtype: Literal["float32", "float16", "bfloat16"] = "float32",
     opset: int = contract.MIN_OPSET,
     external_data: Literal["auto", "always", "never"] = "auto",
@@ -53,6 +55,7 @@ def from_hf(
         output: file to write. Default: FOLDER/model.mxfp8.onnx.
         recipe: what becomes of activations, and fusion, as in `rewrite`. Default: "mxfp8-weight-only" for a checkpoint
             that says that activations are not quantized, else "mxfp8".
+        settings: fields that are set in the recipe: "fuse=false"; see `Recipe.setting`.
         dtype: what is not MXFP8 is computed in; tensors that are stored in another one are cast when the model runs.
         opset: version of the default operator domain, at least 21.
         external_data: whether tensors go to OUTPUT.data: "always" and "auto", or "never".
@@ -85,7 +88,7 @@ def from_hf(
         raise ContractError("opset", str(opset), expected=expected, advice="choose one of them")
     checkpoint = open_checkpoint(folder)
     checkpoint.require_mxfp8()
-    chosen = load_recipe(_recipe_for(told, checkpoint, folder) if recipe is None else recipe)
+    chosen = load_recipe(_recipe_for(told, checkpoint, folder) if recipe is None else recipe).setting(settings)
     target = Path(output) if output else folder / "model.mxfp8.onnx"
     given = GivenWeights(
         where=str(folder),
@@ -120,7 +123,7 @@ def _opened(folder: Path, told: dict[str, Any], checkpoint: Checkpoint, dtype: s
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        expected, advice = "torch, onnxscript and transformers", "pip install 'mxfp8-graph[hf]'"
+        expected, advice = "torch, onnxscript and transformers", "pip install torch onnxscript transformers"
         raise BackendError("from_hf", str(error), expected=expected, advice=advice) from error
     from mxfp8_graph.hugging_face import architecture, stored, whole
     from mxfp8_graph.hugging_face.limits import Limits

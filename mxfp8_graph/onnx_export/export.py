@@ -122,7 +122,7 @@ def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
         from mxfp8_graph.torch_program.training_mode import evaluated
         from mxfp8_ops import torch_ops  # noqa: F401
     except ImportError as error:
-        advice = "pip install 'mxfp8-graph[torch]'"
+        advice = "pip install torch onnxscript"
         raise BackendError("to_onnx", str(error), expected="torch and onnxscript", advice=advice) from error
     if not kind.is_file:
         check_values(program, "to_onnx")

@@ -16,7 +16,7 @@ from typing import Final
 import onnx
 from google.protobuf.message import DecodeError
 
-from mxfp8_graph.file_reading import is_folder
+from mxfp8_graph.file_reading import is_folder, open_regular
 from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.onnx_model.tensor_data import byte_length, is_apart, is_external, refer
 from mxfp8_graph.onnx_model.validate import validate
@@ -26,6 +26,8 @@ from mxfp8_ops.errors import ContractError
 
 INLINE_BYTES: Final = 4096
 """Initializers up to this size stay in the skeleton: shape inference reads the small integer ones."""
+
+_FROM_HF: Final = "for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER"
 
 _DATA_FIELDS: Final = frozenset(
     {"raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data", "segment"}
@@ -80,7 +82,10 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
         return _open(model, "model", None, model.ByteSize())
     path = Path(model)
     if is_folder(path):
-        raise ContractError(path, "a directory", expected="an ONNX file", advice="name the .onnx file inside it")
+        advice = "name the .onnx file inside it"
+        if (path / "config.json").exists():
+            advice += f"; {_FROM_HF}"
+        raise ContractError(path, "a directory", expected="an ONNX file", advice=advice)
     try:
         folder = ModelFolder(path)
         with folder.open_model() as file:
@@ -94,11 +99,28 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
     try:
         proto = onnx.ModelProto.FromString(content)
     except DecodeError:
-        what = "not a complete ONNX file (protobuf cannot be decoded)"
-        advice = "check that the file is one and was copied whole"
+        what, advice = _described(path, size)
         raise ContractError(path, what, expected="an ONNX model", advice=advice) from None
     del content
     return _open(proto, str(path), folder, size)
+
+
+def _described(path: Path, size: int) -> tuple[str, str]:
+    """Returns (what a file is that is no ONNX model, what to do), by its suffix and its bytes."""
+    with open_regular(path) as file:
+        head = file.read(16)
+        file.seek(max(0, size - (1 << 16)))
+        names = file.read() if head.startswith(b"PK") else b""  # a ZIP archive ends with the names of its files
+    if names and path.suffix == ".whl":
+        return "a Python wheel", "unzip it and name the .onnx file in it"
+    if b"/archive_format" in names:
+        return "a program of torch.export.save", "rename it to end in .pt2"
+    if b"/data.pkl" in names or head.startswith(b"\x80\x02"):  # before 1.6, torch.save wrote plain pickles
+        how = "load it in PyTorch, torch.export.export(module, inputs), and save that with mxfp8_graph.save as .pt2"
+        return "a file of torch.save: weights or a module, without a graph", how
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < size:  # the length of the header, the header
+        return "a safetensors checkpoint: weights without a graph", f"pass it as --weights; {_FROM_HF}"
+    return "not a complete ONNX file (protobuf cannot be decoded)", "check that the file is one and was copied whole"
 
 
 def _open(model: onnx.ModelProto, name: str, folder: ModelFolder | None, size: int) -> OpenedModel:

@@ -54,8 +54,24 @@ def rewrite_onnx(
     made = record.find(opened.proto)
     if already_rewritten(made, recipe, options, what="model"):
         reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes + fusion_note(made, recipe)
-        return model, reporter.report(already_rewritten=True)
+        return _copied(model, opened, reporter)
     return rewrite_opened(opened, reporter)
+
+
+def _copied(
+    model: Path | onnx.ModelProto, opened: OpenedModel, reporter: Reporter
+) -> tuple[Path | onnx.ModelProto | None, RewriteReport]:
+    """Returns what `rewrite_onnx` does of a model that is rewritten already: a copy where an output is asked for."""
+    options, path = reporter.options, reporter.options.copy_to
+    if path is None:
+        return model, reporter.report(already_rewritten=True)
+    external = wants_external(opened, opened.byte_size, path, options.external_data)
+    with open_target(opened, path, external=external, overwrite=options.overwrite) as target:
+        if options.dry_run:
+            target.probe()
+            return None, reporter.report(already_rewritten=True)
+        target.finish()
+    return path, reporter.report((), target.byte_size, already_rewritten=True)
 
 
 def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx.ModelProto | None, RewriteReport]:

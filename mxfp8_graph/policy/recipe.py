@@ -187,6 +187,23 @@ class Recipe(_Model, transformer_engine.Predicates):
         fields = self.model_dump(exclude_unset=True)
         return Recipe(**{**fields, "name": name, "exclude": (*self.exclude, *patterns)})
 
+    def setting(self, assignments: Sequence[str]) -> Recipe:
+        """Returns the recipe with fields set by texts such as "embeddings=true", and a name that says so.
+
+        Args:
+            assignments: FIELD=VALUE, the value in YAML.
+
+        Raises:
+            RecipeError: a text has another form, there is no such field, or it cannot have the value.
+        """
+        if not assignments:
+            return self
+        fields = {"name": f"{self.name} with {', '.join(assignments)}", **recipe_file.assigned(assignments)}
+        try:
+            return Recipe.model_validate({**self.model_dump(exclude_unset=True), **fields})
+        except pydantic.ValidationError as error:
+            raise recipe_file.explained(error, recipe_file.OPTION, Recipe) from None
+
     def without_fusion(self) -> Recipe:
         """Returns the recipe with `fuse` false."""
         return self.model_copy(update={"fuse": False})

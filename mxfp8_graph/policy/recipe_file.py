@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -25,6 +25,9 @@ else:
     import tomli as tomllib
 
 SUFFIXES: Final = frozenset({".yaml", ".yml", ".toml"})
+
+OPTION: Final = "--set"
+"""Where a field is set that no file sets, in messages."""
 
 Location = tuple[int | str, ...]
 """Keys and indices down to a value, outermost first."""
@@ -66,6 +69,21 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
     return data, lines
 
 
+def assigned(texts: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields that texts such as "embeddings=true" set, each value in YAML.
+
+    Raises:
+        RecipeError: a text has another form, or its value is no YAML.
+    """
+    fields = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise RecipeError(OPTION, repr(text), expected="FIELD=VALUE, as in embeddings=true", advice="add the value")
+        fields[name.strip()] = _parse(Path(OPTION), value)[0]
+    return fields
+
+
 def _parse(path: Path, text: str) -> tuple[Any, Lines]:
     lines: dict[Location, int] = {}
     try:
@@ -86,7 +104,7 @@ def _parse(path: Path, text: str) -> tuple[Any, Lines]:
     except RecipeError:
         raise
     except (ValueError, OverflowError, yaml.YAMLError) as error:  # also impossible dates and numbers without end
-        message, kind = " ".join(str(error).split()), path.suffix[1:].upper()
+        message, kind = " ".join(str(error).split()), path.suffix[1:].upper() or "YAML"
         raise RecipeError(path, message, expected=f"valid {kind}", advice="fix that line") from None
 
 

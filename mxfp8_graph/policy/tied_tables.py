@@ -8,12 +8,14 @@ from typing import Final
 
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 
-_SETTINGS: Final = {"embedding": "embeddings", "output_projection": "output_projections", "router": "routers"}
+SETTINGS: Final = {"embedding": "embeddings", "output_projection": "output_projections", "router": "routers"}
 """Role -> the recipe's field that makes its sites eligible."""
 
 
 def explained(decisions: Sequence[Decision], weights: Sequence[Hashable | None]) -> list[Decision]:
     """Returns the decisions, with the reason of each rewritten site saying so if its table stays for another site.
+
+    An embedding whose table stays for others anyway is kept, unless a rule asks for it: to pack it alone saves nothing.
 
     Args:
         decisions: one per site.
@@ -31,9 +33,13 @@ def _explained(decision: Decision, sharing: Sequence[Decision]) -> Decision:
     kept = next((other for other in sharing if not other.quantize), None)
     if not decision.quantize or kept is None or all(other.site.role != "embedding" for other in sharing):
         return decision
-    setting = f"set {_SETTINGS.get(kept.site.role)}: true"
+    setting = f"set {SETTINGS.get(kept.site.role)}: true"
     advice = f"{setting} to share one" if setting in kept.reason else "see why"
     shared = f"its {_what(decision.site)} is also the {_what(kept.site)} of {kept.site.module or kept.site.name!r}"
+    packed = any(other.quantize and other.site.role != "embedding" for other in sharing)
+    if decision.site.role == "embedding" and decision.rule == "policy" and not packed:
+        reason = f"embedding: {shared}, which is kept: packed alone it would make the file larger; {advice}"
+        return replace(decision, quantize=False, reason=reason)
     stored = "both copies are stored, and the file is larger than with neither quantized"
     return replace(decision, reason=f"{decision.reason}; {shared}, which is kept: {stored}; {advice}")
 

@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 from rich.filesize import decimal as size
 
 from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.tied_tables import SETTINGS
 from mxfp8_graph.report import html
 
 Outcome = Literal["rewritten", "quantized already", "kept", "other op", "small", "other", "new"]
@@ -45,6 +46,9 @@ _FLOATS: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 _WIDE: Final = frozenset({"int64", "uint64", "int32", "uint32", "int16", "uint16", "bool", "string", "complex64"})
 
 _NO_MATMUL: Final = "no matmul"
+
+_LARGE: Final = 0.25
+"""Share of the result's bytes from which on `Account.large_tables` names a table."""
 
 _LEAST_SHARE: Final = 0.1
 """Share of a model's bytes from which on `Account.elsewhere` speaks of them."""
@@ -254,12 +258,27 @@ class Account:
         """Returns the groups in words, as `HEADER` has them, the smallest in one row; and the total."""
         if not self.tensors:
             return []
-        shown = self.groups if len(self.groups) <= MOST_ROWS else self.groups[: MOST_ROWS - 1]
+        groups = [group for group in self.groups if group.bytes_before or group.bytes_after]
+        shown = groups if len(groups) <= MOST_ROWS else groups[: MOST_ROWS - 1]
         rows = [group.row for group in shown]
-        if rest := self.groups[len(shown) :]:
+        if rest := groups[len(shown) :]:
             before, after = (sum(getattr(group, key) for group in rest) for key in ("bytes_before", "bytes_after"))
             rows.append(("...", size(before), size(after), "", f"{len(rest)} more reasons"))
         return [*rows, ("total", size(self.bytes_before), size(self.bytes_after), "", "")]
+
+    def large_tables(self) -> list[str]:
+        """Returns notes on embedding tables that stay and take much of the result: the options that pack them."""
+        notes, total = [], self.bytes_after
+        for tensor in (tensor for tensor in self.tensors if tensor.bytes_kept > _LARGE * total):
+            kept = [use.decision for use in tensor.uses if use.decision and not use.decision.quantize]
+            fields = {field: f"set {field}: true" for field in SETTINGS.values()}
+            wanted = [next((f for f, advice in fields.items() if advice in d.reason), "") for d in kept]
+            if all(wanted) and any(decision.site.role == "embedding" for decision in kept):
+                options = " ".join(f"--set {field}=true" for field in dict.fromkeys(wanted))
+                share = f"{size(tensor.bytes_kept)} of {size(total)}"
+                notes.append(f"the embedding table {tensor.name} ({share}) stays {tensor.dtype}: {options} packs it")
+        packed = any(tensor.bytes_new for tensor in self.tensors)  # not in a program to train
+        return notes if packed else []
 
     def elsewhere(self) -> str:
         """Returns which ops that are no matmul hold how much of the model, for one where nothing is eligible; or ""."""

@@ -13,12 +13,12 @@ from typing import Any, Final, Protocol, TypeVar
 from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.file_reading import is_any_of, is_folder
-from mxfp8_graph.file_writing import write_text
+from mxfp8_graph.file_writing import is_taken, write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.json_text import json_text
-from mxfp8_ops.errors import Mxfp8Error
+from mxfp8_ops.errors import Mxfp8Error, Option
 
 SCHEMA: Final = 2
 """Version of the layout of `RewriteReport.to_dict`; it grows when a key changes its meaning or goes away."""
@@ -208,7 +208,7 @@ class RewriteReport:
             "seconds": self.seconds,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
-            "notes": list(self.notes),
+            "notes": [*self.notes, *self.account.large_tables()],
             "rewritten": len(self.rewritten),
             "kept": len(self.kept),
             "kept_by_reason": {reason: len(sites) for reason, sites in self.kept_by_reason.items()},
@@ -266,32 +266,37 @@ class Writable(Protocol):
         """Returns everything as JSON."""
 
 
-def write_report(path: str | Path, report: Writable) -> Path:
+def write_report(path: str | Path, report: Writable, *, overwrite: bool = True) -> Path:
     """Writes a report, as JSON or (suffix .html) as a page, and returns the path.
 
     Raises:
-        Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
+        Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
     """
-    path = check_report_path(path)
-    write_text(path, report.to_html() if path.suffix.lower() == ".html" else report.to_json())
+    path = check_report_path(path, overwrite=overwrite)
+    text = report.to_html() if path.suffix.lower() == ".html" else report.to_json()
+    write_text(path, text, overwrite=overwrite)
     return path
 
 
-def check_report_path(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES, models: Iterable[Path] = ()) -> Path:
+def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:
     """Returns `path` if a report can be written there. Ask before the work, not after it.
 
     Raises:
-        Mxfp8Error: another suffix than one of `suffixes`, no such folder, or one of `models`.
+        Mxfp8Error: another suffix than one of `SUFFIXES`, no such folder, one of `models`, or a file that exists while
+            `overwrite` is false.
     """
     path = Path(path)
     if is_any_of(path, models):
         raise Mxfp8Error(path, "is the model", expected="another file", advice="correct the report's path")
-    if path.suffix.lower() not in suffixes:
+    if path.suffix.lower() not in SUFFIXES:
         what = f"report with suffix {path.suffix!r}"
-        raise Mxfp8Error(path, what, expected=" or ".join(suffixes), advice="rename it")
+        raise Mxfp8Error(path, what, expected=" or ".join(SUFFIXES), advice="rename it")
     if is_folder(path) or not is_folder(path.parent):
-        what = "a folder" if is_folder(path) else f"no folder {path.parent}"
+        what = "a folder" if is_folder(path) else f"folder {path.parent} does not exist"
         raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
+    if not overwrite and is_taken(path):
+        advice = ("pass ", Option("overwrite", True), " or another path")
+        raise Mxfp8Error(path, "exists already", expected="a new file", advice=advice)
     return path
 
 
@@ -299,7 +304,7 @@ def headline(report: RewriteReport) -> str:
     """Returns the outcome in one line."""
     recipe = report.recipe.get("name", "custom")
     if report.already_rewritten:
-        return f"already rewritten with recipe {recipe}; nothing to do"
+        return f"already rewritten with recipe {recipe}; {'copied' if report.output else 'nothing to do'}"
     verb = "would be rewritten" if report.dry_run else "rewritten"
     return f"{_counts(report)} {verb} to MXFP8 with recipe {recipe}"
 
@@ -317,13 +322,13 @@ def facts(report: RewriteReport) -> list[tuple[str, str]]:
         kinds = Counter(fusion.kind for fusion in report.fusions)
         lines.append(("fused", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
     lines.append(("time", f"{report.seconds:.1f} s"))
-    lines += [("note", note) for note in report.notes]
+    lines += [("note", note) for note in (*report.notes, *report.account.large_tables())]
     if report.dry_run:
         lines.append(("result", "nothing written (dry run)"))
-    elif report.already_rewritten:
-        lines.append(("result", f"nothing written; {report.source} is the result"))
     elif report.output:
         lines.append(("result", report.output))
+    elif report.already_rewritten:
+        lines.append(("result", f"nothing written; {report.source} is the result"))
     return lines
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from textwrap import wrap
 from typing import Final
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +28,9 @@ STYLES: Final = {
     "broken": "red",
 }
 """Style of a cell that says exactly this."""
+
+PIPE_WIDTH: Final = 120
+"""Width of a `Fitted` table in a pipe or a file."""
 
 MOST_REASONS: Final = 20
 """Reasons that the end of a rewrite names; the others are one more row."""
@@ -76,15 +82,49 @@ def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """A table that fits the terminal, or `PIPE_WIDTH`: its header is wrapped, then columns are left out and named."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    spare: Sequence[str] = ()
+    """Titles of the columns to leave out, first to last; after these the ones on the right, but never the first."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yields the table, and a line with what is left out."""
+        width = options.max_width if console.is_terminal else PIPE_WIDTH
+        table, left_out = columns(self.header, self.rows), dict[str, None]()
+        cells = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
+        shown = [(title, _wrapped(title, column), column) for title, column in zip(self.header, cells, strict=True)]
+        while max(map(cell_len, table.plain.split("\n"))) > width:
+            table = columns([title for _, title, _ in shown], list(zip(*(column for *_, column in shown), strict=True)))
+            titles = [title for title, *_ in shown[1:]]
+            if max(map(cell_len, table.plain.split("\n"))) <= width or not titles:
+                break
+            spare = next((title for title in self.spare if title in titles), titles[-1])
+            left_out[spare] = None
+            shown = [shown[0], *(column for column in shown[1:] if column[0] != spare)]
+        yield table
+        if left_out:
+            yield Text(f"left out for the width, in --json and --html: {'; '.join(left_out)}")
+
+
+def _wrapped(title: str, cells: Sequence[str]) -> str:
+    width = max(map(cell_len, cells), default=0)
+    return "\n".join(wrap(title, max(width, 6), break_long_words=False, break_on_hyphens=False))
+
+
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Text:
     """Returns one line per row, in aligned columns and never folded: for lists to read, grep and pipe."""
-    table = [tuple(header), *(tuple(map(printable, row)) for row in rows)]
+    top = list(zip_longest(*(title.split("\n") for title in header), fillvalue=""))
+    table = [*top, *(tuple(map(printable, row)) for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
     text = Text(no_wrap=True, overflow="ignore")
-    for row in table:
+    for number, row in enumerate(table):
         last = max((i for i, cell in enumerate(row) if cell), default=0)
         for i, cell in enumerate(row[: last + 1]):
-            text.append(cell, style=STYLES.get(cell, "bold" if row is table[0] else ""))
+            text.append(cell, style=STYLES.get(cell, "bold" if number < len(top) else ""))
             text.append("\n" if i == last else " " * (widths[i] - cell_len(cell) + 2))
     text.right_crop(1)
     return text

@@ -53,7 +53,10 @@ def rewrite_torch(
     reporter.notes += filter(None, [internals.check_torch()])
     made = record.find(source)
     if already_rewritten(made, recipe, options, what="program"):
-        return model, reporter.report(already_rewritten=True)
+        if (path := options.copy_to) is None or options.dry_run:
+            return model if path is None else None, reporter.report(already_rewritten=True)
+        save(source, path, overwrite=options.overwrite)
+        return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
         source = _for_inference(source, reporter)
     if made is not None and made.packed:

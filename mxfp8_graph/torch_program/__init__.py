@@ -16,7 +16,7 @@ try:
 except ModuleNotFoundError as error:
     what = "not installed"
     expected = "it for exported programs and .pt2 files"
-    raise BackendError("torch", what, expected=expected, advice="pip install 'mxfp8-graph[torch]'") from error
+    raise BackendError("torch", what, expected=expected, advice="pip install torch onnxscript") from error
 
 from mxfp8_graph.torch_program.files import load, save
 

@@ -135,7 +135,7 @@ def check_target(path: str | Path, *, overwrite: bool) -> Path:
     if path.suffix != ".pt2":
         raise ContractError(path, f"suffix {path.suffix!r}", expected=".pt2", advice="rename it (to_onnx writes ONNX)")
     if is_folder(path) or not is_folder(path.parent):
-        what = "a directory" if is_folder(path) else f"no folder {path.parent}"
+        what = "a directory" if is_folder(path) else f"folder {path.parent} does not exist"
         raise ContractError(path, what, expected="a file in an existing folder", advice="correct the path")
     if not overwrite and is_taken(path):
         raise _exists(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import builders as b
 import numpy as np
 import onnx
 import pytest
+import torch
 from commands import poison, refused, run, save
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -26,6 +28,35 @@ def a_directory(path: Path) -> None:
 def truncated(path: Path) -> None:
     save(b.chain_model(), str(path))
     os.truncate(path, 3000)
+
+
+def a_checkpoint(path: Path) -> None:
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+def a_state_dict(path: Path) -> None:
+    torch.save({"w": torch.zeros(3)}, path)
+
+
+def an_older_state_dict(path: Path) -> None:
+    torch.save({"w": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
+
+
+def a_program(path: Path) -> None:
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),)), "m.pt2")
+    Path("m.pt2").rename(path)
+
+
+def a_hugging_face_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+
+
+MODULE = (
+    "a file of torch.save: weights or a module, without a graph; expected an ONNX model; load it in PyTorch, "
+    "torch.export.export(module, inputs), and save that with mxfp8_graph.save as .pt2"
+)
 
 
 def of_a_later_opset(path: Path) -> None:
@@ -51,6 +82,19 @@ def of_a_later_opset(path: Path) -> None:
             "check that the file is one and was copied whole",
         ),
         (
+            a_checkpoint,
+            "a safetensors checkpoint: weights without a graph; expected an ONNX model; pass it as --weights; "
+            "for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER",
+        ),
+        (a_state_dict, MODULE),
+        (an_older_state_dict, MODULE),
+        (a_program, "a program of torch.export.save; expected an ONNX model; rename it to end in .pt2"),
+        (
+            a_hugging_face_folder,
+            "a directory; expected an ONNX file; name the .onnx file inside it; "
+            "for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER",
+        ),
+        (
             lambda path: path.write_bytes(b"\x12\x04test"),
             "not an ONNX model (no IR version or no graph); expected an ONNX model; export it again",
         ),
@@ -60,7 +104,20 @@ def of_a_later_opset(path: Path) -> None:
             "upgrade onnx",
         ),
     ],
-    ids=["missing", "directory", "empty", "not ONNX", "truncated", "another protobuf", "unknown opset"],
+    ids=[
+        "missing",
+        "directory",
+        "empty",
+        "not-ONNX",
+        "truncated",
+        "safetensors",
+        "torch.save",
+        "older-torch.save",
+        "program",
+        "HF",
+        "protobuf",
+        "opset",
+    ],
 )
 def test_a_model_that_cannot_be_read(make: Callable[[Path], object], message: str) -> None:
     make(Path("m.onnx"))
@@ -138,8 +195,7 @@ def test_a_read_only_folder() -> None:
 
 def test_an_output_folder_that_does_not_exist() -> None:
     assert refused("rewrite", save(b.chain_model()), "-o", "none/out.onnx") == (
-        "error: none/out.onnx: cannot be written: No such file or directory; expected a writable folder with enough "
-        "space; free some space or pass another --output"
+        "error: none/out.onnx: folder none does not exist; expected a file in an existing folder; create the folder"
     )
 
 
@@ -183,7 +239,8 @@ def test_an_output_that_is_a_folder(output: str) -> None:
 
 def test_a_report_that_cannot_be_written_stops_before_the_work() -> None:
     assert refused("rewrite", save(b.chain_model()), "--report", "none/r.json") == (
-        "error: none/r.json: no folder none; expected a file in an existing folder; correct the report's path"
+        "error: none/r.json: folder none does not exist; expected a file in an existing folder; "
+        "correct the report's path"
     )
 
 
@@ -212,3 +269,24 @@ def test_when_all_sites_are_skipped_the_reasons_are_listed(flags: list[str]) -> 
 def test_a_matmul_over_nothing() -> None:
     message = refused("rewrite", save(b.matmul_model(k=0)), code=3)
     assert message.splitlines()[-1].split("  ")[-1] == ("the weight is empty (shape [0, 96]); expected N and K above 0")
+
+
+def test_a_python_wheel() -> None:
+    with zipfile.ZipFile("m.whl", "w") as archive:
+        archive.writestr("m/__init__.py", "")
+    message = "a Python wheel; expected an ONNX model; unzip it and name the .onnx file in it"
+    assert refused("rewrite", "m.whl", "-o", "m.onnx") == f"error: m.whl: {message}"
+
+
+def test_samples_of_text() -> None:
+    Path("data.jsonl").write_text('{"text": "a sentence"}\n')
+    message = refused("run", save(b.chain_model()), "--inputs", "data.jsonl")
+    assert message.startswith("error: data.jsonl line 1: 'text' is text; expected x float32 [batch, 64]; tokenize")
+
+
+def test_a_size_where_every_dimension_is_fixed() -> None:
+    nodes = [b.node("MatMul", "x w", "y")]
+    source = save(b.model(nodes, {"x": (np.float32, [2, 64])}, {"y": (np.float32, [2, 64])}, {"w": b.weight(64, 64)}))
+    assert refused("run", source, "--dim", "b=3") == (
+        "error: m.onnx: no dimension 'b': every dimension is fixed; expected no sizes; drop --dim"
+    )

@@ -175,3 +175,25 @@ def test_a_rewritten_model_is_left_alone() -> None:
         ["m.onnx", "out.onnx"],
         content,
     )
+
+
+@pytest.mark.parametrize("choice", ["never", "always"])
+def test_a_rewritten_model_is_copied_to_another_output(choice: str) -> None:
+    run("rewrite", save(b.chain_model()), "-o", "one.onnx", "--external-data", choice)
+    result = run("rewrite", "one.onnx", "-o", "two.onnx")
+    assert (result.exit_code, [" ".join(line.split()) for line in result.stdout.splitlines()]) == (
+        0,
+        ["already rewritten with recipe mxfp8; copied", "result two.onnx"],
+    )
+    assert Path("two.onnx.data").exists() == (choice == "always")
+    for file in Path.cwd().glob("one.*"):
+        file.unlink()  # the copy does not need it
+    assert run("run", "two.onnx", "--repeat", "1").exit_code == 0
+
+
+def test_a_copy_replaces_nothing_and_a_dry_run_writes_none() -> None:
+    run("rewrite", save(b.chain_model()), "-o", "one.onnx")
+    assert "exists already" in refused("rewrite", "one.onnx", "-o", "m.onnx")
+    assert run("rewrite", "one.onnx", "-o", "two.onnx", "--dry-run").exit_code == 0
+    assert not Path("two.onnx").exists()
+    assert run("rewrite", "one.onnx", "-o", "one.onnx").exit_code == 0  # it is there already

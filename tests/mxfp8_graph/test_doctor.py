@@ -97,7 +97,7 @@ def test_an_optional_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         name="torch",
         state="missing",
         detail="not installed; needed for PyTorch models only",
-        advice="pip install 'mxfp8-graph[torch]'",
+        advice="pip install torch onnxscript",
     )
     assert healthy(diagnose())
 

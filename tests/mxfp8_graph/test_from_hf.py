@@ -500,6 +500,8 @@ def test_the_command_line(bert: Folder, tmp_path: Path) -> None:
     assert "the checkpoint has it in MXFP8, found by name" in done.stdout
     assert [file.name for file in tmp_path.iterdir()] == ["b.onnx"]
     check_stored(bert, tmp_path / "b.onnx")
+    plain = commands.run("from-hf", str(bert.path), "-o", str(tmp_path / "c.onnx"), "--set", "fuse=false", "--json")
+    assert json.loads(plain.stdout)["recipe"]["fuse"] is False
     again = commands.run("from-hf", str(bert.path), "-o", str(tmp_path / "b.onnx"))
     assert (again.exit_code, "exists already" in again.stderr) == (2, True)
 

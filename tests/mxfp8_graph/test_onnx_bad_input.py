@@ -50,9 +50,6 @@ class TestNotAModel:
         "PNG": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\1\0\0\0\1\0\x08\6\0\0\0",
         "zip": b"PK\3\4\x14\0\0\0\x08\0" + bytes(40),
         "JSON": b'{"irVersion": "10", "graph": {}}',
-        "safetensors": b"\x40\0\0\0\0\0\0\0"
-        + b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(64)
-        + bytes(4),
         "noise": np.random.default_rng(0).bytes(1000),
         "zeros": bytes(1000),
         "another protobuf": onnx.TensorProto(name="w", data_type=1, dims=[1], raw_data=bytes(4)).SerializeToString(),

@@ -14,6 +14,7 @@ from releases import release
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
+from mxfp8_graph.policy.recipe import load_recipe
 
 F32, F16 = np.float32, np.float16
 EXACT = Recipe(activations="unchanged", min_dim=0)
@@ -371,3 +372,12 @@ def test_without_fusion_it_stays() -> None:
     result, report = mxfp8_graph.rewrite(attention(), EXACT.without_fusion())
     assert "MXFP8Attention" not in kinds(result)
     assert report.fusions == ()
+
+
+@pytest.mark.parametrize(("recipe", "how"), [("mxfp8", "rounded to bfloat16"), ("mxfp8-weight-only", "not rounded")])
+def test_a_product_that_is_fused_says_so(recipe: str, how: str) -> None:
+    report = mxfp8_graph.rewrite(attention(), load_recipe(recipe).setting(["min_dim=0"]))[1]
+    assert [site.decision.reason for site in report.kept] == [
+        f"attention scores (Q @ K^T), fused, {how}; set attention_scores: true to quantize it",
+        f"attention values (softmax @ V), fused, {how}; set attention_values: true to quantize it",
+    ]

@@ -304,6 +304,8 @@ class TestAttention:
     def test_by_default_both_are_kept_with_the_reason(self):
         _, report = mxfp8_graph.rewrite(attention_model())
         assert {site.decision.site.name: site.decision.reason for site in report.kept} == {
-            "scores": "attention scores (Q @ K^T), no static operand; set attention_scores: true to quantize it",
-            "values": "attention values (softmax @ V), no static operand; set attention_values: true to quantize it",
+            "scores": "attention scores (Q @ K^T), fused, rounded to bfloat16; "
+            "set attention_scores: true to quantize it",
+            "values": "attention values (softmax @ V), fused, rounded to bfloat16; "
+            "set attention_values: true to quantize it",
         }

@@ -291,8 +291,7 @@ class TestRefusals:
         path = save(matmul_model(), tmp_path / "m.onnx")
         out = tmp_path / "no" / "o.onnx"
         assert message(path, output=out) == (
-            f"{out}: cannot be written: No such file or directory; expected a writable folder with enough space; free "
-            "some space or pass another output"
+            f"{out}: folder {out.parent} does not exist; expected a file in an existing folder; create the folder"
         )
 
     def test_a_folder_that_is_a_file(self, tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from full_disk import files, files_of_at_most
+from rich.console import Console
 
 from mxfp8_graph import reproduction
 from mxfp8_graph._version import __version__
@@ -20,6 +21,7 @@ from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import RewriteReport, SiteReport, sqnr_db
+from mxfp8_graph.report.text import Fitted
 from mxfp8_ops.errors import Mxfp8Error
 
 
@@ -295,7 +297,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> N
         ("report.txt", "report with suffix '.txt'; expected .json or .html; rename it"),
         (
             "none/report.json",
-            "no folder {folder}/none; expected a file in an existing folder; correct the report's path",
+            "folder {folder}/none does not exist; expected a file in an existing folder; correct the report's path",
         ),
         ("folder.json", "a folder; expected a file in an existing folder; correct the report's path"),
     ],
@@ -305,3 +307,29 @@ def test_where_a_report_cannot_go(tmp_path: Path, name: str, message: str) -> No
     with pytest.raises(Mxfp8Error) as caught:
         make_report().write(tmp_path / name)
     assert str(caught.value) == f"{tmp_path / name}: {message.format(folder=tmp_path)}"
+
+
+HEADER = ("recipe", "relative L2: mean", "worst", "what it is")
+ROWS = [("mxfp8", "0.0988", "0.107", "E4M3, ceil scales"), ("mxfp8-weight-only", "0.0792", "0.081", "weights alone")]
+
+
+@pytest.mark.parametrize(
+    ("width", "header", "left_out"),
+    [
+        (80, "recipe relative L2: mean worst what it is", []),
+        (53, "recipe relative worst what it is L2: mean", []),
+        (46, "recipe relative what it is L2: mean", ["worst"]),
+        (30, "recipe relative L2: mean", ["worst", "what it is"]),
+        (10, "recipe", ["worst", "what it is", "relative L2: mean"]),
+    ],
+)
+def test_a_table_that_does_not_fit_wraps_its_header_and_leaves_out_columns(
+    width: int, header: str, left_out: list[str]
+) -> None:
+    console = Console(width=width, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(Fitted(HEADER, ROWS, ("worst",)), soft_wrap=True)
+    titles, first, rest = captured.get().partition("mxfp8")
+    assert " ".join(titles.split()) == header
+    note = f"left out for the width, in --json and --html: {'; '.join(left_out)}" if left_out else ""
+    assert (first + rest).splitlines()[2:] == ([note] if note else [])

@@ -16,6 +16,7 @@ from oracle import expect, initializers, kinds, quantized, reasons, rewrite, run
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
+from mxfp8_graph.policy.plan import NothingEligibleError
 
 F32 = np.float32
 TABLE = weight(96, 64)
@@ -79,9 +80,9 @@ COPIES = "both copies are stored, and the file is larger than with neither quant
     ("fields", "name", "reason"),
     [
         (
-            {"embeddings": True},
+            {"rules": (Rule(name="wte"),)},
             "wte",
-            "embedding, by recipe 'one'; its table is also the weight of 'lm_head', which is kept: "
+            "rules.0: name='wte' -> quantize; its table is also the weight of 'lm_head', which is kept: "
             f"{COPIES}; set output_projections: true to share one",
         ),
         (
@@ -90,13 +91,8 @@ COPIES = "both copies are stored, and the file is larger than with neither quant
             "output projection, by recipe 'one'; its weight is also the table of 'wte', which is kept: "
             f"{COPIES}; set embeddings: true to share one",
         ),
-        (
-            {"embeddings": True, "output_projections": True, "exclude": ("lm_head",)},
-            "wte",
-            f"embedding, by recipe 'one'; its table is also the weight of 'lm_head', which is kept: {COPIES}; see why",
-        ),
     ],
-    ids=["embedding only", "projection only", "excluded"],
+    ids=["embedding by a rule", "projection only"],
 )
 def test_the_reason_says_what_quantizing_one_of_them_costs(fields: dict[str, Any], name: str, reason: str) -> None:
     rewritten, report = rewrite(tied(), Recipe(name="one", **fields))
@@ -104,6 +100,53 @@ def test_the_reason_says_what_quantizing_one_of_them_costs(fields: dict[str, Any
     assert initializers(rewritten) == ["table", "table_mxfp8", "table_mxfp8_scales"]
     assert report.bytes_after is not None
     assert report.bytes_after > report.bytes_before
+
+
+ALONE = (
+    "embedding: its table is also the weight of 'lm_head', which is kept: packed alone it would make the file larger"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"embeddings": True}, "set output_projections: true to share one"),
+        ({"embeddings": True, "output_projections": True, "exclude": ("lm_head",)}, "see why"),
+    ],
+    ids=["policy", "excluded"],
+)
+def test_an_embedding_is_kept_whose_table_stays_for_the_projection(fields: dict[str, Any], advice: str) -> None:
+    with pytest.raises(NothingEligibleError) as raised:
+        rewrite(tied(), Recipe(name="one", **fields))
+    assert raised.value.decisions[0].reason == f"{ALONE}; {advice}"
+
+
+TIED = "--set embeddings=true --set output_projections=true"
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, TIED),
+        ({"embeddings": True}, "--set output_projections=true"),
+        ({"output_projections": True}, "--set embeddings=true"),
+        ({"exclude": ("wte",)}, None),
+        ({"embeddings": True, "output_projections": True}, None),
+    ],
+    ids=["default", "embeddings", "projections", "excluded", "both"],
+)
+def test_a_large_table_that_stays_is_noted_with_the_options_that_pack_it(
+    fields: dict[str, Any], options: str | None
+) -> None:
+    proto = tied()
+    proto.graph.node.extend([node("MatMul", "e w", "h", "linear"), node("Relu", "h", "r")])
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight(64, 64), "w"))
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("r", 1, ["m", 64]))
+    report = rewrite(proto, Recipe(name="one", **fields))[1]
+    notes = [note for note in report.to_dict()["notes"] if "table" in note]
+    size = report.account.bytes_after
+    expected = f"the embedding table table (24.6 kB of {size / 1000:.1f} kB) stays float32: {options} packs it"
+    assert notes == ([expected] if options else [])
 
 
 def test_unpack_gives_the_table_once() -> None:

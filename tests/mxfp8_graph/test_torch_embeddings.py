@@ -16,6 +16,7 @@ from torch_programs import DYNAMIC, Apply, as_numpy, call_targets, count, export
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import Recipe, Rule  # noqa: E402
+from mxfp8_graph.policy.plan import NothingEligibleError  # noqa: E402
 from mxfp8_ops import numerics  # noqa: E402
 
 TABLES = Recipe(name="tables", embeddings=True)
@@ -159,11 +160,12 @@ def test_a_tied_table_has_one_packed_copy(decomposed: bool) -> None:
     assert report.bytes_after == 96 * (64 + 2)
 
 
-def test_a_tied_table_whose_projection_is_kept_is_stored_twice_and_says_so() -> None:
-    _, report = mxfp8_graph.rewrite(export(Tied(), IDS), TABLES)
-    assert reasons(report)[0] == (
-        "embedding, by recipe 'tables'; its table is also the weight of 'lm_head', which is kept: both copies are "
-        "stored, and the file is larger than with neither quantized; set output_projections: true to share one"
+def test_a_table_is_kept_whose_projection_is_kept() -> None:
+    with pytest.raises(NothingEligibleError) as raised:
+        mxfp8_graph.rewrite(export(Tied(), IDS), TABLES)
+    assert raised.value.decisions[0].reason == (
+        "embedding: its table is also the weight of 'lm_head', which is kept: packed alone it would make the file "
+        "larger; set output_projections: true to share one"
     )
 
 

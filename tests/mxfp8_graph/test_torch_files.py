@@ -122,9 +122,9 @@ def test_rewriting_files(tmp_path: Path) -> None:
     assert report.bytes_after == output.stat().st_size < len(before)
     assert source.read_bytes() == before
     again, report = mxfp8_graph.rewrite(output, output=tmp_path / "again.pt2")
-    assert again == output
+    assert again == tmp_path / "again.pt2"  # a copy
     assert report.already_rewritten
-    assert not (tmp_path / "again.pt2").exists()
+    assert mxfp8_graph.rewrite(again)[1].already_rewritten
     with pytest.raises(ContractError, match="exists already"):
         mxfp8_graph.rewrite(source)
     assert mxfp8_graph.rewrite(source, overwrite=True)[0] == output
@@ -132,7 +132,11 @@ def test_rewriting_files(tmp_path: Path) -> None:
         mxfp8_graph.rewrite(source, output=source, overwrite=True)
     assert mxfp8_graph.rewrite(source, output=tmp_path / "dry.pt2", dry_run=True)[0] is None
     assert not (tmp_path / "dry.pt2").exists()
-    for wrong, reason in ((output, "exists already"), (tmp_path / "none" / "dry.pt2", "no folder"), (source, "is the")):
+    for wrong, reason in (
+        (output, "exists already"),
+        (tmp_path / "none" / "dry.pt2", "does not exist"),
+        (source, "is the"),
+    ):
         with pytest.raises(ContractError, match=reason):
             mxfp8_graph.rewrite(source, output=wrong, dry_run=True)
     program = mxfp8_graph.load(source)
@@ -184,7 +188,7 @@ def test_a_directory(tmp_path: Path, rewritten: ExportedProgram) -> None:
 def test_places_that_cannot_be_written(tmp_path: Path, rewritten: ExportedProgram) -> None:
     with pytest.raises(ContractError, match=r"suffix '.zip'; expected .pt2"):
         mxfp8_graph.save(rewritten, tmp_path / "model.zip")
-    with pytest.raises(ContractError, match="no folder"):
+    with pytest.raises(ContractError, match="does not exist"):
         mxfp8_graph.save(rewritten, tmp_path / "nowhere" / "model.pt2")
     path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
     with pytest.raises(ContractError, match="exists already"):

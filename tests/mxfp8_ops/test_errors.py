@@ -58,6 +58,10 @@ def test_common_errors() -> None:
     assert str(BackendError.unreadable("f", missing, "a readable library")) == (
         "f: No such file or directory; expected a readable library; check the path"
     )
-    assert str(ContractError.unwritable("f", missing)) == (
-        "f: cannot be written: No such file or directory; expected a writable folder with enough space; choose another"
+    full = OSError(28, "No space left on device")
+    assert str(ContractError.unwritable("f", full)) == (
+        "f: cannot be written: No space left on device; expected a writable folder with enough space; choose another"
+    )
+    assert str(ContractError.unwritable("none/f", missing)) == (
+        "none/f: folder none does not exist; expected a file in an existing folder; create the folder"
     )

@@ -12,10 +12,12 @@ from mxfp8_graph.evidence.tuning.result import Tuning
 from mxfp8_graph.evidence.tuning.tuner import Interrupted
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report import html
-from mxfp8_graph.report.text import columns, lines
+from mxfp8_graph.report.text import Fitted, lines
 
 SHOWN: Final = 12
 """Steps that are shown unless all are asked for, the last ones."""
+
+SPARE: Final = ("relative L2, estimated", "step")
 
 
 def tuning(found: Tuning, *, every: bool = False) -> RenderableType:
@@ -23,10 +25,10 @@ def tuning(found: Tuning, *, every: bool = False) -> RenderableType:
     header, rows = found.step_table()
     shown = rows if every else rows[-SHOWN:]
     more = f"{len(rows) - len(shown)} steps before; --verbose shows them" if len(rows) > len(shown) else ""
-    parts: list[RenderableType] = [Text(printable(found.headline())), Text(more), columns(header, _said(shown))]
+    parts: list[RenderableType] = [Text(printable(found.headline())), Text(more), Fitted(header, _said(shown), SPARE)]
     if every:
         header, rows = found.unit_table()
-        parts += [Text(), columns(header, _said(rows))]
+        parts += [Text(), Fitted(header, _said(rows))]
     facts = found.facts()
     if found.resumed:  # the result is the same: only here is it said
         facts.append(("resumed", f"{found.resumed} measurements are of a search that did not finish"))

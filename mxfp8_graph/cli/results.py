@@ -1,0 +1,35 @@
+"""Where the result of a command goes: to stdout as text or JSON, and to the files of --report and --html."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from mxfp8_graph.report.data import Writable
+
+
+def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None], *, overwrite: bool) -> None:
+    """Raises Mxfp8Error if a report cannot be written. Commands call it before the work, which may take minutes."""
+    from mxfp8_graph.report.data import check_report_path
+
+    files = [model for model in models if model]
+    for report in reports or ():
+        check_report_path(report, files, overwrite=overwrite)
+
+
+def tell(
+    result: Writable, print_text: Callable[[], None], *, json: bool, reports: Sequence[Path] | None, overwrite: bool
+) -> None:
+    """Prints a result, as JSON or by `print_text`, and writes the reports."""
+    from mxfp8_graph.report.data import write_report
+
+    if json:
+        typer.echo(result.to_json(), nl=False)
+    else:
+        print_text()
+    for report in dict.fromkeys(reports or ()):
+        write_report(report, result, overwrite=overwrite)
