@@ -69,6 +69,12 @@ class Sizes:
                 return self._size(name, 1, dims[1])
         return SEQUENCE
 
+    def batches(self) -> list[str]:
+        """Returns the dimensions that have the size of a batch by rule 5 or 6, as a user names them."""
+        free = [(n, a, d) for n, dims in self._inputs.items() for a, d in enumerate(dims) if not isinstance(d, int)]
+        plain = [(dim or f"{n}.{axis}", n, axis, dim or "") for n, axis, dim in free if _expression(dim or "") is None]
+        return sorted({key for key, *at in plain if key not in self._overrides and self._default(*at) == BATCH})
+
     def option(self, name: str) -> Option:
         """Returns how a user sets the free dimensions of input `name`: shapes={"batch": 2, "input_ids.1": 16}."""
         free = [(axis, dim) for axis, dim in enumerate(self._inputs[name]) if not isinstance(dim, int)]

@@ -22,6 +22,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
 
 from mxfp8_graph.checking.program_profile import of_program
+from mxfp8_graph.torch_program import record
 from mxfp8_graph.torch_program.internals import written_names
 from mxfp8_graph.torch_program.values import to_numpy
 
@@ -45,6 +46,7 @@ class TorchProgram(Runnable):
         else:
             self.name, program = str(model), load(model, trust_pickle=trust_pickle)
         self._program = program
+        self.is_rewritten = record.find(program) is not None
         try:
             self._module = program.module()
         except Exception as error:  # whatever torch raises for a program that contradicts itself

@@ -60,10 +60,13 @@ def run_model(
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
     """
     signature, runnable = open_runnable(model, trust_pickle=trust_pickle)
-    feeds = make_samples(signature, inputs, shapes, seed).feeds[0]
+    samples = make_samples(signature, inputs, shapes, seed, run=runnable.run)
+    feeds = samples.feeds[0]
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
-    return RunReport(model=signature.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing, nodes=nodes)
+    return RunReport(
+        model=signature.name, inputs=f"{describe(feeds)}, {samples.source}", isa=cpu.isa(), timing=timing, nodes=nodes
+    )
 
 
 def is_program(model: Any) -> bool:
@@ -82,6 +85,6 @@ def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signatur
         from mxfp8_graph.checking.programs import TorchProgram
 
         program = TorchProgram(model, trust_pickle=trust_pickle)
-        return Signature(program.name, program.specs, program.ranges), program
+        return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
     signature = Signature.of(open_model(model))
     return signature, Session(model, kernels=True, where=signature.name)
