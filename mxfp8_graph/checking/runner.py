@@ -64,9 +64,8 @@ def run_model(
     feeds = samples.feeds[0]
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
-    return RunReport(
-        model=signature.name, inputs=f"{describe(feeds)}, {samples.source}", isa=cpu.isa(), timing=timing, nodes=nodes
-    )
+    told = f"{describe(feeds)}, {samples.source}"
+    return RunReport(model=signature.name, inputs=told, isa=cpu.isa(), timing=timing, nodes=nodes)
 
 
 def is_program(model: Any) -> bool:
