@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -54,7 +53,7 @@ class Score:
     @property
     def mean(self) -> float:
         """The mean of all samples; NaN if that of any sample is."""
-        return math.nan if any(map(math.isnan, self.values)) else statistics.fmean(self.values)
+        return sum(self.values) / len(self.values)  # statistics.fmean raises an error for infinities of both signs
 
     @property
     def worst(self) -> float:

@@ -135,4 +135,4 @@ def after(units: int, moves: Sequence[Move]) -> Plan:
 
 def estimate(units: Sequence[Unit], plan: Plan) -> float:
     """Returns the relative L2 error that a plan should do, if squares of errors add up."""
-    return math.sqrt(math.fsum(unit.damage(way) for unit, way in zip(units, plan, strict=True)))
+    return math.sqrt(sum(unit.damage(way) for unit, way in zip(units, plan, strict=True)))

@@ -68,12 +68,14 @@ class Tuner:
         dry = self._planned()
         decisions = [site.decision for site in dry.sites]
         self._bytes_before = dry.account.bytes_before
-        self._notebook = Notebook(self.place.part if self.place else None, self._subject())
+        metrics = metrics_of(self.budgets)
+        scores = {metric.name: len(self.samples) for metric in metrics}
+        self._notebook = Notebook(self.place.part if self.place else None, self._subject(), scores)
         self._trials = Trials(
             model=self.source,
             original=self.original,
             samples=self.samples,
-            metrics=metrics_of(self.budgets),
+            metrics=metrics,
             notebook=self._notebook,
             ticker=self.ticker,
             folder=self.folder,
@@ -126,6 +128,8 @@ class Tuner:
     def _try_plans(self, decisions: Sequence[Decision]) -> None:
         """Measures what it takes to choose, and leaves the steps in the search."""
         cheapest = self._trials.trial(with_way(self.base, WAYS[0]), f"everything {WAYS[0]}")
+        if not {d.site.name for d in decisions if d.quantize} <= {one.site for one in cheapest.packed}:
+            raise self._notebook.damaged()
         self._units = units_of(decisions, cheapest)
         if self.objective == "size" and any(step.met for step in self._uniform(size_cost)):
             return  # nothing is smaller
