@@ -107,23 +107,9 @@ class Signature:
         return cls(name, input_specs(proto, name), index_ranges(proto, name), record.is_rewritten(proto))
 
 
-def make_inputs(
-    signature: Signature, inputs: str | Path | Mapping[str, Array] | None, shapes: Mapping[str, int] | None, seed: int
-) -> Inputs:
-    """Returns the given inputs, checked, or synthesised ones.
-
-    Raises:
-        ShapeError: they do not fit the model, or both inputs and shapes are given.
-    """
-    if inputs is None:
-        return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
-    if shapes:
-        what = f"sizes {', '.join(shapes)} with given inputs"
-        advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
-        raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
-    if isinstance(inputs, (str, Path)):
-        return load_inputs(inputs, signature.specs)
-    return check_inputs(inputs, signature.specs, signature.name)
+def make_inputs(signature: Signature, shapes: Mapping[str, int] | None = None, seed: int = 0) -> Inputs:
+    """Returns synthesised inputs of a model; arguments and errors as `synthesise`."""
+    return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
 
 
 def synthesise(

@@ -124,7 +124,7 @@ def make_samples(
 
 
 def _synthesised(signature: Signature, shapes: Mapping[str, int], seed: int, count: int) -> Samples:
-    made = tuple(make_inputs(signature, None, shapes, seed + number) for number in range(count))
+    made = tuple(make_inputs(signature, shapes, seed + number) for number in range(count))
     return Samples(made, "synthesised", _numbered(len(made)), synthesised=True)
 
 

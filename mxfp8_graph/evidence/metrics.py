@@ -127,17 +127,13 @@ def _checked(number: _Number, original: Array, rewritten: Array) -> float:
 
 def check_measurable(sample: str, original: Outputs) -> None:
     """Raises ShapeError if no result can be compared with what the original model makes of a sample."""
-    if why := unmeasurable(original):
-        advice = "leave it out, or correct it"
-        raise ShapeError(sample, why, expected="outputs of the original model that have finite values", advice=advice)
-
-
-def unmeasurable(original: Outputs) -> str:
-    """Returns why no result can be compared with these outputs, in words; "" if every output that has values can."""
-    if not any(array.size for array in original.values()):
-        return "no output has a value"
-    names = [n for n, a in original.items() if a.size and not np.isfinite(a.astype(np.float64)).any()]
-    return f"output {names[0]!r} has no finite value" if names else ""
+    sizes = {name: array.size for name, array in original.items()}
+    finite = {name: np.isfinite(array.astype(np.float64)).any() for name, array in original.items()}
+    what = [f"output {name!r} has no finite value" for name, size in sizes.items() if size and not finite[name]]
+    what = what if any(sizes.values()) else ["no output has a value"]
+    if what:
+        expected = "outputs of the original model that have finite values"
+        raise ShapeError(sample, what[0], expected=expected, advice="leave it out, or correct it")
 
 
 METRICS: Final[Mapping[str, Metric]] = {
