@@ -90,8 +90,7 @@ def analyze(
         raise ContractError("analyze", f"keep is {keep}", expected="0 or more", advice="correct it")
     settings = {"allow_nonfinite": allow_nonfinite, "trust_pickle": trust_pickle}
     with open_switchable(model, chosen, **settings, progress=progress) as switchable:
-        off = [False] * len(switchable.switched)
-        run = partial(switchable.run, on=off)
+        run = partial(switchable.run, on=[False] * len(switchable.switched))
         samples = make_samples(switchable.signature, inputs, shapes, seed, run=run)
         measured = _Measurement(switchable, samples, ranked_by, progress)
         measured.every_site()
