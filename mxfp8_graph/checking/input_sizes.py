@@ -71,9 +71,13 @@ class Sizes:
 
     def batches(self) -> list[str]:
         """Returns the dimensions that have the size of a batch by rule 5 or 6, as a user names them."""
-        free = [(n, a, d) for n, dims in self._inputs.items() for a, d in enumerate(dims) if not isinstance(d, int)]
-        plain = [(dim or f"{n}.{axis}", n, axis, dim or "") for n, axis, dim in free if _expression(dim or "") is None]
-        return sorted({key for key, *at in plain if key not in self._overrides and self._default(*at) == BATCH})
+        found = set()
+        for name, dims in self._inputs.items():
+            for axis, dim in enumerate(dims):
+                plain = not isinstance(dim, int) and _expression(dim or "") is None
+                if plain and self._default(name, axis, str(dim or "")) == BATCH:
+                    found.add(str(dim or f"{name}.{axis}"))
+        return sorted(found - self._overrides.keys())
 
     def option(self, name: str) -> Option:
         """Returns how a user sets the free dimensions of input `name`: shapes={"batch": 2, "input_ids.1": 16}."""

@@ -135,8 +135,7 @@ def verify(
             "--max-rel-l2",
             metavar="X",
             min=0,
-            help="Limit of each output's relative L2 error. Default: 0.5 for outputs of floating-point numbers, none for "
-            "others.",
+            help="Limit of each output's relative L2 error. Default: 0.5 for floating-point ones, none for integers.",
             show_default=False,
         ),
     ] = None,
