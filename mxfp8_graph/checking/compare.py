@@ -16,7 +16,11 @@ __all__ = ["Difference", "difference", "sameness", "softmax_kl", "sqnr", "top1_a
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """`result` against `reference`, over the positions where both are finite."""
+    """`result` against `reference`, over the positions where both are finite.
+
+    Where there is no such position the three errors are NaN: nothing was measured, which is no success. Two results
+    without any position (a batch of 0) are equal: there is nothing in which they could differ.
+    """
 
     relative_l2: float
     """|result - reference| / |reference|, Euclidean norms; 0 if both are zero, infinite if only the reference is."""
@@ -32,7 +36,7 @@ class Difference:
     """All positions."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers with JSON types only: infinity is None."""
+        """Returns the numbers with JSON types only: what is not finite is None."""
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
 
@@ -48,15 +52,21 @@ def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Differe
     cosine = float(np.clip((a / norm_a) @ (b / norm_b), -1, 1)) if nonzero else float(norm_a == norm_b)
     relative = distance / norm_a if norm_a else (math.inf if distance else 0.0)
     largest = float(np.abs(b - a).max(initial=0))
+    if same.size and not a.size:
+        relative = largest = cosine = math.nan
     return Difference(
         relative_l2=relative, max_abs=largest, cosine=cosine, nonfinite=nonfinite, compared=a.size, count=same.size
     )
 
 
 def top1_agreement(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:
-    """Returns the share of rows along the last axis that have their largest value at the same place; 1 of none."""
-    same = reference.argmax(-1) == result.argmax(-1) if reference.size else np.ones(())
-    return float(np.mean(same))
+    """Returns the share of rows along the last axis that have their largest value at the same place.
+
+    Rows with a NaN have no largest value and are left out; NaN if no row is left.
+    """
+    rows = ~(np.isnan(reference.astype(np.float64)) | np.isnan(result.astype(np.float64))).any(-1)
+    same = reference[rows].argmax(-1) == result[rows].argmax(-1)
+    return float(np.mean(same)) if same.size else math.nan
 
 
 def softmax_kl(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:

@@ -69,6 +69,16 @@ class Sizes:
                 return self._size(name, 1, dims[1])
         return SEQUENCE
 
+    def batches(self) -> list[str]:
+        """Returns the dimensions that have the size of a batch by rule 5 or 6, as a user names them."""
+        found = set()
+        for name, dims in self._inputs.items():
+            for axis, dim in enumerate(dims):
+                plain = not isinstance(dim, int) and _expression(dim or "") is None
+                if plain and self._default(name, axis, str(dim or "")) == BATCH:
+                    found.add(str(dim or f"{name}.{axis}"))
+        return sorted(found - self._overrides.keys())
+
     def option(self, name: str) -> Option:
         """Returns how a user sets the free dimensions of input `name`: shapes={"batch": 2, "input_ids.1": 16}."""
         free = [(axis, dim) for axis, dim in enumerate(self._inputs[name]) if not isinstance(dim, int)]

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,7 @@ import onnx
 from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.checking.input_sizes import Sizes
 from mxfp8_graph.file_reading import open_regular
+from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_ops.errors import Option, ShapeError
 
@@ -31,9 +32,14 @@ Inputs = dict[str, Array]
 BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 MOST_BYTES: Final = 2**30
-"""Of all inputs that are synthesised for one model; those that are given may have any size."""
+"""Of all inputs that are synthesised for one model; those that are given may have any size that their files have."""
 
-PASS_OTHERS: Final = ("pass ", Option("inputs", "FILE.npz"), " or ", Option("shapes", {"NAME": "SIZE"}))
+PASS_OTHERS: Final = (
+    "correct the inputs, or where they are synthesised, pass ",
+    Option("inputs", "FILE.npz"),
+    " or ",
+    Option("shapes", {"NAME": "SIZE"}),
+)
 """Advice for inputs that a model refuses."""
 
 
@@ -91,30 +97,19 @@ class Signature:
     specs: list[InputSpec]
     ranges: Mapping[str, range]
     """The values that integer inputs may take, where that is limited."""
+    rewritten: bool = False
+    """Whether the model is a result of ours."""
 
     @classmethod
     def of(cls, opened: OpenedModel) -> Signature:
         """Returns the inputs of an opened model."""
-        return cls(opened.name, input_specs(opened.proto, opened.name), index_ranges(opened.proto, opened.name))
+        proto, name = opened.proto, opened.name
+        return cls(name, input_specs(proto, name), index_ranges(proto, name), record.is_rewritten(proto))
 
 
-def make_inputs(
-    signature: Signature, inputs: str | Path | Mapping[str, Array] | None, shapes: Mapping[str, int] | None, seed: int
-) -> Inputs:
-    """Returns the given inputs, checked, or synthesised ones.
-
-    Raises:
-        ShapeError: they do not fit the model, or both inputs and shapes are given.
-    """
-    if inputs is None:
-        return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
-    if shapes:
-        what = f"sizes {', '.join(shapes)} with given inputs"
-        advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
-        raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
-    if isinstance(inputs, (str, Path)):
-        return load_inputs(inputs, signature.specs)
-    return check_inputs(inputs, signature.specs, signature.name)
+def make_inputs(signature: Signature, shapes: Mapping[str, int] | None = None, seed: int = 0) -> Inputs:
+    """Returns synthesised inputs of a model; arguments and errors as `synthesise`."""
+    return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
 
 
 def synthesise(
@@ -175,6 +170,53 @@ def _fill(spec: InputSpec, shape: tuple[int, ...], bounds: range | None, past: i
     return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
+def load_arrays(path: Path) -> Any:
+    """Returns what `numpy.load` does of an .npy or .npz file; an archive whole, as a dict.
+
+    NumPy allocates what the header of an array claims before it reads a value. So no header may claim more than is
+    there, and no archive unpack to more than 1 GiB, or 100 times its size.
+
+    Raises:
+        ShapeError: the file cannot be read, is damaged, or is no file of plain arrays.
+    """
+    kind, save = (".npz", "numpy.savez") if path.suffix == ".npz" else (".npy", "numpy.save")
+    try:
+        with open_regular(path) as source:
+            is_archive, size = source.read(2) == b"PK", source.seek(0, 2)
+            if not is_archive:
+                _check_header(source, size)
+                source.seek(0)
+                return np.load(source, allow_pickle=False)
+            with zipfile.ZipFile(source) as archive:
+                total, most = sum(info.file_size for info in archive.infolist()), max(MOST_BYTES, 100 * size)
+                if total > most:
+                    raise ValueError(f"{size} bytes that unpack to {total}; at most {most} may be")
+                for info in archive.infolist():
+                    with archive.open(info) as member:
+                        _check_header(member, info.file_size)
+            source.seek(0)
+            return dict(np.load(source, allow_pickle=False))
+    except OSError as error:
+        raise ShapeError.unreadable(path, error, f"a readable {kind} file") from None
+    except Exception as error:  # zipfile and NumPy raise anything for damaged files: zlib.error, struct.error, KeyError
+        what, expected = str(error) or type(error).__name__, f"an {kind} file of plain arrays"
+        raise ShapeError(path, what, expected=expected, advice=f"save it with {save}") from None
+
+
+def _check_header(file: IO[bytes], size: int) -> None:
+    """Raises ValueError if an array claims more bytes than its file of `size` bytes has."""
+    file.seek(0)
+    if file.read(6) != np.lib.format.MAGIC_PREFIX:
+        return  # no array, as NumPy will say
+    file.seek(0)
+    first = np.lib.format.read_magic(file) == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    claimed, left = math.prod(shape) * dtype.itemsize, size - file.tell()
+    if claimed > left and not dtype.hasobject:  # objects are refused as such
+        raise ValueError(f"the header of {list(shape)} {dtype.name} claims {claimed} bytes, and there are {left}")
+
+
 def load_inputs(path: str | Path, specs: list[InputSpec]) -> Inputs:
     """Returns the arrays of an .npz file, one per spec.
 
@@ -184,17 +226,8 @@ def load_inputs(path: str | Path, specs: list[InputSpec]) -> Inputs:
         ShapeError: unreadable file, or names, dtypes or shapes other than the model's.
     """
     path = Path(path)
-    try:
-        with open_regular(path) as source:
-            file = np.load(source, allow_pickle=False)
-            arrays = dict(file) if isinstance(file, np.lib.npyio.NpzFile) else None
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
-        reason = getattr(error, "strerror", None) or str(error) or "not an .npz file"
-        raise ShapeError(path, str(reason), expected="a readable .npz file", advice="check the path") from None
-    except ValueError as error:
-        advice = "save it with numpy.savez"
-        raise ShapeError(path, str(error), expected="an .npz file of plain arrays", advice=advice) from None
-    if arrays is None:
+    arrays = load_arrays(path)
+    if not isinstance(arrays, dict):
         expected = "an .npz file with one array per input"
         raise ShapeError(path, "a single array", expected=expected, advice="use numpy.savez")
     return check_inputs(arrays, specs, str(path))

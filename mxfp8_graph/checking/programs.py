@@ -22,6 +22,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
 
 from mxfp8_graph.checking.program_profile import of_program
+from mxfp8_graph.torch_program import record
 from mxfp8_graph.torch_program.internals import written_names
 from mxfp8_graph.torch_program.training_mode import evaluated
 from mxfp8_graph.torch_program.values import to_numpy
@@ -51,6 +52,7 @@ class TorchProgram(Runnable):
         except Exception as error:  # whatever torch raises for a program that contradicts itself
             raise unrunnable(self.name, error, "export it again") from None
         self._program = program
+        self.is_rewritten = record.find(program) is not None
         self._written = _written(program)
         self._inputs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
         placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}

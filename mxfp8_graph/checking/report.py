@@ -7,13 +7,17 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mxfp8_graph.checking.compare import Difference
 from mxfp8_graph.checking.node_check import NodeCheck
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import write_report
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.json_text import finite, json_text
+
+PLAUSIBLE: Final = 0.5
+"""Relative L2 error beyond which outputs are taken for those of another model, unless the user sets a limit. Right
+rewrites of real models, decoders of 24 layers among them, have .15 at most; a weight in a wrong order gives about 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class OutputCheck:
     mean_relative_l2: float
     """Of `rewritten`, over the samples."""
     mean_cosine: float
+    limit: float | None = None
+    """Of `rewritten.relative_l2`; None if the output is not judged."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the check with JSON types only."""
@@ -42,8 +48,9 @@ class OutputCheck:
             "dtype": self.dtype,
             "shape": list(self.shape),
             "worst_sample": self.sample or None,
-            "mean_relative_l2": self.mean_relative_l2 if math.isfinite(self.mean_relative_l2) else None,
-            "mean_cosine": self.mean_cosine,
+            "mean_relative_l2": finite(self.mean_relative_l2),
+            "mean_cosine": finite(self.mean_cosine),
+            "limit": finite(self.limit),
             "rewritten_vs_original": self.rewritten.to_dict(),
             "body_vs_original": self.body.to_dict() if self.body else None,
             "kernel_vs_body": self.kernel.to_dict() if self.kernel else None,
@@ -51,10 +58,12 @@ class OutputCheck:
 
 
 def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
-    """Returns the check of the sample with most NaN and Inf in only one result, then the largest error."""
+    """Returns the check of the sample with most NaN and Inf in only one result, then the largest error, NaN first."""
 
     def badness(check: OutputCheck) -> tuple[int, float]:
-        return check.rewritten.nonfinite + (check.kernel.nonfinite if check.kernel else 0), check.rewritten.relative_l2
+        error = check.rewritten.relative_l2
+        nonfinite = check.rewritten.nonfinite + (check.kernel.nonfinite if check.kernel else 0)
+        return nonfinite, math.inf if math.isnan(error) else error
 
     return replace(
         max(checks, key=badness),
@@ -75,8 +84,14 @@ class VerifyReport:
     """The instruction set the kernels ran on."""
     outputs: tuple[OutputCheck, ...]
     nodes: tuple[NodeCheck, ...]
-    failures: tuple[str, ...]
+    output_failures: tuple[str, ...]
+    """What is wrong with the outputs. What is wrong with kernels, `nodes` have."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """All that failed."""
+        return (*self.output_failures, *(str(node) for node in self.nodes if not node.passed))
 
     @property
     def passed(self) -> bool:
@@ -84,9 +99,28 @@ class VerifyReport:
         return not self.failures
 
     @property
+    def kernels_agree(self) -> bool | None:
+        """Whether kernels compute what the nodes say; None if none was compared with its function body."""
+        return all(node.passed for node in self.nodes) if self.nodes else None
+
+    @property
+    def outputs_close(self) -> bool | None:
+        """Whether every output that is judged is close to the original's; None if none with a value is judged."""
+        judged = [output for output in self.outputs if output.limit is not None and output.rewritten.compared]
+        return not self.output_failures if judged or self.output_failures else None
+
+    def verdict(self) -> str:
+        """Returns the answers to both questions in words."""
+        kernels, outputs = self.kernels_agree, self.outputs_close
+        said = [] if kernels is None else [f"kernels {'' if kernels else 'do NOT '}compute what the nodes say"]
+        are = "were not judged" if outputs is None else f"are {'' if outputs else 'NOT '}close to the original's"
+        return f"{'passed' if self.passed else 'FAILED'}: {', '.join([*said, f'outputs {are}'])}"
+
+    @property
     def worst_relative_l2(self) -> float:
-        """The largest relative L2 error of an output against the original's."""
-        return max((output.rewritten.relative_l2 for output in self.outputs), default=0.0)
+        """The largest relative L2 error of an output against the original's; NaN if one could not be compared."""
+        errors = [output.rewritten.relative_l2 for output in self.outputs]
+        return math.nan if not errors or any(map(math.isnan, errors)) else max(errors)
 
     @property
     def nodes_by_op(self) -> dict[str, tuple[NodeCheck, ...]]:
@@ -109,7 +143,7 @@ class VerifyReport:
             html.Table("Outputs against the original's", header, rows, notes=notes).html(),
             html.Table("Kernels against function bodies", ("node", "op", "kernel", difference, ""), nodes).html(),
         ]
-        lead = [f"Verification {'passed' if self.passed else 'FAILED'}.", *self.failures]
+        lead = [f"Verification {self.verdict()}.", *self.failures]
         files = (self.original, self.rewritten)
         return html.page(f"Verification of {self.rewritten}", parts, lead=lead, files=files)
 
@@ -121,6 +155,8 @@ class VerifyReport:
             "inputs": self.inputs,
             "isa": self.isa,
             "passed": self.passed,
+            "kernels_agree": self.kernels_agree,
+            "outputs_close": self.outputs_close,
             "failures": list(self.failures),
             "notes": list(self.notes),
             "outputs": [output.to_dict() for output in self.outputs],

@@ -96,10 +96,12 @@ def run_model(
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
     """
     signature, runnable = open_runnable(model, trust_pickle=trust_pickle)
-    feeds = make_samples(signature, inputs, shapes, seed).feeds[0]
+    samples = make_samples(signature, inputs, shapes, seed, run=runnable.run)
+    feeds = samples.feeds[0]
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
-    return RunReport(model=signature.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing, nodes=nodes)
+    told = f"{describe(feeds)}, {samples.source}"
+    return RunReport(model=signature.name, inputs=told, isa=cpu.isa(), timing=timing, nodes=nodes)
 
 
 def is_program(model: Any) -> bool:
@@ -118,6 +120,6 @@ def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signatur
         from mxfp8_graph.checking.programs import TorchProgram
 
         program = TorchProgram(model, trust_pickle=trust_pickle)
-        return Signature(program.name, program.specs, program.ranges), program
+        return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
     signature = Signature.of(open_model(model))
     return signature, Session(model, kernels=True, where=signature.name)

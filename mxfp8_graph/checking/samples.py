@@ -12,14 +12,16 @@ All samples are in memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from mxfp8_graph.checking.input_sizes import Sizes
 from mxfp8_graph.checking.inputs import (
     Array,
     Inputs,
@@ -27,12 +29,13 @@ from mxfp8_graph.checking.inputs import (
     Signature,
     check_inputs,
     describe,
+    load_arrays,
     load_inputs,
     make_inputs,
 )
 from mxfp8_graph.checking.user_code import failed, is_reference, load_function
 from mxfp8_graph.file_reading import is_folder, open_regular
-from mxfp8_ops.errors import Option, ShapeError
+from mxfp8_ops.errors import BackendError, Option, ShapeError
 
 Given = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
 """What a user may pass as inputs."""
@@ -55,6 +58,11 @@ class Samples:
     """What to call each of them: data.jsonl line 3."""
     synthesised: bool = False
 
+    @property
+    def largest(self) -> Inputs:
+        """The sample with most numbers, of several the first: what is timed."""
+        return max(self.feeds, key=lambda feeds: sum(array.size for array in feeds.values()))
+
     def __len__(self) -> int:
         """Returns how many samples there are."""
         return len(self.feeds)
@@ -68,9 +76,18 @@ class Samples:
 
 
 def make_samples(
-    signature: Signature, inputs: Given, shapes: Mapping[str, int] | None = None, seed: int = 0, *, count: int = 1
+    signature: Signature,
+    inputs: Given,
+    shapes: Mapping[str, int] | None = None,
+    seed: int = 0,
+    *,
+    count: int = 1,
+    run: Callable[[Inputs], object] | None = None,
 ) -> Samples:
     """Returns the given samples, checked, or `count` synthesised ones.
+
+    Exported decoders often hold a batch of one somewhere, in the tables of a rotary embedding for example. So where
+    `run` fails on the first synthesised sample, free batch dimensions are 1.
 
     Args:
         signature: what the model takes.
@@ -78,15 +95,17 @@ def make_samples(
         shapes: sizes of free dimensions of synthesised inputs.
         seed: of the first synthesised sample; those that follow have the numbers that follow.
         count: how many to synthesise.
+        run: the model, if its samples are to be tried.
 
     Raises:
+        BackendError: `run` fails on what is synthesised, with batches of one too.
         ShapeError: samples do not fit the model, there are none, a file is unreadable, or both inputs and shapes are
             given.
         ContractError: the user's function cannot be loaded, or raises.
     """
     if inputs is None:
-        made = tuple(make_inputs(signature, None, shapes, seed + number) for number in range(count))
-        return Samples(made, "synthesised", _numbered(len(made)), synthesised=True)
+        samples = _synthesised(signature, shapes or {}, seed, count)
+        return samples if run is None else _accepted(run, samples, signature, shapes or {}, seed)
     if shapes:
         what = f"sizes {', '.join(shapes)} with given inputs"
         advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
@@ -102,6 +121,26 @@ def make_samples(
     if not feeds:
         raise ShapeError(_source(inputs), "no samples", expected="samples for the model", advice="give at least one")
     return Samples(tuple(feeds), f"from {_source(inputs)}" if _has_name(inputs) else "given", tuple(names))
+
+
+def _synthesised(signature: Signature, shapes: Mapping[str, int], seed: int, count: int) -> Samples:
+    made = tuple(make_inputs(signature, shapes, seed + number) for number in range(count))
+    return Samples(made, "synthesised", _numbered(len(made)), synthesised=True)
+
+
+def _accepted(
+    run: Callable[[Inputs], object], samples: Samples, signature: Signature, shapes: Mapping[str, int], seed: int
+) -> Samples:
+    try:
+        run(samples.feeds[0])
+    except BackendError:
+        batches = Sizes({spec.name: spec.dims for spec in signature.specs}, shapes, signature.name).batches()
+        ones = _synthesised(signature, {**shapes, **dict.fromkeys(batches, 1)}, seed, len(samples))
+        with contextlib.suppress(BackendError):
+            run(ones.feeds[0])
+            return replace(ones, source=f"synthesised; {', '.join(batches)} = 1, since the model does not run with 2")
+        raise
+    return samples
 
 
 def _named(inputs: Any, specs: Sequence[InputSpec]) -> _Named:
@@ -166,19 +205,7 @@ def _in_folder(folder: Path, specs: list[InputSpec]) -> _Named:
         what = f".npy files, for a model whose inputs are {names}"
         raise ShapeError(folder, what, expected="one input", advice="save .npz files with an array per input")
     for path in files:
-        yield str(path), load_inputs(path, specs) if path.suffix == ".npz" else {specs[0].name: _npy(path)}
-
-
-def _npy(path: Path) -> Array:
-    try:
-        with open_regular(path) as source:
-            array = np.load(source, allow_pickle=False)
-    except OSError as error:
-        raise ShapeError.unreadable(path, error, "a readable .npy file") from None
-    except (ValueError, EOFError) as error:
-        advice = "save it with numpy.save"
-        raise ShapeError(path, str(error), expected="an .npy file of a plain array", advice=advice) from None
-    return np.asarray(array)
+        yield str(path), load_inputs(path, specs) if path.suffix == ".npz" else {specs[0].name: load_arrays(path)}
 
 
 def _in_lines(path: Path, specs: Mapping[str, InputSpec]) -> _Named:

@@ -68,6 +68,8 @@ class Timing:
 class Runnable(ABC):
     """A model ready to run, whichever framework runs it."""
 
+    name: str
+    """What to call the model in errors."""
     output_names: list[str]
     """Names of the outputs that are tensors of numbers, in order."""
 
@@ -147,7 +149,7 @@ class Session(Runnable):
             options.enable_profiling, options.profile_file_prefix = True, str(profile)
         if kernels:
             ort.register(options)
-        self._where = where
+        self.name = where
         try:
             content = _serialized(model, folder) if isinstance(model, onnx.ModelProto) else str(model)
         except (EncodeError, ValueError):
@@ -161,6 +163,9 @@ class Session(Runnable):
         kinds = {output.name: output.type for output in self._session.get_outputs()}
         numbers = [name for name, kind in kinds.items() if kind.startswith("tensor(") and kind != "tensor(string)"]
         self.output_names = numbers
+        if not numbers:  # ONNX Runtime would return all outputs, where none is asked for
+            what = f"has no output that is a tensor of numbers: {', '.join(map(' '.join, kinds.items()))}"
+            raise BackendError(where, what, expected="one that can be fetched", advice="add one to the graph's outputs")
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""
@@ -186,7 +191,7 @@ class Session(Runnable):
             what = f"ONNX Runtime {onnxruntime.__version__} wrote a profile that is no JSON"
             expected = "names without quotes, backslashes and line breaks, which releases before 1.24 do not escape"
             advice = "upgrade onnxruntime, or run it without a profile"
-            raise BackendError(self._where, what, expected=expected, advice=advice) from None
+            raise BackendError(self.name, what, expected=expected, advice=advice) from None
 
     def _feeds(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
         return {name: _ort_value(array) for name, array in inputs.items()}
@@ -201,7 +206,7 @@ class Session(Runnable):
             shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in feeds.items()) or "no inputs"
             what = f"ONNX Runtime cannot run it on {shapes}"
             advice = (*PASS_OTHERS, f". {_in_one_line(error)}")
-            raise BackendError(self._where, what, expected="inputs the model accepts", advice=advice) from None
+            raise BackendError(self.name, what, expected="inputs the model accepts", advice=advice) from None
 
 
 def _in_one_line(error: Exception) -> str:

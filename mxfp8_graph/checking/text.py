@@ -35,7 +35,7 @@ def verification(report: VerifyReport) -> RenderableType:
     pairs += [("nodes", _node_line(op, nodes)) for op, nodes in report.nodes_by_op.items()]
     pairs += [("note", note) for note in report.notes]
     pairs += [("failed", failure) for failure in report.failures]
-    pairs.append(("verdict", "passed" if report.passed else "FAILED"))
+    pairs.append(("verdict", report.verdict()))
     return Group(Fitted(*filled(header, rows), SPARE), Text(), lines(pairs)) if rows else lines(pairs)
 
 

@@ -134,7 +134,11 @@ def verify(
     max_rel_l2: Annotated[
         float | None,
         typer.Option(
-            "--max-rel-l2", metavar="X", min=0, help="Limit of each output's relative L2 error. Default: none."
+            "--max-rel-l2",
+            metavar="X",
+            min=0,
+            help="Limit of each output's relative L2 error. Default: 0.5 for floating-point ones, none for integers.",
+            show_default=False,
         ),
     ] = None,
     dim: Dims = None,
@@ -146,9 +150,10 @@ def verify(
 ) -> None:
     """Compares a rewritten model with its original.
 
-    Prints the error of each output, and how far our kernels are from the function bodies in the file. Exit code 1 if a
-    NaN or Inf is in only one of them, if a kernel disagrees with its function body, or if an error is above
-    --max-rel-l2.
+    Prints the error of each output, and how far our kernels are from the function bodies in the file. The verdict
+    answers two questions: do kernels compute what the nodes say, and are the outputs close to the original's? Exit code
+    1 if not: if a kernel disagrees with its function body, if an error is above --max-rel-l2, if a NaN or Inf is in
+    only one of the outputs, or if an output has no finite value to compare.
     """
     from mxfp8_graph.checking import text
     from mxfp8_graph.checking.verify import verify as run_verify

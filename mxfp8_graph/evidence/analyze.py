@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -28,7 +29,7 @@ from mxfp8_graph.evidence.analysis import Analysis
 from mxfp8_graph.evidence.damage import Exclusion, Layer, Scores, SiteDamage
 from mxfp8_graph.evidence.input_statistics import InputObserver
 from mxfp8_graph.evidence.layers import by_layer
-from mxfp8_graph.evidence.metrics import METRICS, Metric, Outputs, Score, metric_called
+from mxfp8_graph.evidence.metrics import METRICS, Metric, Outputs, Score, check_measurable, metric_called
 from mxfp8_graph.evidence.switchable import Switchable
 from mxfp8_graph.evidence.switched import open_switchable
 from mxfp8_graph.options import Progress
@@ -89,7 +90,8 @@ def analyze(
         raise ContractError("analyze", f"keep is {keep}", expected="0 or more", advice="correct it")
     settings = {"allow_nonfinite": allow_nonfinite, "trust_pickle": trust_pickle}
     with open_switchable(model, chosen, **settings, progress=progress) as switchable:
-        samples = make_samples(switchable.signature, inputs, shapes, seed)
+        run = partial(switchable.run, on=[False] * len(switchable.switched))
+        samples = make_samples(switchable.signature, inputs, shapes, seed, run=run)
         measured = _Measurement(switchable, samples, ranked_by, progress)
         measured.every_site()
         worst = measured.worst(keep)
@@ -159,8 +161,9 @@ class _Measurement:
     def every_site(self) -> None:
         """Measures every site alone, and everything but it, with every sample."""
         count = len(self._sites)
-        for feeds in self._samples.feeds:
+        for sample, feeds in zip(self._samples.names, self._samples.feeds, strict=True):
             reference, everything = self._observing(feeds)
+            check_measurable(sample, reference)
             self.everything.add(reference, everything)
             for index, name in enumerate(self.names):
                 only = [other == index for other in range(count)]

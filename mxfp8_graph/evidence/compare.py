@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from mxfp8_graph import rewriting
 from mxfp8_graph.checking.compare import sqnr
-from mxfp8_graph.checking.inputs import Inputs, Signature
+from mxfp8_graph.checking.inputs import Inputs, Signature, describe
 from mxfp8_graph.checking.runner import Model, is_program
 from mxfp8_graph.checking.samples import Given, Samples, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session
@@ -119,7 +119,8 @@ def compare(
         opened = open_model(model)
         name = opened.name if name == "model" else name
         _refuse_rewritten(opened)
-        samples = make_samples(Signature.of(opened), inputs, shapes, seed, count=SYNTHESISED)
+        session = Session(model, kernels=False, where=opened.name, takes_turns=True)
+        samples = make_samples(Signature.of(opened), inputs, shapes, seed, count=SYNTHESISED, run=session.run)
         if samples.synthesised:
             notes.append("synthesised inputs: errors on data of your own may differ; pass --inputs")
         trial = _Trial(
@@ -131,11 +132,12 @@ def compare(
             count=len(candidates) + 1,
             progress=progress,
         )
-        rows = [trial.original(), *(trial.row(candidate) for candidate in candidates)]
+        rows = [trial.original(session), *(trial.row(candidate) for candidate in candidates)]
         rows = trial.with_latencies(rows, repeat)
     return Comparison(
         model=name,
         inputs=str(samples),
+        timed=describe(samples.largest),
         synthesised=samples.synthesised,
         sample_names=samples.names,
         metrics=tuple(chosen_metrics),
@@ -214,9 +216,8 @@ class _Trial:
     _emulator: Emulator | None = None
     _errors: list[Mxfp8Error] = field(default_factory=list)
 
-    def original(self) -> Row:
+    def original(self, session: Session) -> Row:
         """Returns the row of the model as it is, whose outputs the others are compared with."""
-        session = Session(self.model, kernels=False, where=self.opened.name, takes_turns=True)
         self._sessions[ORIGINAL] = session
         self._expected = self._run(ORIGINAL, session.run)
         return Row(name=ORIGINAL, what="the model as it is", emulated=False, byte_size=self.opened.byte_size)
@@ -233,7 +234,7 @@ class _Trial:
             return replace(empty, problem=str(error))
 
     def with_latencies(self, rows: Sequence[Row], repeat: int) -> list[Row]:
-        """Returns the rows with the median seconds of real models, which take turns on the first sample.
+        """Returns the rows with the median seconds of real models, which take turns on the largest sample.
 
         Raises:
             Mxfp8Error: the first row's error, if no recipe has a result.
@@ -241,12 +242,13 @@ class _Trial:
         if all(row.problem for row in rows[1:]):
             raise self._errors[0]
         seconds: dict[str, list[float]] = {name: [] for name in self._sessions}
+        feeds = self.samples.largest
         for _ in range(repeat):
             for name, session in self._sessions.items():
                 self._tell(f"latency of {name}")
-                session.run(self.samples.feeds[0])  # a warm-up: the caches hold what ran before
+                session.run(feeds)  # a warm-up: the caches hold what ran before
                 start = time.perf_counter()
-                session.run(self.samples.feeds[0])
+                session.run(feeds)
                 seconds[name].append(time.perf_counter() - start)
         medians = {name: statistics.median(found) for name, found in seconds.items()}
         return [replace(row, seconds=medians.get(row.name)) for row in rows]

@@ -24,8 +24,7 @@ _SAME: Final = (0.01, 0.02, 0.1)
 LEGEND: Final = (
     (
         "real",
-        "the rewritten model, in ONNX Runtime with our kernels; its size is that of the files. Latency: the median of "
-        "runs on the first sample, one model after another in turn",
+        "the rewritten model, in ONNX Runtime with our kernels; its size is that of the files",
     ),
     (
         "emulated",
@@ -105,6 +104,8 @@ class Comparison:
     model: str
     inputs: str
     """The samples in words."""
+    timed: str
+    """The largest sample, on which latencies are measured, in words."""
     synthesised: bool
     sample_names: tuple[str, ...]
     metrics: tuple[Metric, ...]
@@ -120,6 +121,7 @@ class Comparison:
             ("model", self.model),
             ("inputs", self.inputs),
             ("kernels", self.isa),
+            ("latency", f"the median of runs on the largest sample, {self.timed}, one model after another in turn"),
             *(("note", note) for note in self.notes),
             *((f"{row.name}:", row.problem) for row in self.rows if row.problem),
         ]
@@ -159,6 +161,7 @@ class Comparison:
         return {
             "model": self.model,
             "inputs": self.inputs,
+            "latency_inputs": self.timed,
             "synthesised": self.synthesised,
             "samples": list(self.sample_names),
             "isa": self.isa,

@@ -7,20 +7,19 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_graph.checking.compare import difference, softmax_kl, sqnr, top1_agreement
+from mxfp8_graph.checking.compare import Difference, difference, softmax_kl, sqnr, top1_agreement
 from mxfp8_graph.checking.inputs import Array
 from mxfp8_graph.checking.user_code import failed, is_reference, load_function
 from mxfp8_ops.errors import ContractError, ShapeError
 
 Outputs = Mapping[str, Array]
-_Number = Callable[[Array, Array], float]
+_Number = Callable[[Difference, Array, Array], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +31,10 @@ class Metric:
     title: str
     """What tables call it, with its unit."""
     higher_is_better: bool
+    best: float | None = None
+    """What a result that is the original has, beyond which no budget can ask; None for a user's own."""
     of: Callable[[Outputs, Outputs], float]
-    """(the original's outputs, the rewritten model's) -> the number; NaN if a NaN or Inf is in only one of them."""
+    """(the original's outputs, the rewritten model's) -> the number; NaN where nothing is measured: see `_checked`."""
 
     def worst(self, values: Sequence[float]) -> int:
         """Returns the index of the worst value; a NaN is worse than any number."""
@@ -61,7 +62,7 @@ class Score:
     @property
     def mean(self) -> float:
         """The mean of all samples; NaN if that of any sample is."""
-        return math.nan if any(map(math.isnan, self.values)) else statistics.fmean(self.values)
+        return sum(self.values) / len(self.values)  # statistics.fmean raises an error for infinities of both signs
 
     @property
     def worst(self) -> float:
@@ -109,7 +110,7 @@ def metric_called(name: str) -> Metric:
     return Metric(name=name, title=name, higher_is_better=bool(getattr(function, "higher_is_better", False)), of=of)
 
 
-def _of_the_worst(name: str, title: str, number: _Number, *, higher: bool, rows: bool) -> Metric:
+def _of_the_worst(name: str, title: str, number: _Number, *, best: float, rows: bool) -> Metric:
     """Returns the metric that is `number` of the worst output; with `rows`, of outputs with at least two columns."""
 
     def of(original: Outputs, rewritten: Outputs) -> float:
@@ -118,29 +119,41 @@ def _of_the_worst(name: str, title: str, number: _Number, *, higher: bool, rows:
             found = ", ".join(f"{n} {list(array.shape)}" for n, array in original.items()) or "none"
             advice = f"choose another metric than {name}"
             raise ShapeError("outputs", found, expected="one with two columns or more", advice=advice)
-        values = [_checked(number, original[n], rewritten[n]) for n in chosen]
-        return values[metric.worst(values)]
+        values = [_checked(number, original[n], rewritten[n]) for n in chosen if original[n].size]
+        return values[metric.worst(values)] if values else math.nan
 
-    metric = Metric(name=name, title=title, higher_is_better=higher, of=of)
+    metric = Metric(name=name, title=title, higher_is_better=best > 0, of=of, best=best)
     return metric
 
 
 def _checked(number: _Number, original: Array, rewritten: Array) -> float:
-    same = np.isfinite(original.astype(np.float64)) == np.isfinite(rewritten.astype(np.float64))
-    return number(original, rewritten) if same.all() else math.nan
+    """Returns NaN, which is worse than any number, for another shape, no finite position, or NaN or Inf in only one."""
+    if original.shape != rewritten.shape:
+        return math.nan
+    found = difference(original, rewritten)
+    return number(found, original, rewritten) if found.compared and not found.nonfinite else math.nan
+
+
+def check_measurable(sample: str, original: Outputs) -> None:
+    """Raises ShapeError if no result can be compared with what the original model makes of a sample."""
+    sizes = {name: array.size for name, array in original.items()}
+    finite = {name: np.isfinite(array.astype(np.float64)).any() for name, array in original.items()}
+    what = [f"output {name!r} has no finite value" for name, size in sizes.items() if size and not finite[name]]
+    what = what if any(sizes.values()) else ["no output has a value"]
+    if what:
+        expected = "outputs of the original model that have finite values"
+        raise ShapeError(sample, what[0], expected=expected, advice="leave it out, or correct it")
 
 
 METRICS: Final[Mapping[str, Metric]] = {
     metric.name: metric
     for metric in (
-        _of_the_worst(
-            "relative_l2", "relative L2", lambda a, b: difference(a, b).relative_l2, higher=False, rows=False
-        ),
-        _of_the_worst("sqnr", "SQNR, dB", lambda a, b: sqnr(difference(a, b).relative_l2), higher=True, rows=False),
-        _of_the_worst("cosine", "cosine", lambda a, b: difference(a, b).cosine, higher=True, rows=False),
-        _of_the_worst("max_error", "max error", lambda a, b: difference(a, b).max_abs, higher=False, rows=False),
-        _of_the_worst("top1", "top-1 agreement", top1_agreement, higher=True, rows=True),
-        _of_the_worst("kl", "KL divergence, nats", softmax_kl, higher=False, rows=True),
+        _of_the_worst("relative_l2", "relative L2", lambda d, *_: d.relative_l2, best=0.0, rows=False),
+        _of_the_worst("sqnr", "SQNR, dB", lambda d, *_: sqnr(d.relative_l2), best=math.inf, rows=False),
+        _of_the_worst("cosine", "cosine", lambda d, *_: d.cosine, best=1.0, rows=False),
+        _of_the_worst("max_error", "max error", lambda d, *_: d.max_abs, best=0.0, rows=False),
+        _of_the_worst("top1", "top-1 agreement", lambda _, a, b: top1_agreement(a, b), best=1.0, rows=True),
+        _of_the_worst("kl", "KL divergence, nats", lambda _, a, b: softmax_kl(a, b), best=0.0, rows=True),
     )
 }
-"""Each is that of the worst output."""
+"""Each is that of the worst output. An output without values (a batch of 0) is left out; NaN if there is no other."""

@@ -15,6 +15,11 @@ def find(model: onnx.ModelProto) -> provenance.Made | None:
     return None if node is None else provenance.Made(node=node_label(node), recipe=recipe_of(model))
 
 
+def is_rewritten(model: onnx.ModelProto) -> bool:
+    """Whether `model` is a result of ours, in whatever dialect: one has no node of ours, but says so."""
+    return find(model) is not None or any(p.key == provenance.VERSION_KEY for p in model.metadata_props)
+
+
 def recipe_of(model: onnx.ModelProto) -> str | None:
     """Returns the recipe that made `model` as JSON, or None if it is not recorded."""
     return next((p.value for p in model.metadata_props if p.key == provenance.RECIPE_KEY), None)

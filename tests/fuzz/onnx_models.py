@@ -125,7 +125,7 @@ def _inputs(path: Path) -> None:
     signature = Signature.of(open_model(path))
     sizes = ([dim if isinstance(dim, int) else 16.0 for dim in spec.dims] for spec in signature.specs)
     if all(math.prod(dims) < 1e6 for dims in sizes):
-        make_inputs(signature, None, None, 0)
+        make_inputs(signature)
 
 
 def _scrambled(data: bytes, rng: random.Random) -> bytes:

@@ -31,7 +31,7 @@ from mxfp8_graph.evidence.input_statistics import OUTLIER, InputObserver
 from mxfp8_graph.evidence.layers import by_layer
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_ops import numerics
-from mxfp8_ops.errors import ContractError, RecipeError
+from mxfp8_ops.errors import ContractError, RecipeError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 PLANTED = 2.0**20
@@ -56,6 +56,12 @@ def planted(model: onnx.ModelProto, k: int, *, before: str, weight: str) -> onnx
 
 def chain(layers: int = 6) -> onnx.ModelProto:
     return b.chain_model((64, 96) * (layers // 2) + (64,))
+
+
+def test_a_sample_without_a_finite_output_is_refused() -> None:
+    samples = [{"x": np.full((2, 64), value, np.float32)} for value in (1, np.nan)]
+    with pytest.raises(ShapeError, match="given inputs sample 2: output 'y' has no finite value; expected outputs of"):
+        analyze(b.chain_model(), inputs=samples)
 
 
 # --- What is measured ------------------------------------------------------------------------------------------------

@@ -40,13 +40,15 @@ def test_verify(pair: tuple[str, str]) -> None:
     assert "inputs   x float32 [2, 64], synthesised" in lines
     assert f"kernels  {cpu.isa()}" in lines
     assert f"nodes    1 MXFP8Quantize ({native.isa()}): kernel against function body, the same bytes" in lines
-    assert lines[-1] == "verdict  passed"
+    assert lines[-1] == ("verdict  passed: kernels compute what the nodes say, outputs are close to the original's")
 
 
 def test_verify_past_the_limit(pair: tuple[str, str]) -> None:
     result = run("verify", *pair, "--max-rel-l2", "0.001")
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[-1] == "verdict  FAILED"
+    assert result.stdout.splitlines()[-1] == (
+        "verdict  FAILED: kernels compute what the nodes say, outputs are NOT close to the original's"
+    )
     assert "is above the limit 0.001" in result.stdout.splitlines()[-2]
 
 
@@ -125,7 +127,7 @@ def test_inputs_the_model_fails_on(option: list[str]) -> None:
     size = option[1].removeprefix("n=") if option else "2"
     assert message.startswith(
         f"error: m.onnx: ONNX Runtime cannot run it on x [{size}]; expected inputs the model accepts; "
-        "pass --inputs FILE.npz or --dim NAME=SIZE. "
+        "correct the inputs, or where they are synthesised, pass --inputs FILE.npz or --dim NAME=SIZE. "
     )
 
 

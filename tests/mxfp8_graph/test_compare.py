@@ -225,6 +225,28 @@ def test_outputs_that_are_not_finite_are_told() -> None:
     assert json.loads(found.to_json())["recipes"][1]["scores"][0]["mean"] is None
 
 
+def test_a_sample_without_a_finite_output_leaves_no_mean() -> None:
+    """It must not count as perfect: nothing was compared."""
+    found = compare(inputs=[SAMPLES[0], {"x": np.full((4, 64), np.nan, np.float32)}])
+    for score in row(found, "mxfp8").scores:
+        assert (np.isnan(score.mean), score.worst_sample) == (True, 1)
+    header, cells = found.table()
+    assert [cell[0] for cell in cells[1][2:4]] == ["NaN or Inf", "NaN or Inf"], header
+    assert cells[1][4] == "given inputs sample 2"
+
+
+def test_the_largest_sample_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    run = Session.run
+    monkeypatch.setattr(Session, "run", lambda self, feeds: (sizes.append(len(feeds["x"])), run(self, feeds))[1])
+    samples = [{"x": np.ones((rows, 64), np.float32)} for rows in (1, 5, 3)]
+    found = compare(recipes=("mxfp8",), inputs=samples)
+    assert sizes[6:] == [5] * 4  # after those that are compared: a warm-up and a run of each model
+    told = "the median of runs on the largest sample, x float32 [5, 64], one model after another in turn"
+    assert ("latency", told) in found.facts()
+    assert found.to_dict()["latency_inputs"] == "x float32 [5, 64]"
+
+
 def test_an_unknown_recipe_lists_those_that_are_known() -> None:
     with pytest.raises(RecipeError, match=r"recipe: 'mxfp5'; expected one of mxfp8, .*nvfp4.*a \.yaml or \.toml file"):
         compare(recipes=("mxfp5",))

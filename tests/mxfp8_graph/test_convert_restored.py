@@ -31,7 +31,7 @@ def rewritten(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> onnx.ModelProto:
 
 
 def feeds_of(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
-    return make_inputs(open_runnable(proto)[0], None, None, 0)
+    return make_inputs(open_runnable(proto)[0])
 
 
 def gated() -> onnx.ModelProto:

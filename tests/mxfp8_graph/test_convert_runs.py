@@ -46,7 +46,7 @@ SMALL = {
 
 def feeds_of(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
     signature, _ = open_runnable(proto)
-    return make_inputs(signature, None, None, 0)
+    return make_inputs(signature)
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)

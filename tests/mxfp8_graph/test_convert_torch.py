@@ -231,7 +231,7 @@ def check_decoder(path: Path, folder: Path) -> None:
     rewritten, _ = mxfp8_graph.rewrite(path, output=folder / "rewritten.onnx")
     kinds = oracle.kinds(onnx.load(rewritten, load_external_data=False))
     codes = codes_of(rewritten)
-    feeds = make_inputs(open_runnable(rewritten)[0], None, None, 0)
+    feeds = make_inputs(open_runnable(rewritten)[0])
     expected = Session(rewritten, kernels=True).run(feeds)
     for to in DIALECTS:
         there, report = mxfp8_graph.convert(rewritten, to, output=folder / f"{to}.onnx", allow=LOSSES.get(to, ()))

@@ -1,5 +1,7 @@
 """Inputs: sizes and values that models accept, .npz files, and what is said about those that do not fit."""
 
+import io
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 import mxfp8_graph
 from mxfp8_graph.checking import inputs as model_inputs
 from mxfp8_graph.checking.index_ranges import index_ranges
-from mxfp8_graph.checking.inputs import Inputs, check_inputs, input_specs, load_inputs
+from mxfp8_graph.checking.inputs import Inputs, Signature, check_inputs, input_specs, load_inputs
+from mxfp8_graph.checking.samples import make_samples
 from mxfp8_ops.errors import ShapeError
 
 
@@ -400,10 +403,16 @@ def write_pickle(path: Path) -> None:
     ("write", "message"),
     [
         (lambda path: None, "No such file or directory; expected a readable .npz file; check the path"),
-        (lambda path: path.touch(), "No data left in file; expected a readable .npz file; check the path"),
+        (
+            lambda path: path.touch(),
+            "No data left in file; expected an .npz file of plain arrays",
+        ),
         (write_npy, "a single array; expected an .npz file with one array per input; use numpy.savez"),
         (write_pickle, "Object arrays cannot be loaded when allow_pickle=False; expected an .npz file of plain arrays"),
-        (lambda path: path.write_bytes(b"PK\x03\x04broken"), "expected a readable .npz file; check the path"),
+        (
+            lambda path: path.write_bytes(b"PK\x03\x04broken"),
+            "File is not a zip file; expected an .npz file of plain arrays",
+        ),
     ],
     ids=["missing", "empty", "npy", "pickle", "broken zip"],
 )
@@ -414,3 +423,34 @@ def test_a_file_that_is_no_npz(tmp_path: Path, write: Any, message: str) -> None
         load_inputs(path, input_specs(model_with(**TWO)))
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+
+
+def header(shape: tuple[int, ...]) -> bytes:
+    """Returns the bytes of an .npy file that claims a shape and has 8 bytes of values."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return file.getvalue() + bytes(8)
+
+
+@pytest.mark.parametrize("name", ["data.npz", "data/0.npy"])
+def test_an_array_that_claims_more_than_its_file_has(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(header((2**40, 64)))
+    if path.suffix == ".npz":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.npy", header((2**40, 64)))
+    signature = Signature("model", input_specs(model_with(x=(np.float32, [None, 64]))), {})
+    with pytest.raises(ShapeError, match=rf"claims {2**48} bytes, and there are 8; expected an {path.suffix} file"):
+        make_samples(signature, path if path.suffix == ".npz" else path.parent)
+
+
+def test_an_archive_that_unpacks_to_far_more_than_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_inputs, "MOST_BYTES", 2**20)  # of 1 GiB the test would write for seconds
+    path = tmp_path / "data.npz"
+    np.savez_compressed(path, x=np.zeros(2**18, np.float32))
+    with pytest.raises(ShapeError, match=r"bytes that unpack to 1048704; at most 1048576 may be; expected "):
+        load_inputs(path, input_specs(model_with(**TWO)))
+    np.savez(path, x=np.zeros(2**18, np.float32))
+    with pytest.raises(ShapeError, match="no array for input"):
+        load_inputs(path, input_specs(model_with(**TWO)))  # it is as large as what it holds

@@ -61,6 +61,31 @@ def test_a_nan_in_only_one_is_the_worst_there_is(name: str) -> None:
     assert found.to_dict()["mean"] is None
 
 
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize(
+    ("original", "rewritten"),
+    [(np.full((2, 3), np.nan), np.full((2, 3), np.nan)), (np.zeros((0, 3)), np.zeros((0, 3))),
+     (np.ones((2, 3)), np.ones((1, 3))), (np.full((2, 3), np.inf), np.full((2, 3), -np.inf))],
+    ids=["nowhere finite", "empty", "another shape", "another infinity"],
+)  # fmt: skip
+def test_where_nothing_is_measured_there_is_no_number(name: str, original: Any, rewritten: Any) -> None:
+    a, b = pair()
+    found = score(METRICS[name], [{"y": a}, {"y": original}], [{"y": b}, {"y": rewritten}])
+    assert (math.isnan(found.mean), found.worst_sample) == (True, 1)
+
+
+def test_an_output_without_values_does_not_count_beside_one_that_has_some() -> None:
+    a, b = pair()
+    empty = np.zeros((0, 3))
+    for name in METRICS:
+        assert METRICS[name].of({"y": a, "z": empty}, {"y": b, "z": empty}) == value(name, a, b)
+
+
+def test_rows_with_a_nan_have_no_top1() -> None:
+    rows = np.array([[1.0, 3, 2], [np.nan, 0, 0], [9, 0, 0]])
+    assert value("top1", rows, np.where(rows == 9, -9, rows)) == 0.5
+
+
 def test_the_worst_output_counts() -> None:
     a, b = pair()
     outputs = {"y": a, "z": a}, {"y": a, "z": b}

@@ -18,11 +18,12 @@ from onnx import numpy_helper
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
 from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.evidence.metrics import Score
 from mxfp8_graph.evidence.tuning.budget import parse
 from mxfp8_graph.evidence.tuning.plans import KEPT, Unit, Way, after, path, size_cost
 from mxfp8_graph.evidence.tuning.result import BudgetNotMetError
 from mxfp8_graph.evidence.tuning.trials import Trials
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -74,6 +75,11 @@ def test_a_budget_is_a_metric_a_sign_and_a_number(text: str, written: str) -> No
         ("cosine<=0.9", "more cosine is better; expected cosine>=NUMBER; turn the sign around"),
         ("worst_kl>=0.9", "expected worst_kl<=NUMBER"),
         ("cosin>=0.9", "'cosin'; expected one of relative_l2, sqnr, cosine"),
+        (
+            "cosine>=1.5",
+            "which no plan can keep; expected cosine>=NUMBER with a number of at most 1; correct",
+        ),
+        ("worst_max_error<=-1e-9", "expected worst_max_error<=NUMBER with a number of at least 0"),
     ],
 )
 def test_what_is_no_budget_is_an_error(text: str, message: str) -> None:
@@ -89,6 +95,21 @@ def test_the_mean_may_keep_a_budget_that_the_worst_sample_does_not() -> None:
     between = (found.mean + found.worst) / 2
     assert parse(f"relative_l2<={between}").met(found)
     assert not parse(f"worst_relative_l2<={between}").met(found)
+
+
+@pytest.mark.parametrize(("text", "value"), [("cosine>=0.75", 0.75), ("relative_l2<=0.25", 0.25), ("top1>=1", 1.0)])
+def test_a_budget_that_is_met_exactly_is_kept(text: str, value: float) -> None:
+    budget = parse(text)
+    assert budget.met(Score(metric=budget.metric, values=(value,)))
+
+
+def test_samples_without_a_finite_output_are_refused_before_the_search() -> None:
+    """They would count for nothing in a mean, whatever the plan."""
+    nowhere = {"x": np.full((8, 64), np.nan, np.float32)}
+    with pytest.raises(ShapeError, match=r"given inputs sample 2: output 'y' has no finite value; .*; leave it out"):
+        tune(chain(), "cosine>=0.5", inputs=[SAMPLES[0], nowhere])
+    with pytest.raises(ShapeError, match="given inputs: no output has a value; "):
+        tune(chain(), "cosine>=0.5", inputs={"x": np.zeros((0, 64), np.float32)})
 
 
 # --- The path --------------------------------------------------------------------------------------------------------
@@ -134,18 +155,17 @@ def test_the_recipe_makes_the_same_model_which_keeps_the_budget() -> None:
     assert found.chosen.trial.byte_size == report.account.bytes_after
 
 
-def test_a_budget_that_everything_keeps_is_met_by_e4m3_at_once() -> None:
-    found = tune(chain(), "relative_l2<=0.5")
-    assert set(ways(found).values()) == {"e4m3"}
-    assert len(found.steps) == 1
-
-
-def test_between_bfloat16_and_e4m3_everywhere_all_is_packed_and_some_is_e4m3() -> None:
+@pytest.mark.parametrize("bound", [0.5, None], ids=["all plans keep it", "e4m3 does not keep it"])
+def test_of_plans_of_one_size_the_most_accurate_is_chosen(bound: float | None) -> None:
+    """All are of one size where all weights are packed. Weight-only is as accurate as bfloat16, and tried later."""
     model = chain()
     low, high = (np.mean(errors(model, mxfp8_graph.rewrite(model, name)[0])) for name in ("mxfp8-bf16", "mxfp8"))
-    found = tune(model, f"relative_l2<={(low + high) / 2}")
-    assert found.packed_share == 1
-    assert 0 < list(ways(found).values()).count("e4m3") < 6
+    found = tune(model, f"relative_l2<={bound or (low + high) / 2}")
+    assert set(ways(found).values()) == {"bfloat16"}
+    assert [step.what for step in found.steps] == ["everything e4m3", "everything bfloat16", "everything weight-only"]
+    assert found.chosen.trial.scores["relative_l2"].mean == pytest.approx(low)
+    equal = 2 if bound is None else 3
+    assert ("chosen", f"the most accurate of {equal} plans of one size that keep the budget") in found.facts()
 
 
 @pytest.mark.parametrize("kept", [1, 3])

@@ -58,12 +58,13 @@ def test_a_difference() -> None:
         ([1.0, 0.0], [0.0, 0.0], (1.0, 0.0)),
         ([], [], (0.0, 1.0)),
         ([2.0], [-2.0], (2.0, -1.0)),
+        ([np.nan, np.inf], [np.nan, np.inf], (np.nan, np.nan)),
     ],
-    ids=["both zero", "reference zero", "result zero", "empty", "opposite"],
+    ids=["both zero", "reference zero", "result zero", "empty", "opposite", "nowhere finite"],
 )
 def test_differences_at_the_edges(reference: list[float], result: list[float], expected: tuple[float, float]) -> None:
     found = difference(np.array(reference), np.array(result))
-    assert (found.relative_l2, found.cosine) == expected
+    assert (found.relative_l2, found.cosine) == pytest.approx(expected, abs=0, nan_ok=True)
 
 
 def test_the_same_nan_and_inf_are_no_difference() -> None:
@@ -152,6 +153,8 @@ def test_models_are_read_from_files_with_external_data(tmp_path: Path) -> None:
 def test_an_empty_batch() -> None:
     report = check(b.chain_model(), shapes={"batch": 0})
     assert (report.failures, report.outputs[0].shape) == ((), (0, 64))
+    assert (report.kernels_agree, report.outputs_close) == (True, None)
+    assert "output 'y' is not judged: it has no values" in report.notes
 
 
 def test_the_report_names_inputs_and_kernels() -> None:
@@ -159,10 +162,39 @@ def test_the_report_names_inputs_and_kernels() -> None:
     assert (report.inputs, report.isa) == ("x float32 [3, 64], synthesised", cpu.isa())
 
 
-def test_without_a_limit_a_large_error_passes() -> None:
-    model, other = b.chain_model(), b.chain_model()
-    set_initializer(other, "layers.0.weight", lambda w: w.__imul__(2))
-    assert verify(model, rewritten(other)).passed
+def twice(factor: float) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """Returns a model, and the rewrite of another: its first weight is larger by a factor."""
+    other = b.chain_model()
+    set_initializer(other, "layers.0.weight", lambda w: w.__imul__(factor))
+    return b.chain_model(), rewritten(other)
+
+
+def test_outputs_of_another_model_fail_though_its_kernels_are_right() -> None:
+    report = verify(*twice(2))
+    assert (report.passed, report.kernels_agree, report.outputs_close) == (False, True, False)
+    error = report.outputs[0].rewritten.relative_l2
+    assert report.failures == (f"output 'y': relative L2 {error:.3g} is above the limit 0.5",)
+    assert report.verdict() == ("FAILED: kernels compute what the nodes say, outputs are NOT close to the original's")
+    assert (report.to_dict()["kernels_agree"], report.to_dict()["outputs_close"]) == (True, False)
+
+
+@pytest.mark.parametrize("limit", [1.1, np.inf])
+def test_a_limit_of_the_users_own_replaces_the_default(limit: float) -> None:
+    report = verify(*twice(2), max_rel_l2=limit)
+    assert report.verdict() == "passed: kernels compute what the nodes say, outputs are close to the original's"
+
+
+def test_integers_are_judged_by_a_limit_of_the_users_own_only() -> None:
+    """A label says nothing by its distance from another one, and noise as input makes labels of near ties."""
+    model = b.chain_model()
+    model.graph.node.append(b.node("Cast", "y", "label", to=onnx.TensorProto.INT64))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("label", onnx.TensorProto.INT64, [None, 64]))
+    other = rewritten(model)
+    set_initializer(other, next(t.name for t in other.graph.initializer if t.data_type == 2), lambda s: s.__iadd__(2))
+    report = verify(model, other)
+    assert (report.passed, report.outputs_close, report.outputs[0].rewritten.relative_l2 > 0.5) == (True, None, True)
+    assert "output 'label' is not judged: int64, and no limit is set" in report.notes
+    assert not verify(model, other, max_rel_l2=0.5).passed
 
 
 def test_of_several_samples_the_worst_is_shown_with_the_means_of_all() -> None:
@@ -269,6 +301,21 @@ def test_a_model_that_was_not_rewritten_is_noted() -> None:
     assert report.notes == ("model has no MXFP8 node: this compares a model with another, not with its rewrite",)
 
 
+def test_a_file_and_a_copy_of_it_are_equal() -> None:
+    """By function bodies one would differ from the other by as much as the error of the rewrite."""
+    model = rewritten(b.attention_model())
+    (output,) = verify(model, model).outputs
+    assert output.kernel is not None
+    assert (output.rewritten.relative_l2, output.kernel.relative_l2 > 0) == (0, True)
+
+
+def test_swapped_models_are_an_error() -> None:
+    model = b.chain_model()
+    for other in (rewritten(model), mxfp8_graph.convert(rewritten(model), "standard")[0]):
+        with pytest.raises(ContractError, match=r"model: is rewritten, and model is not; .*; swap the two"):
+            verify(other, model)
+
+
 def test_positions_that_are_not_compared_are_noted() -> None:
     x = np.full((1, 2, 64), np.inf, np.float32)
     x[0, 1] = 1
@@ -312,7 +359,10 @@ def test_a_missing_model(tmp_path: Path) -> None:
 
 def test_a_model_onnxruntime_refuses() -> None:
     model = b.matmul_model(dtype=ml_dtypes.bfloat16)
-    with pytest.raises(BackendError, match=r"^model: ONNX Runtime [\d.]+ refuses the model; expected one it runs\. "):
+    with pytest.raises(
+        BackendError,
+        match=r"^the original model \(.*\): ONNX Runtime [\d.]+ refuses the model; expected one it runs\. ",
+    ):
         verify(model, model)
 
 
@@ -324,10 +374,24 @@ def test_inputs_the_model_fails_on() -> None:
     with pytest.raises(BackendError) as caught:
         check(model)
     assert str(caught.value).startswith(
-        "model: ONNX Runtime cannot run it on x [2]; expected inputs the model accepts; "
-        'pass inputs="FILE.npz" or shapes={"NAME": SIZE}. '
+        "the original model (the rewrite is not to blame): ONNX Runtime cannot run it on x [2]; expected inputs the "
+        'model accepts; correct the inputs, or where they are synthesised, pass inputs="FILE.npz" or '
+        'shapes={"NAME": SIZE}. '
     )
     assert check(model, shapes={"n": 128}).passed
+
+
+def test_a_model_that_holds_a_batch_of_one_is_run_with_one() -> None:
+    """Exported decoders often do, in the tables of a rotary embedding for example."""
+    model = b.chain_model()
+    model.graph.node.append(b.node("Reshape", "y one", "z"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 64]), "one"))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, [1, 64]))
+    report = check(model)
+    assert report.passed
+    assert report.inputs == "x float32 [1, 64], synthesised; batch = 1, since the model does not run with 2"
+    with pytest.raises(BackendError, match=r"cannot run it on x \[2, 64\]"):
+        check(model, shapes={"batch": 2})
 
 
 # --- The report --------------------------------------------------------------------------------------------------
@@ -355,16 +419,45 @@ def test_bfloat16_results_come_back_as_bfloat16() -> None:
 # --- Notes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("factor", "said"), [(0.0, "zero everywhere"), (np.nan, "nowhere finite")])
-def test_outputs_that_prove_nothing_are_noted(factor: float, said: str) -> None:
+def scaled(factor: float) -> onnx.ModelProto:
+    """Returns a model whose output is multiplied by a factor."""
     model = b.chain_model()
-    last = model.graph.node[-1]
-    name = last.output[0]
-    last.output[0] = "before"
-    model.graph.node.append(b.node("Mul", "before factor", name))
+    model.graph.node.append(b.node("Mul", "y factor", "z"))
     model.graph.initializer.append(numpy_helper.from_array(np.float32(factor), "factor"))
-    report = check(model)
-    assert any(note.startswith(f"output {name!r} is {said} in both models: ") for note in report.notes), report.notes
+    model.graph.output[0].name = "z"
+    return model
+
+
+def test_an_output_that_is_zero_everywhere_is_noted() -> None:
+    notes = check(scaled(0)).notes
+    assert any(note.startswith("output 'z' is zero everywhere in both models: ") for note in notes), notes
+
+
+def test_an_output_without_a_finite_value_fails(tmp_path: Path) -> None:
+    report = check(scaled(np.nan))
+    assert report.failures == ("output 'z': no position is finite in both models: nothing is compared",)
+    assert (report.kernels_agree, report.outputs_close, np.isnan(report.worst_relative_l2)) == (True, False, True)
+    written = json.loads(report.write(tmp_path / "verify.json").read_text(encoding="utf-8"))
+    assert [written["outputs"][0][mean] for mean in ("mean_relative_l2", "mean_cosine")] == [None, None]
+
+
+def test_a_sample_without_a_finite_value_is_the_worst_and_fails() -> None:
+    x = np.ones((2, 1, 64), np.float32)
+    x[1] = np.nan
+    report = check(b.chain_model(), inputs=[{"x": x[0]}, {"x": x[1]}])
+    assert report.failures == (
+        "output 'y' of given inputs sample 2: no position is finite in both models: nothing is compared",
+    )
+    assert np.isnan(report.outputs[0].mean_cosine)
+
+
+def test_a_model_without_an_output_to_compare_is_an_error() -> None:
+    model = b.chain_model()
+    model.graph.node.append(b.node("SequenceConstruct", "y", "all"))
+    kind = helper.make_sequence_type_proto(helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, None))
+    model.graph.output[0].CopyFrom(helper.make_value_info("all", kind))
+    with pytest.raises(BackendError, match=r"has no output that is a tensor of numbers: all seq\(tensor\(float\)\);"):
+        check(model)
 
 
 def test_an_output_that_only_the_rewritten_model_makes_constant_is_noted() -> None:
@@ -379,13 +472,11 @@ def test_an_output_that_only_the_rewritten_model_makes_constant_is_noted() -> No
 def test_a_drift_between_kernels_and_bodies_is_explained() -> None:
     """Sums that differ in the last bit round elements of later layers to another step, in two correct executions."""
     drift = difference(np.array([1.0, 1.0]), np.array([1.0, 1.2]))
-    small = difference(np.array([1.0, 1.0]), np.array([1.0, 1.1]))
+    none = difference(np.ones(2), np.ones(2))
     rest: dict[str, Any] = {"dtype": "float32", "shape": (2,), "mean_relative_l2": 0.1, "mean_cosine": 1.0}
-    drifting = OutputCheck(name="y", rewritten=small, body=small, kernel=drift, **rest)
-    calm = OutputCheck(name="z", rewritten=drift, body=drift, kernel=small, **rest)
+    drifting = OutputCheck(name="y", rewritten=drift, body=drift, kernel=drift, **rest)
+    calm = OutputCheck(name="z", rewritten=drift, body=drift, kernel=none, **rest)
     node = NodeCheck("n", "MXFP8Gemm", 0.5)
     (note,) = _drift_notes([node], [drifting, calm])
-    assert note.startswith(
-        "kernel against body exceeds the error of the rewrite at 'y': sums that differ in the last bit"
-    )
+    assert note.startswith("kernel vs body at 'y' is no error of the kernels, each of which is within its bound: sums ")
     assert _drift_notes([NodeCheck("n", "MXFP8Gemm", 2.0)], [drifting]) == []  # then the kernel is wrong

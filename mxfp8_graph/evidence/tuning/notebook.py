@@ -9,7 +9,9 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, Field, TypeAdapter
 
 from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.file_writing import write_text
@@ -19,17 +21,34 @@ NAME: Final = "state.json"
 """What the file is called in the folder of a search that goes on."""
 _SCHEMA: Final = 1
 _MAKES = Callable[[], Any]
+_Bytes = Annotated[int, Field(ge=0, le=2**63)]
+_Seconds = Annotated[float, Field(gt=0, le=1e9)]
+
+
+class _Trial(BaseModel, strict=True, extra="forbid"):
+    scores: dict[str, list[float]]
+    bytes: _Bytes
+    packed: list[tuple[str, str, _Bytes, _Bytes]]
+
+
+_KINDS: Final = {
+    "trial": TypeAdapter[Any](_Trial),
+    "latency": TypeAdapter[Any](tuple[_Seconds, _Seconds]),
+    "alone": TypeAdapter[Any](list[float] | None),
+}
+"""What is measured, by the first word of its name: that of `Trials.trial`, `Trials.seconds` and `Damages`."""
 
 
 class Notebook:
     """Measurements by what was measured."""
 
-    def __init__(self, folder: Path | None, subject: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path | None, subject: Mapping[str, str], scores: Mapping[str, int]) -> None:
         """Reads what an earlier search left.
 
         Args:
             folder: where the file is; None keeps everything in memory.
             subject: what is measured: of the model, the samples and so on, something that tells them from others.
+            scores: how many numbers a trial has of each metric.
 
         Raises:
             ContractError: the file is of another subject, or not one of these.
@@ -38,7 +57,7 @@ class Notebook:
         self._subject = dict(subject)
         self._found: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
-            self._found = _read(self._path, self._subject)
+            self._found = _read(self._path, self._subject, scores)
         self.resumed = len(self._found)
         """How many measurements an earlier search made."""
 
@@ -58,6 +77,10 @@ class Notebook:
         """Whether something was measured under that name."""
         return what in self._found
 
+    def damaged(self) -> ContractError:
+        """Returns the error for measurements that do not fit what is measured."""
+        return _damaged(self._path or Path(NAME))
+
     def _write(self) -> None:
         if self._path is None:
             return
@@ -66,8 +89,16 @@ class Notebook:
         write_text(self._path, json.dumps(state))
 
 
-def _read(path: Path, subject: Mapping[str, str]) -> dict[str, Any]:
-    advice = f"remove the folder {path.parent} to begin anew, or choose another output"
+def _advice(path: Path) -> str:
+    return f"remove the folder {path.parent} to begin anew, or choose another output"
+
+
+def _damaged(path: Path) -> ContractError:
+    return ContractError(path, "no state of a search", expected="one that tune wrote", advice=_advice(path))
+
+
+def _read(path: Path, subject: Mapping[str, str], scores: Mapping[str, int]) -> dict[str, Any]:
+    advice = _advice(path)
     try:
         with open_regular(path) as file:
             state = json.loads(file.read())
@@ -77,13 +108,27 @@ def _read(path: Path, subject: Mapping[str, str]) -> dict[str, Any]:
     except OSError as error:
         raise ContractError.unreadable(path, error, "the state of a search") from None
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise ContractError(path, "no state of a search", expected="one that tune wrote", advice=advice) from None
+        raise _damaged(path) from None
     if schema != _SCHEMA or before.keys() != subject.keys():
         raise ContractError(path, "of another version", expected=f"schema {_SCHEMA}", advice=advice)
     if others := [name for name in subject if before[name] != subject[name]]:
         what = f"the state of a search with another {', another '.join(others)}"
         raise ContractError(path, what, expected="that of this search", advice=advice)
-    return found
+    try:
+        return {key: _checked(key, value, scores) for key, value in found.items()}
+    except (ValueError, KeyError):
+        raise _damaged(path) from None
+
+
+def _checked(key: str, value: Any, scores: Mapping[str, int]) -> Any:
+    """Returns a measurement with the types that `_KINDS` says; ValueError or KeyError if it cannot be one."""
+    kind = key.split(" ", maxsplit=1)[0]
+    found = _KINDS[kind].validate_json(json.dumps(value), strict=True)
+    if not isinstance(found, _Trial):
+        return found
+    if {name: len(values) for name, values in found.scores.items()} != scores:
+        raise ValueError("scores of other metrics, or of other samples")
+    return found.model_dump()
 
 
 def _digest(measured: Mapping[str, Any]) -> str:

@@ -37,7 +37,8 @@ WAYS: Final = tuple(Way(*way) for way in itertools.product(ACTIVATIONS, SCALE_RO
 """The cheapest first; scales that are rounded up before the others."""
 
 WINS: Final = 0.95
-"""Scales are rounded otherwise than up only where that does less than this share of the damage: less is chance."""
+"""Scales are rounded otherwise than up only where that does less than this share of the damage: less is chance. So is a
+plan of the same cost that was tried later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +78,8 @@ class Move:
 
 
 def size_cost(unit: Unit, way: Way) -> float:
-    """Returns bytes; of two ways of one size the one that is cheaper to multiply costs a little less."""
-    if way == KEPT:
-        return float(unit.bytes_before)
-    return unit.bytes_after * (1 + 1e-6 * ACTIVATIONS.index(way.activations))
+    """Returns bytes: what multiplies the packed weight does not change them."""
+    return float(unit.bytes_before if way == KEPT else unit.bytes_after)
 
 
 def path(units: Sequence[Unit], cost: Cost) -> list[Move]:
@@ -136,4 +135,4 @@ def after(units: int, moves: Sequence[Move]) -> Plan:
 
 def estimate(units: Sequence[Unit], plan: Plan) -> float:
     """Returns the relative L2 error that a plan should do, if squares of errors add up."""
-    return math.sqrt(math.fsum(unit.damage(way) for unit, way in zip(units, plan, strict=True)))
+    return math.sqrt(sum(unit.damage(way) for unit, way in zip(units, plan, strict=True)))

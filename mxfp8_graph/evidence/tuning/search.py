@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mxfp8_graph.evidence.tuning.budget import Budget, all_met
-from mxfp8_graph.evidence.tuning.plans import Cost, Move, Plan, Unit, after, estimate
+from mxfp8_graph.evidence.tuning.plans import WINS, Cost, Move, Plan, Unit, after, estimate
 from mxfp8_graph.evidence.tuning.recipes import Recipes
 from mxfp8_graph.evidence.tuning.trials import Trial, Trials
 from mxfp8_graph.policy.recipe import Recipe
@@ -36,6 +36,12 @@ class Step:
     """What the search makes small: bytes, or seconds compared with the model as it is."""
     estimate: float | None
     """Relative L2 error that was to be expected; None before weights were ranked."""
+
+    @property
+    def error(self) -> float:
+        """Mean relative L2 error, infinite where it is NaN."""
+        mean = self.trial.scores["relative_l2"].mean
+        return math.inf if math.isnan(mean) else mean
 
     @property
     def counts(self) -> str:
@@ -71,8 +77,11 @@ class Search:
         self._refine(units, moves, low, cost)
 
     def best(self) -> Step | None:
-        """Returns the cheapest step that keeps the budgets; of two of one cost the first."""
-        return min((step for step in self.steps if step.met), key=lambda step: step.cost, default=None)
+        """Returns the cheapest step that keeps the budgets; of those of one cost the first that none clearly beats."""
+        met = [step for step in self.steps if step.met]
+        cheapest = [step for step in met if step.cost == min(other.cost for other in met)]
+        least = min((step.error for step in cheapest), default=0.0)
+        return next((step for step in cheapest if WINS * step.error <= least), None)
 
     def closest(self) -> Step:
         """Returns the step that comes closest to the budgets: that keeps most of them, and of those the best values."""

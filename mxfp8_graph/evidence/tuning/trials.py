@@ -15,7 +15,7 @@ from mxfp8_graph import rewriting
 from mxfp8_graph.checking.inputs import Inputs
 from mxfp8_graph.checking.samples import Samples
 from mxfp8_graph.checking.sessions import Runnable, Session
-from mxfp8_graph.evidence.metrics import Metric, Score
+from mxfp8_graph.evidence.metrics import Metric, Score, check_measurable
 from mxfp8_graph.evidence.tuning.notebook import Notebook
 from mxfp8_graph.evidence.tuning.ticker import Ticker
 from mxfp8_graph.policy.recipe import Recipe
@@ -83,7 +83,7 @@ class Trials:
         return _from_json({**_to_json(trial), "scores": self._scores(self._runnable(path), "the result")}, self.metrics)
 
     def seconds(self, recipe: Recipe, what: str) -> tuple[float, float]:
-        """Returns the median latencies of (the rewritten model, the original) on the first sample."""
+        """Returns the median latencies of (the rewritten model, the original) on the largest sample."""
         self.ticker.say(what)
         key = f"latency {_digest(recipe)}"
         known = self.notebook.recall(key, lambda: self._timed(self._rewritten(recipe)[0]))
@@ -119,7 +119,10 @@ class Trials:
 
     @cached_property
     def _expected(self) -> list[Inputs]:
-        return [self.original.run(feeds) for feeds in self.samples.feeds]
+        expected = [self.original.run(feeds) for feeds in self.samples.feeds]
+        for name, outputs in zip(self.samples.names, expected, strict=True):
+            check_measurable(name, outputs)  # no plan could keep a budget
+        return expected
 
     def _scores(self, runnable: Runnable, what: str) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {metric.name: [] for metric in self.metrics}
@@ -131,7 +134,7 @@ class Trials:
         return found
 
     def _timed(self, model: Any) -> tuple[float, float]:
-        feeds = self.samples.feeds[0]
+        feeds = self.samples.largest
         both = self._runnable(model, takes_turns=True), self._runnable(self.model, takes_turns=True)
         seconds: tuple[list[float], list[float]] = ([], [])
         for number in range(ROUNDS + 1):

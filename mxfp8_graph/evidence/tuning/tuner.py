@@ -68,12 +68,14 @@ class Tuner:
         dry = self._planned()
         decisions = [site.decision for site in dry.sites]
         self._bytes_before = dry.account.bytes_before
-        self._notebook = Notebook(self.place.part if self.place else None, self._subject())
+        metrics = metrics_of(self.budgets)
+        scores = {metric.name: len(self.samples) for metric in metrics}
+        self._notebook = Notebook(self.place.part if self.place else None, self._subject(), scores)
         self._trials = Trials(
             model=self.source,
             original=self.original,
             samples=self.samples,
-            metrics=metrics_of(self.budgets),
+            metrics=metrics,
             notebook=self._notebook,
             ticker=self.ticker,
             folder=self.folder,
@@ -126,22 +128,26 @@ class Tuner:
     def _try_plans(self, decisions: Sequence[Decision]) -> None:
         """Measures what it takes to choose, and leaves the steps in the search."""
         cheapest = self._trials.trial(with_way(self.base, WAYS[0]), f"everything {WAYS[0]}")
+        if not {d.site.name for d in decisions if d.quantize} <= {one.site for one in cheapest.packed}:
+            raise self._notebook.damaged()
         self._units = units_of(decisions, cheapest)
-        if self.objective == "size" and self._everything(WAYS[0], size_cost).met:
-            return  # nothing is smaller, and nothing of that size is cheaper to multiply
+        if self.objective == "size" and any(step.met for step in self._uniform(size_cost)):
+            return  # nothing is smaller
         self._units = self._damages().of(self._units)
         cost: Cost = size_cost
         if self.objective == "latency":
             cost = latency_cost(self._units, decisions, self._recipes, self._trials)
-        for way in map(Way, ACTIVATIONS):
-            if any(unit.may_be(way) for unit in self._units):
-                self._everything(way, cost)
+        self._uniform(cost)
         self._search.run(self._units, path(self._units, cost), cost)
 
-    def _everything(self, way: Way, cost: Cost) -> Step:
-        """Returns the step with every unit packed in one way, where it can be."""
-        plan = tuple(way if unit.may_be(way) else KEPT for unit in self._units)
-        return self._search.try_plan(self._units, plan, cost, f"everything {way}", ranked=self._ranked)
+    def _uniform(self, cost: Cost) -> list[Step]:
+        """Returns a step for each kind of activations, with every unit packed in that way, where it can be."""
+        ways = [way for way in map(Way, ACTIVATIONS) if any(unit.may_be(way) for unit in self._units)]
+        plans = {way: tuple(way if unit.may_be(way) else KEPT for unit in self._units) for way in ways}
+        return [
+            self._search.try_plan(self._units, plan, cost, f"everything {way}", ranked=self._ranked)
+            for way, plan in plans.items()
+        ]
 
     @property
     def _ranked(self) -> bool:
