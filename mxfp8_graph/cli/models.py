@@ -14,6 +14,7 @@ from mxfp8_graph.cli.arguments import (
     ModelPath,
     Overwrite,
     Report,
+    RunsOn,
     SamplesPath,
     Seed,
     TrustPickle,
@@ -48,6 +49,10 @@ def rewrite(
         bool,
         typer.Option("--no-fuse", help="ONNX: leave activations, normalizations and attention beside matmuls alone."),
     ] = False,
+    runs_on: Annotated[
+        RunsOn | None,
+        typer.Option("--for", help="ONNX: use float32 where ONNX Runtime has no kernels for 16-bit dtypes there."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done to each matmul; stop.")] = False,
     report: Report = None,
     external_data: Annotated[
@@ -89,6 +94,7 @@ def rewrite(
         check_report_path(report, models=[model, *([output] if output else [])])
     chosen = load_recipe(recipe).excluding(exclude or ())
     chosen = chosen.without_fusion() if no_fuse else chosen
+    chosen = chosen.for_cpu() if runs_on else chosen
     with progress_bar() as progress:
         _, done = rewriting.rewrite(
             model,
