@@ -11,6 +11,7 @@ from mxfp8_graph.checking.profile import NodeProfile
 from mxfp8_graph.checking.samples import Given, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
+from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
@@ -31,6 +32,8 @@ class RunReport:
     timing: Timing
     nodes: tuple[NodeProfile, ...] = ()
     """What each node did in as many runs, if that was asked for."""
+    note: str = ""
+    """What to say of a model that does not run as it is."""
 
 
 def run_model(
@@ -63,7 +66,8 @@ def run_model(
     feeds = make_samples(signature, inputs, shapes, seed).feeds[0]
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
-    return RunReport(model=signature.name, inputs=describe(feeds), isa=cpu.isa(), timing=timing, nodes=nodes)
+    facts: dict[str, Any] = {"model": signature.name, "inputs": describe(feeds), "isa": cpu.isa()}
+    return RunReport(**facts, timing=timing, nodes=nodes, note=runnable.note)
 
 
 def is_program(model: Any) -> bool:
@@ -83,5 +87,6 @@ def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signatur
 
         program = TorchProgram(model, trust_pickle=trust_pickle)
         return Signature(program.name, program.specs, program.ranges), program
-    signature = Signature.of(open_model(model))
-    return signature, Session(model, kernels=True, where=signature.name)
+    opened = open_model(model)
+    original = record.find(opened.proto) is None  # a rewritten one is run as it is, or not at all
+    return Signature.of(opened), Session(model, kernels=True, where=opened.name, float32=original)

@@ -82,7 +82,12 @@ def verify(
         outputs=outputs,
         nodes=tuple(nodes),
         failures=(*found.failures(max_rel_l2), *(str(node) for node in nodes if not node.passed)),
-        notes=tuple(_notes(after, nodes, outputs, samples) + found.notes + _drift_notes(nodes, outputs)),
+        notes=(
+            *filter(None, [sessions[0].note]),
+            *_notes(after, nodes, outputs, samples),
+            *found.notes,
+            *_drift_notes(nodes, outputs),
+        ),
     )
 
 
@@ -184,7 +189,7 @@ def _signature(specs: list[InputSpec]) -> dict[str, str]:
 def _sessions(original: Model, before: OpenedModel, rewritten: Model, after: OpenedModel) -> tuple[Session, ...]:
     """Returns the original, the rewritten model with our kernels, and that with its function bodies."""
     return (
-        Session(original, kernels=False, where=before.name),
+        Session(original, kernels=False, where=before.name, float32=True),
         Session(rewritten, kernels=True, where=after.name),
         Session(rewritten, kernels=False, where=after.name),
     )

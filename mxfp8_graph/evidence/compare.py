@@ -129,7 +129,9 @@ def compare(
             count=len(candidates) + 1,
             progress=progress,
         )
-        rows = [trial.original(), *(trial.row(candidate) for candidate in candidates)]
+        original = trial.original()
+        notes += filter(None, [trial.note])
+        rows = [original, *(trial.row(candidate) for candidate in candidates)]
         rows = trial.with_latencies(rows, repeat)
     return Comparison(
         model=name,
@@ -204,6 +206,8 @@ class _Trial:
     count: int
     """How many models are run, the original among them."""
     progress: Progress | None
+    note: str = ""
+    """What to say of an original that does not run as it is."""
     _done: int = 0
     _sessions: dict[str, Runnable] = field(default_factory=dict)
     """Those that are timed."""
@@ -213,8 +217,8 @@ class _Trial:
 
     def original(self) -> Row:
         """Returns the row of the model as it is, whose outputs the others are compared with."""
-        session = Session(self.model, kernels=False, where=self.opened.name, takes_turns=True)
-        self._sessions[ORIGINAL] = session
+        session = Session(self.model, kernels=False, where=self.opened.name, takes_turns=True, float32=True)
+        self._sessions[ORIGINAL], self.note = session, session.note
         self._expected = self._run(ORIGINAL, session.run)
         return Row(name=ORIGINAL, what="the model as it is", emulated=False, byte_size=self.opened.byte_size)
 
@@ -252,7 +256,7 @@ class _Trial:
         output = self.folder / f"{len(self._sessions)}.mxfp8.onnx"
         self._tell(row.name)
         assert recipe is not None
-        _, report = rewriting.rewrite(self.model, recipe, output=output)
+        _, report = rewriting.rewrite(self.model, recipe.for_cpu(), output=output)
         session = Session(output, kernels=True, where=f"{self.opened.name} as {row.name}", takes_turns=True)
         scores = self._scores(row.name, session.run)
         self._sessions[row.name] = session

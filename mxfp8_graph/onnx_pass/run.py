@@ -54,25 +54,8 @@ def rewrite_onnx(
     made = record.find(opened.proto)
     if already_rewritten(made, recipe, options, what="model"):
         reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes + fusion_note(made, recipe)
-        if recipe.runs_on and (widened := cpu_provider.widen(opened)):
-            return _widened(opened, widened, reporter)
         return model, reporter.report(already_rewritten=True)
     return rewrite_opened(opened, reporter)
-
-
-def _widened(
-    opened: OpenedModel, widened: cpu_provider.Widened, reporter: Reporter
-) -> tuple[Path | onnx.ModelProto | None, RewriteReport]:
-    """Returns what `rewrite_onnx` does, of a model that is packed already and given float32 values now."""
-    options = reporter.options
-    reporter.notes.append(widened.note(opened.proto))
-    external = wants_external(opened, opened.byte_size, options.output, options.external_data)
-    with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
-        if options.dry_run:
-            target.probe()
-            return None, reporter.report(already_rewritten=True)
-        target.finish()
-    return target.path or opened.proto, reporter.report((), target.byte_size, already_rewritten=True)
 
 
 def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx.ModelProto | None, RewriteReport]:
@@ -100,7 +83,7 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
             reporter.fusions = fuse(opened, types, editor.fresh, recipe)
         result = account(stored_bytes.inventory(opened), editor.made_from)
         record.complete(opened.proto, opened.opset, recipe.to_record())
-        reporter.notes += _dtype_notes(opened, widened, recipe)
+        reporter.notes += cpu_provider.note(opened.proto, widened)
         if options.dry_run:
             target.probe()
             return None, reporter.dry_run(decisions, result)
@@ -120,28 +103,13 @@ def _refuse_foreign(opened: OpenedModel) -> None:
         raise ContractError(where, f"MXFP8 already, as {dialect}", expected="a model to quantize", advice=advice)
 
 
-def _dtype_notes(opened: OpenedModel, widened: cpu_provider.Widened | None, recipe: Recipe) -> list[str]:
-    """Returns what there is to know of a result with 16-bit floats.
+def prepare(opened: OpenedModel, recipe: Recipe) -> str:
+    """Brings a model to the form that sites are looked for in: its opset, functions, dtypes and attention nodes.
 
-    Raises:
-        ContractError: the recipe says that it runs on the CPU, and ONNX Runtime lacks something for it yet.
-    """
-    if lacking := cpu_provider.lacking(opened.proto, opened.name):
-        what = f"ONNX Runtime's CPU provider lacks {lacking}"
-        if recipe.runs_on:
-            advice = "leave out runs_on (--for cpu), or keep those nodes in float32 when you export the model"
-            raise ContractError(opened.name, what, expected="ops that it has", advice=advice)
-        return [f"does not load in {what.replace(' lacks', ', which lacks')}; --for cpu writes one that does"]
-    return [widened.note(opened.proto)] if widened else []
-
-
-def prepare(opened: OpenedModel, recipe: Recipe) -> cpu_provider.Widened | None:
-    """Brings a model to the form that sites are looked for in: its opset, its functions, its dtypes, its attention.
-
-    Returns what was done to its dtypes, if anything.
+    Returns what to say of its dtypes, if those changed.
     """
     upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
-    widened = cpu_provider.widen(opened) if recipe.runs_on else None
+    widened = cpu_provider.widen(opened) if recipe.runs_on else ""
     if recipe.attention_scores or recipe.attention_values:
         attention_op.take_apart(opened)
     return widened

@@ -317,10 +317,10 @@ def facts(report: RewriteReport) -> list[tuple[str, str]]:
     lines += [("note", note) for note in report.notes]
     if report.dry_run:
         lines.append(("result", "nothing written (dry run)"))
-    elif report.output:
-        lines.append(("result", report.output))
     elif report.already_rewritten:
         lines.append(("result", f"nothing written; {report.source} is the result"))
+    elif report.output:
+        lines.append(("result", report.output))
     return lines
 
 

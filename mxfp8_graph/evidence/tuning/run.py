@@ -87,6 +87,7 @@ def tune(
     place = None if in_memory and output is None else Place(model, output, overwrite=overwrite)
     held = contextlib.nullcontext() if place is None else place.held()
     with held, _opened(model, trust_pickle=trust_pickle) as (source, signature, original):
+        base = base.for_cpu() if original.note else base
         samples = make_samples(signature, inputs, shapes, seed, count=SYNTHESISED)
         with scratch("tune") as folder:
             tuner = Tuner(
