@@ -182,7 +182,7 @@ class Session(Runnable):
                     target.finish()
                 return self._load(str(path), options, False)
         what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
-        advice = "rewrite the original with --for cpu (runs_on: cpu)" if missing else ""
+        advice = cpu_provider.ADVICE if missing else ""
         raise BackendError(self._where, what, expected=f"one it runs. {reason}", advice=advice)
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:

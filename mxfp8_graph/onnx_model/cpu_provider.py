@@ -10,11 +10,14 @@ from typing import Any, Final
 
 import onnx
 
+from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_model.float32 import CAST, holds_halves, to_float32
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
-from mxfp8_graph.onnx_model.tensor_data import byte_length
+from mxfp8_graph.onnx_model.tensor_data import byte_length, is_apart
 from mxfp8_graph.onnx_model.walk import copy_fields
 from mxfp8_ops.errors import ContractError
+
+ADVICE: Final = "rewrite the original with --for cpu (runs_on: cpu) for a model that does"
 
 _MESSAGES: Final = (
     r"implementation for (?P<op>\w+)\(\d+\) node with name '(?P<node>.*)'",
@@ -31,8 +34,11 @@ def missing_kernel(model: onnx.ModelProto) -> str:
     Args:
         model: with or without the data of its large initializers, and with the bodies of its functions.
     """
-    if not holds_halves(model):
-        return ""
+    return missing_in(_refusal(model)) if holds_halves(model) else ""
+
+
+def _refusal(model: onnx.ModelProto) -> str:
+    """Returns why ONNX Runtime does not load a model, in its words; "" if it does."""
     import onnxruntime  # takes a while, and most models need none of this
 
     options: Any = onnxruntime.SessionOptions()
@@ -40,8 +46,8 @@ def missing_kernel(model: onnx.ModelProto) -> str:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         onnxruntime.InferenceSession(_without_weights(model), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # they have no common class; what is no matter of dtypes, a session of the model tells
-        return missing_in(str(error))
+    except Exception as error:  # they have no common class
+        return str(error)
     return ""
 
 
@@ -55,21 +61,22 @@ def widen(opened: OpenedModel) -> str:
     """Gives a model float32 values, in place, if the provider lacks a kernel for it; returns what to say of that.
 
     Raises:
-        ContractError: as `to_float32`, or the provider lacks a kernel for that, too.
+        ContractError: as `to_float32`, or ONNX Runtime refuses that, too.
     """
     if not (lacking := missing_kernel(opened.proto)):
         return ""
     to_float32(opened)
-    if still := missing_kernel(opened.proto):
-        what, advice = f"{_LACKS} {still}", "leave out runs_on (--for cpu)"
-        raise ContractError(opened.name, what, expected="ops that it has in float32", advice=advice)
+    if still := _refusal(opened.proto):
+        what = f"ONNX Runtime refuses it in float32 too: {first_line(Exception(still))}"
+        advice = "leave out runs_on (--for cpu)"
+        raise ContractError(opened.name, what, expected="a model that it runs then", advice=advice)
     return f"computes in float32 instead of 16 bits, since {_LACKS} {lacking}"
 
 
 def note(model: onnx.ModelProto, widened: str = "") -> list[str]:
     """Returns what there is to know of a rewritten model with 16-bit floats; `widened`: what `widen` said of it."""
     if lacking := "" if widened else missing_kernel(model):
-        return [f"does not load on a CPU: {_LACKS} {lacking}; --for cpu (runs_on: cpu) writes a model that does"]
+        return [f"does not load on a CPU: {_LACKS} {lacking}; {ADVICE}"]
     casts = sum(node.name.startswith(CAST) for node in model.graph.node)
     return [f"{widened}; {casts} casts at inputs, outputs, lookups and stored tensors"] if widened else []
 
@@ -81,7 +88,8 @@ def _without_weights(model: onnx.ModelProto) -> bytes:
     copy_fields(copy.graph, model.graph, skip={"initializer"})
     inputs = {value.name for value in model.graph.input}
     for tensor in model.graph.initializer:
-        if tensor.HasField("raw_data") and byte_length(tensor) <= INLINE_BYTES:
+        small = byte_length(tensor) <= INLINE_BYTES and not is_apart(tensor)
+        if small and any(descriptor.name.endswith("_data") for descriptor, _ in tensor.ListFields()):
             copy.graph.initializer.append(tensor)
         elif tensor.name not in inputs:
             copy.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))

@@ -37,9 +37,6 @@ CAST: Final = "mxfp8_graph.float32."
 _DTYPES: Final = frozenset({"to", "dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision"})
 """Attributes that say which dtype a node computes in or gives. Not activation_dtype: our kernels round to that."""
 
-_NESTED: Final = {"sequence_type": "elem_type", "optional_type": "elem_type", "map_type": "value_type"}
-"""Where types that are no tensors keep the type of what they hold."""
-
 
 def holds_halves(model: onnx.ModelProto) -> bool:
     """Whether a model takes, gives, stores or makes 16-bit floats."""
@@ -53,26 +50,29 @@ def to_float32(opened: OpenedModel) -> None:
     """Gives a model float32 values in the place of 16-bit ones, in place; data of large initializers is not read.
 
     Raises:
-        ContractError: an input or output is no tensor, or a node takes values for bits.
+        ContractError: a node takes values for bits, which would be others.
     """
     graph = opened.proto.graph
-    _refuse(opened)
+    if node := next((node for node in _nodes(opened.proto) if node.op_type == "BitCast"), None):
+        what = f"node {node_label(node)!r} (BitCast) takes values for bits"
+        expected = "none that does, to compute in float32"
+        raise ContractError(opened.name, what, expected=expected, advice="leave out runs_on (--for cpu)")
     inferred = onnx_calls.infer_shapes(opened.proto, opened.name, []).graph
-    types = {value.name: _code(value) for value in (*inferred.value_info, *graph.input, *graph.output)}
+    values = (*inferred.value_info, *graph.input, *graph.output)
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    ends = [(value, _code(value)) for value in (*graph.input, *graph.output)]
-    large = {*opened.tensors, *(t.name for t in graph.initializer if byte_length(t) > INLINE_BYTES)}
+    large = {t.name for t in graph.initializer if t.name in opened.tensors or byte_length(t) > INLINE_BYTES}
     for node in _nodes(opened.proto):
         _retype(node, opened)
     _cast(graph, types, large)
     for inner in iter_graphs(graph):
-        for value in (*inner.value_info, *inner.input, *inner.output):
-            _retype_value(value.type)
+        main = inner is graph
+        for value in (*inner.value_info, *(() if main else (*inner.input, *inner.output))):
+            if value.type.tensor_type.elem_type in HALVES:
+                value.type.tensor_type.elem_type = TensorProto.FLOAT
         for tensor in inner.initializer:
-            if inner is not graph or tensor.name not in large:
+            if not main or tensor.name not in large:
                 _store_float32(tensor, opened)
-    for value, dtype in ends:
-        value.type.tensor_type.elem_type = dtype
 
 
 def _cast(graph: onnx.GraphProto, types: Mapping[str, int], large: AbstractSet[str]) -> None:
@@ -116,8 +116,9 @@ def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
         values[:] = [names.get(name, name) for name in values]
     for _, inner in subgraphs(node):
         own = set(_defined(inner))
+        outer = {name: other for name, other in names.items() if name not in own}
         for below in inner.node:
-            _rename(below, {name: other for name, other in names.items() if name not in own})
+            _rename(below, outer)
 
 
 def _defined(graph: onnx.GraphProto) -> Iterator[str]:
@@ -125,16 +126,6 @@ def _defined(graph: onnx.GraphProto) -> Iterator[str]:
     yield from (value.name for values in (graph.input, graph.initializer) for value in values)
     for node in graph.node:
         yield from (node.name, *node.output)
-
-
-def _refuse(opened: OpenedModel) -> None:
-    """Raises ContractError for what cannot be float32 inside and what it was outside."""
-    ends = (*opened.proto.graph.input, *opened.proto.graph.output)
-    odd = [f"{value.name!r} is no tensor" for value in ends if not value.type.HasField("tensor_type")]
-    odd += [f"{node_label(node)!r} is a BitCast" for node in _nodes(opened.proto) if node.op_type == "BitCast"]
-    if odd:
-        expected = "tensors at its ends, and no node that takes values for bits, to compute in float32"
-        raise ContractError(opened.name, odd[0], expected=expected, advice="leave out runs_on (--for cpu)")
 
 
 def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
@@ -145,24 +136,12 @@ def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
             yield from iter_nodes(function.node)
 
 
-def _code(value: onnx.ValueInfoProto) -> int:
-    return int(value.type.tensor_type.elem_type)
-
-
 def _retype(node: onnx.NodeProto, opened: OpenedModel) -> None:
     for attribute in node.attribute:
         if attribute.name in _DTYPES and attribute.i in HALVES:
             attribute.i = TensorProto.FLOAT
         elif attribute.type == AttributeProto.TENSOR:
             _store_float32(attribute.t, opened)
-
-
-def _retype_value(kind: onnx.TypeProto) -> None:
-    which = kind.WhichOneof("value")
-    if which in _NESTED:
-        _retype_value(getattr(getattr(kind, which), _NESTED[which]))
-    elif which is not None and getattr(kind, which).elem_type in HALVES:
-        getattr(kind, which).elem_type = TensorProto.FLOAT
 
 
 def _store_float32(tensor: TensorProto, opened: OpenedModel) -> None:

@@ -16,7 +16,9 @@ from oracle import kinds, normal
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
+from mxfp8_graph.checking.runner import run_model
 from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.file_diagnosis import diagnose_file
 from mxfp8_graph.onnx_model import cpu_provider
 from mxfp8_ops.errors import BackendError, ContractError, RecipeError
 
@@ -54,7 +56,7 @@ class TestWhatIsSaid:
     def test_a_rewrite_names_the_ops_that_the_provider_lacks(self) -> None:
         assert notes(b.matmul_model(dtype=BF16), Recipe(fuse=False)) == (
             "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits (node 'relu'); "
-            "--for cpu (runs_on: cpu) writes a model that does"
+            "rewrite the original with --for cpu (runs_on: cpu) for a model that does"
         )
 
     def test_a_dry_run_says_it_too(self) -> None:
@@ -226,7 +228,7 @@ class TestRefused:
         proto = b.model(
             nodes, {"x": (BF16, ["batch", "seq", 64])}, outputs, {"w": b.weight(64, 96, dtype=BF16)}, opset=26
         )
-        with pytest.raises(ContractError, match="'BitCast_bits' is a BitCast"):
+        with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) takes values for bits"):
             for_cpu(proto)
 
     def test_sequences_at_the_ends(self) -> None:
@@ -234,12 +236,78 @@ class TestRefused:
         kind = helper.make_sequence_type_proto(proto.graph.output[0].type)
         proto.graph.node.append(b.node("SequenceConstruct", "y", "all"))
         proto.graph.output.append(helper.make_value_info("all", kind))
-        with pytest.raises(ContractError, match="'all' is no tensor"):
+        with pytest.raises(ContractError, match="ONNX Runtime refuses it in float32 too: "):
             for_cpu(proto)
 
     def test_a_place_that_is_not_known(self) -> None:
         with pytest.raises(RecipeError, match="runs_on: 'gpu'"):
             Recipe(runs_on="gpu")
+
+
+class TestOriginals:
+    """What runs a bfloat16 model runs a copy of it, and says so."""
+
+    SAID = "runs as a copy that computes in float32 instead of 16 bits"
+
+    @pytest.fixture
+    def original(self, tmp_path: Path) -> Path:
+        return b.save(b.chain_model((64, 128, 64), head=True, dtype=BF16), tmp_path / "m.onnx")
+
+    def test_run(self, original: Path) -> None:
+        found = run_model(original, repeat=1)
+        assert found.timing.outputs["y"].dtype == BF16
+        assert self.SAID in found.note
+
+    def test_verify(self, original: Path) -> None:
+        rewritten, _ = mxfp8_graph.rewrite(original, CPU)
+        found = mxfp8_graph.verify(original, rewritten)
+        assert found.passed, found.failures
+        assert 0 < found.outputs[0].rewritten.relative_l2 < 0.06
+        assert f"{original} {self.SAID}" in found.notes[0]
+
+    def test_a_rewritten_model_is_run_as_it_is_or_not_at_all(self, original: Path) -> None:
+        rewritten, _ = mxfp8_graph.rewrite(original, Recipe(fuse=False))
+        with pytest.raises(BackendError, match=r"Relu.*; rewrite the original with --for cpu"):
+            mxfp8_graph.verify(original, rewritten)
+
+    def test_compare_with_recipes_of_ours_and_of_others(self, original: Path) -> None:
+        found = mxfp8_graph.compare(original, ["mxfp8", "mxint8"], repeat=1)
+        assert [row.problem for row in found.rows] == [""] * 3
+        assert all(0 < row.scores[0].mean < 0.06 for row in found.rows[1:])
+        assert any(self.SAID in note for note in found.notes), found.notes
+
+    def test_analyze(self, original: Path) -> None:
+        found = mxfp8_graph.analyze(original)
+        assert 0 < found.everything["relative_l2"].mean < 0.06
+        assert any("computes in float32 instead of 16 bits" in note for note in found.notes), found.notes
+
+    def test_tune_chooses_a_recipe_that_says_it(self, original: Path) -> None:
+        found = mxfp8_graph.tune(original, budget="cosine>=0.99")
+        assert mxfp8_graph.load_recipe(Path(found.output) / "recipe.yaml").runs_on == "cpu"
+
+    def test_float16_runs_as_it_is(self, tmp_path: Path) -> None:
+        assert run_model(b.save(b.chain_model(dtype=np.float16), tmp_path / "m.onnx"), repeat=1).note == ""
+
+
+class TestDoctor:
+    """Whether a file loads on a CPU is found out and not promised."""
+
+    @pytest.mark.parametrize("recipe", [Recipe(fuse=False), CPU], ids=["as it is", "for cpu"])
+    def test_a_rewritten_model(self, recipe: Recipe, tmp_path: Path) -> None:
+        source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
+        path, _ = mxfp8_graph.rewrite(source, recipe)
+        found = diagnose_file(path)
+        assert found.state == "ok"
+        assert ("runs everywhere in ONNX Runtime" in found.detail) == (recipe is CPU), found.detail
+        if recipe is not CPU:
+            assert (
+                "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits" in found.detail
+            )
+            assert "--for cpu" in found.advice
+
+    def test_an_original(self, tmp_path: Path) -> None:
+        path = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
+        assert "no MXFP8 in it; does not load on a CPU: " in diagnose_file(path).detail
 
 
 def lookup_model() -> onnx.ModelProto:
