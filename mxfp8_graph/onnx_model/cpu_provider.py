@@ -38,13 +38,20 @@ def missing_kernel(model: onnx.ModelProto) -> str:
 
 
 def _refusal(model: onnx.ModelProto) -> str:
-    """Returns why ONNX Runtime does not load a model, in its words; "" if it does."""
+    """Returns why ONNX Runtime does not load a model, in its words; "" if it does.
+
+    Our nodes have their kernels: ONNX Runtime takes a minute to inline the bodies of a large model, which it runs in
+    any dtype.
+    """
     import onnxruntime  # takes a while, and most models need none of this
+
+    from mxfp8_ops import ort
 
     options: Any = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
+        ort.register(options)
         onnxruntime.InferenceSession(_without_weights(model), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # they have no common class
         return str(error)
