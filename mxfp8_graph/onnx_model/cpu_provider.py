@@ -48,7 +48,7 @@ def _refusal(model: onnx.ModelProto) -> str:
     from mxfp8_ops import ort
 
     options: Any = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level, options.intra_op_num_threads = 4, 1  # nothing runs, so no threads are needed
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         ort.register(options)
