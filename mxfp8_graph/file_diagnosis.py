@@ -1,4 +1,4 @@
-"""diagnose_file(): what an ONNX file is, by its nodes and its metadata, and what tools have done to it since."""
+"""diagnose_file(): what a file is, by its nodes and what it records, and what tools have done to it since."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import onnx
 
 from mxfp8_graph import provenance
 from mxfp8_graph.doctor import Check
+from mxfp8_graph.models import kind_of
+from mxfp8_graph.onnx_model import cpu_provider
 from mxfp8_graph.onnx_model.dialect_ops import foreign
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.walk import function_key, iter_nodes
+from mxfp8_graph.program_files import load
 from mxfp8_ops import contract
 from mxfp8_ops.errors import Mxfp8Error
 
@@ -21,6 +24,8 @@ _NAME: Final = "model"
 def diagnose_file(path: str | Path) -> Check:
     """Returns the check of one file. Never raises: a file that cannot be read is a check that says so."""
     try:
+        if kind_of(path).is_program:
+            return _program(path)
         model = open_model(Path(path)).proto
     except Mxfp8Error as error:
         return Check(name=_NAME, state="broken", detail=error.problem, advice=error.advice)
@@ -40,7 +45,7 @@ def diagnose_file(path: str | Path) -> Check:
         advice = f"for our kernels: mxfp8-graph convert {path} --to mxfp8"
         what = f"MXFP8 as {found[0]}" if written in {None, found[0]} else f"MXFP8 in standard ops (as {found[0]})"
         return Check(name=_NAME, state="ok", detail="; ".join(filter(None, (f"{path}: {what}", by))), advice=advice)
-    return Check(name=_NAME, state="ok", detail=(by and f"{path}: {by}") or f"{path}: no MXFP8 in it")
+    return _loadable(model, (by and f"{path}: {by}") or f"{path}: no MXFP8 in it", "")
 
 
 def _ours(path: str | Path, model: onnx.ModelProto, used: set[str], by: str) -> Check:
@@ -50,4 +55,24 @@ def _ours(path: str | Path, model: onnx.ModelProto, used: set[str], by: str) -> 
         detail += f"; without the function bodies of {', '.join(lost)}, so it runs with our library only"
         advice = f"a tool has dropped them; put them back: mxfp8-graph convert {path} --to mxfp8"
         return Check(name=_NAME, state="broken", detail=detail, advice=advice)
-    return Check(name=_NAME, state="ok", detail=f"{detail}; with function bodies: runs everywhere in ONNX Runtime")
+    return _loadable(model, f"{detail}; with function bodies", ": runs everywhere in ONNX Runtime")
+
+
+def _loadable(model: onnx.ModelProto, detail: str, otherwise: str) -> Check:
+    """Returns the check of a whole file: whether a CPU runs it; `otherwise` is what there is to say then."""
+    notes = [note.partition("; ") for note in cpu_provider.note(model)]
+    said = "".join(f"; {what}" for what, _, _ in notes) or otherwise
+    return Check(name=_NAME, state="ok", detail=f"{detail}{said}", advice="".join(advice for _, _, advice in notes))
+
+
+def _program(path: str | Path) -> Check:
+    """Returns the check of a .pt2 file, which is loaded."""
+    program = load(path)  # says what to install, if torch is not here
+    from mxfp8_graph.torch_program import record
+
+    made = record.find(program)
+    if made is None:
+        return Check(name=_NAME, state="ok", detail=f"{path}: a program that loads; no MXFP8 in it")
+    weights = "packed weights" if made.packed else "weights to train in MXFP8"
+    detail = f"{path}: a program that loads, with {weights}, by recipe {provenance.recipe_name(made.recipe)}"
+    return Check(name=_NAME, state="ok", detail=detail)

@@ -34,12 +34,16 @@ class RunReport:
     timing: Timing
     nodes: tuple[NodeProfile, ...] = ()
     """What each node did in as many runs, if that was asked for."""
+    note: str = ""
+    """What to say of a model that does not run as it is."""
 
     def to_html(self) -> str:
         """Returns one self-contained page: latency, outputs, and where the time goes."""
         seconds, median = self.timing.seconds, self.timing.median
         spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
-        parts = [html.facts([("inputs", self.inputs), ("kernels", self.isa)])]
+        parts = [
+            html.facts([("inputs", self.inputs), ("kernels", self.isa), *([("note", self.note)] if self.note else [])])
+        ]
         arrays = self.timing.outputs.items()
         outputs = [(name, array.dtype.name, " x ".join(map(str, array.shape))) for name, array in arrays]
         parts.append(html.Table("Outputs", ("output", "dtype", "shape"), outputs).html())
@@ -62,6 +66,7 @@ class RunReport:
             "seconds": list(self.timing.seconds),
             "outputs": [{"name": name, "dtype": a.dtype.name, "shape": list(a.shape)} for name, a in outputs],
             "nodes": [node.to_dict() for node in self.nodes],
+            "note": self.note or None,
         }
 
     def to_json(self) -> str:
@@ -101,7 +106,8 @@ def run_model(
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
     told = f"{describe(feeds)}, {samples.source}"
-    return RunReport(model=signature.name, inputs=told, isa=cpu.isa(), timing=timing, nodes=nodes)
+    facts: dict[str, Any] = {"model": signature.name, "inputs": told, "isa": cpu.isa()}
+    return RunReport(**facts, timing=timing, nodes=nodes, note=runnable.note)
 
 
 def is_program(model: Any) -> bool:
@@ -122,4 +128,5 @@ def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signatur
         program = TorchProgram(model, trust_pickle=trust_pickle)
         return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
     signature = Signature.of(open_model(model))
-    return signature, Session(model, kernels=True, where=signature.name)
+    original = not signature.is_rewritten  # a rewritten one is run as it is, or not at all
+    return signature, Session(model, kernels=True, where=signature.name, float32=original)

@@ -25,7 +25,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.checking.profile import NodeProfile, of_session
-from mxfp8_graph.onnx_model import tensor_data, walk
+from mxfp8_graph.file_scratch import scratch
+from mxfp8_graph.onnx_model import cpu_provider, tensor_data, walk
+from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_ops import cpu, ort
 from mxfp8_ops.errors import BackendError
 
@@ -72,6 +75,8 @@ class Runnable(ABC):
     """What to call the model in errors."""
     output_names: list[str]
     """Names of the outputs that are tensors of numbers, in order."""
+    note: str = ""
+    """What to say of a model that does not run as it is."""
 
     def run(self, inputs: Mapping[str, Array]) -> Inputs:
         """Returns the outputs by name; bfloat16 as ml_dtypes has it, float8 of ONNX Runtime as uint8.
@@ -119,6 +124,8 @@ class Session(Runnable):
         optimize: whether ONNX Runtime may fuse and fold.
         profile: where ONNX Runtime writes its profile, as it prefixes it; None: nowhere.
         takes_turns: whether other sessions run in between: its idle threads then do not spin, which would slow them.
+        float32: whether a copy that computes in float32 runs where ONNX Runtime lacks kernels for 16-bit floats; `note`
+            then says so.
 
     Raises:
         BackendError: ONNX Runtime refuses the model, or the native library is missing.
@@ -134,9 +141,11 @@ class Session(Runnable):
         optimize: bool = True,
         profile: Path | None = None,
         takes_turns: bool = False,
+        float32: bool = False,
     ) -> None:
         self._model = model
-        self._again = functools.partial(Session, model, kernels=kernels, where=where, folder=folder, optimize=optimize)
+        settings: dict[str, Any] = {"where": where, "folder": folder, "optimize": optimize, "float32": float32}
+        self._again = functools.partial(Session, model, kernels=kernels, **settings)
         options = onnxruntime.SessionOptions()
         if takes_turns:
             options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -155,17 +164,31 @@ class Session(Runnable):
         except (EncodeError, ValueError):
             advice = "save it with external data, pass the path"
             raise BackendError(where, "more than 2 GB in memory", expected="at most that", advice=advice) from None
-        try:
-            self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-        except _RUNTIME_ERRORS as error:
-            what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
-            raise BackendError(where, what, expected=f"one it runs. {_in_one_line(error)}") from None
+        self._session = self._load(content, options, float32)
         kinds = {output.name: output.type for output in self._session.get_outputs()}
         numbers = [name for name, kind in kinds.items() if kind.startswith("tensor(") and kind != "tensor(string)"]
         self.output_names = numbers
         if not numbers:  # ONNX Runtime would return all outputs, where none is asked for
             what = f"has no output that is a tensor of numbers: {', '.join(map(' '.join, kinds.items()))}"
             raise BackendError(where, what, expected="one that can be fetched", advice="add one to the graph's outputs")
+
+    def _load(self, content: bytes | str, options: Any, float32: bool) -> Any:
+        try:
+            return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except _RUNTIME_ERRORS as error:
+            reason, missing = _in_one_line(error), cpu_provider.missing_in(str(error))
+        if missing and float32:
+            opened = open_model(self._model if isinstance(self._model, onnx.ModelProto) else Path(self._model))
+            self.note = f"{self._where} runs as a copy that {cpu_provider.widen(opened)}"
+            with scratch("session") as folder:  # what is loaded needs the file no more
+                path = folder / "model.onnx"
+                external = wants_external(opened, opened.byte_size, path, "auto")
+                with open_target(opened, path, external=external, overwrite=False) as target:
+                    target.finish()
+                return self._load(str(path), options, False)
+        what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
+        advice = cpu_provider.ADVICE if missing else ""
+        raise BackendError(self._where, what, expected=f"one it runs. {reason}", advice=advice)
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""

@@ -46,6 +46,7 @@ def run(report: RunReport) -> RenderableType:
     spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
     latency = f"median {median * 1e3:.3f} ms ({spread})"
     pairs = [("inputs", report.inputs), ("kernels", report.isa), ("latency", latency)]
+    pairs += [("note", report.note)] if report.note else []
     parts = [grid(("output", "dtype", "shape"), rows), lines(pairs)]
     return Group(*parts, _profile(report.nodes)) if report.nodes else Group(*parts)
 

@@ -92,7 +92,12 @@ def verify(
         outputs=outputs,
         nodes=tuple(nodes),
         output_failures=found.failures(),
-        notes=tuple(_notes(after, nodes, outputs, samples) + found.notes + _drift_notes(nodes, outputs)),
+        notes=(
+            *filter(None, [sessions[0].note]),
+            *_notes(after, nodes, outputs, samples),
+            *found.notes,
+            *_drift_notes(nodes, outputs),
+        ),
     )
 
 
@@ -209,8 +214,9 @@ def _sessions(original: Model, before: OpenedModel, rewritten: Model, after: Ope
     An original with nodes of ours runs with kernels too: by function bodies it would differ from a copy of itself, see
     `_drift_notes`.
     """
+    is_rewritten = record.is_rewritten(before.proto)
     return (
-        Session(original, kernels=record.find(before.proto) is not None, where=_ORIGINAL.format(before.name)),
+        Session(original, kernels=is_rewritten, where=_ORIGINAL.format(before.name), float32=not is_rewritten),
         Session(rewritten, kernels=True, where=after.name),
         Session(rewritten, kernels=False, where=after.name),
     )

@@ -15,6 +15,7 @@ from mxfp8_graph.cli.arguments import (
     ModelPath,
     Overwrite,
     Reports,
+    RunsOn,
     SamplesPath,
     Seed,
     Settings,
@@ -52,6 +53,10 @@ def rewrite(
         bool,
         typer.Option("--no-fuse", help="ONNX: leave activations, normalizations and attention beside matmuls alone."),
     ] = False,
+    runs_on: Annotated[
+        RunsOn | None,
+        typer.Option("--for", help="ONNX: use float32 where ONNX Runtime has no kernels for 16-bit dtypes there."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
     report: Reports = None,
     json: Json = False,
@@ -94,6 +99,7 @@ def rewrite(
     check_reports(report, [model, output], overwrite=overwrite)
     chosen = load_recipe(recipe).setting(settings or ()).excluding(exclude or ())
     chosen = chosen.without_fusion() if no_fuse else chosen
+    chosen = chosen.for_cpu() if runs_on else chosen
     with progress_bar() as progress:
         _, done = rewriting.rewrite(
             model,

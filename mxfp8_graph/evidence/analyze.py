@@ -143,6 +143,7 @@ class _Measurement:
         self.notes: list[str] = []
         if samples.synthesised:
             self.notes.append("the inputs are synthesised; other inputs may rank the sites otherwise")
+        self.notes += filter(None, [switchable.note])
         self._model = switchable
         self._samples = samples
         self._ranked_by = ranked_by

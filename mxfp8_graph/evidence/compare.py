@@ -119,7 +119,7 @@ def compare(
         opened = open_model(model)
         name = opened.name if name == "model" else name
         _refuse_rewritten(opened)
-        session = Session(model, kernels=False, where=opened.name, takes_turns=True)
+        session = Session(model, kernels=False, where=opened.name, takes_turns=True, float32=True)
         samples = make_samples(Signature.of(opened), inputs, shapes, seed, count=SYNTHESISED, run=session.run)
         if samples.synthesised:
             notes.append("synthesised inputs: errors on data of your own may differ; pass --inputs")
@@ -132,6 +132,7 @@ def compare(
             count=len(candidates) + 1,
             progress=progress,
         )
+        notes += filter(None, [session.note])
         rows = [trial.original(session), *(trial.row(candidate) for candidate in candidates)]
         rows = trial.with_latencies(rows, repeat)
     return Comparison(
@@ -209,6 +210,8 @@ class _Trial:
     count: int
     """How many models are run, the original among them."""
     progress: Progress | None
+    note: str = ""
+    """What to say of an original that does not run as it is."""
     _done: int = 0
     _sessions: dict[str, Runnable] = field(default_factory=dict)
     """Those that are timed."""
@@ -257,7 +260,7 @@ class _Trial:
         output = self.folder / f"{len(self._sessions)}.mxfp8.onnx"
         self._tell(row.name)
         assert recipe is not None
-        _, report = rewriting.rewrite(self.model, recipe, output=output)
+        _, report = rewriting.rewrite(self.model, recipe.for_cpu(), output=output)
         session = Session(output, kernels=True, where=f"{self.opened.name} as {row.name}", takes_turns=True)
         scores = self._scores(row.name, session.run)
         self._sessions[row.name] = session

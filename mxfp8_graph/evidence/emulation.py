@@ -27,6 +27,7 @@ from mxfp8_graph.checking.inputs import Inputs
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.evidence.fake_quantize import DOMAIN, FakeQuantize, attach, function
 from mxfp8_graph.evidence.number_formats import HISTORY, Peer, Quantizer
+from mxfp8_graph.onnx_model import cpu_provider
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import hold, inside
 from mxfp8_graph.onnx_model.upgrade import upgrade
@@ -89,6 +90,7 @@ def lay_out(model: Any, recipe: Recipe) -> Emulator:
     """
     opened = open_model(model)
     upgrade(opened, multiplies)
+    cpu_provider.widen(opened)
     sites = find_sites(opened)
     decisions = plan([site.matmul for site in sites], recipe)
     other_bytes = bytes_after(opened, sites, decisions)

@@ -13,6 +13,8 @@ class Switchable(ABC):
     """A model with one switch per rewritten site."""
 
     signature: Signature
+    note: str = ""
+    """What to say of a model that does not run as it is."""
     sites: tuple[SiteReport, ...]
     """Every site in graph order, the kept ones too."""
     observed_by: tuple[int | None, ...]

@@ -32,6 +32,7 @@ class _SwitchedSession(Switchable):
         self.signature = signature
         self.sites = model.sites
         self.observed_by = model.observed_by
+        self.note = model.note
         self._model = model
         self._session = Session(model.path, kernels=True, where=signature.name)
         extra = {observed.output for observed in model.observed}
@@ -72,7 +73,7 @@ def open_switchable(
         NothingEligibleError: the recipe rewrites nothing.
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
     """
-    recipe = recipe.without_fusion()
+    recipe = recipe.without_fusion().for_cpu()
     if is_program(model):
         # Imports torch.
         from mxfp8_graph.evidence.switched_program import open_program

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ from mxfp8_graph import provenance
 from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model import cpu_provider, record
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.validate import validate_structure
 from mxfp8_graph.onnx_model.write import Target, data_path_of, open_target, wants_external
@@ -44,6 +45,8 @@ def to_onnx(
     trust_pickle: bool = False,
 ) -> Path:
     """Returns `path`, having written a rewritten program there as ONNX; any ONNX Runtime from 1.20 on runs it.
+
+    Of a program in bfloat16 that is not so on a CPU, and a warning says that, unless the recipe has runs_on: cpu.
 
     Args:
         program: a `torch.export.ExportedProgram` that `rewrite` packed, or the path of one that `save` wrote.
@@ -84,6 +87,10 @@ def to_onnx(
     record.complete(opened.proto, opset, _unfused(recipe))
     oldest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
     opened.proto.ir_version = max(opened.proto.ir_version, oldest, 10)  # 10: the first with float8 in functions
+    before = recorded(recipe)
+    widened = cpu_provider.widen(opened) if before is not None and before.runs_on else ""
+    for note in () if widened else cpu_provider.note(opened.proto):
+        warnings.warn(note, stacklevel=2)
     external = wants_external(opened, opened.byte_size, path, external_data)
     with open_target(opened, path, external=external, overwrite=overwrite) as target:
         _store(opened, tensors, target)

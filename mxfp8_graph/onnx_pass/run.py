@@ -9,7 +9,7 @@ from typing import Final
 
 import onnx
 
-from mxfp8_graph.onnx_model import attention_op, dialect_ops, record, training_mode
+from mxfp8_graph.onnx_model import attention_op, cpu_provider, dialect_ops, record, training_mode
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import node_label
@@ -79,8 +79,9 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
     recipe, options = reporter.recipe, reporter.options
     reporter.bytes_before, reporter.notes = reporter.bytes_before or opened.byte_size, opened.notes
     before = stored_bytes.inventory(opened)
-    prepare(opened, recipe)
-    planned = stored_bytes.inventory(opened) if opened.notes else before  # nothing was done to it without a note
+    widened = prepare(opened, recipe)
+    # Nothing else was done to it without a note.
+    planned = stored_bytes.inventory(opened) if opened.notes or widened else before
     sites, decisions = find_and_plan(opened, recipe)
     decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
     uses = find_uses(opened.proto.graph, planned, sites, decisions)
@@ -97,12 +98,13 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
             types = types_of({id(site.scope): site.scope.view for site in sites}.values())
             reporter.fusions = fuse(opened, types, editor.fresh, recipe)
         result = account(stored_bytes.inventory(opened), editor.made_from)
+        record.complete(opened.proto, opened.opset, recipe.to_record())
+        reporter.notes += cpu_provider.note(opened.proto, widened)
         if options.dry_run:
             target.probe()
             return None, reporter.dry_run(decisions, result)
         if options.given is not None:
             options.given.check()
-        record.complete(opened.proto, opened.opset, recipe.to_record())
         target.finish()
     return target.path or opened.proto, reporter.report(reports, target.byte_size, account=result)
 
@@ -117,12 +119,17 @@ def _refuse_foreign(opened: OpenedModel) -> None:
         raise ContractError(where, f"MXFP8 already, as {dialect}", expected="a model to quantize", advice=advice)
 
 
-def prepare(opened: OpenedModel, recipe: Recipe) -> None:
-    """Brings a model to the form that sites are looked for in: its opset, functions, mode and attention nodes."""
+def prepare(opened: OpenedModel, recipe: Recipe) -> str:
+    """Brings a model to the form that sites are looked for in: its opset, functions, mode, dtypes and attention nodes.
+
+    Returns what to say of its dtypes, if those changed.
+    """
     upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
     training_mode.switch_off(opened)
+    widened = cpu_provider.widen(opened) if recipe.runs_on else ""
     if recipe.attention_scores or recipe.attention_values:
         attention_op.take_apart(opened)
+    return widened
 
 
 def find_and_plan(opened: OpenedModel, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:

@@ -61,6 +61,8 @@ class SwitchedModel:
     observed: tuple[Observed, ...]
     observed_by: tuple[int | None, ...]
     """Per switch, which of `observed` its site multiplies; None for an embedding, and inside of subgraphs."""
+    note: str
+    """What to say of its dtypes."""
 
 
 def write_switched(
@@ -76,7 +78,7 @@ def write_switched(
     if record.find(opened.proto) is not None:
         advice = "name the model it was made from"
         raise ContractError(opened.name, "is rewritten already", expected="the original model", advice=advice)
-    prepare(opened, recipe)
+    note = prepare(opened, recipe)
     sites, decisions = find_and_plan(opened, recipe)
     require_eligible(decisions, Options(name=opened.name), wanted=WANTED, account=Account)
     with open_target(opened, path, external=True, overwrite=False) as target:
@@ -95,6 +97,7 @@ def write_switched(
         observe=editor.observe_input,
         observed=tuple(observed),
         observed_by=tuple(observed_by),
+        note=note,
     )
 
 

@@ -174,6 +174,9 @@ class Recipe(_Model, transformer_engine.Predicates):
     fuse: Flag = True
     """Also what stands beside a rewritten matmul of an ONNX model: its activation, a normalization in front of it, the
     attention between two. Exported programs have that from torch.compile."""
+    runs_on: Literal["cpu"] | None = None
+    """Where an ONNX model is to load, whatever its dtypes: "cpu" computes in float32 what ONNX Runtime's CPU provider
+    lacks in bfloat16 or float16. Exported programs run in their dtypes."""
 
     def excluding(self, patterns: Sequence[str]) -> Recipe:
         """Returns the recipe with more patterns in `exclude`, and a name that says so.
@@ -208,9 +211,14 @@ class Recipe(_Model, transformer_engine.Predicates):
         """Returns the recipe with `fuse` false."""
         return self.model_copy(update={"fuse": False})
 
+    def for_cpu(self) -> Recipe:
+        """Returns the recipe with `runs_on` "cpu"."""
+        return self.model_copy(update={"runs_on": "cpu"})
+
     def to_record(self) -> str:
-        """Returns the recipe as JSON, as `recorded` reads it; without fusion, as versions wrote it that had none."""
-        return self.model_dump_json(exclude=None if self.fuse else {"fuse"})
+        """Returns the recipe as JSON, as `recorded` reads it; without the fields that earlier versions did not have."""
+        left_out = {"fuse": self.fuse, "runs_on": self.runs_on is not None}
+        return self.model_dump_json(exclude={name for name, said in left_out.items() if not said})
 
     def to_yaml(self) -> str:
         """Returns the text of a recipe file that reads back as this recipe."""
@@ -227,7 +235,7 @@ class Recipe(_Model, transformer_engine.Predicates):
 
     def differences(self, other: Recipe) -> dict[str, tuple[str, str]]:
         """Returns the fields in which the other recipe packs weights differently, each with both values as text."""
-        pairs = ((name, ours, getattr(other, name)) for name, ours in self if name not in {"name", "fuse"})
+        pairs = ((name, ours, getattr(other, name)) for name, ours in self if name not in {"name", "fuse", "runs_on"})
         return {name: (_text(ours)[:200], _text(theirs)[:200]) for name, ours, theirs in pairs if ours != theirs}
 
     _typed = model_validator(mode="before")(transformer_engine.in_recipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -186,3 +187,26 @@ def test_weights_inside_a_cond(sign: int, tmp_path: Path) -> None:
     weight, bias = (tensor.detach().numpy() for tensor in (chosen.weight, chosen.bias))
     result = expect(x, weight, bias)
     Expected(result.y + sign, result.bound).check(run(path, x, kernels=True), roundings=1)
+
+
+# --- A program in bfloat16 ---------------------------------------------------------------------------------------
+
+NO_KERNEL = "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits"
+
+
+def in_bfloat16(recipe: Recipe) -> Any:
+    return packed(Linear(dtype=torch.bfloat16), torch.zeros(2, 64, dtype=torch.bfloat16), recipe=recipe)
+
+
+def test_a_file_that_a_cpu_does_not_load_is_written_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=NO_KERNEL):
+        mxfp8_graph.to_onnx(in_bfloat16(Recipe()), tmp_path / "m.onnx")
+
+
+def test_runs_on_cpu_writes_one_that_it_loads(tmp_path: Path) -> None:
+    program = in_bfloat16(Recipe(runs_on="cpu"))
+    path = mxfp8_graph.to_onnx(program, tmp_path / "m.onnx")
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    found = mxfp8_graph.verify(program, path, inputs={"x": x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)})
+    assert found.passed, found.failures
+    assert found.outputs[0].rewritten.relative_l2 < 2**-8, "the output is rounded once more in torch, to bfloat16"

@@ -88,6 +88,7 @@ def tune(
     held = contextlib.nullcontext() if place is None else place.held()
     with held, _opened(model, trust_pickle=trust_pickle) as (source, signature, original):
         samples = make_samples(signature, inputs, shapes, seed, count=SYNTHESISED, run=original.run)
+        base = base.for_cpu() if original.note else base
         with scratch("tune") as folder:
             tuner = Tuner(
                 model=model,

@@ -111,7 +111,7 @@ class Trials:
             from mxfp8_graph.checking.programs import TorchProgram
 
             return TorchProgram(model)
-        return Session(model, kernels=True, where=self.name, takes_turns=takes_turns)
+        return Session(model, kernels=True, where=self.name, takes_turns=takes_turns, float32=True)
 
     @property
     def _is_program(self) -> bool:

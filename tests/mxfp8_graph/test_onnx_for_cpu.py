@@ -1,0 +1,323 @@
+"""Models of bfloat16: what ONNX Runtime's CPU provider lacks for them, and the same in float32, which it loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import builders as b
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from commands import run as command
+from onnx import TensorProto, helper, numpy_helper
+from oracle import kinds, normal
+
+import mxfp8_graph
+from mxfp8_graph import Recipe
+from mxfp8_graph.checking.runner import run_model
+from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.file_diagnosis import diagnose_file
+from mxfp8_graph.onnx_model import cpu_provider
+from mxfp8_ops.errors import BackendError, ContractError, RecipeError
+
+BF16 = ml_dtypes.bfloat16
+CPU = Recipe(runs_on="cpu")
+X, Y = {"x": (BF16, ["m", 64])}, {"y": (BF16, ["m", 96])}
+
+
+def notes(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> str:
+    return "; ".join(mxfp8_graph.rewrite(proto, recipe)[1].notes)
+
+
+def for_cpu(proto: onnx.ModelProto, **fields: Any) -> onnx.ModelProto:
+    return mxfp8_graph.rewrite(proto, Recipe(runs_on="cpu", **fields))[0]
+
+
+def outputs(proto: onnx.ModelProto, kernels: bool = True, **inputs: np.ndarray) -> np.ndarray:
+    return next(iter(Session(proto, kernels=kernels).run(inputs).values()))
+
+
+def distance(actual: np.ndarray, expected: np.ndarray) -> float:
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def casts(proto: onnx.ModelProto) -> list[tuple[str, str]]:
+    return [(n.input[0], n.output[0]) for n in proto.graph.node if n.op_type == "Cast"]
+
+
+def stored(proto: onnx.ModelProto) -> dict[str, int]:
+    return {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
+
+
+class TestWhatIsSaid:
+    def test_a_rewrite_names_the_ops_that_the_provider_lacks(self) -> None:
+        assert notes(b.matmul_model(dtype=BF16), Recipe(fuse=False)) == (
+            "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits (node 'relu'); "
+            "rewrite the original with --for cpu (runs_on: cpu) for a model that does"
+        )
+
+    def test_a_dry_run_says_it_too(self) -> None:
+        _, report = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False), dry_run=True)
+        assert "no kernel for Relu in 16 bits" in report.notes[0]
+
+    def test_it_is_true_of_the_provider(self) -> None:
+        rewritten, _ = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False))
+        with pytest.raises(BackendError, match="Relu"):
+            Session(rewritten, kernels=True)
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16])
+    def test_nothing_is_said_of_what_loads(self, dtype: Any) -> None:
+        assert notes(b.matmul_model(dtype=dtype)) == ""
+
+    def test_ops_without_any_kernel_are_no_matter_of_dtypes(self) -> None:
+        nodes = [helper.make_node("Unheard", ["x"], ["y"], domain="elsewhere")]
+        proto = b.model([b.node("Identity", "x", "y")], {"x": (BF16, [2])}, {"y": (BF16, [2])})
+        del proto.graph.node[:]
+        proto.graph.node.extend(nodes)
+        proto.opset_import.append(helper.make_opsetid("elsewhere", 1))
+        assert not cpu_provider.missing_kernel(proto)
+
+
+class TestForCpu:
+    @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "bodies"])
+    def test_it_runs_and_gives_what_the_float32_model_gives(self, kernels: bool) -> None:
+        proto, wide, x = b.chain_model(dtype=BF16), b.chain_model(), normal(8, 64).astype(BF16)
+        for ours, theirs in zip(wide.graph.initializer, proto.graph.initializer, strict=True):
+            ours.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(theirs).astype(np.float32), ours.name))
+        y = outputs(for_cpu(proto), kernels, x=x)
+        expected = outputs(mxfp8_graph.rewrite(wide)[0], kernels, x=x.astype(np.float32))
+        assert (y == expected.astype(BF16)).all(), distance(y, expected)
+
+    def test_the_report_says_why_and_how_many_casts(self) -> None:
+        assert notes(b.matmul_model(dtype=BF16, bias=True), CPU) == (
+            "computes in float32 instead of 16 bits, since ONNX Runtime's CPU provider has no kernel for MatMul in "
+            "16 bits (node 'linear'); 2 casts at inputs, outputs, lookups and stored tensors"
+        )
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16])
+    def test_what_loads_stays_as_it_is(self, dtype: Any) -> None:
+        proto = b.attention_model(dtype=dtype)
+        plain, wide = (mxfp8_graph.rewrite(proto, recipe)[0] for recipe in (Recipe(), CPU))
+        assert wide.graph == plain.graph
+
+    def test_inputs_and_outputs_keep_their_dtype(self) -> None:
+        graph = for_cpu(b.attention_model(dtype=BF16)).graph
+        ends = (*graph.input, *graph.output)
+        assert [value.type.tensor_type.elem_type for value in ends] == [TensorProto.BFLOAT16] * 2
+
+    def test_a_matrix_keeps_its_bytes_and_a_vector_is_stored_in_float32(self) -> None:
+        rewritten = for_cpu(b.chain_model((64, 128, 64), head=True, dtype=BF16))
+        assert stored(rewritten)["layers.1.weight"] == TensorProto.BFLOAT16
+        assert ("layers.1.weight", "layers.1.weight_f32") in casts(rewritten)
+        assert stored(for_cpu(b.matmul_model(dtype=BF16, bias=True))) == {
+            "b": TensorProto.FLOAT,
+            "w_mxfp8": TensorProto.FLOAT8E4M3FN,
+            "w_mxfp8_scales": TensorProto.UINT8,
+        }
+
+    def test_rows_of_a_table_are_cast_and_not_the_table(self) -> None:
+        rewritten = for_cpu(lookup_model())
+        assert stored(rewritten)["table"] == TensorProto.BFLOAT16
+        assert ("table_rows", "rows") in casts(rewritten), casts(rewritten)
+        assert "table" not in {value for value, _ in casts(rewritten)}
+
+    def test_a_packed_table_gives_float32_rows(self) -> None:
+        rewritten, ids = for_cpu(lookup_model(), embeddings=True), np.array([[3, 1]])
+        assert kinds(rewritten).get("MXFP8Embedding") == 1
+        table = numpy_helper.to_array(lookup_model().graph.initializer[0]).astype(np.float32)
+        assert distance(outputs(rewritten, kernels=False, ids=ids), np.maximum(table[ids], 0)) < 0.05
+
+    def test_casts_that_would_do_nothing_go(self) -> None:
+        nodes = [
+            b.node("MatMul", "x w", "h", "linear"),
+            b.node("Cast", "h", "h32", to=TensorProto.FLOAT),
+            b.node("Softmax", "h32", "p32"),
+            b.node("Cast", "p32", "p", to=TensorProto.BFLOAT16),
+            b.node("Relu", "p", "y"),
+        ]
+        rewritten = for_cpu(b.model(nodes, X, Y, {"w": b.weight(64, 96, dtype=BF16)}), fuse=False)
+        assert casts(rewritten) == [("x", "x_f32"), ("y_f32", "y")]
+
+    def test_an_input_that_is_an_output_is_not_cast(self) -> None:
+        proto = b.matmul_model(dtype=BF16)
+        proto.graph.output.append(proto.graph.input[0])
+        x = normal(1, 2, 64).astype(BF16)
+        found = Session(for_cpu(proto), kernels=True).run({"x": x})
+        assert (found["x"] == x).all()
+
+    def test_external_data_stays_external(self, tmp_path: Path) -> None:
+        source = b.save(b.chain_model((64, 128, 64), head=True, dtype=BF16), tmp_path / "m.onnx", external=True)
+        path, _ = mxfp8_graph.rewrite(source, CPU)
+        x = normal(8, 64).astype(BF16)
+        assert distance(outputs(path, x=x), outputs(for_cpu(onnx.load(source)), x=x)) == 0
+        assert (tmp_path / "m.mxfp8.onnx.data").is_file()
+
+    def test_a_model_that_is_packed_already_is_not_changed(self) -> None:
+        packed = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16))[0]
+        _, report = mxfp8_graph.rewrite(packed, CPU)
+        assert report.notes == ("it was rewritten without runs_on: cpu; rewrite the original to change that",)
+
+    def test_the_command_line_has_it(self, tmp_path: Path) -> None:
+        source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
+        done = command("rewrite", str(source), "--for", "cpu")
+        assert done.exit_code == 0, done.output
+        assert "computes in float32 instead of 16 bits" in " ".join(done.output.split())
+        Session(tmp_path / "m.mxfp8.onnx", kernels=True)
+
+
+class TestSubgraphs:
+    """Values of the main graph that subgraphs read, and values of their own."""
+
+    def test_branches_of_an_if(self) -> None:
+        branches = {
+            f"{name}_branch": helper.make_graph(
+                [b.node("MatMul", f"{value} w", name, f"mm_{name}"), b.node("Relu", name, f"{name}_out")],
+                name,
+                [],
+                [helper.make_tensor_value_info(f"{name}_out", TensorProto.BFLOAT16, ["m", 96])],
+            )
+            for name, value in (("then", "x"), ("else", "minus"))
+        }
+        nodes = [b.node("Neg", "x", "minus"), helper.make_node("If", ["yes"], ["h"], "choose", **branches)]
+        proto = b.model(
+            [*nodes, b.node("Identity", "h", "y")],
+            {**X, "yes": (np.bool_, [])},
+            Y,
+            {"w": b.weight(64, 96, dtype=BF16)},
+        )
+        x = normal(4, 64).astype(BF16)
+        rewritten = for_cpu(proto)
+        then, other = (outputs(rewritten, x=x, yes=np.array(yes)).astype(np.float32) for yes in (True, False))
+        product = x.astype(np.float32) @ b.weight(64, 96, dtype=BF16).astype(np.float32)
+        assert distance(then, np.maximum(product, 0)) < 0.06
+        assert distance(other, np.maximum(-product, 0)) < 0.06
+
+    def test_the_state_of_a_loop(self) -> None:
+        state = [helper.make_tensor_value_info(f"h_{end}", TensorProto.BFLOAT16, ["m", 64]) for end in ("in", "out")]
+        flags = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "on")]
+        body = helper.make_graph(
+            [
+                b.node("MatMul", "h_in w", "p", "linear"),
+                b.node("Tanh", "p", "t"),
+                b.node("Add", "t one", "h_out"),
+                b.node("Identity", "go", "on"),
+            ],
+            "body",
+            [helper.make_tensor_value_info("i", TensorProto.INT64, []), flags[0], state[0]],
+            [flags[1], state[1]],
+            [numpy_helper.from_array(np.ones(1, BF16), "one")],
+        )
+        nodes = [helper.make_node("Loop", ["count", "", "x"], ["h"], "loop", body=body), b.node("Relu", "h", "y")]
+        weights = {"w": b.weight(64, 64, dtype=BF16), "count": np.array(3)}
+        proto = b.model(nodes, X, {"y": (BF16, ["m", 64])}, weights)
+        x = normal(4, 64).astype(BF16)
+        h = x.astype(np.float32)
+        for _ in range(3):
+            h = np.tanh(h @ weights["w"].astype(np.float32)) + 1
+        assert distance(outputs(for_cpu(proto), x=x), np.maximum(h, 0)) < 0.06
+
+
+class TestRefused:
+    def test_bits_of_values(self) -> None:
+        nodes = [*b.matmul_model(dtype=BF16).graph.node, b.node("BitCast", "y", "bits", to=TensorProto.UINT16)]
+        shape = ["batch", "seq", 96]
+        outputs = {"y": (BF16, shape), "bits": (np.uint16, shape)}
+        proto = b.model(
+            nodes, {"x": (BF16, ["batch", "seq", 64])}, outputs, {"w": b.weight(64, 96, dtype=BF16)}, opset=26
+        )
+        with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) takes values for bits"):
+            for_cpu(proto)
+
+    def test_sequences_at_the_ends(self) -> None:
+        proto = b.matmul_model(dtype=BF16)
+        kind = helper.make_sequence_type_proto(proto.graph.output[0].type)
+        proto.graph.node.append(b.node("SequenceConstruct", "y", "all"))
+        proto.graph.output.append(helper.make_value_info("all", kind))
+        with pytest.raises(ContractError, match="ONNX Runtime refuses it in float32 too: "):
+            for_cpu(proto)
+
+    def test_a_place_that_is_not_known(self) -> None:
+        with pytest.raises(RecipeError, match="runs_on: 'gpu'"):
+            Recipe(runs_on="gpu")
+
+
+class TestOriginals:
+    """What runs a bfloat16 model runs a copy of it, and says so."""
+
+    SAID = "runs as a copy that computes in float32 instead of 16 bits"
+
+    @pytest.fixture
+    def original(self, tmp_path: Path) -> Path:
+        return b.save(b.chain_model((64, 128, 64), head=True, dtype=BF16), tmp_path / "m.onnx")
+
+    def test_run(self, original: Path) -> None:
+        found = run_model(original, repeat=1)
+        assert found.timing.outputs["y"].dtype == BF16
+        assert self.SAID in found.note
+
+    def test_verify(self, original: Path) -> None:
+        rewritten, _ = mxfp8_graph.rewrite(original, CPU)
+        found = mxfp8_graph.verify(original, rewritten)
+        assert found.passed, found.failures
+        assert 0 < found.outputs[0].rewritten.relative_l2 < 0.06
+        assert f"{original} {self.SAID}" in found.notes[0]
+
+    def test_a_rewritten_model_is_run_as_it_is_or_not_at_all(self, original: Path) -> None:
+        rewritten, _ = mxfp8_graph.rewrite(original, Recipe(fuse=False))
+        with pytest.raises(BackendError, match=r"Relu.*; rewrite the original with --for cpu"):
+            mxfp8_graph.verify(original, rewritten)
+
+    def test_compare_with_recipes_of_ours_and_of_others(self, original: Path) -> None:
+        found = mxfp8_graph.compare(original, ["mxfp8", "mxint8"], repeat=1)
+        assert [row.problem for row in found.rows] == [""] * 3
+        assert all(0 < row.scores[0].mean < 0.06 for row in found.rows[1:])
+        assert any(self.SAID in note for note in found.notes), found.notes
+
+    def test_analyze(self, original: Path) -> None:
+        found = mxfp8_graph.analyze(original)
+        assert 0 < found.everything["relative_l2"].mean < 0.06
+        assert any("computes in float32 instead of 16 bits" in note for note in found.notes), found.notes
+
+    def test_tune_chooses_a_recipe_that_says_it(self, original: Path) -> None:
+        found = mxfp8_graph.tune(original, budget="cosine>=0.99")
+        assert mxfp8_graph.load_recipe(Path(found.output) / "recipe.yaml").runs_on == "cpu"
+
+    def test_float16_runs_as_it_is(self, tmp_path: Path) -> None:
+        assert run_model(b.save(b.chain_model(dtype=np.float16), tmp_path / "m.onnx"), repeat=1).note == ""
+
+
+class TestDoctor:
+    """Whether a file loads on a CPU is found out and not promised."""
+
+    @pytest.mark.parametrize("recipe", [Recipe(fuse=False), CPU], ids=["as it is", "for cpu"])
+    def test_a_rewritten_model(self, recipe: Recipe, tmp_path: Path) -> None:
+        source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
+        path, _ = mxfp8_graph.rewrite(source, recipe)
+        found = diagnose_file(path)
+        assert found.state == "ok"
+        assert ("runs everywhere in ONNX Runtime" in found.detail) == (recipe is CPU), found.detail
+        if recipe is not CPU:
+            assert (
+                "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits" in found.detail
+            )
+            assert "--for cpu" in found.advice
+
+    def test_an_original(self, tmp_path: Path) -> None:
+        path = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
+        assert "no MXFP8 in it; does not load on a CPU: " in diagnose_file(path).detail
+
+
+def lookup_model() -> onnx.ModelProto:
+    """Returns relu(table[ids]) and a linear of it, so that there is something to rewrite."""
+    nodes = [
+        b.node("Gather", "table ids", "rows"),
+        b.node("Relu", "rows", "y"),
+        b.node("MatMul", "rows w", "h", "linear"),
+        b.node("Relu", "h", "z"),
+    ]
+    weights = {"table": b.weight(100, 64, dtype=BF16), "w": b.weight(64, 96, dtype=BF16)}
+    ends = {"y": (BF16, ["b", "s", 64]), "z": (BF16, ["b", "s", 96])}
+    return b.model(nodes, {"ids": (np.int64, ["b", "s"])}, ends, weights)
