@@ -128,5 +128,5 @@ def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signatur
         program = TorchProgram(model, trust_pickle=trust_pickle)
         return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
     signature = Signature.of(open_model(model))
-    original = not signature.is_rewritten  # a rewritten one is run as it is, or not at all
+    original = not signature.rewritten  # a rewritten one is run as it is, or not at all
     return signature, Session(model, kernels=True, where=signature.name, float32=original)

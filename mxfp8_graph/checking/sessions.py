@@ -179,7 +179,7 @@ class Session(Runnable):
             reason, missing = _in_one_line(error), cpu_provider.missing_in(str(error))
         if missing and float32:
             opened = open_model(self._model if isinstance(self._model, onnx.ModelProto) else Path(self._model))
-            self.note = f"{self._where} runs as a copy that {cpu_provider.widen(opened)}"
+            self.note = f"{self.name} runs as a copy that {cpu_provider.widen(opened)}"
             with scratch("session") as folder:  # what is loaded needs the file no more
                 path = folder / "model.onnx"
                 external = wants_external(opened, opened.byte_size, path, "auto")
@@ -188,7 +188,7 @@ class Session(Runnable):
                 return self._load(str(path), options, False)
         what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
         advice = cpu_provider.ADVICE if missing else ""
-        raise BackendError(self._where, what, expected=f"one it runs. {reason}", advice=advice)
+        raise BackendError(self.name, what, expected=f"one it runs. {reason}", advice=advice)
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""

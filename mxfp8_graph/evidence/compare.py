@@ -210,8 +210,6 @@ class _Trial:
     count: int
     """How many models are run, the original among them."""
     progress: Progress | None
-    note: str = ""
-    """What to say of an original that does not run as it is."""
     _done: int = 0
     _sessions: dict[str, Runnable] = field(default_factory=dict)
     """Those that are timed."""
