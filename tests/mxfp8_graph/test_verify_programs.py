@@ -16,7 +16,7 @@ import mxfp8_graph  # noqa: E402
 from mxfp8_graph.checking.programs import TorchProgram  # noqa: E402
 from mxfp8_graph.checking.runner import run_model  # noqa: E402
 from mxfp8_graph.cli import app  # noqa: E402
-from mxfp8_ops.errors import BackendError, ShapeError  # noqa: E402
+from mxfp8_ops.errors import BackendError, ContractError, ShapeError  # noqa: E402
 
 
 class Block(torch.nn.Module):
@@ -91,6 +91,12 @@ def test_programs_with_other_inputs_are_refused() -> None:
     other = torch.export.export(torch.nn.Linear(64, 64), (torch.zeros(2, 64),))
     with pytest.raises(ShapeError, match=r"inputs input; expected those of program, ids, scale; verify a model"):
         mxfp8_graph.verify(program(), other)
+
+
+def test_swapped_programs_are_an_error() -> None:
+    original = program()
+    with pytest.raises(ContractError, match=r"program: is rewritten, and program is not; .*; swap the two"):
+        mxfp8_graph.verify(mxfp8_graph.rewrite(original)[0], original)
 
 
 def test_outputs_of_another_shape_fail() -> None:

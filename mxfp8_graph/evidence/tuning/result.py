@@ -87,7 +87,8 @@ class Tuning:
             lines.append(("latency", f"{old * 1e3:.2f} ms -> {new * 1e3:.2f} ms ({old / new:.2f}x as fast), median"))
         equal = sum(step.met and step.cost == self.chosen.cost for step in self.steps)
         if equal > 1:
-            lines.append(("chosen", f"the most accurate of {equal} plans of one {self.objective} that keep the budget"))
+            told = f"the most accurate, within 5 %, of {equal} plans of one {self.objective} that keep the budget"
+            lines.append(("chosen", told))
         lines.append(("search", f"{len(self.steps)} plans rewritten and run on {self.samples} samples"))
         lines += [("note", note) for note in self.notes]
         return lines + ([("result", self.output)] if self.output else [])
