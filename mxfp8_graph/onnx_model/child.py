@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import resource
 import select
@@ -79,7 +80,8 @@ def call(function: Callable[[], bytes], seconds: int) -> bytes | Failure:
 def _fork() -> int:
     # What an interrupt raises while Python calls the handlers of a fork is lost, and may leave a lock held.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
-    child = -1
+    child, collects = -1, gc.isenabled()
+    gc.disable()  # in the child it would end sessions of the parent, whose threads the child does not have
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about threads, none of which the child needs
@@ -87,6 +89,8 @@ def _fork() -> int:
         return child
     finally:
         if child:  # the child waits until it has handlers of its own
+            if collects:
+                gc.enable()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -201,6 +201,22 @@ def test_a_gemm_with_factors_stays_one(settings: dict[str, Any]) -> None:
     assert relative(oracle.run(ours, {"x": x})[0], np.maximum(y, 0)) < 1e-6
 
 
+@pytest.mark.parametrize("shape", [(d.N, d.K), (d.K, d.N)], ids=["transposed", "as it is"])
+def test_a_weight_packed_along_n_is_no_operand_of_a_gemm(shape: tuple[int, int]) -> None:
+    turned = shape == (d.N, d.K)
+    axis = 0 if turned else -1
+    elements, codes = d.packed(*shape, axis=axis)
+    nodes = [b.node("DequantizeLinear", "w s", "wd", axis=axis, block_size=32)]
+    nodes += [b.node("Transpose", "wd", "wt", perm=[1, 0])] * turned
+    nodes += [b.node("MatMul", "x wt" if turned else "x wd", "m"), b.node("Relu", "m", "y")]
+    tensors = [d.stored("w", d.E4M3, elements), numpy_helper.from_array(numerics.decode_scale(codes), "s")]
+    ours, report = mxfp8_graph.convert(d.made(nodes, tensors, opset=24, ir_version=12), "mxfp8")
+    assert (report.gemms, len(report.kept)) == (0, 1)
+    feeds, values = x_of(2, 5, d.K), numerics.dequantize(elements, codes, axis=axis).astype(np.float64)
+    y = np.maximum(feeds["x"].astype(np.float64) @ (values.T if turned else values), 0)
+    assert relative(oracle.run(ours, feeds)[0], y) < 1e-6
+
+
 @pytest.mark.parametrize(("blocks", "axis"), [(-1, 0), (-1, 1), (0, 0)])
 def test_a_lookup_of_rows_packed_along_them_is_an_embedding(blocks: int, axis: int) -> None:
     elements, codes = d.packed(d.N, d.K, axis=blocks)

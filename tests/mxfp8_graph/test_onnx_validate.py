@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -488,6 +489,26 @@ class TestChild:
 
     def test_bounds_its_memory(self):
         assert child.call(lambda: bytes(child.MOST_MEMORY + 1), 10).kind == "MemoryError"
+
+    def test_leaves_the_garbage_of_its_parent_alone(self):
+        """A session of ONNX Runtime in it would wait for threads that the child does not have, or crash."""
+        parent = os.getpid()
+
+        class Session:
+            def __init__(self) -> None:
+                self.cycle = self
+
+            def __del__(self) -> None:
+                if os.getpid() != parent:
+                    os._exit(1)
+
+        gc.disable()
+        try:
+            Session()
+            gc.enable()
+            assert child.call(lambda: b"done" if [[] for _ in range(10**5)] else b"", 10) == b"done"
+        finally:
+            gc.enable()
 
 
 def _forever() -> int:
