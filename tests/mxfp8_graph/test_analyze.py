@@ -30,7 +30,7 @@ from mxfp8_graph.evidence.analyze import analyze
 from mxfp8_graph.evidence.input_statistics import OUTLIER, InputObserver
 from mxfp8_graph.evidence.layers import by_layer
 from mxfp8_graph.policy.plan import Decision, MatMulSite
-from mxfp8_ops import numerics
+from mxfp8_ops import cpu, numerics
 from mxfp8_ops.errors import ContractError, RecipeError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -318,7 +318,8 @@ def test_what_cannot_be_asked_for_is_refused() -> None:
 def test_weights_that_are_not_finite_are_refused_or_ranked_first() -> None:
     model = poison(chain(), float("inf"))
     assert "layers.0.weight" in refused("analyze", save(model))
-    found = analyze(planted_nan(chain()), allow_nonfinite=True)
+    with cpu.forced_isa("portable"):  # AVX512-BF16 multiplies before it scales, and stays finite
+        found = analyze(planted_nan(chain()), allow_nonfinite=True)
     assert found.sites[0].label == "layers.2.linear"
     json.loads(found.to_json())
     assert "nan" in found.to_html()
