@@ -258,7 +258,8 @@ class _Trial:
         output = self.folder / f"{len(self._sessions)}.mxfp8.onnx"
         self._tell(row.name)
         assert recipe is not None
-        _, report = rewriting.rewrite(self.model, recipe.for_cpu(), output=output)
+        recipe = recipe.for_cpu() if self.note else recipe
+        _, report = rewriting.rewrite(self.model, recipe, output=output)
         session = Session(output, kernels=True, where=f"{self.opened.name} as {row.name}", takes_turns=True)
         scores = self._scores(row.name, session.run)
         self._sessions[row.name] = session
