@@ -436,6 +436,15 @@ def test_an_empty_tensor_of_dims_that_no_array_has_is_refused(dims: list[int], t
         mxfp8_graph.convert(tmp_path / "m.onnx", "mxfp8")
 
 
+@pytest.mark.parametrize("attribute", ["epilogue", "scale_rounding"])
+def test_a_node_of_ours_with_a_value_that_there_is_not_is_refused(attribute: str) -> None:
+    ours, _ = mxfp8_graph.rewrite(b.chain_model())
+    node = next(n for n in ours.graph.node if any(a.name == attribute for a in n.attribute))
+    next(a for a in node.attribute if a.name == attribute).s = b"nothing"
+    with pytest.raises(ContractError, match=rf"node '{node.name}' .*: an attribute is .*nothing"):
+        mxfp8_graph.convert(ours, "standard")
+
+
 UNKNOWN = {
     "attribute 'saturate'; expected axis, block_size": (d.modelopt, 3, {"saturate": 0}),
     "attribute 'accuracy_level'; expected block_size alone": (d.ort_cuda, 0, {"accuracy_level": 1}),
