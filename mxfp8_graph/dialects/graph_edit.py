@@ -14,7 +14,7 @@ from onnx import helper
 
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.tensor_data import raw, read
+from mxfp8_graph.onnx_model.tensor_data import bit_width, raw, read
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, node_label, stored_in, subgraphs
 from mxfp8_graph.onnx_pass.prune import keep, prune
 from mxfp8_ops import contract
@@ -78,7 +78,11 @@ class Scope:
         return name, views
 
     def codes(self, tensor: onnx.TensorProto) -> Codes:
-        """Returns the values of a tensor of bytes, in its shape."""
+        """Returns the values of a tensor of bytes, in its shape; ContractError if its values take another size."""
+        if bit_width(tensor.data_type) != 8:
+            kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
+            where, advice = f"{self.edit.opened.name}: tensor {tensor.name!r}", "export the model again"
+            raise ContractError(where, f"is {kind}", expected="elements or scales of 8 bits", advice=advice)
         return np.frombuffer(self.edit.raw(tensor), np.uint8).reshape(tuple(tensor.dims))
 
     def values(self, tensor: onnx.TensorProto) -> npt.NDArray[Any]:

@@ -41,7 +41,12 @@ def taken_apart(scope: Scope, node: onnx.NodeProto) -> Nodes:
         stored = scope.tensor(node.input[at]) if port.name in _ABSENT else None
         if stored is not None and _is_absent(scope, port.name, stored):
             plain.input[at], absent[port.name] = "", (node.input[at], stored.data_type)
-    made = in_place_of(plain, scope.edit.fresh)
+    try:
+        made = in_place_of(plain, scope.edit.fresh)
+    except (ValueError, TypeError, OverflowError, LookupError) as error:
+        advice = "rewrite the original model again"
+        expected = "attributes of the contract"
+        raise scope.edit.refuse(node, f"an attribute is {error}", expected=expected, advice=advice) from None
     first = next(name for name in node.output if name)
     for each in made:
         if each.domain == contract.DOMAIN:

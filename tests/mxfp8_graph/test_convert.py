@@ -436,6 +436,23 @@ def test_an_empty_tensor_of_dims_that_no_array_has_is_refused(dims: list[int], t
         mxfp8_graph.convert(tmp_path / "m.onnx", "mxfp8")
 
 
+@pytest.mark.parametrize("attribute", ["epilogue", "scale_rounding"])
+def test_a_node_of_ours_with_a_value_that_there_is_not_is_refused(attribute: str) -> None:
+    ours, _ = mxfp8_graph.rewrite(b.chain_model())
+    node = next(n for n in ours.graph.node if any(a.name == attribute for a in n.attribute))
+    next(a for a in node.attribute if a.name == attribute).s = b"nothing"
+    with pytest.raises(ContractError, match=rf"node '{node.name}' .*: an attribute is .*nothing"):
+        mxfp8_graph.convert(ours, "standard")
+
+
+def test_scales_of_another_size_are_refused() -> None:
+    ours, _ = mxfp8_graph.rewrite(b.matmul_model(dtype=np.float16), "mxfp8-weight-only")
+    scales = next(tensor for tensor in ours.graph.initializer if tensor.data_type == TensorProto.UINT8)
+    scales.data_type, scales.raw_data = TensorProto.UINT4, scales.raw_data[::2]
+    with pytest.raises(ContractError, match="tensor 'w_mxfp8_scales': is uint4; expected elements or scales of 8 bits"):
+        mxfp8_graph.convert(ours, "ort-cuda")
+
+
 UNKNOWN = {
     "attribute 'saturate'; expected axis, block_size": (d.modelopt, 3, {"saturate": 0}),
     "attribute 'accuracy_level'; expected block_size alone": (d.ort_cuda, 0, {"accuracy_level": 1}),
