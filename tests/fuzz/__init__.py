@@ -29,10 +29,10 @@ TARGETS = {
     "programs": 60,
     "safetensors_files": 2000,
     "torch_calls": 2000,
-    "hf_folders": 60,
-    "conversions": 150,
-    "sample_files": 1000,
-    "tune_states": 20,
+    "hf_folders": 30,
+    "conversions": 30,
+    "sample_files": 500,
+    "tune_states": 6,
 }
 """The targets, and how many inputs of each the test suite tries: together less than 30 seconds."""
 
