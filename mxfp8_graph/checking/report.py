@@ -6,14 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_graph.checking.compare import Difference
 from mxfp8_graph.checking.node_check import NodeCheck
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import write_report
-from mxfp8_graph.report.json_text import finite, json_text
+from mxfp8_graph.report.data import Report
+from mxfp8_graph.report.json_text import finite
 
 PLAUSIBLE: Final = 0.5
 """Relative L2 error beyond which outputs are taken for those of another model, unless the user sets a limit. Right
@@ -73,7 +72,7 @@ def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(Report):
     """What verification found. It passed if `failures` is empty."""
 
     original: str
@@ -162,15 +161,3 @@ class VerifyReport:
             "outputs": [output.to_dict() for output in self.outputs],
             "nodes": [node.to_dict() for node in self.nodes],
         }
-
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, an output and a node per line."""
-        return json_text(self.to_dict())
-
-    def write(self, path: str | Path) -> Path:
-        """Writes the report, as .json or .html, and returns the path.
-
-        Raises:
-            Mxfp8Error: it cannot be written there.
-        """
-        return write_report(path, self)

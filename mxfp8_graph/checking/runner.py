@@ -13,8 +13,7 @@ from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import filled
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.data import Report, filled
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -23,7 +22,7 @@ Model = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunReport:
+class RunReport(Report):
     """One run, repeated."""
 
     model: str
@@ -68,10 +67,6 @@ class RunReport:
             "nodes": [node.to_dict() for node in self.nodes],
             "note": self.note or None,
         }
-
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, an output and a node per line."""
-        return json_text(self.to_dict())
 
 
 def run_model(

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_graph.evidence import analysis_page
 from mxfp8_graph.evidence.damage import Exclusion, Layer, Scores, SiteDamage, plain
 from mxfp8_graph.evidence.metrics import Metric, Score
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import SiteReport, write_report
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.data import Report, SiteReport
 
 SCHEMA: Final = 1
 """Version of the layout of `Analysis.to_dict`; it grows when a key changes its meaning or goes away."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analysis:
+class Analysis(Report):
     """What `analyze` found."""
 
     source: str
@@ -71,10 +69,6 @@ class Analysis:
             "kept": [site.to_dict() for site in self.kept],
         }
 
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, a site per line."""
-        return json_text(self.to_dict())
-
     def to_html(self) -> str:
         """Returns one self-contained page."""
         first = {"everything rewritten", "excluded"}
@@ -84,14 +78,6 @@ class Analysis:
             parts.append(html.text("To paste into a recipe", self.exclusion.yaml))
         parts += analysis_page.parts(self.sites, self.layers, self.metric, self.everything[self.metric.name])
         return html.page(f"Analysis of {self.source}", parts, lead=[f"{headline(self)}.", *lead], files=[self.source])
-
-    def write(self, path: str | Path) -> Path:
-        """Writes the analysis, as JSON or (suffix .html) as a page, and returns the path.
-
-        Raises:
-            Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
-        """
-        return write_report(path, self)
 
 
 def headline(analysis: Analysis) -> str:

@@ -44,6 +44,5 @@ def _table(
     header: Sequence[str], rows: Sequence[Sequence[html.Cell]], spare: Sequence[str], *, every: bool
 ) -> list[RenderableType]:
     shown = rows if every else rows[:SHOWN]
-    said = [tuple(cell if isinstance(cell, str) else cell[0] for cell in row) for row in shown]
     more = len(rows) - len(shown)
-    return [Fitted(*filled(header, said), spare), Text(f"... and {more} more; --verbose shows them\n" if more else "")]
+    return [Fitted(*filled(header, shown), spare), Text(f"... and {more} more; --verbose shows them\n" if more else "")]

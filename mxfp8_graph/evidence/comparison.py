@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
@@ -12,8 +11,7 @@ from rich.filesize import decimal as size  # a number of bytes in words
 from mxfp8_graph.evidence.metrics import Metric, Score
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import filled, write_report
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.data import Report, filled
 
 _NAN: Final = "NaN or Inf"
 """What a table says of a score without a number."""
@@ -98,7 +96,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Report):
     """All recipes on one model and the same samples."""
 
     model: str
@@ -168,10 +166,6 @@ class Comparison:
             "notes": list(self.notes),
             "recipes": [row.to_dict() for row in self.rows],
         }
-
-    def to_json(self) -> str:
-        """Returns everything as JSON."""
-        return json_text(self.to_dict())
 
     def to_html(self) -> str:
         """Returns everything as a page that fetches nothing."""
@@ -259,14 +253,6 @@ class Comparison:
             front=front,
             limits=[("x", f"the model as it is: {own:.3g}", own)] if math.isfinite(own) else [],
         ).html()
-
-    def write(self, path: str | Path) -> Path:
-        """Writes the comparison, as .json or .html, and returns the path.
-
-        Raises:
-            Mxfp8Error: it cannot be written there.
-        """
-        return write_report(path, self)
 
 
 def _number(value: float | None, pattern: str) -> html.Cell:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
@@ -140,8 +141,34 @@ class WeightError:
         }
 
 
+class Report(ABC):
+    """What a command found: data, JSON, or a page."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only. Numbers that JSON lacks (NaN, infinity) are None."""
+
+    @abstractmethod
+    def to_html(self) -> str:
+        """Returns one self-contained page: nothing is fetched, and all is there without its script."""
+
+    def to_json(self) -> str:
+        """Returns `to_dict` as JSON, a row of each list per line."""
+        return json_text(self.to_dict())
+
+    def write(self, path: str | Path, *, overwrite: bool = True) -> Path:
+        """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
+
+        Raises:
+            Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
+        """
+        path = check_report_path(path, overwrite=overwrite)
+        write_text(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json(), overwrite=overwrite)
+        return path
+
+
 @dataclass(frozen=True, kw_only=True)
-class RewriteReport:
+class RewriteReport(Report):
     """What one rewrite did."""
 
     source: str
@@ -218,10 +245,6 @@ class RewriteReport:
             "fusions": [fusion.to_dict() for fusion in self.fusions],
         }
 
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, a site and a tensor per line."""
-        return json_text(self.to_dict())
-
     def to_html(self) -> str:
         """Returns one self-contained page: nothing fetched, and all there without its script, which sorts tables.
 
@@ -246,36 +269,6 @@ class RewriteReport:
             parts.append(self.account.details())
         lead = [f"{headline(self)}: {facts(self)[0][1]}", *(said for label, said in facts(self) if label == "note")]
         return html.page(f"Rewrite of {self.source}", parts, lead=lead, files=filter(None, (self.source, self.output)))
-
-    def write(self, path: str | Path) -> Path:
-        """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
-
-        Raises:
-            Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
-        """
-        return write_report(path, self)
-
-
-class Writable(Protocol):
-    """A report that is a page or JSON."""
-
-    def to_html(self) -> str:
-        """Returns one self-contained page."""
-
-    def to_json(self) -> str:
-        """Returns everything as JSON."""
-
-
-def write_report(path: str | Path, report: Writable, *, overwrite: bool = True) -> Path:
-    """Writes a report, as JSON or (suffix .html) as a page, and returns the path.
-
-    Raises:
-        Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
-    """
-    path = check_report_path(path, overwrite=overwrite)
-    text = report.to_html() if path.suffix.lower() == ".html" else report.to_json()
-    write_text(path, text, overwrite=overwrite)
-    return path
 
 
 def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:

@@ -157,7 +157,7 @@ class Table:
         """Returns the table, sortable by column: its first `MOST_ROWS` rows, and how many more there are."""
         rows = self.rows[:MOST_ROWS]
         numbers = [any(isinstance(row[i], tuple) for row in rows) for i in range(len(self.header))]
-        longest = [max((len(_said(row[i])) for row in rows), default=0) for i in range(len(self.header))]
+        longest = [max((len(said(row[i])) for row in rows), default=0) for i in range(len(self.header))]
         kinds = [
             "number" if n else "text" if most > _SHORT else "short" for n, most in zip(numbers, longest, strict=True)
         ]
@@ -334,6 +334,11 @@ def number(value: float | None, form: str = ".3g") -> Cell:
     return "" if value is None else (format(value, form), float(value)) if math.isfinite(value) else str(value)
 
 
+def said(cell: Cell) -> str:
+    """Returns the text of a cell."""
+    return cell if isinstance(cell, str) else cell[0]
+
+
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Returns one line per (label, value)."""
     return "<dl>" + "\n".join(f"<dt>{_text(label)}</dt><dd>{_text(value)}</dd>" for label, value in pairs) + "</dl>"
@@ -373,13 +378,9 @@ def _cells(kinds: Sequence[str], row: Sequence[Cell]) -> str:
     parts = []
     for kind, cell in zip(kinds, row, strict=True):
         sort = f' data-sort="{cell[1]!r}"' if isinstance(cell, tuple) else ""
-        shown = _folding(_said(cell)) if kind == "text" else _text(_said(cell))
+        shown = _folding(said(cell)) if kind == "text" else _text(said(cell))
         parts.append(f'<td class="{kind}"{sort}>{shown}</td>')
     return "".join(parts)
-
-
-def _said(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else cell[0]
 
 
 def _folding(text: str) -> str:

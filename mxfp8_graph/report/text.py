@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mxfp8_graph.naming import printable
 from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.report import account, data
+from mxfp8_graph.report import account, data, html
 from mxfp8_graph.report.data import SITE_HEADER, RewriteReport
 
 STYLES: Final = {
@@ -87,15 +87,16 @@ class Fitted:
     """A table that fits the terminal, or `PIPE_WIDTH`: its header is wrapped, then columns are left out and named."""
 
     header: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[html.Cell]]
     spare: Sequence[str] = ()
     """Titles of the columns to leave out, first to last; after these the ones on the right, but never the first."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yields the table, and a line with what is left out."""
         width = options.max_width if console.is_terminal else PIPE_WIDTH
-        table, left_out = columns(self.header, self.rows), dict[str, None]()
-        cells = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
+        rows = [tuple(map(html.said, row)) for row in self.rows]
+        table, left_out = columns(self.header, rows), dict[str, None]()
+        cells = list(zip(*rows, strict=True)) or [()] * len(self.header)
         shown = [(title, _wrapped(title, column), column) for title, column in zip(self.header, cells, strict=True)]
         while max(map(cell_len, table.plain.split("\n"))) > width:
             table = columns([title for _, title, _ in shown], list(zip(*(column for *_, column in shown), strict=True)))

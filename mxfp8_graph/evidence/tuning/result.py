@@ -13,8 +13,8 @@ from mxfp8_graph.evidence.tuning.budget import Budget
 from mxfp8_graph.evidence.tuning.plans import Unit, Way
 from mxfp8_graph.evidence.tuning.search import Step
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import filled
-from mxfp8_graph.report.json_text import finite, json_text
+from mxfp8_graph.report.data import Report, filled
+from mxfp8_graph.report.json_text import finite
 from mxfp8_ops.errors import Mxfp8Error
 
 SCHEMA: Final = 1
@@ -22,7 +22,7 @@ SCHEMA: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
+class Tuning(Report):
     """What `tune` found."""
 
     source: str
@@ -171,10 +171,6 @@ class Tuning:
             "estimated_relative_l2": finite(step.estimate),
             "scores": {name: score.to_dict() for name, score in step.trial.scores.items()},
         }
-
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, a step and a weight per line."""
-        return json_text(self.to_dict())
 
     def to_html(self) -> str:
         """Returns one self-contained page: the path of the search, error against size, and what was chosen."""
