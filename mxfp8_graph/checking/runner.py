@@ -13,7 +13,7 @@ from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import Report, filled
+from mxfp8_graph.report.data import Report, filled, shape_text
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -36,23 +36,27 @@ class RunReport(Report):
     note: str = ""
     """What to say of a model that does not run as it is."""
 
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns what ran, and how long it took."""
+        seconds = self.timing.seconds
+        spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
+        latency = f"median {self.timing.median * 1e3:.3f} ms ({spread})"
+        lines = [("inputs", self.inputs), ("kernels", self.isa), ("latency", latency)]
+        return lines + ([("note", self.note)] if self.note else [])
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Returns (header, a row per output)."""
+        outputs = self.timing.outputs.items()
+        return ("output", "dtype", "shape"), [(name, a.dtype.name, shape_text(a.shape)) for name, a in outputs]
+
     def to_html(self) -> str:
         """Returns one self-contained page: latency, outputs, and where the time goes."""
-        seconds, median = self.timing.seconds, self.timing.median
-        spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
-        parts = [
-            html.facts([("inputs", self.inputs), ("kernels", self.isa), *([("note", self.note)] if self.note else [])])
-        ]
-        arrays = self.timing.outputs.items()
-        outputs = [(name, array.dtype.name, " x ".join(map(str, array.shape))) for name, array in arrays]
-        parts.append(html.Table("Outputs", ("output", "dtype", "shape"), outputs).html())
-        slowest = sorted(self.nodes, key=lambda node: -node.seconds)
-        if slowest:
+        parts = [html.facts(self.facts()), html.Table("Outputs", *self.table()).html()]
+        if slowest := sorted(self.nodes, key=lambda node: -node.seconds):
             rows = [(n.name, n.op, n.operands, n.kernel, n.isa, html.number(n.seconds * 1e3, ".3f")) for n in slowest]
             header = ("node", "op", "multiplies", "kernel", "ISA", "ms")
             parts.append(html.Table("Nodes", *filled(header, rows)).html())
-        lead = [f"Median {median * 1e3:.3f} ms ({spread})."]
-        return html.page(f"Run of {self.model}", parts, lead=lead, files=[self.model])
+        return html.page(f"Run of {self.model}", parts, files=[self.model])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only; of the outputs dtypes and shapes."""

@@ -9,16 +9,13 @@ from typing import Final
 from mxfp8_graph.evidence.damage import Layer, SiteDamage
 from mxfp8_graph.evidence.metrics import METRICS, Metric, Score
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import sizes
+from mxfp8_graph.report.data import filled, sizes
 
 MOST_BARS: Final = 60
 """Bars of a ranking; the table has all sites."""
 MOST_NAMED: Final = 5
 """Sites that have their name in the chart, the worst ones."""
 _RELATIVE_L2: Final = METRICS["relative_l2"]
-
-LAYER_HEADER: Final = ("layer", "sites", "relative L2, estimated", "share")
-"""Header of `layer_rows`."""
 
 
 def parts(sites: Sequence[SiteDamage], layers: Sequence[Layer], metric: Metric, everything: Score) -> Iterator[str]:
@@ -39,43 +36,36 @@ def parts(sites: Sequence[SiteDamage], layers: Sequence[Layer], metric: Metric, 
         ]
         heading = f"Mean {title}, each site alone, along the depth of the network"
         yield html.Chart(heading=heading, points=points, axis="place in the graph", legend={}).html()
-    yield html.Table("Layers", LAYER_HEADER, layer_rows(layers)).html()
+    yield html.Table("Layers", *layer_table(layers)).html()
     matmuls = [site.site.decision.site for site in sites]
     notes = [f"{matmul.module} {sizes(matmul)}".strip() for matmul in matmuls]
-    table = html.Table("Sites, the one that does most damage first", header(metric), rows(sites, metric), notes=notes)
+    table = html.Table("Sites, the one that does most damage first", *site_table(sites, metric), notes=notes)
     yield table.without("module", "M x N x K", "weight SQNR dB").html()
 
 
-def header(metric: Metric) -> tuple[str, ...]:
-    """Returns the header of `rows`."""
+def site_table(sites: Sequence[SiteDamage], metric: Metric) -> html.Columns:
+    """Returns (header, a row per site)."""
     relative = () if metric is _RELATIVE_L2 else (f"alone, {_RELATIVE_L2.title}",)
     errors = (f"alone, {metric.shown_title}", *relative, f"all but it, {metric.shown_title}")
-    return ("site", "module", "M x N x K", *errors, "weight SQNR dB", "input SQNR dB", "amax", "outlier blocks", "lost")
+    seen = ("input SQNR dB", "amax", "outlier blocks", "lost")
+    return filled(
+        ("site", "module", "M x N x K", *errors, "weight SQNR dB", *seen), [_row(site, metric) for site in sites]
+    )
 
 
-def rows(sites: Sequence[SiteDamage], metric: Metric) -> list[tuple[html.Cell, ...]]:
-    """Returns a row per site, with the numbers to sort by."""
-    return [_row(site, metric) for site in sites]
-
-
-def layer_rows(layers: Sequence[Layer]) -> list[tuple[html.Cell, ...]]:
-    """Returns a row per layer."""
-    forms = ("d", ".4g", ".1%")
-    numbers = [(len(layer.sites), layer.relative_l2, layer.share) for layer in layers]
-    cells = [[html.number(*pair) for pair in zip(row, forms, strict=True)] for row in numbers]
-    return [(layer.name, *row) for layer, row in zip(layers, cells, strict=True)]
+def layer_table(layers: Sequence[Layer]) -> html.Columns:
+    """Returns (header, a row per layer)."""
+    rows = [
+        (one.name, html.number(len(one.sites), "d"), html.number(one.relative_l2, ".4g"), html.number(one.share, ".1%"))
+        for one in layers
+    ]
+    return ("layer", "sites", "relative L2, estimated", "share"), rows
 
 
 def _row(site: SiteDamage, metric: Metric) -> tuple[html.Cell, ...]:
     matmul, seen = site.site.decision.site, site.input
     relative = () if metric is _RELATIVE_L2 else (_score(site.alone[_RELATIVE_L2.name]),)
-    numbers = (
-        (site.site.sqnr_db, ".1f"),
-        (None if seen is None else seen.sqnr_db, ".1f"),
-        (None if seen is None else seen.amax, ".4g"),
-        (None if seen is None else seen.outlier_blocks, ".2%"),
-        (None if seen is None else seen.lost, ".2%"),
-    )
+    inputs = (seen.sqnr_db, seen.amax, seen.outlier_blocks, seen.lost) if seen else (None,) * 4
     return (
         site.site.row[0],
         matmul.module,
@@ -83,7 +73,8 @@ def _row(site: SiteDamage, metric: Metric) -> tuple[html.Cell, ...]:
         _score(site.alone[metric.name]),
         *relative,
         _score(site.without[metric.name]),
-        *(html.number(value, form) for value, form in numbers),
+        html.number(site.site.sqnr_db, ".1f"),
+        *(html.number(*pair) for pair in zip(inputs, (".1f", ".4g", ".2%", ".2%"), strict=True)),
     )
 
 

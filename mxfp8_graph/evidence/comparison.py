@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +13,7 @@ from mxfp8_graph.evidence.metrics import Metric, Score
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import Report, filled
+from mxfp8_graph.report.json_text import finite
 
 _NAN: Final = "NaN or Inf"
 """What a table says of a score without a number."""
@@ -79,14 +81,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the row with JSON types only; what is not finite is None."""
-        sqnr = self.weight_sqnr
         return {
             "recipe": self.name,
             "what": self.what,
             "emulated": self.emulated,
             "scores": [score.to_dict() for score in self.scores],
             "matmuls": self.sites,
-            "weight_sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None,
+            "weight_sqnr_db": finite(self.weight_sqnr),
             "bytes": self.byte_size,
             "bytes_per_weight": self.bytes_per_weight,
             "bytes_per_weight_formula": self.formula or None,
@@ -124,7 +125,7 @@ class Comparison(Report):
             *((f"{row.name}:", row.problem) for row in self.rows if row.problem),
         ]
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[html.Cell, ...]]]:
+    def table(self) -> html.Columns:
         """Returns (header, a row per recipe), without columns that are empty."""
         several = len(self.sample_names) > 1
         scores = [m.shown_title for m in self.metrics]
@@ -133,26 +134,18 @@ class Comparison(Report):
         return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
     def _cells(self, row: Row, *, several: bool) -> tuple[html.Cell, ...]:
-        scores: list[html.Cell] = []
-        for number in range(len(self.metrics)):
-            score = row.scores[number] if row.scores else None
-            scores += self._score(score, several=several) if score else [""] * (2 if several else 1)
+        scores = [_score(score, several=several) for score in row.scores] or [("",) * (1 + several)] * len(self.metrics)
         return (
             row.name,
             row.kind,
-            *scores,
-            _number(row.weight_sqnr, "{:.2f}"),
-            _number(row.bytes_per_weight, "{:.4g}"),
+            *itertools.chain.from_iterable(scores),
+            html.number(row.weight_sqnr, ".2f"),
+            html.number(row.bytes_per_weight, ".4g"),
             "" if row.byte_size is None else (size(row.byte_size), float(row.byte_size)),
-            _number(None if row.seconds is None else row.seconds * 1e3, "{:.2f}"),
-            "" if row.sites is None else (str(row.sites), float(row.sites)),
+            html.number(None if row.seconds is None else row.seconds * 1e3, ".2f"),
+            html.number(row.sites, "d"),
             row.explained,
         )
-
-    def _score(self, score: Score, *, several: bool) -> list[html.Cell]:
-        mean = _number(score.metric.shown(score.mean), "{:.4g}")
-        worst = _number(score.metric.shown(score.worst), f"{{:.4g}} ({score.worst_sample + 1})")
-        return [mean, worst] if several else [mean]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only."""
@@ -255,9 +248,11 @@ class Comparison(Report):
         ).html()
 
 
-def _number(value: float | None, pattern: str) -> html.Cell:
-    if value is None:
-        return ""
-    if math.isnan(value):
-        return (_NAN, math.inf)
-    return (pattern.format(value), value if math.isfinite(value) else math.copysign(1e308, value))
+def _score(score: Score, *, several: bool) -> tuple[html.Cell, ...]:
+    """Returns the mean over the samples and, of several, the worst one's number and which one that is."""
+    numbers = [score.metric.shown(value) for value in (score.mean, score.worst)[: 1 + several]]
+    cells = [_NAN if math.isnan(value) else html.number(value, ".4g") for value in numbers]
+    if several:
+        told, which = html.said(cells[1]), f" ({score.worst_sample + 1})"
+        cells[1] = (told + which, numbers[1]) if math.isfinite(numbers[1]) else told + which
+    return tuple(cells)

@@ -18,7 +18,7 @@ from mxfp8_graph.file_writing import is_taken, write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
 from mxfp8_graph.report.account import Account
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.json_text import finite, json_text
 from mxfp8_ops.errors import Mxfp8Error, Option
 
 SCHEMA: Final = 2
@@ -99,8 +99,8 @@ class SiteReport:
             "packed": self.packed,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
-            "relative_l2": _number(self.relative_l2),
-            "sqnr_db": _number(self.sqnr_db),
+            "relative_l2": finite(self.relative_l2),
+            "sqnr_db": finite(self.sqnr_db),
         }
 
 
@@ -133,10 +133,10 @@ class WeightError:
     def to_dict(self) -> dict[str, Any]:
         """Returns the errors with JSON types only."""
         return {
-            "mean_relative_l2": _number(self.mean),
-            "mean_sqnr_db": _number(sqnr_db(self.mean)),
-            "worst_relative_l2": _number(self.worst),
-            "worst_sqnr_db": _number(sqnr_db(self.worst)),
+            "mean_relative_l2": finite(self.mean),
+            "mean_sqnr_db": finite(sqnr_db(self.mean)),
+            "worst_relative_l2": finite(self.worst),
+            "worst_sqnr_db": finite(sqnr_db(self.worst)),
             "worst_site": self.worst_site,
         }
 
@@ -339,6 +339,11 @@ def sizes(site: MatMulSite) -> str:
     return " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Returns the shape of an array in words: 2 x 16."""
+    return " x ".join(map(str, shape)) or "scalar"
+
+
 Column = TypeVar("Column", str, html.Cell)
 
 
@@ -379,10 +384,6 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
     return {reason: tuple(group) for reason, group in sorted(groups.items(), key=lambda item: -len(item[1]))}
 
 
-def _number(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
 def _plain(value: Any) -> Any:
     """Returns `value` with JSON types only: tuples as lists, keys as strings, anything unknown as its text."""
     if isinstance(value, Mapping):
@@ -391,4 +392,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    return _number(value) if isinstance(value, float) else str(value)
+    return finite(value) if isinstance(value, float) else str(value)

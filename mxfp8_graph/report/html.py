@@ -129,6 +129,8 @@ _LOGARITHMIC: Final = 10
 
 Cell = str | tuple[str, float]
 """Text, or text and the number that it stands for."""
+Columns = tuple[tuple[str, ...], list[tuple[Cell, ...]]]
+"""Header and rows of a table."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Tuning(Report):
         lines += [("note", note) for note in self.notes]
         return lines + ([("result", self.output)] if self.output else [])
 
-    def step_table(self) -> tuple[tuple[str, ...], list[tuple[html.Cell, ...]]]:
+    def step_table(self) -> html.Columns:
         """Returns (header, a row per step)."""
         names = [budget.metric.name for budget in self.budgets]
         others = [name for name in self.chosen.trial.scores if name not in names]
@@ -116,7 +116,7 @@ class Tuning(Report):
             step.what,
         )
 
-    def unit_table(self) -> tuple[tuple[str, ...], list[tuple[html.Cell, ...]]]:
+    def unit_table(self) -> html.Columns:
         """Returns (header, a row per weight): what becomes of it, and the error that it alone does in each way."""
         ways = list(dict.fromkeys(way for unit in self.units for way in unit.damages))
         header = ("weight", "chosen", "bytes", *(f"alone, {way}: relative L2" for way in ways))
