@@ -145,12 +145,13 @@ class VerifyReport(Report):
 
     def to_html(self) -> str:
         """Returns one self-contained page: the verdict, the error of each output, and what each kernel did."""
-        outputs = html.Table("Outputs against the original's", *self.table())
+        notes = [f"{o.dtype} {list(o.shape)}{'; worst: ' * bool(o.sample)}{o.sample}" for o in self.outputs]
+        outputs = html.Table("Outputs against the original's", *self.table(), notes=notes)
         nodes = [(n.name, n.op, n.kernel, html.number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]
         header = ("node", "op", "kernel", "bounds, or values that differ", "")
         parts = [
             html.facts(self.facts()),
-            outputs.without("mean cosine", "kernel vs body: max error").html(),
+            outputs.without("dtype", "shape", "worst sample", "mean cosine", "kernel vs body: max error").html(),
             html.Table("Kernels against function bodies", *filled(header, nodes)).html(),
         ]
         lead = [f"Verification {self.verdict()}.", *self.failures]

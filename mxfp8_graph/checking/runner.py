@@ -53,8 +53,9 @@ class RunReport(Report):
         """Returns one self-contained page: latency, outputs, and where the time goes."""
         parts = [html.facts(self.facts()), html.Table("Outputs", *self.table()).html()]
         if slowest := sorted(self.nodes, key=lambda node: -node.seconds):
-            rows = [(n.name, n.op, n.operands, n.kernel, n.isa, html.number(n.seconds * 1e3, ".3f")) for n in slowest]
-            header = ("node", "op", "multiplies", "kernel", "ISA", "ms")
+            cells = [(f"{node.isa} {node.kernel}".strip(), html.number(node.seconds * 1e3, ".3f")) for node in slowest]
+            rows = [(node.name, node.op, node.operands, *last) for node, last in zip(slowest, cells, strict=True)]
+            header = ("node", "op", "multiplies", "kernel", "ms")
             parts.append(html.Table("Nodes", *filled(header, rows)).html())
         return html.page(f"Run of {self.model}", parts, files=[self.model])
 

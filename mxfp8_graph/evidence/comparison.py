@@ -164,11 +164,11 @@ class Comparison(Report):
         """Returns everything as a page that fetches nothing."""
         taken, notes = self.taken(), [f"{row.kind}: {row.explained}" for row in self.rows]
         table = html.Table("Recipes", *self.table(), marked=taken.name if taken else "", notes=notes)
-        table = table.without("kind", "weight SQNR, dB", "bytes per weight", "matmuls", "what it is")
+        table = table.without("worst", "kind", "weight SQNR, dB", "bytes per weight", "matmuls", "what it is")
         parts = [self._chart(0, "size, MB"), self._chart(2, "time, ms"), table.html()]
         if taken:
             parts.append(html.text(f"The recipe {taken.name}, as a file has it", taken.recipe))
-        parts.append(html.facts(fact for fact in (*self.facts()[1:], *LEGEND[:3]) if fact[0] != "note"))
+        parts.append(html.facts(fact for fact in (*self.facts()[1:], *LEGEND[:2]) if fact[0] != "note"))
         lead = [*self.advice(), *self.notes]
         return html.page(f"Recipes for {self.model}", parts, lead=lead, files=[self.model])
 

@@ -227,7 +227,7 @@ class Chart:
         lines += [_line("front", *ends) for ends in itertools.pairwise(corners)]
         for axis, told, value in self.limits:
             x, y = (across.at(value), 0.0) if axis == "x" else (0.0, 100 - up.at(value))
-            place = (-5, 12, "end") if axis == "x" else (6, -5, "start")
+            place = (6, -5, "start") if axis == "y" else (-5, 12, "end") if x > 50 else (5, 12, "start")
             lines.append(_line("limit", (x, y), (x or 100, y or 100)) + _word(told, (x, y), *place))
         places = [(across.at(point.x), 100 - up.at(point.y)) for point in self.points]
         labels = _labels(self.points, places)

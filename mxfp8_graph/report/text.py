@@ -108,7 +108,7 @@ class Fitted:
             shown = [shown[0], *(column for column in shown[1:] if column[0] != spare)]
         yield table
         if left_out:
-            yield Text(f"left out for the width, in --json and --html: {'; '.join(left_out)}")
+            yield Text(f"left out for the width, in --json: {'; '.join(left_out)}")
 
 
 def _wrapped(title: str, cells: Sequence[str]) -> str:
