@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rich.filesize import decimal as size  # a number of bytes in words
-
 from mxfp8_graph.evidence.metrics import Metric, Score
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report import html
@@ -141,7 +139,7 @@ class Comparison(Report):
             *itertools.chain.from_iterable(scores),
             html.number(row.weight_sqnr, ".2f"),
             html.number(row.bytes_per_weight, ".4g"),
-            "" if row.byte_size is None else (size(row.byte_size), float(row.byte_size)),
+            html.byte_size(row.byte_size),
             html.number(None if row.seconds is None else row.seconds * 1e3, ".2f"),
             html.number(row.sites, "d"),
             row.explained,

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
@@ -83,12 +83,13 @@ class SiteReport:
         return (name, site.module, site.op, sizes(site), verdict, decision.rule, decision.reason)
 
     @property
-    def weight_row(self) -> tuple[str, ...]:
+    def weight_row(self) -> tuple[html.Cell, ...]:
         """Bytes and errors in words, as `WEIGHT_HEADER` has them; empty where the site has no packed weight."""
-        before = size(self.bytes_before)
+        before = html.byte_size(self.bytes_before or None)
         if self.relative_l2 is None:
-            return (before if self.bytes_before else "", "", "", "")
-        return (before, size(self.bytes_after), f"{self.relative_l2:.4f}", f"{sqnr_db(self.relative_l2):.1f}")
+            return (before, "", "", "")
+        errors = html.number(self.relative_l2, ".4f"), html.number(self.sqnr_db, ".1f")
+        return (before, html.byte_size(self.bytes_after), *errors)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the site, what was decided and what came of it, flat, with JSON types only."""
@@ -256,10 +257,9 @@ class RewriteReport(Report):
             parts.append(html.text("To measure the error at the outputs", verify))
         if self.account.tensors:
             parts.append(self.account.overview())
-        reasons = [(decision, (count, float(count)), reason) for decision, count, reason in reason_rows(self)]
-        parts.append(html.Table("Why", REASON_HEADER, reasons).html())
+        parts.append(html.Table("Why", REASON_HEADER, reason_rows(self)).html())
         header = ("site", *SITE_HEADER[2:5], *WEIGHT_HEADER[:3])
-        rows = [_cells(site) for site in self.sites]
+        rows = [(site.row[0], *site.row[2:5], *site.weight_row[:3]) for site in self.sites]
         notes = [_note(site.decision) for site in self.sites]
         parts.append(html.Table("Sites", *filled(header, rows), paler="kept", notes=notes).html())
         if self.fusions:
@@ -325,10 +325,10 @@ def facts(report: RewriteReport) -> list[tuple[str, str]]:
     return lines
 
 
-def reason_rows(report: RewriteReport) -> list[tuple[str, str, str]]:
+def reason_rows(report: RewriteReport) -> list[tuple[str, tuple[str, float], str]]:
     """Returns how many sites were rewritten and kept for which reason, as `REASON_HEADER` has it."""
     return [
-        (decision, str(len(sites)), reason)
+        (decision, (str(len(sites)), len(sites)), reason)
         for decision, groups in (("rewritten", report.rewritten_by_reason), ("kept", report.kept_by_reason))
         for reason, sites in groups.items()
     ]
@@ -344,10 +344,7 @@ def shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-Column = TypeVar("Column", str, html.Cell)
-
-
-def filled(header: Sequence[str], rows: Sequence[Sequence[Column]]) -> tuple[tuple[str, ...], list[tuple[Column, ...]]]:
+def filled(header: Sequence[str], rows: Sequence[Sequence[html.Cell]]) -> html.Columns:
     """Returns a table without its columns that have only empty cells."""
     used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
     return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
@@ -362,14 +359,6 @@ def _counts(report: RewriteReport) -> str:
         of_kind[1] += 1
     told = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
     return " and ".join(told)
-
-
-def _cells(site: SiteReport) -> tuple[html.Cell, ...]:
-    """Returns what a page says of a site and its weight, with numbers to sort by."""
-    numbers = site.bytes_before, site.bytes_after, site.relative_l2
-    weights = zip(site.weight_row[:3], numbers, strict=True)
-    numbered = ((text, float(number)) if text and number is not None else text for text, number in weights)
-    return (site.row[0], *site.row[2:5], *numbered)
 
 
 def _note(decision: Decision) -> str:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Final, NamedTuple
 
+from rich.filesize import decimal as size
+
 from mxfp8_graph import reproduction
 from mxfp8_graph.naming import printable
 
@@ -334,6 +336,11 @@ def page(title: str, parts: Iterable[str], *, lead: Sequence[str] = (), files: I
 def number(value: float | None, form: str = ".3g") -> Cell:
     """Returns a cell for a number: empty without one, and as its text alone where it is not finite."""
     return "" if value is None else (format(value, form), float(value)) if math.isfinite(value) else str(value)
+
+
+def byte_size(count: int | None) -> Cell:
+    """Returns a cell for a number of bytes, in words; empty without one."""
+    return "" if count is None else (size(count), float(count))
 
 
 def said(cell: Cell) -> str:

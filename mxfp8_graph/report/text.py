@@ -44,7 +44,7 @@ def closing(report: RewriteReport) -> RenderableType:
         )
     reasons_found = data.reason_rows(report)
     if more := reasons_found[MOST_REASONS:]:
-        rest = ("...", str(sum(int(count) for _, count, _ in more)), f"{len(more)} more reasons")
+        rest = ("...", str(sum(int(count) for _, (_, count), _ in more)), f"{len(more)} more reasons")
         reasons_found = [*reasons_found[:MOST_REASONS], rest]
     parts = [grid(data.REASON_HEADER, reasons_found)]
     if rows := report.account.rows():
@@ -59,10 +59,8 @@ def tensors(report: RewriteReport) -> Text:
 
 def plan(report: RewriteReport, *, weights: bool = False) -> Text:
     """Returns one line per site; with `weights` also bytes and errors."""
-    header, rows = SITE_HEADER, [site.row for site in report.sites]
-    if weights:
-        header = (*header[:5], *data.WEIGHT_HEADER, *header[5:])
-        rows = [(*row[:5], *site.weight_row, *row[5:]) for site, row in zip(report.sites, rows, strict=True)]
+    header = (*SITE_HEADER[:5], *(data.WEIGHT_HEADER if weights else ()), *SITE_HEADER[5:])
+    rows = [(*site.row[:5], *(site.weight_row if weights else ()), *site.row[5:]) for site in report.sites]
     return columns(*data.filled(header, rows))
 
 
@@ -72,13 +70,13 @@ def reasons(decisions: Iterable[Decision]) -> Text:
     return columns(*data.filled((*SITE_HEADER[:4], "rule", "reason"), rows))
 
 
-def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def grid(header: Sequence[str], rows: Iterable[Sequence[html.Cell]]) -> Table:
     """Returns a plain table. Long cells fold onto further lines: a name is never cut."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in header:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
+        table.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in map(html.said, row)))
     return table
 
 
@@ -94,9 +92,8 @@ class Fitted:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yields the table, and a line with what is left out."""
         width = options.max_width if console.is_terminal else PIPE_WIDTH
-        rows = [tuple(map(html.said, row)) for row in self.rows]
-        table, left_out = columns(self.header, rows), dict[str, None]()
-        cells = list(zip(*rows, strict=True)) or [()] * len(self.header)
+        table, left_out = columns(self.header, self.rows), dict[str, None]()
+        cells = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
         shown = [(title, _wrapped(title, column), column) for title, column in zip(self.header, cells, strict=True)]
         while max(map(cell_len, table.plain.split("\n"))) > width:
             table = columns([title for _, title, _ in shown], list(zip(*(column for *_, column in shown), strict=True)))
@@ -111,15 +108,15 @@ class Fitted:
             yield Text(f"left out for the width, in --json: {'; '.join(left_out)}")
 
 
-def _wrapped(title: str, cells: Sequence[str]) -> str:
-    width = max(map(cell_len, cells), default=0)
+def _wrapped(title: str, cells: Sequence[html.Cell]) -> str:
+    width = max((cell_len(html.said(cell)) for cell in cells), default=0)
     return "\n".join(wrap(title, max(width, 6), break_long_words=False, break_on_hyphens=False))
 
 
-def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Text:
+def columns(header: Sequence[str], rows: Iterable[Sequence[html.Cell]]) -> Text:
     """Returns one line per row, in aligned columns and never folded: for lists to read, grep and pipe."""
     top = list(zip_longest(*(title.split("\n") for title in header), fillvalue=""))
-    table = [*top, *(tuple(map(printable, row)) for row in rows)]
+    table = [*top, *(tuple(printable(html.said(cell)) for cell in row) for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
     text = Text(no_wrap=True, overflow="ignore")
     for number, row in enumerate(table):

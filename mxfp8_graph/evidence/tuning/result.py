@@ -111,7 +111,7 @@ class Tuning(Report):
             "kept" if step.met else "not kept",
             *(html.number(value, ".6g") for value in values),
             html.number(step.estimate),
-            (size(step.trial.byte_size), float(step.trial.byte_size)),
+            html.byte_size(step.trial.byte_size),
             step.counts,
             step.what,
         )
@@ -125,7 +125,7 @@ class Tuning(Report):
 
     def _unit_row(self, unit: Unit, way: Way, ways: Sequence[Way]) -> tuple[html.Cell, ...]:
         errors = (html.number(math.sqrt(unit.damages[other])) if other in unit.damages else "" for other in ways)
-        return (unit.label, str(way), (size(unit.bytes_before), float(unit.bytes_before)), *errors)
+        return (unit.label, str(way), html.byte_size(unit.bytes_before), *errors)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only; what is not finite is None."""
