@@ -44,7 +44,7 @@ class RunReport(Report):
         lines = [("inputs", self.inputs), ("kernels", self.isa), ("latency", latency)]
         return lines + ([("note", self.note)] if self.note else [])
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def table(self) -> html.Columns:
         """Returns (header, a row per output)."""
         outputs = self.timing.outputs.items()
         return ("output", "dtype", "shape"), [(name, a.dtype.name, shape_text(a.shape)) for name, a in outputs]

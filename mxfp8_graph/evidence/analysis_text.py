@@ -8,7 +8,6 @@ from typing import Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from mxfp8_graph.evidence import analysis_page
 from mxfp8_graph.evidence.analysis import Analysis, facts, headline
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report import html
@@ -23,12 +22,12 @@ SPARE: Final = ("lost", "outlier blocks", "weight SQNR dB", "M x N x K", "amax",
 def analysis(found: Analysis, *, every: bool = False) -> RenderableType:
     """Returns the ranking, the layers, what there is to know beside them, and the lines to paste."""
     parts: list[RenderableType] = [Text(printable(headline(found))), Text("")]
-    header, sites = analysis_page.site_table(found.sites, found.metric)
+    header, sites = found.site_table()
     modules = {site.site.decision.site.module for site in found.sites} - {""}
     named = len(modules) == len(sites)  # then node names are left out: nobody chose them
     parts += _table(header[named:], [row[named:] for row in sites], SPARE, every=every)
     if len(found.layers) > 1:
-        parts += _table(*analysis_page.layer_table(found.layers), (), every=every)
+        parts += _table(*found.layer_table(), (), every=every)
     parts.append(lines(facts(found)))
     if found.exclusion is not None:
         parts += [

@@ -131,7 +131,7 @@ _LOGARITHMIC: Final = 10
 
 Cell = str | tuple[str, float]
 """Text, or text and the number that it stands for."""
-Columns = tuple[tuple[str, ...], list[tuple[Cell, ...]]]
+Columns = tuple[tuple[str, ...], Sequence[tuple[Cell, ...]]]
 """Header and rows of a table."""
 
 

@@ -44,8 +44,8 @@ def closing(report: RewriteReport) -> RenderableType:
         )
     reasons_found = data.reason_rows(report)
     if more := reasons_found[MOST_REASONS:]:
-        rest = ("...", str(sum(int(count) for _, (_, count), _ in more)), f"{len(more)} more reasons")
-        reasons_found = [*reasons_found[:MOST_REASONS], rest]
+        count = int(sum(count for _, (_, count), _ in more))
+        reasons_found = [*reasons_found[:MOST_REASONS], ("...", (str(count), count), f"{len(more)} more reasons")]
     parts = [grid(data.REASON_HEADER, reasons_found)]
     if rows := report.account.rows():
         parts.append(grid(account.HEADER, rows))
