@@ -89,7 +89,9 @@ class Tuning(Report):
         if equal > 1:
             told = f"the most accurate, within 5 %, of {equal} plans of one {self.objective} that keep the budget"
             lines.append(("chosen", told))
-        lines.append(("search", f"{len(self.steps)} plans rewritten and run on {self.samples} samples"))
+        met = sum(step.met for step in self.steps)
+        told = f"{len(self.steps)} plans rewritten and run on {self.samples} samples; {met} keep the budget"
+        lines.append(("search", told))
         lines += [("note", note) for note in self.notes]
         return lines + ([("result", self.output)] if self.output else [])
 
@@ -179,20 +181,12 @@ class Tuning(Report):
         weights = html.Table("Weights", *self.unit_table(), paler="kept")
         other_scales = [name for name in weights.header if "scales" in name]  # JSON has them
         tables = [steps.without("weights", "step").html(), weights.without(*other_scales).html()]
-        parts = [html.facts(self.facts()), self._chart(), html.text("The recipe", self.recipe.to_yaml()), *tables]
-        lead = [f"The {self.headline()}.", self.why()]
+        first = {"size", "chosen", "search"}
+        lead = [f"{key.capitalize()}: {told}." for key, told in self.facts() if key in first]
+        parts = [html.facts(fact for fact in self.facts() if fact[0] not in first), self._chart()]
+        parts += [html.text("The recipe", self.recipe.to_yaml()), *tables]
+        lead = [f"The {self.headline()}.", *lead]
         return html.page(f"Plan for {self.source}", parts, lead=lead, files=[self.source])
-
-    def why(self) -> str:
-        """Returns why this plan was chosen, in words."""
-        told = f"{sum(step.met for step in self.steps)} of {len(self.steps)} plans keep the budget"
-        if not self.chosen.met:
-            return f"{told}; this one is the closest."
-        least = "has the least estimated time"
-        if self.objective == "size":
-            least = f"is {size(self.chosen.trial.byte_size)}, and none of them is smaller"
-        chosen = "".join(f": {said}" for label, said in self.facts() if label == "chosen")
-        return f"{told}; this one {least}{chosen}."
 
     def _chart(self) -> str:
         """Returns the error of each plan against its size; where all have one size, along the search."""
