@@ -6,14 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_graph.checking.compare import Difference
 from mxfp8_graph.checking.node_check import NodeCheck
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import write_report
-from mxfp8_graph.report.json_text import finite, json_text
+from mxfp8_graph.report.data import Report, filled, shape_text
+from mxfp8_graph.report.json_text import finite
 
 PLAUSIBLE: Final = 0.5
 """Relative L2 error beyond which outputs are taken for those of another model, unless the user sets a limit. Right
@@ -73,7 +72,7 @@ def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(Report):
     """What verification found. It passed if `failures` is empty."""
 
     original: str
@@ -127,21 +126,33 @@ class VerifyReport:
         """The node checks by op type."""
         return {op: tuple(n for n in self.nodes if n.op == op) for op in dict.fromkeys(n.op for n in self.nodes)}
 
-    def to_html(self) -> str:
-        """Returns one self-contained page: the verdict, the error of each output, and what each kernel did."""
-        header = ("output", "mean rel. L2", "worst", "its 1-cosine", "max error", "kernel vs body: rel. L2")
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns on what it ran, and what there is to know about it."""
+        return [("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]
+
+    def table(self) -> html.Columns:
+        """Returns (header, a row per output), without columns that are empty."""
+        means = ("mean rel. L2", "mean cosine", "worst sample") if any(o.sample for o in self.outputs) else ()
         rows = []
         for o in self.outputs:
-            error, kernel = o.rewritten, o.kernel.relative_l2 if o.kernel else None
-            numbers = (o.mean_relative_l2, error.relative_l2, 1 - error.cosine, error.max_abs, kernel)
-            rows.append((o.name, *map(html.number, numbers)))
+            error, kernel = o.rewritten, o.kernel
+            of_all = (html.number(o.mean_relative_l2), html.number(o.mean_cosine, ".6f"), o.sample) if means else ()
+            numbers = (html.number(error.relative_l2), html.number(error.max_abs), html.number(error.cosine, ".6f"))
+            bodies = (html.number(kernel.relative_l2), html.number(kernel.max_abs)) if kernel else ("", "")
+            rows.append((o.name, o.dtype, shape_text(o.shape), *of_all, *numbers, *bodies))
+        errors = ("rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "kernel vs body: max error")
+        return filled(("output", "dtype", "shape", *means, *errors), rows)
+
+    def to_html(self) -> str:
+        """Returns one self-contained page: the verdict, the error of each output, and what each kernel did."""
         notes = [f"{o.dtype} {list(o.shape)}{'; worst: ' * bool(o.sample)}{o.sample}" for o in self.outputs]
+        outputs = html.Table("Outputs against the original's", *self.table(), notes=notes)
         nodes = [(n.name, n.op, n.kernel, html.number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]
-        difference = "bounds, or values that differ"
+        header = ("node", "op", "kernel", "bounds, or values that differ", "")
         parts = [
-            html.facts([("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]),
-            html.Table("Outputs against the original's", header, rows, notes=notes).html(),
-            html.Table("Kernels against function bodies", ("node", "op", "kernel", difference, ""), nodes).html(),
+            html.facts(self.facts()),
+            outputs.without("dtype", "shape", "worst sample", "mean cosine", "kernel vs body: max error").html(),
+            html.Table("Kernels against function bodies", *filled(header, nodes)).html(),
         ]
         lead = [f"Verification {self.verdict()}.", *self.failures]
         files = (self.original, self.rewritten)
@@ -162,15 +173,3 @@ class VerifyReport:
             "outputs": [output.to_dict() for output in self.outputs],
             "nodes": [node.to_dict() for node in self.nodes],
         }
-
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, an output and a node per line."""
-        return json_text(self.to_dict())
-
-    def write(self, path: str | Path) -> Path:
-        """Writes the report, as .json or .html, and returns the path.
-
-        Raises:
-            Mxfp8Error: it cannot be written there.
-        """
-        return write_report(path, self)

@@ -13,8 +13,7 @@ from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import filled
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.data import Report, filled, shape_text
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -23,7 +22,7 @@ Model = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunReport:
+class RunReport(Report):
     """One run, repeated."""
 
     model: str
@@ -37,23 +36,28 @@ class RunReport:
     note: str = ""
     """What to say of a model that does not run as it is."""
 
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns what ran, and how long it took."""
+        seconds = self.timing.seconds
+        spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
+        latency = f"median {self.timing.median * 1e3:.3f} ms ({spread})"
+        lines = [("inputs", self.inputs), ("kernels", self.isa), ("latency", latency)]
+        return lines + ([("note", self.note)] if self.note else [])
+
+    def table(self) -> html.Columns:
+        """Returns (header, a row per output)."""
+        outputs = self.timing.outputs.items()
+        return ("output", "dtype", "shape"), [(name, a.dtype.name, shape_text(a.shape)) for name, a in outputs]
+
     def to_html(self) -> str:
         """Returns one self-contained page: latency, outputs, and where the time goes."""
-        seconds, median = self.timing.seconds, self.timing.median
-        spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
-        parts = [
-            html.facts([("inputs", self.inputs), ("kernels", self.isa), *([("note", self.note)] if self.note else [])])
-        ]
-        arrays = self.timing.outputs.items()
-        outputs = [(name, array.dtype.name, " x ".join(map(str, array.shape))) for name, array in arrays]
-        parts.append(html.Table("Outputs", ("output", "dtype", "shape"), outputs).html())
-        slowest = sorted(self.nodes, key=lambda node: -node.seconds)
-        if slowest:
-            rows = [(n.name, n.op, n.operands, n.kernel, n.isa, html.number(n.seconds * 1e3, ".3f")) for n in slowest]
-            header = ("node", "op", "multiplies", "kernel", "ISA", "ms")
+        parts = [html.facts(self.facts()), html.Table("Outputs", *self.table()).html()]
+        if slowest := sorted(self.nodes, key=lambda node: -node.seconds):
+            cells = [(f"{node.isa} {node.kernel}".strip(), html.number(node.seconds * 1e3, ".3f")) for node in slowest]
+            rows = [(node.name, node.op, node.operands, *last) for node, last in zip(slowest, cells, strict=True)]
+            header = ("node", "op", "multiplies", "kernel", "ms")
             parts.append(html.Table("Nodes", *filled(header, rows)).html())
-        lead = [f"Median {median * 1e3:.3f} ms ({spread})."]
-        return html.page(f"Run of {self.model}", parts, lead=lead, files=[self.model])
+        return html.page(f"Run of {self.model}", parts, files=[self.model])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only; of the outputs dtypes and shapes."""
@@ -68,10 +72,6 @@ class RunReport:
             "nodes": [node.to_dict() for node in self.nodes],
             "note": self.note or None,
         }
-
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, an output and a node per line."""
-        return json_text(self.to_dict())
 
 
 def run_model(

@@ -93,7 +93,7 @@ def verify(
         nodes=tuple(nodes),
         output_failures=found.failures(),
         notes=(
-            *filter(None, [sessions[0].note]),
+            *filter(None, [sessions[0].note.replace(sessions[0].name, before.name)]),
             *_notes(after, nodes, outputs, samples),
             *found.notes,
             *_drift_notes(nodes, outputs),

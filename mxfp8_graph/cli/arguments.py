@@ -20,12 +20,6 @@ class ExternalData(str, enum.Enum):
     never = "never"
 
 
-class RunsOn(str, enum.Enum):
-    """Where a rewritten model is to load."""
-
-    cpu = "cpu"
-
-
 class Objective(str, enum.Enum):
     """What `tune` makes small."""
 

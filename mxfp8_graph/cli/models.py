@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,7 +15,6 @@ from mxfp8_graph.cli.arguments import (
     ModelPath,
     Overwrite,
     Reports,
-    RunsOn,
     SamplesPath,
     Seed,
     Settings,
@@ -54,7 +53,7 @@ def rewrite(
         typer.Option("--no-fuse", help="ONNX: leave activations, normalizations and attention beside matmuls alone."),
     ] = False,
     runs_on: Annotated[
-        RunsOn | None,
+        Literal["cpu"] | None,
         typer.Option("--for", help="ONNX: use float32 where ONNX Runtime has no kernels for 16-bit dtypes there."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,

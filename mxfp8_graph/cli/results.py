@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from mxfp8_graph.report.data import Writable
+    from mxfp8_graph.report.data import Report
 
 
 def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None], *, overwrite: bool) -> None:
@@ -22,14 +22,12 @@ def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None],
 
 
 def tell(
-    result: Writable, print_text: Callable[[], None], *, json: bool, reports: Sequence[Path] | None, overwrite: bool
+    result: Report, print_text: Callable[[], None], *, json: bool, reports: Sequence[Path] | None, overwrite: bool
 ) -> None:
     """Prints a result, as JSON or by `print_text`, and writes the reports."""
-    from mxfp8_graph.report.data import write_report
-
     if json:
         typer.echo(result.to_json(), nl=False)
     else:
         print_text()
     for report in dict.fromkeys(reports or ()):
-        write_report(report, result, overwrite=overwrite)
+        result.write(report, overwrite=overwrite)

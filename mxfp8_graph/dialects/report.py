@@ -9,7 +9,7 @@ from typing import Any
 from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.report import html
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.data import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Counts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
+class Conversion(Report):
     """The report of one conversion."""
 
     source: str
@@ -48,10 +48,6 @@ class Conversion:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as JSON values."""
         return asdict(self)
-
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON."""
-        return json_text(self.to_dict())
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) lines for a terminal."""

@@ -12,7 +12,7 @@ switchable.py        a model whose rewritten sites can be switched on and off; s
 switched_program.py  runs an exported program node by node, of each site the way that is chosen
 input_statistics.py  what goes into a site, in numbers
 exclusion.py         patterns that match some sites and no other; layers.py: sites whose names begin alike
-damage.py            what was measured of a site; analysis.py: of a model; analysis_page.py, analysis_text.py: to read
+damage.py            what was measured of a site; analysis.py: of a model; analysis_text.py: to read
 
 tuning               tune(): the plan that keeps a budget
 """

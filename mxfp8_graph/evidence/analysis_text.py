@@ -8,11 +8,9 @@ from typing import Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from mxfp8_graph.evidence import analysis_page
 from mxfp8_graph.evidence.analysis import Analysis, facts, headline
 from mxfp8_graph.naming import printable
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import filled
 from mxfp8_graph.report.text import Fitted, lines
 
 SHOWN: Final = 20
@@ -24,13 +22,12 @@ SPARE: Final = ("lost", "outlier blocks", "weight SQNR dB", "M x N x K", "amax",
 def analysis(found: Analysis, *, every: bool = False) -> RenderableType:
     """Returns the ranking, the layers, what there is to know beside them, and the lines to paste."""
     parts: list[RenderableType] = [Text(printable(headline(found))), Text("")]
-    sites = analysis_page.rows(found.sites, found.metric)
+    header, sites = found.site_table()
     modules = {site.site.decision.site.module for site in found.sites} - {""}
     named = len(modules) == len(sites)  # then node names are left out: nobody chose them
-    header = analysis_page.header(found.metric)
     parts += _table(header[named:], [row[named:] for row in sites], SPARE, every=every)
     if len(found.layers) > 1:
-        parts += _table(analysis_page.LAYER_HEADER, analysis_page.layer_rows(found.layers), (), every=every)
+        parts += _table(*found.layer_table(), (), every=every)
     parts.append(lines(facts(found)))
     if found.exclusion is not None:
         parts += [
@@ -44,6 +41,5 @@ def _table(
     header: Sequence[str], rows: Sequence[Sequence[html.Cell]], spare: Sequence[str], *, every: bool
 ) -> list[RenderableType]:
     shown = rows if every else rows[:SHOWN]
-    said = [tuple(cell if isinstance(cell, str) else cell[0] for cell in row) for row in shown]
     more = len(rows) - len(shown)
-    return [Fitted(*filled(header, said), spare), Text(f"... and {more} more; --verbose shows them\n" if more else "")]
+    return [Fitted(header, shown, spare), Text(f"... and {more} more; --verbose shows them\n" if more else "")]

@@ -258,7 +258,7 @@ class _Trial:
         output = self.folder / f"{len(self._sessions)}.mxfp8.onnx"
         self._tell(row.name)
         assert recipe is not None
-        recipe = recipe.for_cpu() if self.note else recipe
+        recipe = recipe.for_cpu() if self._sessions[ORIGINAL].note else recipe
         _, report = rewriting.rewrite(self.model, recipe, output=output)
         session = Session(output, kernels=True, where=f"{self.opened.name} as {row.name}", takes_turns=True)
         scores = self._scores(row.name, session.run)

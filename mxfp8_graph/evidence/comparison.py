@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
-
-from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.evidence.metrics import Metric, Score
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import filled, write_report
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.data import Report, filled
+from mxfp8_graph.report.json_text import finite
 
 _NAN: Final = "NaN or Inf"
 """What a table says of a score without a number."""
@@ -81,14 +79,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the row with JSON types only; what is not finite is None."""
-        sqnr = self.weight_sqnr
         return {
             "recipe": self.name,
             "what": self.what,
             "emulated": self.emulated,
             "scores": [score.to_dict() for score in self.scores],
             "matmuls": self.sites,
-            "weight_sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None,
+            "weight_sqnr_db": finite(self.weight_sqnr),
             "bytes": self.byte_size,
             "bytes_per_weight": self.bytes_per_weight,
             "bytes_per_weight_formula": self.formula or None,
@@ -98,7 +95,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Report):
     """All recipes on one model and the same samples."""
 
     model: str
@@ -126,7 +123,7 @@ class Comparison:
             *((f"{row.name}:", row.problem) for row in self.rows if row.problem),
         ]
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[html.Cell, ...]]]:
+    def table(self) -> html.Columns:
         """Returns (header, a row per recipe), without columns that are empty."""
         several = len(self.sample_names) > 1
         scores = [m.shown_title for m in self.metrics]
@@ -135,26 +132,18 @@ class Comparison:
         return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
     def _cells(self, row: Row, *, several: bool) -> tuple[html.Cell, ...]:
-        scores: list[html.Cell] = []
-        for number in range(len(self.metrics)):
-            score = row.scores[number] if row.scores else None
-            scores += self._score(score, several=several) if score else [""] * (2 if several else 1)
+        scores = [_score(score, several=several) for score in row.scores] or [("",) * (1 + several)] * len(self.metrics)
         return (
             row.name,
             row.kind,
-            *scores,
-            _number(row.weight_sqnr, "{:.2f}"),
-            _number(row.bytes_per_weight, "{:.4g}"),
-            "" if row.byte_size is None else (size(row.byte_size), float(row.byte_size)),
-            _number(None if row.seconds is None else row.seconds * 1e3, "{:.2f}"),
-            "" if row.sites is None else (str(row.sites), float(row.sites)),
+            *itertools.chain.from_iterable(scores),
+            html.number(row.weight_sqnr, ".2f"),
+            html.number(row.bytes_per_weight, ".4g"),
+            html.byte_size(row.byte_size),
+            html.number(None if row.seconds is None else row.seconds * 1e3, ".2f"),
+            html.number(row.sites, "d"),
             row.explained,
         )
-
-    def _score(self, score: Score, *, several: bool) -> list[html.Cell]:
-        mean = _number(score.metric.shown(score.mean), "{:.4g}")
-        worst = _number(score.metric.shown(score.worst), f"{{:.4g}} ({score.worst_sample + 1})")
-        return [mean, worst] if several else [mean]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only."""
@@ -169,19 +158,15 @@ class Comparison:
             "recipes": [row.to_dict() for row in self.rows],
         }
 
-    def to_json(self) -> str:
-        """Returns everything as JSON."""
-        return json_text(self.to_dict())
-
     def to_html(self) -> str:
         """Returns everything as a page that fetches nothing."""
         taken, notes = self.taken(), [f"{row.kind}: {row.explained}" for row in self.rows]
         table = html.Table("Recipes", *self.table(), marked=taken.name if taken else "", notes=notes)
-        table = table.without("kind", "weight SQNR, dB", "bytes per weight", "matmuls", "what it is")
+        table = table.without("worst", "kind", "weight SQNR, dB", "bytes per weight", "matmuls", "what it is")
         parts = [self._chart(0, "size, MB"), self._chart(2, "time, ms"), table.html()]
         if taken:
             parts.append(html.text(f"The recipe {taken.name}, as a file has it", taken.recipe))
-        parts.append(html.facts(fact for fact in (*self.facts()[1:], *LEGEND[:3]) if fact[0] != "note"))
+        parts.append(html.facts(fact for fact in (*self.facts()[1:], *LEGEND[:2]) if fact[0] != "note"))
         lead = [*self.advice(), *self.notes]
         return html.page(f"Recipes for {self.model}", parts, lead=lead, files=[self.model])
 
@@ -260,18 +245,12 @@ class Comparison:
             limits=[("x", f"the model as it is: {own:.3g}", own)] if math.isfinite(own) else [],
         ).html()
 
-    def write(self, path: str | Path) -> Path:
-        """Writes the comparison, as .json or .html, and returns the path.
 
-        Raises:
-            Mxfp8Error: it cannot be written there.
-        """
-        return write_report(path, self)
-
-
-def _number(value: float | None, pattern: str) -> html.Cell:
-    if value is None:
-        return ""
-    if math.isnan(value):
-        return (_NAN, math.inf)
-    return (pattern.format(value), value if math.isfinite(value) else math.copysign(1e308, value))
+def _score(score: Score, *, several: bool) -> tuple[html.Cell, ...]:
+    """Returns the mean over the samples and, of several, the worst one's number and which one that is."""
+    numbers = [score.metric.shown(value) for value in (score.mean, score.worst)[: 1 + several]]
+    cells = [_NAN if math.isnan(value) else html.number(value, ".4g") for value in numbers]
+    if several:
+        told, which = html.said(cells[1]), f" ({score.worst_sample + 1})"
+        cells[1] = (told + which, numbers[1]) if math.isfinite(numbers[1]) else told + which
+    return tuple(cells)

@@ -10,12 +10,12 @@ from rich.text import Text
 from mxfp8_graph.evidence.comparison import LEGEND, Comparison
 from mxfp8_graph.report.text import Fitted, lines
 
-SPARE: Final = ("of sample", "matmuls", "bytes per weight", "weight SQNR, dB", "worst", "kind")
+SPARE: Final = ("matmuls", "bytes per weight", "weight SQNR, dB", "worst", "kind")
 
 
 def comparison(found: Comparison) -> RenderableType:
     """Returns the table, a line per recipe, what each recipe is, and what there is to know about the table."""
     header, rows = found.table()
-    said = [tuple(cell if isinstance(cell, str) else cell[0] for cell in row)[:-1] for row in rows]  # that is below
+    shown = [row[:-1] for row in rows]  # that is below
     recipes = [(row.name, row.what) for row in found.rows if row.what]
-    return Group(Fitted(header[:-1], said, SPARE), Text(), lines((*found.facts(), *recipes, *LEGEND)))
+    return Group(Fitted(header[:-1], shown, SPARE), Text(), lines((*found.facts(), *recipes, *LEGEND)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from mxfp8_graph.evidence.input_statistics import InputStatistics
 from mxfp8_graph.evidence.metrics import Score
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.report.json_text import finite
 
 Scores = Mapping[str, Score]
 """By the name of the metric."""
@@ -59,7 +59,7 @@ class Layer:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only."""
-        error = self.relative_l2 if math.isfinite(self.relative_l2) else None
+        error = finite(self.relative_l2)
         return {"name": self.name, "estimated_relative_l2": error, "share": self.share, "sites": list(self.sites)}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from mxfp8_graph.checking.compare import Difference, difference, softmax_kl, sqnr, top1_agreement
 from mxfp8_graph.checking.inputs import Array
 from mxfp8_graph.checking.user_code import failed, is_reference, load_function
+from mxfp8_graph.report.json_text import finite
 from mxfp8_ops.errors import ContractError, ShapeError
 
 Outputs = Mapping[str, Array]
@@ -76,9 +77,8 @@ class Score:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers with JSON types only: what is not finite is None."""
-        numbers = {"mean": self.mean, "worst": self.worst}
-        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        return {"metric": self.metric.name, **finite, "worst_sample": self.worst_sample, "samples": len(self.values)}
+        numbers = {"mean": finite(self.mean), "worst": finite(self.worst), "worst_sample": self.worst_sample}
+        return {"metric": self.metric.name, **numbers, "samples": len(self.values)}
 
 
 def score(metric: Metric, originals: Sequence[Outputs], results: Sequence[Outputs]) -> Score:

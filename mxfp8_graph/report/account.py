@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from rich.filesize import decimal as size
 
@@ -127,9 +127,9 @@ class StoredTensor:
         return self._verdict[2]
 
     @property
-    def row(self) -> tuple[str, ...]:
+    def row(self) -> tuple[html.Cell, ...]:
         """The tensor in words, as `TENSOR_HEADER` has it."""
-        sizes = size(self.bytes_before), size(self.bytes_after)
+        sizes = html.byte_size(self.bytes_before), html.byte_size(self.bytes_after)
         return (self.name, self.dtype, *sizes, self.outcome, counted(self.uses), self.reason)
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,12 +204,13 @@ class Group:
         return counted(use for tensor in self.tensors for use in tensor.holders)
 
     @property
-    def row(self) -> tuple[str, ...]:
+    def row(self) -> tuple[html.Cell, ...]:
         """The group in words, as `HEADER` has it; of a single weight also its name."""
         used_by = self.used_by
         if len(self.tensors) == 1 and self.outcome not in {"small", "other", "new"}:
             used_by = f"{used_by} ({self.tensors[0].name})"
-        return (self.outcome, size(self.bytes_before), size(self.bytes_after), used_by, self.reason)
+        sizes = html.byte_size(self.bytes_before), html.byte_size(self.bytes_after)
+        return (self.outcome, *sizes, used_by, self.reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the group with JSON types only."""
@@ -254,7 +255,7 @@ class Account:
         groups = [Group(outcome=key[0], reason=key[1], tensors=tuple(group)) for key, group in found.items()]
         return tuple(sorted(groups, key=lambda g: (g.outcome != "rewritten", -g.bytes_after, -g.bytes_before)))
 
-    def rows(self) -> list[tuple[str, ...]]:
+    def rows(self) -> list[tuple[html.Cell, ...]]:
         """Returns the groups in words, as `HEADER` has them, the smallest in one row; and the total."""
         if not self.tensors:
             return []
@@ -263,8 +264,8 @@ class Account:
         rows = [group.row for group in shown]
         if rest := groups[len(shown) :]:
             before, after = (sum(getattr(group, key) for group in rest) for key in ("bytes_before", "bytes_after"))
-            rows.append(("...", size(before), size(after), "", f"{len(rest)} more reasons"))
-        return [*rows, ("total", size(self.bytes_before), size(self.bytes_after), "", "")]
+            rows.append(("...", html.byte_size(before), html.byte_size(after), "", f"{len(rest)} more reasons"))
+        return [*rows, ("total", html.byte_size(self.bytes_before), html.byte_size(self.bytes_after), "", "")]
 
     def large_tables(self) -> list[str]:
         """Returns notes on embedding tables that stay and take much of the result: the options that pack them."""
@@ -306,13 +307,12 @@ class Account:
         totals = ("before", self.bytes_before, before), ("after", self.bytes_after, after)
         rows = [(label, [counts[name] for name in names], size(total)) for label, total, counts in totals]
         legend = [f"{name}: {size(before[name])} \u2192 {size(after[name])}" for name in names]
-        total = ("total", *_sized(self.bytes_before, self.bytes_after), "", "")
-        groups = [(row[0], *_sized(g.bytes_before, g.bytes_after), *row[3:]) for g, row in _rows(self.groups)]
-        return html.bars("Where the bytes are", rows, legend) + html.Table("", HEADER, groups, total).html()
+        groups = [group.row for group in self.groups]
+        return html.bars("Where the bytes are", rows, legend) + html.Table("", HEADER, groups, self.rows()[-1]).html()
 
     def details(self) -> str:
         """Returns every tensor as a row of a table, in HTML."""
-        rows = [(*row[:2], *_sized(t.bytes_before, t.bytes_after), *row[4:6]) for t, row in _rows(self.tensors)]
+        rows = [tensor.row[:6] for tensor in self.tensors]
         notes = [tensor.reason for tensor in self.tensors]
         return html.Table("Stored tensors", TENSOR_HEADER[:6], rows, notes=notes).html()
 
@@ -332,14 +332,3 @@ def counted(uses: Iterable[Use]) -> str:
     shown = ops if len(ops) <= MOST_OPS else ops[: MOST_OPS - 1]
     others = sum(count for _, count in ops[len(shown) :])
     return ", ".join([*(f"{count} {op}" for op, count in shown), *([f"{others} others"] if others else [])])
-
-
-_Item = TypeVar("_Item", Group, StoredTensor)
-
-
-def _sized(*counts: int) -> tuple[html.Cell, ...]:
-    return tuple((size(count), float(count)) for count in counts)
-
-
-def _rows(items: Iterable[_Item]) -> list[tuple[_Item, tuple[str, ...]]]:
-    return [(item, item.row) for item in items]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
@@ -17,7 +18,7 @@ from mxfp8_graph.file_writing import is_taken, write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
 from mxfp8_graph.report.account import Account
-from mxfp8_graph.report.json_text import json_text
+from mxfp8_graph.report.json_text import finite, json_text
 from mxfp8_ops.errors import Mxfp8Error, Option
 
 SCHEMA: Final = 2
@@ -82,12 +83,13 @@ class SiteReport:
         return (name, site.module, site.op, sizes(site), verdict, decision.rule, decision.reason)
 
     @property
-    def weight_row(self) -> tuple[str, ...]:
+    def weight_row(self) -> tuple[html.Cell, ...]:
         """Bytes and errors in words, as `WEIGHT_HEADER` has them; empty where the site has no packed weight."""
-        before = size(self.bytes_before)
+        before = html.byte_size(self.bytes_before or None)
         if self.relative_l2 is None:
-            return (before if self.bytes_before else "", "", "", "")
-        return (before, size(self.bytes_after), f"{self.relative_l2:.4f}", f"{sqnr_db(self.relative_l2):.1f}")
+            return (before, "", "", "")
+        errors = html.number(self.relative_l2, ".4f"), html.number(self.sqnr_db, ".1f")
+        return (before, html.byte_size(self.bytes_after), *errors)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the site, what was decided and what came of it, flat, with JSON types only."""
@@ -98,8 +100,8 @@ class SiteReport:
             "packed": self.packed,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
-            "relative_l2": _number(self.relative_l2),
-            "sqnr_db": _number(self.sqnr_db),
+            "relative_l2": finite(self.relative_l2),
+            "sqnr_db": finite(self.sqnr_db),
         }
 
 
@@ -132,16 +134,42 @@ class WeightError:
     def to_dict(self) -> dict[str, Any]:
         """Returns the errors with JSON types only."""
         return {
-            "mean_relative_l2": _number(self.mean),
-            "mean_sqnr_db": _number(sqnr_db(self.mean)),
-            "worst_relative_l2": _number(self.worst),
-            "worst_sqnr_db": _number(sqnr_db(self.worst)),
+            "mean_relative_l2": finite(self.mean),
+            "mean_sqnr_db": finite(sqnr_db(self.mean)),
+            "worst_relative_l2": finite(self.worst),
+            "worst_sqnr_db": finite(sqnr_db(self.worst)),
             "worst_site": self.worst_site,
         }
 
 
+class Report(ABC):
+    """What a command found: data, JSON, or a page."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only. Numbers that JSON lacks (NaN, infinity) are None."""
+
+    @abstractmethod
+    def to_html(self) -> str:
+        """Returns one self-contained page: nothing is fetched, and all is there without its script."""
+
+    def to_json(self) -> str:
+        """Returns `to_dict` as JSON, a row of each list per line."""
+        return json_text(self.to_dict())
+
+    def write(self, path: str | Path, *, overwrite: bool = True) -> Path:
+        """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
+
+        Raises:
+            Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
+        """
+        path = check_report_path(path, overwrite=overwrite)
+        write_text(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json(), overwrite=overwrite)
+        return path
+
+
 @dataclass(frozen=True, kw_only=True)
-class RewriteReport:
+class RewriteReport(Report):
     """What one rewrite did."""
 
     source: str
@@ -218,10 +246,6 @@ class RewriteReport:
             "fusions": [fusion.to_dict() for fusion in self.fusions],
         }
 
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, a site and a tensor per line."""
-        return json_text(self.to_dict())
-
     def to_html(self) -> str:
         """Returns one self-contained page: nothing fetched, and all there without its script, which sorts tables.
 
@@ -233,10 +257,9 @@ class RewriteReport:
             parts.append(html.text("To measure the error at the outputs", verify))
         if self.account.tensors:
             parts.append(self.account.overview())
-        reasons = [(decision, (count, float(count)), reason) for decision, count, reason in reason_rows(self)]
-        parts.append(html.Table("Why", REASON_HEADER, reasons).html())
+        parts.append(html.Table("Why", REASON_HEADER, reason_rows(self)).html())
         header = ("site", *SITE_HEADER[2:5], *WEIGHT_HEADER[:3])
-        rows = [_cells(site) for site in self.sites]
+        rows = [(site.row[0], *site.row[2:5], *site.weight_row[:3]) for site in self.sites]
         notes = [_note(site.decision) for site in self.sites]
         parts.append(html.Table("Sites", *filled(header, rows), paler="kept", notes=notes).html())
         if self.fusions:
@@ -246,36 +269,6 @@ class RewriteReport:
             parts.append(self.account.details())
         lead = [f"{headline(self)}: {facts(self)[0][1]}", *(said for label, said in facts(self) if label == "note")]
         return html.page(f"Rewrite of {self.source}", parts, lead=lead, files=filter(None, (self.source, self.output)))
-
-    def write(self, path: str | Path) -> Path:
-        """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
-
-        Raises:
-            Mxfp8Error: another suffix, or the file cannot be written; a file that is there stays as it was.
-        """
-        return write_report(path, self)
-
-
-class Writable(Protocol):
-    """A report that is a page or JSON."""
-
-    def to_html(self) -> str:
-        """Returns one self-contained page."""
-
-    def to_json(self) -> str:
-        """Returns everything as JSON."""
-
-
-def write_report(path: str | Path, report: Writable, *, overwrite: bool = True) -> Path:
-    """Writes a report, as JSON or (suffix .html) as a page, and returns the path.
-
-    Raises:
-        Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
-    """
-    path = check_report_path(path, overwrite=overwrite)
-    text = report.to_html() if path.suffix.lower() == ".html" else report.to_json()
-    write_text(path, text, overwrite=overwrite)
-    return path
 
 
 def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:
@@ -332,10 +325,10 @@ def facts(report: RewriteReport) -> list[tuple[str, str]]:
     return lines
 
 
-def reason_rows(report: RewriteReport) -> list[tuple[str, str, str]]:
+def reason_rows(report: RewriteReport) -> list[tuple[str, tuple[str, float], str]]:
     """Returns how many sites were rewritten and kept for which reason, as `REASON_HEADER` has it."""
     return [
-        (decision, str(len(sites)), reason)
+        (decision, (str(len(sites)), len(sites)), reason)
         for decision, groups in (("rewritten", report.rewritten_by_reason), ("kept", report.kept_by_reason))
         for reason, sites in groups.items()
     ]
@@ -346,10 +339,12 @@ def sizes(site: MatMulSite) -> str:
     return " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
 
 
-Column = TypeVar("Column", str, html.Cell)
+def shape_text(shape: Sequence[int]) -> str:
+    """Returns the shape of an array in words: 2 x 16."""
+    return " x ".join(map(str, shape)) or "scalar"
 
 
-def filled(header: Sequence[str], rows: Sequence[Sequence[Column]]) -> tuple[tuple[str, ...], list[tuple[Column, ...]]]:
+def filled(header: Sequence[str], rows: Sequence[Sequence[html.Cell]]) -> html.Columns:
     """Returns a table without its columns that have only empty cells."""
     used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
     return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
@@ -366,14 +361,6 @@ def _counts(report: RewriteReport) -> str:
     return " and ".join(told)
 
 
-def _cells(site: SiteReport) -> tuple[html.Cell, ...]:
-    """Returns what a page says of a site and its weight, with numbers to sort by."""
-    numbers = site.bytes_before, site.bytes_after, site.relative_l2
-    weights = zip(site.weight_row[:3], numbers, strict=True)
-    numbered = ((text, float(number)) if text and number is not None else text for text, number in weights)
-    return (site.row[0], *site.row[2:5], *numbered)
-
-
 def _note(decision: Decision) -> str:
     """Returns where a site is in the model and, if it is kept, why."""
     return "; ".join(filter(None, (decision.site.module, "" if decision.quantize else decision.reason)))
@@ -386,10 +373,6 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
     return {reason: tuple(group) for reason, group in sorted(groups.items(), key=lambda item: -len(item[1]))}
 
 
-def _number(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
 def _plain(value: Any) -> Any:
     """Returns `value` with JSON types only: tuples as lists, keys as strings, anything unknown as its text."""
     if isinstance(value, Mapping):
@@ -398,4 +381,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    return _number(value) if isinstance(value, float) else str(value)
+    return finite(value) if isinstance(value, float) else str(value)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Final, NamedTuple
 
+from rich.filesize import decimal as size
+
 from mxfp8_graph import reproduction
 from mxfp8_graph.naming import printable
 
@@ -129,6 +131,8 @@ _LOGARITHMIC: Final = 10
 
 Cell = str | tuple[str, float]
 """Text, or text and the number that it stands for."""
+Columns = tuple[tuple[str, ...], Sequence[tuple[Cell, ...]]]
+"""Header and rows of a table."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class Table:
         """Returns the table, sortable by column: its first `MOST_ROWS` rows, and how many more there are."""
         rows = self.rows[:MOST_ROWS]
         numbers = [any(isinstance(row[i], tuple) for row in rows) for i in range(len(self.header))]
-        longest = [max((len(_said(row[i])) for row in rows), default=0) for i in range(len(self.header))]
+        longest = [max((len(said(row[i])) for row in rows), default=0) for i in range(len(self.header))]
         kinds = [
             "number" if n else "text" if most > _SHORT else "short" for n, most in zip(numbers, longest, strict=True)
         ]
@@ -225,7 +229,7 @@ class Chart:
         lines += [_line("front", *ends) for ends in itertools.pairwise(corners)]
         for axis, told, value in self.limits:
             x, y = (across.at(value), 0.0) if axis == "x" else (0.0, 100 - up.at(value))
-            place = (-5, 12, "end") if axis == "x" else (6, -5, "start")
+            place = (6, -5, "start") if axis == "y" else (-5, 12, "end") if x > 50 else (5, 12, "start")
             lines.append(_line("limit", (x, y), (x or 100, y or 100)) + _word(told, (x, y), *place))
         places = [(across.at(point.x), 100 - up.at(point.y)) for point in self.points]
         labels = _labels(self.points, places)
@@ -334,6 +338,16 @@ def number(value: float | None, form: str = ".3g") -> Cell:
     return "" if value is None else (format(value, form), float(value)) if math.isfinite(value) else str(value)
 
 
+def byte_size(count: int | None) -> Cell:
+    """Returns a cell for a number of bytes, in words; empty without one."""
+    return "" if count is None else (size(count), float(count))
+
+
+def said(cell: Cell) -> str:
+    """Returns the text of a cell."""
+    return cell if isinstance(cell, str) else cell[0]
+
+
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Returns one line per (label, value)."""
     return "<dl>" + "\n".join(f"<dt>{_text(label)}</dt><dd>{_text(value)}</dd>" for label, value in pairs) + "</dl>"
@@ -373,13 +387,9 @@ def _cells(kinds: Sequence[str], row: Sequence[Cell]) -> str:
     parts = []
     for kind, cell in zip(kinds, row, strict=True):
         sort = f' data-sort="{cell[1]!r}"' if isinstance(cell, tuple) else ""
-        shown = _folding(_said(cell)) if kind == "text" else _text(_said(cell))
+        shown = _folding(said(cell)) if kind == "text" else _text(said(cell))
         parts.append(f'<td class="{kind}"{sort}>{shown}</td>')
     return "".join(parts)
-
-
-def _said(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else cell[0]
 
 
 def _folding(text: str) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mxfp8_graph.naming import printable
 from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.report import account, data
+from mxfp8_graph.report import account, data, html
 from mxfp8_graph.report.data import SITE_HEADER, RewriteReport
 
 STYLES: Final = {
@@ -44,8 +44,8 @@ def closing(report: RewriteReport) -> RenderableType:
         )
     reasons_found = data.reason_rows(report)
     if more := reasons_found[MOST_REASONS:]:
-        rest = ("...", str(sum(int(count) for _, count, _ in more)), f"{len(more)} more reasons")
-        reasons_found = [*reasons_found[:MOST_REASONS], rest]
+        count = int(sum(count for _, (_, count), _ in more))
+        reasons_found = [*reasons_found[:MOST_REASONS], ("...", (str(count), count), f"{len(more)} more reasons")]
     parts = [grid(data.REASON_HEADER, reasons_found)]
     if rows := report.account.rows():
         parts.append(grid(account.HEADER, rows))
@@ -59,10 +59,8 @@ def tensors(report: RewriteReport) -> Text:
 
 def plan(report: RewriteReport, *, weights: bool = False) -> Text:
     """Returns one line per site; with `weights` also bytes and errors."""
-    header, rows = SITE_HEADER, [site.row for site in report.sites]
-    if weights:
-        header = (*header[:5], *data.WEIGHT_HEADER, *header[5:])
-        rows = [(*row[:5], *site.weight_row, *row[5:]) for site, row in zip(report.sites, rows, strict=True)]
+    header = (*SITE_HEADER[:5], *(data.WEIGHT_HEADER if weights else ()), *SITE_HEADER[5:])
+    rows = [(*site.row[:5], *(site.weight_row if weights else ()), *site.row[5:]) for site in report.sites]
     return columns(*data.filled(header, rows))
 
 
@@ -72,13 +70,13 @@ def reasons(decisions: Iterable[Decision]) -> Text:
     return columns(*data.filled((*SITE_HEADER[:4], "rule", "reason"), rows))
 
 
-def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def grid(header: Sequence[str], rows: Iterable[Sequence[html.Cell]]) -> Table:
     """Returns a plain table. Long cells fold onto further lines: a name is never cut."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in header:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in row))
+        table.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in map(html.said, row)))
     return table
 
 
@@ -87,7 +85,7 @@ class Fitted:
     """A table that fits the terminal, or `PIPE_WIDTH`: its header is wrapped, then columns are left out and named."""
 
     header: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[html.Cell]]
     spare: Sequence[str] = ()
     """Titles of the columns to leave out, first to last; after these the ones on the right, but never the first."""
 
@@ -107,18 +105,18 @@ class Fitted:
             shown = [shown[0], *(column for column in shown[1:] if column[0] != spare)]
         yield table
         if left_out:
-            yield Text(f"left out for the width, in --json and --html: {'; '.join(left_out)}")
+            yield Text(f"left out for the width, in --json: {'; '.join(left_out)}")
 
 
-def _wrapped(title: str, cells: Sequence[str]) -> str:
-    width = max(map(cell_len, cells), default=0)
+def _wrapped(title: str, cells: Sequence[html.Cell]) -> str:
+    width = max((cell_len(html.said(cell)) for cell in cells), default=0)
     return "\n".join(wrap(title, max(width, 6), break_long_words=False, break_on_hyphens=False))
 
 
-def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Text:
+def columns(header: Sequence[str], rows: Iterable[Sequence[html.Cell]]) -> Text:
     """Returns one line per row, in aligned columns and never folded: for lists to read, grep and pipe."""
     top = list(zip_longest(*(title.split("\n") for title in header), fillvalue=""))
-    table = [*top, *(tuple(map(printable, row)) for row in rows)]
+    table = [*top, *(tuple(printable(html.said(cell)) for cell in row) for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
     text = Text(no_wrap=True, overflow="ignore")
     for number, row in enumerate(table):

@@ -30,10 +30,11 @@ def _models(own_folder: object) -> None:
 
 @pytest.mark.parametrize(("arguments", "key"), COMMANDS.values(), ids=COMMANDS)
 def test_json_is_all_there_is_on_stdout_and_in_the_report(arguments: list[str], key: str) -> None:
-    result = run(*arguments, "--json", "--report", "r.json")
+    result = run(*arguments, "--json", "--report", "r.json", "--html", "r.html")
     assert (result.exit_code, result.stderr) == (0, "")
     assert key in json.loads(result.stdout)
     assert Path("r.json").read_text() == result.stdout
+    assert Path("r.html").read_text().startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(("arguments", "key"), COMMANDS.values(), ids=COMMANDS)

@@ -331,5 +331,5 @@ def test_a_table_that_does_not_fit_wraps_its_header_and_leaves_out_columns(
         console.print(Fitted(HEADER, ROWS, ("worst",)), soft_wrap=True)
     titles, first, rest = captured.get().partition("mxfp8")
     assert " ".join(titles.split()) == header
-    note = f"left out for the width, in --json and --html: {'; '.join(left_out)}" if left_out else ""
+    note = f"left out for the width, in --json: {'; '.join(left_out)}" if left_out else ""
     assert (first + rest).splitlines()[2:] == ([note] if note else [])

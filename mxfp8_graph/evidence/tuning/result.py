@@ -13,8 +13,8 @@ from mxfp8_graph.evidence.tuning.budget import Budget
 from mxfp8_graph.evidence.tuning.plans import Unit, Way
 from mxfp8_graph.evidence.tuning.search import Step
 from mxfp8_graph.report import html
-from mxfp8_graph.report.data import filled
-from mxfp8_graph.report.json_text import finite, json_text
+from mxfp8_graph.report.data import Report, filled
+from mxfp8_graph.report.json_text import finite
 from mxfp8_ops.errors import Mxfp8Error
 
 SCHEMA: Final = 1
@@ -22,7 +22,7 @@ SCHEMA: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
+class Tuning(Report):
     """What `tune` found."""
 
     source: str
@@ -89,11 +89,13 @@ class Tuning:
         if equal > 1:
             told = f"the most accurate, within 5 %, of {equal} plans of one {self.objective} that keep the budget"
             lines.append(("chosen", told))
-        lines.append(("search", f"{len(self.steps)} plans rewritten and run on {self.samples} samples"))
+        met = sum(step.met for step in self.steps)
+        told = f"{len(self.steps)} plans rewritten and run on {self.samples} samples; {met} keep the budget"
+        lines.append(("search", told))
         lines += [("note", note) for note in self.notes]
         return lines + ([("result", self.output)] if self.output else [])
 
-    def step_table(self) -> tuple[tuple[str, ...], list[tuple[html.Cell, ...]]]:
+    def step_table(self) -> html.Columns:
         """Returns (header, a row per step)."""
         names = [budget.metric.name for budget in self.budgets]
         others = [name for name in self.chosen.trial.scores if name not in names]
@@ -111,12 +113,12 @@ class Tuning:
             "kept" if step.met else "not kept",
             *(html.number(value, ".6g") for value in values),
             html.number(step.estimate),
-            (size(step.trial.byte_size), float(step.trial.byte_size)),
+            html.byte_size(step.trial.byte_size),
             step.counts,
             step.what,
         )
 
-    def unit_table(self) -> tuple[tuple[str, ...], list[tuple[html.Cell, ...]]]:
+    def unit_table(self) -> html.Columns:
         """Returns (header, a row per weight): what becomes of it, and the error that it alone does in each way."""
         ways = list(dict.fromkeys(way for unit in self.units for way in unit.damages))
         header = ("weight", "chosen", "bytes", *(f"alone, {way}: relative L2" for way in ways))
@@ -125,7 +127,7 @@ class Tuning:
 
     def _unit_row(self, unit: Unit, way: Way, ways: Sequence[Way]) -> tuple[html.Cell, ...]:
         errors = (html.number(math.sqrt(unit.damages[other])) if other in unit.damages else "" for other in ways)
-        return (unit.label, str(way), (size(unit.bytes_before), float(unit.bytes_before)), *errors)
+        return (unit.label, str(way), html.byte_size(unit.bytes_before), *errors)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only; what is not finite is None."""
@@ -172,10 +174,6 @@ class Tuning:
             "scores": {name: score.to_dict() for name, score in step.trial.scores.items()},
         }
 
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, a step and a weight per line."""
-        return json_text(self.to_dict())
-
     def to_html(self) -> str:
         """Returns one self-contained page: the path of the search, error against size, and what was chosen."""
         notes = [f"{step.what}: {step.counts}" for step in self.steps]
@@ -183,20 +181,12 @@ class Tuning:
         weights = html.Table("Weights", *self.unit_table(), paler="kept")
         other_scales = [name for name in weights.header if "scales" in name]  # JSON has them
         tables = [steps.without("weights", "step").html(), weights.without(*other_scales).html()]
-        parts = [html.facts(self.facts()), self._chart(), html.text("The recipe", self.recipe.to_yaml()), *tables]
-        lead = [f"The {self.headline()}.", self.why()]
+        first = {"size", "chosen", "search"}
+        lead = [f"{key.capitalize()}: {told}." for key, told in self.facts() if key in first]
+        parts = [html.facts(fact for fact in self.facts() if fact[0] not in first), self._chart()]
+        parts += [html.text("The recipe", self.recipe.to_yaml()), *tables]
+        lead = [f"The {self.headline()}.", *lead]
         return html.page(f"Plan for {self.source}", parts, lead=lead, files=[self.source])
-
-    def why(self) -> str:
-        """Returns why this plan was chosen, in words."""
-        told = f"{sum(step.met for step in self.steps)} of {len(self.steps)} plans keep the budget"
-        if not self.chosen.met:
-            return f"{told}; this one is the closest."
-        least = "has the least estimated time"
-        if self.objective == "size":
-            least = f"is {size(self.chosen.trial.byte_size)}, and none of them is smaller"
-        chosen = "".join(f": {said}" for label, said in self.facts() if label == "chosen")
-        return f"{told}; this one {least}{chosen}."
 
     def _chart(self) -> str:
         """Returns the error of each plan against its size; where all have one size, along the search."""

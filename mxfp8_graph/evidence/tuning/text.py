@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -11,7 +10,6 @@ from rich.text import Text
 from mxfp8_graph.evidence.tuning.result import Tuning
 from mxfp8_graph.evidence.tuning.tuner import Interrupted
 from mxfp8_graph.naming import printable
-from mxfp8_graph.report import html
 from mxfp8_graph.report.text import Fitted, lines
 
 SHOWN: Final = 12
@@ -25,10 +23,10 @@ def tuning(found: Tuning, *, every: bool = False) -> RenderableType:
     header, rows = found.step_table()
     shown = rows if every else rows[-SHOWN:]
     more = f"{len(rows) - len(shown)} steps before; --verbose shows them" if len(rows) > len(shown) else ""
-    parts: list[RenderableType] = [Text(printable(found.headline())), Text(more), Fitted(header, _said(shown), SPARE)]
+    parts: list[RenderableType] = [Text(printable(found.headline())), Text(more), Fitted(header, shown, SPARE)]
     if every:
         header, rows = found.unit_table()
-        parts += [Text(), Fitted(header, _said(rows))]
+        parts += [Text(), Fitted(header, rows)]
     facts = found.facts()
     if found.resumed:  # the result is the same: only here is it said
         facts.append(("resumed", f"{found.resumed} measurements are of a search that did not finish"))
@@ -41,7 +39,3 @@ def stopped(error: Interrupted) -> str:
         return "nothing was written"
     best = "the best so far is in" if error.best else "nothing kept the budget so far; what was measured is in"
     return f"{best} {error.part}; the same command goes on from there"
-
-
-def _said(rows: Sequence[Sequence[html.Cell]]) -> list[tuple[str, ...]]:
-    return [tuple(cell if isinstance(cell, str) else cell[0] for cell in row) for row in rows]

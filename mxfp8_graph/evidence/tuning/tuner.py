@@ -28,7 +28,7 @@ from mxfp8_graph.evidence.tuning.trials import Trials
 from mxfp8_graph.file_writing import write_text
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.data import RewriteReport, write_report
+from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -247,5 +247,5 @@ class Tuner:
 
 def _write_reports(found: Tuning, folder: Path) -> None:
     write_text(folder / "recipe.yaml", found.recipe.to_yaml())
-    write_report(folder / "report.json", found)
-    write_report(folder / "report.html", found)
+    found.write(folder / "report.json")
+    found.write(folder / "report.html")
