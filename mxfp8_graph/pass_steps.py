@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -63,11 +64,13 @@ class Reporter:
         """Returns the report; `bytes_after` is None if nothing was written."""
         output = self.options.output if bytes_after is not None else None
         gone = {name for fusion in self.fusions for name in fusion.replaced}
+        fused = [fusion for fusion in self.fusions if fusion.kind == "attention"]
+        attention = {name for fusion in fused for name in (fusion.node, *fusion.replaced)}
         return RewriteReport(
             source=self.options.name,
             output=None if output is None else str(output),
             recipe=self.recipe.model_dump(mode="json"),
-            sites=tuple(self._fused(site).without(gone) for site in sites) if gone else tuple(sites),
+            sites=tuple(self._fused(site, attention).without(gone) for site in sites) if gone else tuple(sites),
             fusions=tuple(self.fusions),
             bytes_before=self.bytes_before,
             bytes_after=bytes_after,
@@ -78,10 +81,8 @@ class Reporter:
             already_rewritten=already_rewritten,
         )
 
-    def _fused(self, site: SiteReport) -> SiteReport:
-        """Returns what became of a site, which says so if it is a product that MXFP8Attention stands for."""
-        fused = [fusion for fusion in self.fusions if fusion.kind == "attention"]
-        attention = {name for fusion in fused for name in (fusion.node, *fusion.replaced)}
+    def _fused(self, site: SiteReport, attention: AbstractSet[str]) -> SiteReport:
+        """Returns the report of a site, which says so if the site is a product in one of the `attention` nodes."""
         if site.decision.quantize or site.decision.site.name not in attention:
             return site
         how = "not rounded" if self.recipe.activations == "unchanged" else "rounded to bfloat16"

@@ -79,7 +79,7 @@ class Mxfp8Error(ValueError):
     def unwritable(cls, path: object, error: OSError, advice: str | Sequence[str | Option] = "choose another") -> Self:
         """Returns the error for a file that the system does not let us write."""
         folder = Path(str(path)).parent
-        if isinstance(error, FileNotFoundError) and not folder.is_dir():
+        if isinstance(error, FileNotFoundError) and "\0" not in str(folder) and not folder.is_dir():
             what = f"folder {folder} does not exist"
             return cls(path, what, expected="a file in an existing folder", advice="create the folder")
         what = f"cannot be written: {error.strerror or error}"

@@ -248,7 +248,7 @@ def _check_path(opened: OpenedModel, path: Path, *, external: bool, overwrite: b
     if external and path.name != path.name.encode(errors="replace").decode():
         inline = ("pass ", Option("external_data", "never"), " or another ", Option("output"))
         raise ContractError(path, "its name is not UTF-8, as a model names its data", expected="text", advice=inline)
-    if not os.path.exists(path.parent):  # noqa: PTH110 - Path.exists raises on a NUL. Refused now, not after the work
+    if "\0" not in str(path) and not path.parent.exists():  # refused now, not after the work
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     clean_up(path.parent)
     for file in (path, data_path_of(path))[: 1 + external]:

@@ -345,17 +345,6 @@ class TestAlreadyRewritten:
                 entry.value = value
         assert "packed with 'an unrecorded recipe', asked for 'mxfp8'" in message(rewritten, RecipeError)
 
-    def test_a_record_in_the_words_of_an_earlier_version_is_the_same_recipe(self):
-        rewritten, _ = mxfp8_graph.rewrite(matmul_model(), "mxfp8-weight-only")
-        fields = json.loads(next(e.value for e in rewritten.metadata_props if e.key == "mxfp8_graph.recipe"))
-        del fields["activations"]
-        for entry in rewritten.metadata_props:
-            if entry.key == "mxfp8_graph.recipe":
-                entry.value = json.dumps({**fields, "activation_format": "e4m3", "weight_only": True})
-        assert mxfp8_graph.rewrite(rewritten, "mxfp8-weight-only")[1].already_rewritten
-        other = Recipe(name="mxfp8-weight-only")
-        assert "packed with activations unchanged, asked for e4m3" in message(rewritten, RecipeError, recipe=other)
-
     def test_nodes_without_a_record(self):
         rewritten, _ = mxfp8_graph.rewrite(matmul_model())
         del rewritten.metadata_props[:]

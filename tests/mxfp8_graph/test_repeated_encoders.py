@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("onnxscript")
 
 from mxfp8_graph.hugging_face import architecture, graph  # noqa: E402
+from mxfp8_graph.hugging_face.limits import Limits  # noqa: E402
 from mxfp8_graph.hugging_face.repeat import EXPORTED, repeat  # noqa: E402
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "vocab_size": 50}
@@ -25,6 +27,9 @@ ENCODERS = {
     "DistilBertModel": transformers.DistilBertConfig(**SIZES, n_layers=5),
 }
 
+EMPTY: Any = SimpleNamespace(weights={}, others={}, byte_size=0)
+"""A checkpoint of nothing: models as small as these are within its limits."""
+
 
 def encoder_graph(name: str, layers: int, path: Path) -> tuple[onnx.ModelProto, str]:
     """Returns the graph of an encoder's first layers, and where its layers are."""
@@ -32,7 +37,7 @@ def encoder_graph(name: str, layers: int, path: Path) -> tuple[onnx.ModelProto, 
     told = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**told, "architectures": [name]}))
     config = architecture.load_config(path)
-    model = architecture.build(config, path, "float32")
+    model = architecture.build(config, path, "float32", Limits(EMPTY, path), "cpu")
     place, found = architecture.repeated(model)
     with architecture.shortened(found, layers):
         return graph.export(architecture.call_of(model, config), 21, name), place

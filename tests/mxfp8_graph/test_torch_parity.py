@@ -10,6 +10,7 @@ whole model is compared weight-only, and one layer of it in full MXFP8.
 
 from __future__ import annotations
 
+import re
 import importlib.resources
 import os
 import warnings
@@ -78,7 +79,14 @@ def decisions(report: RewriteReport) -> Counter[tuple[Any, ...]]:
         # Which of an attention's two products comes from where, ONNX does not record in the same words.
         sizes = (site.n, site.k) if site.weight else ()
         found.append((site.module, site.role, sizes))
-    plans = [(d.quantize, d.rule, d.reason, d.activations) for d in (s.decision for s in report.sites)]
+    # The pass fuses the attention of ONNX models, and their reasons say so; torch.compile fuses that of programs.
+    reasons = [
+        re.sub("fused, (rounded to bfloat16|not rounded)", "no static operand", s.decision.reason) for s in report.sites
+    ]
+    plans = [
+        (d.quantize, d.rule, reason, d.activations)
+        for d, reason in zip((s.decision for s in report.sites), reasons, strict=True)
+    ]
     return Counter((*site, *plan) for site, plan in zip(found, plans, strict=True))
 
 
