@@ -10,9 +10,9 @@ whole model is compared weight-only, and one layer of it in full MXFP8.
 
 from __future__ import annotations
 
-import re
 import importlib.resources
 import os
+import re
 import warnings
 from collections import Counter
 from pathlib import Path
