@@ -33,8 +33,9 @@ class Limits:
     """What the header of a checkpoint allows."""
 
     def __init__(self, checkpoint: Checkpoint, config: Path) -> None:
-        stored = (*checkpoint.weights.values(), *checkpoint.others.values())
-        shapes = [each.shape for each in stored if each.shape and 0 not in each.shape]  # [0, 2^62] takes no room
+        stored = [weight.shape for weight in checkpoint.weights.values()]
+        stored += [tensor.shape for tensor in checkpoint.others.values()]
+        shapes = [shape for shape in stored if shape and 0 not in shape]  # [0, 2^62] takes no room in a file
         self._config = config
         self._number = max([_ANY, *map(max, shapes)])
         self._tensors = len(stored) + _SLACK
