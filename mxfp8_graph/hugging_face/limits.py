@@ -25,6 +25,8 @@ _ANY: Final = 1 << 18
 _BYTES: Final = 1 << 29
 _UNBOUND: Final = re.compile("position|len|seq|context|ctx|theta|base|param")
 """Numbers that no list is made of; a table of positions is refused when it is built."""
+_LAYERS: Final = re.compile("layers|layer$")
+"""Numbers of layers; a vocab_size_per_layer_input is none."""
 
 
 class Limits:
@@ -35,10 +37,10 @@ class Limits:
         stored += [tensor.shape for tensor in checkpoint.others.values()]
         shapes = [shape for shape in stored if shape and 0 not in shape]  # [0, 2^62] takes no room in a file
         self._config = config
-        self._number = max([_ANY, *(max(shape) for shape in shapes)])
+        self._number = max([_ANY, *map(max, shapes)])
         self._tensors = len(stored) + _SLACK
-        # Somewhat more than there is: a shape that does not fit is told as such, with the name of its tensor.
-        self._values = 4 * max(map(math.prod, shapes), default=0) + _ANY
+        # One parameter may be a stack of many tensors, such as experts; one that the checkpoint lacks is named later.
+        self._values = sum(map(math.prod, shapes)) + _ANY
         self._bytes = max(_BYTES, checkpoint.byte_size)
 
     def check_numbers(self, config: Mapping[str, Any]) -> None:
@@ -51,7 +53,7 @@ class Limits:
             elif isinstance(value, list):
                 left += [(key, each) for each in value]
             elif isinstance(value, (int, float)) and value == value // 1 and not _UNBOUND.search(key):
-                self._require(repr(key), value, self._tensors if "layer" in key else self._number)
+                self._require(repr(key), value, self._tensors if _LAYERS.search(key) else self._number)
 
     def check_parameter(self, parameter: Tensor, before: int) -> None:
         """Raises ContractError if a model cannot have that parameter, and `before` others."""

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 _WEIGHT_ONLY = "mxfp8-weight-only"
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "group_size": formats.BLOCK_SIZE, "dynamic": True}
-"""What compressed-tensors says of activations in MXFP8; static scales, for one, are other numerics."""
+"""What compressed-tensors says of activations in MXFP8; static scales, for one, are other numerics.
+
+modelopt says that `dynamic` is False, although its MXFP8 has no stored scales: see `_quant_algo_to_group_config` in
+modelopt/torch/export/convert_hf_config.py. A checkpoint with scales of activations is refused when it is opened.
+"""
 
 
 def from_hf(
@@ -165,8 +169,9 @@ def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) ->
     advice = ("choose for all with ", Option("recipe"), ", or say which in a recipe file")
     if isinstance(groups, dict) and groups:
         said = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+        ours = {"dynamic": True} if told.get("quant_method") == "modelopt" else {}
         for each in filter(None, said):
-            if not (isinstance(each, dict) and _ACTIVATIONS.items() <= each.items()):
+            if not (isinstance(each, dict) and _ACTIVATIONS.items() <= {**each, **ours}.items()):
                 what = f"quantization_config has activations that are not in MXFP8: {str(each)[:200]}"
                 raise ContractError(where, what, expected=str(_ACTIVATIONS), advice=advice)
         quantized = [bool(each) for each in said]

@@ -190,14 +190,10 @@ def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_scans(declared: onnx.GraphProto, inferred: onnx.GraphProto) -> None:
-    """Raises InferenceError if the body of a Scan declares another rank for an output than it computes.
+    """Raises InferenceError if the body of a Scan declares another rank for an output than it computes (`inferred`).
 
     ONNX Runtime then forgets the output's shape, and refuses to run a Scan without it, unless an optimization happens
     to find the shape again: with our nodes in the body, none does.
-
-    Args:
-        declared: the graph as it is.
-        inferred: the same graph, with shapes that are inferred alone.
     """
     for node, known in zip(iter_nodes(declared.node), iter_nodes(inferred.node), strict=True):
         if node.op_type != "Scan" or node.domain not in STANDARD:

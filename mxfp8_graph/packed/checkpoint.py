@@ -91,8 +91,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if misfit := _misfit(name, stored[elements].shape, stored[scales].shape, swizzled=swizzled):
             misfits.append(misfit)
         else:
-            only = said.get(name.removesuffix(".weight"), {}).get("full_precision_matrix_mult")
-            weights[name] = _weight(name, stored[elements], stored[scales], swizzled=swizzled, only=only is True)
+            only = bool(said.get(name.removesuffix(".weight"), {}).get("full_precision_matrix_mult"))
+            weights[name] = _weight(name, stored[elements], stored[scales], swizzled=swizzled, only=only)
     misfits += _unknown(stored, metadata, used, weights)
     if misfits:
         expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis, and no other quantization"

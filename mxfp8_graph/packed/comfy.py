@@ -25,12 +25,8 @@ GLOBAL: Final = "scaled_fp8"
 _METADATA: Final = "_quantization_metadata"
 _LONGEST: Final = 1 << 16
 """Bytes of a marker; ComfyUI's have less than 100."""
-_KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {
-    "format": ("mxfp8",),
-    "group_size": (formats.BLOCK_SIZE,),
-    "full_precision_matrix_mult": (False, True),
-}
-"""What an MXFP8 layer may say; anything else may change its values."""
+_KNOWN: Final = frozenset({"format", "group_size", "full_precision_matrix_mult", "orig_dtype", "orig_shape"})
+"""What an MXFP8 layer may say; anything else may change its values. convert_to_quant writes the last two."""
 
 
 def layers(stored: Mapping[str, Stored], metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
@@ -60,8 +56,8 @@ def layers(stored: Mapping[str, Stored], metadata: Mapping[str, str], path: Path
 def is_mxfp8(said: Mapping[str, Any] | None, weight: Stored) -> bool:
     """Returns whether a layer is in MXFP8, and in nothing else too."""
     said = said or {}
-    known = all(value in _KNOWN.get(key, ()) for key, value in said.items())
-    return known and "format" in said and weight.dtype == E4M3
+    kind = said.get("format"), said.get("group_size", formats.BLOCK_SIZE), weight.dtype
+    return kind == ("mxfp8", formats.BLOCK_SIZE, E4M3) and said.keys() <= _KNOWN
 
 
 def others(said: Mapping[str, Any], stored: Collection[str], weights: Collection[str]) -> list[str]:

@@ -71,6 +71,11 @@ def test_the_metadata_of_the_file_may_mark_layers(tmp_path: Path) -> None:
     ck.check_bytes(mxfp8_graph.import_safetensors(path), {"up.weight": weights["up"]})
 
 
+def test_markers_of_convert_to_quant_are_read(tmp_path: Path) -> None:
+    told = {**MXFP8, "group_size": 32, "orig_dtype": "torch.bfloat16", "orig_shape": [256, 128]}
+    ck.check_bytes(mxfp8_graph.import_safetensors(one(tmp_path / "a", told)), {"up.weight": ck.codes(256, 128)})
+
+
 def test_a_rewritten_model_computes_with_the_weights_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -396,6 +396,23 @@ def test_what_a_config_asks_for_is_in_the_checkpoint(
         mxfp8_graph.from_hf(changed(bert, tmp_path / "a", **config))
 
 
+def test_numbers_that_are_larger_than_the_checkpoint_and_harmless(bert: Folder, tmp_path: Path) -> None:
+    sizes = {"vocab_size_per_layer_input": 262_144, "max_seq_length": 10**9, "pad_token_id": 0, "rope_theta": 1e9}
+    mxfp8_graph.from_hf(changed(bert, tmp_path / "a", **sizes))
+
+
+def test_a_stack_of_experts_that_a_checkpoint_has_apart_is_named(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        **SMALL, num_hidden_layers=1, num_key_value_heads=1, num_local_experts=64, max_position_embeddings=64
+    )
+    apart = {f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight": ck.codes(96, 64) for i in range(192)}
+    (tmp_path / "a").mkdir()
+    ck.save(tmp_path / "a/model.safetensors", apart)
+    (tmp_path / "a/config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["MixtralForCausalLM"]}))
+    with pytest.raises(ContractError, match=r"no '[a-z.0-9]*experts.gate_up_proj' \[64, 192, 64\]"):
+        mxfp8_graph.from_hf(tmp_path / "a")
+
+
 def test_masks_are_not_made_of_any_size(llama: Folder, tmp_path: Path) -> None:
     config = transformers.GPTNeoConfig(
         hidden_size=64,
@@ -445,6 +462,13 @@ def test_every_group_says_how_activations_are_quantized(
     told = {"quant_method": "compressed-tensors", "config_groups": groups}
     with pytest.raises(ContractError, match=message):
         mxfp8_graph.from_hf(changed(bert, tmp_path / "a", quantization_config=told))
+
+
+def test_modelopt_says_that_activations_are_not_dynamic(bert: Folder, tmp_path: Path) -> None:
+    group = {"targets": ["Linear"], "input_activations": {k: v for k, v in arguments(False).items() if k != "strategy"}}
+    told = {"quant_method": "modelopt", "quant_algo": "MXFP8", "config_groups": {"group_0": group}}
+    _, report = mxfp8_graph.from_hf(changed(bert, tmp_path / "a", quantization_config=told))
+    assert report.recipe["activations"] == "e4m3"
 
 
 @pytest.mark.parametrize(("marked", "activations"), [("all", "unchanged"), ("none", "e4m3"), ("some", None)])
