@@ -56,6 +56,8 @@ class GivenWeights:
     """The model has no values of its own for them: each must be used."""
     check: Callable[[], None] = field(default=lambda: None, repr=False)
     """Raises ContractError if a file of the checkpoint changed since it was opened."""
+    others: tuple[str, ...] = ()
+    """Names of tensors of the checkpoint that are not in MXFP8, where the model keeps its own."""
     files: frozenset[Path] = frozenset()
     """What the weights and their names are read from."""
 

@@ -150,6 +150,9 @@ def take_given(
         return list(decisions), {}
     found = assigned(sites, decisions, reporter.recipe, given)
     reporter.notes.append(found.note)
+    if given.others:
+        names = ", ".join(given.others[:3]) + (", ..." if len(given.others) > 3 else "")
+        reporter.notes.append(f"the model keeps its own values for what is not MXFP8 in {given.where}: {names}")
     return found.decisions, found.weights
 
 

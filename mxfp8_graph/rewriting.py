@@ -130,6 +130,7 @@ def _given(weights: str | Path | None, names: str | Path | Mapping[str, str] | N
             raise ContractError("rewrite", "names of weights alone", expected="a checkpoint", advice=advice)
         return None
     from mxfp8_graph.packed.checkpoint import open_checkpoint, read_json
+    from mxfp8_graph.packed.comfy import MARKER
 
     expected = "a mapping of names in the model to names in the checkpoint"
     files = {Path(names)} if isinstance(names, (str, Path)) else set()
@@ -146,5 +147,6 @@ def _given(weights: str | Path | None, names: str | Path | Mapping[str, str] | N
         weights=checkpoint.weights,
         names=names or {},
         check=checkpoint.check,
+        others=tuple(name for name in sorted(checkpoint.others) if not name.endswith(MARKER)),
         files=checkpoint.files | files,
     )

@@ -96,7 +96,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     misfits += _unknown(stored, metadata, used, weights)
     if misfits:
         expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis, and no other quantization"
-        advice = "store them unswizzled, in blocks of 32"
+        advice = "store them unswizzled, in blocks of 32, or keep ComfyUI's markers of tiles of 128 x 4"
         raise ContractError(path, listed(misfits), expected=expected, advice=advice)
     foreign = tuple(
         f"{name} ({tensor.dtype} {list(tensor.shape)})"

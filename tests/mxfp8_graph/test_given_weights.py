@@ -357,6 +357,12 @@ def test_other_tensors_are_let_through(name: str, tmp_path: Path) -> None:
     ck.check_bytes(mxfp8_graph.import_safetensors(path), weights)
 
 
+def test_tensors_that_the_model_keeps_are_named(tmp_path: Path) -> None:
+    path = ck.save(tmp_path / "a.safetensors", WEIGHTS, **{"layers.0.bias": np.ones(1, np.float32)})
+    _, report = rewritten(path)
+    assert report.notes[1] == f"the model keeps its own values for what is not MXFP8 in {path}: layers.0.bias"
+
+
 @pytest.mark.parametrize("told", ['{"quant_method": "awq"}', "{}", "[", "[]", '{"quant_method": []}'])
 def test_metadata_of_other_quantizations_are_refused(told: str, tmp_path: Path) -> None:
     save_file(ck.tensors(WEIGHTS), tmp_path / "a.safetensors", {"quantization_config": told})
