@@ -18,9 +18,11 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from mxfp8_graph.torch_program import internals, training_mode
+from mxfp8_graph.torch_program.stored import check_stored
 from mxfp8_ops.errors import ContractError
 
 _ADVICE: Final = "call program.load_state_dict(module.state_dict()) first, with the module that was trained"
+_OTHER_DTYPE: Final = "undo what changed it, such as module.half(), or export the model in that dtype"
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 
 _modules: weakref.WeakKeyDictionary[ExportedProgram, weakref.WeakKeyDictionary[GraphModule, int | None]]
@@ -50,12 +52,15 @@ class CheckedProgram(ExportedProgram):
             ContractError: a name is missing or unknown, or a shape differs.
         """
         whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in state_dict.items()}
-        try:
-            super().module().load_state_dict(whole)
-        except RuntimeError as error:  # its first line names the class of the module, the second what is wrong
-            what = str(error).splitlines()[-1].strip()[:200]
-            expected, advice = "the names and shapes of the program's state_dict", "pass those, without wrappers"
-            raise ContractError("load_state_dict", what, expected=expected, advice=advice) from None
+        module = super().module()
+        ours, theirs = ({name: list(t.shape) for name, t in state.items()} for state in (module.state_dict(), whole))
+        # torch would raise that, too, but after it took the values that fit.
+        if name := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
+            what = f"{name!r} has shape {theirs[name]}" if name in theirs else f"{name!r} is missing"
+            expected = f"shape {ours[name]}" if name in ours else "no such name"
+            advice = "pass the names of program.state_dict, without those of wrappers"
+            raise ContractError("load_state_dict", what, expected=expected, advice=advice)
+        module.load_state_dict(whole)
         self.prepared = None
         for module in _modules.get(self, {}):
             _modules[self][module] = _checksum(module)
@@ -70,7 +75,9 @@ def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProg
 
 
 def check_values(program: ExportedProgram, where: str | Path) -> None:
-    """Raises ContractError if a module of `program` has tensors with other values than the program."""
+    """Raises ContractError if a module of `program` has tensors with other values, or changed the dtype of its own."""
+    if isinstance(program, CheckedProgram):
+        check_stored(program, where, advice=_OTHER_DTYPE)
     for module, taken in list(_modules.get(program, {}).items()):
         has = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         lost = [name for name, mine in program.state_dict.items() if not _equal(mine, has.get(name))]
