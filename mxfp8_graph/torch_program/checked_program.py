@@ -18,11 +18,9 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from mxfp8_graph.torch_program import internals, training_mode
-from mxfp8_graph.torch_program.stored import check_stored
 from mxfp8_ops.errors import ContractError
 
 _ADVICE: Final = "call program.load_state_dict(module.state_dict()) first, with the module that was trained"
-_OTHER_DTYPE: Final = "undo what changed it, such as module.half(), or export the model in that dtype"
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 
 _modules: weakref.WeakKeyDictionary[ExportedProgram, weakref.WeakKeyDictionary[GraphModule, int | None]]
@@ -75,9 +73,7 @@ def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProg
 
 
 def check_values(program: ExportedProgram, where: str | Path) -> None:
-    """Raises ContractError if a module of `program` has tensors with other values, or changed the dtype of its own."""
-    if isinstance(program, CheckedProgram):
-        check_stored(program, where, advice=_OTHER_DTYPE)
+    """Raises ContractError if a module of `program` has tensors with other values than the program."""
     for module, taken in list(_modules.get(program, {}).items()):
         has = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         lost = [name for name, mine in program.state_dict.items() if not _equal(mine, has.get(name))]

@@ -8,6 +8,9 @@ from torch.export.graph_signature import InputKind
 
 from mxfp8_ops.errors import ContractError
 
+CHANGED = "undo what changed it, such as module.half(), or export the model in that dtype"
+"""What to do about a program that is in memory."""
+
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
