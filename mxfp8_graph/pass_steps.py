@@ -159,14 +159,9 @@ def take_given(
 def fusion_note(made: Made | None, recipe: Recipe) -> list[str]:
     """Returns what to tell of a model that was rewritten before with fusion where `recipe` has none, or without it."""
     before = None if made is None else recorded(made.recipe)
-    if before is None:
+    if before is None or before.fuse == recipe.fuse:
         return []
-    told = [(before.fuse, recipe.fuse, "fusion"), (bool(before.runs_on), bool(recipe.runs_on), "runs_on: cpu")]
-    return [
-        f"it was rewritten with{'' if was else 'out'} {what}; rewrite the original to change that"
-        for was, wanted, what in told
-        if was != wanted
-    ]
+    return [f"it was rewritten with{'' if before.fuse else 'out'} fusion; rewrite the original to change that"]
 
 
 def require_eligible(

@@ -12,7 +12,7 @@ Values between nodes have more precision than before: nothing rounds them to 16 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -61,27 +61,27 @@ def to_float32(opened: OpenedModel) -> None:
     values = (*inferred.value_info, *graph.input, *graph.output)
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    large = {t.name for t in graph.initializer if t.name in opened.tensors or byte_length(t) > INLINE_BYTES}
+    made = {name for node in graph.node for name in node.output}
+    kept = {value.name for value in (*graph.input, *graph.output)} - made  # with initializers that are defaults
+    kept |= {t.name for t in graph.initializer if t.name in opened.tensors or byte_length(t) > INLINE_BYTES}
     for node in _nodes(opened.proto):
         _retype(node, opened)
-    _cast(graph, types, large)
+    ends = [value.name for value in graph.output if value.name in made and types[value.name] in HALVES]
+    _cast(graph, types, {name for name in kept if types.get(name) in HALVES}, ends)
     for inner in iter_graphs(graph):
         main = inner is graph
         for value in (*inner.value_info, *(() if main else (*inner.input, *inner.output))):
             if value.type.tensor_type.elem_type in HALVES:
                 value.type.tensor_type.elem_type = TensorProto.FLOAT
         for tensor in inner.initializer:
-            if not main or tensor.name not in large:
+            if not main or tensor.name not in kept:
                 _store_float32(tensor, opened)
 
 
-def _cast(graph: onnx.GraphProto, types: Mapping[str, int], large: AbstractSet[str]) -> None:
-    """Puts casts into a main graph, and names what they give; `large` are the initializers that keep their bytes."""
+def _cast(graph: onnx.GraphProto, types: Mapping[str, int], kept: AbstractSet[str], ends: Sequence[str]) -> None:
+    """Puts casts into a main graph after values that keep their dtype, `kept`, and in front of its results, `ends`."""
     taken = {name for inner in iter_graphs(graph) for name in _defined(inner)}
-    kept = [name for name in sorted({*large, *(value.name for value in graph.input)}) if types[name] in HALVES]
-    made = {name for node in graph.node for name in node.output}
-    ends = [value.name for value in graph.output if value.name in made and types[value.name] in HALVES]
-    names = {name: take_name(f"{name}_f32", taken) for name in (*kept, *ends)}
+    names = {name: take_name(f"{name}_f32", taken) for name in (*sorted(kept), *ends)}
 
     def cast(value: str, result: str, dtype: int = TensorProto.FLOAT) -> onnx.NodeProto:
         return helper.make_node("Cast", [value], [result], take_name(f"{CAST}{value}", taken), to=dtype)
@@ -93,7 +93,7 @@ def _cast(graph: onnx.GraphProto, types: Mapping[str, int], large: AbstractSet[s
         if node.op_type == "Cast" and dtypes <= {*HALVES, TensorProto.FLOAT} and node.output[0] not in outputs:
             names[node.output[0]] = names.get(node.input[0], node.input[0])
             continue
-        table = node.input[0] if node.op_type == "Gather" and node.input[0] in large & names.keys() else ""
+        table = node.input[0] if node.op_type == "Gather" and node.input[0] in kept else ""
         _rename(node, names)
         nodes.append(node)
         if table:
@@ -101,7 +101,7 @@ def _cast(graph: onnx.GraphProto, types: Mapping[str, int], large: AbstractSet[s
             node.input[0], node.output[0] = table, rows
             nodes.append(cast(rows, result))
     read = {name for node in iter_nodes(nodes) for name in node.input}
-    first = [cast(name, names[name]) for name in kept if names[name] in read]
+    first = [cast(name, names[name]) for name in sorted(kept) if names[name] in read]
     last = [cast(names[name], name, types[name]) for name in ends]
     changed = onnx.GraphProto(node=[*first, *nodes, *last])
     changed.value_info.extend(value for value in graph.value_info if value.name not in names)

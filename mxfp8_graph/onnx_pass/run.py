@@ -53,7 +53,8 @@ def rewrite_onnx(
     _refuse_foreign(opened)
     made = record.find(opened.proto)
     if already_rewritten(made, recipe, options, what="model"):
-        reporter.bytes_before, reporter.notes = opened.byte_size, opened.notes + fusion_note(made, recipe)
+        reporter.bytes_before = opened.byte_size
+        reporter.notes = [*opened.notes, *fusion_note(made, recipe), *cpu_provider.note(opened.proto)]
         return _copied(model, opened, reporter)
     return rewrite_opened(opened, reporter)
 

@@ -30,6 +30,7 @@ from mxfp8_graph.torch_program import internals, record, training_mode
 from mxfp8_graph.torch_program.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_program.stored import CHANGED, check_stored
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Option
 
@@ -49,6 +50,7 @@ def rewrite_torch(
         _check_output(model, options.output, overwrite=options.overwrite)
     source = load(model, trust_pickle=options.trust_pickle) if isinstance(model, Path) else model
     check_values(source, options.name)
+    check_stored(source, options.name, advice=CHANGED)
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
     made = record.find(source)

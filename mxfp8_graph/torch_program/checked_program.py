@@ -50,12 +50,15 @@ class CheckedProgram(ExportedProgram):
             ContractError: a name is missing or unknown, or a shape differs.
         """
         whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in state_dict.items()}
-        try:
-            super().module().load_state_dict(whole)
-        except RuntimeError as error:  # its first line names the class of the module, the second what is wrong
-            what = str(error).splitlines()[-1].strip()[:200]
-            expected, advice = "the names and shapes of the program's state_dict", "pass those, without wrappers"
-            raise ContractError("load_state_dict", what, expected=expected, advice=advice) from None
+        module = super().module()
+        ours, theirs = ({name: list(t.shape) for name, t in state.items()} for state in (module.state_dict(), whole))
+        # torch would raise that, too, but after it took the values that fit.
+        if name := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
+            what = f"{name!r} has shape {theirs[name]}" if name in theirs else f"{name!r} is missing"
+            expected = f"shape {ours[name]}" if name in ours else "no such name"
+            advice = "pass the names of program.state_dict, without those of wrappers"
+            raise ContractError("load_state_dict", what, expected=expected, advice=advice)
+        module.load_state_dict(whole)
         self.prepared = None
         for module in _modules.get(self, {}):
             _modules[self][module] = _checksum(module)

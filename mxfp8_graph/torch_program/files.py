@@ -18,7 +18,7 @@ from mxfp8_graph.file_writing import is_taken, replacing
 from mxfp8_graph.torch_program import containers, internals, record, serialized
 from mxfp8_graph.torch_program.archive import Archive
 from mxfp8_graph.torch_program.checked_program import check_values, checked
-from mxfp8_graph.torch_program.stored import check_stored
+from mxfp8_graph.torch_program.stored import CHANGED, check_stored
 from mxfp8_ops import (
     contract,
     torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
@@ -40,6 +40,7 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     """Returns the .pt2 file a program was written to; see `mxfp8_graph.save`."""
     path = check_target(path, overwrite=overwrite)
     check_values(program, path)
+    check_stored(program, path, advice=CHANGED)
     made = record.find(program)
     entries: dict[str, Any] = provenance.entries(made.recipe if made else None)
     entries[_MODULES_KEY] = internals.container_modules(program)

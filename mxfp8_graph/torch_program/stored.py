@@ -8,10 +8,13 @@ from torch.export.graph_signature import InputKind
 
 from mxfp8_ops.errors import ContractError
 
+CHANGED = "undo what changed it, such as module.half(), or export the model in that dtype"
+"""What to do about a program that is in memory."""
+
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
-def check_stored(program: ExportedProgram, where: object) -> None:
+def check_stored(program: ExportedProgram, where: object, advice: str = "save it again") -> None:
     """Refuses a program whose parameters, buffers or constants are missing or of another shape or dtype than it says.
 
     Raises:
@@ -25,8 +28,8 @@ def check_stored(program: ExportedProgram, where: object) -> None:
         placeholder = placeholders.get(getattr(spec.arg, "name", ""))
         said = placeholder.meta.get("val") if placeholder is not None else None
         if not isinstance(tensor, torch.Tensor) or not isinstance(said, torch.Tensor):
-            raise ContractError(where, f"no tensor {spec.target!r}", expected="all it uses", advice="save it again")
+            raise ContractError(where, f"no tensor {spec.target!r}", expected="all it uses", advice=advice)
         if tensor.shape != said.shape or tensor.dtype != said.dtype:
             what = f"tensor {spec.target!r} is {tensor.dtype} {list(tensor.shape)}"
             expected = f"{said.dtype} {list(said.shape)}, as its graph says"
-            raise ContractError(where, what, expected=expected, advice="save it again")
+            raise ContractError(where, what, expected=expected, advice=advice)

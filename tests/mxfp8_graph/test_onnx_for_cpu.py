@@ -141,6 +141,18 @@ class TestForCpu:
         rewritten = for_cpu(b.model(nodes, X, Y, {"w": b.weight(64, 96, dtype=BF16)}), fuse=False)
         assert casts(rewritten) == [("x", "x_f32"), ("y_f32", "y")]
 
+    def test_stored_inputs_and_outputs_keep_their_dtype(self) -> None:
+        nodes = [b.node("MatMul", "x w", "h", "linear"), b.node("Add", "h bias", "a"), b.node("Relu", "a", "y")]
+        vector = np.arange(96).astype(BF16)
+        weights = {"w": b.weight(64, 96, dtype=BF16), "k": vector}
+        proto = b.model(nodes, {**X, "bias": (BF16, [96])}, {**Y, "k": (BF16, [96])}, weights)
+        proto.graph.initializer.append(numpy_helper.from_array(vector, "bias"))
+        x, found = normal(4, 64).astype(BF16), for_cpu(proto)
+        given, stated = (Session(found, kernels=True).run({"x": x, **more}) for more in ({}, {"bias": vector}))
+        assert (given["y"] == stated["y"]).all()
+        assert given["k"].dtype == BF16
+        assert (given["k"] == vector).all()
+
     def test_an_input_that_is_an_output_is_not_cast(self) -> None:
         proto = b.matmul_model(dtype=BF16)
         proto.graph.output.append(proto.graph.input[0])
@@ -156,9 +168,10 @@ class TestForCpu:
         assert (tmp_path / "m.mxfp8.onnx.data").is_file()
 
     def test_a_model_that_is_packed_already_is_not_changed(self) -> None:
-        packed = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16))[0]
-        _, report = mxfp8_graph.rewrite(packed, CPU)
-        assert report.notes == ("it was rewritten without runs_on: cpu; rewrite the original to change that",)
+        packed = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False))[0]
+        assert "has no kernel for Relu in 16 bits" in notes(packed, Recipe(fuse=False, runs_on="cpu"))
+        packed = mxfp8_graph.rewrite(b.matmul_model())[0]
+        assert notes(packed, CPU) == "", "it loads"
 
     def test_the_command_line_has_it(self, tmp_path: Path) -> None:
         source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
