@@ -34,7 +34,7 @@ def test_verify(pair: tuple[str, str]) -> None:
     lines = result.stdout.splitlines()
     assert (result.exit_code, result.stderr) == (0, "")
     assert " ".join(lines[0].split()) == (
-        "output dtype shape rel. L2 max error cosine kernel vs body: rel. L2 max error"
+        "output dtype shape rel. L2 max error cosine kernel vs body: rel. L2 kernel vs body: max error"
     )
     assert lines[1].split()[:5] == ["y", "float32", "2", "x", "64"]
     assert "inputs   x float32 [2, 64], synthesised" in lines
