@@ -29,7 +29,7 @@ def facts(files: Iterable[Path | str]) -> list[tuple[str, str]]:
     """Returns how what a command or a call shows was made, as (label, value).
 
     Args:
-        files: those it was given; each that can be read is told by size and SHA-256.
+        files: its inputs; each readable one is identified by size and SHA-256.
     """
     arguments = COMMAND.get()
     versions = [f"mxfp8-graph {__version__}", f"Python {platform.python_version()}", platform.machine()]

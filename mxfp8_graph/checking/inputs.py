@@ -32,7 +32,7 @@ Inputs = dict[str, Array]
 BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 MOST_BYTES: Final = 2**30
-"""Of all inputs that are synthesised for one model; those that are given may have any size that their files have."""
+"""Largest size of all synthesised inputs of one model. Inputs from files may be larger."""
 
 PASS_OTHERS: Final = (
     "correct the inputs, or where they are synthesised, pass ",

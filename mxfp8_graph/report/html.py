@@ -119,10 +119,10 @@ _SHORT: Final = 20
 """Characters up to which the cells of a column stay on one line."""
 
 _WIDTH: Final = 460
-"""Of a chart in a window of 600 px, in px. In a wider window its points are farther apart, so that labels that do not
+"""Width of a chart in px in a window of 600 px. In a wider one its points are farther apart, so that labels that do not
 overlap in this width overlap in none."""
 _HEIGHT: Final = 416
-"""Of a chart, in px: 26rem of the style."""
+"""Height of a chart in px: 26rem of the style."""
 _LINE: Final = 15
 _CHARACTER: Final = 6.6
 """Height of a line and mean width of a character of a label, in px."""
@@ -202,7 +202,7 @@ class Chart:
 
     heading: str
     points: Sequence[Point]
-    """Of finite values; later ones cover earlier ones."""
+    """Points with finite values; later ones cover earlier ones."""
     axis: str
     """What x is; the heading says what y is."""
     legend: Mapping[int, str]
