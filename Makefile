@@ -1,5 +1,6 @@
 # make demo   set up, rewrite a real model, verify it and print the result
-# make test   the test suite        make check  lint, types, layers        make bench  benchmarks
+# make test   the product's tests   make check  lint, types, layers        make bench  benchmarks
+# make test-tools  the tests of developers' tooling   make samples  the shell blocks of samples   make test-slow  the other tests
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make gpu-first  the first half hour on one, call by call
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
@@ -19,7 +20,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-tools samples test-slow test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -38,7 +39,13 @@ demo: $(VENV)/.installed
 	$(BIN)/mxfp8-graph verify demo/minilm.onnx demo/minilm.mxfp8.onnx --max-rel-l2 0.15
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not tools and not samples' -n 2 --dist loadfile --no-loadscope-reorder
+
+test-tools: $(VENV)/.installed
+	$(BIN)/python -m pytest -m 'tools and not slow and not gpu' -n 2 --dist loadfile
+
+samples: $(VENV)/.installed
+	$(BIN)/python -m pytest -m 'samples and not slow and not gpu' tests/test_documentation.py
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
