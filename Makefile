@@ -1,6 +1,9 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the product's tests   make check  lint, types, layers        make bench  benchmarks
-# make test-tools  the tests of developers' tooling   make samples  the shell blocks of samples   make test-slow  the other tests
+# make test-tools  developers' tooling   make samples  the shell blocks of samples   make test-slow  what takes minutes
+# make test-isas  the kernels on every instruction set   make test-cuda  slow tests of CUDA   make test-exports  models exported
+#                 again and compared with the committed ones: three parts of the slow tests, for .ci/run
+# make mutants    changes the product in 160 places and counts which changes `make test` notices (an hour or two)
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make gpu-first  the first half hour on one, call by call
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
@@ -20,7 +23,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-tools samples test-slow test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-tools samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -38,17 +41,33 @@ demo: $(VENV)/.installed
 	$(BIN)/python samples/01_minilm_onnx/minilm.py --folder demo
 	$(BIN)/mxfp8-graph verify demo/minilm.onnx demo/minilm.mxfp8.onnx --max-rel-l2 0.15
 
+# The tiers of tests; docs/contributing.md says what is in each. .ci/tiers.py chooses among them by what changed.
+PYTEST := $(BIN)/python -m pytest
+QUICK := not slow and not gpu and not tools and not samples
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'not slow and not gpu and not tools and not samples' -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m '$(QUICK)' -n 2 --dist loadfile --no-loadscope-reorder
 
 test-tools: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'tools and not slow and not gpu' -n 2 --dist loadfile
+	$(PYTEST) -m 'tools and not slow and not gpu' -n 2 --dist loadfile
 
 samples: $(VENV)/.installed
-	$(BIN)/python -m pytest -m 'samples and not slow and not gpu' tests/test_documentation.py
+	$(PYTEST) -m 'samples and not slow and not gpu' tests/test_documentation.py
+
+test-isas: $(VENV)/.installed
+	MXFP8_TEST_ISAS=all $(PYTEST) -m '$(QUICK)' -n 2 tests/mxfp8_ops -k 'not cuda'
+
+test-cuda: $(VENV)/.installed
+	$(PYTEST) -m 'slow and not gpu' -n 2 tests/mxfp8_ops -k cuda
+
+test-exports: $(VENV)/.installed
+	$(PYTEST) -m slow tests/test_structures.py
 
 test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow
+	MXFP8_TEST_ISAS=all $(PYTEST) -m slow
+
+mutants: $(VENV)/.installed
+	$(BIN)/python tests/mutants/run.py
 
 # optimum-onnx needs an older transformers than our tests, so it has an environment of its own. Two packages are there
 # for files in them: amd-quark has the published headers of ONNX Runtime, nvidia-pytriton a Triton server.

@@ -1,0 +1,45 @@
+"""Prints a `make` target a line: the tiers of tests whose sources changed since the last commit that passed.
+
+That commit is in the environment variable LAST_GREEN or in the file .ci/last_green, which a maintainer renews. All
+tiers are printed where git does not know it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+KERNELS = "custom_ops/mxfp8_ops/src/cpu/"
+CUDA = ("custom_ops/mxfp8_ops/cuda/", "custom_ops/mxfp8_ops/src/cuda/", "custom_ops/mxfp8_ops/src/cuda_host/")
+TOOLS = ("fuzz/", "mutants/", "faults.py", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py", "test_faults.py")
+
+TIERS = {
+    "test-tools": ("benchmarks/", ".ci/", *(f"tests/{name}" for name in TOOLS)),
+    "samples": ("samples/", "mxfp8_graph/cli/"),
+    "test-isas": (KERNELS, "tests/mxfp8_ops/", "custom_ops/CMakeLists.txt"),
+    "test-cuda": (*CUDA, "tests/mxfp8_ops/"),
+    "test-exports": ("tests/structures", "constraints.txt"),
+}
+"""The start of the paths that a tier tests and `make test` does not, or not wholly."""
+
+
+def main() -> None:
+    """Prints the targets."""
+    paths = changed_paths()
+    for target, starts in TIERS.items():
+        if paths is None or any(path.startswith(starts) for path in paths):
+            print(target)
+
+
+def changed_paths() -> list[str] | None:
+    """Returns the files that changed since the last commit that passed, or None if git does not know it."""
+    last = os.environ.get("LAST_GREEN") or (FOLDER / "last_green").read_text().strip()
+    command = ["git", "diff", "--name-only", "--no-renames", last, "--"]
+    diff = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    return diff.stdout.splitlines() if diff.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    main()
