@@ -23,7 +23,7 @@ COMMANDS = {
     "none of its ... matmuls is eligible": "rewrite model.onnx -o new.onnx --set min_dim=1000",
     "matches none of the model's matmuls": "rewrite model.onnx -o new.onnx --exclude typo",
     "expected finite values": "rewrite nan.onnx",
-    "exists already; expected a new file": "rewrite model.onnx -o model.mxfp8.onnx",
+    "exists already": "rewrite model.onnx -o model.mxfp8.onnx",
     "Recipe mismatch for": "rewrite model.mxfp8.onnx --recipe ocp",
     "cannot read external file": "rewrite external.onnx",
     "Could not find an implementation for": "run bfloat16.mxfp8.onnx",
