@@ -188,7 +188,8 @@ def tune(
 
     A plan keeps or packs each matmul, in one of several ways. Every plan that is tried is rewritten for real and run on
     all samples. Measurements are written to FOLDER.part: after a stop, the same command continues from there. If no
-    plan keeps the budget, the exit code is 1 and nothing is written. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
+    plan keeps the budget, the exit code is 1 and nothing is written. Needs room for a copy of an ONNX MODEL in the
+    temporary folder (TMPDIR).
     """
     from mxfp8_graph.evidence.tuning import text
     from mxfp8_graph.evidence.tuning.result import BudgetNotMetError
