@@ -113,3 +113,41 @@ def test_every_sample_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     missing = [sample.name for sample in SAMPLES if sample.name not in text]
     assert not missing, f"README.md does not mention {missing}"
+
+
+COLUMNS = {
+    "OpenVINO int8 weights": "OpenVINO bf16, int8 weights",
+    "MatMulNBits 8-bit": "ORT MatMulNBits 8",
+    "int8 dynamic": "ORT int8 dynamic",
+}
+"""Contenders that docs/what_to_expect.md names more briefly than the result files."""
+
+
+def results(path: Path) -> dict[tuple[str, str], float]:
+    """Returns the milliseconds of (workload, contender) in the table of a result file."""
+    header, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    )  # fmt: skip
+    named = [dict(zip(header, row, strict=True)) for row in rows]
+    return {(row.get("workload") or f"M = {row['M']}", row["contender"]): float(row["ms"]) for row in named}
+
+
+def test_speeds_that_users_read_are_those_of_the_result_files() -> None:
+    page = ROOT / "docs/what_to_expect.md"
+    header: list[str] = []
+    compared = 0
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip(" *`") for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and cells[1:2] == ["ms"]:
+            header = cells
+        elif row := re.match(r"\| \[[^]]*\]\(([^)]*)\), ([^|]*) \|", line):
+            measured = results(page.parent / row[1])
+            ours = measured[row[2], header[0]]
+            assert float(cells[1]) == ours, line
+            for name, cell in zip(header[2:], cells[2:], strict=True):
+                if cell and name != "mean cosine":
+                    ratio = measured[row[2], COLUMNS.get(name, name)] / ours
+                    assert float(cell) == pytest.approx(ratio, rel=0.02, abs=0.005), f"{name}: {line}"
+                    compared += 1
+    assert compared > 150

@@ -36,7 +36,7 @@ SamplesPath = Annotated[
         "--inputs",
         metavar="DATA",
         help="Samples: an .npz file, a folder of .npz or .npy files (a sample per file), a .jsonl file (a sample per "
-        "line), or module:function (your code; it is run and yields mappings). Default: synthesised.",
+        "line), or module:function (runs your code, which yields mappings). Default: synthesised.",
     ),
 ]
 Dims = Annotated[
@@ -50,24 +50,27 @@ Seed = Annotated[int, typer.Option("--seed", help="Random seed for synthesised i
 TrustPickle = Annotated[
     bool,
     typer.Option(
-        "--trust-pickle", help="Let a .pt2 MODEL run code that it brings. Only for files of people you trust."
+        "--trust-pickle",
+        help="Let torch unpickle a .pt2 MODEL, which can run code of the file. Only for files that you trust.",
     ),
 ]
 Reports = Annotated[
     list[Path] | None,
-    typer.Option("--report", "--html", metavar="FILE", help="Write the result, .json or .html. Repeatable."),
+    typer.Option("--report", "--html", metavar="FILE", help="Write the result to a .json or .html file. Repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Set a field of the recipe, in YAML: embeddings=true. Repeatable."
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Set a field of the recipe, as in embeddings=true. VALUE is YAML. Repeatable.",
     ),
 ]
 AllowNonfinite = Annotated[
-    bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf instead of refusing them.")
+    bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf. Without it they are an error.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace outputs and reports that exist.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing outputs and reports.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
 
 

@@ -63,10 +63,10 @@ def compare(
     overwrite: Overwrite = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """Says what each recipe does to MODEL: errors at its outputs, size and latency.
+    """Measures each recipe on MODEL: errors at its outputs, size and latency.
 
-    Recipes of ours are rewritten and run; formats of others are emulated, and marked so. Needs room for the rewritten
-    models in the temporary folder; TMPDIR says where that is.
+    Recipes are rewritten and run; formats of other tools are emulated, and marked so. Needs room for the rewritten
+    models in the temporary folder (TMPDIR).
     """
     from mxfp8_graph.evidence import comparison_text
     from mxfp8_graph.evidence.compare import METRICS
@@ -107,7 +107,7 @@ def analyze(
     keep: Annotated[
         int | None,
         typer.Option(
-            "--keep", metavar="N", min=0, help="Exclude the N worst. Default: the fewest that do half of the damage."
+            "--keep", metavar="N", min=0, help="Exclude the N worst. Default: the fewest that cause half of the error."
         ),
     ] = None,
     report: Reports = None,
@@ -119,10 +119,10 @@ def analyze(
     allow_nonfinite: AllowNonfinite = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """Says which matmul hurts: the error at the outputs with each alone in MXFP8, and with all but it.
+    """Ranks the matmuls by error: at the outputs, with each alone in MXFP8, and with all others.
 
     Prints the matmuls, the worst first, and an exclude list to paste into a recipe. Takes two runs of the model per
-    matmul and sample. Needs room for a copy of an ONNX MODEL in the temporary folder; TMPDIR says where that is.
+    matmul and sample. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
     """
     from mxfp8_graph.evidence import analysis_text
     from mxfp8_graph.evidence.analyze import analyze as run_analysis
@@ -154,8 +154,8 @@ def tune(
         typer.Option(
             "--budget",
             metavar="BUDGET",
-            help="Limit to keep: cosine>=0.999 for the mean over all samples, worst_cosine>=0.99 for the worst sample. "
-            "Metrics: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable: all are kept.",
+            help="Limit: cosine>=0.999 for the mean over all samples, worst_cosine>=0.99 for the worst sample. "
+            "Metrics: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable, all apply.",
             show_default=False,
         ),
     ],
@@ -184,11 +184,12 @@ def tune(
     allow_nonfinite: AllowNonfinite = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """Looks for the smallest or fastest plan that keeps a budget: each matmul kept, or packed in one of several ways.
+    """Searches for the smallest or fastest plan that keeps a budget.
 
-    Every plan that is tried is rewritten for real and run on all samples. What is measured is written to FOLDER.part:
-    if it is stopped, the same command goes on from there. Exit code 1 if no plan keeps the budget; nothing is written
-    then. Needs room for a copy of an ONNX MODEL in the temporary folder; TMPDIR says where that is.
+    A plan keeps or packs each matmul, in one of several ways. Every plan that is tried is rewritten for real and run on
+    all samples. Measurements are written to FOLDER.part: after a stop, the same command continues from there. If no
+    plan keeps the budget, the exit code is 1 and nothing is written. Needs room for a copy of an ONNX MODEL in the
+    temporary folder (TMPDIR).
     """
     from mxfp8_graph.evidence.tuning import text
     from mxfp8_graph.evidence.tuning.result import BudgetNotMetError

@@ -15,13 +15,13 @@ from mxfp8_graph.terminal import say, show
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL]", help="An ONNX model to look at too.", show_default=False)
+        Path | None, typer.Argument(metavar="[MODEL]", help="An ONNX model to check too.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Says what works here and what is missing; of MODEL, what it is and what tools have done to it.
+    """Checks the installation; with MODEL, also its dialect and the changes that other tools made to it.
 
-    Exit code 2 if models cannot run, or MODEL is broken.
+    Exit code 2 if models cannot run, or MODEL is damaged.
     """
     from mxfp8_graph.doctor import diagnose, healthy, table
     from mxfp8_graph.file_diagnosis import diagnose_file
@@ -43,9 +43,9 @@ def doctor(
 
 
 def library_path() -> None:
-    """Prints where the native library is.
+    """Prints the path of the native library.
 
-    For RegisterCustomOpsLibrary in C, C++, C# or Rust.
+    RegisterCustomOpsLibrary in C, C++, C# or Rust needs it.
     """
     from mxfp8_ops import cpu
 

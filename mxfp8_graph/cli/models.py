@@ -45,29 +45,30 @@ def rewrite(
         typer.Option(
             "--exclude",
             metavar="REGEX",
-            help="Keep matmuls whose name or module path matches; beside the recipe's own. Repeatable.",
+            help="Keep matmuls whose name or module path matches, in addition to the recipe's. Repeatable.",
         ),
     ] = None,
     no_fuse: Annotated[
         bool,
-        typer.Option("--no-fuse", help="ONNX: leave activations, normalizations and attention beside matmuls alone."),
+        typer.Option("--no-fuse", help="ONNX: do not fuse activations, normalizations and attention."),
     ] = False,
     runs_on: Annotated[
         Literal["cpu"] | None,
-        typer.Option("--for", help="ONNX: use float32 where ONNX Runtime has no kernels for 16-bit dtypes there."),
+        typer.Option("--for", help="ONNX: use float32 for ops without 16-bit kernels in ONNX Runtime's CPU provider."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
     report: Reports = None,
     json: Json = False,
     external_data: Annotated[
-        ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: as the model has them.")
+        ExternalData, typer.Option("--external-data", help="Write weights to OUTPUT.data; auto: as in MODEL.")
     ] = ExternalData.auto,
     overwrite: Overwrite = False,
     allow_nonfinite: AllowNonfinite = False,
     training: Annotated[
         bool,
         typer.Option(
-            "--training", help=".pt2: keep weights as trainable parameters; of a packed program, train the others."
+            "--training",
+            help=".pt2: keep weights as trainable parameters. In a packed program the packed weights stay frozen.",
         ),
     ] = False,
     weights: Annotated[
@@ -84,7 +85,7 @@ def rewrite(
         typer.Option(
             "--weight-names",
             metavar="FILE.json",
-            help="JSON object that maps names of the model to names of the checkpoint, where they differ.",
+            help="JSON object that maps names in the model to different names in the checkpoint.",
             show_default=False,
         ),
     ] = None,
@@ -142,7 +143,7 @@ def verify(
             "--max-rel-l2",
             metavar="X",
             min=0,
-            help="Limit of each output's relative L2 error. Default: 0.5 for floating-point ones, none for integers.",
+            help="Limit of each output's relative L2 error. Default: 0.5 for floats, none for integers.",
             show_default=False,
         ),
     ] = None,
@@ -155,9 +156,9 @@ def verify(
 ) -> None:
     """Compares a rewritten model with its original.
 
-    Prints the error of each output, and how far our kernels are from the function bodies in the file. The verdict
-    answers two questions: do kernels compute what the nodes say, and are the outputs close to the original's? Exit code
-    1 if not: if a kernel disagrees with its function body, if an error is above --max-rel-l2, if a NaN or Inf is in
+    Prints the error of each output, and the distance of the native kernels from the function bodies in the file. The
+    verdict answers two questions: do kernels compute what the nodes say, and are the outputs close to the original's?
+    Exit code 1 if a kernel disagrees with its function body, if an error is above --max-rel-l2, if a NaN or Inf is in
     only one of the outputs, or if an output has no finite value to compare.
     """
     from mxfp8_graph.checking import text
@@ -184,7 +185,7 @@ def run(
     inputs: SamplesPath = None,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Number of timed runs.", min=1)] = 10,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also say which kernel each node ran, and how long.")
+        bool, typer.Option("--profile", help="Also print the kernel and the time of each node.")
     ] = False,
     dim: Dims = None,
     seed: Seed = 0,
@@ -193,7 +194,7 @@ def run(
     overwrite: Overwrite = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """Runs a model with our kernels and times it; of several samples, the first."""
+    """Runs a model with the native kernels, on the first sample, and times it."""
     from mxfp8_graph.checking import text
     from mxfp8_graph.checking.runner import run_model
 

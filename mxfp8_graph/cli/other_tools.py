@@ -39,28 +39,28 @@ def from_hf(
     recipe: Annotated[
         str | None,
         recipe_option(
-            f"{presets.choices()}. Default: mxfp8, or mxfp8-weight-only if the checkpoint leaves activations alone.",
+            f"{presets.choices()}. Default: mxfp8, or mxfp8-weight-only if the checkpoint quantizes weights only.",
             show_default=False,
         ),
     ] = None,
     settings: Settings = None,
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"],
-        typer.Option("--dtype", help="Dtype of everything that is not MXFP8."),
+        typer.Option("--dtype", help="Dtype of all values that are not MXFP8."),
     ] = "float32",
     opset: Annotated[int, typer.Option("--opset", metavar="N", help="ONNX opset version, 21 or later.")] = 21,
     report: Reports = None,
     json: Json = False,
     external_data: Annotated[
-        ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: yes.")
+        ExternalData, typer.Option("--external-data", help="Write weights to OUTPUT.data; auto: yes.")
     ] = ExternalData.auto,
     overwrite: Overwrite = False,
     allow_nonfinite: AllowNonfinite = False,
     verbose: Verbose = False,
 ) -> None:
-    """Makes an ONNX model of a Hugging Face folder with MXFP8 weights.
+    """Makes an ONNX model from a Hugging Face folder with MXFP8 weights.
 
-    Their bytes are copied, and so is everything else. Nothing in the folder is executed.
+    Copies the bytes of all tensors. Nothing in the folder is executed.
     """
     from mxfp8_graph import hugging_face
 
@@ -90,8 +90,8 @@ def convert(
             "--to",
             metavar="DIALECT",
             autocompletion=completed(("mxfp8", "qdq", "trt", "ort-cuda", "standard")),
-            help="mxfp8 (ours), qdq (standard Q/DQ), trt (TensorRT), ort-cuda (ONNX Runtime's CUDA op) or standard "
-            "(standard ops alone).",
+            help="mxfp8 (of rewrite), qdq (standard Q/DQ), trt (TensorRT), ort-cuda (ONNX Runtime's CUDA op) or "
+            "standard (only standard ops).",
             show_default=False,
         ),
     ],
@@ -103,21 +103,21 @@ def convert(
         typer.Option(
             "--allow",
             metavar="LOSS",
-            help="Accept a loss that the dialect makes necessary: activations (not quantized any more), rounding "
-            "(another one of their scales), half (products in float16). Repeatable.",
+            help="Accept a loss in the dialect: activations (no longer quantized), rounding (their scales are rounded "
+            "differently), half (products in float16 or bfloat16). Repeatable.",
         ),
     ] = None,
     external_data: Annotated[
-        ExternalData, typer.Option("--external-data", help="Weights in OUTPUT.data; auto: as the model has them.")
+        ExternalData, typer.Option("--external-data", help="Write weights to OUTPUT.data; auto: as in MODEL.")
     ] = ExternalData.auto,
     overwrite: Overwrite = False,
     report: Reports = None,
     json: Json = False,
 ) -> None:
-    """Writes an MXFP8 model of any dialect in another one; elements and scales stay the same bytes.
+    """Converts an MXFP8 model from one dialect to another; elements and scales stay the same bytes.
 
-    Reads ours, TensorRT's (modelopt, TransformerEngine), standard Q/DQ, ONNX Runtime's CUDA op and Quark's, and says
-    what it found and what the other dialect cannot say.
+    Reads the nodes of rewrite, TensorRT (modelopt, TransformerEngine), standard Q/DQ, ONNX Runtime's CUDA op and Quark.
+    Prints the quantized values it reads and the losses in the other dialect.
     """
     from mxfp8_graph.dialects import convert as run_conversion
     from mxfp8_graph.report import text
@@ -130,9 +130,7 @@ def convert(
 
 
 def package(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="An ONNX model that rewrite made.", show_default=False)
-    ],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A rewritten ONNX model.", show_default=False)],
     *,
     host: Annotated[
         str,
@@ -147,15 +145,15 @@ def package(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", metavar="FOLDER", help="Describes MODEL: its configuration and tokenizer. Not for triton."
+            "--config", metavar="FOLDER", help="Folder with the configuration and tokenizer of MODEL. Not for triton."
         ),
     ] = None,
     root: Annotated[
         Path | None,
-        typer.Option("--root", metavar="PATH", help="triton: where the server sees FOLDER, if not there."),
+        typer.Option("--root", metavar="PATH", help="triton: path of FOLDER on the server, if it differs."),
     ] = None,
 ) -> None:
-    """Writes the folder that a serving program loads MODEL from, with the native library and configuration."""
+    """Writes a folder with MODEL, the native library and a configuration, from which a serving program loads it."""
     from mxfp8_graph import hosts
 
     typer.echo(printable(str(hosts.package(model, host, output, config=config, root=root))))
