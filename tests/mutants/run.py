@@ -9,6 +9,7 @@ stopped run goes on; remove the folder to begin again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -50,6 +51,10 @@ AREAS = {
 CPP_TESTS = "tests/mxfp8_ops/test_*.py"
 FIRST_TESTS = 25
 """So many tests run before all others that reach a mutant: most mutants are killed by these, in seconds."""
+MOST_SECONDS = 60.0
+"""Tests of so many seconds run for one mutant, the quickest that reach it. The whole suite reaches some places, and a
+mutant that survives all of it would take minutes; so a survivor is one of these tests.
+"""
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,13 @@ class Runner:
         first, last = mutant.lines
         tests = {test for line in range(first, last + 1) for test in reached.get(line, [])}
         files = {test for test in tests if "::" not in test}
-        return sorted({test for test in tests if test.partition("::")[0] not in files} | files, key=self.cost)
+        return self.affordable({test for test in tests if test.partition("::")[0] not in files} | files)
+
+    def affordable(self, tests: set[str]) -> list[str]:
+        """Returns the quickest of the tests, up to MOST_SECONDS in all."""
+        ordered = sorted(tests, key=lambda test: (self.cost(test), test))
+        sums = itertools.accumulate(map(self.cost, ordered))
+        return [test for test, seconds in zip(ordered, sums, strict=True) if seconds <= MOST_SECONDS] or ordered[:1]
 
     def cost(self, test: str) -> float:
         """Returns the seconds of a test, or of all tests of a file."""
@@ -168,8 +179,9 @@ class Runner:
         return sum(seconds for name, seconds in self.seconds.items() if name.startswith(f"{test}::"))
 
     def run_cpp_tests(self, library: Path) -> tuple[str, str]:
-        tests = sorted({str(path.relative_to(ROOT)) for path in ROOT.glob(CPP_TESTS)}, key=self.cost)
-        return self.run_tests([test for test in tests if self.cost(test)], MUTANT_LIBRARY=str(library))
+        files = {str(path.relative_to(ROOT)) for path in ROOT.glob(CPP_TESTS)}
+        tests = sorted((test for test in self.seconds if test.partition("::")[0] in files), key=self.cost)
+        return self.run_tests(tests, MUTANT_LIBRARY=str(library))
 
     def run_tests(self, tests: list[str], **environment: str) -> tuple[str, str]:
         """Runs tests until one fails; returns the outcome and the test that failed."""
