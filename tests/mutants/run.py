@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,6 +56,9 @@ MOST_SECONDS = 60.0
 """Tests of so many seconds run for one mutant, the quickest that reach it. The whole suite reaches some places, and a
 mutant that survives all of it would take minutes; so a survivor is one of these tests.
 """
+
+MOST_CPP_SECONDS = 180.0
+"""The same for a change of C++, of which is not known which tests reach it."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +170,11 @@ class Runner:
         files = {test for test in tests if "::" not in test}
         return self.affordable({test for test in tests if test.partition("::")[0] not in files} | files)
 
-    def affordable(self, tests: set[str]) -> list[str]:
-        """Returns the quickest of the tests, up to MOST_SECONDS in all."""
+    def affordable(self, tests: Iterable[str], most: float = MOST_SECONDS) -> list[str]:
+        """Returns the quickest of the tests, up to so many seconds in all."""
         ordered = sorted(tests, key=lambda test: (self.cost(test), test))
         sums = itertools.accumulate(map(self.cost, ordered))
-        return [test for test, seconds in zip(ordered, sums, strict=True) if seconds <= MOST_SECONDS] or ordered[:1]
+        return [test for test, seconds in zip(ordered, sums, strict=True) if seconds <= most] or ordered[:1]
 
     def cost(self, test: str) -> float:
         """Returns the seconds of a test, or of all tests of a file."""
@@ -180,7 +184,7 @@ class Runner:
 
     def run_cpp_tests(self, library: Path) -> tuple[str, str]:
         files = {str(path.relative_to(ROOT)) for path in ROOT.glob(CPP_TESTS)}
-        tests = sorted((test for test in self.seconds if test.partition("::")[0] in files), key=self.cost)
+        tests = self.affordable((test for test in self.seconds if test.partition("::")[0] in files), MOST_CPP_SECONDS)
         return self.run_tests(tests, MUTANT_LIBRARY=str(library))
 
     def run_tests(self, tests: list[str], **environment: str) -> tuple[str, str]:
