@@ -226,10 +226,10 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
     float sum = 0.0f;
 #pragma unroll
     for (int p = X::parts - 1; p >= 0; --p) {
-      float part = p == 0 ? start : 0.0f;
+      float part_sum = p == 0 ? start : 0.0f;
 #pragma unroll
-      for (int d = 0; d < DEEP; ++d) part += parts[(d * ROWS + r) * (TOKENS + 1) + token * X::parts + p];
-      sum = p == X::parts - 1 ? part : sum * 0x1p-8f + part;
+      for (int d = 0; d < DEEP; ++d) part_sum += parts[(d * ROWS + r) * (TOKENS + 1) + token * X::parts + p];
+      sum = p == X::parts - 1 ? part_sum : sum * 0x1p-8f + part_sum;
     }
     if (X::parts > 1 && magnitude(sum) >= INFINITY_BITS) {
       sum = start;
