@@ -3,7 +3,7 @@
 A row is a Python and a choice of versions: `3.10-lowest` takes the lowest that pyproject.toml declares of every direct
 dependency, `3.13-newest` the newest that the package index has. Each row gets two fresh environments: one with the
 runtime dependencies alone, where a model is rewritten, verified and run (`wheel_trial.py`), and one with the extras
-`torch` and `test`, where pytest runs. What follows `--` goes to pytest in place of what `make test` gives it.
+`torch` and `test`, where pytest runs. Arguments after `--` go to pytest in place of those of `make test`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def install(python: str, folder: Path, wheel: Path, extras: list[str], arguments
     more.write_text("\n".join(arguments.extra))
     # A marker that never holds takes a package out, also where another one requires it.
     without.write_text("".join(f"{name}; sys_platform == 'none'\n" for name in arguments.without))
-    # What "direct" is, uv sees in the project, not in a wheel.
+    # uv finds direct dependencies in a project, not in a wheel.
     choice = [
         "--resolution",
         RESOLUTIONS[folder.parent.name.split("-")[1]],
@@ -75,7 +75,7 @@ def versions(python: Path) -> list[str]:
 
 
 def run_suite(python: Path, folder: Path, words: list[str]) -> str:
-    """Returns what pytest counted; what failed and why is in `tests.txt` in the folder."""
+    """Returns the counts of pytest; `tests.txt` in the folder has the failures."""
     report, log = folder / "tests.xml", folder / "tests.txt"
     report.unlink(missing_ok=True)
     command = [python.with_name("pytest"), f"--junitxml={report}", *words]
@@ -90,7 +90,7 @@ def run_suite(python: Path, folder: Path, words: list[str]) -> str:
 
 
 def try_row(row: str, python: str, wheel: Path, arguments: argparse.Namespace) -> tuple[list[str], str, str]:
-    """Returns versions, what the runtime dependencies alone did, and what the tests did."""
+    """Returns versions, the outcome with the runtime dependencies alone, and the outcome of the tests."""
     folder = arguments.out / row
     folder.mkdir(parents=True, exist_ok=True)
     bare = install(python, folder / "runtime", wheel, [], arguments)

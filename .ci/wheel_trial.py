@@ -1,4 +1,4 @@
-"""What a user of an installed wheel does first: a model is rewritten, runs and is verified. Needs no torch."""
+"""Does the first steps of a user of an installed wheel: rewrites a model, runs and verifies it. Needs no torch."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ GLIBC = "2.17"
 PROCESSORS = ("x86_64", "aarch64")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 MOST_BYTES = 5_000_000
-"""What a wheel may weigh."""
+"""The most bytes of a wheel."""
 MOST_SECONDS = 15
-"""What installing one may take besides downloads."""
+"""The most seconds that installing one may take, besides downloads."""
 
 
 def build_sdist(out: Path) -> Path:

@@ -94,20 +94,20 @@ def session(sizes: Sizes, activation_dtype: int | None) -> Callable[[], object]:
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
     content = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
     if ours:
-        made = ort.session(content, session_options=options())
+        inference_session = ort.session(content, session_options=options())
     else:
-        made = onnxruntime.InferenceSession(content, options(), providers=["CPUExecutionProvider"])
-    binding = made.io_binding()
+        inference_session = onnxruntime.InferenceSession(content, options(), providers=["CPUExecutionProvider"])
+    binding = inference_session.io_binding()
     shapes = {"y": (sizes.batch, sizes.rows, sizes.heads * sizes.d)}
     shapes |= dict.fromkeys((name for name in presents if name), (*past[:2], length, sizes.d))
-    kept = [binding, arrays, made]
+    alive = [binding, arrays, inference_session]
     for name, x in arrays.items():
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(x))
     for name, shape in shapes.items():
         room = np.zeros(shape, np.float32)
-        kept.append(room)
+        alive.append(room)
         binding.bind_output(name, "cpu", 0, np.float32, shape, room.ctypes.data)
-    return lambda: (made.run_with_iobinding(binding), kept)[0]
+    return lambda: (inference_session.run_with_iobinding(binding), alive)[0]
 
 
 def main() -> None:

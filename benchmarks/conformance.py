@@ -2,8 +2,8 @@
 
 Each quantizes every pattern of a float32's upper 16 bits, alone in its block, and every amax at, one bit below and one
 bit above where a rule of scales steps (the groups `patterns` and `boundaries` of `mxfp8_ops.conformance`), to E4M3.
-They are compared with our reference under the scale rounding that is nearest. Another rule is no error: what
-OCP MX v1.0 describes in section 6.3, "floor" here, is one way to make a block.
+They are compared with our reference under the scale rounding that is nearest. Another rule is not an error: OCP MX v1.0
+describes one way to make a block in section 6.3, "floor" here.
 
 Peers run in processes of their own (conformance_peers.py names their packages), here or where `--python` says:
 
@@ -33,7 +33,7 @@ from mxfp8_ops.formats import E4M3, ELEMENT_NAN, SCALE_ROUNDINGS
 from mxfp8_ops.onnx_functions import functions
 
 Answer = tuple[np.ndarray, ...]
-"""Elements and scales, or of those that have no codes the values alone."""
+"""Elements and scales; the values alone of a quantizer that returns no codes."""
 Quantize = Callable[[np.ndarray, str], Answer]
 
 COLUMNS = (
@@ -53,16 +53,16 @@ NOTES = (
     "Numbers are of blocks that differ from our NumPy reference under the rule that is nearest to each quantizer; "
     "ceil, floor and even are our words for it. "
     "Bytes are scale and elements, a NaN of either sign being one; values are what they stand for. "
-    "Another rule, or another byte for the same value, is no error.",
+    "Another rule, or another byte for the same value, is not an error.",
     "A quantizer without bytes has none to compare: it gives values back (fake quantization).",
-    "First that differs: a value, what the quantizer gives for it (scale code and element, or value), and what the "
+    "First that differs: a value, the answer of the quantizer (scale code and element, or value), and that of the "
     "reference does; finite ones before NaN and infinity.",
 )
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What is quantized: one group, each row a block of 32, the first values of the group and zeros."""
+    """The values to quantize: one group, each row a block of 32, the first values of the group and zeros."""
 
     x: np.ndarray
     reference: dict[str, Answer]
@@ -94,8 +94,8 @@ class Compared:
 def compared(blocks: Blocks, rounding: str, answer: Answer) -> Compared:
     """Returns where an answer is not the reference's."""
     elements, scales, values = blocks.reference[rounding]
-    given = answer[0] if len(answer) == 1 else numerics.dequantize(*answer)
-    differ = ~((given == values) | (np.isnan(given) & np.isnan(values))).all(1)
+    actual = answer[0] if len(answer) == 1 else numerics.dequantize(*answer)
+    differ = ~((actual == values) | (np.isnan(actual) & np.isnan(values))).all(1)
     if len(answer) == 1:
         return Compared(None, differ)
     return Compared((_plain(answer[0]) != elements).any(1) | (answer[1] != scales).any(1), differ)
@@ -114,17 +114,17 @@ def row(name: str, version: str, answers: dict[str, list[Answer]], groups: list[
         answers: by each scale rounding that it may be compared with, one for each of `groups`.
         groups: the patterns and the boundaries.
     """
-    found = {
-        rounding: [compared(blocks, rounding, answer) for blocks, answer in zip(groups, given, strict=True)]
-        for rounding, given in answers.items()
+    compared_groups = {
+        rounding: [compared(blocks, rounding, answer) for blocks, answer in zip(groups, of_groups, strict=True)]
+        for rounding, of_groups in answers.items()
     }
 
     def finite(rounding: str) -> int:
-        pairs = zip(groups, found[rounding], strict=True)
+        pairs = zip(groups, compared_groups[rounding], strict=True)
         return sum(int((_any(each) & blocks.finite).sum()) for blocks, each in pairs)
 
-    rule = min(found, key=finite)
-    patterns, boundaries = found[rule]
+    rule = min(compared_groups, key=finite)
+    patterns, boundaries = compared_groups[rule]
     alone = groups[0].finite
     return [
         name,
@@ -135,7 +135,7 @@ def row(name: str, version: str, answers: dict[str, list[Answer]], groups: list[
         _count(_any(patterns), ~alone),
         _count(boundaries.bytes, True),
         _count(boundaries.values, True),
-        next(_examples(groups, answers[rule], found[rule], rule), ""),
+        next(_examples(groups, answers[rule], compared_groups[rule], rule), ""),
     ]
 
 
@@ -147,22 +147,22 @@ def _count(differ: np.ndarray | None, where: np.ndarray | bool) -> str:
     return "-" if differ is None else f"{int((differ & where).sum()):,}"
 
 
-def _examples(groups: list[Blocks], answers: list[Answer], found: list[Compared], rule: str) -> Iterator[str]:
+def _examples(groups: list[Blocks], answers: list[Answer], results: list[Compared], rule: str) -> Iterator[str]:
     """Yields blocks that differ, finite ones first."""
     for finite in (True, False):
-        for blocks, answer, each in zip(groups, answers, found, strict=True):
+        for blocks, answer, each in zip(groups, answers, results, strict=True):
             for at in np.flatnonzero(_any(each) & (blocks.finite == finite))[:1]:
                 elements, scales, values = (part[at] for part in blocks.reference[rule])
-                given = answer[0][at]
-                differ = given != (values if len(answer) == 1 else elements)
+                actual = answer[0][at]
+                differ = actual != (values if len(answer) == 1 else elements)
                 if len(answer) == 2 and answer[1][at, 0] != scales[0]:  # for the reason, which amax is
                     differ = blocks.x[at].view(np.uint32) & 0x7FFFFFFF
                 which = int(np.argmax(differ))
                 x = f"{blocks.x[at, which]:.9g}"
                 if len(answer) == 1:
-                    yield f"{x}: {given[which]:.7g}, not {values[which]:.7g}"
+                    yield f"{x}: {actual[which]:.7g}, not {values[which]:.7g}"
                 else:
-                    yield f"{x}: {answer[1][at, 0]} {given[which]:02x}, not {scales[0]} {elements[which]:02x}"
+                    yield f"{x}: {answer[1][at, 0]} {actual[which]:02x}, not {scales[0]} {elements[which]:02x}"
 
 
 def ours() -> Iterator[tuple[str, Quantize]]:
@@ -252,9 +252,9 @@ def rows_of_rules(groups: list[Blocks]) -> Iterator[list[str]]:
     """Yields a row for each peer that cannot run without a GPU: its published rule, written out."""
     for rule in RULES:
         if rule.name in WRITTEN_OUT:
-            given = [rule.quantize(blocks.x, element_format="e4m3") for blocks in groups]
+            answers = [rule.quantize(blocks.x, element_format="e4m3") for blocks in groups]
             name = f"{rule.name}: its rule written out ({WRITTEN_OUT[rule.name]})"
-            yield row(name, "", dict.fromkeys(SCALE_ROUNDINGS, given), groups)
+            yield row(name, "", dict.fromkeys(SCALE_ROUNDINGS, answers), groups)
 
 
 def rows_of_peers(groups: list[Blocks], pythons: dict[str, str]) -> Iterator[list[str]]:
@@ -263,16 +263,16 @@ def rows_of_peers(groups: list[Blocks], pythons: dict[str, str]) -> Iterator[lis
         settings = {"quantizer": name, "element_format": "e4m3"}
         try:
             peer = Peer("conformance_peers.py", settings, python=pythons.get(name.split()[0], sys.executable))
-            given = []
+            outputs = []
             for blocks in groups:
                 peer.feed({"x": blocks.x})
-                given.append(peer.output())
+                outputs.append(peer.output())
             peer.close()
         except RuntimeError as error:
             absent = "PackageNotFoundError" in str(error) or "ModuleNotFoundError" in str(error)
             yield [name, "not installed" if absent else str(error), *[""] * (len(COLUMNS) - 2)]
             continue
-        answers = [(y[:, :32], y[:, 32:]) if y.dtype == np.uint8 else (y,) for y in given]
+        answers = [(y[:, :32], y[:, 32:]) if y.dtype == np.uint8 else (y,) for y in outputs]
         yield row(name, peer.version, dict.fromkeys(SCALE_ROUNDINGS, answers), groups)
 
 
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="where a peer is installed")
     parser.add_argument("--quick", action="store_true", help="ours alone; nothing is written")
     options = parser.parse_args()
-    pythons = dict(given.partition("=")[::2] for given in options.python)
+    pythons = dict(argument.partition("=")[::2] for argument in options.python)
     unknown = set(pythons) - {name.split()[0] for name in QUANTIZERS}
     if unknown or not all(pythons.values()):
         peers = dict.fromkeys(name.split()[0] for name in QUANTIZERS)

@@ -24,7 +24,7 @@ def _codes(elements: Any, scales: Any) -> np.ndarray:
 
 
 def torchao(mode: str) -> Quantize:
-    """Of `to_mx`: mode is one of its ScaleCalculationMode."""
+    """Runs `to_mx`: mode is one of its ScaleCalculationMode."""
 
     def quantize(x: np.ndarray, element_format: str) -> np.ndarray:
         import torch
@@ -39,7 +39,7 @@ def torchao(mode: str) -> Quantize:
 
 
 def modelopt(x: np.ndarray, element_format: str) -> np.ndarray:
-    """Of MXFP8QTensor."""
+    """Runs MXFP8QTensor."""
     import torch
     from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
 
@@ -48,7 +48,7 @@ def modelopt(x: np.ndarray, element_format: str) -> np.ndarray:
 
 
 def quark(mode: str) -> Quantize:
-    """Of `fake_quantize_mx`: values; mode is its scale_calculation_mode."""
+    """Runs `fake_quantize_mx`, which returns values; mode is its scale_calculation_mode."""
 
     def quantize(x: np.ndarray, element_format: str) -> np.ndarray:
         import torch
@@ -63,7 +63,7 @@ def quark(mode: str) -> Quantize:
 
 
 def auto_round(x: np.ndarray, element_format: str) -> np.ndarray:
-    """Of `quant_mx`: its shared exponents, and the elements that its values are under them."""
+    """Runs `quant_mx`: its shared exponents, and its values as elements under them."""
     import torch
     from auto_round.data_type.mxfp import quant_mx
 
@@ -75,7 +75,7 @@ def auto_round(x: np.ndarray, element_format: str) -> np.ndarray:
 
 
 def compressed_tensors(x: np.ndarray, element_format: str) -> np.ndarray:
-    """Of the MXFP8 compressor, with the scales of its observers' `calculate_qparams`."""
+    """Runs the MXFP8 compressor, with the scales of its observers' `calculate_qparams`."""
     import torch
     from compressed_tensors.compressors.mx_utils import compress_mx_scale
     from compressed_tensors.quantization import QuantizationArgs
@@ -93,7 +93,7 @@ def compressed_tensors(x: np.ndarray, element_format: str) -> np.ndarray:
 
 
 def nncf(x: np.ndarray, element_format: str) -> np.ndarray:
-    """Of the weight compression to MXFP8_E4M3, which OpenVINO runs."""
+    """Runs the weight compression to MXFP8_E4M3, which OpenVINO runs."""
     import ml_dtypes  # noqa: F401 - NumPy's float8
     from nncf import CompressWeightsMode
     from nncf.quantization.algorithms.weight_compression.config import WeightCompressionConfig
@@ -109,21 +109,21 @@ def nncf(x: np.ndarray, element_format: str) -> np.ndarray:
 
 
 def gfloat(x: np.ndarray, element_format: str) -> np.ndarray:
-    """Of `encode_block`, with its `compute_scale_amax`."""
+    """Runs `encode_block`, with its `compute_scale_amax`."""
     from gfloat import encode_block, formats
     from gfloat.block import compute_scale_amax
 
     info = getattr(formats, f"format_info_mxfp8_{element_format}")
     blocks = x.reshape(-1, 32).astype(np.float64)
-    made = np.empty((len(blocks), 33), np.uint8)
-    for row, values in zip(made, blocks, strict=True):
+    codes = np.empty((len(blocks), 33), np.uint8)
+    for row, values in zip(codes, blocks, strict=True):
         scale = compute_scale_amax(info.etype.emax, values)
         row[:] = list(encode_block(info, scale, values / scale))
-    return _codes(made[:, 1:].reshape(x.shape), made[:, 0].reshape(len(x), -1))
+    return _codes(codes[:, 1:].reshape(x.shape), codes[:, 0].reshape(len(x), -1))
 
 
 def microxcaling(x: np.ndarray, element_format: str) -> np.ndarray:
-    """Of Microsoft's `quantize_mx_op` in the copy that neural-compressor has, with its default rounding: values."""
+    """Runs Microsoft's `quantize_mx_op` in neural-compressor's copy, with its default rounding; it returns values."""
     import torch
     from neural_compressor.torch.algorithms.mx_quant.utils import quantize_mx_op
 
@@ -131,7 +131,7 @@ def microxcaling(x: np.ndarray, element_format: str) -> np.ndarray:
 
 
 def brevitas(x: np.ndarray, element_format: str) -> np.ndarray:
-    """Of MXFloat8e4m3Weight on a linear layer: values."""
+    """Runs MXFloat8e4m3Weight on a linear layer; it returns values."""
     import torch
     from brevitas.nn import QuantLinear
     from brevitas.quant.mx_quant_ocp import MXFloat8e4m3Weight

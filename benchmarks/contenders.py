@@ -37,7 +37,7 @@ OPENVINO = {
     OV_MXFP8: ("bf16", "mxfp8"),
     "OpenVINO fp32": ("f32", "as they are"),
 }
-"""What it computes in, and what NNCF makes of the weights."""
+"""The precision of its sums, and the format of the weights by NNCF."""
 COMPARED = (STOCK, BEST, BITS8, INT8, OV_BF16, OV_INT8, OV_MXFP8, LLAMA)
 """Each has a column that says how many times as fast ours is."""
 
@@ -46,7 +46,7 @@ Found = TypeVar("Found")
 
 
 class Runner(Protocol):
-    """A model that somebody has opened. A call returns seconds if it ran in another process."""
+    """An open model. A call returns seconds if it ran in another process."""
 
     def feed(self, feeds: Feeds) -> None:
         """Sets the inputs of the calls that follow."""
@@ -70,7 +70,7 @@ class Session:
 
     def feed(self, feeds: Feeds) -> None:
         """Takes those inputs that the model has."""
-        self._feeds = {given.name: feeds[given.name] for given in self._session.get_inputs()}
+        self._feeds = {port.name: feeds[port.name] for port in self._session.get_inputs()}
 
     def __call__(self) -> None:
         """Runs the model once."""
@@ -107,7 +107,7 @@ class Workload:
 
 @dataclass
 class Outcome:
-    """What one contender did on one workload."""
+    """The result of one contender on one workload."""
 
     timings: list[Timing] = field(default_factory=list)
     speeds: list[float] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Field:
         recipes: ours, by name.
         openvino: an interpreter that has openvino and nncf, or None.
         llama: opens llama.cpp's form of the model, or None.
-        together: how many run in one heat besides `STOCK`, which runs in all: what the memory has room for.
+        together: how many run in one heat besides `STOCK`, which runs in all: as many as fit in memory.
     """
 
     def __init__(
@@ -174,11 +174,11 @@ class Field:
     def _heat(self, workload: Workload, runners: dict[str, Runner], outcomes: dict[str, Outcome]) -> None:
         outputs: dict[str, list[np.ndarray]] = {}
         for name, runner in list(runners.items()):
-            found = self._try(name, functools.partial(outputs_of, runner, workload))
-            if found is None:
+            vectors = self._try(name, functools.partial(outputs_of, runner, workload))
+            if vectors is None:
                 runners.pop(name).close()
             else:
-                outputs[name] = found
+                outputs[name] = vectors
         timings = take_turns(runners, rounds=workload.rounds)
         self.notes += [f"{workload.label}: {note}" for note in noise_notes(timings)]
         for name, timing in timings.items():
@@ -245,17 +245,17 @@ class Field:
 
 def outputs_of(runner: Runner, workload: Workload) -> list[np.ndarray]:
     """Returns what a contender answers to each of the feeds; the first remain set."""
-    found = []
+    answers = []
     for feeds in [*workload.feeds[1:], workload.feeds[0]]:
         runner.feed(feeds)
-        found.append(workload.vectors(runner.output()))
-    return found
+        answers.append(workload.vectors(runner.output()))
+    return answers
 
 
-def cosines(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+def cosines(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Returns the cosine of each pair of rows."""
-    lengths = np.linalg.norm(expected, axis=1) * np.linalg.norm(found, axis=1)
-    return np.asarray((expected * found).sum(axis=1) / lengths)
+    lengths = np.linalg.norm(expected, axis=1) * np.linalg.norm(actual, axis=1)
+    return np.asarray((expected * actual).sum(axis=1) / lengths)
 
 
 COLUMNS = ["workload", "contender", "ms", "spread", *(f"x {name}" for name in COMPARED), "mean cosine", "worst cosine"]

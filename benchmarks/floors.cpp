@@ -1,4 +1,4 @@
-// What the machine can do at best, measured: read bandwidth and the rate of bf16 and fp32 multiply-adds.
+// The limits of the machine, measured: read bandwidth and the rate of bf16 and fp32 multiply-adds.
 // Compiled by floors.py for the machine it runs on.
 #include <immintrin.h>
 #include <pthread.h>

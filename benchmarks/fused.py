@@ -49,8 +49,8 @@ def session(
             dtype = TensorProto.UINT8 if name.endswith("_s") else TensorProto.FLOAT8E4M3FN
             tensors.append(helper.make_tensor(name, dtype, array.shape, array.tobytes(), raw=True))
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, array.shape) for name, array in inputs.items()]
-    made = [helper.make_tensor_value_info(name, dtype_of(name), None) for name in results.split()]
-    graph = helper.make_graph(nodes, "nodes", ports, made, tensors)
+    outputs = [helper.make_tensor_value_info(name, dtype_of(name), None) for name in results.split()]
+    graph = helper.make_graph(nodes, "nodes", ports, outputs, tensors)
     imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     chosen = options()
@@ -159,9 +159,9 @@ def layers(products: Products, rows: int, how: str) -> Call:
             weight = rng.standard_normal((width, products.k), np.float32) / 20
             constants |= dict(zip((f"w{layer}_{i}", f"w{layer}_{i}_s"), cpu.quantize(weight), strict=True))
             constants[f"b{layer}_{i}"] = np.zeros(width, np.float32)
-            made = f"y{layer}_{i}"
-            nodes.append(node("MXFP8Gemm", f"a{layer} a{layer}_s w{layer}_{i} w{layer}_{i}_s b{layer}_{i}", made))
-            results.append(made)
+            output = f"y{layer}_{i}"
+            nodes.append(node("MXFP8Gemm", f"a{layer} a{layer}_s w{layer}_{i} w{layer}_{i}_s b{layer}_{i}", output))
+            results.append(output)
         if how == "split":
             parts = [f"z{layer}_{i}" for i in range(len(sizes))]
             nodes.append(node("Split", f"{results.pop()} sizes", " ".join(parts), axis=-1))

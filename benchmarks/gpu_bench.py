@@ -27,11 +27,11 @@ from mxfp8_ops.cuda import planner
 
 RESULTS = Path(__file__).parent / "results"
 SECTION_SECONDS = 150
-"""What a section may take at most."""
+"""The most seconds that a section may take."""
 
 
 def memory(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """What the speed of memory bounds: quantize, dequantize, fold."""
+    """The operations that the speed of memory bounds: quantize, dequantize, fold."""
     yield cases.memory_bound(rounds, 2 * size, size)
 
 
@@ -122,8 +122,8 @@ def measure(section: str, rounds: int, size: int, rows: Path) -> None:
     import torch
 
     with torch.inference_mode(), rows.open("a", encoding="utf-8") as file:
-        for found in SECTIONS[section](cases, rounds, size):
-            for row in found:
+        for batch in SECTIONS[section](cases, rounds, size):
+            for row in batch:
                 file.write(json.dumps(vars(row) | {"verdict": row.verdict}) + "\n")
                 file.flush()
 
@@ -170,13 +170,13 @@ def driver() -> str:
 
 def versions() -> str:
     """Returns the versions of what was measured with."""
-    found = {"driver": driver()}
+    numbers = {"driver": driver()}
     for package in ("torch", "cupy-cuda13x", "cupy-cuda12x"):
         try:
-            found[package] = importlib.metadata.version(package)
+            numbers[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    return ", ".join(f"{name} {version}" for name, version in numbers.items())
 
 
 def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""What gpu_bench.py measures: each function returns rows of its table. gpu_timing.py says how.
+"""The cases of gpu_bench.py: each function returns rows of its table. gpu_timing.py takes the times.
 
 Data is random and not zero (zeros run faster), and outputs are poisoned before they are checked. `eager` alone counts
 the processor's time.
@@ -35,8 +35,8 @@ EAGER_CALLS = 200
 
 def queue() -> execution.Queue:
     """Returns torch's current stream and allocator."""
-    with torch_cuda._queue(torch.empty(0, device="cuda")) as found:
-        return found
+    with torch_cuda._queue(torch.empty(0, device="cuda")) as current:
+        return current
 
 
 def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
@@ -261,13 +261,13 @@ def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[
     for p in layers.packed:
         torch_cuda.keep_wide(*p)
         torch_cuda.keep_folded(*p)
-    kept = take_turns({name: cases[name] for name in ("cublas", *cases) if name != "weight-only"}, rounds)
+    times_kept = take_turns({name: cases[name] for name in ("cublas", *cases) if name != "weight-only"}, rounds)
     torch_cuda.forget_kept()
     rows = [Row(f"cuBLAS bf16 {label}", times["cublas"], 2 * m * n * k / times["cublas"] / 1e6, "TFLOP/s")]
-    for found, suffix in ((times, ""), (kept, ", weight kept")):
-        for name in [*found][1:]:
-            ratio, key = found["cublas"] / found[name], name + suffix
-            rows.append(Row(f"{key} {label}", found[name], ratio, "x cuBLAS", *targets.get(key, ())))
+    for medians, suffix in ((times, ""), (times_kept, ", weight kept")):
+        for name in [*medians][1:]:
+            ratio, key = medians["cublas"] / medians[name], name + suffix
+            rows.append(Row(f"{key} {label}", medians[name], ratio, "x cuBLAS", *targets.get(key, ())))
     if capability >= (8, 9):
         x, p = ops.quantize(layers.xs[0]), layers.packed[0]
         exact = ops.gemm(*x, *p).double()
@@ -380,7 +380,7 @@ def relative_error(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -
 
 
 def check(x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Fails unless the product is right: a fast wrong kernel is no result."""
+    """Fails unless the product is right: a fast kernel with wrong results does not count."""
     error = relative_error(x, packed)
     if not error < PRODUCT_ERROR:  # NaN fails too
         raise SystemExit(f"M={x.shape[0]}: relative error {error:.2e}, expected below 2^-8: the kernel is wrong")

@@ -1,4 +1,4 @@
-"""Launches one kernel at the size that its targets are for: what a profiler watches.
+"""Launches one kernel at the size that its targets are for, under a profiler.
 
     ncu --set full --launch-skip 2 --launch-count 1 --kernel-name regex:gemm_skinny python benchmarks/gpu_once.py skinny
 

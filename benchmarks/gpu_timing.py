@@ -19,7 +19,7 @@ Call = Callable[[], Any]
 LEAST_CALLS = 20
 """Calls in a graph: its start and end are then little of what is measured."""
 DELAY_CLOCKS = 1_000_000
-"""Of the GPU, before each sample: half a millisecond, longer than queuing a graph takes the processor."""
+"""Clocks that the GPU is busy before each sample: half a millisecond, longer than queuing a graph takes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """What the value says about the targets; empty without any."""
+        """The value compared with the targets, in words; empty without targets."""
         if self.must is None:
             return ""
         return (

@@ -12,7 +12,7 @@ from mxfp8_ops.cuda.planner import Measurement
 
 ANY = 2**63 - 1
 HEAD = """\
-// What variants of kernels took: variants.cpp takes the fastest. benchmarks/gpu_bench.py measures and writes this.
+// Measured times of kernel variants: variants.cpp takes the fastest. benchmarks/gpu_bench.py measures and writes this.
 //
 // Rows without a time say what there is to measure: no variant but the plain one runs for them. Cards of one compute
 // capability and one number of multiprocessors share their rows. Included by variants.cpp, within its namespace.
@@ -31,11 +31,11 @@ TAIL = """};
 
 def wanted(kernel: str) -> list[list[Measurement]]:
     """Returns what there is to measure of a kernel: the rows of its variants, a list for each size."""
-    found: dict[tuple[int, ...], list[Measurement]] = {}
+    groups: dict[tuple[int, ...], list[Measurement]] = {}
     for row in planner.measurements():
         if row.nanoseconds == 0 and planner.variants()[row.variant].kernel == kernel:
-            found.setdefault(row[5:], []).append(row)
-    return [*found.values()]
+            groups.setdefault(row[5:], []).append(row)
+    return [*groups.values()]
 
 
 def merged(old: Iterable[Measurement], new: Iterable[Measurement]) -> list[Measurement]:

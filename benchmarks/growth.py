@@ -1,9 +1,9 @@
 """Claim: the cost of a whole model grows smoothly with its work, and so does its memory: no cliff.
 
 An encoder of MiniLM's shape (with a position table for 4096 tokens, so its weights are random) on one sequence of 16 to
-4096 tokens, then on batches of 1 to 64 sequences of 128 tokens. Each contender runs each size in a process of its own,
-which tells its peak memory; those of one size take turns. Time should follow a smooth curve: something, plus something
-for every token, plus something for every pair of tokens in a sequence. That curve is fitted to each contender's times,
+4096 tokens, then on batches of 1 to 64 sequences of 128 tokens. Each contender runs each size in its own process,
+which reports its peak memory; those of one size take turns. Time should follow a smooth curve: a constant, plus a time
+for every token, plus a time for every pair of tokens in a sequence. That curve is fitted to each contender's times,
 and a cliff is a step from one size to the next that is `LIMIT` times the curve's. The step of the time per token is
 beside it.
 """
@@ -56,15 +56,15 @@ def curve(seconds: dict[Size, float]) -> dict[Size, float]:
 
 def openers(path: Path, openvino: str | None) -> dict[str, Callable[[], Peer]]:
     """Returns what starts each contender."""
-    found = {"ORT fp32": functools.partial(Peer, "ort_peer.py", {"model": str(path), "ours": False})}
+    peers = {"ORT fp32": functools.partial(Peer, "ort_peer.py", {"model": str(path), "ours": False})}
     for recipe in RECIPES:
         target = path.with_suffix(f".{recipe}.onnx")
         mxfp8_graph.rewrite(path, recipe, output=target, overwrite=True)
-        found[recipe] = functools.partial(Peer, "ort_peer.py", {"model": str(target), "ours": True})
+        peers[recipe] = functools.partial(Peer, "ort_peer.py", {"model": str(target), "ours": True})
     if openvino is not None:
         settings = {"model": str(path), "precision": "bf16", "weights": "as they are", "threads": THREADS}
-        found["OpenVINO bf16"] = functools.partial(Peer, "openvino_peer.py", settings, python=openvino)
-    return found
+        peers["OpenVINO bf16"] = functools.partial(Peer, "openvino_peer.py", settings, python=openvino)
+    return peers
 
 
 def measure(contenders: dict[str, Callable[[], Peer]], size: Size, rounds: int) -> Measured:
@@ -123,16 +123,16 @@ COLUMNS = ["series", "contender", "size", "ms", "spread", "us per token", "step 
 
 def cliffs(rows: list[list[str]]) -> list[str]:
     """Returns, for each contender, where its largest step is, and whether it is within the limit."""
-    found = []
+    sentences = []
     for name in dict.fromkeys(row[1] for row in rows):
         own = [dict(zip(COLUMNS, row, strict=True)) for row in rows if row[1] == name]
         worst = max((row for row in own if row[STEP]), key=lambda row: float(row[STEP]))
         state = "no cliff" if float(worst[STEP]) <= LIMIT else "A CLIFF"
-        found.append(
+        sentences.append(
             f"{name}: {state}; the largest step, to {worst['size']} ({worst['series']}), is {worst[STEP]} times the "
             f"curve's (limit {LIMIT}), {worst['step per token']} per token."
         )
-    return found
+    return sentences
 
 
 def main() -> None:

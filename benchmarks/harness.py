@@ -1,4 +1,4 @@
-"""What every benchmark shares: take turns, take medians, tell the spread, keep the losing rows, write the results.
+"""Shared by all benchmarks: take turns, take medians, report the spread, keep the losing rows, write the results.
 
 Peers run in the same process and take turns round by round, so that a slow moment of the machine hits all of them. A
 row's spread is its interquartile range over its median; above `NOISY` the report says so, as it does when other
@@ -30,9 +30,9 @@ RESULTS = Path(__file__).parent / "results"
 NOISY = 0.15
 THREADS = os.cpu_count() or 1
 MAKERS = {"AuthenticAMD": "", "GenuineIntel": ".intel"}
-"""What the files of results are called after their name, by the maker of the processor; others are ".other"."""
+"""The suffix of the files of results, by the maker of the processor; others have ".other"."""
 FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
-"""What the kernels of the contenders ask a processor for, as Linux calls it."""
+"""The features of a processor that the kernels of the contenders use, as Linux names them."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def take_turns(
     for _ in range(rounds):
         for name, call in cases.items():
             call()  # the last contender's threads may still be spinning, and its data is in the caches
-            start, told = time.perf_counter(), 0.0
+            start, reported = time.perf_counter(), 0.0
             for _ in range(counts[name]):
                 result = call()
-                told += result if isinstance(result, float) else 0.0
+                reported += result if isinstance(result, float) else 0.0
                 del result  # its memory is there for the next call
-            samples[name].append((told or time.perf_counter() - start) / counts[name])
+            samples[name].append((reported or time.perf_counter() - start) / counts[name])
     result = {}
     for name, values in samples.items():
         low, middle, high = np.percentile(values, [25, 50, 75])
@@ -135,7 +135,8 @@ def publish(
 ) -> None:
     """Prints the table and, if it is to be kept, writes it to the `results_file`s in JSON and Markdown.
 
-    `versions` are those of peers that run in an environment of their own. What no processor changes has one file.
+    `versions` are those of peers that run in an environment of their own. Results that do not depend on the processor
+    have one file.
     """
     facts = machine()
     facts["versions"] |= versions or {}

@@ -36,7 +36,7 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-"""What a layer's modules are called in transformers and in GGUF."""
+"""The names of a layer's modules in transformers and in GGUF."""
 OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 

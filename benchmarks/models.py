@@ -66,7 +66,7 @@ PAST = 256
 
 @dataclass(frozen=True)
 class Run:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     folder: Path
     """Where models are kept."""
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def rounds(self) -> int:
-        """Of a workload of moderate size."""
+        """Rounds of a workload of moderate size."""
         return 3 if self.quick else ROUNDS
 
     def model(self, name: str, write: Callable[[Path], object]) -> Path:
@@ -180,9 +180,9 @@ def vit(run: Run) -> None:
 def decoder_feeds(path: Path, config: Any, length: int, cached: int, count: int) -> list[Feeds]:
     """Returns random tokens with the cache that ONNX Runtime's float32 makes of those before them."""
     session = onnxruntime.InferenceSession(path, options())
-    caches = [given.name for given in session.get_inputs()[1:]]
+    caches = [port.name for port in session.get_inputs()[1:]]
     empty = np.zeros((1, config.num_key_value_heads, 0, config.head_dim), np.float32)
-    found = []
+    samples = []
     for seed in range(count):
         ids = np.random.default_rng(seed).integers(0, config.vocab_size, (1, cached + length))
         past, rest = ids[:, :cached], ids[:, cached:]
@@ -190,8 +190,8 @@ def decoder_feeds(path: Path, config: Any, length: int, cached: int, count: int)
         if cached:
             grown = session.run(None, dict.fromkeys(caches, empty) | {"input_ids": past})[1:]
             feeds |= dict(zip(caches, grown, strict=True))
-        found.append(feeds)
-    return found
+        samples.append(feeds)
+    return samples
 
 
 def llama_peer(run: Run, config: Any, path: Path) -> Callable[[], Peer] | None:

@@ -1,6 +1,6 @@
 """OpenVINO as a peer; see peers.py. Needs `pip install openvino nncf`, in this environment or another.
 
-Settings: "model", an ONNX file; "precision", "f32" or "bf16", what it computes in; "weights", what NNCF makes of them
+Settings: "model", an ONNX file; "precision", "f32" or "bf16", that of its sums; "weights", their format by NNCF
 ("as they are", "int8" with a scale per output channel, "mxfp8" with one per 32 values); "threads".
 """
 
@@ -27,12 +27,12 @@ class OpenVino:
             mode = {"int8": "INT8_SYM", "mxfp8": "MXFP8_E4M3"}[settings["weights"]]
             extra: dict[str, Any] = {}
             if settings["weights"] == "mxfp8":  # a convolution has no single axis to put blocks on
-                kept = nncf.IgnoredScope(types=["Convolution"], validate=False)
-                extra = {"group_size": 32, "all_layers": False, "ignored_scope": kept}
+                convolutions = nncf.IgnoredScope(types=["Convolution"], validate=False)
+                extra = {"group_size": 32, "all_layers": False, "ignored_scope": convolutions}
             model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode[mode], **extra)
         wanted = {"INFERENCE_PRECISION_HINT": settings["precision"], "INFERENCE_NUM_THREADS": settings["threads"]}
         self._request = core.compile_model(model, "CPU", wanted).create_infer_request()
-        self._names = {name for given in model.inputs for name in given.names}
+        self._names = {name for port in model.inputs for name in port.names}
         self._feeds: Feeds = {}
 
     def feed(self, feeds: Feeds) -> None:
@@ -40,7 +40,7 @@ class OpenVino:
         self._feeds = {name: value for name, value in feeds.items() if name in self._names}
 
     def run(self) -> None:
-        """Infers once; nobody copies inputs or outputs."""
+        """Infers once, without copies of inputs or outputs."""
         self._request.infer(self._feeds, share_inputs=True, share_outputs=True)
 
     def output(self) -> np.ndarray:

@@ -43,8 +43,8 @@ def child() -> None:
         ]
         graph = helper.make_graph(nodes, "skip", values[:2], values[2:], weights)
         opset = 17 if op == "LayerNormalization" else 23
-        made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
-        return made.SerializeToString()
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+        return model.SerializeToString()
 
     rng, result = np.random.default_rng(1), {}
     for op in ("LayerNormalization", "RMSNormalization"):

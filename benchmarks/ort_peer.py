@@ -30,7 +30,7 @@ class OnnxRuntime:
 
     def feed(self, feeds: Feeds) -> None:
         """Takes the inputs."""
-        self._feeds = {given.name: feeds[given.name] for given in self._session.get_inputs()}
+        self._feeds = {port.name: feeds[port.name] for port in self._session.get_inputs()}
 
     def run(self) -> None:
         """Runs once."""

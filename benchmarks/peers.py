@@ -1,8 +1,8 @@
-"""Peers in processes of their own: their threads do not disturb ours, and their memory can be told from ours.
+"""Peers in processes of their own: their threads do not disturb ours, and their memory can be measured apart from ours.
 
     peer = Peer("openvino_peer.py", {"model": "model.onnx", "precision": "bf16", "threads": 2}, python=sys.executable)
     peer.feed(feeds)
-    seconds = peer()  # of one inference, timed over there
+    seconds = peer()  # the time of one inference, taken in the other process
 
 The script gives `serve` its engine. This module needs NumPy alone: it runs in the environments of the peers too.
 """
@@ -25,7 +25,7 @@ Feeds = dict[str, np.ndarray]
 
 
 class Engine(Protocol):
-    """What a peer's script makes of its settings."""
+    """The object that a peer's script makes from its settings."""
 
     version: str
 
@@ -44,7 +44,7 @@ class Peer:
 
     Args:
         script: a file beside this one that calls `serve`.
-        settings: what `serve` gives its engine.
+        settings: the argument of the engine that `serve` runs.
         python: an interpreter that has what the script imports.
 
     Raises:
@@ -102,14 +102,14 @@ class Peer:
         if not answer:
             log = self._log.read_text().strip().splitlines()
             self.close()
-            raise RuntimeError(log[-1] if log else "the process ended without a word")
+            raise RuntimeError(log[-1] if log else "the process ended without output")
         return answer
 
 
 def serve(engine_of: Callable[[dict[str, Any]], Engine]) -> None:
     """Makes the engine, then answers each line of `Peer`."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries print to stdout, which is for answers only
     before = _memory("VmRSS")
     engine = engine_of(json.loads(sys.argv[1]))
     print(engine.version, file=answers, flush=True)

@@ -88,7 +88,7 @@ def peer_quantize(x: torch.Tensor) -> object:
 def main() -> None:
     """Times each case on one thread and on all, and writes results/quantize."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    warnings.simplefilter("ignore")  # what torch.compile says about torchao's enums
+    warnings.simplefilter("ignore")  # torch.compile warns of torchao's enums
     compiled = torch.compile(peer_quantize)
     x = np.random.default_rng(0).standard_normal((ROWS, K), np.float32)
     brain, half, tensor = x.astype(ml_dtypes.bfloat16), x.astype(np.float16), torch.from_numpy(x)

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--weights", type=int, default=6, help="modules that take turns")
     arguments = parser.parse_args()
     k, n = arguments.k, arguments.n
-    warnings.simplefilter("ignore")  # what torch.export and torch.ao say about their own future
+    warnings.simplefilter("ignore")  # torch.export and torch.ao warn of their deprecation
     torch.set_num_threads(THREADS)
     floors = measure()
     packed = n * k * 33 / 32

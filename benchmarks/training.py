@@ -30,9 +30,9 @@ from mxfp8_graph import Recipe
 SIZES: Final = ("1x64", "2x128", "8x256")
 """Sequences x tokens."""
 LARGE: Final = 2048
-"""From how many tokens on the claim is made."""
+"""The claim is for this many tokens or more."""
 SAVED: Final = 0.27
-"""What the linears may save of what float32 saves: 33/32 of a byte instead of four, and padding."""
+"""The share of float32's saved bytes that the linears may save: 33/32 of a byte instead of four, and padding."""
 BASE, BF16, OURS, DPA = "torch fp32", "torch bf16 autocast", "mxfp8", "mxfp8, fp8_dpa"
 PARTS: Final = ("forward", "backward", "optimizer")
 QUANTIZE: Final = ("mxfp8::quantize", "mxfp8::quantize_both")
@@ -122,12 +122,12 @@ def saved(step: Step) -> tuple[int, int]:
     A linear saves its x: of `aten::linear` the autograd node has it as mat1 or self, of `mxfp8::linear_train` the node
     has elements and scales, blocked along the rows.
     """
-    known = {p.untyped_storage().data_ptr() for p in step.program.parameters()}  # type: ignore[attr-defined]
+    parameters = {p.untyped_storage().data_ptr() for p in step.program.parameters()}  # type: ignore[attr-defined]
     everything: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (everything.append(t), t)[1], lambda t: t):
         loss = step.loss()
     linears = [t for node in nodes_behind(loss) for t in saved_by_linear(node)]
-    return unique_bytes(linears, known), unique_bytes(everything, known)
+    return unique_bytes(linears, parameters), unique_bytes(everything, parameters)
 
 
 def nodes_behind(loss: Tensor) -> Iterator[Any]:
@@ -150,10 +150,10 @@ def saved_by_linear(node: Any) -> list[Tensor]:
     return [] if tensor is None else [tensor]
 
 
-def unique_bytes(tensors: list[Tensor], known: set[int]) -> int:
-    """Returns the bytes of the tensors' storages, each counted once and those in `known` not."""
+def unique_bytes(tensors: list[Tensor], excluded: set[int]) -> int:
+    """Returns the bytes of the tensors' storages, each counted once and those in `excluded` not."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(size for address, size in storages.items() if address not in known)
+    return sum(size for address, size in storages.items() if address not in excluded)
 
 
 def judged(ratio: float, target: float | None, *, least: bool) -> str:
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-keep", action="store_true", help="print only")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # what torch.export says about its own future
+    warnings.simplefilter("ignore")  # torch.export warns of its deprecation
     torch.set_num_threads(THREADS)
     rows = []
     for size in arguments.sizes:

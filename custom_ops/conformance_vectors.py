@@ -28,22 +28,22 @@ TINY = 2.0**-149
 
 def vectors() -> Vectors:
     """Returns every array of the file by its name, KIND/GROUP/SETTINGS/ARRAY."""
-    made: Vectors = {}
+    arrays: Vectors = {}
     for group, x in inputs().items():
-        made[f"quantize/{group}/x"] = x
+        arrays[f"quantize/{group}/x"] = x
         for element_format in formats.ELEMENT_FORMATS:
             for rounding in formats.SCALE_ROUNDINGS:
                 axis = 0 if group == "columnwise" else -1
                 codes = numerics.quantize(x, axis=axis, element_format=element_format, scale_rounding=rounding)
                 at = f"quantize/{group}/{element_format}-{rounding}"
-                made[f"{at}/elements"], made[f"{at}/scales"] = codes
+                arrays[f"{at}/elements"], arrays[f"{at}/scales"] = codes
     for fmt in formats.ELEMENT_FORMATS.values():
-        made |= dequantized(fmt)
+        arrays |= dequantized(fmt)
     for b_format in formats.ELEMENT_FORMATS:
         for a_format in formats.ELEMENT_FORMATS:
             for group, operands in gemm_operands(a_format, b_format):
-                made |= product(f"gemm/{group}/{a_format}-{b_format}", operands, a_format, b_format)
-    return made
+                arrays |= product(f"gemm/{group}/{a_format}-{b_format}", operands, a_format, b_format)
+    return arrays
 
 
 def inputs() -> dict[str, Floats]:
@@ -178,8 +178,8 @@ def product(at: str, operands: Vectors, a_format: str, b_format: str) -> Vectors
         y = x @ w.T + bias
         bound = numerics.gemm_error_bound(x, w, "float32", bias)
     exact = at.split("/")[1] != "long"
-    found = {**operands, "y": y, "bound": np.zeros_like(bound) if exact else bound}
-    return {f"{at}/{name}": array for name, array in found.items()}
+    arrays = {**operands, "y": y, "bound": np.zeros_like(bound) if exact else bound}
+    return {f"{at}/{name}": array for name, array in arrays.items()}
 
 
 def write(arrays: Vectors) -> None:

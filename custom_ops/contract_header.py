@@ -17,7 +17,7 @@ BEGIN, END = "// clang-format off\n", "}  // namespace mxfp8\n"
 
 
 def header() -> str:
-    """Returns the text of src/contract.h: what is written by hand, then the rows."""
+    """Returns the text of src/contract.h: the part written by hand, then the rows."""
     values, elements = formats.VALUE_DTYPES.values(), formats.ELEMENT_FORMATS.values()
     codes = [f"{_code(row)} == {row.onnx_dtype}" for row in (*values, *elements)]
     for names in (formats.SCALE_ROUNDINGS, contract.EPILOGUES, contract.NORMS):

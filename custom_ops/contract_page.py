@@ -17,7 +17,7 @@ BEGIN, END = "<!-- Written by custom_ops/contract_page.py -->\n", "<!-- To here 
 
 
 def page() -> str:
-    """Returns the text of the page: what is written by hand around the nodes."""
+    """Returns the text of the page: the parts written by hand, with the nodes between them."""
     head, _, rest = PATH.read_text(encoding="utf-8").partition(BEGIN)
     sections = "\n".join(_section(op) for op in contract.OPS.values())
     return f"{head}{BEGIN}\n{sections}\n{END}{rest.partition(END)[2]}"

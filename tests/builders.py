@@ -1,4 +1,4 @@
-"""Tiny ONNX models for tests: three lines each, deterministic, at opset 21 unless told otherwise.
+"""Tiny ONNX models for tests: three lines each, deterministic, at opset 21 by default.
 
 `model` makes any graph from node tuples; the others are the shapes that tests keep needing.
 """
@@ -43,7 +43,7 @@ def model(
 
 
 def value(name: str, dtype: Any, shape: Shape | None) -> onnx.ValueInfoProto:
-    """Returns a tensor's name, dtype and shape; None is a shape nobody knows."""
+    """Returns a tensor's name, dtype and shape; None is an unknown shape."""
     return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape)
 
 

@@ -50,9 +50,9 @@ class Case:
     old: Callable[[Path], Any] | None
     """Writes an older result that is replaced, or None if there is none."""
     before: dict[str, bytes] = field(default_factory=dict)
-    """What the older result consists of."""
+    """The files of the older result."""
     after: dict[str, bytes] = field(default_factory=dict)
-    """What the new one consists of."""
+    """The files of the new result."""
 
     @property
     def overwrite(self) -> bool:
@@ -315,7 +315,7 @@ def full_disks(trials: Trials, found: list[Case], count: int, seed: int) -> None
 
 
 def read_only_folders(trials: Trials, found: list[Case]) -> None:
-    """Writes as somebody who may not."""
+    """Writes as a user without permission."""
     for case in found:
 
         def work(place: Path, case: Case = case) -> None:

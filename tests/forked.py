@@ -35,7 +35,7 @@ def run(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def _command(arguments: list[str], folder: Path, log: str) -> None:
-    """What the new process does."""
+    """The function that the new process runs."""
     printed = os.open(log, os.O_WRONLY)
     os.dup2(printed, 1)
     os.dup2(printed, 2)

@@ -23,7 +23,7 @@ from process_groups import end_groups_on_sigterm, process_group
 
 ROOT = Path(__file__).parents[1]
 CALL_SECONDS = 540
-"""What a call may take at most."""
+"""The most seconds that a call may take."""
 COMPILE = """
 import sys
 from mxfp8_ops.cuda import build, system
@@ -39,10 +39,10 @@ class Step(NamedTuple):
 
     name: str
     seconds: float
-    """What it may take at most."""
+    """The most seconds that it may take."""
     command: tuple[str, ...]
     rehearsal: tuple[str, ...]
-    """What a dry run does instead: all that needs no GPU."""
+    """The command of a dry run: everything that needs no GPU."""
     numbers: str = r"$^"
     """Lines of its output that the summary repeats."""
     needed: bool = False
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 def _tests(name: str, seconds: float, files: tuple[str, ...], select: str = "") -> Step:
     """Returns tests of the marker `gpu`, through the runner that goes on after a lost device."""
-    most = f"{min(150.0, seconds / 2):.0f}"  # of one test
+    most = f"{min(150.0, seconds / 2):.0f}"  # seconds of one test
     command = ("{python}", "tests/run_on_gpu.py", "--log", f"{{out}}/{name}.txt", "--seconds", f"{seconds - 15:.0f}")
     command += ("--most", most, *(("-k", select) if select else ()), *(f"tests/mxfp8_ops/{file}.py" for file in files))
     return Step(name, seconds, command, (*command, "--dry-run"), r"passed|failed|skipped|relative error")
@@ -118,11 +118,11 @@ CALLS: dict[str, tuple[str, tuple[Step, ...]]] = {
 
 
 class Result(NamedTuple):
-    """What became of a step."""
+    """The outcome of a step."""
 
     step: Step
     why: str
-    """What went wrong, or ""."""
+    """The error, or ""."""
     seconds: float
     output: str
 

@@ -1,4 +1,4 @@
-"""What a rewritten model must compute, from `mxfp8_ops.numerics` alone, and what to compare it with."""
+"""The expected results of a rewritten model, from `mxfp8_ops.numerics` alone, and comparisons with them."""
 
 from __future__ import annotations
 

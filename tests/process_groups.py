@@ -1,4 +1,4 @@
-"""Processes that end together with everything they started: on a GPU, what is left running costs the next one."""
+"""Processes that end together with everything they started: on a GPU, a leftover process slows the next one down."""
 
 from __future__ import annotations
 

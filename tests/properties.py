@@ -1,4 +1,4 @@
-"""What tests of properties share: hypothesis with the same examples in every run, and arrays of any kind.
+"""Shared by the tests of properties: hypothesis with the same examples in every run, and arrays of any kind.
 
 Importing this sets hypothesis up. `make fuzz` looks for new examples; these tests are for what must always hold.
 """

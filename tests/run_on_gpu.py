@@ -2,7 +2,7 @@
 
 An illegal access ends a CUDA context, and with it every later test of the process; a deadlock ends nothing at all. So
 the tests run in a process that is started anew, with what has not run yet, when the device is lost, the process dies or
-a test takes too long. What tests have started ends with their process: the program under a sanitizer would keep the
+a test takes too long. Processes that tests have started end with them: the program under a sanitizer would keep the
 device busy. Each result is in the log as soon as it is known.
 """
 

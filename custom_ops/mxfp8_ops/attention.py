@@ -1,4 +1,4 @@
-"""Attention in NumPy: the truth that the kernel and the portable body are tested against, and how far they may be off.
+"""Attention in NumPy: the reference for the kernel and the portable body, and the bound of their error.
 
 Beside `numerics.py`, and like it written to be read: every score is in memory at once, in float64.
 """
@@ -20,16 +20,16 @@ Past = tuple[Array, Array]
 """Keys [B, Hkv, P, D] and values [B, Hkv, P, Dv]."""
 
 NO_MASK: Final = np.ones(1, np.bool_)
-"""What stands for no mask in a node."""
+"""The constant for no mask in a node."""
 
 NO_PAST: Final = (0,)
-"""The shape of what stands for no past in a node."""
+"""The shape of the constant for no past in a node."""
 
 _ROUNDOFF: Final = 2.0**-24
 """Half a unit in the last place of float32, relative."""
 
 _LEAST: Final = 2.0**-126
-"""The smallest normal float32: what is below may be taken for 0 (bfloat16 dot products do, and fast exponentials)."""
+"""The smallest normal float32: bfloat16 dot products and fast exponentials may take smaller numbers for 0."""
 
 _EXP_UNITS: Final = 8
 """Roundoffs that an exponential may be off by, beside those of its argument."""
@@ -53,8 +53,8 @@ def attention(
 
     Of each head y is softmax(scale * q @ k.T + mask) @ v; head h of q meets head h // (Hq / Hkv) of k and v. Other
     implementations compute in float32, in any order, and differ by at most `attention_error_bound`. A row of scores
-    with a NaN or Inf, or of -Inf throughout, makes a row of NaN, or of 0 with `nan_guard`. What a NaN or Inf in v does
-    to rows that a mask hides it from is open.
+    with a NaN or Inf, or of -Inf throughout, makes a row of NaN, or of 0 with `nan_guard`. The effect of a NaN or
+    Inf in v on rows that a mask hides it from is not defined.
 
     Args:
         q: [B, S, Hq * D] float32, float16 or bfloat16.
@@ -165,7 +165,7 @@ class _Scored(NamedTuple):
     scores: Floats
     """[B, Hq, S, P + T], mask included."""
     errors: Floats
-    """How far a float32 implementation may be off, in the score and in what becomes of it up to its exponential."""
+    """The error of a float32 implementation, at most: of the score, and of the steps up to its exponential."""
 
 
 def _presents(k: Array, v: Array, past: Past | None, sizes: AttentionSizes) -> Past:

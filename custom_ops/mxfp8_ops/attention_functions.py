@@ -120,7 +120,8 @@ def _seen(g: Body, rows: str, past: str | None, total: str) -> str:
 
 def _softmax(g: Body, scores: str) -> str:
     """Returns the softmax of each row. Rows without one - NaN, Inf, or -Inf throughout - are NaN, or 0 if nan_guard."""
-    # ONNX Runtime's Softmax makes numbers of such rows: 1 per finite score, NaN for NaN and Inf, 0 for -Inf tell.
+    # ONNX Runtime's Softmax makes numbers of such rows. A sum finds them: 1 for each finite score, NaN for NaN and Inf,
+    # 0 for -Inf.
     finite = g("Add", g("Mul", scores, g.constant(np.float32(0))), g.constant(np.float32(1)))
     finite = g("Where", g("Equal", scores, _infinity(g, -1)), g.constant(np.float32(0)), finite)
     good = g("Greater", g("ReduceSum", finite, g.constant([_LAST]), keepdims=1), g.constant(np.float32(0)))

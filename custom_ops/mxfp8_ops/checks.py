@@ -18,7 +18,7 @@ from mxfp8_ops.formats import BLOCK_SIZE, VALUE_DTYPES
 Shape = tuple[int, ...]
 
 INDEX_DTYPES: Final = ("int32", "int64")
-"""What rows of a table may be named by."""
+"""The dtypes of indices into a table."""
 
 
 def scale_count(k: int) -> int:
@@ -28,6 +28,7 @@ def scale_count(k: int) -> int:
 
 def scale_shape(shape: Shape, axis: int) -> Shape:
     """Returns the shape of the scales of elements of that shape, blocked along an axis they have."""
+    # A partial last block has a scale of its own: hence ceil, not floor.
     sizes = [*shape]
     sizes[axis] = scale_count(sizes[axis])
     return tuple(sizes)
@@ -53,6 +54,7 @@ def normalize_axis(where: str, ndim: int, axis: int) -> int:
 
 def dtype_name(dtype: Any) -> str:
     """Returns "float32" for that dtype of NumPy, CuPy or torch."""
+    # By name and not by np.dtype(dtype): that raises for torch's dtypes, and importing torch here would cost seconds.
     return getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
 
 
@@ -72,7 +74,7 @@ def check_scales(where: str, elements: Shape, scales: Shape, axis: int) -> None:
             where,
             f"scales have shape {scales}",
             expected=f"{expected} for elements {elements} blocked along axis {axis % len(elements)}",
-            advice="pass the scales quantize returned",
+            advice="pass the scales that quantize returned",
         )
 
 
@@ -91,17 +93,17 @@ def check_out(where: str, out: Any, x: Any, scales: Shape, library: Any) -> tupl
 
     Args:
         where: the op, for errors.
-        out: what the caller gave.
+        out: the argument of the caller.
         x: an array of NumPy or CuPy.
         scales: shape of the scales.
         library: the module that `x` is an array of.
 
     Raises:
-        ShapeError: they are no two C-contiguous, writeable uint8 arrays of these shapes, or share memory.
+        ShapeError: they are not two C-contiguous, writeable uint8 arrays of these shapes, or share memory.
     """
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         expected, advice = "(elements, scales)", "pass the pair that quantize returned"
-        raise ShapeError(where, f"out is no pair: a {type(out).__name__}", expected=expected, advice=advice)
+        raise ShapeError(where, f"out is a {type(out).__name__}, not a pair", expected=expected, advice=advice)
     for name, codes, shape in (("elements", out[0], x.shape), ("scales", out[1], scales)):
         what, expected = f"a {type(codes).__name__}", f"uint8 of shape {shape}"
         if isinstance(codes, library.ndarray):
@@ -110,8 +112,10 @@ def check_out(where: str, out: Any, x: Any, scales: Shape, library: Any) -> tupl
         if what != expected:
             expected = f"C-contiguous, writeable {expected}"
             raise ShapeError(where, f"out: {name} are {what}", expected=expected, advice="pass other arrays")
+    # A kernel reads x while it writes: with common memory it would read its own output. may_share_memory compares
+    # bounds only, so views that interleave are refused too; the exact test can take exponential time.
     if any(library.may_share_memory(*pair) for pair in (out, (out[0], x), (out[1], x))):
-        what, expected = "out: elements, scales and x share memory", "three arrays apart"
+        what, expected = "out: elements, scales and x share memory", "three arrays without common memory"
         raise ShapeError(where, what, expected=expected, advice="pass other arrays")
     return out[0], out[1]
 
@@ -125,7 +129,7 @@ def embedding_shape(where: str, indices: Any, b: Shape) -> Shape:
         b: shape of the table.
 
     Raises:
-        ShapeError: the indices are neither int32 nor int64, or the table is no matrix.
+        ShapeError: the indices are neither int32 nor int64, or the table is not a matrix.
     """
     if (name := dtype_name(indices.dtype)) not in INDEX_DTYPES:
         raise ShapeError(
@@ -136,7 +140,7 @@ def embedding_shape(where: str, indices: Any, b: Shape) -> Shape:
         )
     if len(b) != 2:
         raise ShapeError(
-            where, f"a table of shape {b}", expected="[V, D], one row per index", advice="reshape the table"
+            where, f"a table of shape {b}", expected="[V, D], one row for each index", advice="reshape the table"
         )
     return (*indices.shape, b[1])
 
@@ -149,6 +153,7 @@ def check_indices(where: str, indices: Any, rows: int) -> None:
         indices: a NumPy array.
         rows: how many there are to name.
     """
+    # Both signs are legal: ONNX Gather counts negative indices from the end.
     wrong = np.argwhere((indices < -rows) | (indices >= rows))
     if len(wrong):
         at = tuple(int(i) for i in wrong[0])
@@ -162,6 +167,7 @@ def check_indices(where: str, indices: Any, rows: int) -> None:
 
 def check_gemm_shapes(where: str, x: Shape, b: Shape, bias: Shape | None) -> None:
     """Raises ShapeError unless x [..., M, K] (or [K]), b [..., N, K] and bias [N] have the same K and N."""
+    # The second operand has K last too, as nn.Linear stores a weight: blocks of both are then contiguous in memory.
     if len(x) < 1 or len(b) < 2 or x[-1] != b[-1]:
         raise ShapeError(
             where,
@@ -191,15 +197,16 @@ def gemm_shape(
         ShapeError: they do not fit together.
     """
     check_gemm_shapes(where, x, b, bias)
+    # One weight for all rows: nothing broadcasts.
     if len(b) == 2:
         return (*x[:-1], b[0])
     try:
         leading = broadcast(x[:-2], b[:-2])
-    except (ValueError, RuntimeError):  # NumPy's and torch's
+    except (ValueError, RuntimeError):  # NumPy raises the first, torch the second
         raise ShapeError(
             where, f"operands {x} and {b}", expected="leading dimensions that broadcast", advice="reshape one"
         ) from None
-    return (*leading, *x[-2:-1], b[-2])
+    return (*leading, *x[-2:-1], b[-2])  # x[-2:-1] is empty for a vector: it has no M
 
 
 def grouped_shape(
@@ -224,6 +231,7 @@ def grouped_shape(
             expected="[..., M, K] and [E, N, K] with the same K",
             advice="store each expert's weight with K last",
         )
+    # As if every index had picked its matrix: a stack of weights [..., N, K].
     return gemm_shape(where, x, (*experts, *b[1:]), None, broadcast)
 
 
@@ -248,11 +256,13 @@ def check_experts(where: str, experts: Any, count: int) -> Any:
             expected=f"{-count} to {count - 1}, or {count} for none",
             advice="correct the indices",
         )
+    # `count` itself passes: it stands for no expert, and no index of Gather could say that.
     return experts + count * (experts < 0)
 
 
 def check_factor(where: str, factor: Any, y: Shape) -> None:
     """Raises ShapeError unless `factor` is an array of values of the shape `y` of what it multiplies."""
+    # No broadcasting: the kernels read the factor at the place of each result.
     check_value_dtype(where, factor.dtype)
     if factor.shape != y:
         raise ShapeError(
@@ -272,6 +282,7 @@ def check_norm(where: str, x: Any, scale: Any, bias: Any, residual: Any) -> None
     """
     if len(x.shape) < 1:
         raise ShapeError(where, "a scalar", expected="[..., K]", advice="reshape it")
+    # float32 whatever the dtype of x: the C ABI takes these as float pointers, and they are small.
     for name, row in (("scale", scale), ("bias", bias)):
         if row is not None and (row.shape, row.dtype) != (x.shape[-1:], np.float32):
             raise ShapeError(
@@ -280,6 +291,7 @@ def check_norm(where: str, x: Any, scale: Any, bias: Any, residual: Any) -> None
                 expected=f"float32 of shape {x.shape[-1:]}",
                 advice="broadcast or cast it first",
             )
+    # The residual does not broadcast: the kernels read it value by value beside x.
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ShapeError(
             where,
@@ -297,7 +309,7 @@ class AttentionSizes:
     rows: int
     """S"""
     keys: int
-    """T, those of K"""
+    """T, the keys of K"""
     past: int
     """P"""
     q_heads: int
@@ -312,7 +324,7 @@ class AttentionSizes:
 
     @property
     def scores(self) -> Shape:
-        """[B, Hq, S, P + T], what a mask broadcasts to."""
+        """[B, Hq, S, P + T], the shape that a mask broadcasts to."""
         return self.batch, self.q_heads, self.rows, self.total
 
     @property
@@ -338,6 +350,7 @@ def attention_sizes(
     """
     sizes = _unmasked_sizes(where, operands, pasts, heads)
     expected = [(sizes.batch, sizes.kv_heads, sizes.past, d) for d in (sizes.d, sizes.dv)]
+    # [0] stands for no past: nodes write all of their inputs (contract.ATTENTION says why).
     if pasts != ((0,), (0,)) and pasts != (expected[0], expected[1]):
         raise ShapeError(
             where,
@@ -346,6 +359,7 @@ def attention_sizes(
             f"D = {sizes.d} and Dv = {sizes.dv}, or both [0] for no past",
             advice="pass the present_key and present_value of the step before",
         )
+    # NumPy's rule: sizes are compared from the last one; a mask may have fewer dimensions than the scores.
     fitting = zip(reversed(mask), reversed(sizes.scores), strict=False)
     if len(mask) > len(sizes.scores) or any(size not in (1, full) for size, full in fitting):
         raise ShapeError(
@@ -359,11 +373,12 @@ def _unmasked_sizes(
 ) -> AttentionSizes:
     """Returns the sizes of an attention whose mask and past are not checked."""
     (q, k, v), (q_heads, kv_heads) = operands, heads
+    # Grouped-query attention: q_heads / kv_heads query heads share one head of keys, so the division has no remainder.
     if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
         raise ShapeError(
             where,
             f"{q_heads} heads of Q and {kv_heads} of K and V",
-            expected="at least one of each, and as many or a multiple of them for Q",
+            expected="1 or more of each, and for Q a multiple of the number for K and V",
             advice="correct q_num_heads and kv_num_heads",
         )
     fits = len(q) == len(k) == len(v) == 3 and q[0] == k[0] == v[0] and k[1] == v[1]
@@ -372,7 +387,7 @@ def _unmasked_sizes(
             where,
             f"Q {q}, K {k} and V {v} with {q_heads} and {kv_heads} heads",
             expected="[B, S, Hq * D], [B, T, Hkv * D] and [B, T, Hkv * Dv]",
-            advice="merge the heads into the last dimension, and give Q and K heads of one size",
+            advice="merge the heads into the last dimension, and use one head size for Q and K",
         )
     past = pasts[0][2] if len(pasts[0]) == 4 else 0
     return AttentionSizes(q[0], q[1], k[1], past, q_heads, kv_heads, q[2] // q_heads, v[2] // kv_heads)

@@ -37,13 +37,13 @@ VALUES: Final = tuple(dtype.onnx_dtype for dtype in formats.VALUE_DTYPES.values(
 ELEMENTS: Final = tuple(fmt.onnx_dtype for fmt in formats.ELEMENT_FORMATS.values())
 SCALES: Final = (UINT8,)
 ACTIVATIONS: Final = (FLOAT, BFLOAT16)
-"""What `activation_dtype` may be: FLOAT leaves values as they are, whatever their dtype; BFLOAT16 rounds them to it."""
+"""The values of `activation_dtype`: FLOAT leaves values as they are, of any dtype; BFLOAT16 rounds them to it."""
 INDICES: Final = (INT32, INT64)
 
 EPILOGUES: Final = ("none", "relu", "gelu", "gelu_tanh", "silu")
-"""What a fused gemm does to its float32 sums: gelu is the exact one, of erf; silu is x * sigmoid(x)."""
+"""The functions that a fused gemm applies to its float32 sums: gelu is exact, by erf; silu is x * sigmoid(x)."""
 NORMS: Final = ("layer", "rms")
-"""How rows are normalized: rms takes no mean away."""
+"""How rows are normalized: layer subtracts the mean of a row, rms does not."""
 
 VALUE_NAMES: Final[Mapping[int, str]] = MappingProxyType({d.onnx_dtype: d.name for d in formats.VALUE_DTYPES.values()})
 """Name of each value dtype by its ONNX code."""
@@ -183,7 +183,7 @@ GROUPED_WEIGHT_GEMM: Final = Op(
 )
 
 # Fused nodes: each is a composition of the nodes above and standard ops, which is its body. Gemms with a factor and
-# norms of a sum are nodes of their own: a body cannot tell that an input of any shape is absent.
+# norms of a sum are nodes of their own: a body cannot find out that an input of any shape is absent.
 _FACTOR: Final = Port("factor", VALUES, "shape of Y")
 _BIAS: Final = Port("bias", (FLOAT,), "[N]", optional=True)
 _GEMM_OUTPUTS: Final = (Port("Y", VALUES, "[..., M, N] or [..., N]"),)

@@ -17,7 +17,7 @@ class Option:
 
     name: str
     value: object = None
-    """What to pass; None if the advice names the option alone."""
+    """The value to pass; None if the advice names the option alone."""
 
     def __str__(self) -> str:
         """Returns the option as a Python caller writes it: `output`, `overwrite=True`, `shapes={"batch": 2}`."""
@@ -39,9 +39,9 @@ class Mxfp8Error(ValueError):
 
         Args:
             where: file, node, tensor, option or function; or the whole message, if there are no other parts.
-            what: what is wrong there.
-            expected: what would be right.
-            advice: what to do; in pieces where it names options.
+            what: the error.
+            expected: a correct state.
+            advice: an instruction; in pieces where it names options.
         """
         self.where, self.what, self.expected = str(where), what, expected
         self._advice = (advice,) if isinstance(advice, str) else tuple(advice)
@@ -49,16 +49,16 @@ class Mxfp8Error(ValueError):
 
     @property
     def problem(self) -> str:
-        """Where and what, in the words of the message."""
+        """The first part of the message: place and error."""
         return f"{self.where}: {self.what}" if self.what else self.where
 
     @property
     def advice(self) -> str:
-        """What to do, with options by their Python names."""
+        """The advice, with options by their Python names."""
         return self._advise(str)
 
     def message(self, write: Callable[[Option], str] = str) -> str:
-        """Returns the whole message, with each option that the advice names as `write` gives it."""
+        """Returns the whole message; `write` spells each option that the advice names."""
         expected = f"expected {self.expected}" if self.expected else ""
         return "; ".join(filter(None, (self.problem, expected, self._advise(write))))
 
@@ -66,9 +66,9 @@ class Mxfp8Error(ValueError):
         return "".join(piece if isinstance(piece, str) else write(piece) for piece in self._advice)
 
     @classmethod
-    def unknown(cls, where: object, name: object, known: Iterable[str]) -> Self:
-        """Returns the error for a name that is none of `known`."""
-        return cls(where, repr(name), expected=f"one of {', '.join(known)}", advice="correct the name")
+    def unknown(cls, where: object, name: object, choices: Iterable[str]) -> Self:
+        """Returns the error for a name that is not one of `choices`."""
+        return cls(where, repr(name), expected=f"one of {', '.join(choices)}", advice="correct the name")
 
     @classmethod
     def unreadable(cls, path: object, error: OSError, expected: str) -> Self:
@@ -93,7 +93,7 @@ class ShapeError(Mxfp8Error):
 class RecipeError(Mxfp8Error, RuntimeError):
     """A recipe is malformed, contradicts itself, or does not fit the model it is applied to.
 
-    A RuntimeError too, which is what TransformerEngine raises for a recipe that does not fit.
+    A RuntimeError too: TransformerEngine raises that for a recipe that does not fit.
     """
 
 

@@ -1,6 +1,6 @@
 """The number formats as data: one row per value dtype, element format and scale rounding.
 
-A row says what everyone else calls the dtype, and how it is made up; behaviour derives from the rows. "Add a format" in
+A row has the names of the dtype in other libraries, and its layout; behaviour derives from the rows. "Add a format" in
 custom_ops/README.md says what else a new row needs.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.2 (MXFP8), 5.3 (FP8 elements), 5.4 (E8M0 scales).
@@ -30,7 +30,7 @@ ELEMENT_NAN: Final = 0x7F
 
 @dataclass(frozen=True, kw_only=True)
 class Dtype:
-    """What one dtype is called by everyone who stores it or computes with it."""
+    """The names and codes of one dtype in the libraries that store it or compute with it."""
 
     name: str
     """Our name, in arguments and recipes; in capitals, that of its code in src/cpu/mxfp8_ops.h."""
@@ -138,6 +138,7 @@ def scale_increment(fmt: ElementFormat, scale_rounding: str) -> int:
     All three roundings are this one integer addition: it carries into the exponent exactly where the rounding
     says the next power of two is needed. No logarithm, so nothing is off by one near a boundary.
     """
+    # With bits = exponent << 23 | mantissa, the sum carries into the exponent where mantissa + increment >= 2^23.
     if scale_rounding == "ceil":
         return 0x7FFFFF - fmt.max_mantissa  # carries when the mantissa exceeds that of the format's maximum
     if scale_rounding == "floor":

@@ -1,7 +1,7 @@
 """How the function body of a node is written: a `Body` collects its nodes and names their values.
 
 A body is that of a function, which refers to the function's attributes; or that of one node, whose attributes are known
-(`given`) and whose absent inputs are: standard ops to put in the node's place, for what knows no functions.
+(`given`) and whose absent inputs are: standard ops to put in the node's place, for programs that do not know functions.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def gemm_quantize(
     Returns:
         elements: uint8, the shape of `y`.
         scales: uint8 [..., ceil(N / 32)].
-        y: float32 [..., M, N] (or [..., N]); what `numerics.quantize` made those of.
+        y: float32 [..., M, N] (or [..., N]), the values that were quantized.
     """
     y = gemm(a, a_scales, b, b_scales, bias, epilogue=epilogue, a_format=a_format, b_format=b_format)
     return *numerics.quantize(y, element_format=element_format, scale_rounding=scale_rounding), y
@@ -106,6 +106,7 @@ def weight_gemm(
     sums = numerics.weight_gemm(x, b, b_scales, bias, b_format=b_format, activation_dtype=activation_dtype)
     if factor is not None:
         check_factor("gemm", factor, sums.shape)
+    # The sums are rounded to float32 once before the epilogue and once after it, as in the kernels; in between float64.
     with np.errstate(over="ignore", invalid="ignore"):
         y = row.of(sums.astype(np.float64))
         if factor is not None:
@@ -131,16 +132,16 @@ def norm_quantize(
         scale: float32 [K].
         bias: float32 [K], or None.
         residual: dtype and shape of `x`; None adds nothing.
-        norm: one of `contract.NORMS`: "layer" takes the mean of a row away, "rms" does not.
-        epsilon: what is added to the mean of the squares.
+        norm: one of `contract.NORMS`: "layer" subtracts the mean of a row, "rms" does not.
+        epsilon: a number that is added to the mean of the squares.
         element_format: "e4m3" or "e5m2".
         scale_rounding: as in `numerics.quantize`.
 
     Returns:
         elements: uint8, the shape of `x`.
         scales: uint8 [..., ceil(K / 32)].
-        normalized: what `numerics.quantize` made those of, in the dtype of `x`.
-        sum: x + residual in the dtype of `x`; what was normalized.
+        normalized: the values that were quantized, in the dtype of `x`.
+        sum: x + residual in the dtype of `x`, the values that were normalized.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
@@ -150,6 +151,7 @@ def norm_quantize(
     check_norm("norm_quantize", x, scale, bias, residual)
     total = x
     with np.errstate(all="ignore"):
+        # The sum is an output and is stored in the dtype of x: the norm sees the rounded sum, so that both agree.
         if residual is not None:
             total = (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
         centred, deviation = _rows(total, norm, epsilon)
@@ -164,6 +166,7 @@ def _rows(x: Array, norm: str, epsilon: float) -> tuple[Float64s, Float64s]:
     if norm not in contract.NORMS:
         raise ContractError.unknown("norm", norm, contract.NORMS)
     wide = x.astype(np.float64)
+    # The mean of no values is NaN, with a warning; a row without values has no deviation to divide by.
     if wide.shape[-1] == 0:
         return wide, np.ones_like(wide)
     centred = wide - wide.mean(-1, keepdims=True) if norm == "layer" else wide
@@ -185,7 +188,7 @@ def norm_error_bound(
     It says nothing of rows whose squares leave the range of float32, and only what is smaller than v of p v.
 
     Args:
-        total: [..., K], what is normalized.
+        total: [..., K], the values to normalize.
         scale: float32 [K].
         bias: float32 [K], or None.
         norm: one of `contract.NORMS`.
@@ -194,11 +197,15 @@ def norm_error_bound(
     dtype = next(name for name, numpy in numerics.VALUE_DTYPES.items() if numpy == total.dtype)
     store, k = numerics.error_bound(dtype), total.shape[-1]
     d, deviation = _rows(total, norm, epsilon)
+    # The error of a sum of K values, in any order, is at most K roundings of the sum of their magnitudes (Higham,
+    # section 3.1).
     magnitudes = np.abs(total.astype(np.float64))
     mean = (k + 1) * UNIT * magnitudes.mean(-1, keepdims=True) if norm == "layer" and k else np.zeros(1)
+    # The two errors of v, relative to it: those of the sum of squares, and the square of the mean's own error.
     p = (k + 4) * UNIT + (mean / deviation) ** 2
     shift = 0 if bias is None else np.abs(bias.astype(np.float64))
     gain = np.abs(scale.astype(np.float64)) / deviation
+    # `rounded` is the size of the result, which is stored twice: by the implementation and by the reference.
     rounded = gain * np.abs(d) + shift
     inexact = gain * (2 * mean + np.abs(d) * (p + 8 * UNIT)) + 2 * UNIT * shift
     return np.asarray(inexact * (1 + 2 * store.store) + 2 * (store.store * rounded + store.tiny + 2.0**-149))
@@ -209,13 +216,13 @@ def norm_error_bound(
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What a gemm does to its sums, and how float32 errs in it."""
+    """The function that a gemm applies to its sums, and the error of float32 in it."""
 
     of: Callable[[Float64s], Float64s]
     steepest: float
-    """The greatest magnitude of its derivative: what an error of the sum becomes, at most."""
+    """The greatest magnitude of its derivative: the factor on an error of the sum, at most."""
     error: float
-    """Of evaluating it in float32, at most, in units of 2^-24 |x|: no epilogue exceeds |x|."""
+    """The greatest error of evaluating it in float32, in units of 2^-24 |x|: no epilogue exceeds |x|."""
 
 
 def error_bound(dtype: str, epilogue: str) -> numerics.ErrorBound:
@@ -223,6 +230,8 @@ def error_bound(dtype: str, epilogue: str) -> numerics.ErrorBound:
 
     Its magnitude is that of the gemm, which no epilogue exceeds. A factor multiplies it and the bound but for `tiny`.
     """
+    # An error of the sum grows with the derivative at most; then come the epilogue's own error and two roundings more,
+    # of its result and of the product with a factor.
     bound, row = numerics.error_bound(dtype), _epilogue(epilogue)
     return numerics.ErrorBound(
         per_term=bound.per_term * row.steepest,
@@ -255,15 +264,18 @@ def gemm_error_bound(
     magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
     if bias is not None:
         magnitude = magnitude + np.abs(bias.astype(np.float64))
+    # `tiny` twice: inside the bound it is scaled by the factor, and the store after the factor has one of its own.
     times = np.ones(1) if factor is None else np.abs(factor.astype(np.float64))
     return np.asarray(times * bound.at(magnitude, x.shape[-1]) + bound.tiny)
 
 
 def _relu(x: Float64s) -> Float64s:
+    # A comparison, as in the kernels: -0 and NaN pass through.
     return np.where(x < 0, 0.0, x)
 
 
 def _gelu(x: Float64s) -> Float64s:
+    # erfc(-z) and not 1 + erf(z), which cancels for negative x: there gelu is small but not 0.
     return np.asarray(x * 0.5 * np.vectorize(math.erfc, otypes=[np.float64])(-x / math.sqrt(2)))
 
 
@@ -276,6 +288,8 @@ def _silu(x: Float64s) -> Float64s:
     return np.asarray(x / (1 + np.exp(-x)))
 
 
+# The derivatives of gelu and gelu_tanh reach 1.129, that of silu 1.0998. An exponential or an erf in float32 and the
+# operations around it may be off by 8 roundings of |x|; none and relu do not round at all.
 EPILOGUES: Final[Mapping[str, Epilogue]] = MappingProxyType(
     {
         "none": Epilogue(lambda x: x, 1.0, 0.0),

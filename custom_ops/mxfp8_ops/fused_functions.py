@@ -146,4 +146,4 @@ BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
         contract.ADD_NORM_QUANTIZE.name: _add_norm_quantize,
     }
 )
-"""What writes the body of each fused node, by op type."""
+"""The function that writes the body of each fused node, by op type."""

@@ -1,7 +1,7 @@
 """Which devices multiply MXFP8 themselves; elsewhere kernels decode it and multiply wider numbers.
 
-TransformerEngine asks the same with `is_mxfp8_available`, and with the same answers: GPUs of compute capability 10.x
-and 11.x. That is about speed alone: results are what `numerics.py` says, on any device.
+TransformerEngine's `is_mxfp8_available` gives the same answers: GPUs of compute capability 10.x and 11.x. They are
+about speed alone: results are those of `numerics.py` on any device.
 
 Needs neither torch nor CuPy, but the CUDA driver. No answer about a GPU has been verified on one.
 """
@@ -29,7 +29,7 @@ def is_mxfp8_native(device: object = "cuda") -> bool:
 
 
 def native_reason(device: object = "cuda") -> str:
-    """Returns why `is_mxfp8_native` says what it says of a device; for the processor, what its kernels run on.
+    """Returns the reason for the answer of `is_mxfp8_native`; for the processor, with its instruction set.
 
     Raises:
         BackendError: another device, or the native library is missing.
@@ -43,7 +43,7 @@ def _gpu_index(device: object) -> int | None:
     """Returns the number of a GPU, None for the processor."""
     match = re.fullmatch(r"cpu|cuda(:(\d{1,9}))?", str(device))
     if match is None:
-        advice = "name one of them"
+        advice = "name one of these devices"
         raise BackendError("device", repr(str(device)), expected="cpu, cuda or cuda:N", advice=advice)
     return None if match[0] == "cpu" else int(match[2] or 0)
 
@@ -63,5 +63,5 @@ def _answer(index: int | None) -> tuple[bool, str]:
     if major < 10:
         return False, f"{here}, and tensor cores multiply MXFP8 from 10.0 (Blackwell) on"
     if major >= 12:
-        return False, f"{here}, which multiplies MXFP8 in one layout only; it is the one that our products have"
+        return False, f"{here}, which multiplies MXFP8 in one layout only: the one that these products have"
     return True, f"{here}, whose tensor cores multiply MXFP8"

@@ -21,10 +21,10 @@ from mxfp8_ops.errors import BackendError, ShapeError
 
 _TEXTS: Final = ("mxfp8_isa", "mxfp8_isa_available", "mxfp8_last_error", "mxfp8_profile_text")
 _RETURNS: Final[dict[str, Any]] = {**dict.fromkeys(_TEXTS, c_char_p), "mxfp8_use_openmp": None}
-"""What functions return that return no int: text or nothing."""
+"""The return types that are not int: text, or nothing."""
 _REINSTALL: Final = "reinstall the project"
 _BAD_ARGUMENT: Final = -1
-"""MXFP8_BAD_ARGUMENT of mxfp8_ops.h; every other status is the library's or the machine's fault, not the arguments'."""
+"""MXFP8_BAD_ARGUMENT of mxfp8_ops.h; every other status is a fault of the library or the machine."""
 
 
 class AttentionArguments(Structure):
@@ -53,7 +53,7 @@ def library_path() -> Path:
         BackendError: it was not built.
     """
     name = {"darwin": "libmxfp8_ops.dylib", "win32": "mxfp8_ops.dll"}.get(sys.platform, "libmxfp8_ops.so")
-    # An editable install keeps the sources in the checkout and what was built in site-packages: look in both.
+    # An editable install keeps the sources in the checkout and the built library in site-packages: look in both.
     folders = [Path(folder) for folder in mxfp8_ops.__path__]
     folders += [Path(entry) / "mxfp8_ops" for entry in sys.path]
     for folder in folders:
@@ -73,6 +73,7 @@ def use_openmp(*, on: bool) -> None:
     torch's threads wait busily for their next work and would keep the library's own from running: a gemm between torch
     ops takes up to 1.4 times as long.
     """
+    # CDLL(None) looks in the whole process: GOMP_parallel is there once libgomp is loaded, which torch does.
     parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if on and sys.platform == "linux" else None
     load().mxfp8_use_openmp(ctypes.cast(parallel, c_void_p) if parallel else None)
 
@@ -94,6 +95,7 @@ def load() -> ctypes.CDLL:
             expected="a library built for this machine",
             advice=_REINSTALL,
         ) from error
+    # Without these types ctypes passes every integer as a C int, which cuts addresses and sizes to 32 bits.
     i, p, n = c_int, c_void_p, c_int64
     signatures: dict[str, tuple[Any, ...]] = {
         "mxfp8_isa_force": (c_char_p,),
@@ -124,6 +126,7 @@ def load() -> ctypes.CDLL:
             raise BackendError(path, f"has no {name}", expected="the library of this version", advice=_REINSTALL)
         function.argtypes = arguments
         function.restype = _RETURNS.get(name, c_int)
+    # The node contract is checked besides the functions: a library of another version may have the same functions.
     version = library.mxfp8_contract_version()
     if version != contract.VERSION:
         raise BackendError(
@@ -144,6 +147,7 @@ def isa() -> str:
     Raises:
         BackendError: MXFP8_ISA names one that this machine does not have.
     """
+    # NULL: there are no kernels for what MXFP8_ISA names.
     name: bytes | None = load().mxfp8_isa()
     if name is None:
         raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
@@ -167,6 +171,7 @@ def forced_isa(name: str) -> Iterator[None]:
     Raises:
         BackendError: this machine does not have it.
     """
+    # In the whole process, because the library has one table of kernels in use.
     before = isa()
     force_isa(name)
     try:
@@ -184,6 +189,7 @@ def check(where: str, status: int) -> None:
     """
     if status == 0:
         return
+    # One form for all errors of the library: "<what is>; expected <what>; <what to do>" (src/cpu/last_error.h).
     text: bytes = load().mxfp8_last_error()
     what, _, rest = text.decode(errors="replace").partition("; expected ")
     expected, _, advice = rest.partition("; ")
@@ -193,5 +199,8 @@ def check(where: str, status: int) -> None:
 
 def _no_such_isa(where: str, name: str) -> BackendError:
     return BackendError(
-        where, f"{name!r}", expected=f"one of {', '.join(available_isas())}", advice="name one this machine has"
+        where,
+        f"{name!r}",
+        expected=f"one of {', '.join(available_isas())}",
+        advice="name an instruction set of this machine",
     )

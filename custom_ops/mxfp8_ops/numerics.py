@@ -1,4 +1,4 @@
-"""Quantize, dequantize, GEMM and embedding in NumPy: the truth every other implementation is tested against.
+"""Quantize, dequantize, GEMM and embedding in NumPy: the reference that every other implementation is tested against.
 
 Written to be read, not to be fast. The backends have the same functions with the same signatures.
 
@@ -79,19 +79,26 @@ def quantize(
     axis = normalize_axis("quantize", x.ndim, axis)
     if out is not None:
         out = check_out("quantize", out, x, scale_shape(x.shape, axis), np)
+    # float32 holds every float16 and bfloat16, so the rules below need one dtype only.
     values = np.moveaxis(x, axis, -1).astype(np.float32)
     k = values.shape[-1]
+    # A zero changes neither amax nor another element: a partial block quantizes as a whole one (docs/numerics.md).
     padded = np.zeros((*values.shape[:-1], scale_count(k) * BLOCK_SIZE), np.float32)
     padded[..., :k] = values
     blocks = padded.reshape(*values.shape[:-1], scale_count(k), BLOCK_SIZE)
 
     # Magnitudes order as their bits do, and NaN (above Inf) wins the maximum by itself.
     amax_bits = (blocks.view(np.uint32) & 0x7FFFFFFF).max(-1, initial=0).astype(np.int64)
-    finite = amax_bits < 0x7F800000
+    finite = amax_bits < 0x7F800000  # the bits of Inf; NaN has larger ones
+    # The exponent field of float32 is log2(amax) + 127, and E8M0 has the bias 127 too (OCP MX v1.0, section 5.4):
+    # shifting the mantissa out and taking off emax gives the scale code. Code 255 is NaN, so 254 is the largest.
     scales = np.clip(((amax_bits + increment) >> 23) - fmt.emax, 0, 254)
+    # A product with a power of two is exact, so encode is the only rounding. Scale code 254 needs 2^-127 here, a
+    # subnormal of float32, which ldexp makes; kernels that flush subnormals to zero would lose such blocks.
     inverse = np.ldexp(np.float32(1), SCALE_BIAS - scales).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         elements = encode(blocks * inverse[..., None], fmt)
+    # The whole block becomes NaN, elements and scale: a reader that ignores either one still sees NaN.
     elements[~finite] = ELEMENT_NAN
     scales = np.where(finite, scales, SCALE_NAN).astype(np.uint8)
 
@@ -121,6 +128,7 @@ def dequantize(
     fmt = formats.element_format(element_format)
     axis = normalize_axis("dequantize", elements.ndim, axis)
     check_scales("dequantize", elements.shape, scales.shape, axis)
+    # Repeated 32 times and cut to K: the last block may be partial.
     per_value = np.repeat(decode_scale(scales), BLOCK_SIZE, axis).take(range(elements.shape[axis]), axis)
     with np.errstate(over="ignore", invalid="ignore"):
         values = decode(elements, fmt) * per_value
@@ -187,9 +195,11 @@ def weight_gemm(
         x = x.astype(value_dtype("bfloat16"))
     weight = dequantize(b, b_scales, element_format=b_format)
     with np.errstate(over="ignore", invalid="ignore"):
+        # An element has 4 significant bits and x at most 24: each product is exact in the 53 bits of float64.
         y = x.astype(np.float64) @ np.swapaxes(weight, -1, -2).astype(np.float64)
         if bias is not None:
             y = y + bias.astype(np.float64)
+        # Through float32 to 16 bits, as the kernels do: they accumulate in float32 and round that.
         return np.asarray(y, np.float32).astype(value_dtype(dtype))
 
 
@@ -210,7 +220,8 @@ def embedding(indices: Array, b: Codes, b_scales: Codes, *, b_format: str = "e4m
         ShapeError: shapes or dtypes do not fit, or an index names no row.
         ContractError: unknown format.
     """
-    formats.element_format(b_format), value_dtype(dtype)  # raise before the indices do
+    # First, as in the backends: a call with two errors raises the same one everywhere.
+    formats.element_format(b_format), value_dtype(dtype)
     embedding_shape("embedding", indices, b.shape)
     check_scales("embedding", b.shape, b_scales.shape, -1)
     check_indices("embedding", indices, b.shape[0])
@@ -230,7 +241,7 @@ def grouped_gemm(
 ) -> Array:
     """Returns a times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
 
-    What `gemm(a, a_scales, b[experts], b_scales[experts])` is, but for rows without an expert.
+    The same as `gemm(a, a_scales, b[experts], b_scales[experts])`, but for rows without an expert.
 
     Args:
         a: elements uint8 [..., M, K].
@@ -272,11 +283,11 @@ def grouped_weight_gemm(
     grouped_shape("grouped_gemm", x.shape, b.shape, experts.shape)
     check_scales("grouped_gemm", b.shape, b_scales.shape, -1)
     picked = check_experts("grouped_gemm", experts, b.shape[0])
-    nobody = picked == b.shape[0]
-    # One matrix more, for rows that no expert multiplies.
+    no_expert = picked == b.shape[0]
+    # One matrix more, of zeros: NumPy needs some matrix at the index E, which stands for no expert.
     b, b_scales = (np.concatenate([t, np.zeros((1, *t.shape[1:]), np.uint8)])[picked] for t in (b, b_scales))
     y = weight_gemm(x, b, b_scales, b_format=b_format, dtype=dtype, activation_dtype=activation_dtype)
-    y[np.broadcast_to(nobody, y.shape[:-2])] = 0  # whatever x holds
+    y[np.broadcast_to(no_expert, y.shape[:-2])] = 0  # a NaN in x times the zeros would give NaN
     return y
 
 
@@ -306,9 +317,11 @@ class ErrorBound:
 def error_bound(dtype: str) -> ErrorBound:
     """Returns the bound for results of `dtype`: "float32", "float16" or "bfloat16"."""
     row = formats.VALUE_DTYPES[dtype]
-    narrow = row is not formats.FLOAT32  # float32 is what the sum is in: storing it rounds nothing
+    narrow = row is not formats.FLOAT32  # the sum is in float32 already: storing that rounds nothing
     store = 2.0 ** -(row.mantissa_bits + 1) if narrow else 0.0
     tiny = 2.0 ** (row.min_exponent - row.mantissa_bits - 1) if narrow else 0.0
+    # 1 + store: storing rounds the error of the sum too. A product in the subnormal range of float32, whose spacing is
+    # 2^-149, is off by up to half of that: 2^-150.
     return ErrorBound(2.0**-24 * (1 + store), store, 2.0**-150 * (1 + store), tiny)
 
 
@@ -336,7 +349,9 @@ def encode(x: npt.NDArray[np.float32], fmt: ElementFormat) -> Codes:
     bits = x.view(np.uint32)
     sign = ((bits >> 24) & 0x80).astype(np.uint8)
     magnitude = (bits & 0x7FFFFFFF).astype(np.int64)
-    # Normal elements: rebias the exponent, then round away the low mantissa bits, half to even.
+    # Normal elements: rebias the exponent, then round away the low mantissa bits, half to even. The sum
+    # before the shift adds half a unit less one, plus the lowest bit that stays: a half carries only where that bit is
+    # odd. A carry out of the mantissa raises the exponent, which is right, because codes order as magnitudes do.
     shift = 23 - fmt.mantissa_bits
     rebased = magnitude - ((127 - fmt.bias) << 23)
     normal = (rebased + (1 << (shift - 1)) - 1 + ((rebased >> shift) & 1)) >> shift
@@ -345,12 +360,14 @@ def encode(x: npt.NDArray[np.float32], fmt: ElementFormat) -> Codes:
         subnormal = np.rint(np.minimum(np.abs(x), np.float32(1)) / np.float32(fmt.min_subnormal))
     first_normal = (128 - fmt.bias) << 23  # bits of 2^(1 - bias), the smallest normal element
     codes = np.where(magnitude < first_normal, np.nan_to_num(subnormal).astype(np.int64), normal)
+    # Saturation (OCP MX v1.0, section 6.3): a larger magnitude becomes the largest element, never E5M2's infinity.
     codes = np.minimum(codes, fmt.max_code).astype(np.uint8) | sign
     return np.where(magnitude > 0x7F800000, np.uint8(ELEMENT_NAN), codes).astype(np.uint8)
 
 
 def decode(codes: Codes, fmt: ElementFormat) -> npt.NDArray[np.float32]:
     """Returns the float32 values of element codes."""
+    # A table of all 256 codes, indexed at the end: each value is computed once, from the definition.
     code = np.arange(256)
     exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)
@@ -375,7 +392,7 @@ def value_dtype(name: str) -> np.dtype[Any]:
     """Returns the NumPy dtype called `name`.
 
     Raises:
-        ShapeError: it is none of float32, float16, bfloat16.
+        ShapeError: it is not float32, float16 or bfloat16.
     """
     try:
         dtype: np.dtype[Any] = VALUE_DTYPES[name]

@@ -202,7 +202,7 @@ BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
         contract.ATTENTION.name: attention_functions.attention,
     }
 )
-"""What writes the body of each node, by op type."""
+"""The function that writes the body of each node, by op type."""
 
 
 # --- Blocks ------------------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def _grouped_matmul(g: Body, a: str) -> None:
     a = g("Reshape", a, g("Concat", rows, k, axis=0), allowzero=1, out="a")
     experts = g("Reshape", experts, rows, allowzero=1)
     picked = g("Unique", g("Compress", experts, g("Less", experts, count)), out="picked")
-    zero = g("ConstantOfShape", g("Concat", rows, n, axis=0), out="nobody")
+    zero = g("ConstantOfShape", g("Concat", rows, n, axis=0), out="no_expert")
     y = g("Loop", g("Size", picked), "", zero, body=_expert(g, a, b, experts, picked), out="y")
     y = g("Reshape", y, g("Concat", lead, n, axis=0), allowzero=1)
     g("Cast", y, to=g.attribute("output_dtype"), out="Y")

@@ -1,4 +1,4 @@
-"""Nodes of `contract.py` as standard ops in their place, for what knows no functions, or not ours.
+"""Nodes of `contract.py` replaced by standard ops, for programs that do not know functions, or not those of the domain.
 
 The ops are those of the function bodies, for one node: its attributes are known, and so are the inputs it leaves out.
 """
@@ -35,18 +35,20 @@ def in_place_of(node: NodeProto, fresh: Callable[[str], str]) -> list[NodeProto]
     try:
         nodes = body_of(op, settings_of(node), absent)
     except ValueError as error:
-        raise ContractError(f"node {node.name!r}", str(error), expected="a known attribute", advice="") from None
-    made = {name: given for name, given in outputs.items() if given}
-    nodes = _needed(nodes, set(made))
+        raise ContractError(
+            f"node {node.name!r}", str(error), expected="an attribute of the contract", advice="correct it"
+        ) from None
+    written = {name: output for name, output in outputs.items() if output}
+    nodes = _needed(nodes, set(written))
     prefix = node.name or node.output[0]
-    _rename(nodes, {"": "", **inputs, **made}, lambda name: fresh(f"{prefix}/{name}"))
+    _rename(nodes, {"": "", **inputs, **written}, lambda name: fresh(f"{prefix}/{name}"))
     return nodes
 
 
 def settings_of(node: NodeProto) -> dict[str, Any]:
     """Returns every attribute of one of `contract.OPS`: text as str, defaults for those that it leaves out."""
-    given = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
-    return {**contract.OPS[node.op_type].attributes, **given}
+    written = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
+    return {**contract.OPS[node.op_type].attributes, **written}
 
 
 def body_of(op: contract.Op, settings: Mapping[str, Any], absent: Iterable[str] = ()) -> list[NodeProto]:
@@ -61,13 +63,13 @@ def body_of(op: contract.Op, settings: Mapping[str, Any], absent: Iterable[str] 
 
 
 def _needed(nodes: Sequence[NodeProto], wanted: set[str]) -> list[NodeProto]:
-    """Returns those nodes of a body that make what is wanted, in order."""
-    kept: list[NodeProto] = []
+    """Returns the nodes of a body that the values `wanted` depend on, in order."""
+    needed: list[NodeProto] = []
     for node in reversed(nodes):
         if not wanted.isdisjoint(node.output):
-            kept.append(node)
+            needed.append(node)
             wanted |= {*node.input, *(name for inner in _inner(node) for name in inner.input)}
-    return kept[::-1]
+    return needed[::-1]
 
 
 def _inner(node: NodeProto) -> Iterable[NodeProto]:

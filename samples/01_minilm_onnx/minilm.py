@@ -36,7 +36,7 @@ def model_folder() -> Path:
 
 def export(path: Path, opset: int | None = None) -> None:
     """Writes the encoder as ONNX with dynamic batch and sequence length, at the exporter's default opset or another."""
-    logging.disable(logging.WARNING)  # torch, torchao and transformers tell of optional parts that are not installed
+    logging.disable(logging.WARNING)  # torch, torchao and transformers list optional parts that are not installed
     import torch
     from transformers import BertModel
     from transformers.utils import logging as transformers_logging

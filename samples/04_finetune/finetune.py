@@ -122,7 +122,7 @@ def finetune(start: int, upright: Data, turned: Data) -> tuple[Curves, torch.exp
     result = accuracy(packed.module(), turned)
     sizes = f"{report.bytes_before / 1e3:.0f} -> {report.bytes_after / 1e3:.0f} kB"
     print(f"         packed         {result:5.1f} % of turned digits, {len(report.rewritten)} linears, {sizes}")
-    curves["MXFP8"][1][-1] = result  # what is compared in the end is what would be shipped
+    curves["MXFP8"][1][-1] = result  # the comparison at the end is of the model that would be shipped
     return curves, packed
 
 

@@ -1,6 +1,6 @@
-"""Writes a model that reads scikit-learn's handwritten digits, and what `mxfp8-graph compare` asks of a user's code.
+"""Writes a model that reads scikit-learn's handwritten digits, and has the functions that `mxfp8-graph compare` calls.
 
-`samples` yields inputs, and `accuracy` is a metric of our own: it knows the labels, which no model's output tells.
+`samples` yields inputs, and `accuracy` is a metric that knows the labels, which are not in the output of a model.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import mxfp8_graph
 from mxfp8_ops.errors import Mxfp8Error
 
 
-@ray.remote(max_retries=3)  # of a machine that dies; what a model itself is refused for is not tried again
+@ray.remote(max_retries=3)  # for a machine that dies; a model that is refused is not tried again
 def rewrite(model: Path, output: Path, recipe: str) -> dict[str, Any]:
     """Returns what became of one model."""
     output.parent.mkdir(parents=True, exist_ok=True)

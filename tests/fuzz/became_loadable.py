@@ -2,10 +2,10 @@
 
     python -m tests.fuzz.became_loadable [--models 2000] [--seed 0] [--save FOLDER]
 
-A rewrite must not repair: what is wrong with a model would then no longer be told to anybody. Prints each such model
-with what ONNX Runtime said of it before, and what ONNX Runtime loads and the rewrite refuses, most frequent reasons
-first; exits with 1 if a model became loadable. What this ONNX Runtime has no kernel for is no damage. Each model is
-tried in a process of its own, as ONNX Runtime may crash on it.
+A rewrite must not repair: a user would then not learn that the model is damaged. Prints each such model with the
+message of ONNX Runtime before the rewrite, and the models that ONNX Runtime loads and the rewrite refuses, most
+frequent reasons first; exits with 1 if a model became loadable. An op without a kernel in this ONNX Runtime does not
+count as damage. Each model is tried in a process of its own, as ONNX Runtime may crash on it.
 """
 
 from __future__ import annotations

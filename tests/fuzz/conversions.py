@@ -92,7 +92,7 @@ def _dims(model: onnx.ModelProto, rng: random.Random) -> None:
 
 
 def _codes(model: onnx.ModelProto, rng: random.Random) -> None:
-    """Gives a tensor other bytes: scales of NaN, of 2^-127, of no power of two."""
+    """Gives a tensor other bytes: scales that are NaN, 2^-127, or not a power of two."""
     tensor = _tensor(model, rng)
     data = bytearray(tensor.raw_data)
     for _ in range(rng.choice((1, 4, len(data)))):

@@ -76,9 +76,9 @@ def _seed(name: str, own: dict[str, Any]) -> bytes:
         if packed:
             blocks = (shape[0], -(-shape[1] // 32))
             add(f"{key}_scale", "U8", blocks, blocks[0] * blocks[1])
-    told = {key: value for key, value in config.to_diff_dict().items() if value is not None}
-    told |= {"architectures": [name], "model_type": config.model_type}
-    return json.dumps(told).encode() + b"\n" + safetensors_files.file(header, end)
+    settings = {key: value for key, value in config.to_diff_dict().items() if value is not None}
+    settings |= {"architectures": [name], "model_type": config.model_type}
+    return json.dumps(settings).encode() + b"\n" + safetensors_files.file(header, end)
 
 
 def seeds() -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Tries changed inputs on the targets, counts what becomes of them, and saves what breaks something.
+"""Tries changed inputs on the targets, counts the outcomes, and saves the inputs that break something.
 
     python -m tests.fuzz.run --target recipes --seconds 60 --seed 1
     python -m tests.fuzz.run --target recipes --input FILE
@@ -32,7 +32,7 @@ LARGEST_CORPUS = 64 << 10
 
 @dataclass
 class Result:
-    """What became of the inputs of one target."""
+    """The outcomes of the inputs of one target."""
 
     target: str
     seconds: float = 0.0
@@ -101,7 +101,7 @@ def fuzz(job: Job, *, jobs: int = 1, limits: Limits | None = None) -> Result:
                 for verdict in [] if one.finished else one.poll():
                     result.add(verdict)
             time.sleep(0.05)
-    except KeyboardInterrupt:  # what was found until then counts
+    except KeyboardInterrupt:  # earlier findings count
         result.interrupted = True
     finally:
         for one in supervisors:

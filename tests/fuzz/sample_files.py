@@ -17,7 +17,7 @@ from mxfp8_graph.checking.samples import make_samples
 from mxfp8_ops.errors import Mxfp8Error
 
 _NAMES: Final = {b"z": "samples.npz", b"y": "samples/one.npy", b"j": "samples.jsonl"}
-"""What the first byte of an input says: the kind of file that the rest is."""
+"""The meaning of the first byte of an input: the kind of file of the rest."""
 
 _SHAPES: Final[tuple[Any, ...]] = (
     *((), (0,), (2, 8), (2**40, 64), (2**62, 4), (2**63, 0), (2**61, 0), (-1, 8), (0, 2**62), (1,) * 70),

@@ -25,7 +25,7 @@ _MEMORY = Path("/dev/shm")  # every input is written to a file: a disk would tak
 
 @dataclass(frozen=True)
 class Limits:
-    """What one input may take; more is a finding."""
+    """The most that one input may take; more is a finding."""
 
     seconds: float = 20
     megabytes: int = 2048

@@ -1,4 +1,4 @@
-"""One input at a time: says which, tries it, and remembers what is worth keeping. Also what a worker is told to do."""
+"""One input at a time: says which, tries it, and remembers those worth keeping. Also the task of a worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPENT = 3
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to do."""
+    """The task of a worker."""
 
     target: str
     seed: str

@@ -1,4 +1,4 @@
-"""What became of one input: accepted, refused with a documented error, or a finding."""
+"""The outcome of one input: accepted, refused with a documented error, or a finding."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _made: list[Mxfp8Error] = []
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one input."""
+    """The outcome of one input."""
 
     outcome: str
     kind: str
-    """What tells refusals and findings apart: exception and place."""
+    """The key that distinguishes refusals and findings: exception and place."""
     text: str = ""
-    """Of a refusal: its message, the values left out. Of a finding: the traceback."""
+    """For a refusal its message without values; for a finding the traceback."""
     data: str | None = None
     """The input in hexadecimal, if it should be kept."""
 

@@ -1,4 +1,4 @@
-"""What goes wrong outside of a program, made to go wrong: disks that fill up, files that change."""
+"""Simulates faults outside of a program: disks that fill up, files that change."""
 
 from __future__ import annotations
 

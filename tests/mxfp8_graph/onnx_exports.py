@@ -17,7 +17,7 @@ from mxfp8_ops import contract, torch_ops  # noqa: F401 - registers torch.ops.mx
 
 
 class Linear(torch.nn.Module):
-    """relu(x @ w.T + b), so that the linear is no output projection."""
+    """relu(x @ w.T + b), so that the linear is not an output projection."""
 
     def __init__(self, k: int = 64, n: int = 96, dtype: Any = torch.float32) -> None:
         super().__init__()

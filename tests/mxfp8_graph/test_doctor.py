@@ -259,5 +259,5 @@ def test_the_driver_is_asked_for_its_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     driver.cuInit = lambda flags: 100
     assert cuda_system.gpus() == []
     driver.cuInit = lambda flags: 999
-    with pytest.raises(BackendError, match="gives CUDA error 999; expected success; see what nvidia-smi says"):
+    with pytest.raises(BackendError, match="returns error 999; expected success; run nvidia-smi"):
         cuda_system.gpus()

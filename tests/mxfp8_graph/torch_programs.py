@@ -64,7 +64,7 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
 
 @dataclass
 class Prediction:
-    """What a rewritten matmul must give, and how far it may be off."""
+    """The expected result of a rewritten matmul, and the bound of its error."""
 
     exact: np.ndarray
     bound: np.ndarray

@@ -1,4 +1,4 @@
-"""What tests of MXFP8Attention share: shapes that differ in one thing each, and models of one node."""
+"""Shared by the tests of MXFP8Attention: shapes that differ in one thing each, and models of one node."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ thread_local std::vector<void*> contexts;
 constexpr int kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kIllegalAddress = 700;
 size_t most;                                      // bytes one allocation may have
 size_t copied_in;                                 // bytes
-constexpr uint64_t kLargest = uint64_t(1) << 32;  // of the parameters that are no addresses, in these tests
+constexpr uint64_t kLargest = uint64_t(1) << 32;  // above every parameter of these tests that is not an address
 
 constexpr uint64_t kAnyStream = ~uint64_t(0);
 
@@ -56,7 +56,7 @@ void start(void* emulate_function, void* parameter_function, uint64_t stream) {
 }
 size_t launch_count() { return launches.size(); }
 const Launch* launch(size_t i) { return &launches[i]; }
-// Memory that somebody else allocates and frees.
+// Memory that the test allocates and frees.
 void adopt(uint64_t address, size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex);
   memory[address] = bytes;

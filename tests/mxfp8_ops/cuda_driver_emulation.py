@@ -138,7 +138,7 @@ class Driver:
     def read(self, address: int, size: int) -> bytes:
         return ctypes.string_at(address, size) if size else b""
 
-    # What cuda_loader asks a `device.CudaDevice`.
+    # The part of `device.CudaDevice` that cuda_loader uses.
 
     def context(self) -> int:
         return CONTEXT

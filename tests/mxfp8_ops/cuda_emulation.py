@@ -162,7 +162,7 @@ def plan_gemm(
     inexact: int = 1 << 20,
     forced: bool = True,
 ) -> planner.Plan:
-    """Plans a product y [M, N] of kinds (x, b, y) on operands at one address, under what `dispatch` has been told."""
+    """Plans a product y [M, N] of kinds (x, b, y) on operands at one address, under the choices of `dispatch`."""
     on = types.SimpleNamespace(capability=capability, processors=processors)
     place = dispatch.place(on, libraries)
     operands = (address, address if kinds[0] in formats.ELEMENT_FORMATS else 0, address, address, 0, 1 << 20)

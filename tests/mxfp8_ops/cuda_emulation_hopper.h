@@ -1,4 +1,5 @@
-// What src/cuda/hopper.cuh names, on emulated threads: asynchronous copies, and products of a warpgroup (wgmma).
+// The instructions of src/cuda/hopper.cuh on emulated threads: asynchronous copies, and products of a warpgroup
+// (wgmma).
 //
 // Neither is done when it is asked for. A copy makes its target NaN at once and writes it when its barrier is waited
 // for; a product makes its sums NaN and gives them when it is waited for. So code that reads too early gets NaN, and
@@ -23,7 +24,7 @@ struct Copy {
 
 struct Barrier {
   uint32_t phase;
-  Copy copy;  // whose end is that of the phase
+  Copy copy;  // its end is the end of the phase
 };
 
 constexpr int COLUMNS = 128, SUMS = COLUMNS / 2;

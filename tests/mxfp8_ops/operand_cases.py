@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     op: str
     changed: str
-    """What is not as usual, in words."""
+    """The difference from the usual case, in words."""
     shapes: Shapes
 
 
@@ -57,7 +57,7 @@ def difference(case: Case) -> str:
     """Returns how our kernels differ from the function body: "" if both refuse the case or give the same bytes."""
     stock, ours = (_outcome(case, kernels=kernels) for kernels in (False, True))
     if isinstance(stock, str) or isinstance(ours, str):
-        return "" if type(stock) is type(ours) else f"stock: {_told(stock)}; ours: {_told(ours)}"
+        return "" if type(stock) is type(ours) else f"stock: {_in_words(stock)}; ours: {_in_words(ours)}"
     same = all(x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in zip(stock, ours, strict=True))
     return "" if same else f"stock: {stock}; ours: {ours}"
 
@@ -159,5 +159,5 @@ def _outcome(case: Case, *, kernels: bool) -> list[np.ndarray] | str:
     return [from_ort(output, dtype) for output, dtype in zip(outputs, dtypes, strict=True)]
 
 
-def _told(outcome: list[np.ndarray] | str) -> str:
+def _in_words(outcome: list[np.ndarray] | str) -> str:
     return f"refused, {outcome}" if isinstance(outcome, str) else f"gives {[array.shape for array in outcome]}"

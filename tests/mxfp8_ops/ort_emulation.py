@@ -40,7 +40,7 @@ class Tensor:
 
 @dataclass
 class Node:
-    """What kernel creation and compute ask about: attributes and inputs go in, outputs come out."""
+    """The context of kernel creation and compute: attributes and inputs go in, outputs come out."""
 
     attributes: Mapping[str, int | float | str]
     inputs: Sequence[Tensor | None]
@@ -81,7 +81,7 @@ class CudaProvider:
         self.freed = 0
         self.asked_allocators = self.released_allocators = 0
         self.keep: list[Any] = []
-        self.memory: dict[str, tuple[int, int]] = {}  # of the last node: name -> address, bytes
+        self.memory: dict[str, tuple[int, int]] = {}  # operands of the last node: name -> address, bytes
         self.created: Callable[[], None] = lambda: None  # called between making a node and running it
         self.api = (c_void_p * 300)()
         self._fill()

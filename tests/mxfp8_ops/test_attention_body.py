@@ -136,7 +136,7 @@ def test_the_presents_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q_num_heads": 3}, "3 heads of Q and 2 of K and V; expected at least one of each"),
+        ({"q_num_heads": 3}, "3 heads of Q and 2 of K and V; expected 1 or more of each"),
         ({"kv_num_heads": 0}, "4 heads of Q and 0 of K and V; expected"),
         ({"k": (2, 7, 20)}, r"K \(2, 7, 20\) .*; expected \[B, S, Hq \* D\]"),
         ({"v": (2, 6, 32)}, r"V \(2, 6, 32\) .*; expected"),

@@ -88,7 +88,7 @@ def test_shapes_are_inferred() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q_heads": 3}, "3 heads of Q and 4 of K and V; expected at least one of each"),
+        ({"q_heads": 3}, "3 heads of Q and 4 of K and V; expected 1 or more of each"),
         ({"mask": (1, 1, 3, 9)}, r"attn_mask has shape \(1, 1, 3, 9\); expected one that broadcasts to \(2, 4, 9, 9\)"),
     ],
 )

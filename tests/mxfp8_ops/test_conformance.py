@@ -192,7 +192,7 @@ def test_files_that_a_program_wrote_are_judged(tmp_path, capsys):
     path = tmp_path / "vectors"
     assert cli.main(["export", str(path)]) == 0
     assert cli.main(["check", str(path)]) == 2
-    assert "holds no answer" in capsys.readouterr().err
+    assert "has no answer" in capsys.readouterr().err
     answered(path)
     assert cli.main(["check", str(path)]) == 0
     assert "48 of 48 cases passed" in capsys.readouterr().out

@@ -30,7 +30,7 @@ def gpu(name: str, capability: tuple[int, int]) -> system.Gpu:
 
 BEFORE = "and tensor cores multiply MXFP8 from 10.0 (Blackwell) on"
 YES = "whose tensor cores multiply MXFP8"
-ONE_LAYOUT = "which multiplies MXFP8 in one layout only; it is the one that our products have"
+ONE_LAYOUT = "which multiplies MXFP8 in one layout only: the one that these products have"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_torch_device_is_a_device(gpus: list[system.Gpu]) -> None:
 def test_another_device_is_refused(ask: Any, device: object) -> None:
     with pytest.raises(BackendError) as caught:
         ask(device)
-    assert str(caught.value) == f"device: {str(device)!r}; expected cpu, cuda or cuda:N; name one of them"
+    assert str(caught.value) == f"device: {str(device)!r}; expected cpu, cuda or cuda:N; name one of these devices"
 
 
 def test_asking_loads_neither_torch_nor_cupy_nor_a_library_of_ours() -> None:

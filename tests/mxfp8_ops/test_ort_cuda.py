@@ -173,7 +173,7 @@ def test_weights_that_are_no_constant_matrix_are_not_kept(keeping, gpu):
 def test_a_weight_cannot_be_kept_without_cublas(keeping, gpu, monkeypatch):
     gpu.start(LEGACY_STREAM)
     monkeypatch.setattr(cuda_loader, "_cublas", dict)
-    with pytest.raises(NodeError, match=r"'the node': a weight is to be kept in bfloat16, but there is no cuBLAS"):
+    with pytest.raises(NodeError, match=r"'the node': keep_wide needs cuBLAS, which is not loaded"):
         check_gemm(keeping, ((3, 64), (40, 64)), ("bfloat16", "e4m3"), "float32", constants=frozenset({1, 2}))
 
 
@@ -225,5 +225,5 @@ def test_a_cublas_that_fails_is_an_error_of_the_node(provider, cublas):
 
 def test_a_driver_that_was_not_opened_is_an_error(gpu, tmp_path):
     fresh = shutil.copy(cpu.library_path(), tmp_path / "mxfp8_ops.so")
-    with pytest.raises(NodeError, match="the CUDA driver is not open; expected mxfp8_cuda_open before"):
+    with pytest.raises(NodeError, match="the CUDA driver is not open; expected a call of mxfp8_cuda_open before"):
         CudaProvider(Path(fresh), gpu).run(contract.QUANTIZE, [heavy_tailed((3, 64))], [contract.FLOAT])

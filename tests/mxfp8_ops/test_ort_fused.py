@@ -164,8 +164,8 @@ ROW, MATRIX = np.zeros(7, np.float32), np.zeros((3, 41), np.float32)
         (GEMM, {"bias": ROW}, {}, "bias has shape (7,); expected (5,), one value per output column"),
         (NORM, {}, {"norm": "batch"}, "norm 'batch'; expected layer or rms; correct the attribute"),
         (NORM, {}, {"scale_rounding": "up"}, "scale_rounding 'up'; expected ceil, floor or even"),
-        (NORM, {"scale": ROW}, {}, "scale has shape (7,); expected (40,), one value per value of a row"),
-        (NORM, {"bias": ROW}, {}, "bias has shape (7,); expected (40,), one value per value of a row"),
+        (NORM, {"scale": ROW}, {}, "scale has shape (7,); expected (40,), one value for each column"),
+        (NORM, {"bias": ROW}, {}, "bias has shape (7,); expected (40,), one value for each column"),
         (NORM, {"residual": MATRIX}, {}, "residual has shape (3, 41); expected (3, 40), that of X"),
     ],
 )

@@ -85,9 +85,9 @@ def overlapping() -> tuple[np.ndarray, np.ndarray]:
     [
         (
             lambda e, s: (e,),
-            "out is no pair: a tuple; expected (elements, scales); pass the pair that quantize returned",
+            "out is a tuple, not a pair; expected (elements, scales); pass the pair that quantize returned",
         ),
-        (lambda e, s: e, "out is no pair: a ndarray; expected (elements, scales)"),
+        (lambda e, s: e, "out is a ndarray, not a pair; expected (elements, scales)"),
         (lambda e, s: (e, None), f"out: scales are a NoneType; {CONTIGUOUS} (4, 2)"),
         (lambda e, s: (e[:3], s), f"out: elements are uint8 of shape (3, 64); {CONTIGUOUS} (4, 64)"),
         (lambda e, s: (e, s.T), f"out: scales are uint8 of shape (2, 4), strided or read-only; {CONTIGUOUS} (4, 2)"),
@@ -95,7 +95,7 @@ def overlapping() -> tuple[np.ndarray, np.ndarray]:
         (lambda e, s: (e.view(np.int8), s), "out: elements are int8 of shape (4, 64);"),
         (lambda e, s: (np.zeros((4, 128), np.uint8)[:, ::2], s), "out: elements are uint8 of shape (4, 64), strided"),
         (lambda e, s: (read_only(e), s), "out: elements are uint8 of shape (4, 64), strided or read-only;"),
-        (lambda e, s: overlapping(), "out: elements, scales and x share memory; expected three arrays apart"),
+        (lambda e, s: overlapping(), "out: elements, scales and x share memory; expected three arrays without"),
         (lambda e, s: (X.view(np.uint8)[:, :64].copy("F"), s), "out: elements are uint8 of shape (4, 64), strided"),
         (lambda e, s: (X.view(np.uint8).ravel()[:256].reshape(4, 64), s), "out: elements, scales and x share memory"),
     ],

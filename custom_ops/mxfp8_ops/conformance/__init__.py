@@ -1,4 +1,4 @@
-"""Whether a quantizer, dequantizer or gemm of MXFP8 computes what this project's do: test vectors, and a runner.
+"""Checks whether a quantizer, dequantizer or gemm of MXFP8 agrees with this project's: test vectors, and a runner.
 
     from mxfp8_ops import conformance
     print(conformance.check_quantizer(my_quantize))
@@ -6,8 +6,8 @@
 Or `python -m mxfp8_ops.conformance`, which takes Python functions, and files that a program in any language wrote.
 
 vectors.npz  inputs and answers, from the NumPy reference; vectors.py reads them
-check.py     compares; result.py: what was found
-rules.py     how others quantize: whose answers are these?
+check.py     compares; result.py has the results
+rules.py     the rules of other quantizers, to name the one that gives the same answers
 folder.py    the same vectors as raw files, for programs in other languages
 """
 

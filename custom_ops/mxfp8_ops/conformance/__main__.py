@@ -1,4 +1,4 @@
-"""`python -m mxfp8_ops.conformance`: checks Python functions, and what programs in other languages answer."""
+"""`python -m mxfp8_ops.conformance`: checks Python functions, and the answers of programs in other languages."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--roundings", nargs="+", choices=SCALE_ROUNDINGS, default=list(SCALE_ROUNDINGS))
             command.add_argument("--rows-only", action="store_true", help="leave out blocks along the first axis")
             command.add_argument("--whole-blocks", action="store_true", help="pad with zeros to multiples of 32")
-    for name, told, call in (
+    for name, description, call in (
         ("export", "write the inputs as raw files to a new FOLDER, for a program in any language", _export),
         ("check", "judge the answers that such a program has written to FOLDER", _check),
     ):
-        command = commands.add_parser(name, help=told)
+        command = commands.add_parser(name, help=description)
         command.add_argument("folder", metavar="FOLDER", type=Path)
         command.set_defaults(run=call)
     return parser
@@ -82,17 +82,17 @@ def _function(name: str) -> Callable[..., Any]:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise ContractError(
-            name, "no MODULE:FUNCTION", expected="as in mxfp8_ops.numerics:quantize", advice="correct it"
+            name, "not MODULE:FUNCTION", expected="a name such as mxfp8_ops.numerics:quantize", advice="correct it"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:  # whatever foreign code raises while it is imported
+        function = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:  # foreign code may raise anything while it is imported
         raise BackendError(
             module, f"cannot be imported: {type(error).__name__}: {error}", advice="correct it"
         ) from None
-    if not callable(found):
-        raise ContractError(name, "no such function", expected=f"one that {module} has", advice="correct the name")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise ContractError(name, "no such function", expected=f"a function of {module}", advice="correct the name")
+    return function  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

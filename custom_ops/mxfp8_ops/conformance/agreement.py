@@ -1,4 +1,4 @@
-"""Whose answers these are: of a quantizer's blocks, how many each known rule gives too."""
+"""Finds the rule that a quantizer follows: counts its blocks that each rule of `rules.py` gives too."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, ELEMENT_NAN
 from mxfp8_ops.numerics import decode
 
 
-def same_blocks(expected: tuple[Array, ...], given: tuple[Array, ...], axis: int) -> npt.NDArray[np.bool_]:
+def same_blocks(expected: tuple[Array, ...], actual: tuple[Array, ...], axis: int) -> npt.NDArray[np.bool_]:
     """Returns of every block, in the shape of the scales, whether its scale and all its elements are the same."""
-    elements = np.moveaxis(expected[0] == given[0], axis, -1)
+    elements = np.moveaxis(expected[0] == actual[0], axis, -1)
     padded = np.pad(elements, ((0, 0), (0, -elements.shape[-1] % BLOCK_SIZE)), constant_values=True)
     whole = padded.reshape(len(padded), -1, BLOCK_SIZE).all(-1)
-    same: npt.NDArray[np.bool_] = expected[1] == given[1]
+    same: npt.NDArray[np.bool_] = expected[1] == actual[1]
     return same & np.moveaxis(np.asarray(whole), -1, axis)
 
 
@@ -44,6 +44,7 @@ def whose(answers: Sequence[tuple[Case, tuple[Array, ...] | str]]) -> str:
 def _agreeing(rule: Rule, case: Case, answer: tuple[Array, ...]) -> int:
     axis, element_format = case.options["axis"], case.options["element_format"]
     fmt = ELEMENT_FORMATS[element_format]
+    # A format has several codes of NaN, at least one of each sign: all of them become the one that rules give.
     elements = np.where(np.isnan(decode(answer[0], fmt)), ELEMENT_NAN, answer[0])
-    made = rule.quantize(case.inputs[0], element_format=element_format, axis=axis)
-    return int(same_blocks(made, (elements, answer[1]), axis).sum())
+    expected = rule.quantize(case.inputs[0], element_format=element_format, axis=axis)
+    return int(same_blocks(expected, (elements, answer[1]), axis).sum())

@@ -28,7 +28,7 @@ def check_quantizer(
     axes: Collection[int] = (-1, 0),
     partial_blocks: bool = True,
 ) -> Result:
-    """Returns how often `quantizer` gives the bytes that `numerics.quantize` does.
+    """Returns how often `quantizer` gives the bytes of `numerics.quantize`.
 
     Args:
         quantizer: called as quantizer(x, axis=, element_format=, scale_rounding=) with x float32 [rows, K]; gives
@@ -85,7 +85,7 @@ def check_gemm(gemm: Callable[..., Any], *, formats: Collection[str] = tuple(ELE
 
 
 def judge(answers: Sequence[tuple[Case, Answer]]) -> Result:
-    """Returns what is right of the answers, each with its case.
+    """Returns which answers are right, each with its case.
 
     Raises:
         ContractError: there is no case.
@@ -102,15 +102,15 @@ def judge(answers: Sequence[tuple[Case, Answer]]) -> Result:
         for settings in dict.fromkeys(case.settings for case, _ in of_quantizers)
         if settings in failed
     }
-    return Result(outcomes, {settings: told for settings, told in agrees.items() if told})
+    return Result(outcomes, {settings: rule for settings, rule in agrees.items() if rule})
 
 
 def _answer(call: Callable[..., Any], case: Case) -> Answer:
     """Returns the arrays that `call` gives, or why they cannot be compared."""
     try:
-        given = call(*(array.copy() for array in case.inputs), **case.options)
-        arrays = tuple(map(np.asarray, given)) if case.kind == "quantize" else (np.asarray(given),)
-    except Exception as error:  # whatever foreign code raises, the other cases are of interest too
+        returned = call(*(array.copy() for array in case.inputs), **case.options)
+        arrays = tuple(map(np.asarray, returned)) if case.kind == "quantize" else (np.asarray(returned),)
+    except Exception as error:  # foreign code may raise anything; the other cases still run
         return f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     wanted = case.expected[:2] if case.kind == "quantize" else case.expected[:1]
     if len(arrays) != len(wanted):
@@ -152,13 +152,13 @@ def _difference(case: Case, answer: tuple[Array, ...], row: int, column: int) ->
         line: Array = np.moveaxis(array, axis, -1)[at[0], BLOCK_SIZE * at[1] : BLOCK_SIZE * (at[1] + 1)]
         return line
 
-    x, right, given = (of_block(array) for array in (case.inputs[0], case.expected[0], answer[0]))
+    x, right, other = (of_block(array) for array in (case.inputs[0], case.expected[0], answer[0]))
     scales = int(case.expected[1][row, column]), int(answer[1][row, column])
     # NaN wins, as its bits do: it decides about the block.
-    which = int(np.argmax(x.view(np.uint32) & 0x7FFFFFFF)) if scales[0] != scales[1] else int(np.argmax(right != given))
+    which = int(np.argmax(x.view(np.uint32) & 0x7FFFFFFF)) if scales[0] != scales[1] else int(np.argmax(right != other))
     return (
         f"block {[row, column]}: {_float(x[which])} (value {which}): scale {scales[1]:02x}, expected {scales[0]:02x}; "
-        f"element {given[which]:02x}, expected {right[which]:02x}"
+        f"element {other[which]:02x}, expected {right[which]:02x}"
     )
 
 
@@ -170,12 +170,13 @@ def _compared(case: Case, answer: Answer) -> Outcome:
     expected = case.expected[0]
     if isinstance(answer, str):
         return Outcome(case.group, case.settings, "values", expected.size, 0, error=answer)
-    given = answer[0].astype(expected.dtype)
-    same = (given == expected) & (np.signbit(given) == np.signbit(expected) if case.kind == "dequantize" else True)
-    same |= np.isnan(given) & np.isnan(expected)
+    actual = answer[0].astype(expected.dtype)
+    same = (actual == expected) & (np.signbit(actual) == np.signbit(expected) if case.kind == "dequantize" else True)
+    # The sign and the bits of a NaN are free; those of a zero are not, where values are dequantized.
+    same |= np.isnan(actual) & np.isnan(expected)
     if case.kind == "gemm":
         with np.errstate(invalid="ignore"):
-            same |= np.abs(given - expected) <= case.expected[1]
+            same |= np.abs(actual - expected) <= case.expected[1]
     wrong = [tuple(map(int, at)) for at in np.argwhere(~same)]
-    shown = tuple(f"at {list(at)}: {_float(given[at])}, expected {_float(expected[at])}" for at in wrong[:SHOWN])
+    shown = tuple(f"at {list(at)}: {_float(actual[at])}, expected {_float(expected[at])}" for at in wrong[:SHOWN])
     return Outcome(case.group, case.settings, "values", expected.size, expected.size - len(wrong), shown)

@@ -50,11 +50,12 @@ def export(folder: Path) -> None:
         ContractError: it exists, or cannot be written.
     """
     if folder.exists():
-        raise ContractError(folder, "it exists", expected="a folder to be made", advice="choose another")
+        raise ContractError(folder, "it exists", expected="a path without a folder", advice="choose another")
     chosen = [case for kind in KINDS for case in cases(kind)]
     try:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
-            draft = Path(made) / folder.name
+        # Beside the folder and renamed at the end: a folder with the name of the result is complete.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
+            draft = Path(parent) / folder.name
             for case in chosen:
                 (draft / case.name).mkdir(parents=True)
                 for path, array in _inputs(draft, case).items():
@@ -66,10 +67,10 @@ def export(folder: Path) -> None:
 
 
 def check(folder: Path) -> Result:
-    """Returns what is right of the answers that a folder holds; cases without an answer are left out.
+    """Returns which answers in a folder are right; cases without an answer are left out.
 
     Raises:
-        ContractError: it is no such folder, or holds no answer.
+        ContractError: the folder is not one of `export`, or has no answer.
     """
     if not (folder / LIST).is_file():
         raise ContractError(folder, f"has no {LIST}", expected="a folder that `export` wrote", advice="write it first")
@@ -78,7 +79,7 @@ def check(folder: Path) -> Result:
     if not answered:
         raise ContractError(
             folder,
-            "holds no answer",
+            "has no answer",
             expected=f"a file that {LIST} names",
             advice="run your program",
         )
@@ -95,7 +96,7 @@ def _inputs(folder: Path, case: Case) -> dict[Path, Array]:
 
 
 def _answers(folder: Path, case: Case) -> dict[Path, tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape of each file of an answer; the bound of a gemm is none."""
+    """Returns dtype and shape of each file of an answer; the bound of a gemm is not part of it."""
     shapes = (array.shape for array in case.expected)
     names = zip(_ANSWERS[case.kind], shapes, strict=False)
     return {folder / case.name / f"{name}.bin": (dtype, shape) for (name, dtype), shape in names}

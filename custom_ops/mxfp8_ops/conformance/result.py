@@ -1,4 +1,4 @@
-"""What a check found: per case how much passed, and the first differences; per settings whose rule the answers are."""
+"""The result of a check: how much of each case passed, the first differences, and the rule that the answers follow."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case."""
+    """The result of one case."""
 
     group: str
     settings: str
     unit: str
-    """What is counted: "blocks" or "values"."""
+    """The unit of `total` and `passed`: "blocks" or "values"."""
     total: int
     passed: int
     differences: tuple[str, ...] = ()
-    """The first that differ, a line each: where, what it is and what it has to be, in hex."""
+    """The first differences, a line each: place, actual and expected value, in hex."""
     error: str = ""
     """Why there is no answer to compare."""
 
@@ -26,16 +26,16 @@ class Outcome:
         """The outcome in a line, and each difference in another."""
         verdict = "ok" if self.passed == self.total else "FAILED"
         line = f"{self.settings:12}{self.group:14}{self.passed:7} of {self.total:6} {self.unit}  {verdict}"
-        return "\n".join([line, *(f"    {told}" for told in (self.error, *self.differences) if told)])
+        return "\n".join([line, *(f"    {detail}" for detail in (self.error, *self.differences) if detail)])
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found."""
+    """The results of a check."""
 
     outcomes: tuple[Outcome, ...]
     agrees: Mapping[str, str] = field(default_factory=dict)
-    """Of quantizers, for settings that failed: the known rule whose answers these are, or the nearest one."""
+    """For settings of quantizers that failed: the rule of `rules.py` that gives these answers, or the nearest one."""
 
     @property
     def passed(self) -> bool:

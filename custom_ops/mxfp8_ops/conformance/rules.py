@@ -1,7 +1,7 @@
-"""The rules of other quantizers, as data: what a failing one may have been made after.
+"""The rules of other quantizers, as data: a quantizer that fails may follow one of them.
 
 Each is written out from its published source, named in its row, in NumPy; tests hold those of torchao to the package.
-None of them is wrong by itself: what OCP MX v1.0 describes in section 6.3 is one way to make a block.
+None of them is wrong by itself: OCP MX v1.0 describes one way to make a block, in section 6.3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, SCALE_BIAS, SCALE_NAN
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 Exponents = Callable[[Floats, ElementFormat], npt.NDArray[Any]]
-"""Exponents of the scales, before they are clamped, of amax; -inf or NaN where there is none."""
+"""amax -> exponents of the scales, before they are clamped; -inf or NaN where there is none."""
 
 
 def _of_bits(increment: Callable[[ElementFormat], int]) -> Exponents:
@@ -57,11 +57,11 @@ class Rule:
     nan: int | None = SCALE_NAN
     """Scale code of a block with a NaN; None: amax is that of the other values."""
     inf: int | None = 254
-    """Scale code of a block with an infinity and no NaN; None: what the bits give."""
+    """Scale code of a block with an infinity and no NaN; None: the result of the rule."""
     poisons: bool = False
     """Whether scale code 255 makes every element NaN; otherwise values are divided by infinity."""
     least_factor: float = 2.0**127
-    """What values are multiplied by where the scale code is 0."""
+    """The factor on values where the scale code is 0."""
     ties_away: bool = False
     """Whether a value between two elements goes to the greater; otherwise to the even one."""
 
@@ -74,6 +74,7 @@ class Rule:
         with np.errstate(all="ignore"):
             scales = self._scales(np.abs(blocks), fmt)
             factor = np.ldexp(np.float32(1), SCALE_BIAS - scales.astype(np.int32)).astype(np.float32)
+            # ldexp gives 2^127 for code 0, which some quantizers replace; 255 would give 2^-128, which stands for NaN.
             factor[scales == 0] = self.least_factor
             factor[scales == SCALE_NAN] = np.nan if self.poisons else 0
             scaled = blocks * factor[..., None]

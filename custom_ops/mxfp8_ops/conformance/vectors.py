@@ -1,4 +1,4 @@
-"""The test vectors: vectors.npz as cases, each an input of one operation and what it has to become.
+"""The test vectors: vectors.npz as cases, each an input of one operation and its expected result.
 
 The file is a zip archive of .npy arrays, called KIND/GROUP/SETTINGS/ARRAY; docs/numerics.md describes it. It is
 written by custom_ops/conformance_vectors.py from `numerics`.
@@ -27,13 +27,13 @@ class Case:
     kind: str
     """quantize, dequantize or gemm."""
     group: str
-    """What the case is about."""
+    """The values that the case tests, such as "boundaries" or "nan"."""
     options: Mapping[str, Any]
     """Keyword arguments of the call, those of the function of this kind in `numerics`."""
     inputs: tuple[Array, ...]
     """Positional arguments."""
     expected: tuple[Array, ...]
-    """Of quantize elements and scales, uint8; of dequantize values, float32; of gemm y, float64, and its bound."""
+    """quantize: elements and scales, uint8; dequantize: values, float32; gemm: y, float64, and its bound."""
 
     @property
     def settings(self) -> str:

@@ -29,6 +29,7 @@ def attention(
     threads: int = 0,
 ) -> tuple[Array, Array, Array]:
     """Returns (y, present_key, present_value), as `mxfp8_ops.attention.attention` does."""
+    # Checked by name before shapes are read: an operand that is not an array has none.
     named = {"q": q, "k": k, "v": v}
     named |= {} if mask is None else {"mask": mask}
     named |= {} if past is None else dict(zip(("past_key", "past_value"), past, strict=True))
@@ -45,6 +46,7 @@ def attention(
         kv_heads=sizes.kv_heads, d=sizes.d, dv=sizes.dv, y=results[0].ctypes.data, present_key=results[1].ctypes.data,
         present_value=results[2].ctypes.data, **{name: x.ctypes.data for name, x in named.items()},
     )  # fmt: skip
+    # The library broadcasts along sizes of 1; ONNX aligns a mask with fewer dimensions at the last one.
     if mask is not None:
         arguments.mask_dtype = contract.BOOL if mask.dtype == np.bool_ else VALUE_DTYPES[mask.dtype.name].onnx_dtype
         arguments.mask_sizes[:] = (*(1,) * (4 - mask.ndim), *mask.shape)

@@ -92,6 +92,7 @@ def gemm_quantize(
     threads: int = 0,
 ) -> tuple[Codes, Codes, Array]:
     """Returns (elements, scales, y); a [..., M, K], b [..., N, K], as in `fused.gemm_quantize`."""
+    # The values are an output too, so their dtype is always float32: the codes are made of them, not of rounded ones.
     (code, _), fmt = _codes(epilogue, None), formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
     y, bias = result((a, a_scales), (b, b_scales), bias, "float32")
@@ -102,6 +103,7 @@ def gemm_quantize(
     rounding = SCALE_ROUNDINGS.index(scale_rounding)
 
     def product(a: list[int], b: list[int], end: End, m: int, at: int) -> int:
+        # `multiply` passes the address of y alone: the row it begins with says where its codes go.
         row = (at - y.ctypes.data) // (n * y.itemsize)
         codes = elements.ctypes.data + row * n, scales.ctypes.data + row * scales.shape[-1]
         status: int = library.mxfp8_gemm_quantize(
@@ -135,11 +137,12 @@ def norm_quantize(
             array(where, name, operand)
     checks.check_value_dtype(where, x.dtype)
     checks.check_norm(where, x, scale, bias, residual)
-    given = {name: contiguous(where, operand) for name, operand in operands.items() if operand is not None}
+    present = {name: contiguous(where, operand) for name, operand in operands.items() if operand is not None}
     shape = x.shape
     elements, scales = (empty(where, size, np.uint8) for size in (shape, checks.scale_shape(shape, -1)))
-    normalized, total = empty(where, shape, x.dtype), given["x"] if residual is None else empty(where, shape, x.dtype)
-    at = {name: operand.ctypes.data for name, operand in given.items()}
+    normalized, total = empty(where, shape, x.dtype), present["x"] if residual is None else empty(where, shape, x.dtype)
+    # Addresses only: `present` keeps the copies alive until the call is over.
+    at = {name: operand.ctypes.data for name, operand in present.items()}
     status = native.load().mxfp8_norm_quantize(
         VALUE_DTYPES[x.dtype.name].onnx_dtype, at["x"], at.get("residual"), at["scale"], at.get("bias"),
         *checks.split_at(shape, len(shape) - 1)[:2], contract.NORMS.index(norm), epsilon, fmt.onnx_dtype,
@@ -154,6 +157,7 @@ def _codes(epilogue: str, factor: Array | None) -> tuple[int, int]:
     """Returns the codes of an epilogue and of the dtype of a factor."""
     if epilogue not in contract.EPILOGUES:
         raise ContractError.unknown("epilogue", epilogue, contract.EPILOGUES)
+    # Without a factor its dtype is checked all the same, so it needs some valid code.
     if factor is None:
         return contract.EPILOGUES.index(epilogue), contract.FLOAT
     checks.check_value_dtype("gemm", array("gemm", "factor", factor).dtype)

@@ -57,6 +57,7 @@ def quantize(
         elements, scales = (empty("quantize", size, np.uint8) for size in (x.shape, shape))
     else:
         elements, scales = checks.check_out("quantize", out, x, shape, np)
+    # After check_out: a strided x is copied, and the copy shares memory with nothing.
     x = contiguous("quantize", x)
     codes = fmt.onnx_dtype, SCALE_ROUNDINGS.index(scale_rounding)
     status = native.load().mxfp8_quantize(
@@ -166,6 +167,7 @@ def embedding(
         index_dtype, indices.ctypes.data, indices.size, fmt.onnx_dtype, b.ctypes.data, b_scales.ctypes.data, *b.shape,
         VALUE_DTYPES[dtype].onnx_dtype, y.ctypes.data, thread_count("embedding", threads),
     )  # fmt: skip
+    # The library has checked the indices too, but it knows their position in memory alone.
     if status:
         checks.check_indices("embedding", indices, b.shape[0])  # says where in the array it is
         native.check("embedding", status)
@@ -245,10 +247,13 @@ def pack(
     checks.check_value_dtype("pack", array("pack", "w", w).dtype)
     if w.ndim != 2:
         raise ShapeError("pack", f"weight has shape {w.shape}", expected="a matrix", advice="reshape it to [N, K]")
+    # A slice of rows or columns is read in place. The C ABI does not take negative strides, strides of a fraction of a
+    # value, nor rows that overlap.
     if w.size and (w.strides[1] != w.itemsize or w.strides[0] % w.itemsize or w.strides[0] < w.shape[1] * w.itemsize):
         w = contiguous("pack", w)
     if not w.flags.aligned:
         w = contiguous("pack", w)
+    # NumPy gives a matrix without values any strides; the library wants at least the length of a row.
     stride = max(w.strides[0] // w.itemsize if w.size else 0, w.shape[1])
     n, k = w.shape[::-1] if transposed else w.shape
     elements, scales = (empty("pack", shape, np.uint8) for shape in ((n, k), (n, checks.scale_count(k))))
@@ -259,6 +264,7 @@ def pack(
         thread_count("pack", threads),
     )  # fmt: skip
     native.check("pack", status)
+    # A position in w as it is passed: row and column before a transposition.
     first = None if stats.first_nonfinite < 0 else divmod(stats.first_nonfinite, w.shape[1])
     return Packed(elements, scales, stats.signal, stats.noise, first)
 
@@ -268,7 +274,7 @@ class _Rows:
 
     Raises:
         ShapeError: shapes or dtypes do not fit, or an index is beyond -E..E.
-        BackendError: there is no room for the result.
+        BackendError: there is no memory for the result.
     """
 
     def __init__(self, a: tuple[Array, ...], b: tuple[Array, ...], experts: Array, dtype: str) -> None:
@@ -282,6 +288,8 @@ class _Rows:
                 checks.check_codes(where, *operand, -1)
         lead, (m, n) = shape[:-2], shape[-2:]
         picked = checks.check_experts(where, experts, b[0].shape[0])
+        # Every row of the result has its own row of a and its own expert, so what broadcasts is copied. b is not: the
+        # experts pick its matrices where they are.
         self.a = tuple(contiguous(where, np.broadcast_to(t, (*lead, *t.shape[-2:]))) for t in a)
         self.b = tuple(contiguous(where, t) for t in b)
         self.experts = contiguous(where, np.broadcast_to(picked[..., None], (*lead, m)))

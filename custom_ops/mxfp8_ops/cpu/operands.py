@@ -1,4 +1,4 @@
-"""NumPy arrays on their way to the native library: what it cannot read is copied or refused here, by name."""
+"""NumPy arrays on their way to the native library: arrays that it cannot read are copied or refused here, by name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from mxfp8_ops.errors import BackendError, ShapeError
 from mxfp8_ops.numerics import Array
 
 _MOST_THREADS: Final = 2**31 - 1
-"""What a C int holds; the library takes it for what it has."""
+"""The largest C int. The library itself lowers a number that is too large."""
 
 
 def array(where: str, name: str, x: Any) -> Array:
     """Returns `x`.
 
     Raises:
-        ShapeError: it is no NumPy array, or its bytes are in another order than this machine's.
+        ShapeError: it is not a NumPy array, or its bytes are in another order than this machine's.
     """
     if not isinstance(x, np.ndarray):
         what, advice = f"{name} is a {type(x).__name__}", "pass numpy.asarray of it"
         raise ShapeError(where, what, expected="a NumPy array", advice=advice)
+    # Its bytes would be read in the wrong order without any error: the library sees an address and a dtype code only.
     if not x.dtype.isnative:
         raise ShapeError(
             where,
@@ -38,58 +39,61 @@ def contiguous(where: str, x: Array) -> Array:
     """Returns `x` as C-contiguous, aligned memory: itself, or a copy.
 
     Raises:
-        BackendError: there is no room for a copy.
+        BackendError: there is no memory for a copy.
     """
+    # Views of bytes may be unaligned, such as np.frombuffer with an offset; the C ABI refuses their addresses.
     if x.flags.c_contiguous and x.flags.aligned:
         return x
-    return _made(where, x.copy, x.shape)
+    return _allocated(where, x.copy, x.shape)
 
 
 def empty(where: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """Returns a new array.
 
     Raises:
-        BackendError: there is no room for it.
+        BackendError: there is no memory for it.
     """
-    return _made(where, lambda: np.empty(shape, dtype), shape)
+    return _allocated(where, lambda: np.empty(shape, dtype), shape)
 
 
 def floats(where: str, name: str, x: Any) -> Array:
     """Returns `x` as contiguous float32.
 
     Raises:
-        ShapeError: it is no array of numbers.
-        BackendError: there is no room for a copy.
+        ShapeError: it is not an array of numbers.
+        BackendError: there is no memory for a copy.
     """
     if not np.can_cast(array(where, name, x).dtype, np.float32, "same_kind"):
         raise ShapeError(
             where, f"{name} has dtype {x.dtype}", expected="float32, or what NumPy casts to it", advice="cast it first"
         )
-    return contiguous(where, _made(where, lambda: np.ascontiguousarray(x, np.float32), x.shape))
+    return contiguous(where, _allocated(where, lambda: np.ascontiguousarray(x, np.float32), x.shape))
 
 
 def thread_count(where: str, threads: int) -> int:
     """Returns `threads` as the library takes it.
 
     Raises:
-        ShapeError: it is no whole number, or below 0.
+        ShapeError: it is not a whole number, or below 0.
     """
+    # operator.index takes NumPy's integers, and refuses floats: 2.0 is more likely a mistake than a count.
     try:
         count = operator.index(threads)
     except TypeError:
         count = -1
     if count < 0:
-        raise ShapeError(where, f"threads is {threads!r}", expected="0, for all cores, or more", advice="correct it")
+        raise ShapeError(where, f"threads is {threads!r}", expected="0 (all processors) or more", advice="correct it")
     return min(count, _MOST_THREADS)
 
 
-def _made(where: str, make: Callable[[], Array], shape: tuple[int, ...]) -> Array:
+def _allocated(where: str, make: Callable[[], Array], shape: tuple[int, ...]) -> Array:
+    # Before the library is called: it never allocates a result, so this is where a size that is too large fails.
     try:
         return make()
     except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address counts
         raise BackendError(
             where,
             f"no memory for an array of shape {shape} ({error})",
-            expected="room for it",
+            expected="enough memory",
             advice="use a smaller batch",
         ) from error

@@ -1,4 +1,4 @@
-"""Which kernels ran, and how long: written down by the native library, in C ABI calls and ONNX Runtime sessions."""
+"""Which kernels ran, and how long: recorded by the native library, in C ABI calls and ONNX Runtime sessions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Call:
     """One call of the native library, or of a node of an ONNX Runtime session."""
 
     op: str
-    """The node's type; empty for a call that is no node's."""
+    """The type of the node; empty for a call of the C ABI."""
     name: str
     """The node's name."""
     isa: str
@@ -27,23 +27,26 @@ class Call:
 
 
 class Profile:
-    """What the native library has written down since the `with` began."""
+    """The calls that the native library has recorded since the `with` began."""
 
     def calls(self) -> list[Call]:
         """Returns the calls that have ended, in that order."""
         text: bytes | None = native.load().mxfp8_profile_text()
         if text is None:
-            raise BackendError("profile", "out of memory", expected="room for a line per call", advice="profile less")
+            raise BackendError(
+                "profile", "out of memory", expected="memory for the record", advice="profile fewer calls"
+            )
         return [_call(line) for line in text.decode(errors="replace").split("\n") if line]
 
     def clear(self) -> None:
-        """Forgets the calls so far."""
+        """Deletes the calls so far."""
+        # Turning it on again also empties the record: mxfp8_ops.h.
         native.load().mxfp8_profile(1)
 
 
 @contextmanager
 def profiled() -> Iterator[Profile]:
-    """Writes down every call of the native library, in the whole process, inside a `with`."""
+    """Records every call of the native library, in the whole process, inside a `with`."""
     library = native.load()
     library.mxfp8_profile(1)
     try:
@@ -56,6 +59,7 @@ _ESCAPED: Final = {"\\n": "\n", "\\\\": "\\"}
 
 
 def _call(line: str) -> Call:
+    # At most 3 splits, and escapes in the name: a node may be called anything, tabs and line ends included.
     nanoseconds, isa, gemms, where = line.split("\t", 3)
     op, _, quoted = where.partition(" ")
     name = "".join(_ESCAPED.get(part, part) for part in _parts(quoted[1:-1]))

@@ -22,7 +22,8 @@ from mxfp8_ops.errors import BackendError
 SOURCES: Final = Path(__file__).parents[1] / "src" / "cuda"
 
 OPTIONS: Final = ("--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
-"""What every kernel is compiled with: subnormals kept, and no contraction that the source does not write out."""
+"""Options for every kernel. Subnormals are kept, and a multiplication and an addition become one fused operation only
+where the source says so: the error bounds count roundings."""
 
 TARGETS: Final = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """The targets that the tests compile for; others are made from the compute capability alike."""
@@ -37,7 +38,7 @@ class Cubin:
 
     code: bytes
     log: str
-    """What the compiler said; with --ptxas-options=-v, registers and spills."""
+    """The output of the compiler; with --ptxas-options=-v, registers and spills."""
 
 
 def target(capability: tuple[int, int]) -> str:
@@ -56,6 +57,8 @@ def target(capability: tuple[int, int]) -> str:
             expected="8.0 (Ampere) or later",
             advice="use the CPU kernels",
         )
+    # wgmma exists for sm_90a alone. Kernels are compiled on the machine that runs them, so it does not matter that the
+    # code runs on no other capability.
     return f"sm_{major}{minor}{'a' if capability >= (9, 0) else ''}"
 
 
@@ -76,6 +79,7 @@ def cubin(source: str, kernel: str, arch: str) -> bytes:
     Raises:
         BackendError: NVRTC is missing, or refuses the source.
     """
+    # The name has a digest of everything that the code depends on, so a file in the cache is never out of date.
     path = cache_folder() / f"{source}-{arch}-{_key(source, kernel, arch)}.cubin"
     try:
         return path.read_bytes()
@@ -101,8 +105,10 @@ def compile_kernel(source: str, kernel: str, arch: str, extra: tuple[str, ...] =
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     path = SOURCES / f"{source}.cu"
     _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), path.name.encode(), 0, None, None))
+    # A name expression makes NVRTC instantiate the template: only the instance that is needed is compiled.
     try:
         _check(nvrtc, nvrtc.nvrtcAddNameExpression(program, kernel.encode()))
+        # No include path but ours: no header of CUDA is needed, so no toolkit is.
         options = [option.encode() for option in (f"--gpu-architecture={arch}", f"-I{SOURCES}", *OPTIONS, *extra)]
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
@@ -130,14 +136,15 @@ def nvrtc_version() -> tuple[int, int]:
 
 def sections(code: bytes) -> dict[str, bytes]:
     """Returns the sections of a cubin, which is a 64-bit little-endian ELF file, by name."""
+    # ELF64 header: e_shoff at 40, then e_shentsize, e_shnum and e_shstrndx. By hand: no dependency reads cubins.
     table, size, count, names = struct.unpack_from("<Q10xHHH", code, 40)
     headers = [struct.unpack_from("<II16xQQ", code, table + i * size) for i in range(count)]
     start = headers[names][2]
-    found = {}
+    contents = {}
     for name, kind, offset, length in headers:
         text = code[start + name : code.index(b"\0", start + name)].decode()
-        found[text] = b"" if kind == 8 else code[offset : offset + length]  # SHT_NOBITS has no bytes
-    return found
+        contents[text] = b"" if kind == 8 else code[offset : offset + length]  # SHT_NOBITS has no bytes
+    return contents
 
 
 def entry(code: bytes) -> str:
@@ -149,13 +156,14 @@ def entry(code: bytes) -> str:
     names = [name.removeprefix(".text.") for name in sections(code) if name.startswith(".text.")]
     if len(names) != 1:
         raise BackendError(
-            "cuda", f"a cubin holds the kernels {names}", expected="one", advice=f"delete {cache_folder()}"
+            "cuda", f"a cubin has the kernels {names}", expected="one kernel", advice=f"delete {cache_folder()}"
         )
     return names[0]
 
 
 def _key(source: str, kernel: str, arch: str) -> str:
     """Returns a name that changes with anything that changes the machine code."""
+    # All headers, whether the source includes them or not: a few compilations too many, and never one too few.
     digest = hashlib.sha256(repr((source, kernel, arch, OPTIONS, nvrtc_version())).encode())
     for path in sorted(SOURCES.glob("*.cu*")):
         if path.suffix == ".cuh" or path.stem == source:
@@ -167,6 +175,7 @@ def _write(path: Path, data: bytes) -> None:
     """Writes so that no other process ever sees half a file; a cache that cannot be written costs only time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the folder of the result: a rename is atomic only within a file system.
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(data)
         Path(file.name).replace(path)
@@ -176,7 +185,8 @@ def _write(path: Path, data: bytes) -> None:
 
 @functools.cache
 def _nvrtc() -> Any:
-    """Returns NVRTC: that of the pip packages if installed, else the one the system's loader finds."""
+    """Returns NVRTC: that of the pip packages if installed, else the one that the system's loader finds."""
+    # The pip packages first: they belong to this environment, and a system's toolkit may be older.
     tried = []
     for path in _candidates():
         try:
@@ -197,9 +207,9 @@ def _nvrtc() -> Any:
 
 
 def _load_builtins(nvrtc: str) -> None:
-    """Loads what an NVRTC of the pip packages opens by its name alone while it compiles.
+    """Loads the library of built-ins that an NVRTC of the pip packages opens by its name alone while it compiles.
 
-    That of CUDA 13.0 does not look in its own folder (it has no RPATH); what is loaded already, the loader finds.
+    NVRTC of CUDA 13.0 does not look in its own folder (it has no RPATH); the loader finds a library that is loaded.
     """
     if Path(nvrtc).is_absolute():
         for path in sorted(Path(nvrtc).parent.glob("libnvrtc-builtins.so.*")):
@@ -207,15 +217,15 @@ def _load_builtins(nvrtc: str) -> None:
 
 
 def _candidates() -> list[str]:
-    found = []
+    paths = []
     for version in _VERSIONS:
         name = _LIBRARIES.get(sys.platform, "libnvrtc.so.{0}").format(version)
         for entry_ in map(Path, sys.path):
             for folder in (f"nvidia/cu{version}/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cuda_nvrtc/bin"):
                 if (entry_ / folder / name).is_file():
-                    found.append(str(entry_ / folder / name))
-        found.append(name)
-    return found
+                    paths.append(str(entry_ / folder / name))
+        paths.append(name)
+    return paths
 
 
 def _check(nvrtc: Any, status: int) -> None:

@@ -1,7 +1,7 @@
 """Products on FP8 tensor cores for CuPy, by cuBLASLt: the rows `block_scaled` and `fold` of the dispatch table.
 
 cuBLASLt is called through nvmath-python's bindings, on addresses (CuPy has no float8 dtype, which nvmath's own matmul
-would want). What the rows do is said in `torch_ops/scaled_mm.py`; scales per row exist in cuBLASLt on Hopper only, so
+would want). `torch_ops/scaled_mm.py` says what the rows do; scales per row exist in cuBLASLt on Hopper only, so
 elsewhere a folded product is summed in float32 and finish.cu applies them, which is right at any exponent.
 
 Not verified on hardware yet: see custom_ops/README.md.
@@ -23,13 +23,13 @@ from mxfp8_ops.errors import BackendError
 from mxfp8_ops.formats import DTYPES, FLOAT32
 
 _WORKSPACE: Final = 32 << 20
-"""Bytes that cuBLASLt may ask for; what NVIDIA recommends for Hopper and later."""
+"""Most bytes of workspace for cuBLASLt, as NVIDIA recommends for Hopper and later."""
 
 _MODES: Final = {UNSCALED: "SCALAR_32F", ROW_SCALED: "OUTER_VEC_32F", BLOCK_SCALED: "VEC32_UE8M0"}
 """How operands are scaled, by the name of the cublasLtMatmulMatrixScale_t. Without a scale, that is 1."""
 
 _lock = threading.Lock()
-"""A plan holds the addresses of scales between being told and being run."""
+"""Protects a plan from the moment it gets the addresses of scales until its product is queued."""
 
 
 def available() -> bool:
@@ -39,11 +39,11 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What cuBLASLt needs to know of a product before it sees data."""
+    """The description of a product for cuBLASLt, without the addresses of its data."""
 
     description: int
     layouts: tuple[int, int, int]
-    """Of b, x and y."""
+    """The matrix layouts of b, x and y."""
     algorithm: Any
     workspace: int
 
@@ -69,9 +69,9 @@ def product(queue: Queue, index: int, p: Fp8Product) -> int:
     return p.y
 
 
-@functools.lru_cache(maxsize=4096)  # some hundred bytes each, never given back: M may vary from call to call
+@functools.lru_cache(maxsize=4096)  # some hundred bytes each, never freed: M may vary from call to call
 def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], mode: int) -> _Plan:
-    """Returns the plan of a product; scales must lie somewhere, so they are pointed to nowhere in particular first."""
+    """Returns the plan of a product. The heuristic wants an address of scales, so they point anywhere at first."""
     lt = _cublaslt()
     m, n, k = sizes
     x_type, b_type, y_type = (DTYPES[name].cuda_data_type for name in types)
@@ -83,20 +83,20 @@ def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], 
     )
     preference, names = lt.matmul_preference_create(), lt.MatmulPreferenceAttribute
     _set(lt.matmul_preference_set_attribute, preference, names.MAX_WORKSPACE_BYTES, _WORKSPACE, np.uint64)
-    for letter in "ABCD":  # the default, 256, is more than a view of a larger array has
+    for letter in "ABCD":  # 16 bytes: a view of a larger array need not have the default alignment of 256
         _set(lt.matmul_preference_set_attribute, preference, names[f"MIN_ALIGNMENT_{letter}_BYTES"], 16, np.uint32)
     if mode != UNSCALED:
         _point(description, 1 << 20, 1 << 20)
-    result, found = lt.MatmulHeuristicResult(1), np.zeros(1, np.int32)
+    result, count = lt.MatmulHeuristicResult(1), np.zeros(1, np.int32)
     try:
         lt.matmul_algo_get_heuristic(
-            _handle(index), description, *layouts, layouts[2], preference, 1, result.ptr, found.ctypes.data
+            _handle(index), description, *layouts, layouts[2], preference, 1, result.ptr, count.ctypes.data
         )
     except lt.cuBLASLtError as error:
         raise _refused(sizes, types, mode, str(error)) from error
     finally:
         lt.matmul_preference_destroy(preference)
-    if not found[0]:
+    if not count[0]:
         raise _refused(sizes, types, mode, "no algorithm")
     size = int(np.asarray(result.workspace_size).reshape(-1)[0])
     return _Plan(description, (layouts[0], layouts[1], layouts[2]), np.array(result.algo), size)
@@ -112,13 +112,15 @@ def _describe(mode: int) -> int:
     if mode != UNSCALED:
         set_(names.A_SCALE_MODE, scale, np.int32)
         set_(names.B_SCALE_MODE, scale, np.int32)
+    # The short accumulator of FP8 tensor cores, which the caller has opted into; block-scaled products must
+    # stay within `numerics.gemm_error_bound`.
     if mode != BLOCK_SCALED:
         set_(names.FAST_ACCUM, 1, np.int8)
     return description
 
 
 def _point(description: int, b_scales: int, x_scales: int) -> None:
-    """Tells where the scales are; 0 for none."""
+    """Sets the addresses of the scales; 0 for none."""
     lt = _cublaslt()
     names = lt.MatmulDescAttribute
     for name, address in ((names.A_SCALE_POINTER, b_scales), (names.B_SCALE_POINTER, x_scales)):
@@ -156,7 +158,7 @@ def _cublaslt() -> Any:
         raise BackendError(
             "cuda",
             f"nvmath-python cannot be imported ({error})",
-            expected="it for FP8 tensor cores",
-            advice="pip install 'nvmath-python[cu13]' (or [cu12]), or leave out fast_accumulate",
+            expected="nvmath-python for FP8 tensor cores",
+            advice="pip install 'nvmath-python[cu13]' (or [cu12]), or omit fast_accumulate",
         ) from error
     return cublasLt

@@ -37,7 +37,7 @@ def quantize(
     `swizzled` gives the scales of a matrix as a vector in cuBLASLt's 128x4 layout, padded with zeros.
 
     Raises:
-        ShapeError: also for swizzled scales of what is no matrix.
+        ShapeError: also for swizzled scales of a tensor that is not a matrix.
     """
     kinds = _quantizer("quantize", x, element_format, scale_rounding, swizzled)
     axis = checks.normalize_axis("quantize", x.ndim, axis)
@@ -53,6 +53,7 @@ def quantize(
     else:
         elements, scales = checks.check_out("quantize", out, x, shape, cupy)
     x = cupy.ascontiguousarray(x)
+    # From here on addresses alone: `x`, `elements` and `scales` must live until the work is queued.
     request = planner.Quantize(*kinds, x.data.ptr, outer, k, inner, elements.data.ptr, scales.data.ptr)
     execution.run(planner.quantize(request), _queue())
     return elements, scales
@@ -72,6 +73,7 @@ def quantize_both(
     for axis, rows, columns in ((1, m, k), (0, k, m)):
         size = planner.swizzled_bytes(rows, columns) if swizzled else checks.scale_shape(x.shape, axis)
         pairs.append((cupy.empty(x.shape, np.uint8), cupy.empty(size, np.uint8)))
+    # The planner takes the blocks along the first axis (outer = 1) as the main result and the rows beside it.
     (rows_at, columns_at) = ((elements.data.ptr, scales.data.ptr) for elements, scales in pairs)
     execution.run(planner.quantize(planner.Quantize(*kinds, x.data.ptr, 1, m, k, *columns_at, *rows_at)), _queue())
     return pairs[0], pairs[1]
@@ -135,9 +137,10 @@ def gemm(
         raise BackendError(
             "gemm",
             "fast_accumulate without nvmath-python",
-            expected="it for cuBLASLt",
-            advice="pip install 'nvmath-python[cu13]' (or [cu12]), or leave out fast_accumulate",
+            expected="nvmath-python for cuBLASLt",
+            advice="pip install 'nvmath-python[cu13]' (or [cu12]), or omit fast_accumulate",
         )
+    # Opt-in for this call alone: the row is not exact.
     with dispatch.allowed("fold"):
         return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
 
@@ -183,12 +186,13 @@ def folded_weight(b: Any, b_scales: Any) -> FoldedOperand:
         ShapeError: not a contiguous matrix with K % 32 = 0 and aligned to 16 bytes, or the scales do not fit.
     """
     _check_kept("folded_weight", b, b_scales)
+    # fold.cu reads 16 bytes at once, and a folded product takes whole blocks only (routes.cpp).
     if b.shape[1] % 32 or b.data.ptr % 16:
         raise ShapeError(
             "folded_weight",
             f"{b.shape} at address {b.data.ptr:#x}",
             expected="K % 32 = 0 and 16-byte alignment",
-            advice="other products are never folded",
+            advice="use the weight without folding",
         )
     return execution.fold(_queue(), (b.data.ptr, b_scales.data.ptr), b.shape)
 
@@ -216,10 +220,12 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
     b = cupy.ascontiguousarray(b[0]), cupy.ascontiguousarray(b[1])
     bias = None if bias is None else cupy.ascontiguousarray(bias, np.float32)
     n, k = b[0].shape[-2:]
+    # cuBLASLt multiplies FP8 by FP8 only: it is of no use where x is not quantized.
     libraries = planner.CUBLAS | (planner.CUBLASLT if len(a) == 2 and cublaslt.available() else 0)
     place = dispatch.place(queue.device, libraries)
     codes = CODES[a_kind], CODES[b_format], CODES[dtype]
     bias_at = 0 if bias is None else bias.data.ptr
+    # wide_weight and folded_weight keep one matrix: a stack cannot use it.
     wide = kept[:2] if isinstance(kept, WideWeight) and b[0].ndim == 2 else (0, 0)
     folded = kept[:2] if isinstance(kept, FoldedOperand) and b[0].ndim == 2 else (0, 0)
 
@@ -231,6 +237,7 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
             lambda p, _: cublaslt.product(queue, cupy.cuda.runtime.getDevice(), p),
         )  # fmt: skip
 
+    # One weight for all rows: the leading dimensions of a are rows of one product.
     if b[0].ndim == 2:
         one(a, b, y, math.prod(y.shape[:-1]))
         return result
@@ -244,7 +251,7 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
 def _quantizer(
     where: str, x: Any, element_format: str, scale_rounding: str, swizzled: bool
 ) -> tuple[int, int, int, int]:
-    """Returns what `planner.Quantize` begins with."""
+    """Returns the first fields of `planner.Quantize`: dtype, format, increment and layout."""
     increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
     checks.check_value_dtype(where, x.dtype)
     return CODES[x.dtype.name], CODES[element_format], increment, planner.SWIZZLED if swizzled else planner.PLAIN
@@ -261,6 +268,7 @@ def _allocate(size: int) -> tuple[Any, int]:
 
 
 def _check_kept(where: str, b: Any, b_scales: Any) -> None:
+    # A copy of strided arrays would not be the memory that later products pass, so there is none here.
     if b.ndim != 2 or not (b.flags.c_contiguous and b_scales.flags.c_contiguous):
         raise ShapeError(
             where, f"weight {b.shape}", expected="a C-contiguous matrix", advice="pass ascontiguousarray of it"

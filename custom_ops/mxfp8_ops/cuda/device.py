@@ -1,4 +1,4 @@
-"""GPUs through CuPy, which is imported on first use: what `execution.Device` asks of one, and which is current."""
+"""GPUs through CuPy, which is imported on first use: `execution.Device`, and which GPU is current."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
 """cublasMath_t: sums of split-K stay in float32."""
 
 _WORKSPACE: Final = 32 << 20
-"""Bytes that cuBLAS works in; what NVIDIA recommends for Hopper and later."""
+"""Bytes of workspace for cuBLAS, as NVIDIA recommends for Hopper and later."""
 
 _SHARED_BYTES: Final = 48 << 10
 """Shared memory that a launch may ask for unless its kernel has been allowed more."""
 
 
 def available() -> bool:
-    """Returns whether CuPy and a CUDA device are here."""
+    """Returns whether CuPy and a CUDA device are available."""
     try:
         return bool(cupy_module().cuda.runtime.getDeviceCount())
     except BackendError:
@@ -64,7 +64,7 @@ def cupy_module() -> Any:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream of someone else's, as CuPy wants to be handed one."""
+    """A stream that CuPy did not create, in the form that CuPy accepts."""
 
     ptr: int
 
@@ -82,6 +82,7 @@ class CudaDevice:
         self.processors = int(properties["multiProcessorCount"])
         self.name: str = properties["name"].decode()
         self._target = build.target(self.capability)
+        # Kernels by instance: each module is loaded once.
         self._functions: dict[str, Any] = {}
 
     def launch(self, launch: Launch, stream: int) -> None:
@@ -103,8 +104,8 @@ class CudaDevice:
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
         x_type, y_type = BFLOAT16.cuda_data_type, VALUE_DTYPES[dtype].cuda_data_type
         library, handle = _cublas(), cupy.cuda.device.get_cublas_handle()
-        # Streams would share cuBLAS's own workspace, and CUDA graphs allocate one each. It forgets this one when it is
-        # given a stream again.
+        # A workspace of this call: streams would share cuBLAS's own, and each CUDA graph would allocate one. After the
+        # stream, because cublasSetStream resets the workspace.
         memory, workspace = queue.allocate(_WORKSPACE)
         cublas.check_status(library.cublasSetStream_v2(handle, queue.stream))
         cublas.check_status(library.cublasSetWorkspace_v2(handle, workspace, _WORKSPACE))
@@ -133,12 +134,12 @@ class CudaDevice:
                 driver = cupy_module().cuda.driver
                 most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 driver.funcSetAttribute(function.ptr, most, shared)
-            self._functions[kernel] = function  # last: another thread may launch what it finds here
+            self._functions[kernel] = function  # last: another thread may launch a function as soon as it is here
         return function
 
     def context(self) -> int:
         """Returns the address of the primary context."""
-        cupy_module().cuda.runtime.free(0)  # makes it, if nothing has yet
+        cupy_module().cuda.runtime.free(0)  # creates the context, if nothing has yet
         address: int = cupy_module().cuda.driver.ctxGetCurrent()
         return address
 

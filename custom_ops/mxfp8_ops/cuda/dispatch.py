@@ -15,6 +15,7 @@ from mxfp8_ops.cuda.execution import Device
 from mxfp8_ops.cuda.planner import TRANSPOSED, Place, Quantize
 from mxfp8_ops.errors import BackendError
 
+# Stacks, because the contexts below may be nested; of the process, because torch runs backward passes on other threads.
 _forced: Final[list[int]] = []
 _allowed: Final[list[int]] = []
 _cuts: Final[list[tuple[int, int, int, int]]] = []
@@ -22,10 +23,12 @@ _variants: Final[list[int]] = []
 
 
 def place(gpu: Device, libraries: int) -> Place:
-    """Returns what the planner has to know besides a product: the device, its libraries, and what was chosen below."""
+    """Returns the planner's description of a device: its capability, its libraries, and the choices made below."""
+    # The usual case first: nothing is forced, and the cached Place needs no new tuple.
     plain = _place(gpu.capability, gpu.processors, libraries)
     if not (_forced or _allowed or _cuts or _variants):
         return plain
+    # A set, because a row may be allowed more than once. The planner counts forced rows from 1, as 0 stands for none.
     rows = sum({1 << row for row in _allowed})
     forced, cut = _forced[-1] + 1 if _forced else 0, _cuts[-1] if _cuts else (0, 0, 0, 0)
     return Place(*plain[:3], rows, forced, *cut, _variant())
@@ -33,7 +36,7 @@ def place(gpu: Device, libraries: int) -> Place:
 
 def placed(gpu: Device, request: Quantize) -> Quantize:
     """Returns a request for elements in an order of their own (TRANSPOSED) as for this device; any other as it is."""
-    if request.layout != TRANSPOSED:
+    if request.layout != TRANSPOSED:  # the only layout with variants to choose from
         return request
     major, minor = gpu.capability
     return request._replace(capability=10 * major + minor, processors=gpu.processors, variant=_variant())
@@ -77,6 +80,7 @@ def allowed(kernel: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # Not pop: two threads may leave their contexts in another order than they entered them.
         _allowed.remove(row)
 
 
@@ -105,8 +109,8 @@ def forced_variant(kernel: str, name: str) -> Iterator[None]:
         BackendError: there is no such variant.
     """
     if (kernel, name) not in planner.variants():
-        known = f"one of {', '.join(' '.join(row) for row in planner.variants())}"
-        raise BackendError("cuda", f"variant {kernel} {name}", expected=known, advice="correct the name")
+        choices = f"one of {', '.join(' '.join(row) for row in planner.variants())}"
+        raise BackendError("cuda", f"variant {kernel} {name}", expected=choices, advice="correct the name")
     _variants.append(planner.variants().index(planner.Variant(kernel, name)))
     try:
         yield
@@ -117,6 +121,6 @@ def forced_variant(kernel: str, name: str) -> Iterator[None]:
 def _row(kernel: str) -> int:
     names = [row.kernel for row in planner.routes()]
     if kernel not in names:
-        known = f"one of {', '.join(names)}"
-        raise BackendError("cuda", f"route {kernel!r}", expected=known, advice="correct the name")
+        choices = f"one of {', '.join(names)}"
+        raise BackendError("cuda", f"route {kernel!r}", expected=choices, advice="correct the name")
     return names.index(kernel)

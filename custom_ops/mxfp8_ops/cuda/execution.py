@@ -1,7 +1,7 @@
-"""Does what a plan says: launches kernels on a device, clears memory, and asks libraries for their products.
+"""Executes a plan: launches kernels on a device, clears memory, and calls libraries for their products.
 
 Works on addresses, so CuPy arrays, torch tensors and, in the tests, host memory all come through here. Nothing here
-waits for the device. ONNX Runtime does the same plans without Python (src/cuda_host/executor.cpp).
+waits for the device. ONNX Runtime executes the same plans without Python (src/cuda_host/executor.cpp).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Launch(NamedTuple):
 
 
 class Device(Protocol):
-    """What plans need from a device."""
+    """The functions of a device that plans need."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -50,12 +50,12 @@ class Device(Protocol):
 
 @dataclass(frozen=True)
 class Queue:
-    """Where work goes: a device, a stream of it, and whose memory to use for what is needed in between."""
+    """Where work goes: a device, one of its streams, and an allocator for scratch memory."""
 
     device: Device
     stream: int
     allocate: Callable[[int], tuple[Any, int]]
-    """Bytes -> (what keeps the memory alive, its address, aligned to 256)."""
+    """Bytes -> (an object that keeps the memory alive, its address, aligned to 256)."""
 
 
 class Fp8Product(NamedTuple):
@@ -95,7 +95,7 @@ class FoldedOperand(NamedTuple):
     scales: int
     """Address of float32 [rows]."""
     memory: tuple[Any, Any]
-    """What `Queue.allocate` gave for both."""
+    """The objects of `Queue.allocate` that keep both alive."""
 
 
 def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] | None = None) -> None:
@@ -104,15 +104,17 @@ def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] 
     Args:
         plan: from the planner.
         queue: where the work goes.
-        fp8_product: queues a product of the library that the plan was told of, given the scratch memory as
-            `Queue.allocate` gave it, and returns the address of what it makes.
+        fp8_product: queues an FP8 product of a library, from the product and the scratch memory that `Queue.allocate`
+            returned, and returns the address of the result.
     """
     memory, scratch = queue.allocate(plan.scratch_bytes) if plan.scratch_bytes else (None, 0)
     device, stream, names, result = queue.device, queue.stream, planner.kernels(), 0
     for what, kernel, grid, block, shared, in_scratch, in_result, values in plan.steps():
+        # Plans do not know where scratch memory is, nor where a library puts its result: those arguments are offsets.
         arguments = [*values]
         for i in _positions(in_scratch):
             arguments[i] += scratch
+        # A product in front of this step may have put its result into memory of its own.
         for i in _positions(in_result):
             arguments[i] = result
         if what == LAUNCH:
@@ -123,13 +125,15 @@ def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] 
             x, w, y, m, n, k, dtype = arguments
             device.matmul_bf16(x, w, y, (m, n, k), dtype=NAMES[dtype], queue=queue)
         else:
-            assert fp8_product is not None  # the planner was told of a library
+            assert fp8_product is not None  # the plan has such a step only if `Place.libraries` named the library
             x, x_scales, b, b_scales, y, m, n, k, x_kind, b_kind, dtype = arguments
             kinds = NAMES[x_kind], NAMES[b_kind], NAMES[dtype]
             result = fp8_product(Fp8Product(what, x, x_scales, b, b_scales, y, m, n, k, *kinds), memory)
-    del memory  # alive until everything that reads it is queued
+    # Alive until everything that reads it is queued: allocators reuse freed memory for later work of the stream only.
+    del memory
 
 
+# Few different masks occur, and the loop over bits would run for each argument mask of each step.
 @functools.cache
 def _positions(bits: int) -> tuple[int, ...]:
     return tuple(i for i in range(32) if bits >> i & 1)
@@ -141,6 +145,7 @@ def wide_weight(queue: Queue, b_format: str, b: tuple[int, int], shape: tuple[in
     Twice the memory of the elements, and no dequantizing.
     """
     n, k = shape
+    # One allocation for both: a word that says whether bfloat16 is exact, and behind it, aligned to 256, the weight.
     memory, inexact = queue.allocate(256 + 2 * n * k)
     data = inexact + 256
     run(planner.dequantize(Dequantize(CODES[b_format], CODES["bfloat16"], *b, n, k, 1, data, inexact)), queue)

@@ -1,9 +1,9 @@
-"""Folding in NumPy: MXFP8 elements re-expressed with one scale a row, and what that loses. The truth for fold.cu.
+"""Folding in NumPy: MXFP8 elements re-expressed with one scale a row, and its error. The reference for fold.cu.
 
 FP8 tensor cores before Blackwell know no scale per block, only one per row (cuBLASLt's "outer vector"). A power of two
 is an exponent, so most of it fits into the elements' own: a block whose scale is 2^d below the largest of its row gets
-its elements multiplied by 2^-d. What falls below E4M3's normal range (2^-6) is rounded, and that is all the error there
-is: blocks with small values in rows with large ones lose bits which the sum over the row mostly does not see.
+its elements multiplied by 2^-d. Elements below E4M3's normal range (2^-6) are rounded, which is the only error:
+blocks with small values in rows with large ones lose bits which the sum over the row mostly does not see.
 
 `fold_error` says how much it is for a weight or an activation. It does not include what FP8 tensor cores do next: those
 of Hopper keep about 14 bits of a sum while they accumulate (DeepSeek-V3 technical report, section 3.5.2), which
@@ -27,7 +27,7 @@ _LARGEST_SHIFT = 32
 
 @dataclass(frozen=True)
 class FoldError:
-    """What folding loses of one operand of a product."""
+    """The error of folding one operand of a product."""
 
     relative: float
     """||folded - exact|| / ||exact||, in the 2-norm, over the blocks that are finite."""
@@ -64,8 +64,10 @@ def fold(elements: Codes, scales: Codes) -> tuple[Codes, Codes]:
     axis = normalize_axis("fold", elements.ndim, -1)
     check_scales("fold", elements.shape, scales.shape, axis)
     k = elements.shape[axis]
+    # A NaN block, code 255, would otherwise be the largest of its row and shift all others to zero.
     row_scales = np.where(scales == SCALE_NAN, 0, scales).max(-1, initial=0).astype(np.uint8)
     shifts = np.minimum(row_scales[..., None].astype(np.int64) - scales, _LARGEST_SHIFT)
+    # NaN blocks have negative shifts: their elements are replaced below.
     factors = np.ldexp(np.float32(1), -np.maximum(shifts, 0)).astype(np.float32)
     values = numerics.decode(elements, formats.E4M3) * np.repeat(factors, BLOCK_SIZE, -1)[..., :k]
     folded = numerics.encode(values, formats.E4M3)
@@ -84,10 +86,12 @@ def fold_error(elements: Codes, scales: Codes) -> FoldError:
         ShapeError: the scales do not fit the elements.
     """
     folded, row_scales = fold(elements, scales)
+    # In float64: the norms are of many values, and their difference is small.
     exact = numerics.dequantize(elements, scales).astype(np.float64)
     approximate = numerics.decode(folded, formats.E4M3) * numerics.decode_scale(row_scales)[..., None].astype(
         np.float64
     )
+    # NaN blocks stay NaN: there is no error to measure.
     finite = np.isfinite(exact)
     exact, approximate = exact[finite], approximate[finite]
     norm = np.linalg.norm(exact)

@@ -1,7 +1,7 @@
-"""What a GPU has to do for each operation, as data: the planner of the native library (src/cuda_host), through ctypes.
+"""The launches of each operation on a GPU, as data: the planner of the native library (src/cuda_host), through ctypes.
 
 CuPy, PyTorch and ONNX Runtime take their plans from it, so one product takes the same kernels everywhere. Plans are
-made of addresses and sizes; nothing here needs a GPU. `execution.run` does what a plan says.
+made of addresses and sizes; nothing here needs a GPU. `execution.run` executes a plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mxfp8_ops import formats, native
 from mxfp8_ops.errors import BackendError
 
 CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
-"""What the library calls each value dtype and element format: its onnx.TensorProto.DataType."""
+"""The code of each value dtype and element format in the library: its onnx.TensorProto.DataType."""
 
 NAMES: Final = {code: name for name, code in CODES.items()}
 
@@ -31,7 +31,9 @@ PLAIN, SWIZZLED, TRANSPOSED = range(3)
 
 _NO_ROUTE: Final = -4
 
-# The structs of mxfp8_cuda_plan.h, which says what the fields mean. Requests go in as the bytes of their fields.
+# The structs of mxfp8_cuda_plan.h, which says what the fields mean. Every field there is an int64_t, so a request is
+# the packed bytes of a tuple. That takes less time than to fill a ctypes structure field by field, and a plan may take
+# 3 us at most (benchmarks/cuda_planning.py).
 Place = namedtuple(
     "Place",
     "capability processors libraries allowed forced splits warps blocks parts_bytes variant",
@@ -55,11 +57,11 @@ Step = namedtuple("Step", "what kernel grid block shared in_scratch in_result ar
 _PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
     struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
 )
-_STEP: Final = struct.Struct("6i2I12q")
+_STEP: Final = struct.Struct("6i2I12q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
 
 
 class Plan(Structure):
-    """What to do, in order, on one stream: `mxfp8_cuda_plan`."""
+    """The steps of an operation, in order, for one stream: `mxfp8_cuda_plan`."""
 
     packed: bytes
     """The steps as the library gave them."""
@@ -68,11 +70,12 @@ class Plan(Structure):
     route: int
     """Row of the dispatch table, -1 if there is nothing to do or to choose."""
 
+    # `packed` is not among them: it is the copy that `_copied` makes of `_steps`.
     _fields_ = (("_steps", POINTER(c_char)), ("_count", c_int64), ("scratch_bytes", c_int64), ("route", c_int64))
 
     @property
     def makes_its_result(self) -> bool:
-        """Whether y is what a library product makes in memory of its own (`SCALED_MM`), and not written to."""
+        """Whether a library product allocates y itself (`SCALED_MM`), so that the y of the request is not written."""
         return any(step.what >= BLOCK_SCALED and step.in_result for step in self.steps()[-1:])
 
     def steps(self) -> list[Step]:
@@ -133,35 +136,37 @@ def gemm(place: Place, product: Gemm) -> Plan:
 
     Raises:
         BackendError: the device is too old, or the forced row of the dispatch table cannot do it.
-        ShapeError: an unknown dtype or format, sizes and addresses of no tensor, or more thread blocks than a GPU has.
+        ShapeError: an unknown dtype or format, sizes or addresses that no tensor has, or 2^31 thread blocks or more.
     """
     plan = Plan()
     status = _library().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), plan)
+    # Its own error: a message about a route needs the names of dtypes, which the library's text does not have.
     if status == _NO_ROUTE:
         raise _no_route(place, product)
-    return _made("gemm", status, plan)
+    return _copied("gemm", status, plan)
 
 
 def quantize(request: Quantize) -> Plan:
     """Returns the plan of `numerics.quantize` along one axis or, of a matrix, along both; ShapeError as `gemm`."""
     plan = Plan()
-    return _made("quantize", _library().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), plan), plan)
+    return _copied("quantize", _library().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), plan), plan)
 
 
 def dequantize(request: Dequantize) -> Plan:
     """Returns the plan of `numerics.dequantize`; ShapeError as `gemm`."""
     plan = Plan()
-    return _made("dequantize", _library().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), plan), plan)
+    return _copied("dequantize", _library().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), plan), plan)
 
 
 def fold(request: Fold) -> Plan:
     """Returns the plan of `folding.fold`; ShapeError as `gemm`."""
     plan = Plan()
-    return _made("fold", _library().mxfp8_cuda_plan_fold(_FOLD.pack(*request), plan), plan)
+    return _copied("fold", _library().mxfp8_cuda_plan_fold(_FOLD.pack(*request), plan), plan)
 
 
 def swizzled_bytes(rows: int, k: int) -> int:
     """Returns how many scales [rows, ceil(k / 32)] take in cuBLASLt's 128x4 layout; ShapeError as `gemm`."""
+    # The result is a size, or a status below 0.
     size: int = _library().mxfp8_cuda_swizzled_bytes(rows, k)
     native.check("swizzled_bytes", min(size, 0))
     return size
@@ -173,44 +178,46 @@ def kernels() -> tuple[str, ...]:
 
     The file has the name before the "<".
     """
-    found: list[str] = []
-    while name := _library().mxfp8_cuda_kernel(len(found)):
-        found.append(name.decode())
-    return tuple(found)
+    names: list[str] = []
+    # The library answers NULL past the last number: it has no function that counts.
+    while name := _library().mxfp8_cuda_kernel(len(names)):
+        names.append(name.decode())
+    return tuple(names)
 
 
 @functools.cache
 def routes() -> tuple[Route, ...]:
     """Returns the dispatch table (src/cuda_host/routes.cpp). The first row that fits a product counts."""
-    found: list[Route] = []
-    while row := _library().mxfp8_cuda_route_at(len(found)):
+    rows: list[Route] = []
+    while row := _library().mxfp8_cuda_route_at(len(rows)):
         name, capability, *rest = row[: len(Route._fields)]
-        found.append(Route(string_at(name).decode(), divmod(capability, 10), *rest))
-    return tuple(found)
+        rows.append(Route(string_at(name).decode(), divmod(capability, 10), *rest))
+    return tuple(rows)
 
 
 @functools.cache
 def variants() -> tuple[Variant, ...]:
     """Returns the variants of kernels by number (src/cuda_host/variants.cpp)."""
-    found: list[Variant] = []
-    while row := _library().mxfp8_cuda_variant_at(len(found)):
-        found.append(Variant(*(string_at(text).decode() for text in row[: len(Variant._fields)])))
-    return tuple(found)
+    rows: list[Variant] = []
+    while row := _library().mxfp8_cuda_variant_at(len(rows)):
+        rows.append(Variant(*(string_at(text).decode() for text in row[: len(Variant._fields)])))
+    return tuple(rows)
 
 
 @functools.cache
 def measurements() -> tuple[Measurement, ...]:
     """Returns the table that says which variant is fastest where (src/cuda_host/measured.h)."""
-    found: list[Measurement] = []
-    while row := _library().mxfp8_cuda_measurement_at(len(found)):
+    rows: list[Measurement] = []
+    while row := _library().mxfp8_cuda_measurement_at(len(rows)):
         card, date, *rest = row[: len(Measurement._fields)]
-        found.append(Measurement(string_at(card).decode(), string_at(date).decode(), *rest))
-    return tuple(found)
+        rows.append(Measurement(string_at(card).decode(), string_at(date).decode(), *rest))
+    return tuple(rows)
 
 
 # --- the library -----------------------------------------------------------------------------------------------------
 
 
+# Cached, because all products of a run share one device and one choice of routes.
 @functools.lru_cache
 def _packed_place(place: Place) -> bytes:
     return _PLACE.pack(*place)
@@ -227,6 +234,7 @@ def _library() -> Any:
         "mxfp8_cuda_plan_fold": (c_int, c_char_p, POINTER(Plan)),
         "mxfp8_cuda_swizzled_bytes": (c_int64, c_int64, c_int64),
         "mxfp8_cuda_kernel": (c_char_p, c_int),
+        # Rows of tables are read as int64 fields; the first ones are pointers to text.
         "mxfp8_cuda_route_at": (POINTER(c_int64), c_int),
         "mxfp8_cuda_variant_at": (POINTER(c_int64), c_int),
         "mxfp8_cuda_measurement_at": (POINTER(c_int64), c_int),
@@ -237,8 +245,8 @@ def _library() -> Any:
     return library
 
 
-def _made(where: str, status: int, plan: Plan) -> Plan:
-    """Returns the plan with steps of its own: the library's are gone with the thread's next plan."""
+def _copied(where: str, status: int, plan: Plan) -> Plan:
+    """Returns the plan with a copy of its steps: the library overwrites them with the thread's next plan."""
     if status:
         native.check(where, status)
     plan.packed = plan._steps[: plan._count * _STEP.size] if plan._count else b""

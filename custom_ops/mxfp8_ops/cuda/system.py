@@ -1,4 +1,4 @@
-"""What this machine has of CUDA: the driver, its GPUs, the cache of cubins. Needs no CuPy and no torch."""
+"""CUDA on this machine: the driver, its GPUs, the cache of cubins. Needs no CuPy and no torch."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def driver_version() -> tuple[int, int]:
     """
     version = ctypes.c_int()
     _check(_driver().cuDriverGetVersion(ctypes.byref(version)))
+    # CUDA encodes 12.9 as 12090.
     return version.value // 1000, version.value % 1000 // 10
 
 
@@ -49,6 +50,7 @@ def gpus() -> list[Gpu]:
         BackendError: there is no driver, or it does not work.
     """
     driver, count = _driver(), ctypes.c_int()
+    # Not counted as an error: a driver without a GPU is what a container without access to one has.
     status = driver.cuInit(0)
     if status == _NO_DEVICE:
         return []
@@ -58,7 +60,8 @@ def gpus() -> list[Gpu]:
 
 
 def cache_contents() -> tuple[int, int]:
-    """Returns how many cubins are kept on disk, and their bytes."""
+    """Returns how many cubins are on disk, and their bytes."""
+    # A file may disappear between glob and stat, and the folder may be unreadable: no reason for doctor to fail.
     try:
         sizes = [path.stat().st_size for path in build.cache_folder().glob("*.cubin")]
     except OSError:
@@ -89,5 +92,5 @@ def _driver() -> Any:
 
 def _check(status: int) -> None:
     if status:
-        advice = "see what nvidia-smi says"
-        raise BackendError(f"the CUDA driver gives CUDA error {status}", expected="success", advice=advice)
+        advice = "run nvidia-smi to see the state of the driver"
+        raise BackendError(f"the CUDA driver returns error {status}", expected="success", advice=advice)

@@ -1,6 +1,6 @@
-"""Gives the native library what it needs to run the nodes on a GPU: the CUDA driver, and kernels compiled for it.
+"""Gives the native library the CUDA driver and the compiled kernels that the nodes need on a GPU.
 
-The library asks for a GPU and its kernels while a session is made (src/cuda_host/mxfp8_cuda.h); nodes run without
+The library asks for a GPU and its kernels while a session is created (src/cuda_host/mxfp8_cuda.h); nodes run without
 Python.
 """
 
@@ -52,8 +52,8 @@ def connect() -> None:
         BackendError: no CuPy, no GPU or one that is too old, no driver, no NVRTC, or the native library is missing.
     """
     if not device.available():
-        device.device(0)  # says why
-    build.nvrtc_version()  # missing, it should be said before a node is made
+        device.device(0)  # raises, with the reason
+    build.nvrtc_version()  # raises here if NVRTC is missing, and not for the first node of a session
     give(native.load())
 
 
@@ -75,7 +75,7 @@ def give(library: ctypes.CDLL) -> None:
 
 
 def _answer(fill: Callable[[], None], message: int, size: int) -> int:
-    """Returns 0, or 1 and the message of what `fill` raised: nothing may be raised into C."""
+    """Returns 0; or 1, with the message of the exception of `fill`: no exception may leave a callback of C."""
     try:
         fill()
     except Exception as error:
@@ -87,9 +87,9 @@ def _answer(fill: Callable[[], None], message: int, size: int) -> int:
 
 def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
     def fill() -> None:
-        with device.current(index) as found:
-            gpu[0].context, gpu[0].processors = found.context(), found.processors
-            gpu[0].capability = 10 * found.capability[0] + found.capability[1]
+        with device.current(index) as gpu_device:
+            gpu[0].context, gpu[0].processors = gpu_device.context(), gpu_device.processors
+            gpu[0].capability = 10 * gpu_device.capability[0] + gpu_device.capability[1]
         for name, function in _cublas().items():
             setattr(gpu[0], name, function)
 
@@ -98,14 +98,14 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
 
 def _kernel(index: int, kernel: bytes, function: Any, message: int, size: int) -> int:
     def fill() -> None:
-        with device.current(index) as found:
-            function[0] = found.function(kernel.decode()).ptr
+        with device.current(index) as gpu_device:
+            function[0] = gpu_device.function(kernel.decode()).ptr
 
     return _answer(fill, message, size)
 
 
 _LOADER: Final = _Loader(_GPU(_gpu), _KERNEL(_kernel))
-"""Kept for as long as the process lives: the library calls it whenever a session is made."""
+"""A global, because the library calls it whenever a session is created, for the life of the process."""
 
 
 def _cublas() -> dict[str, int]:
@@ -117,6 +117,7 @@ def _cublas() -> dict[str, int]:
 
     path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: no RTLD_NOLOAD on this system, or no cuBLAS
+        # RTLD_NOLOAD: a cuBLAS of our own would be another one, and handles of one crash another.
         provider = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         return {name: ctypes.cast(getattr(provider, name), c_void_p).value or 0 for name in _CUBLAS}
     return {}

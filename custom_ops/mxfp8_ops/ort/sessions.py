@@ -1,7 +1,7 @@
 """Runs the nodes inside ONNX Runtime: registers the native library with a session.
 
-A file of ours also runs without this, on the standard-op bodies it carries; slowly. With the library registered, its
-kernels win wherever a node of the domain appears: on the processor, or on a GPU (`DEVICES`).
+A rewritten file also runs without the library, slowly, on the function bodies it has. With the library registered, its
+kernels run every node of the domain: on the processor, or on a GPU (`DEVICES`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ cuda-copies  on GPU 0, with operands copied there and results back at each node;
 
 _CUDA_PROVIDER: Final = "CUDAExecutionProvider"
 _DEVICE: Final = "mxfp8.device"
-"""Configuration entry that tells the library where nodes run (src/cuda_host/mxfp8_cuda.h)."""
+"""Configuration entry with the device of the nodes (src/cuda_host/mxfp8_cuda.h)."""
 
 _KEEP_WIDE: Final = "mxfp8.keep_wide"
-"""Configuration entry that has it keep weights in bfloat16 too."""
+"""Configuration entry for weights in bfloat16 besides MXFP8."""
 
 FASTER_WITHOUT: Final[Mapping[str, tuple[int, int]]] = {"SkipLayerNormFusion": (1, 30)}
 """Optimizations of ONNX Runtime that make models slower on the processor, each with the first version in which it does.
@@ -69,14 +69,14 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
         raise BackendError(
             f"keep_wide on device {device!r}",
             expected="device 'cuda', whose products of many rows read such weights",
-            advice="leave keep_wide out",
+            advice="omit keep_wide",
         )
-    cpu.isa()  # surfaces a wrong MXFP8_ISA here rather than at the first node
+    cpu.isa()  # raises for a wrong MXFP8_ISA here, and not at the first node
     if _has_entry(session_options, _REGISTERED):
         raise BackendError(
             "session options",
             "the library is registered with them already",
-            expected="fresh ones (ONNX Runtime refuses a domain that is registered twice)",
+            expected="options without it (ONNX Runtime refuses a domain that is registered twice)",
             advice="make one SessionOptions per session",
         )
     if device != "cpu":
@@ -92,7 +92,7 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
         raise BackendError(
             f"onnxruntime {ort.__version__}",
             f"cannot register {cpu.library_path()} ({error})",
-            expected=f"a library it can load, and onnxruntime {_version(MIN_ORT)} or later",
+            expected=f"a library that it can load, and onnxruntime {_version(MIN_ORT)} or later",
             advice="reinstall the project",
         ) from error
     session_options.add_session_config_entry(_REGISTERED, "1")
@@ -137,19 +137,19 @@ def session(
     names = [provider if isinstance(provider, str) else provider[0] for provider in providers]
     options = ort.SessionOptions() if session_options is None else session_options
     register(options, device=_device(ort, names) if device is None else device, keep_wide=keep_wide)
-    made = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
-    if device == "cuda" and _CUDA_PROVIDER not in made.get_providers():
+    inference_session = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
+    if device == "cuda" and _CUDA_PROVIDER not in inference_session.get_providers():
         raise BackendError(
             "device 'cuda'",
-            f"the session has the providers {', '.join(made.get_providers())}",
+            f"the session has the providers {', '.join(inference_session.get_providers())}",
             expected=str(_CUDA_PROVIDER),
-            advice="name it in `providers`, and see what ONNX Runtime printed about it",
+            advice="name it in `providers`, and read the warnings of ONNX Runtime",
         )
-    return made
+    return inference_session
 
 
 def _device(ort: Any, providers: Sequence[str]) -> str:
-    """Returns where the nodes run if nobody said so; warns if that is not where the providers are."""
+    """Returns where the nodes run by default; warns if that is the processor in spite of the CUDA provider."""
     if _CUDA_PROVIDER not in providers:
         return "cpu"
     try:

@@ -11,7 +11,7 @@ struct Dtype {
   const char* name;  // as ONNX writes it
   const char* cuda;  // as codec.cuh does
   int bytes;
-  uint32_t increments[4];  // of elements: formats.scale_increment of each rounding
+  uint32_t increments[4];  // for elements, formats.scale_increment of each rounding
 };
 
 struct Port {

@@ -8,20 +8,22 @@ A file per kind of op: schema, checks, fake kernel, CPU kernel, rule of torch.vm
 them. Below them:
 
 cuda.py      CUDA kernels, through CuPy
-operands.py  what a row of OPS is, and what all ops check
+operands.py  the rows of OPS, and the checks of all ops
 products.py  the matrix products of a gemm with leading dimensions
-gradients.py, batching.py  what ops share for autograd and torch.vmap
+gradients.py, batching.py  shared by the ops for autograd and torch.vmap
 
 Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. They are cut
 along the blocked axis between blocks only, both alike: elements[..., 32 * i : 32 * j] with scales[..., i:j]. Views that
-begin elsewhere, or reshape that axis, have shapes that fit and values that are wrong; no op can tell. quantize_both
-gives linear_train what it needs of a gradient [M, N]: quantize(x) and quantize(x.t()), reading it once on a GPU.
+begin elsewhere, or reshape that axis, have shapes that fit and values that are wrong; no op detects that.
+
+linear_train uses quantize_both for a gradient [M, N]: it gives quantize(x) and quantize(x.t()), and on a GPU reads x
+once.
 
 Gradients: linear_train and product have all of them, linear_packed and weight_gemm those of x and bias (the packed
 weight is frozen), gemm that of its bias, grouped_gemm that of values. All are in reverse mode, by backward() and by
 torch.func, and can be differentiated again, as often as wanted: rounding is passed straight through. Forward mode
-raises. What quantize makes are integers, through which nothing passes: it raises if x requires a gradient. dequantize
-and embedding take integers, which have none. torch cannot differentiate a compiled backward pass again and does not
+raises. quantize returns integers, which pass no gradient on: it raises if x requires one. dequantize and embedding take
+integers, which have none. torch cannot differentiate a compiled backward pass again and does not
 always say so, whatever the layers: compile the function that calls torch.func.grad instead.
 
 Autocast casts the x of linear_train, as it does that of F.linear, and never a weight; the other ops compute in the
@@ -64,9 +66,11 @@ def _on_cuda(name: str) -> Callable[..., Any]:
 def _register() -> Any:
     library: Any = torch.library.Library(contract.DOMAIN, "DEF")  # type: ignore[no-untyped-call]
     for op in OPS:
+        # A schema may be written over several lines in OPS; torch wants one.
         library.define(" ".join(op.schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
         for key, kernel in op.kernels.items():
             library.impl(op.name, kernel, key, with_keyset=key == "Autograd")
+        # An op that is made of others runs on every device that those run on: it needs no kernel of its own.
         if "CPU" in op.kernels and "CompositeExplicitAutograd" not in op.kernels:
             library.impl(op.name, _on_cuda(op.name), "CUDA")
         full_name = f"{contract.DOMAIN}::{op.name}"

@@ -1,4 +1,4 @@
-"""torch.vmap over the ops: what is mapped becomes a leading dimension of one call."""
+"""torch.vmap over the ops: the mapped dimension becomes a leading dimension of one call."""
 
 from __future__ import annotations
 
@@ -54,10 +54,13 @@ def mapped_gemm(name: str, size: int, in_dims: Dims, operands: tuple[int, int], 
         a = leading(size, in_dims[:b_at], *a)
     if b_mapped:
         b = leading(size, in_dims[b_at:bias_at], *b)
+    # A vector [K] with a mapped dimension before it looks like a matrix: it gets its row dimension first.
     vector = a[0].dim() - a_mapped == 1
     if vector:
         a = tuple(t.unsqueeze(-2) for t in a)
     rank = max(a[0].dim() - a_mapped, b[0].dim() - b_mapped)
+    # One weight takes any leading dimensions of a; else both need as many dimensions behind the mapped one, so that
+    # broadcasting does not meet the mapped dimension of one with another dimension of the other.
     if a_mapped and not (b[0].dim() == 2 and not b_mapped):
         a = tuple(padded(t, rank) for t in a)
     if b_mapped:

@@ -35,7 +35,7 @@ from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_qua
 
 @dataclass
 class _Kept:
-    """What `keep_wide` and `keep_folded` made of a weight. The tensors keep their addresses from being used again."""
+    """The forms of a weight by `keep_wide` and `keep_folded`. As `b` is alive, no other tensor gets its addresses."""
 
     b: Pair
     versions: tuple[int, int]
@@ -53,6 +53,7 @@ def quantize(x: Tensor, *args: Any) -> Pair:
     """Returns (elements, scales) of `x` [..., K, ...], as `numerics.quantize` does, bit for bit."""
     _, axis, *codes = check_quantize(x, *args)
     check_memory("quantize", "x", x)
+    # x.t() of a contiguous matrix is read as it lies; the kernel writes the codes in the order of x.
     transposed = x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
     if transposed and axis == 0:
         # Blocks are contiguous in memory: quantize the transpose, then transpose bytes instead of values.
@@ -117,7 +118,7 @@ def fast_accumulate() -> contextlib.AbstractContextManager[None]:
     Inside it, in every thread, products of quantized x that the row `fold` of the dispatch table fits take it: both
     operands get one scale per row, and the hardware's short accumulator sums. `folding.fold_error` gives the error of
     the first step; the second is usually larger, on Hopper about 2^-13 of the sum of magnitudes, and was not measured.
-    What a CUDA graph captured inside keeps to it. `keep_folded` saves folding a weight again and again.
+    A CUDA graph that was captured inside stays fast. `keep_folded` saves folding a weight again and again.
     """
     return dispatch.allowed("fold")
 
@@ -145,14 +146,14 @@ def keep_folded(b: Tensor, b_scales: Tensor) -> None:
     """
     if b.shape[-1] % 32:
         raise ShapeError(
-            "keep_folded", f"weight {tuple(b.shape)}", expected="K % 32 = 0", advice="other products are never folded"
+            "keep_folded", f"weight {tuple(b.shape)}", expected="K % 32 = 0", advice="use the weight without folding"
         )
     with _queue(b) as queue:
         _entry(b, b_scales).folded = execution.fold(queue, (b.data_ptr(), b_scales.data_ptr()), (*b.shape,))
 
 
 def forget_kept() -> None:
-    """Frees what `keep_wide` and `keep_folded` keep, which no stream but those that made it may still be reading."""
+    """Frees the weights of `keep_wide` and `keep_folded`. Only the streams that made them may still be reading them."""
     _kept.clear()
 
 
@@ -170,6 +171,7 @@ def _entry(b: Tensor, b_scales: Tensor) -> _Kept:
 
 
 def _find(b: Pair) -> _Kept | None:
+    # `_kept` first: nearly all processes keep no weight, and data_ptr costs a call.
     entry = _kept.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape)) if _kept else None
     return entry if entry is not None and entry.versions == _versions(b) else None
 
@@ -186,6 +188,7 @@ def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: CheckedWei
         (bias,) = readable("gemm", "bias", bias)
         bias_at = bias.data_ptr()
     y = torch.empty(shape, dtype=dtype, device=b[0].device)
+    # keep_wide and keep_folded keep matrices; a stack of weights is never among them.
     kept = _find(b) if b[0].dim() == 2 else None
     wide = kept.wide[:2] if kept and kept.wide else (0, 0)
     folded = kept.folded if kept else None
@@ -200,7 +203,7 @@ def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: CheckedWei
             product = Gemm(*codes, *operands, bias_at, to, m, n, k, *forms, activation_code)
             plan = planner.gemm(place, product)
             if fp8 and plan.makes_its_result:
-                del y  # its memory is what the result gets
+                del y  # frees it, for the memory of the result
                 execution.run(plan, queue, fp8)
                 return fp8.last.view(shape)
             execution.run(plan, queue, fp8)
@@ -208,7 +211,7 @@ def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: CheckedWei
 
 
 def _empty(x: Tensor, axis: int) -> Pair:
-    """Returns room for (elements, scales) of `x`."""
+    """Returns empty (elements, scales) for `x`."""
     elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     return elements, elements.new_empty(scale_shape(x.shape, axis))
 
@@ -226,6 +229,7 @@ def _quantize(x: Tensor, codes: list[int], layout: int, sizes: tuple[int, int, i
 
 def _versions(b: Pair) -> tuple[int, int]:
     """Returns numbers that change with the tensors' contents."""
+    # Tensors made in inference mode have no version: asking for it raises.
     first, second = (-1 if t.is_inference() else t._version for t in b)
     return first, second
 
@@ -234,10 +238,12 @@ def _versions(b: Pair) -> tuple[int, int]:
 def _queue(x: Tensor) -> Iterator[Queue]:
     """Makes the device of `x` current and yields torch's current stream there."""
 
+    # torch's caching allocator: it knows the stream, and memory of a captured graph stays with the graph.
     def allocate(size: int) -> tuple[Any, int]:
         memory = torch.empty(size, dtype=torch.uint8, device=x.device)
         return memory, memory.data_ptr()
 
+    # The current device is a property of the thread: a kernel goes to it, whatever device its operands are on.
     with torch.cuda.device(x.device):
         stream = torch.cuda.current_stream(x.device).cuda_stream
         yield Queue(device.device(torch.cuda.current_device()), stream, allocate)

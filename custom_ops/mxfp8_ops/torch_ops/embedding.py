@@ -1,8 +1,8 @@
 """`mxfp8::embedding`: rows of a packed table. Meaning and errors are those of `numerics.py`; dtypes are torch's.
 
-What `torch.nn.functional.embedding` is to a table of floats, and negative indices count from the last row. That
-function's `padding_idx` and `scale_grad_by_freq` say what becomes of gradients, which a packed table has none of: they
-change no result, so this op has no argument for them. `max_norm`, which changes the table in place, has no counterpart.
+The op that corresponds to `torch.nn.functional.embedding`; negative indices count from the last row. The arguments
+`padding_idx` and `scale_grad_by_freq` of that function change gradients only, and a packed table has none, so this op
+does not have them. `max_norm`, which changes the table in place, has no counterpart.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def embedding_cpu(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> T
 
 def picked(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str, dtype: torch.dtype) -> Tensor:
     """Returns the rows, made of other ops. An index that names no row is an error of the device, later."""
+    # index_select takes no negative indices. No check here: it would wait for the device.
     flat = indices.reshape(-1)
     rows = torch.where(flat < 0, flat + b.shape[0], flat)
     elements, scales = b.index_select(0, rows), b_scales.index_select(0, rows)
@@ -81,6 +82,7 @@ def _embedding_vmap(
     if in_dims[1] is in_dims[2] is None:
         (indices,) = batching.leading(info.batch_size, in_dims, indices)
         return op(indices, b, b_scales, *rest), 0
+    # Mapped tables: one call each, as indices count rows of one table.
     tables = zip(*batching.leading(info.batch_size, in_dims, indices, b, b_scales), strict=True)
     return torch.stack([op(*each, *rest) for each in tables]), 0
 

@@ -35,10 +35,10 @@ from mxfp8_ops.torch_ops.operands import (
 from mxfp8_ops.torch_ops.products import products
 
 Checked = tuple[tuple[int, ...], torch.dtype, int, int]
-"""Shape and dtype of the result, and the codes of what the operands are."""
+"""Shape and dtype of the result, and the codes of the formats or dtypes of the operands."""
 
 CheckedWeightGemm = tuple[tuple[int, ...], torch.dtype, int, int, int]
-"""The same, and the code of what x is rounded to."""
+"""The same, and the code of the dtype that x is rounded to."""
 
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def check_gemm(  # noqa: PLR0917 - the op's schema
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
 ) -> Checked:
-    """Returns what the kernels need; raises as `gemm` does."""
+    """Returns the result's shape and dtype and the operands' codes; raises as `gemm` does."""
     a_code, b_code, dtype = FORMAT_CODES[a_format], FORMAT_CODES[b_format], dtype or torch.float32
     if dtype not in DTYPE_CODES:
         check_dtype("gemm", dtype)
@@ -78,6 +78,7 @@ def gemm_cpu(
     bias_at = None if bias is None else bias.data_ptr()
     y = EMPTY[dtype](*shape)
     n, k = shape[-1], a.shape[-1]
+    # Names are looked up once, outside of the loop: a call of the op may take 5 us in Python.
     native_library, y_code, threads = library(), DTYPE_CODES[dtype], torch.get_num_threads()
     # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
     for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, a, a_scales, b, b_scales):
@@ -108,11 +109,13 @@ def _gemm_autograd(  # noqa: PLR0917 - the op's schema
     Raises:
         Mxfp8Error: the bias carries a tangent (forward-mode differentiation).
     """
+    # Only a bias has a gradient: all other operands are integers.
     if bias is not None:
         gradients.refuse_tangents("gemm", "add the bias to the result", bias)
         if torch.is_grad_enabled() and bias.requires_grad:
             result: Tensor = gradients.apply(_Gemm, a, a_scales, b, b_scales, bias, *rest)
             return result
+    # The usual call goes straight to its kernel: a second pass through the dispatcher costs time.
     if keys.raw_repr() == gradients.PLAIN_CPU:
         return gemm_cpu(a, a_scales, b, b_scales, bias, *rest)
     below: Tensor = gradients.below_autograd(torch.ops.mxfp8.gemm, a, a_scales, b, b_scales, bias, *rest)
@@ -133,6 +136,7 @@ class _Gemm(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
+        # Summed in float32: a sum over many rows of bfloat16 would lose the last of them.
         db = grad.float().sum_to_size(grad.shape[-1])
         return None, None, None, None, db, *(None for _ in ctx.needs_input_grad[5:])
 
@@ -151,7 +155,7 @@ def check_weight_gemm(  # noqa: PLR0917 - the op's schema
     dtype: torch.dtype | None = None,
     activation_dtype: torch.dtype | None = None,
 ) -> CheckedWeightGemm:
-    """Returns what the kernels need; raises as `weight_gemm` does."""
+    """Returns the result's shape and dtype and the operands' codes; raises as `weight_gemm` does."""
     b_code, x_dtype = FORMAT_CODES[b_format], x.dtype
     dtype = dtype or x_dtype
     if x_dtype not in DTYPE_CODES or dtype not in DTYPE_CODES:
@@ -176,6 +180,8 @@ def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None 
     stride = k
     if not (plain(x.itemsize, x) and plain(1, b, b_scales)):
         check_memory("weight_gemm", "x", x)
+        # With one weight the library takes a stride between rows of x, so a view of a larger tensor is read in place. A
+        # stack of weights needs each matrix of x contiguous.
         x, stride = _strided_rows(x) if b.dim() == 2 else (x.contiguous(), k)
         b, b_scales = readable("weight_gemm", "b b_scales", b, b_scales)
     if bias is not None:
@@ -214,6 +220,7 @@ def _weight_gemm_autograd(
     Raises:
         Mxfp8Error: x or bias carries a tangent (forward-mode differentiation).
     """
+    # The level is below 0 outside of forward mode: a comparison instead of a call for nearly every use.
     if forward_ad._current_level >= 0:
         gradients.refuse_tangents("weight_gemm", "go through torch.ops.mxfp8.dequantize and a matmul", x, bias)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
@@ -247,6 +254,7 @@ class _WeightGemm(_SingleLevelFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
         dx = db = None
         if ctx.needs_input_grad[0]:
+            # Dequantized anew in every backward pass: saving it would keep 4 bytes per weight alive.
             weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, *ctx.b_format)
             rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
             dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
@@ -266,7 +274,7 @@ def gemm_shape(  # noqa: PLR0917 - the op's operands
     Raises:
         ShapeError: they do not fit together, nor with their scales [..., ceil(K / 32)] and the bias float32 [N].
     """
-    # What nearly every call looks like, in as few steps as Python allows: a whole op has 5 us.
+    # The usual call, in as few steps as Python allows: a whole op may take 5 us.
     x_shape, b_shape, codes = x.shape, b.shape, torch.uint8
     if len(b_shape) == 2 and x_shape:
         *lead, k = x_shape
@@ -287,7 +295,7 @@ def _gemm_shape(  # noqa: PLR0917 - the op's operands
 ) -> tuple[int, ...]:
     """Returns what `gemm_shape` does, or raises, for operands of any rank."""
     bias_shape = None if bias is None else tuple(bias.shape)
-    broadcast: Any = torch.broadcast_shapes
+    broadcast: Any = torch.broadcast_shapes  # NumPy's does not take symbolic sizes
     shape = checks.gemm_shape(where, tuple(x.shape), tuple(b.shape), bias_shape, broadcast)
     check_codes(where, b, b_scales, -1)
     if x_scales is not None:

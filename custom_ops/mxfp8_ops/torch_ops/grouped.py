@@ -1,7 +1,7 @@
 """`mxfp8::grouped_gemm`: a mixture of experts' products, one gemm per group of rows.
 
-What `torch.nn.functional.grouped_mm` is to matmul: the rows are sorted by expert, `offs[e]` is where the rows of expert
-e end, and they are multiplied by that expert's weight.
+The op that corresponds to `torch.nn.functional.grouped_mm`: the rows are sorted by expert, `offs[e]` is where the rows
+of expert e end, and they are multiplied by that expert's weight.
 
     y[offs[e-1]:offs[e]] = a[offs[e-1]:offs[e]]  b[e]^T
 
@@ -54,11 +54,13 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
         BackendError: no kernels for the device of `a`.
     """
     y = _fake(a, a_scales, b, b_scales, offs, a_format, b_format, dtype)
+    # Slices of these are passed on, so a storage that is too small would be noticed for some groups only.
     for name, tensor in (("a", a), ("a_scales", a_scales), ("b", b), ("b_scales", b_scales), ("offs", offs)):
         if tensor is not None:
             check_memory("grouped_gemm", name, tensor)
+    # On the host: the sizes of the products depend on them. On a GPU this waits for the device.
     ends: list[int] = offs.tolist()
-    y[ends[-1] if ends else 0 :] = 0
+    y[ends[-1] if ends else 0 :] = 0  # rows that no group has; the others are written below
     for expert, (start, stop) in enumerate(itertools.pairwise([0, *ends])):
         if not 0 <= start <= stop <= a.shape[0]:
             raise ShapeError(
@@ -85,6 +87,7 @@ def _autograd(_: torch._C.DispatchKeySet, a: Tensor, *rest: Any) -> Tensor:
         Mxfp8Error: the values carry a tangent (forward-mode differentiation).
     """
     gradients.refuse_tangents("grouped_gemm", "go through torch.ops.mxfp8.dequantize and a matmul", a)
+    # Above autograd the slices and products of grouped_gemm record themselves, which needs no backward of its own.
     if torch.is_grad_enabled() and a.requires_grad:
         return grouped_gemm(a, *rest)
     result: Tensor = gradients.below_autograd(torch.ops.mxfp8.grouped_gemm, a, *rest)

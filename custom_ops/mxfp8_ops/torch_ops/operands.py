@@ -1,4 +1,4 @@
-"""What the torch ops have in common: how one is registered, what operands may be, and what the library calls them.
+"""Shared by the torch ops: how one is registered, the checks of operands, and the codes of dtypes in the library.
 
 The checks work on symbolic shapes, so torch.export and torch.compile see the same rules and messages as an eager call.
 """
@@ -52,6 +52,7 @@ class _Codes(dict[str, int]):
         self._refuse = refuse
 
     def __missing__(self, name: str) -> int:
+        # `refuse` raises an error that lists the choices; a hit costs no call, and most lookups are hits.
         self._refuse(name)
         raise KeyError(name)
 
@@ -63,6 +64,7 @@ def library() -> ctypes.CDLL:
     Raises:
         BackendError: it is missing or cannot be loaded.
     """
+    # torch's own threads wait busily for work and would keep the library's from running: native.use_openmp.
     native.use_openmp(on=True)
     return native.load()
 
@@ -95,6 +97,7 @@ def check_dtype(where: str, dtype: torch.dtype) -> None:
 
 def check_codes(where: str, elements: Tensor, scales: Tensor, axis: int) -> None:
     """Raises ShapeError unless both are uint8 and `scales` has one code per block of `elements` along `axis`."""
+    # Not float8, which torch has: `module.to(dtype)` converts float8 buffers, and leaves uint8 alone.
     if elements.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
         raise ShapeError(
             where,
@@ -122,7 +125,7 @@ def plain(itemsize: int, *tensors: Tensor) -> bool:
 
 
 def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors, contiguous: what to do with those that are not `plain`.
+    """Returns the tensors, contiguous; call it for tensors that are not all `plain`.
 
     Args:
         where: the op.
@@ -131,7 +134,7 @@ def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
 
     Raises:
         ShapeError: a storage does not have all its tensor's values. Torch does not see to that, and where a storage was
-            resized below its tensor, the rest is nobody's memory.
+            resized below its tensor, the rest of the memory may belong to other objects.
     """
     for name, tensor in zip(operands.split(), tensors, strict=True):
         check_memory(where, name, tensor)
@@ -142,6 +145,7 @@ def check_memory(where: str, name: str, tensor: Tensor) -> None:
     """Raises what `readable` does, for one tensor of any strides."""
     if tensor.numel() == 0:
         return
+    # The offset of the last value that the strides reach; torch's strides are never negative.
     last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     needed, has = (last + 1) * tensor.itemsize, tensor.untyped_storage().nbytes()
     if has < needed:

@@ -1,6 +1,6 @@
-"""`mxfp8::linear_packed`: a linear layer on a packed weight that passes gradients on, for what is trained around it.
+"""`mxfp8::linear_packed`: a linear layer on a packed weight that passes gradients on, to train the layers around it.
 
-    fprop  y  = x  w^T    quantize(x), then gemm: what inference computes, bit for bit
+    fprop  y  = x  w^T    quantize(x), then gemm: the result of inference, bit for bit
     dgrad  dx = dy w      dy [..., M, N] and w^T [K, N] blocked along N
 
 The weight is frozen: it has no gradient and no master copy. Its packed form is blocked along K; for dgrad it is
@@ -50,7 +50,7 @@ def linear_packed(  # noqa: PLR0917 - the op's schema
         a_format: element format of `x`, "e4m3" or "e5m2".
         b_format: that of the weight.
         fp8_format: "E4M3", or "HYBRID" for gradients in E5M2.
-        scale_rounding: of `x` and of what the backward pass quantizes: "ceil", "floor" or "even".
+        scale_rounding: for `x` and in the backward pass: "ceil", "floor" or "even".
         dtype: of the result; None for that of `x`.
 
     Returns:
@@ -99,16 +99,18 @@ class _LinearPacked(_SingleLevelFunction):
         ctx.a_format, ctx.b_format, fp8_format, ctx.scale_rounding = (*rest, *_DEFAULTS[len(rest) :])[:4]
         ctx.grad_format = GRADIENT_FORMATS[fp8_format]
         ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
-        ctx.save_for_backward(b, b_scales)
+        ctx.save_for_backward(b, b_scales)  # not x: the weight is frozen, and dx does not depend on x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
         gradients.refuse_tangents("linear_packed", "differentiate in reverse mode", grad)
         dx = db = None
         if ctx.needs_input_grad[0]:
+            # Dequantized anew in every backward pass, and freed after it: 4 bytes per weight.
             weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format)
             dy = grad.unsqueeze(-2) if len(ctx.x_shape) == 1 else grad
             formats = ctx.grad_format, ctx.b_format, ctx.a_format
+            # `product` and not a gemm: it has gradients, which second derivatives need.
             dx = torch.ops.mxfp8.product.default(dy, weight.mT, *formats, ctx.scale_rounding, ctx.x_dtype)
             dx = dx.squeeze(-2) if len(ctx.x_shape) == 1 else dx
             dx = dx.sum_to_size(ctx.x_shape)
@@ -118,7 +120,7 @@ class _LinearPacked(_SingleLevelFunction):
 
 
 _DEFAULTS: Final = ("e4m3", "e4m3", "E4M3", "ceil")
-"""Of the formats and the rounding: torch leaves out arguments that equal them."""
+"""The defaults of the formats and the rounding: torch leaves out arguments that equal them."""
 
 
 def _vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:

@@ -27,6 +27,7 @@ def products(y: Tensor, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor
 
 
 def _batched(y: Tensor, a: Pair, b: Pair) -> Iterator[Product]:
+    # Addresses instead of views: a view of each matrix would be a call into torch.
     vector = a[0].dim() == 1
     leading = tuple(y.shape[: -1 if vector else -2])
     operands = [t[None] if vector else t for t in a] + list(b)

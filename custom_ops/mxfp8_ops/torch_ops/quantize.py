@@ -3,7 +3,7 @@
 Where the native library takes a row stride, strided inputs are read in place; others are copied once. Results are
 contiguous, whatever the strides of the inputs. BackendError if the library is missing.
 
-What they return are integers, through which no gradient and no tangent passes: quantize refuses an x that has one.
+Their results are integers, which pass no gradient and no tangent on: quantize refuses an x that has one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_quantize(
 ) -> tuple[tuple[int, ...], int, int, int, int]:
     """Returns shape, `axis` as 0..rank-1, and the codes of dtype, format and rounding; raises as `quantize` does."""
     element_code, rounding = FORMAT_CODES[element_format], ROUNDING_CODES[scale_rounding]
-    dtype, shape = x.dtype, tuple(x.shape)  # whose slices cost less than those of a torch.Size
+    dtype, shape = x.dtype, tuple(x.shape)  # slices of a tuple cost less than those of a torch.Size
     if dtype not in DTYPE_CODES:
         check_dtype("quantize", dtype)
     return shape, checks.normalize_axis("quantize", len(shape), axis), DTYPE_CODES[dtype], element_code, rounding
@@ -90,7 +90,7 @@ def _strided_matrix(x: Tensor) -> tuple[Tensor, bool] | None:
         return None
     try:
         matrix = x.view(-1, k)
-    except RuntimeError:  # no single row stride
+    except RuntimeError:  # the leading dimensions do not have one common stride
         return None
     if matrix.stride(1) == 1 and matrix.stride(0) >= k:
         return matrix, False
@@ -106,6 +106,7 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, codes: tuple[in
     elements = torch.empty(shape, dtype=torch.uint8)
     scales = torch.empty((*shape[:-1], scale_count(k)), dtype=torch.uint8)
     dtype, element_code, rounding = codes
+    # The kernel that packs weights is the one that takes strides and transposes; its statistics are not used here.
     status = library().mxfp8_pack(
         dtype, rows.data_ptr(), rows.stride(0), transposed, x.numel() // k, k, element_code, rounding,
         elements.data_ptr(), scales.data_ptr(), ctypes.byref(native.PackStats()), torch.get_num_threads(),
@@ -132,6 +133,7 @@ def _quantize_vmap(
     info: Any, in_dims: batching.Dims, x: Tensor, axis: int = -1, *rest: str
 ) -> tuple[Pair, tuple[int, int]]:
     (x,) = batching.leading(info.batch_size, in_dims, x)
+    # The axis counts without the mapped dimension, which now is the first.
     axis = checks.normalize_axis("quantize", x.dim() - 1, axis)
     return torch.ops.mxfp8.quantize.default(x, axis + 1, *rest), (0, 0)
 
@@ -148,6 +150,7 @@ def check_both(x: Tensor, *args: str) -> None:
 
 def _both_fake(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_both(x, *args)
+    # The second pair is that of the transpose: shape [K, M], blocked along M, as a gemm wants it.
     return *_quantize_fake(x, -1, *args), *_quantize_fake(x.t(), -1, *args)
 
 

@@ -27,7 +27,7 @@ from mxfp8_ops.formats import DTYPES
 
 
 def libraries() -> int:
-    """Returns what `planner.Place.libraries` says of torch."""
+    """Returns the bits of `planner.Place.libraries` for torch."""
     rows = _version(torch.version.cuda or "0") >= (12, 9)
     return planner.SCALED_MM | (planner.SCALED_MM_ROWS if rows else 0)
 
@@ -36,19 +36,20 @@ class Products:
     """Does the FP8 products of a plan, for `execution.run`."""
 
     last: Tensor
-    """What the last of them made, [M, N]."""
+    """The result of the last one, [M, N]."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         """Remembers the tensors whose addresses the products may name, besides scratch memory."""
         self._operands = {(t.data_ptr(), t.numel()): t for t in operands}
 
     def __call__(self, p: Fp8Product, scratch: Tensor | None) -> int:
-        """Queues a product and returns the address of what it makes.
+        """Queues a product and returns the address of its result.
 
         Raises:
             BackendError: a torch without torch.nn.functional.scaled_mm.
         """
         names = _names()
+        # A plan has addresses, torch wants tensors: each address is one of an operand, or lies in scratch memory.
         x = self._tensor(p.x, p.m * p.k, scratch).view(_dtype(p.x_kind)).view(p.m, p.k)
         b = self._tensor(p.b, p.n * p.k, scratch).view(_dtype(p.b_kind)).view(p.n, p.k)
         layouts: tuple[Any, ...] = ()
@@ -67,7 +68,7 @@ class Products:
             x_scales = b_scales = torch.ones((), dtype=torch.float32, device=x.device)
         self.last = names.scaled_mm(
             x, b.t(), x_scales, recipe, b_scales, recipe, *layouts, output_dtype=_dtype(p.dtype),
-            use_fast_accum=p.how != planner.BLOCK_SCALED,
+            use_fast_accum=p.how != planner.BLOCK_SCALED,  # folded products are opted into, others keep to their bound
         )  # fmt: skip
         return self.last.data_ptr()
 

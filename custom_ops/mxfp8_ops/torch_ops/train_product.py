@@ -7,7 +7,7 @@
 Rounding is passed straight through, as in fake quantization with a straight-through estimator: the derivative of
 quantize(x) by x is one, saturated values included. So a gradient of a product is a product of the same kind, and so is
 a gradient of that. Each operand is quantized from its own values along the axis that is summed; in derivatives of any
-order what stands in the place of a has the element format of a, and likewise for b and dy.
+order the operand in the place of a has the element format of a, and likewise for b and dy.
 
 The gradients of `linear_train` and `linear_packed` are made of it where they are differentiated again.
 """
@@ -87,6 +87,7 @@ class _Product(_SingleLevelFunction):
         a, b, *rest = inputs
         ctx.a_like, ctx.b_like = (a.shape, a.dtype), (b.shape, b.dtype)
         ctx.a_format, ctx.b_format, ctx.grad_format, ctx.scale_rounding = (*rest, *_DEFAULTS[len(rest) :])[:4]
+        # Each gradient needs the other operand only: the rest is not kept alive.
         needs_a, needs_b, *_ = ctx.needs_input_grad
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 
@@ -95,6 +96,7 @@ class _Product(_SingleLevelFunction):
         a, b = ctx.saved_tensors
         op, da, db = torch.ops.mxfp8.product.default, None, None
         if b is not None:
+            # sum_to_size adds up what broadcasting repeated.
             (shape, dtype), formats = ctx.a_like, (ctx.grad_format, ctx.b_format, ctx.a_format)
             da = op(grad, b.mT, *formats, ctx.scale_rounding, dtype).sum_to_size(shape)
         if a is not None:
@@ -104,7 +106,7 @@ class _Product(_SingleLevelFunction):
 
 
 _DEFAULTS: Final = ("e4m3", "e4m3", "e4m3", "ceil")
-"""Of the formats and the rounding: torch leaves out arguments that equal them."""
+"""The defaults of the formats and the rounding: torch leaves out arguments that equal them."""
 
 
 def _vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:

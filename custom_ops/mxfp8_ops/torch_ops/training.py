@@ -66,8 +66,10 @@ def linear_train(
     """
     _check(x, weight, bias, fp8_format, scale_rounding)
     ops = torch.ops.mxfp8
+    # Both along K, the axis that this product sums over; the gradients need their own copies along other axes.
     rows = ops.quantize.default(x, -1, "e4m3", scale_rounding)
     columns = ops.quantize.default(weight, -1, "e4m3", scale_rounding)
+    # The kernels add a float32 bias to float32 sums, whatever the dtype of the master parameter.
     if bias is not None:
         (bias,) = readable("linear_train", "bias", bias)
         bias = bias.float()
@@ -84,9 +86,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
         raise ShapeError(
             "linear_train",
             "the weight is packed (uint8 codes)",
-            expected="a master weight in float32, float16 or bfloat16, since MXFP8 values are too far apart for an "
-            "optimizer's steps",
-            advice="train the original weight and pack it then, or train what is around it (mxfp8::linear_packed)",
+            expected="a master weight in float32, float16 or bfloat16: an optimizer's steps are smaller than the "
+            "distances between MXFP8 values",
+            advice="train the original weight and pack it then, or train the layers around it (mxfp8::linear_packed)",
         )
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for tensor in tensors:
@@ -103,7 +105,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves what `backward` needs: a columnwise copy of x for the weight's gradient, the weight for that of x."""
+    """Saves the operands of `backward`: a columnwise copy of x for the weight's gradient, the weight for that of x."""
     x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
     ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() > 2
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -112,12 +114,15 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.x_ghost = ctx.weight_ghost = None
     saved_x: Saved = (None, None)
     saved_weight: Saved = (None, None)
+    # Under a torch.func transform a gradient may be differentiated again without notice, for which x itself is needed.
     if needs_weight:
         columns = x if ctx.stack else _matrix(x)
         saved_x = (x, None) if ctx.under_transform else _columnwise(columns, "e4m3", ctx.scale_rounding)
     if needs_x:
         copies = ctx.stack and not ctx.under_transform
         saved_weight = _columnwise(weight, "e4m3", ctx.scale_rounding) if copies else (weight, None)
+    # Zeros in the graph in place of operands of which only a quantized copy is saved: second derivatives flow through
+    # them to x and to a stack of weights.
     if needs_x and needs_weight and not ctx.under_transform:
         with torch.enable_grad():
             ctx.x_ghost = _ghost(x)
@@ -126,10 +131,11 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None, None]:
-    """Returns the gradients of x, weight and bias, of those that are needed."""
+    """Returns the gradients of x, weight and bias; None for each that is not needed."""
     needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
     dy = grad if ctx.stack else _matrix(grad)
     gradients.refuse_tangents("linear_train", "keep this layer in high precision", grad)
+    # Gradients are recorded here only with create_graph=True or under torch.func: then they must be differentiable.
     again = torch.is_grad_enabled() or ctx.under_transform or torch._C._are_functorch_transforms_active()
     dx, dw = (_products if again else _quantized_products)(ctx, dy)
     db = _matrix(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
@@ -144,6 +150,7 @@ def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     dx = dw = None
     rows: tuple[Tensor, ...] = ()
     columns: tuple[Tensor, ...] = ()
+    # dy is the only operand that both gradients read: one pass over it makes both of its copies.
     if needs_x and needs_weight and not ctx.stack:
         both = ops.quantize_both.default(dy, fmt, ctx.scale_rounding)
         rows, columns = both[:2], both[2:]
@@ -152,6 +159,7 @@ def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     if needs_weight and not columns:
         columns = _columnwise(dy, fmt, ctx.scale_rounding)
     if needs_x:
+        # A weight matrix is quantized along N only now: its copy lives as long as this product.
         w = weight if ctx.stack else _columnwise(weight[0], "e4m3", ctx.scale_rounding)
         dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype)
     if needs_weight:
@@ -179,18 +187,18 @@ def _products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
 
 
 class _Ghost(_SingleLevelFunction):
-    """Zeros in the shape of an operand, in the memory of one, for gradients to reach what is not saved."""
+    """Zeros in the shape of an operand, in the memory of one value: gradients reach an operand that is not saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.new_zeros(()).expand(x.shape)
+        return x.new_zeros(()).expand(x.shape)  # one zero, seen through strides of 0
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
-_ghost: Any = getattr(_Ghost, "apply")  # noqa: B009 - whose type torch does not tell
+_ghost: Any = getattr(_Ghost, "apply")  # noqa: B009 - torch does not annotate it
 
 
 def _autograd(
@@ -236,6 +244,7 @@ def _autocast(
     Weight and bias are used as they are: the weight is quantized anyway, and from its master precision.
     """
     device = x.device.type
+    # Disabled inside, or the op would be dispatched to this function again.
     with torch.autocast(device, enabled=False):
         x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
         result: Tensor = torch.ops.mxfp8.linear_train.default(x, weight, bias, fp8_format, scale_rounding)
@@ -259,7 +268,7 @@ def _vmap(*_: Any) -> Any:
     raise ShapeError(
         "linear_train",
         "called under torch.vmap",
-        expected="a plain call, its gradients are blocked along all rows of one call",
+        expected="a plain call, because its gradients are blocked along all rows of one call",
         advice="loop over the mapped dimension, or pass it as a leading dimension of x",
     )
 

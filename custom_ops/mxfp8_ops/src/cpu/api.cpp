@@ -1,4 +1,4 @@
-// The C ABI: checks arguments, turns exceptions into statuses. What is checked, and what the texts say: arguments.h.
+// The C ABI: checks arguments, turns exceptions into statuses. arguments.h has the checks and their messages.
 #include "arguments.h"
 #include "indices.h"
 #include "isa.h"
@@ -12,13 +12,13 @@ namespace {
 using namespace mxfp8;
 
 const Kernels& kernels_in_use() {
-  const Kernels* found = kernels();
-  if (found == nullptr) {
-    throw Refused(MXFP8_NO_SUCH_ISA, "MXFP8_ISA names an instruction set this machine lacks; expected one of " +
+  const Kernels* table = kernels();
+  if (table == nullptr) {
+    throw Refused(MXFP8_NO_SUCH_ISA, "MXFP8_ISA names an instruction set that this machine lacks; expected one of " +
                                          std::string(available_isas()) + "; correct the environment variable");
   }
-  runs_on(*found);
-  return *found;
+  runs_on(*table);
+  return *table;
 }
 
 // The answer to a call that computes something.
@@ -42,7 +42,7 @@ void check_blocks(const uint8_t* elements, const uint8_t* scales, int64_t outer,
   check_array(array("scales", scales, 1), {outer, scale_count(k), inner});
 }
 
-// What lies in no more than one row may have any stride: none is taken.
+// The stride of a single row is never used, so it may have any value.
 int64_t stride_of(int64_t rows, int64_t columns, int64_t stride) { return rows > 1 && columns > 0 ? stride : columns; }
 
 void check_indices(const EmbeddingArgs& e) {
@@ -50,8 +50,8 @@ void check_indices(const EmbeddingArgs& e) {
   if (at >= 0) throw Refused(MXFP8_BAD_ARGUMENT, outside(e, at, std::to_string(at)));
 }
 
-// What the gemms ask of b, bias, factor and y, and the product that is then safe to do. Where y is empty, nothing is
-// read.
+// Checks b, bias, factor and y of a gemm. Returns whether there is something to compute: where y is empty, no operand
+// is read.
 bool check_product(const GemmArgs& g) {
   check_element_format("b_format", g.b_format);
   check_value_dtype("y_dtype", g.y_dtype);
@@ -103,7 +103,7 @@ int weight_product(GemmArgs g, int activation_dtype, int threads) {
   });
 }
 
-// What both grouped gemms ask of their arguments but a, and the product that is then safe to do.
+// Checks the arguments of both grouped gemms, all but a. Returns whether there is something to compute.
 bool check_grouped(const GroupedArgs& args) {
   const GemmArgs& g = args.gemm;
   check_element_format("b_format", g.b_format);
@@ -169,16 +169,16 @@ int mxfp8_contract_version(void) { return MXFP8_CONTRACT_VERSION; }
 const char* mxfp8_isa_available(void) { return available_isas(); }
 
 const char* mxfp8_isa(void) {
-  const Kernels* found = kernels();
-  return found == nullptr ? nullptr : found->isa;
+  const Kernels* table = kernels();
+  return table == nullptr ? nullptr : table->isa;
 }
 
 int mxfp8_isa_force(const char* name) {
   return answer([&] {
     if (force_isa(name)) return;
-    throw Refused(MXFP8_NO_SUCH_ISA, "instruction set " +
-                                         (name == nullptr ? std::string("NULL") : "'" + std::string(name) + "'") +
-                                         "; expected one of " + available_isas() + "; name one this machine has");
+    throw Refused(MXFP8_NO_SUCH_ISA,
+                  "instruction set " + (name == nullptr ? std::string("NULL") : "'" + std::string(name) + "'") +
+                      "; expected one of " + available_isas() + "; name an instruction set of this machine");
   });
 }
 

@@ -17,12 +17,12 @@ std::string is(const char* name, int64_t value) { return std::string(name) + " i
 
 template <size_t N>
 void check_code(const char* name, int64_t code, const Dtype (&rows)[N]) {
-  std::string known;
+  std::string choices;
   for (const Dtype& row : rows) {
     if (row.code == code) return;
-    known += (known.empty() ? "" : ", ") + std::to_string(row.code) + " (" + row.name + ")";
+    choices += (choices.empty() ? "" : ", ") + std::to_string(row.code) + " (" + row.name + ")";
   }
-  refuse(is(name, code) + "; expected one of " + known + "; pass a code of mxfp8_ops.h");
+  refuse(is(name, code) + "; expected one of " + choices + "; pass a code of mxfp8_ops.h");
 }
 
 // The bytes of a count of values that overflowed, or did not.
@@ -30,7 +30,7 @@ void check_bytes(const Array& a, bool overflows, int64_t count) {
   int64_t bytes = 0;
   if (overflows || __builtin_mul_overflow(count, a.value_bytes, &bytes) || bytes > kMostBytes) {
     refuse(std::string(a.name) + " would have more than " + std::to_string(kMostBytes) +
-           " bytes; expected the sizes of an array in memory; correct them");
+           " bytes; expected an array that fits in memory; correct the sizes");
   }
   if (bytes == 0) return;
   if (a.address == 0) {
@@ -46,7 +46,7 @@ void check_bytes(const Array& a, bool overflows, int64_t count) {
   constexpr uint64_t end = uint64_t(sizeof(void*) > 4 ? INT64_MAX : UINT32_MAX);
   if (a.address > end - uint64_t(bytes)) {
     refuse(std::string(a.name) + " is at " + address + " and has " + std::to_string(bytes) +
-           " bytes; expected its end in the address space; correct the address or the sizes");
+           " bytes; expected an array that ends inside the address space; correct the address or the sizes");
   }
 }
 

@@ -1,4 +1,4 @@
-// What the C ABI asks of its arguments before it reads or writes a byte. These functions throw Refused, whose text
+// The checks of the C ABI, before it reads or writes a byte of an array. These functions throw Refused, whose text
 // names the argument.
 #pragma once
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace mxfp8 {
 constexpr int64_t kMostBytes = int64_t(sizeof(void*) > 4 ? uint64_t(1) << 48 : uint64_t(1) << 31);
 
 void check_value_dtype(const char* name, int64_t dtype);
-// What values are rounded to before they are multiplied: MXFP8_FLOAT32, not at all, or MXFP8_BFLOAT16.
+// The dtype that values are rounded to before they are multiplied: MXFP8_FLOAT32 (no rounding) or MXFP8_BFLOAT16.
 void check_activation_dtype(const char* name, int64_t dtype);
 void check_element_format(const char* name, int64_t format);
 void check_index_dtype(const char* name, int64_t dtype);

@@ -170,7 +170,7 @@ class Grouped {
   const GroupedArgs& args_;
   const GemmArgs& g_;
   bool rounded_;
-  int64_t a_bytes_, y_bytes_;  // of a row
+  int64_t a_bytes_, y_bytes_;  // bytes of a row
 };
 
 }  // namespace

@@ -20,8 +20,8 @@ int64_t index_bytes(int dtype) { return dtype == MXFP8_INT32 ? 4 : 8; }
 int64_t first_outside(const EmbeddingArgs& args) {
   return with_indices(args, [&](const auto* indices) {
     const auto* end = indices + args.count;
-    const auto* found = std::find_if(indices, end, [&](int64_t i) { return i < -args.v || i >= args.v; });
-    return found == end ? -1 : int64_t(found - indices);
+    const auto* first = std::find_if(indices, end, [&](int64_t i) { return i < -args.v || i >= args.v; });
+    return first == end ? -1 : int64_t(first - indices);
   });
 }
 

@@ -48,8 +48,8 @@ struct Isa {
 };
 
 #if defined(MXFP8_X86)
-// What cpuid says of the processor, and XGETBV of the registers that the operating system saves. Asked for here because
-// __builtin_cpu_supports needs a part of the compiler's library that not every compiler brings.
+// The features of the processor (cpuid) and the registers that the operating system saves (XGETBV). Not by
+// __builtin_cpu_supports: it needs a part of the compiler's library that not every compiler brings.
 class Processor {
  public:
   Processor() {
@@ -78,7 +78,7 @@ class Processor {
   bool intel() const { return intel_; }
 
  private:
-  static constexpr unsigned kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;  // of XCR0
+  static constexpr unsigned kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;  // bits of XCR0
   static bool has(unsigned word, int bit) { return (word >> bit & 1) != 0; }
   bool saves(unsigned mask) const { return (saved_ & mask) == mask; }
 
@@ -87,8 +87,8 @@ class Processor {
 };
 
 const Processor& processor() {
-  static const Processor found;
-  return found;
+  static const Processor features;
+  return features;
 }
 
 // Linux saves the tiles only for processes that have asked for it, because they take 8 KB of a signal's stack.
@@ -146,9 +146,9 @@ std::atomic<const Kernels*>& chosen() {
 const Kernels* kernels() { return chosen().load(std::memory_order_relaxed); }
 
 bool force_isa(const char* name) {
-  const Kernels* found = name == nullptr ? nullptr : find(name);
-  if (found != nullptr) chosen().store(found, std::memory_order_relaxed);
-  return found != nullptr;
+  const Kernels* table = name == nullptr ? nullptr : find(name);
+  if (table != nullptr) chosen().store(table, std::memory_order_relaxed);
+  return table != nullptr;
 }
 
 const char* available_isas() {

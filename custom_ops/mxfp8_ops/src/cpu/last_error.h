@@ -1,4 +1,4 @@
-// What an entry point of the C ABI answers: a status, and for the caller's eyes a text that says more.
+// The answer of an entry point of the C ABI: a status, and a message for the user.
 #pragma once
 #include <new>
 #include <stdexcept>
@@ -26,13 +26,13 @@ int answer(const Body& body) noexcept {
   } catch (const Refused& error) {
     return failed(error.status, error.what());
   } catch (const std::bad_alloc&) {
-    return failed(MXFP8_NO_MEMORY, "out of memory; expected room for one packed operand; use a smaller batch");
+    return failed(MXFP8_NO_MEMORY, "out of memory; expected memory for one packed operand; use a smaller batch");
   } catch (const std::invalid_argument& error) {
     return failed(MXFP8_BAD_ARGUMENT, error.what());
   } catch (const std::exception& error) {
     return failed(MXFP8_FAILED, error.what());
   } catch (...) {
-    return failed(MXFP8_FAILED, "an error without a text; expected none; report this as a bug");
+    return failed(MXFP8_FAILED, "an exception of an unknown type; expected a std::exception; report this as a bug");
   }
 }
 

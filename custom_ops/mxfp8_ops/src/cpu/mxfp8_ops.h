@@ -1,4 +1,4 @@
-// The C ABI of libmxfp8_ops: what native.py calls through ctypes, and what any other language may call.
+// The C ABI of libmxfp8_ops: native.py calls it through ctypes, and any other language may.
 //
 // Every function has the meaning of its namesake in numerics.py. Pointers are to contiguous memory unless a stride is
 // given. A function returns 0, or a negative code below; it never throws, never allocates for its result, and keeps no
@@ -9,11 +9,12 @@
 // - an index that names no row;
 // - an array of more than 2^48 bytes, or one that ends beyond the address space;
 // - a stride below the values of a row;
-// - NULL, or an address that is no multiple of the size of a value (4 or 2 bytes; stats: 8), for an array that has
+// - NULL, or an address that is not a multiple of the size of a value (4 or 2 bytes; stats: 8), for an array that has
 //   values. An array without values may be anywhere, NULL included. Where y is empty, no other array is looked at but
 //   indices.
-// What cannot be checked is the caller's: that memory is there, as large as the sizes say, and that results overlap
-// neither operands nor each other. If they do, what is in the results is undefined, but nothing else is touched.
+// The caller is responsible for the rest, which cannot be checked: that the memory exists, is as large as the sizes
+// say, and that results overlap neither operands nor each other. If they overlap, the results are undefined, but no
+// other memory is written.
 #pragma once
 #include <stdint.h>
 
@@ -34,10 +35,10 @@ enum { MXFP8_INT32 = 6, MXFP8_INT64 = 7, MXFP8_BOOL = 9 };
 enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
 enum { MXFP8_NONE = 0, MXFP8_RELU = 1, MXFP8_GELU = 2, MXFP8_GELU_TANH = 3, MXFP8_SILU = 4 };
 enum { MXFP8_LAYER = 0, MXFP8_RMS = 1 };
-// MXFP8_FAILED: what none of the others says.
+// MXFP8_FAILED: any other error.
 enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3, MXFP8_FAILED = -5 };
 
-// What the last call that failed on this thread had to say, in UTF-8: "k is -1; expected 0 or more; pass the size of an
+// The message of the last call that failed on this thread, in UTF-8: "k is -1; expected 0 or more; pass the size of an
 // array". Empty if none has failed. Valid until the thread's next call that fails.
 MXFP8_API const char* mxfp8_last_error(void);
 
@@ -153,7 +154,7 @@ MXFP8_API int mxfp8_pack(int value_dtype, const void* w, int64_t w_stride, int t
                          mxfp8_pack_stats* stats, int threads);
 
 // Writes down every call from now on, those of nodes in ONNX Runtime sessions too, in the whole process; or no longer,
-// with 0. What was written before is gone. At most 64 MiB are written.
+// with 0. Earlier records are deleted. At most 64 MiB are written.
 MXFP8_API int mxfp8_profile(int on);
 
 // Returns a line for each call that has ended since then: nanoseconds, instruction set (empty: a GPU's), the gemm

@@ -20,8 +20,8 @@ constexpr int64_t kTaskProducts = 1 << 21;  // multiply-adds that one gemm task 
 constexpr int64_t kDecodeRows = 12;         // rows whose multiply-adds take as long as reading and decoding B
 constexpr int64_t kGemmStep = 2 * kBlock;   // values that a gemm kernel multiplies at once, and pads rows of A to
 constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a gemm packs
-constexpr int64_t kPackedBytes = 8 << 20;   // of A packed at a time
-constexpr int64_t kStripBytes = 1 << 20;    // of a strip that has more rows than any kernel takes
+constexpr int64_t kPackedBytes = 8 << 20;   // bytes of A packed at a time
+constexpr int64_t kStripBytes = 1 << 20;    // bytes of a strip that has more rows than any kernel takes
 constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
 constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result; kBlock if quantized
 
@@ -55,7 +55,7 @@ const Dtype* find(const Dtype (&rows)[N], int code) {
 }
 
 template <size_t N>
-const Dtype& known(const Dtype (&rows)[N], int code) {
+const Dtype& row_with_code(const Dtype (&rows)[N], int code) {
   const Dtype* row = find(rows, code);
   if (row == nullptr) std::abort();
   return *row;
@@ -70,10 +70,10 @@ using Scratch = std::unique_ptr<void, Free>;
 
 bool is_value_dtype(int dtype) { return find(kValueDtypes, dtype) != nullptr; }
 bool is_element_format(int format) { return find(kElementFormats, format) != nullptr; }
-size_t value_bytes(int dtype) { return size_t(known(kValueDtypes, dtype).bytes); }
+size_t value_bytes(int dtype) { return size_t(row_with_code(kValueDtypes, dtype).bytes); }
 uint32_t scale_increment(int format, int scale_rounding) {
   if (scale_rounding < 0 || scale_rounding >= int(std::size(kScaleRoundings))) std::abort();
-  return known(kElementFormats, format).increments[scale_rounding];
+  return row_with_code(kElementFormats, format).increments[scale_rounding];
 }
 
 void quantize(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& args) {
@@ -158,7 +158,7 @@ struct Strip {
   int64_t row, rows;
   const GemmKernel* kernel;
   void* packed;
-  int exponent;  // of the lowest bit in it
+  int exponent;  // exponent of the lowest bit in `packed`
 };
 
 // The first kernel after `last` for these rows; null stands for before the first.
@@ -207,7 +207,7 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
       strip.packed = room;
       room += packed_bytes(strip, k_padded);
     }
-    const int64_t parts = std::max<int64_t>(1, ceil_div(open[0].rows * args.k, kPackValues));  // of a strip
+    const int64_t parts = std::max<int64_t>(1, ceil_div(open[0].rows * args.k, kPackValues));  // tasks for a strip
     std::vector<int> lowest(open.size() * size_t(parts), kAllZero);
     parallel_for(parallel, int64_t(open.size()) * parts, [&](int64_t task) {
       const Strip& strip = open[size_t(task / parts)];
@@ -231,7 +231,7 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
   }
 }
 
-// How many rows to pack at a time: what is packed should stay in L2.
+// How many rows to pack at a time: the packed rows should stay in L2.
 int64_t rows_of_strip(const Kernels& kernels, int64_t k) {
   int64_t rows = kernels.strip_rows;
   while (rows > kGemmRows && 2 * rows * k > kStripBytes) rows /= 2;
@@ -261,7 +261,8 @@ GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
 void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, GemmsUsed* used) {
   const int64_t strip_rows = rows_of_strip(kernels, args.k);
   if (parallel.threads > 1 && args.m >= parallel.threads * strip_rows * 3 / 4) {
-    // Rows enough for strips of each thread's own: what one packs stays in its cache, and nobody waits for the others.
+    // Rows enough for strips of each thread's own: a packed strip stays in the cache of its thread, and no thread waits
+    // for another.
     const int64_t turns = ceil_div(args.m, parallel.threads * strip_rows);
     const Parallel alone{nullptr, nullptr, 1};
     for_ranges(parallel, args.m, ceil_div(args.m, turns * parallel.threads),

@@ -17,7 +17,7 @@ uint32_t scale_increment(int format, int scale_rounding);
 
 void quantize(const Kernels&, const Parallel&, const QuantizeArgs&);
 void dequantize(const Kernels&, const Parallel&, const DequantizeArgs&);
-void embedding(const Kernels&, const Parallel&, const EmbeddingArgs&);  // whose indices are checked: indices.h
+void embedding(const Kernels&, const Parallel&, const EmbeddingArgs&);  // indices are checked before: indices.h
 void gemm(const Kernels&, const Parallel&, const GemmArgs&);
 void norm_quantize(const Kernels&, const Parallel&, const NormArgs&);
 

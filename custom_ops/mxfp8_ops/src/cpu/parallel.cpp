@@ -1,5 +1,5 @@
 // The library's own pool: threads that start when first needed, and never end. Concurrent calls share them; a caller
-// always works on its own tasks too, so a busy pool delays nobody. After fork() the child forgets the parent's pool
+// always works on its own tasks too, so a busy pool delays no caller. After fork() the child forgets the parent's pool
 // (its threads do not exist there) and starts its own; and it forgets an OpenMP runtime, which hangs there.
 #include "parallel.h"
 
@@ -141,13 +141,13 @@ void watch_forks() {
 
 // Never destroyed: its threads outlive every static destructor.
 Pool* pool() {
-  Pool* found = the_pool.load(std::memory_order_acquire);
-  if (found != nullptr) return found;
+  Pool* current = the_pool.load(std::memory_order_acquire);
+  if (current != nullptr) return current;
   watch_forks();
   auto* fresh = new Pool;
-  if (the_pool.compare_exchange_strong(found, fresh, std::memory_order_acq_rel)) return fresh;
+  if (the_pool.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return fresh;
   delete fresh;
-  return found;
+  return current;
 }
 
 void run_on_pool(void* threads, void (*task)(void*, size_t), void* argument, size_t count) {

@@ -10,7 +10,7 @@
 namespace mxfp8 {
 namespace {
 
-constexpr size_t kMostBytesWritten = size_t(1) << 26;  // what comes later is not written down
+constexpr size_t kMostBytesWritten = size_t(1) << 26;  // later calls are not recorded
 
 std::atomic<bool> on{false};
 std::mutex mutex;     // guards what follows

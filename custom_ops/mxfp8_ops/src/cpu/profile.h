@@ -1,5 +1,5 @@
-// Which kernels ran, and how long: for `mxfp8-graph run --profile`. Nothing is written down unless somebody asked for
-// it; then a line for each call of the C ABI, and of each node in an ONNX Runtime session.
+// Which kernels ran, and how long: for `mxfp8-graph run --profile`. Nothing is recorded unless mxfp8_profile turned it
+// on; then a line for each call of the C ABI, and of each node in an ONNX Runtime session.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -30,8 +30,8 @@ class ProfiledCall {
   std::chrono::steady_clock::time_point start_;
 };
 
-// Of the calling thread's call, if it is written down: the instruction set it runs on, and where to note which gemm
-// kernels ran, or null.
+// Records the instruction set of the calling thread's call. The second returns where to note the gemm kernels that ran,
+// or null if the call is not recorded.
 void runs_on(const Kernels&) noexcept;
 GemmsUsed* gemms_used() noexcept;
 

@@ -16,8 +16,8 @@ struct E4M3 {
   static constexpr int parts = 1, mantissa_bits = 3, bias = 7, emax = 8, wide_shift = 4;
   static constexpr u32 max_code = 0x7e, wide_mask = 0x07f007f0u;
   static constexpr u32 special_carry = 0x01010101u;  // carries into bit 7 of a byte whose low bits exceed max_code
-  static constexpr u32 first_exact = 3;              // below this code some element * 2^(s - 127) is no bfloat16
-  static constexpr u32 last_fast = 134;              // above this code 2^(s - bias) is no bfloat16
+  static constexpr u32 first_exact = 3;              // below this code some element * 2^(s - 127) is not a bfloat16
+  static constexpr u32 last_fast = 134;              // above this code 2^(s - bias) is not a bfloat16
   static constexpr bool has_infinity = false, is_element = true;
 };
 
@@ -144,7 +144,7 @@ DEVICE float take_part(float& v) {
   return part;
 }
 
-// Whether bfloat16 has no such number; it has NaN.
+// Whether bfloat16 cannot represent the number; NaN it can.
 DEVICE bool lost_in_bfloat16(float v) { return (bits_of(v) & 0xffffu) != 0 && v == v; }
 
 DEVICE u32 magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
@@ -157,7 +157,7 @@ DEVICE u32 scale_code(u32 amax_bits, u32 increment) {
   return s < 0 ? 0u : s > 254 ? 254u : static_cast<u32>(s);
 }
 
-// 2^(127 - s), what values are multiplied by; NaN for the NaN code, so that all 32 elements become NaN.
+// 2^(127 - s), the factor on values; NaN for the NaN code, so that all 32 elements become NaN.
 DEVICE float inverse_scale(u32 s) {
   if (s == SCALE_NAN) return float_of(NAN_BITS);
   return float_of(s == 254 ? 0x00400000u : (254u - s) << 23);

@@ -1,4 +1,5 @@
-// What the kernels need beyond C++: PTX instructions by name, and integer types (no header is on NVRTC's path).
+// Functions that the kernels need beyond C++: PTX instructions by name, and integer types (no header is on NVRTC's
+// path).
 //
 // A host compiler that emulates CUDA threads brings its own versions of the functions below; the rest is plain C++.
 #pragma once

@@ -1,4 +1,4 @@
-// What a float32 matrix product still needs: scales of rows and columns, the bias, and the dtype of the result.
+// The last step of a float32 matrix product: scales of rows and columns, the bias, and the dtype of the result.
 //
 //   sums  [parts, m, n] float32, total = m n          y [m, n] of dtype `y_dtype`, not over sums
 //         added up from the last to the first, each times 2^-shift on the way

@@ -1,9 +1,9 @@
-// Both gemms in float32 on the ordinary cores: any dtype, any k, any scale code, any alignment. The one that is never
-// wrong, and slow: the others hand over what they cannot do exactly.
+// Both gemms in float32 on the ordinary cores: any dtype, any k, any scale code, any alignment. The slow one that
+// handles everything: the other gemms leave to it what they cannot do exactly.
 //
 //   x [m, k] X with x_scales (element formats only)    b [n, k] F with b_scales      bias [n] float32, or null
 //   y [m, n] of dtype `y_dtype`
-//   only_if   null, or a word: if it is 0 nothing is written. Decided on the device, so no one waits for it.
+//   only_if   null, or a word: if it is 0 nothing is written. The device reads it, so the host need not wait.
 //   grid      any number of thread blocks of 256; each walks over 64 x 64 tiles of y
 //   bytes     each operand once per 64 rows of the other
 #include "operand.cuh"

@@ -33,7 +33,8 @@
 #include "hopper.cuh"
 #include "wide.cuh"
 
-// What a lane holds of the weight for one step: 16 of its 64 values of k, in rows g and g + 8 of each block of 64 rows.
+// The part of the weight that a lane holds for one step: 16 of its 64 values of k, in rows g and g + 8 of each block of
+// 64 rows.
 template <int BLOCKS>
 struct Packed {
   uint4 elements[BLOCKS][2];

@@ -26,7 +26,7 @@
 // that step in float32 instead.
 //
 // A row of float32 (float16) x is three (two) rows of bfloat16, its parts; bfloat16_parts.cu says why that is exact
-// enough. What they add up to, if NaN or Inf, is computed once more in float32: a part of Inf is NaN, and so is a zero
+// enough. A sum that is NaN or Inf is computed once more in float32: a part of Inf is NaN, and so is a zero
 // part times an infinite weight.
 #include "operand.cuh"
 #include "wide.cuh"
@@ -64,7 +64,7 @@ DEVICE void add_exactly(float (&sums)[TILES][4], const u8* x, const u8* x_scales
     }
 }
 
-// What a lane holds of the weight for one step: [row, row + 8][64 values of k], 16 of them each.
+// The part of the weight that a lane holds for one step: [row, row + 8][64 values of k], 16 of them each.
 template <int CHUNKS>
 struct Weights {
   uint4 elements[2][CHUNKS];
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
   constexpr int STEP = DEEP * TILES <= 16 ? 128 : 64, CHUNKS = STEP / 64, WIDE = DEEP * STEP;
   static_assert(TILES == 1 || WARPS >= 2, "x of one step would take too much shared memory");
   constexpr int MOST = TOKENS / X::parts;         // rows of x
-  constexpr int VALUES = X::is_element ? 16 : 8;  // of x in a unit, LOADS of 16 bytes
+  constexpr int VALUES = X::is_element ? 16 : 8;  // values of x in a unit, LOADS of 16 bytes
   constexpr int LOADS = X::parts == 3 ? 2 : 1, UNITS = MOST * WIDE / VALUES, MINE = (UNITS + 255) / 256;
   constexpr int TILE_BYTES = TOKENS * WIDE * 2, SUM_BYTES = DEEP * ROWS * (TOKENS + 1) * 4;
   // x of a step as bfloat16 [DEEP][TOKENS][STEP], at the end the warps' sums [DEEP][ROWS][TOKENS + 1].
@@ -226,10 +226,10 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
     float sum = 0.0f;
 #pragma unroll
     for (int p = X::parts - 1; p >= 0; --p) {
-      float found = p == 0 ? start : 0.0f;
+      float part_sum = p == 0 ? start : 0.0f;
 #pragma unroll
-      for (int d = 0; d < DEEP; ++d) found += parts[(d * ROWS + r) * (TOKENS + 1) + token * X::parts + p];
-      sum = p == X::parts - 1 ? found : sum * 0x1p-8f + found;
+      for (int d = 0; d < DEEP; ++d) part_sum += parts[(d * ROWS + r) * (TOKENS + 1) + token * X::parts + p];
+      sum = p == X::parts - 1 ? part_sum : sum * 0x1p-8f + part_sum;
     }
     if (X::parts > 1 && magnitude(sum) >= INFINITY_BITS) {
       sum = start;

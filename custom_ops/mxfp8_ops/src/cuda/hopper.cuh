@@ -1,5 +1,5 @@
-// What gemm_fused.cu needs of Hopper (sm_90a) by name: copies to shared memory and products that run beside the
-// threads.
+// The instructions of Hopper (sm_90a) that gemm_fused.cu needs, by name: copies to shared memory and products that run
+// beside the threads.
 //
 // wgmma is in no later architecture. A host compiler that emulates CUDA threads brings its own versions of these.
 #pragma once

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(256, V::dtype == BFLOAT16 && !ROWS ? 3
   // Column c of the tile is lane c / 16 of the eight, value c % 16.
   __shared__ u32 shared[8][16][32];    // [warp][value][lane]: the largest magnitudes of 4 rows, then their elements
   __shared__ float inverse[4][16][8];  // [block of 32 rows][value][lane]
-  __shared__ u8 codes[128][4];         // of columns
+  __shared__ u8 codes[128][4];         // scale codes of columns
   __shared__ u8 row_codes[128][4];
 
   const u32 bands = static_cast<u32>((k + 127) >> 7), band = blockIdx.x % bands, tile = blockIdx.x / bands;

@@ -2,7 +2,7 @@
 //
 // Bits are moved to where bfloat16 has them (E4M3::wide_shift), and one multiplication by 2^(s - bias) applies the
 // scale. Both are exact for scale codes first_exact..last_fast and elements that are neither NaN nor Inf: `fast_code`
-// and `any_special` tell. Anything else has to be summed in another way.
+// and `any_special` check that. Anything else has to be summed in another way.
 #pragma once
 #include "codec.cuh"
 

@@ -56,17 +56,18 @@ std::string open_driver(const char* file, Driver*) { return std::string(file) + 
 }  // namespace
 
 Gpu::Gpu(const std::string& where, int index) : where_(where), index_(index), properties_{} {
-  const Connection* found;
+  const Connection* current;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    found = connection;
+    current = connection;
   }
-  if (found == nullptr) {
-    throw CudaError(where + ": the CUDA driver is not open; expected mxfp8_cuda_open before the session is made; " +
-                    "use ort.session, or leave the session option mxfp8.device out");
+  if (current == nullptr) {
+    throw CudaError(
+        where + ": the CUDA driver is not open; expected a call of mxfp8_cuda_open before the session is created; " +
+        "use ort.session, or omit the session option mxfp8.device");
   }
-  driver_ = &found->driver;
-  loader_ = found->loader;
+  driver_ = &current->driver;
+  loader_ = current->loader;
   char message[kMessage] = "";
   if (loader_.gpu(index, &properties_, message, sizeof message) != 0) throw CudaError(where + ": " + message);
 }
@@ -95,9 +96,9 @@ extern "C" MXFP8_API int mxfp8_cuda_open(const char* driver, const mxfp8_cuda_lo
   using namespace mxfp8::cuda;
   const int status = mxfp8::answer([&] {
     const auto refuse = [](const std::string& text) { throw mxfp8::Refused(MXFP8_BAD_ARGUMENT, text); };
-    if (driver == nullptr) refuse("driver is NULL; expected the name of a file; pass \"libcuda.so.1\"");
+    if (driver == nullptr) refuse("driver is NULL; expected a file name; pass \"libcuda.so.1\"");
     if (loader == nullptr || loader->gpu == nullptr || loader->kernel == nullptr) {
-      refuse("loader, or a function of it, is NULL; expected both functions; pass them");
+      refuse("loader or one of its functions is NULL; expected a loader with the functions gpu and kernel; pass both");
     }
     auto fresh = std::make_unique<Connection>();
     fresh->loader = *loader;

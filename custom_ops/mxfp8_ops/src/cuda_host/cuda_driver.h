@@ -10,7 +10,8 @@ namespace mxfp8::cuda {
 using CudaFunction = void*;  // CUfunction
 using Stream = void*;        // CUstream, which is cudaStream_t too
 
-// What is used of the driver. Every function returns a CUresult, 0 for success; addresses on the GPU have 64 bits.
+// The functions of the driver that are used. Every function returns a CUresult, 0 for success; addresses on the GPU
+// have 64 bits.
 struct Driver {
   int (*push_context)(void* context);
   int (*pop_context)(void** context);

@@ -15,10 +15,10 @@ constexpr int64_t kAhead = 32 << 10, kSecondLaunch = 96 << 10;
 
 // For gemm_fused, in clocks of a multiprocessor; none is measured yet but the first, which is the most it can be.
 constexpr int64_t kStepClocks = 512;  // 128 rows by 128 rows of x for 64 values of K
-constexpr double kNarrow = 1.15;      // what 128 rows in a block instead of 256 cost: x is read twice as often
+constexpr double kNarrow = 1.15;      // cost of 128 rows in a block instead of 256: x is read twice as often
 constexpr int64_t kSecondLaunchClocks = 3500;
 constexpr double kCacheBytes = 2800;  // bytes of sums a clock that go to the L2 cache or come from there
-constexpr int64_t kLeastSteps = 16;   // of 64 values of K in a part: fewer are on their way at the start anyway
+constexpr int64_t kLeastSteps = 16;   // least steps of 64 values of K in a part: fewer are loaded ahead anyway
 
 }  // namespace
 
@@ -46,7 +46,8 @@ SkinnyCut cut_skinny(const mxfp8_cuda_place& place, const Shape& s) {
 // which share its tensor cores), so what counts is how many each has to run one after the other.
 FusedCut cut_fused(const mxfp8_cuda_place& place, const Shape& s) {
   if (place.blocks < 0 || place.blocks > 2) {
-    throw std::invalid_argument("mxfp8: gemm_fused takes one or two blocks of 64 rows; report this as a bug");
+    throw std::invalid_argument(
+        "mxfp8: blocks of gemm_fused out of range; expected 0 to 2 blocks of 64 rows; report this as a bug");
   }
   const int64_t steps = ceil_div(s.k, 64), most = std::max<int64_t>(1, std::min<int64_t>(8, steps / kLeastSteps));
   const Variant chosen = variant(kFusedPlain, sizes_of(place, s), place.variant);

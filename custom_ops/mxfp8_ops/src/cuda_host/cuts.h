@@ -1,4 +1,4 @@
-// How gemm_skinny and gemm_fused are cut up: what a thread block takes of the weight, and the parts of K.
+// How gemm_skinny and gemm_fused are cut up: the rows of the weight of a thread block, and the parts of K.
 #pragma once
 #include "routes.h"
 #include "variants.h"
@@ -21,7 +21,7 @@ struct FusedCut {
 };
 
 constexpr int64_t kFusedTokens = 128;  // rows of x that a thread block takes
-// Of a product's x and y, as measured.h counts them.
+// The sizes of a product's x and y, as measured.h counts them.
 inline Sizes sizes_of(const mxfp8_cuda_place& place, const Shape& s) {
   return {place.capability, place.processors, row_of(s.x).code, s.m * parts_of(s.x), s.n};
 }

@@ -44,7 +44,7 @@ void Executor::run(const Plan& plan, const Resources& resources) const {
       matmul_bf16(step.arguments, resources.cublas);
     } else {
       throw CudaError(gpu_.where() + ": step " + std::to_string(step.step) + " of a plan, kernel " +
-                      std::to_string(step.kernel) + "; expected one that was loaded; report this as a bug");
+                      std::to_string(step.kernel) + "; expected a kernel that is loaded; report this as a bug");
     }
   }
 }

@@ -7,7 +7,7 @@
 namespace mxfp8::cuda {
 namespace {
 
-constexpr int64_t kPartsBytes = 256 << 20;  // of the sums of parts at most: x goes in slices of so many rows
+constexpr int64_t kPartsBytes = 256 << 20;  // most bytes of the sums of parts; it limits the rows of x in a slice
 
 // Values, elements with a scale for each block, or elements folded to a float32 scale for each row.
 struct Operand {
@@ -30,7 +30,7 @@ struct Product {
   Shape shape() const { return {x.kind, b.kind, m, n, k, x.data.aligned(), b.data.aligned(), wide.has_value()}; }
 };
 
-// What float32 sums [parts, m, n] still need: part i counts 2^(-i shift).
+// Float32 sums [parts, m, n] before their last step: part i counts 2^(-i shift).
 struct Sums {
   Argument at;
   int64_t parts = 1, shift = 0;
@@ -43,7 +43,7 @@ class GemmPlanner {
   explicit GemmPlanner(const mxfp8_cuda_place& place) : place_(place) {}
 
   // With `rounds`, values of x are rounded to bfloat16 first.
-  Plan made(Product p, bool rounds) {
+  Plan plan_of(Product p, bool rounds) {
     if (p.m * p.n == 0) return steps_.finished();
     if (rounds && parts_of(p.x.kind) > 1) p.x = rounded(p.x, p.m * p.k);
     const Row row = route(p, place_);
@@ -251,11 +251,12 @@ class GemmPlanner {
 Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
   const Operand x = {kind_of(g.x_kind), g.x, g.x_scales}, b = {element_kind(g.b_kind), g.b, g.b_scales};
   Product p = {x, b, g.bias, g.y, row_of(value_kind(g.y_dtype)).code, g.m, g.n, g.k, {}, {}};
-  if (place.processors < 1) throw std::invalid_argument("mxfp8: a GPU without multiprocessors; report this as a bug");
+  if (place.processors < 1)
+    throw std::invalid_argument("mxfp8: a GPU with 0 multiprocessors; expected 1 or more; report this as a bug");
   for (const int64_t operand : {volume({g.m, g.n}), volume({g.m, g.k}), volume({g.n, g.k})}) volume({8, operand});
   if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
   if (g.folded != 0) p.folded = Operand{b.kind, g.folded, g.folded_scales};
-  return GemmPlanner(place).made(p, g.activation_dtype == MXFP8_BFLOAT16);
+  return GemmPlanner(place).plan_of(p, g.activation_dtype == MXFP8_BFLOAT16);
 }
 
 }  // namespace mxfp8::cuda

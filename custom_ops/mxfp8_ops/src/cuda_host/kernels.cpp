@@ -12,7 +12,7 @@ struct Family {
   std::vector<Axis> axes;
 };
 
-// What templates call the dtypes from `begin` on.
+// The names of the dtypes from `begin` on, as the templates spell them.
 Axis kinds_from(Kind begin, Kind end = kKinds) {
   Axis names;
   for (Kind kind = begin; kind < end; ++kind) names.push_back(row_of(kind).cuda);
@@ -51,9 +51,9 @@ struct Catalog {
 };
 
 Catalog make_catalog() {
-  Catalog made;
+  Catalog result;
   for (const Family& family : families()) {
-    made.first.push_back(int(made.names.size()));
+    result.first.push_back(int(result.names.size()));
     std::vector<std::string> names = {family.name};
     for (const Axis& axis : family.axes) {
       std::vector<std::string> longer;
@@ -63,32 +63,32 @@ Catalog make_catalog() {
       }
       names = longer;
     }
-    for (const std::string& name : names) made.names.push_back(family.axes.empty() ? name : name + ">");
+    for (const std::string& name : names) result.names.push_back(family.axes.empty() ? name : name + ">");
   }
-  return made;
+  return result;
 }
 
 const Catalog& catalog() {
-  static const Catalog made = make_catalog();
-  return made;
+  static const Catalog kernels = make_catalog();
+  return kernels;
 }
 
 constexpr int kAny = -1;
 
 // Appends the numbers of all instances with these choices, one for each axis, of which some may be kAny.
 void append(std::vector<int>* to, Source source, const std::vector<int>& choices) {
-  std::vector<int> found = {0};
+  std::vector<int> instances = {0};
   for (size_t axis = 0; axis < choices.size(); ++axis) {
     const int count = int(families()[size_t(source)].axes[axis].size());
     std::vector<int> longer;
-    for (const int index : found) {
+    for (const int index : instances) {
       for (int choice = 0; choice < count; ++choice) {
         if (choices[axis] == kAny || choices[axis] == choice) longer.push_back(index * count + choice);
       }
     }
-    found = longer;
+    instances = longer;
   }
-  for (const int index : found) to->push_back(catalog().first[size_t(source)] + index);
+  for (const int index : instances) to->push_back(catalog().first[size_t(source)] + index);
 }
 
 }  // namespace
@@ -100,7 +100,8 @@ int kernel(Source source, std::initializer_list<int> choices) {
   for (const int choice : choices) {
     const int count = int(family.axes[axis++].size());
     if (choice < 0 || choice >= count)
-      throw std::invalid_argument(std::string("mxfp8: no such instance of ") + family.name);
+      throw std::invalid_argument(std::string("mxfp8: a choice out of range; expected an instance of the kernel ") +
+                                  family.name);
     index = index * count + choice;
   }
   return catalog().first[size_t(source)] + index;
@@ -108,36 +109,36 @@ int kernel(Source source, std::initializer_list<int> choices) {
 
 std::vector<int> quantize_kernels(int64_t x_dtype, int64_t format) {
   const int x = value_kind(x_dtype), f = format_choice(element_kind(format));
-  std::vector<int> found;
-  append(&found, Source::kQuantizeRows, {x, f, false, kAny});
-  append(&found, Source::kQuantizeColumns, {x, f, false, MXFP8_PLAIN, kAny});
-  return found;
+  std::vector<int> numbers;
+  append(&numbers, Source::kQuantizeRows, {x, f, false, kAny});
+  append(&numbers, Source::kQuantizeColumns, {x, f, false, MXFP8_PLAIN, kAny});
+  return numbers;
 }
 
 std::vector<int> dequantize_kernels(int64_t format, int64_t y_dtype) {
-  std::vector<int> found;
-  append(&found, Source::kDequantize, {value_kind(y_dtype), format_choice(element_kind(format)), kAny, kAny});
-  return found;
+  std::vector<int> numbers;
+  append(&numbers, Source::kDequantize, {value_kind(y_dtype), format_choice(element_kind(format)), kAny, kAny});
+  return numbers;
 }
 
 std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
   const Kind x = kind_of(x_kind), b = element_kind(b_kind);
   const int f = format_choice(b);
-  std::vector<int> found;
-  append(&found, Source::kFinish, {kAny});
+  std::vector<int> numbers;
+  append(&numbers, Source::kFinish, {kAny});
   for (const Kind kind : {x, kBF16}) {
     if (kind != x && parts_of(x) == 1) continue;  // only float32 and float16 have parts
-    append(&found, Source::kGemmFloat32, {kind, f});
-    append(&found, Source::kGemmSkinny, {kind, f, kAny});
+    append(&numbers, Source::kGemmFloat32, {kind, f});
+    append(&numbers, Source::kGemmSkinny, {kind, f, kAny});
   }
   if (parts_of(x) > 1) {
-    append(&found, Source::kBfloat16Parts, {x, kAny});
-    append(&found, Source::kBfloat16Rounded, {x, kAny});
+    append(&numbers, Source::kBfloat16Parts, {x, kAny});
+    append(&numbers, Source::kBfloat16Rounded, {x, kAny});
   }
-  if (!cublas) return found;
-  append(&found, Source::kDequantize, {kBF16, f, true, kAny});
-  if (is_element(x) && x != b) append(&found, Source::kDequantize, {kBF16, format_choice(x), true, kAny});
-  return found;
+  if (!cublas) return numbers;
+  append(&numbers, Source::kDequantize, {kBF16, f, true, kAny});
+  if (is_element(x) && x != b) append(&numbers, Source::kDequantize, {kBF16, format_choice(x), true, kAny});
+  return numbers;
 }
 
 const std::vector<std::string>& kernel_names() { return catalog().names; }
@@ -145,10 +146,10 @@ const std::vector<std::string>& kernel_names() { return catalog().names; }
 }  // namespace mxfp8::cuda
 
 extern "C" MXFP8_API const char* mxfp8_cuda_kernel(int number) {
-  const char* found = nullptr;
+  const char* name = nullptr;
   mxfp8::answer([&] {
     const auto& names = mxfp8::cuda::kernel_names();
-    if (number >= 0 && size_t(number) < names.size()) found = names[size_t(number)].c_str();
+    if (number >= 0 && size_t(number) < names.size()) name = names[size_t(number)].c_str();
   });
-  return found;
+  return name;
 }

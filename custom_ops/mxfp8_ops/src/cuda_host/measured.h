@@ -1,4 +1,4 @@
-// What variants of kernels took: variants.cpp takes the fastest. benchmarks/gpu_bench.py measures and writes this.
+// Measured times of kernel variants: variants.cpp takes the fastest. benchmarks/gpu_bench.py measures and writes this.
 //
 // Rows without a time say what there is to measure: no variant but the plain one runs for them. Cards of one compute
 // capability and one number of multiprocessors share their rows. Included by variants.cpp, within its namespace.

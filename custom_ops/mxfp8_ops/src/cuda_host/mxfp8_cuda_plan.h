@@ -1,4 +1,4 @@
-// What a GPU has to do for each operation, as data: the one planner of all hosts, in plain C.
+// The launches of each operation, as data: the one planner of all hosts, in plain C.
 //
 // A plan is a list of steps: kernels of src/cuda to launch, words to clear, products that a library has to do. Plans
 // are made of addresses and sizes alone. Nothing here needs a GPU, a driver or a stream; whoever has them does the
@@ -33,7 +33,7 @@ enum {
 typedef struct {
   int64_t capability;  // compute capability, 10 major + minor
   int64_t processors;  // multiprocessors
-  int64_t libraries;   // what can be done: MXFP8_CUBLAS ...
+  int64_t libraries;   // the libraries that the caller has: MXFP8_CUBLAS ...
   int64_t allowed;     // bit i: row i of the dispatch table may be taken though it is opt-in
   int64_t forced;      // row i - 1 of the dispatch table is the one to take
   // For measurements, how products are cut up: parts of K, warps of gemm_skinny that share x, 64-row blocks of
@@ -80,7 +80,7 @@ typedef struct {
   int64_t folded, row_scales;
 } mxfp8_cuda_fold;
 
-// What a step does, and its arguments.
+// The kinds of steps, and their arguments.
 enum {
   MXFP8_LAUNCH = 0,        // launch a kernel: its parameters
   MXFP8_CLEAR = 1,         // write zeros: address, number of 32-bit words
@@ -108,7 +108,7 @@ typedef struct {
   const mxfp8_cuda_step* steps;  // valid until the calling thread makes its next plan
   int64_t count;
   int64_t scratch_bytes;  // memory that the steps need from the first to the last
-  int64_t route;          // of a product: the row of the dispatch table, -1 if there is nothing to do
+  int64_t route;          // for a product, the row of the dispatch table, -1 if there is nothing to do
 } mxfp8_cuda_plan;
 
 MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place*, const mxfp8_cuda_gemm*, mxfp8_cuda_plan*);
@@ -123,7 +123,7 @@ MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k);
 // "<". NULL past the last.
 MXFP8_API const char* mxfp8_cuda_kernel(int number);
 
-// A row of the dispatch table (routes.cpp): what products it is for.
+// A row of the dispatch table (routes.cpp): the products that it is for.
 typedef struct {
   const char* name;
   int64_t capability;    // least compute capability, 10 major + minor
@@ -131,7 +131,7 @@ typedef struct {
   int64_t most_rows;     // greatest M, 0 for any; float32 (float16) x, whose rows are three (two) of bfloat16: a third
   int64_t n_multiple;    // N is a multiple of it
   int64_t whole_blocks;  // 1 if K must be a multiple of 32 and both operands aligned to 16 bytes
-  int64_t x_kinds, b_kinds;  // what x and b may be: bits of kValueDtypes, then of kElementFormats (contract.h)
+  int64_t x_kinds, b_kinds;  // the kinds of x and b: bits of kValueDtypes, then of kElementFormats (contract.h)
   int64_t libraries;         // it is a product of one of these libraries, which the caller has to bring; 0 for none
   int64_t opt_in;            // 1 if it is taken only when allowed or forced
   int64_t not_if_wide;       // 1 if it is not taken for a weight that is kept in bfloat16 too, unless forced
@@ -148,9 +148,9 @@ typedef struct {
 // NULL past the last.
 MXFP8_API const mxfp8_cuda_variant* mxfp8_cuda_variant_at(int number);
 
-// A row of the table of measurements (measured.h): what a variant took, and what products or tensors that stands for.
-// m is rows of bfloat16 for a product, and what quantizing takes scales along for a tensor; n is the other size of y,
-// or of the tensor.
+// A row of the table of measurements (measured.h): the time of a variant, and the products or tensors that it stands
+// for. m is rows of bfloat16 for a product, and what quantizing takes scales along for a tensor; n is the other size of
+// y, or of the tensor.
 typedef struct {
   const char *card, *date;
   int64_t capability, processors;  // the cards it stands for; 0 in rows that only say what there is to measure

@@ -12,16 +12,16 @@ namespace {
 // Makes a plan in memory of the calling thread and shows it.
 template <class Make>
 int shown(mxfp8_cuda_plan* to, const Make& make) noexcept {
-  static thread_local Plan made;
+  static thread_local Plan latest;
   if (to != nullptr) *to = {};
   return answer([&] {
     if (to == nullptr) throw Refused(MXFP8_BAD_ARGUMENT, "plan is NULL; expected the address of a struct; pass one");
     try {
-      made = make();
+      latest = make();
     } catch (const NoRoute& error) {
       throw Refused(MXFP8_NO_ROUTE, error.what());
     }
-    *to = {made.steps.data(), int64_t(made.steps.size()), made.scratch_bytes, made.route};
+    *to = {latest.steps.data(), int64_t(latest.steps.size()), latest.scratch_bytes, latest.route};
   });
 }
 
@@ -43,7 +43,8 @@ Plan plan(const mxfp8_cuda_quantize& q) {
              transposed = q.layout == MXFP8_TRANSPOSED;
   if (q.layout < MXFP8_PLAIN || q.layout > MXFP8_TRANSPOSED ||
       (q.layout != MXFP8_PLAIN && q.inner > 1 && q.outer > 1)) {
-    throw std::invalid_argument("mxfp8: no such layout of what is no matrix");
+    throw std::invalid_argument(
+        "mxfp8: this layout needs a matrix; expected outer or inner to be 1; use the plain layout");
   }
   Steps steps;
   if (volume({q.outer, q.k, q.inner}) == 0) return steps.finished();

@@ -8,7 +8,7 @@
 
 namespace mxfp8::cuda {
 
-constexpr int kThreads = 256;  // of a thread block, in every kernel
+constexpr int kThreads = 256;  // threads of a block, in every kernel
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t scale_count(int64_t k) { return ceil_div(k, kBlock); }

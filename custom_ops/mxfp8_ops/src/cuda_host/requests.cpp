@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kVector = 16;  // bytes that fold.cu reads at once
 
-// An array on a GPU; 0 is no address there either.
+// An array on a GPU; 0 is not a valid address there either.
 Array at(const char* name, int64_t address, int64_t value_bytes) { return {name, uint64_t(address), value_bytes}; }
 int64_t bytes_of(int64_t code) { return row_of(kind_of(code)).bytes; }
 
@@ -24,7 +24,7 @@ void check_matrix_scales(const char* name, int64_t address, int64_t rows, int64_
 }
 
 template <class T>
-const T& given(const char* name, const T* request) {
+const T& not_null(const char* name, const T* request) {
   if (request != nullptr) return *request;
   throw Refused(MXFP8_BAD_ARGUMENT, std::string(name) + " is NULL; expected the address of a struct; pass one");
 }
@@ -32,7 +32,7 @@ const T& given(const char* name, const T* request) {
 }  // namespace
 
 const mxfp8_cuda_place& checked(const mxfp8_cuda_place* request) {
-  const mxfp8_cuda_place& place = given("place", request);
+  const mxfp8_cuda_place& place = not_null("place", request);
   constexpr int64_t most = int64_t(1) << 20;  // more than any GPU or measurement has
   check_range({"capability", place.capability}, 0, most);
   check_range({"processors", place.processors}, 1, most);
@@ -48,7 +48,7 @@ const mxfp8_cuda_place& checked(const mxfp8_cuda_place* request) {
 }
 
 mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm* request) {
-  mxfp8_cuda_gemm g = given("gemm", request);
+  mxfp8_cuda_gemm g = not_null("gemm", request);
   const bool quantized = is_element(kind_of(g.x_kind));
   check_element_format("b_kind", g.b_kind);
   check_value_dtype("y_dtype", g.y_dtype);
@@ -74,7 +74,7 @@ mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm* request) {
 }
 
 mxfp8_cuda_quantize checked(const mxfp8_cuda_quantize* request) {
-  mxfp8_cuda_quantize q = given("quantize", request);
+  mxfp8_cuda_quantize q = not_null("quantize", request);
   check_value_dtype("x_dtype", q.x_dtype);
   check_element_format("format", q.format);
   check_range({"increment", q.increment}, 0, UINT32_MAX);
@@ -101,7 +101,7 @@ mxfp8_cuda_quantize checked(const mxfp8_cuda_quantize* request) {
 }
 
 mxfp8_cuda_dequantize checked(const mxfp8_cuda_dequantize* request) {
-  mxfp8_cuda_dequantize d = given("dequantize", request);
+  mxfp8_cuda_dequantize d = not_null("dequantize", request);
   check_element_format("format", d.format);
   check_value_dtype("y_dtype", d.y_dtype);
   check_sizes({{"outer", d.outer}, {"k", d.k}, {"inner", d.inner}});
@@ -114,11 +114,11 @@ mxfp8_cuda_dequantize checked(const mxfp8_cuda_dequantize* request) {
 }
 
 mxfp8_cuda_fold checked(const mxfp8_cuda_fold* request) {
-  mxfp8_cuda_fold f = given("fold", request);
+  mxfp8_cuda_fold f = not_null("fold", request);
   check_sizes({{"rows", f.rows}, {"k", f.k}});
   if (f.k % kBlock != 0) {
     throw Refused(MXFP8_BAD_ARGUMENT, "k is " + std::to_string(f.k) + "; expected a multiple of " +
-                                          std::to_string(kBlock) + "; do without folding");
+                                          std::to_string(kBlock) + "; use the weight without folding");
   }
   if (f.rows == 0 || f.k == 0) {
     f.rows = f.k = 0;

@@ -1,5 +1,5 @@
-// What the planner's C ABI asks of what it is given. These functions throw Refused, whose text names the field; else
-// they return the request. One for what is empty comes back with all sizes 0: its others need not fit anything.
+// The checks of the planner's C ABI. These functions throw Refused, whose text names the field; else they return the
+// request. A request with an empty tensor comes back with all sizes 0: its other fields are not checked.
 #pragma once
 #include "mxfp8_cuda_plan.h"
 

@@ -53,7 +53,7 @@ bool fits(Row at, const mxfp8_cuda_place& place, const Shape& s) {
   if (row.most_rows != 0 && s.m * parts_of(s.x) > row.most_rows) return false;
   const bool whole = s.k % 32 == 0 && s.k < (1 << 25) && s.x_aligned && s.b_aligned;
   if (s.n % row.n_multiple != 0 || (row.whole_blocks && !whole)) return false;
-  if (at == kLarge) return s.m <= INT32_MAX && s.n <= INT32_MAX && s.k <= INT32_MAX;  // what cuBLAS can be told
+  if (at == kLarge) return s.m <= INT32_MAX && s.n <= INT32_MAX && s.k <= INT32_MAX;  // cuBLAS takes 32-bit sizes
   if (at == kParts) {
     const Row of_parts =
         choose(unforced(place), {kBF16, s.b, parts_of(s.x) * s.m, s.n, s.k, true, s.b_aligned, s.wide});
@@ -68,7 +68,7 @@ Kind value_kind(int64_t dtype) {
   const Kind kind = kind_of(dtype);
   if (is_element(kind)) {
     throw std::invalid_argument(
-        "mxfp8: an element format where values are; expected a value dtype; report this as a bug");
+        "mxfp8: an element format for values; expected float32, float16 or bfloat16; report this as a bug");
   }
   return kind;
 }
@@ -76,7 +76,7 @@ Kind value_kind(int64_t dtype) {
 Kind element_kind(int64_t format) {
   const Kind kind = kind_of(format);
   if (!is_element(kind)) {
-    throw std::invalid_argument("mxfp8: a value dtype where elements are; expected a format; report this as a bug");
+    throw std::invalid_argument("mxfp8: a value dtype for elements; expected an element format; report this as a bug");
   }
   return kind;
 }

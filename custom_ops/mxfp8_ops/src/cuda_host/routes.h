@@ -18,7 +18,7 @@ constexpr const Dtype& row_of(Kind kind) {
 }
 constexpr bool is_element(Kind kind) { return kind >= kValueKinds; }
 
-// Throws std::invalid_argument for an unknown code, or one that is no value dtype or no element format.
+// Throws std::invalid_argument for an unknown code, or one of the wrong kind.
 constexpr Kind kind_of(int64_t code) {
   for (Kind kind = 0; kind < kKinds; ++kind) {
     if (row_of(kind).code == code) return kind;
@@ -39,7 +39,7 @@ constexpr int64_t kSkinnyRows = 64;  // the most rows of bfloat16 that gemm_skin
 
 enum Row { kNoRow = -1, kSkinny, kBlockScaled, kFold, kFused, kLarge, kSlices, kParts, kFloat32, kRows };
 
-// What decides about a product.
+// The properties of a product that decide its row.
 struct Shape {
   Kind x, b;
   int64_t m, n, k;

@@ -17,7 +17,8 @@ inline int64_t volume(std::initializer_list<int64_t> sizes) {
   int64_t product = 1;
   for (const int64_t size : sizes) {
     if (size < 0 || __builtin_mul_overflow(product, size, &product)) {
-      throw std::invalid_argument("mxfp8: a size below 0, or more values than 63 bits count; report this as a bug");
+      throw std::invalid_argument(
+          "mxfp8: a negative size or an array of 2^63 values or more; expected neither; report this as a bug");
     }
   }
   return product;
@@ -48,7 +49,7 @@ class Steps {
   void launch(int kernel, int64_t grid, std::initializer_list<Argument> arguments, int shared = 0) {
     if (grid > INT32_MAX) {
       throw std::invalid_argument(
-          "mxfp8: a product or tensor of more thread blocks than a GPU has; use a smaller batch");
+          "mxfp8: a product or tensor needs 2^31 thread blocks or more; expected fewer; use a smaller batch");
     }
     mxfp8_cuda_step& step = add(MXFP8_LAUNCH, arguments);
     step.kernel = kernel, step.grid = int32_t(grid), step.block = kThreads, step.shared = shared;
@@ -57,7 +58,7 @@ class Steps {
   mxfp8_cuda_step& add(int what, std::initializer_list<Argument> arguments) {
     if (plan_.steps.size() >= kMostSteps) {
       throw std::invalid_argument("mxfp8: a plan of more than " + std::to_string(kMostSteps) +
-                                  " steps; expected a product that takes fewer; use a smaller batch");
+                                  " steps; expected fewer; use a smaller batch");
     }
     mxfp8_cuda_step step = {};
     step.step = what;
@@ -70,7 +71,7 @@ class Steps {
     return plan_.steps.back();
   }
 
-  // Scratch memory, aligned to 256; what was taken after `mark` may be taken again after `release`.
+  // Scratch memory, aligned to 256; memory taken after `mark` may be taken again after `release`.
   Argument take(int64_t bytes) {
     const int64_t at = taken_;
     taken_ += ceil_div(bytes, 256) * 256;

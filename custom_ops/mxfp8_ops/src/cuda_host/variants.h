@@ -1,7 +1,7 @@
 // Variants of kernels: the same results in other ways, of which only a measurement says where each is fastest.
 //
-// measured.h is the table of measurements; benchmarks/gpu_bench.py writes it. Where it says nothing of a card and a
-// size, the plain variant runs: nothing is the default that was not measured there, and faster.
+// measured.h is the table of measurements; benchmarks/gpu_bench.py writes it. Where it has no row for a card and a
+// size, the plain variant runs: another variant is the default only where it was measured to be faster.
 #pragma once
 #include "mxfp8_cuda_plan.h"
 
@@ -23,13 +23,14 @@ enum Variant {
   kVariants
 };
 
-// What decides about a variant: the card, and a size as measured.h counts it.
+// The properties that decide a variant: the card, and a size as measured.h counts it.
 struct Sizes {
   int64_t capability, processors;
   int64_t x_dtype, m, n;
 };
 
-// The variant of the kernel whose plain one is given: `forced` - 1 if that is one of them, else the fastest measured.
+// The variant for the kernel that `plain` belongs to: `forced` - 1 if that is one of its variants, else the fastest
+// measured.
 Variant variant(Variant plain, const Sizes&, int64_t forced);
 
 }  // namespace mxfp8::cuda

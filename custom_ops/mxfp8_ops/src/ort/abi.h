@@ -1,8 +1,8 @@
 // The part of ONNX Runtime's C ABI that this binding uses, declared by hand: no ONNX Runtime wheel ships its headers.
 //
 // OrtApi is a table of function pointers that ONNX Runtime only ever appends to, so an entry is its index; the same
-// holds for OrtCustomOp below its `version`. Version 17 (ONNX Runtime 1.17) is the first with shape inference, and what
-// we ask for, so one binary serves every later release. Indices from onnxruntime_c_api.h.
+// holds for OrtCustomOp below its `version`. Version 17 (ONNX Runtime 1.17) is the first with shape inference, and the
+// one that the library asks for, so one binary serves every later release. Indices from onnxruntime_c_api.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>

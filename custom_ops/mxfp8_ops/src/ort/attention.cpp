@@ -8,9 +8,9 @@ constexpr int kQ = 0, kK = 1, kV = 2, kMask = 3, kPastKey = 4, kPastValue = 5;
 
 struct Attention final : Job {
   AttentionArgs args;
-  explicit Attention(const AttentionArgs& given) : args(given) {}
+  explicit Attention(const AttentionArgs& arguments) : args(arguments) {}
 
-  // On the processor nothing moves, and presents that nobody asked for are not written.
+  // On the processor nothing moves, and presents that the graph does not use are not written.
   void visit(Operands* operands) override {
     const int64_t values = args.batch * args.rows * args.q_heads * args.dv;
     operands->out(&args.y, values * int64_t(value_bytes(args.dtype)));
@@ -24,7 +24,7 @@ Dim scaled(const Dim& dim, int64_t times, int64_t parts) {
   return {-1, times == parts ? dim.symbol : ""};
 }
 
-// What Q, K and V do not say is left open, but for the ranks: none may have others.
+// Dimensions that do not follow from Q, K and V stay open; ranks are always set, because no other rank is valid.
 void infer(OrtShapeInferContext* context, const Node&, const Attributes& attributes) {
   const int dtype = input_dtype(context, kQ);
   const Dim unknown = {-1, ""};
@@ -60,7 +60,7 @@ void set_sizes(const NodeKernel& kernel, const Dims& q, const Dims& k, const Dim
     refuse(kernel, "Q " + to_string(q) + ", K " + to_string(k) + " and V " + to_string(v) + " with " +
                        std::to_string(heads) + " and " + std::to_string(groups) +
                        " heads; expected [B, S, Hq * D], [B, T, Hkv * D] and [B, T, Hkv * Dv]; merge the heads into "
-                       "the last dimension, and give Q and K heads of one size");
+                       "the last dimension, and use one head size for Q and K");
   }
   a->batch = q[0], a->rows = q[1], a->keys = k[1], a->q_heads = heads, a->kv_heads = groups;
   a->d = q[2] / heads, a->dv = v[2] / groups;

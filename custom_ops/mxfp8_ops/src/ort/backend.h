@@ -1,4 +1,4 @@
-// What does the arithmetic of the nodes: this processor, or a GPU. Arguments are checked before they come here.
+// Backends do the arithmetic of the nodes: on this processor, or on a GPU. Arguments are checked before they come here.
 #pragma once
 #include <memory>
 #include <string>
@@ -34,7 +34,7 @@ class Operands {
 
  private:
   virtual const void* input(const void* data, int64_t) { return data; }  // null if the node has none
-  virtual void* output(void* data, int64_t bytes) = 0;                   // null if nobody asked for it
+  virtual void* output(void* data, int64_t bytes) = 0;                   // null if the graph does not use it
 };
 
 // One operation over arguments like those of ops.h, for any backend. Its pointers are what ONNX Runtime gave: memory of
@@ -43,7 +43,7 @@ class Job {
  public:
   virtual void visit(Operands*) = 0;
   virtual void run(const Kernels&, const Parallel&) const = 0;
-  // What a GPU has to do, for a node with Implementation::cuda_kernels. `wide` may be empty.
+  // The launches on a GPU, for a node with Implementation::cuda_kernels. `wide` may be empty.
   virtual cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const {
     throw std::logic_error("mxfp8: no plan for a GPU");
   }
@@ -52,7 +52,7 @@ class Job {
   ~Job() = default;
 };
 
-// Finds room for outputs that nobody asked for.
+// Assigns memory to outputs that the graph does not use: a kernel writes all of its outputs.
 class Unclaimed final : public Operands {
  public:
   explicit Unclaimed(Job* job) : job_(job) { job->visit(this); }
@@ -86,7 +86,7 @@ class Backend {
   virtual void run(OrtKernelContext*, Job*) const = 0;
 };
 
-// Throws NodeError, which begins with `where`, if MXFP8_ISA names an instruction set this machine lacks.
+// Throws NodeError, which begins with `where`, if MXFP8_ISA names an instruction set that this machine lacks.
 std::unique_ptr<const Backend> cpu_backend(const std::string& where);
 
 // On the GPU that ONNX Runtime made the node for, or, with copies, on GPU 0. Both throw CudaError, which begins with

@@ -38,12 +38,12 @@ class CpuBackend : public Backend {
 }  // namespace
 
 std::unique_ptr<const Backend> cpu_backend(const std::string& where) {
-  const Kernels* found = kernels();
-  if (found == nullptr) {
-    throw NodeError(where + ": MXFP8_ISA names an instruction set this machine lacks; expected one of " +
+  const Kernels* table = kernels();
+  if (table == nullptr) {
+    throw NodeError(where + ": MXFP8_ISA names an instruction set that this machine lacks; expected one of " +
                     available_isas() + "; correct the environment variable");
   }
-  return std::make_unique<CpuBackend>(*found);
+  return std::make_unique<CpuBackend>(*table);
 }
 
 }  // namespace mxfp8::ort

@@ -42,8 +42,9 @@ class Memory {
 };
 
 // Memory for the time of one node, from ONNX Runtime's arena: nothing new is allocated once each shape has run, and
-// what one stream frees no other gets before it is done. The second holds for KernelContext_GetScratchBuffer, which a
-// null stream does not have; that one waits for all others by itself, but for streams made not to be waited for.
+// memory that one stream frees goes to no other before that one is done. The second holds for
+// KernelContext_GetScratchBuffer, which a null stream does not have; that one waits for all others by itself, but for
+// streams made not to be waited for.
 class Scratch {
  public:
   Scratch(const Memory& memory, const OrtKernelContext* context, Stream stream, size_t bytes) : memory_(memory) {
@@ -113,8 +114,8 @@ class CudaBackend : public Backend {
     const int64_t n = b->dims[0], k = b->dims[1];
     if (n * k == 0 || scales->dims != Dims{n, scale_count(k)}) return;  // the second is an error when the node runs
     if (!gpu_.knows_cublas()) {
-      throw CudaError(gpu_.where() + ": a weight is to be kept in bfloat16, but there is no cuBLAS that reads it; " +
-                      "expected that of ONNX Runtime's CUDA provider; leave keep_wide out");
+      throw CudaError(gpu_.where() + ": keep_wide needs cuBLAS, which is not loaded; " +
+                      "expected the cuBLAS of ONNX Runtime's CUDA provider; omit keep_wide");
     }
     const Current current(gpu_);
     gpu_.check(gpu_.driver().allocate(&kept_, size_t(256 + 2 * n * k)), "allocate memory for a weight");
@@ -148,10 +149,10 @@ Executor executor(const Overload& node, const Gpu& gpu) {
 }
 
 std::optional<Tensor> constant(const OrtKernelInfo* info, size_t index) {
-  int found = 0;
+  int is_constant = 0;
   const OrtValue* value = nullptr;
-  check(KernelInfoGetConstantInput_tensor(info, index, &found, &value));
-  if (found == 0 || value == nullptr) return {};
+  check(KernelInfoGetConstantInput_tensor(info, index, &is_constant, &value));
+  if (is_constant == 0 || value == nullptr) return {};
   return describe(value);
 }
 

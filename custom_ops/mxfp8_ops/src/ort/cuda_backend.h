@@ -1,4 +1,4 @@
-// What both backends on a GPU need. What they launch is planned in cuda_host.
+// Shared by both backends on a GPU. cuda_host plans their launches.
 #pragma once
 #include <optional>
 

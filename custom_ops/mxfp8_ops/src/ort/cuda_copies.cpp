@@ -38,8 +38,8 @@ struct Shared {
   Arena operands, scratch;
 };
 Shared& shared() {
-  static Shared* const made = new Shared;  // outlives every session
-  return *made;
+  static Shared* const instance = new Shared;  // outlives every session
+  return *instance;
 }
 
 // A constant operand that lies on the GPU already.
@@ -49,7 +49,7 @@ struct Resident {
   uint64_t data;
 };
 
-// What a job takes on the GPU.
+// Counts the bytes that a job takes on the GPU.
 class Size final : public Operands {
  public:
   int64_t bytes() const { return bytes_; }
@@ -140,7 +140,7 @@ class CopiesBackend : public Backend {
     try {
       for (size_t i = 0; i < inputs; ++i) keep_if_constant(info, i);
     } catch (...) {
-      release_residents();  // the destructor of what was not made does not run
+      release_residents();  // C++ runs no destructor after a constructor that throws
       throw;
     }
   }

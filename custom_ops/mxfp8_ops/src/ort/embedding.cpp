@@ -43,7 +43,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   const Tensor indices = input(context, kIndices), b = input(context, kB), b_scales = input(context, kBScales);
   if (b.dims.size() != 2) {
     throw NodeError(kernel.where + ": a table of shape " + to_string(b.dims) +
-                    "; expected [V, D], one row per index; reshape the table");
+                    "; expected [V, D], one row for each index; reshape the table");
   }
   check_scales(kernel.where, "B_scales", b, b_scales, 1);
   Dims y_dims = indices.dims;

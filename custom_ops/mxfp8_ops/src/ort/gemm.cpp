@@ -123,13 +123,13 @@ Results results(OrtKernelContext* context, const Node& node, const Dims& dims) {
   return {static_cast<char*>(output(context, kValues, dims)), elements, scales};
 }
 
-// What becomes of the sums of m rows, the first of which is `row`.
-void set_end(const NodeKernel& kernel, const Tensor& factor, const Results& made, int64_t row, GemmArgs* args) {
+// Sets the epilogue and the results of m rows, the first of which is `row`.
+void set_end(const NodeKernel& kernel, const Tensor& factor, const Results& destination, int64_t row, GemmArgs* args) {
   const Attributes& attributes = kernel.attributes;
   const int64_t first = row * args->n;
   args->epilogue = epilogue_code(attributes.epilogue);
   args->y_dtype = quantizes(row_of(kernel.op)) ? MXFP8_FLOAT32 : int(attributes.output_dtype);
-  args->y = made.y == nullptr ? nullptr : made.y + first * int64_t(value_bytes(args->y_dtype));
+  args->y = destination.y == nullptr ? nullptr : destination.y + first * int64_t(value_bytes(args->y_dtype));
   if (!factor.is_absent()) {
     args->factor_dtype = factor.dtype;
     args->factor = static_cast<const char*>(factor.data) + first * int64_t(value_bytes(factor.dtype));
@@ -137,8 +137,8 @@ void set_end(const NodeKernel& kernel, const Tensor& factor, const Results& made
   if (!quantizes(row_of(kernel.op))) return;
   args->y_format = int(attributes.output_dtype);
   args->y_increment = scale_increment(args->y_format, rounding_code(attributes.scale_rounding));
-  args->y_elements = made.elements + first;
-  args->y_scales = made.scales + row * scale_count(args->n);
+  args->y_elements = destination.elements + first;
+  args->y_scales = destination.scales + row * scale_count(args->n);
 }
 
 void compute(const NodeKernel& kernel, OrtKernelContext* context) {
@@ -172,7 +172,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
     throw NodeError(kernel.where + ": factor has shape " + to_string(factor.dims) + "; expected " + to_string(y_dims) +
                     ", that of the result; broadcast it first");
   }
-  const Results made = results(context, node, y_dims);
+  const Results destination = results(context, node, y_dims);
 
   int64_t batches = product(leading.begin(), leading.end());
   if (b.dims.size() == 2) {  // one weight: the leading dimensions of A are more rows
@@ -191,7 +191,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
               static_cast<const uint8_t*>(b.data) + b_row * k,
               static_cast<const uint8_t*>(b_scales.data) + b_row * blocks, static_cast<const float*>(bias.data), m, n,
               k, 0, nullptr, n, kernel.attributes.activation_dtype == MXFP8_BFLOAT16});
-    set_end(kernel, factor, made, batch * m, &job.args);
+    set_end(kernel, factor, destination, batch * m, &job.args);
     kernel.backend->run(context, &job);
   }
 }

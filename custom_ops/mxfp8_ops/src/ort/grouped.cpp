@@ -6,9 +6,9 @@ namespace {
 
 struct GroupedGemm final : Job {
   GroupedArgs args;
-  explicit GroupedGemm(const GroupedArgs& given) : args(given) {}
+  explicit GroupedGemm(const GroupedArgs& arguments) : args(arguments) {}
 
-  // On the processor nothing moves: only an output that nobody asked for needs a place.
+  // On the processor nothing moves: only an output that the graph does not use needs memory.
   void visit(Operands* operands) override {
     const GemmArgs& g = args.gemm;
     operands->out(&args.gemm.y, g.m * g.n * int64_t(value_bytes(g.y_dtype)));
@@ -25,7 +25,7 @@ Sizes picked(Sizes experts, const Sizes& b) {
 
 void infer(OrtShapeInferContext* context, const Node& node, const Attributes& attributes) {
   const SymbolicDims a = input_dims(context, size_t(node.a)), b = input_dims(context, size_t(node.b));
-  // What has no dimensions may be one index for all rows, or of unknown rank: the shape is left open.
+  // Indices without dimensions may be one index for all rows, or of unknown rank: the shape is left open.
   const SymbolicDims experts = input_dims(context, size_t(node.experts));
   if (a.size() < 2 || b.size() != 3 || experts.empty()) return;
   set_output(context, 0, int(attributes.output_dtype), gemm_dims(a, picked(experts, b)));

@@ -1,5 +1,5 @@
-// Kernel creation (attributes are read and checked once) and compute: checks shapes, then calls a backend. Kernels keep
-// no state but their attributes and that, so any number of threads may run one at once.
+// Kernel creation reads and checks attributes once; compute checks shapes, then calls a backend. The state of a kernel
+// is its attributes and its backend, both constant, so any number of threads may run one at once.
 #include <stdexcept>
 #include <string>
 
@@ -29,7 +29,7 @@ void read(const OrtKernelInfo* info, const char* name, std::string* value) {
   *value = text.data();
 }
 
-// What an error of the CUDA planner says, without the "mxfp8: " that stands for where it happened.
+// The message of an error of the CUDA planner, without its prefix "mxfp8: ": the name of the node replaces it.
 std::string without_prefix(const std::string& message) {
   const std::string prefix = "mxfp8: ";
   return message.compare(0, prefix.size(), prefix) == 0 ? message.substr(prefix.size()) : message;
@@ -56,7 +56,7 @@ Tensor input(const OrtKernelContext* context, int index) {
 void* output(OrtKernelContext* context, size_t index, const Dims& dims) {
   OrtValue* value = nullptr;
   check(KernelContext_GetOutput(context, index, dims.data(), dims.size(), &value));
-  if (value == nullptr) return nullptr;  // an output nobody asked for
+  if (value == nullptr) return nullptr;  // an output that the graph does not use
   void* data = nullptr;
   check(GetTensorMutableData(value, &data));
   return data;
@@ -78,7 +78,7 @@ void check_scales(const std::string& where, const char* name, const Tensor& elem
   const Dims expected = scale_dims(elements.dims, axis);
   if (scales.dims != expected) {
     throw NodeError(where + ": " + name + " has shape " + to_string(scales.dims) + "; expected " + to_string(expected) +
-                    " for elements " + to_string(elements.dims) + "; pass the scales MXFP8Quantize gave");
+                    " for elements " + to_string(elements.dims) + "; pass the scales that MXFP8Quantize returned");
   }
 }
 
@@ -103,9 +103,10 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
     check_attributes(where, overload.op, &attributes);
     if (row_of(overload.op).output_dtype != 0 && overload.outputs[0] != attributes.output_dtype) {
       // Shape inference tells ONNX Runtime the output's type; without a rank to report it cannot (shapes.cpp).
-      throw NodeError(where + ": output_dtype " + std::to_string(attributes.output_dtype) +
-                      " on an input of unknown rank; expected an input whose rank is known; give the graph's inputs "
-                      "shapes and run onnx.shape_inference");
+      throw NodeError(
+          where + ": output_dtype " + std::to_string(attributes.output_dtype) +
+          " on an input of unknown rank; expected an input of known rank; declare the shapes of the graph's "
+          "inputs and run onnx.shape_inference");
     }
     auto backend = overload.device == Device::kCpu    ? cpu_backend(where)
                    : overload.device == Device::kCuda ? cuda_backend(where, overload, info)
@@ -120,7 +121,7 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     const ProfiledCall call(self.where.c_str());
     try {
       implementation(self.op)->compute(self, context);
-    } catch (const std::invalid_argument& error) {  // of the planner, which knows no nodes
+    } catch (const std::invalid_argument& error) {  // the planner does not know the name of the node
       throw NodeError(self.where + ": " + without_prefix(error.what()));
     }
   });

@@ -64,21 +64,21 @@ struct Dim {
 };
 using SymbolicDims = std::vector<Dim>;
 
-// ONNX Runtime shows a tensor of unknown rank as one of rank 0, which no node accepts: what has no dimensions is
-// unknown. A declared rank may be wrong too, and stock ONNX Runtime would run the node's body all the same: so
-// infer_shapes throws for no shape, and leaves open what does not fit.
+// ONNX Runtime shows a tensor of unknown rank as one of rank 0, which no node accepts: a tensor without
+// dimensions has unknown rank. A declared rank may be wrong too, and stock ONNX Runtime would run the node's body all
+// the same: so infer_shapes never throws for a shape, and leaves open the dimensions that do not fit.
 SymbolicDims input_dims(const OrtShapeInferContext*, size_t index);
 int input_dtype(const OrtShapeInferContext*, size_t index);
 void set_output(OrtShapeInferContext*, size_t index, int dtype, SymbolicDims);
 Dim scale_dim(const Dim&);
-// Of a gemm, from those of a and b [..., N, K].
+// The dimensions of a gemm's result, from those of a and b [..., N, K].
 SymbolicDims gemm_dims(const SymbolicDims& a, const SymbolicDims& b);
 
 // --- for compute -----------------------------------------------------------------------------------------------------
 
 // Absent where the node has no such input: -1 is the index of one that its row lacks.
 Tensor input(const OrtKernelContext*, int index);
-// Null for an output nobody asked for.
+// Null for an output that the graph does not use.
 void* output(OrtKernelContext*, size_t index, const Dims&);
 
 int64_t product(Dims::const_iterator begin, Dims::const_iterator end);

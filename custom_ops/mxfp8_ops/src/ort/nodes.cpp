@@ -33,8 +33,8 @@ std::string choices(const Port& port) {
 // Index of a name in a table, -1 if it is not there.
 template <size_t N>
 int index_of(const char* const (&names)[N], const std::string& name) {
-  const auto* found = std::find(std::begin(names), std::end(names), name);
-  return found == std::end(names) ? -1 : int(found - names);
+  const auto* match = std::find(std::begin(names), std::end(names), name);
+  return match == std::end(names) ? -1 : int(match - names);
 }
 
 template <size_t N>
@@ -101,7 +101,7 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
   const int64_t q = attributes->q_num_heads, kv = attributes->kv_num_heads;
   if (kv < 1 || q < 1 || q % kv != 0) {
     throw NodeError(where + ": " + std::to_string(q) + " heads of Q and " + std::to_string(kv) +
-                    " of K and V; expected at least one of each, and as many or a multiple of them for Q; correct "
+                    " of K and V; expected 1 or more of each, and for Q a multiple of the number for K and V; correct "
                     "q_num_heads and kv_num_heads");
   }
 }

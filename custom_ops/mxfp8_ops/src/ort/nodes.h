@@ -29,7 +29,7 @@ struct Overload : OrtCustomOp {
 struct Attributes {
   int64_t axis = -1;
   int64_t block_size = kBlock;
-  int64_t output_dtype = 0;  // 0: not given
+  int64_t output_dtype = 0;  // 0: the default of the node
   int64_t activation_dtype = MXFP8_FLOAT32;
   std::string scale_rounding = "ceil";
   std::string epilogue = "none";
@@ -51,7 +51,7 @@ using Dims = std::vector<int64_t>;
 std::string to_string(const Dims& dims);
 
 struct Tensor {
-  const void* data = nullptr;  // null in an empty tensor too: is_absent() tells whether there is one
+  const void* data = nullptr;  // null in an empty tensor too: is_absent() says whether there is a tensor
   int dtype = 0;
   Dims dims;
   bool is_absent() const { return dtype == 0; }
@@ -102,7 +102,7 @@ OrtStatus* guarded(const Body& body) noexcept {
   } catch (const NodeError& error) {
     return CreateStatus(kInvalidArgument, error.what());
   } catch (const std::bad_alloc&) {
-    return CreateStatus(kFail, "mxfp8: out of memory; expected room for one packed operand; use a smaller batch");
+    return CreateStatus(kFail, "mxfp8: out of memory; expected memory for one packed operand; use a smaller batch");
   } catch (const std::exception& error) {
     return CreateStatus(kFail, error.what());
   }

@@ -44,7 +44,7 @@ void infer(OrtShapeInferContext* context, const Node& node, const Attributes& at
 void check_row(const NodeKernel& kernel, const char* name, const Tensor& row, const Tensor& x) {
   if (row.dims == Dims{x.dims.back()}) return;
   throw NodeError(kernel.where + ": " + name + " has shape " + to_string(row.dims) + "; expected " +
-                  to_string({x.dims.back()}) + ", one value per value of a row; broadcast it first");
+                  to_string({x.dims.back()}) + ", one value for each column; broadcast it first");
 }
 
 void compute(const NodeKernel& kernel, OrtKernelContext* context) {

@@ -21,41 +21,41 @@ struct Place {
 
 // `dtypes` are those of the inputs, then of the outputs.
 std::unique_ptr<Overload> make_overload(Op op, Place place, const std::vector<int>& dtypes, size_t inputs) {
-  auto made = std::make_unique<Overload>();
-  static_cast<OrtCustomOp&>(*made) = OrtCustomOp{};
-  made->op = op;
-  made->device = place.device;
-  made->keep_wide = place.keep_wide;
-  made->inputs.assign(dtypes.begin(), dtypes.begin() + ptrdiff_t(inputs));
-  made->outputs.assign(dtypes.begin() + ptrdiff_t(inputs), dtypes.end());
-  made->version = kApiVersion;
-  made->GetName = [](const OrtCustomOp* self) { return row_of(overload(self).op).name; };
-  made->GetExecutionProviderType = [](const OrtCustomOp* self) -> const char* {
+  auto entry = std::make_unique<Overload>();
+  static_cast<OrtCustomOp&>(*entry) = OrtCustomOp{};
+  entry->op = op;
+  entry->device = place.device;
+  entry->keep_wide = place.keep_wide;
+  entry->inputs.assign(dtypes.begin(), dtypes.begin() + ptrdiff_t(inputs));
+  entry->outputs.assign(dtypes.begin() + ptrdiff_t(inputs), dtypes.end());
+  entry->version = kApiVersion;
+  entry->GetName = [](const OrtCustomOp* self) { return row_of(overload(self).op).name; };
+  entry->GetExecutionProviderType = [](const OrtCustomOp* self) -> const char* {
     return overload(self).device == Device::kCuda ? "CUDAExecutionProvider" : nullptr;  // null: the CPU's
   };
-  made->GetInputType = [](const OrtCustomOp* self, size_t i) { return overload(self).inputs[i]; };
-  made->GetInputTypeCount = [](const OrtCustomOp* self) { return overload(self).inputs.size(); };
-  made->GetOutputType = [](const OrtCustomOp* self, size_t i) { return overload(self).outputs[i]; };
-  made->GetOutputTypeCount = [](const OrtCustomOp* self) { return overload(self).outputs.size(); };
-  made->GetInputCharacteristic = [](const OrtCustomOp* self, size_t i) -> int {
+  entry->GetInputType = [](const OrtCustomOp* self, size_t i) { return overload(self).inputs[i]; };
+  entry->GetInputTypeCount = [](const OrtCustomOp* self) { return overload(self).inputs.size(); };
+  entry->GetOutputType = [](const OrtCustomOp* self, size_t i) { return overload(self).outputs[i]; };
+  entry->GetOutputTypeCount = [](const OrtCustomOp* self) { return overload(self).outputs.size(); };
+  entry->GetInputCharacteristic = [](const OrtCustomOp* self, size_t i) -> int {
     return row_of(overload(self).op).inputs[i].optional ? kOptional : kRequired;
   };
-  made->GetOutputCharacteristic = [](const OrtCustomOp* self, size_t i) -> int {
+  entry->GetOutputCharacteristic = [](const OrtCustomOp* self, size_t i) -> int {
     return row_of(overload(self).op).outputs[i].optional ? kOptional : kRequired;
   };
-  made->GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
+  entry->GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
   const auto one = [](const OrtCustomOp*) { return 1; };
-  made->GetVariadicInputMinArity = one;
-  made->GetVariadicInputHomogeneity = one;
-  made->GetVariadicOutputMinArity = one;
-  made->GetVariadicOutputHomogeneity = one;
-  made->CreateKernelV2 = create_kernel;
-  made->KernelComputeV2 = compute;
-  made->KernelDestroy = destroy_kernel;
-  made->InferOutputShapeFn = infer_shapes;
-  made->GetStartVersion = [](const OrtCustomOp*) { return MXFP8_CONTRACT_VERSION; };
-  made->GetEndVersion = [](const OrtCustomOp*) { return MXFP8_CONTRACT_VERSION; };
-  return made;
+  entry->GetVariadicInputMinArity = one;
+  entry->GetVariadicInputHomogeneity = one;
+  entry->GetVariadicOutputMinArity = one;
+  entry->GetVariadicOutputHomogeneity = one;
+  entry->CreateKernelV2 = create_kernel;
+  entry->KernelComputeV2 = compute;
+  entry->KernelDestroy = destroy_kernel;
+  entry->InferOutputShapeFn = infer_shapes;
+  entry->GetStartVersion = [](const OrtCustomOp*) { return MXFP8_CONTRACT_VERSION; };
+  entry->GetEndVersion = [](const OrtCustomOp*) { return MXFP8_CONTRACT_VERSION; };
+  return entry;
 }
 
 // Appends every dtype that `port` accepts to every row of `dtypes`: one, if it is like an input's.
@@ -78,11 +78,11 @@ std::vector<std::vector<int>> combined(const std::vector<std::vector<int>>& dtyp
 // Each node that has a kernel for the place, once per combination of the dtypes its ports accept. `with_fused`: also
 // those that ONNX Runtime would otherwise take apart.
 std::vector<std::unique_ptr<Overload>> make_overloads(Place place, bool with_fused) {
-  std::vector<std::unique_ptr<Overload>> made;
+  std::vector<std::unique_ptr<Overload>> overloads;
   for (size_t op = 0; op < std::size(kNodes); ++op) {
-    const Implementation* found = implementation(Op(op));
-    if (found == nullptr || (found->fused && !with_fused)) continue;
-    const bool on_gpu = found->cuda_kernels != nullptr;
+    const Implementation* node = implementation(Op(op));
+    if (node == nullptr || (node->fused && !with_fused)) continue;
+    const bool on_gpu = node->cuda_kernels != nullptr;
     if (place.device == Device::kCuda && !on_gpu) continue;
     const Place there = on_gpu ? place : Place{Device::kCpu, false};
     std::vector<std::vector<int>> dtypes = {{}};
@@ -91,9 +91,9 @@ std::vector<std::unique_ptr<Overload>> make_overloads(Place place, bool with_fus
       dtypes = combined(dtypes, *port);
     }
     for (const Port* port = kNodes[op].outputs; port->name != nullptr; ++port) dtypes = combined(dtypes, *port);
-    for (const std::vector<int>& row : dtypes) made.push_back(make_overload(Op(op), there, row, inputs));
+    for (const std::vector<int>& row : dtypes) overloads.push_back(make_overload(Op(op), there, row, inputs));
   }
-  return made;
+  return overloads;
 }
 
 // Made once and never released: sessions refer to it for as long as they live. On a GPU the nodes are those of the
@@ -124,9 +124,9 @@ OrtCustomOpDomain* domain(Place place) {
 
 // The session option, or "".
 std::string option(const OrtSessionOptions* options, const char* key) {
-  int given = 0;
-  check(HasSessionConfigEntry(options, key, &given));
-  if (given == 0) return "";
+  int is_set = 0;
+  check(HasSessionConfigEntry(options, key, &is_set));
+  if (is_set == 0) return "";
   size_t size = 0;
   check(GetSessionConfigEntry(options, key, nullptr, &size));
   std::vector<char> value(size);

@@ -16,12 +16,12 @@ void read(const OrtShapeInferContext* context, const char* name, int64_t* value)
   const OrtOpAttr* attribute = nullptr;
   OrtStatus* status = ShapeInferContext_GetAttribute(context, name, &attribute);
   size_t size = 0;
-  int64_t found = 0;
-  if (status == nullptr && attribute != nullptr) status = ReadOpAttr(attribute, kInt, &found, sizeof found, &size);
+  int64_t number = 0;
+  if (status == nullptr && attribute != nullptr) status = ReadOpAttr(attribute, kInt, &number, sizeof number, &size);
   if (status != nullptr) {
-    ReleaseStatus(status);  // not given: the default stands
-  } else if (size == sizeof found) {
-    *value = found;
+    ReleaseStatus(status);  // the attribute is absent: the default stands
+  } else if (size == sizeof number) {
+    *value = number;
   }
 }
 

@@ -451,7 +451,7 @@ void attend(Random& random, Counts* counts) {
   y.result = true;
   refused = furnish_all(random, {&q, &k, &v, &past_key, &past_value, &y}, refused, true, hostile);
   if (masked && mask.bytes <= kMostHere && furnish(random, &mask, false, 100000) && mask.at != nullptr) {
-    refused = true;  // but NULL is no mask
+    refused = true;  // but NULL is not a mask
   }
   if (masked && mask.bytes > kMostHere) refused = true, mask.at = reinterpret_cast<uint8_t*>(uintptr_t(INT64_MAX));
   a.q = q.at, a.k = k.at, a.v = v.at, a.past_key = past_key.at, a.past_value = past_value.at, a.y = y.at;
@@ -662,7 +662,7 @@ void plan_noise(Random& random, Counts* counts) {
                      : kind == 1 ? mxfp8_cuda_plan_dequantize(chance(random, 50) ? nullptr : &dequantize, to)
                                  : mxfp8_cuda_plan_fold(chance(random, 50) ? nullptr : &fold, to);
   if (status != MXFP8_OK && status != MXFP8_BAD_ARGUMENT) fail("plan: status " + std::to_string(status));
-  if (status == MXFP8_OK && to == nullptr) fail("a plan for nobody");
+  if (status == MXFP8_OK && to == nullptr) fail("a plan was accepted without a place for its result");
   ++(status == MXFP8_OK ? counts->accepted : counts->refused);
 }
 

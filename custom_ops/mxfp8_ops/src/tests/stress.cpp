@@ -95,7 +95,7 @@ struct Call {
   int64_t m = 0, n = 0, k = 0, count = 0;
   Bytes x, x_scales, b, b_scales;
   std::vector<float> bias;
-  std::vector<int64_t> indices;  // of rows, or of matrices among `count`
+  std::vector<int64_t> indices;  // indices of rows, or of matrices among `count`
   std::vector<int32_t> narrow;   // the same, for the half of the calls that take these
 };
 

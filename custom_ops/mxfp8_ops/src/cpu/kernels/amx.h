@@ -7,8 +7,8 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-constexpr int kAmxRows = 16;                 // of a tile
-constexpr int64_t kAmxRowBytes = 64;         // of a row of a tile
+constexpr int kAmxRows = 16;                 // rows of a tile
+constexpr int64_t kAmxRowBytes = 64;         // bytes of a row of a tile
 constexpr int64_t kAmxTile = kAmxRows * 32;  // bfloat16 values of a full tile
 
 // Tiles 0, 1 and 4 get `first` rows and 2, 3 and 5 `second`; 6 and 7 are full. The tiles are given up when this ends:

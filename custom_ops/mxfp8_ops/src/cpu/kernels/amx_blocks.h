@@ -7,7 +7,7 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-constexpr int64_t kPairColumns = 2 * kPanel;  // of two tiles side by side
+constexpr int64_t kPairColumns = 2 * kPanel;  // columns of two tiles side by side
 
 // A block of sums: rows `stride` values apart.
 struct Sums {

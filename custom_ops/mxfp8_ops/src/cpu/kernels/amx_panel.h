@@ -86,13 +86,13 @@ class Panel {
     }
   }
 
-  // A bit for every row that did not fit since this was asked last; what was decoded there is of no use.
+  // A bit for every row that did not fit since this was asked last; values decoded there must not be used.
   MXFP8_INLINE_MEMBER uint32_t misfits() {
     uint64_t special = _mm512_cmpeq_epi8_mask(highest_, _mm512_set1_epi8(0x7f));
-    uint32_t found = misfits_;
-    for (int c = 0; special != 0; ++c, special >>= kGroup) found |= uint32_t((special & 0xf) != 0) << c;
+    uint32_t rows = misfits_;
+    for (int c = 0; special != 0; ++c, special >>= kGroup) rows |= uint32_t((special & 0xf) != 0) << c;
     highest_ = _mm512_setzero_si512(), misfits_ = 0;
-    return found;
+    return rows;
   }
 
  private:

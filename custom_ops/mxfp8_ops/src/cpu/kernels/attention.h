@@ -1,4 +1,4 @@
-// What the kernels of MXFP8Attention share: where rows lie, the exponential, and the walk over blocks of keys.
+// Shared by the kernels of MXFP8Attention: where rows lie, the exponential, and the walk over blocks of keys.
 //
 // A task is a block of the rows that one head of keys has - the G query heads that share it, S rows each, one after the
 // other - and a range of keys. It goes through the keys kKeys at a time and keeps, per row, the highest score so far,
@@ -127,7 +127,7 @@ struct Room {
   }
 };
 
-// What a task knows of its rows so far.
+// The state of a task: its rows, after the keys so far.
 struct Running {
   float* highest;  // [rows], of scores as the engine gives them
   float* sum;      // [rows], of weights
@@ -227,8 +227,8 @@ MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, const AttentionTask& t, in
   return seen_end(a, begin.head == last.head ? last.row : a.rows - 1, key_end);
 }
 
-// What is wanted next, which no hardware guesses: rows of a head lie far apart. A block of keys and values and, at the
-// end of a task, the rows of the next. Every row that is weighed asks for its share.
+// Prefetches the next keys and values. Rows of a head lie too far apart for the prefetcher of the processor. A block of
+// keys and values and, at the end of a task, the rows of the next. Every row that is weighed asks for its share.
 class Ahead {
  public:
   Ahead(const AttentionArgs& a, int64_t rows) : a_(a), rows_(rows) {}

@@ -121,7 +121,8 @@ MXFP8_INLINE __m512i add_exponents(__m512i values, __m512i exponents) {
   return _mm512_maskz_add_epi16(nonzero, values, exponents);
 }
 
-// What up to 16 scale codes add to a bfloat16, for each of them a pair of equal 16-bit lanes.
+// The numbers that up to 16 scale codes add to the exponent of a bfloat16, for each of them a pair of equal 16-bit
+// lanes.
 MXFP8_INLINE __m512i exponents_of(__m128i scales) {
   const __m512i shifted = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_cvtepu8_epi32(scales), _mm512_set1_epi32(127)), 7);
   return _mm512_mask_blend_epi16(0xaaaaaaaa, shifted, _mm512_slli_epi32(shifted, 16));
@@ -135,7 +136,7 @@ MXFP8_INLINE __m512i load_codes(const uint8_t* elements, int64_t count) {
   return _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, elements);
 }
 
-// Of 16 blocks, those whose scale is outside lowest..highest.
+// Which of 16 blocks have a scale outside lowest..highest.
 MXFP8_INLINE __mmask16 outside(__m128i scales, int lowest, int highest) {
   return _mm_cmplt_epu8_mask(scales, _mm_set1_epi8(char(lowest))) |
          _mm_cmpgt_epu8_mask(scales, _mm_set1_epi8(char(highest)));

@@ -119,7 +119,7 @@ MXFP8_INLINE void store_plain(const GemmArgs& args, const Finished& part) {
   }
 }
 
-// The bias of some columns; where there is none, what changes no sum.
+// The bias of some columns; without a bias, a number that changes no sum.
 struct Bias {
   alignas(64) float of[kGemmColumns];
   Bias(const GemmArgs& args, const Finished& part) {

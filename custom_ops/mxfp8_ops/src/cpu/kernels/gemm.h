@@ -1,4 +1,4 @@
-// What the gemm kernels share: where packed values lie, the walk over strips of the result, and the store of a
+// Shared by the gemm kernels: where packed values lie, the walk over strips of the result, and the store of a
 // strip.
 //
 // Packed A, `rows` rows: chunks of K, `depth` deep; in a chunk, tiles of up to kTileRows rows, as equal as
@@ -19,7 +19,7 @@ constexpr int kTileColumns = 4;  // rows of B that are multiplied with a tile at
 MXFP8_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 MXFP8_INLINE int64_t blocks_of(int64_t k) { return (k + kBlock - 1) / kBlock; }
 
-// One chunk of K: what is multiplied before partial sums are stored.
+// One chunk of K: the depth that is multiplied before partial sums are stored.
 struct Chunk {
   int64_t k, count;  // its elements
   int64_t padded;    // values of a packed row in it

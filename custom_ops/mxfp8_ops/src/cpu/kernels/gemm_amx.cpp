@@ -1,5 +1,5 @@
 // The gemms on AMX, which multiplies tiles of bfloat16: up to 16 rows of A with 16 rows of B, 32 values deep, in 16
-// cycles. Exact as told in gemm_bf16.cpp: TDPBF16PS, too, flushes subnormal numbers.
+// cycles. Exact for the reasons in gemm_bf16.cpp: TDPBF16PS, too, flushes subnormal numbers.
 //
 // y [M, N] = A [M, K] . B [N, K]^T, rows of A kAmxStripRows at a time. Work is split over M and N. Flops: 2 M N K, at
 // 1024 a cycle and core. Bytes moved: 1.03 N K once per strip of A + 2 M K + the result. Decoding a value of B takes as
@@ -17,8 +17,8 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int64_t kDepth = 384;         // of a chunk: two tiles of A, and as much of two panels, fill L1
-constexpr int64_t kGroupColumns = 128;  // of a group: its panels wait in L2
+constexpr int64_t kDepth = 384;         // depth of a chunk: two tiles of A, and as much of two panels, fill L1
+constexpr int64_t kGroupColumns = 128;  // columns of a group: its panels wait in L2
 
 // A group of panels, decoded, one chunk deep.
 struct Group {
@@ -90,7 +90,7 @@ MXFP8_INLINE void multiply_many(const GemmArgs& args, int64_t row, int64_t rows,
   const int64_t chunks = chunks_of(args.k, kDepth);
   AmxTiles tiles;
   Group group;
-  alignas(64) float block[A::rows_at_once * kPairColumns];  // of a pair of panels
+  alignas(64) float block[A::rows_at_once * kPairColumns];  // sums of a pair of panels
   alignas(64) float strip[kAmxStripRows * kGroupColumns];   // where a sum is made of several chunks
   for (group.column = column_begin; group.column < column_end; group.column += kGroupColumns) {
     group.columns = min_of(kGroupColumns, column_end - group.column);

@@ -17,7 +17,7 @@ namespace mxfp8::MXFP8_ISA {
 namespace {
 
 constexpr int kStep = kStepBf16;
-constexpr int64_t kMostDepth = 2048;  // of a chunk: a tile of A and a panel of B, decoded, fill L1
+constexpr int64_t kMostDepth = 2048;  // depth of a chunk: a tile of A and a panel of B, decoded, fill L1
 
 // Deep chunks leave fewer sums to add up, but the chunk of A must stay in half of L2, which is 1 MiB.
 MXFP8_INLINE int64_t depth_for(int64_t rows) { return rows <= kGemmRows / 2 ? kMostDepth : kMostDepth / 2; }
@@ -50,7 +50,7 @@ MXFP8_INLINE bool decode_row(const Decoder<F>& decoder, const uint8_t* elements,
 }
 
 // Decodes a panel: kTileColumns rows of B from `column` on, one chunk deep. Rows past `column_end` are zero. Returns a
-// bit for every row that does not fit; what is decoded there is of no use.
+// bit for every row that does not fit; values decoded there must not be used.
 template <class F>
 MXFP8_INLINE uint32_t decode_panel(const Decoder<F>& decoder, const GemmArgs& args, int64_t column, int64_t column_end,
                                    Chunk chunk, int lowest, uint16_t* out) {

@@ -11,9 +11,9 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int kVectors = 2;                // of columns, in a register tile
+constexpr int kVectors = 2;                // vectors of columns in a register tile
 constexpr int kPanel = kVectors * kLanes;  // rows of B decoded at a time
-constexpr int64_t kDepth = 256;            // of a chunk
+constexpr int64_t kDepth = 256;            // depth of a chunk
 static_assert(kDepth % kStretch == 0, "chunks are whole stretches");
 
 using FloatTiles = Tiles<kFloatRows>;

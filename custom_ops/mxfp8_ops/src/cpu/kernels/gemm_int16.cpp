@@ -7,7 +7,7 @@
 //
 // B's elements are multiplied by 2^5 or 2^6, a block of A by 2^2 to 2^6: by as much as its sum allows, see bits_fewer.
 // Smaller elements than 2^-2, or 2^-3 (B's, next to a block's largest of 224 to 448: one of 700, or 1400, if they are
-// normally distributed), are no integers then. Those are zeros in the dot products, and their products are added one by
+// normally distributed), are not integers then. They are zeros in the dot products, and their products are added one by
 // one:
 //   A . B = (A's integers) . (B's integers)          the dot products
 //         + (A's small elements) . (B's integers)    add_small_of_a: each with a row of a panel
@@ -25,7 +25,7 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int kVectors = 2;                    // of columns, in a register tile
+constexpr int kVectors = 2;                    // vectors of columns in a register tile
 constexpr int64_t kPanel = kVectors * kLanes;  // rows of B decoded at a time
 constexpr int kPairs = int(kBlock) / 2;        // pairs of integers of a block
 constexpr int kWordPairs = kPairs / 2;         // half of them are of even elements, then come the odd ones'
@@ -33,7 +33,7 @@ constexpr int64_t kPairLanes = 2 * kLanes;     // integers of a register
 static_assert(kDepth % kStretch == 0, "chunks are whole stretches");
 
 // A panel of B: its integers [vector, block, pair, column], scales with what they are multiplied by [vector, block,
-// column], and the places of what is no integer.
+// column], and the positions of elements that are not integers.
 struct Panel {
   alignas(64) int16_t integers[kPanel * kDepth];
   alignas(64) float scales[kPanel * kDepth / kBlock];
@@ -99,7 +99,7 @@ MXFP8_NOINLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t c
   }
 }
 
-// Which of up to 64 words have an element that is no integer.
+// Which of up to 64 words have an element that is not an integer.
 MXFP8_INLINE uint64_t words_with_others(const uint64_t* others, int64_t words) {
   static_assert(kDepth / kWord == 64 && kPadding / kWord % 8 == 0);
   uint64_t all = 0;
@@ -232,7 +232,7 @@ MXFP8_NOINLINE void add_small_of_a(const Small* smalls, const Panel& panel, floa
   }
 }
 
-// What is added to columns of a strip besides the dot products, [kGemmColumns, row].
+// The sums that are added to columns of a strip besides the dot products, [kGemmColumns, row].
 struct Rest {
   alignas(64) float sums[kGemmColumns][kGemmRows + kLanes];
   uint64_t columns = 0;  // that have a sum
@@ -333,7 +333,7 @@ void gemm_int16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_
                          int64_t column_begin, int64_t column_end, const void* packed, int) {
   const PackedA a(packed, rows, args.k);
   const int64_t first = a.tiles.first_row(tile_begin), count = a.tiles.first_row(tile_end) - first;
-  Panel panels[2];  // of integers, and of small elements
+  Panel panels[2];  // one of integers, one of small elements
   Rest rest;
   const auto multiply_panel = [&](const Panel& panel, auto vectors, Chunk chunk, float* strip) {
     constexpr int V = decltype(vectors)::value;

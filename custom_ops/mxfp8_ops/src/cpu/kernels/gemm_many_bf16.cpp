@@ -1,4 +1,4 @@
-// The gemm on the bf16 dot product for strips of many rows, exact as told in gemm_bf16.cpp.
+// The gemm on the bf16 dot product for strips of many rows, exact for the reasons in gemm_bf16.cpp.
 //
 // y [M, N] = A [M, K] . B [N, K]^T, rows of A 256 at a time. Work is split over M and N. Bytes moved: 1.03 N K once per
 // 256 rows of A + 2 M K + the result.
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kStep = kStepBf16;
 constexpr int kPanel = 16;       // rows of B decoded at a time: a register of columns
-constexpr int64_t kDepth = 512;  // of a chunk: the panel, decoded, stays in L1 with a tile of A
+constexpr int64_t kDepth = 512;  // depth of a chunk: the panel, decoded, stays in L1 with a tile of A
 constexpr int kGroup = 4;        // values along K that are broadcast together
 constexpr int kGroups = kStep / kGroup;
 
@@ -25,7 +25,7 @@ constexpr int kGroups = kStep / kGroup;
 constexpr int position_of(int group) { return group / 4 * 2 + group % 2 + group / 2 % 2 * 8; }
 
 // Decodes a panel: kPanel rows of B from `column` on, one chunk deep. Rows past `column_end` are zero. Returns a bit
-// for every row that does not fit; what is decoded there is of no use.
+// for every row that does not fit; values decoded there must not be used.
 template <class F>
 MXFP8_INLINE uint32_t decode_panel(const GemmArgs& args, int64_t column, int64_t column_end, Chunk chunk, int lowest,
                                    uint16_t* out) {

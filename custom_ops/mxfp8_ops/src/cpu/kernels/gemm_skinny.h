@@ -1,4 +1,4 @@
-// What the two kernels for few rows share: the walk over the result. A few rows of A are packed as one
+// Shared by the two kernels for few rows: the walk over the result. A few rows of A are packed as one
 // tile, in groups of at most Most rows; the row kernel multiplies one group with one row of B, which it decodes in
 // registers, so B is read from memory once; at most a part of a row of it is written, which stays in L1.
 //
@@ -9,7 +9,7 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-constexpr int64_t kGroupBytes = 32 << 10;      // of a group of packed rows that one pass over B reads: they stay in L1
+constexpr int64_t kGroupBytes = 32 << 10;      // bytes of the packed rows that one pass over B reads: they stay in L1
 constexpr int64_t kPassStep = 128;             // a pass is a multiple of this deep, unless it ends the row
 constexpr int64_t kSumRows = kSkinnyRows + 4;  // sums are added four at a time
 constexpr int64_t kAheadBytes = 4096;          // how far ahead B is fetched, rounded up to rows

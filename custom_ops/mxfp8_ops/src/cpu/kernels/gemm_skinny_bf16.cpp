@@ -1,5 +1,5 @@
-// The gemms for few rows on the bf16 dot product: B is decoded in registers. When that is exact is told in
-// gemm_bf16.cpp.
+// The gemms for few rows on the bf16 dot product: B is decoded in registers. gemm_bf16.cpp says when
+// that is exact.
 //
 // y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + A + the result.
 //
@@ -18,7 +18,7 @@ namespace {
 constexpr int kStep = kStepBf16;
 constexpr int kScaleAfterRows = 2;
 // The part of A that a pass over many rows reads. It leaves room in L1, for rows of B tend to lie a multiple of 4 KiB
-// apart: what is fetched ahead falls into a few of its sets.
+// apart: lines fetched ahead fall into a few of its sets.
 constexpr int64_t kManyRowsBytes = 16 << 10;
 // The most rows for which the sums of two columns fit the registers. Of more rows, the first so many are multiplied
 // while two rows of B are decoded; the others with what was decoded, which waits in L1. One column for all of them at

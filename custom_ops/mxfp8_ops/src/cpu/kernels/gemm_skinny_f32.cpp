@@ -19,8 +19,8 @@ namespace {
 constexpr int kStep = kDecoded;
 constexpr int kPlainGroup = 256;  // elements that are looked at together for whether they are plain
 constexpr int kSteps = kPlainGroup / kStep;
-constexpr int kUnrolled = kLanes == 8 ? 8 : 4;  // steps: what takes the least time
-constexpr int kLargestExponent = 100;           // of packed A, where it is scaled
+constexpr int kUnrolled = kLanes == 8 ? 8 : 4;  // steps: the fastest, as measured
+constexpr int kLargestExponent = 100;           // greatest exponent of packed A, where it is scaled
 constexpr int kSmallestExponent = 3;
 
 // B is fetched twice: far ahead into L2, which has room for more requests to memory, and from there into L1. One row of

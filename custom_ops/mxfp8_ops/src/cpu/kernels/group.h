@@ -10,7 +10,7 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kGroup = 16;  // blocks
 
-// Where blocks that touch are. If they do not, an array of pointers tells.
+// Where adjacent blocks are. Other blocks need an array of pointers.
 template <class T>
 struct Touching {
   T* begin;
@@ -178,7 +178,7 @@ struct ApartBlocks {
     alignas(64) T padded[kGroup][kBlock] = {};
   };
   const int64_t k_, stride_, end_;
-  int64_t start_;  // of the next block, in its row
+  int64_t start_;  // start of the next block in its row
   const T* x_;     // this row
   uint8_t* elements_;
   Group groups_[2];

@@ -1,4 +1,4 @@
-// What group.h promises, on AVX-512.
+// The functions of group.h, on AVX-512.
 #pragma once
 #include "codec.h"
 
@@ -84,7 +84,7 @@ struct Rounding {
     const __m512i bits = _mm512_castps_si512(power);
     return _mm512_add_epi32(_mm512_sub_epi32(_mm512_castps_si512(sum), bits), _mm512_srli_epi32(bits, shift));
   }
-  // What the code falls short of the value.
+  // The difference between the value and its code.
   MXFP8_INLINE_MEMBER __m512 error() const {
     const __m512 largest = _mm512_set1_ps(float_of(decode_bits<F>(F::max_code)));
     return _mm512_sub_ps(magnitude, _mm512_min_ps(_mm512_sub_ps(sum, power), largest));

@@ -97,7 +97,8 @@ struct IntegerDecoder {
       for (int j = 0; j < 2; ++j) tables[i][j] = _mm512_load_si512(integer_tables<Bits>.bytes[i] + 64 * j);
     }
   }
-  // `others` gets a bit for each element that is no integer, small or NaN; small ones count as zero, NaN as any number.
+  // `others` gets a bit for each element that is not an integer: small or NaN. A small one counts as zero, NaN as any
+  // number.
   MXFP8_INLINE_MEMBER Pairs operator()(Bytes elements, uint64_t* others) const {
     const auto codes = reinterpret_cast<__m512i>(elements);
     const __m512i low = _mm512_permutex2var_epi8(tables[0][0], codes, tables[0][1]);

@@ -1,4 +1,4 @@
-// What every instruction set provides: one table of kernels over the argument structs below. The files of this folder
+// Every instruction set provides one table of kernels over the argument structs below. The files of this folder
 // are compiled once per instruction set, each time into the namespace mxfp8::<isa>; see CMakeLists.txt. Nothing in this
 // header has code, and the kernels call nothing of the C++ library, so no function compiled with one set of flags can
 // be linked into the path of another.
@@ -82,7 +82,7 @@ struct AttentionTask {
   int64_t batch, head, row_begin, row_end, key_begin, key_end;
 };
 constexpr int64_t kAttentionRows = 256;   // the most rows of a task: they share what is packed of keys and values
-constexpr int64_t kAttentionRowPad = 32;  // what rows are padded to in a task's memory
+constexpr int64_t kAttentionRowPad = 32;  // rows are padded to a multiple of it in a task's memory
 constexpr int64_t kAttentionPad = 16;     // and values of a row
 
 // a is either quantized (a_format is an element format, a_scales set) or values (a_format is a value dtype); `rounds_a`
@@ -101,7 +101,7 @@ struct GemmArgs {
   void* y;
   int64_t y_stride;
   bool rounds_a = false;
-  // What becomes of sums and bias, see epilogue.h; then that times a factor [m, n], or null.
+  // The epilogue of sums and bias (epilogue.h); its result times a factor [m, n], or null.
   int epilogue = MXFP8_NONE;
   int factor_dtype = MXFP8_FLOAT32;
   const void* factor = nullptr;
@@ -112,8 +112,8 @@ struct GemmArgs {
   uint8_t* y_scales = nullptr;
 };
 
-// Rows of x + residual, normalized, times scale, plus bias; and quantized. Null: residual, bias; and normalized and
-// sum, if nobody wants them.
+// Rows of x + residual, normalized, times scale, plus bias; and quantized. May be null: residual and bias, and the
+// results normalized and sum.
 struct NormArgs {
   int dtype;
   const void* x;
@@ -140,14 +140,14 @@ struct NormArgs {
 constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold the values; use a later one
 constexpr int kAllZero = 1 << 20;
 
-// What a kernel is for: values of A that bf16 holds, on a processor that multiplies bf16; others; all; or elements of A
-// and B that are all E4M3.
+// The operands that a kernel is for: values of A that bf16 holds, on a processor that multiplies bf16; other values;
+// any; or elements of A and B that are all E4M3.
 enum class Values { kBf16, kOther, kAny, kE4M3 };
 
 struct GemmKernel {
   const char* name;
   Values values;
-  int64_t least_rows, most_rows;  // of a strip
+  int64_t least_rows, most_rows;  // limits of a strip
   int tile_rows;
   int value_bytes;  // bytes that are packed for each value
   int (*pack)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed);

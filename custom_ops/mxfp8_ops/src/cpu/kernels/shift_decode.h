@@ -29,7 +29,8 @@ struct Shift {
   static constexpr uint8_t special = 0x80 | (F::max_code + 1);    // codes with the sign set from here on: NaN, Inf
 };
 
-// Of each two bytes the smaller, the larger: GCC 12 makes comparisons and selections of `a < b ? a : b`.
+// The smaller, and the larger, of each two bytes. Not `a < b ? a : b`: GCC 12 compiles that to comparisons and
+// selections.
 MXFP8_INLINE Bytes smaller(Bytes a, Bytes b) {
 #if defined(__AVX512BW__)
   return reinterpret_cast<Bytes>(_mm512_min_epu8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
@@ -61,10 +62,10 @@ MXFP8_INLINE bool any_less(SignedBytes bytes, int8_t limit) {
 #elif defined(__SSE2__)
   return _mm_movemask_epi8(reinterpret_cast<__m128i>(bytes < limit)) != 0;
 #else
-  uint64_t found[kDecoded / 8], any = 0;
+  uint64_t masks[kDecoded / 8], any = 0;
   const auto less = bytes < limit;
-  std::memcpy(found, &less, sizeof found);
-  for (const uint64_t part : found) any |= part;
+  std::memcpy(masks, &less, sizeof masks);
+  for (const uint64_t part : masks) any |= part;
   return any != 0;
 #endif
 }
@@ -114,10 +115,10 @@ MXFP8_INLINE bool look_at(Bytes codes, Bytes* specials) {
 // Whether there is a NaN or Inf among codes that were looked at.
 template <class F>
 MXFP8_INLINE bool any_special(Bytes specials) {
-  uint64_t found[kDecoded / 8], any = 0;
+  uint64_t masks[kDecoded / 8], any = 0;
   const auto special = specials >= Shift<F>::special;
-  std::memcpy(found, &special, sizeof found);
-  for (const uint64_t part : found) any |= part;
+  std::memcpy(masks, &special, sizeof masks);
+  for (const uint64_t part : masks) any |= part;
   return any != 0;
 }
 
