@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grids import looped
 from onnx import TensorProto
 
 from mxfp8_ops import contract, formats, fused, fused_functions, numerics
 from mxfp8_ops.contract import Op, Port
 
-OPS = pytest.mark.parametrize("op", contract.OPS.values(), ids=contract.OPS)
+OPS = looped("op", contract.OPS.values())
 
 
 def ports(op: Op) -> Iterator[Port]:
