@@ -37,6 +37,16 @@ CODE = {"value_dtype": (FLOAT32, [*CODES, 3, 17, 19]), "element_format": (E4M3, 
         "epilogue": (2, [5, 99, -1]), "norm": (0, [2, 99, -1])}  # fmt: skip
 THREADS = {"threads": (1, [-1, -(2**31)])}
 SIZE, BYTES, FLOATS, STRIDE = (2, SIZES), ("bytes", [None]), ("floats", [None, "odd"]), (2, [1, -1, -(2**63)])
+MAYBE = ("floats", ["odd"])
+A = {"a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES}
+B = {"b_format": CODE["element_format"], "b": BYTES, "b_scales": BYTES}
+X_ROWS = {"x_dtype": CODE["value_dtype"], "x": FLOATS}
+X_STRIDED, ACTIVATION = {**X_ROWS, "x_stride": STRIDE}, {"activation_dtype": CODE["activation_dtype"]}
+BIAS, EPILOGUE, GROUPS = {"bias": MAYBE}, {"epilogue": CODE["epilogue"]}, {"experts": FLOATS, "count": SIZE}
+FACTOR, MNK = {"factor_dtype": CODE["value_dtype"], "factor": MAYBE}, {"m": SIZE, "n": SIZE, "k": SIZE}
+Y, Y_STRIDE = {"y_dtype": CODE["value_dtype"], "y": FLOATS}, {"y_stride": STRIDE}
+QUANTIZED = {"element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"], "elements": BYTES,
+             "scales": BYTES}  # fmt: skip
 ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
     "mxfp8_quantize": {
         "value_dtype": CODE["value_dtype"], "x": FLOATS, "outer": SIZE, "k": SIZE, "inner": SIZE,
@@ -51,46 +61,15 @@ ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "index_dtype": (INT64, CODES), "indices": FLOATS, "count": SIZE, "b_format": CODE["element_format"],
         "b": BYTES, "b_scales": BYTES, "v": SIZE, "d": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
     },
-    "mxfp8_gemm": {
-        "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
-        "b": BYTES, "b_scales": BYTES, "bias": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE,
-        "y_dtype": CODE["value_dtype"], "y": FLOATS, "y_stride": STRIDE, **THREADS,
-    },
-    "mxfp8_weight_gemm": {
-        "x_dtype": CODE["value_dtype"], "x": FLOATS, "x_stride": STRIDE,
-        "activation_dtype": CODE["activation_dtype"], "b_format": CODE["element_format"], "b": BYTES, "b_scales": BYTES,
-        "bias": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS,
-        "y_stride": STRIDE, **THREADS,
-    },
-    "mxfp8_grouped_gemm": {
-        "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
-        "b": BYTES, "b_scales": BYTES, "experts": FLOATS, "count": SIZE, "m": SIZE, "n": SIZE, "k": SIZE,
-        "y_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
-    },
-    "mxfp8_grouped_weight_gemm": {
-        "x_dtype": CODE["value_dtype"], "x": FLOATS, "activation_dtype": CODE["activation_dtype"],
-        "b_format": CODE["element_format"], "b": BYTES, "b_scales": BYTES, "experts": FLOATS, "count": SIZE,
-        "m": SIZE, "n": SIZE, "k": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
-    },
-    "mxfp8_fused_gemm": {
-        "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
-        "b": BYTES, "b_scales": BYTES, "bias": ("floats", ["odd"]), "epilogue": CODE["epilogue"],
-        "factor_dtype": CODE["value_dtype"], "factor": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE,
-        "y_dtype": CODE["value_dtype"], "y": FLOATS, "y_stride": STRIDE, **THREADS,
-    },
+    "mxfp8_gemm": {**A, **B, **BIAS, **MNK, **Y, **Y_STRIDE, **THREADS},
+    "mxfp8_weight_gemm": {**X_STRIDED, **ACTIVATION, **B, **BIAS, **MNK, **Y, **Y_STRIDE, **THREADS},
+    "mxfp8_grouped_gemm": {**A, **B, **GROUPS, **MNK, **Y, **THREADS},
+    "mxfp8_grouped_weight_gemm": {**X_ROWS, **ACTIVATION, **B, **GROUPS, **MNK, **Y, **THREADS},
+    "mxfp8_fused_gemm": {**A, **B, **BIAS, **EPILOGUE, **FACTOR, **MNK, **Y, **Y_STRIDE, **THREADS},
     "mxfp8_fused_weight_gemm": {
-        "x_dtype": CODE["value_dtype"], "x": FLOATS, "x_stride": STRIDE,
-        "activation_dtype": CODE["activation_dtype"], "b_format": CODE["element_format"], "b": BYTES, "b_scales": BYTES,
-        "bias": ("floats", ["odd"]), "epilogue": CODE["epilogue"], "factor_dtype": CODE["value_dtype"],
-        "factor": ("floats", ["odd"]), "m": SIZE, "n": SIZE, "k": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS,
-        "y_stride": STRIDE, **THREADS,
+        **X_STRIDED, **ACTIVATION, **B, **BIAS, **EPILOGUE, **FACTOR, **MNK, **Y, **Y_STRIDE, **THREADS,
     },
-    "mxfp8_gemm_quantize": {
-        "a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES, "b_format": CODE["element_format"],
-        "b": BYTES, "b_scales": BYTES, "bias": ("floats", ["odd"]), "epilogue": CODE["epilogue"], "m": SIZE, "n": SIZE,
-        "k": SIZE, "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"],
-        "elements": BYTES, "scales": BYTES, "y": ("floats", ["odd"]), **THREADS,
-    },
+    "mxfp8_gemm_quantize": {**A, **B, **BIAS, **EPILOGUE, **MNK, **QUANTIZED, "y": MAYBE, **THREADS},
     "mxfp8_norm_quantize": {
         "value_dtype": CODE["value_dtype"], "x": FLOATS, "residual": ("floats", ["odd"]), "scale": FLOATS,
         "bias": ("floats", ["odd"]), "rows": SIZE, "k": SIZE, "norm": CODE["norm"], "epsilon": (1.0, []),

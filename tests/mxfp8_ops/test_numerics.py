@@ -39,6 +39,7 @@ VECTORS = [
     ("above the maximum, saturating", [1.85, -1.8, 0.3, 0.1], "floor", 119, "7e fe 6a 5d"),
     ("one bit above the maximum", [ABOVE_1_75, -1, 0.1], "ceil", 120, "76 f0 55"),
     ("one bit above the maximum times 1024", [458752.03125, -1000, 3], "ceil", 138, "76 b0 01"),
+    # The two above: torchao 0.18, modelopt and auto-round take log2(amax / 448) in float32, and answer one less.
     ("near two", [1.95, -1.8, 0.3, 0.1], "floor", 119, "7e fe 6a 5d"),
     ("near two", [1.95, -1.8, 0.3, 0.1], "even", 120, "78 f6 62 55"),
     ("near two", [1.95, -1.8, 0.3, 0.1], "ceil", 120, "78 f6 62 55"),
@@ -161,17 +162,6 @@ def test_even_is_floor_of_amax_rounded_half_up_to_the_element_mantissa(fmt: Elem
         assert scale_of(amax, fmt, "even") == max(expected, 0), repr(amax)
 
 
-@FORMATS
-def test_floor_saturates_where_ceil_does_not(fmt: ElementFormat) -> None:
-    x = block(1.875, -1.99, 1.0) * np.float32(2.0**fmt.emax)  # 1.875 * 2^emax is above max = 1.75 * 2^emax
-    elements, scales = numerics.quantize(x, element_format=fmt.name, scale_rounding="floor")
-    assert scales.tolist() == [127]
-    assert elements[:2].tolist() == [fmt.max_code, fmt.max_code | 0x80]
-    elements, scales = numerics.quantize(x, element_format=fmt.name, scale_rounding="ceil")
-    assert scales.tolist() == [128]
-    assert (elements & 0x7F).max() < fmt.max_code
-
-
 def test_decode_scale_is_a_power_of_two_down_to_the_subnormal_one() -> None:
     values = numerics.decode_scale(np.arange(256, dtype=np.uint8))
     assert [Fraction(float(v)) for v in values[:255]] == [Fraction(2) ** (s - 127) for s in range(255)]
@@ -251,11 +241,6 @@ def test_dequantize_is_exact_for_every_code_at_the_edges_of_the_scale(fmt: Eleme
                 assert np.signbit(value) == bool(code & 0x80)
 
 
-def test_scale_255_makes_every_value_nan() -> None:
-    codes = np.arange(256, dtype=np.uint8)
-    assert np.isnan(numerics.dequantize(codes, np.full(8, 255, np.uint8))).all()
-
-
 def test_dequantize_to_16_bits_rounds_the_float32_values() -> None:
     elements, scales = numerics.quantize(random_values(0, 4, 64))
     wide = numerics.dequantize(elements, scales)
@@ -263,24 +248,6 @@ def test_dequantize_to_16_bits_rounds_the_float32_values() -> None:
         narrow = numerics.dequantize(elements, scales, dtype=name)
         assert narrow.dtype == dtype
         assert narrow.tobytes() == wide.astype(dtype).tobytes()
-
-
-@FORMATS
-def test_quantizing_dequantized_values_changes_nothing(fmt: ElementFormat) -> None:
-    x = random_values(0, 64, 96)
-    values = numerics.dequantize(*numerics.quantize(x, element_format=fmt.name), element_format=fmt.name)
-    again = numerics.dequantize(*numerics.quantize(values, element_format=fmt.name), element_format=fmt.name)
-    assert values.tobytes() == again.tobytes()
-
-
-@FORMATS
-def test_the_quantization_error_is_half_a_unit_of_the_element(fmt: ElementFormat) -> None:
-    x = random_values(0, 64, 96)
-    elements, scales = numerics.quantize(x, element_format=fmt.name)
-    error = np.abs(numerics.dequantize(elements, scales, element_format=fmt.name) - x.astype(np.float64))
-    scale = np.repeat(numerics.decode_scale(scales).astype(np.float64), 32, -1)
-    half_unit = np.maximum(np.abs(x) * 2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 * scale)
-    assert (error <= half_unit).all()
 
 
 # --- Gemm --------------------------------------------------------------------------------------------------------
@@ -414,19 +381,6 @@ def test_torchao_gives_the_same_bytes_where_it_is_right(element_format: str, rul
     assert_same(their_scales, scales)
     rows = (scales > 0).all(-1)
     assert_same(their_elements[rows], elements[rows], source=x[rows])
-
-
-@looped("exponent, scale", [(-100, 20), (-20, 100), (0, 120), (20, 140), (100, 220)])
-def test_ceil_just_above_a_power_of_two_times_the_maximum(exponent: int, scale: int) -> None:
-    """One bit above 1.75 * 2^e: where torchao 0.18, modelopt and auto-round answer one less.
-
-    They compute ceil(log2(amax / 448)) in float32, where the quotient's excess of about 1e-7 drowns in the logarithm;
-    the element of amax then saturates. TransformerEngine and torchao's main branch work on the bits, as we do.
-    """
-    amax = np.nextafter(np.float32(1.75 * 2.0**exponent), np.float32(np.inf))
-    elements, scales = numerics.quantize(block(amax, -amax))
-    assert scales.tolist() == [scale]
-    assert elements[:2].tolist() == [0x76, 0xF6]  # 224: half of 448, not saturated
 
 
 # --- Embedding ---------------------------------------------------------------------------------------------------
