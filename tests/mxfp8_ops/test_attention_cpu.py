@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
-from attention_cases import CASES, Case, Operands, widened
+from attention_cases import CASES, Case, widened
 from compare import assert_within
 from grids import looped, pairwise
 
@@ -15,18 +16,29 @@ from mxfp8_ops import cpu
 ROUNDINGS = (None, "bfloat16")
 
 
-def assert_right(operands: Operands, settings: dict[str, Any], *, threads: int = 0) -> None:
+@functools.cache
+def right(case: Case, activation_dtype: str | None, dtype: str, size: float) -> tuple[Any, ...]:
+    """Returns operands, Q times `size`; settings; the exact result and how far others may be from it; the presents."""
+    q, *rest = case.operands(dtype)
+    operands, settings = (q * q.dtype.type(size), *rest), {**case.settings, "activation_dtype": activation_dtype}
+    bound = reference.attention_error_bound(*operands, **settings)
+    presents = reference.attention(*operands, **settings)[1:]
+    return operands, settings, (reference.attention(*widened(operands), **settings)[0], bound), presents
+
+
+def assert_right(
+    case: Case, activation_dtype: str | None = None, *, dtype: str = "float32", size: float = 1, threads: int = 0
+) -> None:
+    operands, settings, expected, expected_presents = right(case, activation_dtype, dtype, size)
     y, *presents = cpu.attention(*operands, **settings, threads=threads)
-    expected, *_ = reference.attention(*widened(operands), **settings)
-    bounded = {name: value for name, value in settings.items() if name != "nan_guard"}
-    assert_within(y.astype(np.float32), expected, reference.attention_error_bound(*operands, **bounded))
-    for present, other in zip(presents, reference.attention(*operands, **settings)[1:], strict=True):
+    assert_within(y.astype(np.float32), *expected)
+    for present, other in zip(presents, expected_presents, strict=True):
         np.testing.assert_array_equal(present.view(np.uint8), other.view(np.uint8))
 
 
 @looped("activation_dtype, case", pairwise(activation_dtype=ROUNDINGS, case=CASES))
 def test_every_case(case: Case, activation_dtype: str | None, isa: str) -> None:
-    assert_right(case.operands(), {**case.settings, "activation_dtype": activation_dtype})
+    assert_right(case, activation_dtype)
 
 
 @looped("rows, dtype, activation_dtype", pairwise(r=[3, 20], d=["float16", "bfloat16"], a=ROUNDINGS))
@@ -35,28 +47,24 @@ def test_every_dtype(rows: int, dtype: str, activation_dtype: str | None, isa: s
         Case("narrow", rows=rows, keys=rows, past=50, d=40, dv=33, mask=(rows, rows + 50), causal=True),
         Case("narrow, bool", rows=rows, keys=rows, d=64, dv=64, mask=(2, 1, 1, rows), boolean=True),
     ):
-        assert_right(case.operands(dtype), {**case.settings, "activation_dtype": activation_dtype})
+        assert_right(case, activation_dtype, dtype=dtype)
 
 
-@looped("threads", [1, 2, 7])
-def test_keys_are_split_where_heads_are_few(threads: int, isa: str) -> None:
-    for rows in (1, 30):
-        case = Case("split", batch=1, rows=rows, keys=rows, past=2100, q_heads=2, kv_heads=1, d=32, causal=True)
-        assert_right(case.operands(), case.settings, threads=threads)
+@looped("threads, rows", pairwise(threads=[1, 2, 7], rows=[1, 30]))
+def test_keys_are_split_where_heads_are_few(threads: int, rows: int, isa: str) -> None:
+    case = Case("split", batch=1, rows=rows, keys=rows, past=2100, q_heads=2, kv_heads=1, d=32, causal=True)
+    assert_right(case, threads=threads)
 
 
 @looped("activation_dtype", ROUNDINGS)
 def test_rows_are_split_into_blocks_of_several_heads(activation_dtype: str | None, isa: str) -> None:
     case = Case("blocks", batch=1, rows=150, keys=150, q_heads=6, kv_heads=2, d=32, dv=48, mask=(150, 150), causal=True)
-    assert_right(case.operands(), {**case.settings, "activation_dtype": activation_dtype})
+    assert_right(case, activation_dtype)
 
 
-@looped("activation_dtype", ROUNDINGS)
-def test_scores_of_every_size(activation_dtype: str | None, isa: str) -> None:
-    for size in (1e-30, 1e-3, 30.0, 1e4):
-        case = Case(f"size {size}", rows=12, keys=200, d=32)
-        q, *rest = case.operands()
-        assert_right((q * np.float32(size), *rest), {**case.settings, "activation_dtype": activation_dtype})
+@looped("activation_dtype, size", pairwise(activation_dtype=ROUNDINGS, size=[1e-30, 1e-3, 30.0, 1e4]))
+def test_scores_of_every_size(activation_dtype: str | None, size: float, isa: str) -> None:
+    assert_right(Case(f"size {size}", rows=12, keys=200, d=32), activation_dtype, size=size)
 
 
 @looped("nan_guard, rows, activation_dtype", pairwise(nan_guard=[False, True], rows=[4, 20], a=ROUNDINGS))

@@ -192,12 +192,12 @@ def test_any_shape_and_axis(backend, shape_and_axis, kind):
     assert_same(backend.dequantize(elements, scales, dtype=dtype, **options), expected, "dequantized")
 
 
-@looped("axis, fmt", itertools.product((0, 1), FORMATS))
-def test_minus_zero_survives_beside_a_poisoned_block(backend, axis, fmt):
-    # ONNX Runtime's Where has one path for each axis, and they treat -0 differently.
+@looped("rows, axis, fmt", pairwise(rows=[1, 3], axis=[0, 1], fmt=FORMATS))
+def test_minus_zero_survives_beside_a_poisoned_block(backend, rows, axis, fmt):
+    # ONNX Runtime's Where has a path for each shape, and they treat -0 differently.
     x = np.zeros((3, 32), np.float32)
     x[0], x[1, :2], x[2, :3] = -0.0, [-0.0, 1], [-np.nan, -0.0, -np.inf]
-    x = np.moveaxis(x, 1, axis).copy()
+    x = np.moveaxis(x[:rows], 1, axis).copy()
     got = backend.quantize(x, axis=axis, element_format=fmt)
     for codes, expected in zip(got, numerics.quantize(x, axis=axis, element_format=fmt), strict=True):
         assert_same(codes, expected)

@@ -28,35 +28,11 @@ DTYPES = tuple(numerics.VALUE_DTYPES.values())
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
 
-def test_quantize_result_does_not_depend_on_threads():
-    x = heavy_tailed((3000, 300))
-    one, many = cpu.quantize(x, threads=1), cpu.quantize(x, threads=5)
-    assert_same(many[0], one[0], "elements")
-    assert_same(many[1], one[1], "scales")
-
-
-def test_embedding_of_strided_operands():
-    elements, scales = numerics.quantize(heavy_tailed((14, 70)))
-    ids = np.array([[3, 0, -1], [6, -7, 3]]).T
-    for table in ((elements[::2], scales[::2]), (np.asfortranarray(elements[:7]), np.asfortranarray(scales[:7]))):
-        for threads in (1, 3):
-            assert_same(cpu.embedding(ids, *table, threads=threads), numerics.embedding(ids, *table))
-
-
 # --- the gemms: within gemm_error_bound of float64 -------------------------------------------------------------------
 
 SHAPES = [
-    (0, 5, 64),
-    (3, 0, 64),
-    (3, 5, 0),
-    (1, 70, 5),
-    (1, 9, 2048),
-    (3, 33, 2100),
-    (16, 20, 2048),
-    (17, 4, 33),
-    (64, 65, 2080),
-    (100, 30, 4100),
-    (300, 7, 1000),
+    *((0, 5, 64), (3, 0, 64), (3, 5, 0), (1, 70, 5), (1, 9, 2048), (3, 33, 2100), (16, 20, 2048), (17, 4, 33)),
+    *((64, 65, 2080), (100, 30, 4100), (300, 7, 1000)),
 ]
 
 
@@ -287,16 +263,11 @@ def test_a_column_does_not_depend_on_its_neighbours(isa, m, b_format):
     )
 
 
-def test_gemm_broadcasts_leading_dimensions(isa):
-    a, b = quantized((2, 1, 5, 64), "e4m3", 1), quantized((3, 7, 64), "e4m3", 2)
+@looped("a_shape, b_shape, shape", [((2, 1, 5, 64), (3, 7, 64), (2, 3, 5, 7)), ((64,), (7, 64), (7,))])
+def test_gemm_broadcasts_leading_dimensions_and_takes_a_vector(isa, a_shape, b_shape, shape):
+    a, b = quantized(a_shape, "e4m3", 1), quantized(b_shape, "e4m3", 2)
     check_gemm(a, b, heavy_tailed((7,), 3), ("e4m3", "e4m3"))
-    assert cpu.gemm(*a, *b).shape == (2, 3, 5, 7)
-
-
-def test_gemm_of_a_vector(isa):
-    a, b = quantized((64,), "e4m3", 1), quantized((7, 64), "e4m3", 2)
-    assert cpu.gemm(*a, *b).shape == (7,)
-    check_gemm(a, b, None, ("e4m3", "e4m3"))
+    assert cpu.gemm(*a, *b).shape == shape
 
 
 # --- pack ------------------------------------------------------------------------------------------------------------
@@ -337,10 +308,17 @@ def test_pack_finds_the_first_bad_value_and_leaves_its_block_out_of_the_sums(isa
     assert packed.noise == 0
 
 
-def test_pack_sums_do_not_depend_on_threads():
-    w = heavy_tailed((3000, 400))
-    one, many = cpu.pack(w, threads=1), cpu.pack(w, threads=5)
-    assert (one.signal, one.noise) == (many.signal, many.noise)
+def test_results_do_not_depend_on_threads():
+    x, ids = heavy_tailed((3000, 300)), np.random.default_rng(0).integers(-3000, 3000, 700)
+    table, packed = cpu.quantize(x), {}
+    for threads in (1, 5):
+        elements, scales = cpu.quantize(x, threads=threads)
+        assert_same(elements, table[0], f"elements with {threads} threads")
+        assert_same(scales, table[1], f"scales with {threads} threads")
+        assert_same(cpu.dequantize(*table, threads=threads), numerics.dequantize(*table))
+        assert_same(cpu.embedding(ids, *table, threads=threads), numerics.embedding(ids, *table))
+        packed[threads] = cpu.pack(x, threads=threads)
+    assert (packed[1].signal, packed[1].noise) == (packed[5].signal, packed[5].noise)
 
 
 # --- the library -----------------------------------------------------------------------------------------------------
