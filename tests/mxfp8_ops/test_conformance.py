@@ -120,6 +120,7 @@ def test_the_answers_of_a_known_rule_are_recognized(rule):
         assert result.agrees == {f"{element_format}-ceil": f"the rule of {rule.name}"}, str(result)
 
 
+@pytest.mark.slow
 @looped("mode", ["FLOOR", "EVEN", "CEIL", "RCEIL"])
 def test_the_rules_of_torchao_are_torchao(mode):
     config = pytest.importorskip("torchao.prototype.mx_formats.config")

@@ -103,8 +103,12 @@ def test_gemms_of_every_small_depth(isa, m):
         check_weight_gemm(heavy_tailed((m, k), k).astype(ml_dtypes.bfloat16), b)
 
 
-@looped("m, b_format", pairwise(m=[1, 6, 7, 16, 20, 200], b_format=FORMATS))
-def test_gemms_with_every_kind_of_scale_in_one_row(isa, m, b_format):
+SIZES_OF_A = [(100, 2.0**-20), (20, 2.0**-60), (2, 2.0**-120)]
+"""A scale code of quantized values, and a factor of others."""
+
+
+@looped("m, b_format, sizes", pairwise(m=[1, 6, 7, 16, 20, 200], b_format=FORMATS, sizes=SIZES_OF_A))
+def test_gemms_with_every_kind_of_scale_in_one_row(isa, m, b_format, sizes):
     """Scales too small and too large for a shortcut, between ordinary ones; the values of A keep sums finite."""
     codes = [0, 1, 2, 3, 126, 127, 239 if b_format == "e5m2" else 246]
     rng = np.random.default_rng(m)
@@ -112,11 +116,9 @@ def test_gemms_with_every_kind_of_scale_in_one_row(isa, m, b_format):
     b_scales = rng.choice(codes, (70, 50)).astype(np.uint8)
     b_scales[10:] = 120  # ordinary rows
     b_scales[20, 49] = b_scales[40, 0] = 1
-    for a_scale in (100, 20, 2):
-        a = rng.integers(0, 0x7B, (m, 1600), dtype=np.uint8), np.full((m, 50), a_scale, np.uint8)
-        check_gemm(a, (b, b_scales), None, ("e4m3", b_format))
-    for scale in (2.0**-20, 2.0**-60, 2.0**-120):
-        check_weight_gemm(heavy_tailed((m, 1600)) * np.float32(scale), (b, b_scales), b_format=b_format)
+    a = rng.integers(0, 0x7B, (m, 1600), dtype=np.uint8), np.full((m, 50), sizes[0], np.uint8)
+    check_gemm(a, (b, b_scales), None, ("e4m3", b_format))
+    check_weight_gemm(heavy_tailed((m, 1600)) * np.float32(sizes[1]), (b, b_scales), b_format=b_format)
 
 
 @looped("m", [1, 8, 20])
