@@ -18,7 +18,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=100,
+    max_examples=40,
     # The first example of a kind loads what later ones have; a function's fixtures hold nothing that examples change.
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+from one_node import NUMPY, one_node_model, run
 from onnx import TensorProto
-from test_onnx_functions import NUMPY, one_node_model, run
 
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.attention import NO_MASK, NO_PAST
@@ -157,12 +157,3 @@ def run_stock(case: Case, opset: int, *, operands: Operands | None = None, **set
     given = case.operands() if operands is None else operands
     results: list[np.ndarray] = run(node_model(case, opset, operands=given, **settings), feeds(given))
     return results
-
-
-def assert_within(actual: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> None:
-    """Asserts that two results are as near as `bound` says, and NaN alike."""
-    assert actual.shape == expected.shape
-    near = np.abs(actual.astype(np.float64) - expected) <= bound
-    wrong = np.argwhere(~(near | (np.isnan(actual) & np.isnan(expected))))
-    at = tuple(wrong[0]) if len(wrong) else ()
-    assert not len(wrong), f"at {at}: got {actual[at]}, expected {expected[at]} +- {bound[at]}; {len(wrong)} are wrong"

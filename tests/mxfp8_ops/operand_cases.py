@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import onnxruntime
+from one_node import NUMPY, TYPED_BY_HAND, from_ort, to_ort
 from onnx import helper
 from releases import release
-from test_onnx_functions import NUMPY, TYPED_BY_HAND, from_ort, to_ort
 
 from mxfp8_ops import contract, ort
 from mxfp8_ops.contract import Op, Port

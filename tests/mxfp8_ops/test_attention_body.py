@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
-from attention_cases import CASES, Case, assert_within, run_stock, widened
+from attention_cases import CASES, Case, run_stock, widened
+from compare import assert_within
+from grids import looped, pairwise
 from releases import release
 
 from mxfp8_ops import attention as reference
 from mxfp8_ops import contract
-from mxfp8_ops.errors import ContractError, ShapeError
 
-OPSETS = pytest.mark.parametrize("opset", [21, 23, 26])
-EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=str)
 # ONNX pads a mask that ends early, which is none of ours; and neither it nor torch is at home where there is nothing.
-ONNX_CASES = pytest.mark.parametrize("case", [case for case in CASES if case.is_usual], ids=str)
+ONNX_CASES = [case for case in CASES if case.is_usual]
 
 
 # --- the reference ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(release("onnx") < (1, 20), reason="onnx 1.19 itself mixes up grouped heads and the past")
-@ONNX_CASES
+@looped("case", ONNX_CASES)
 def test_the_reference_is_what_onnx_says(case: Case) -> None:
     *operands, past = case.operands()
     y, *presents = reference.attention(*operands, past, **case.settings)
@@ -42,7 +39,7 @@ def test_the_reference_is_what_onnx_says(case: Case) -> None:
         np.testing.assert_array_equal(present, other)
 
 
-@ONNX_CASES
+@looped("case", ONNX_CASES)
 def test_torch_is_within_the_bound(case: Case) -> None:
     torch = pytest.importorskip("torch")
     q, k, v, mask, past = case.operands()
@@ -84,17 +81,15 @@ def test_rows_that_see_nothing_are_nan_or_zero() -> None:
 # --- the body -----------------------------------------------------------------------------------------------------
 
 
-@OPSETS
-@EVERY_CASE
-def test_the_body_is_within_the_bound(case: Case, opset: int) -> None:
-    for activation_dtype in (None, "bfloat16"):
-        got = run_stock(case, opset, activation_dtype=activation_dtype, nan_guard=True)
-        settings = {**case.settings, "activation_dtype": activation_dtype}
-        operands = case.operands()
-        expected = reference.attention(*operands, **settings, nan_guard=True)
-        assert_within(got[0], expected[0], reference.attention_error_bound(*operands, **settings))
-        for present, other in zip(got[1:], expected[1:], strict=True):
-            np.testing.assert_array_equal(present, other)
+@looped("case, opset, activation_dtype", pairwise(c=CASES, opset=[21, 23, 26], a=[None, "bfloat16"]))
+def test_the_body_is_within_the_bound(case: Case, opset: int, activation_dtype: str | None) -> None:
+    got = run_stock(case, opset, activation_dtype=activation_dtype, nan_guard=True)
+    settings = {**case.settings, "activation_dtype": activation_dtype}
+    operands = case.operands()
+    expected = reference.attention(*operands, **settings, nan_guard=True)
+    assert_within(got[0], expected[0], reference.attention_error_bound(*operands, **settings))
+    for present, other in zip(got[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(present, other)
 
 
 @pytest.mark.parametrize("nan_guard", [False, True])
@@ -128,44 +123,6 @@ def test_the_presents_may_be_left_out() -> None:
     case = Case("one output", rows=4, keys=4)
     (y,) = run_stock(case, 21, presents=False)
     np.testing.assert_array_equal(y, run_stock(case, 21)[0])
-
-
-# --- what is refused ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q_num_heads": 3}, "3 heads of Q and 2 of K and V; expected 1 or more of each"),
-        ({"kv_num_heads": 0}, "4 heads of Q and 0 of K and V; expected"),
-        ({"k": (2, 7, 20)}, r"K \(2, 7, 20\) .*; expected \[B, S, Hq \* D\]"),
-        ({"v": (2, 6, 32)}, r"V \(2, 6, 32\) .*; expected"),
-        ({"q": (64,)}, r"Q \(64,\), .*; expected"),
-        ({"mask": (2, 1, 3, 7)}, r"attn_mask has shape \(2, 1, 3, 7\); expected one that broadcasts to \(2, 4, 5, 7\)"),
-        ({"mask": (1, 1, 1, 1, 7)}, r"attn_mask has shape \(1, 1, 1, 1, 7\)"),
-        ({"past": ((2, 2, 3, 16), (2, 2, 4, 16))}, r"past_value \(2, 2, 4, 16\); expected .* or both \[0\]"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
-    shapes: dict[str, Any] = {"q": (2, 5, 64), "k": (2, 7, 32), "v": (2, 7, 32)}
-    settings = {"q_num_heads": 4, "kv_num_heads": 2}
-    settings |= {name: value for name, value in changes.items() if name in settings}
-    shapes |= {name: value for name, value in changes.items() if name not in settings}
-    arrays: dict[str, Any] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items() if name != "past"}
-    if "past" in shapes:
-        arrays["past"] = tuple(np.zeros(shape, np.float32) for shape in shapes["past"])
-    with pytest.raises(ShapeError, match=f"attention: .*{message}"):
-        reference.attention(**arrays, **settings)
-
-
-def test_dtypes_that_do_not_fit_are_refused() -> None:
-    x, half = np.zeros((1, 2, 16), np.float32), np.zeros((1, 2, 16), np.float16)
-    with pytest.raises(ShapeError, match="k has dtype float16; expected float32, that of q"):
-        reference.attention(x, half, x, q_num_heads=1, kv_num_heads=1)
-    with pytest.raises(ShapeError, match="dtype int64"):
-        reference.attention(x, x, x, np.zeros(1, np.int64), q_num_heads=1, kv_num_heads=1)
-    with pytest.raises(ContractError, match="activation_dtype: 'float16'"):
-        reference.attention(x, x, x, q_num_heads=1, kv_num_heads=1, activation_dtype="float16")
 
 
 def test_the_contract_names_the_inputs_of_onnx() -> None:

@@ -2,80 +2,72 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
-import pytest
-from attention_cases import CASES, Case, Operands, assert_within, widened
+from attention_cases import CASES, Case, widened
+from compare import assert_within
+from grids import looped, pairwise
 
 from mxfp8_ops import attention as reference
 from mxfp8_ops import cpu
 
-ISAS = pytest.mark.parametrize("isa", cpu.available_isas())
-ROUNDINGS = pytest.mark.parametrize("activation_dtype", [None, "bfloat16"])
+ROUNDINGS = (None, "bfloat16")
 
 
-def assert_right(operands: Operands, settings: dict[str, Any], *, threads: int = 0) -> None:
+@functools.cache
+def right(case: Case, activation_dtype: str | None, dtype: str, size: float) -> tuple[Any, ...]:
+    """Returns operands, Q times `size`; settings; the exact result and how far others may be from it; the presents."""
+    q, *rest = case.operands(dtype)
+    operands, settings = (q * q.dtype.type(size), *rest), {**case.settings, "activation_dtype": activation_dtype}
+    bound = reference.attention_error_bound(*operands, **settings)
+    presents = reference.attention(*operands, **settings)[1:]
+    return operands, settings, (reference.attention(*widened(operands), **settings)[0], bound), presents
+
+
+def assert_right(
+    case: Case, activation_dtype: str | None = None, *, dtype: str = "float32", size: float = 1, threads: int = 0
+) -> None:
+    operands, settings, expected, expected_presents = right(case, activation_dtype, dtype, size)
     y, *presents = cpu.attention(*operands, **settings, threads=threads)
-    expected, *_ = reference.attention(*widened(operands), **settings)
-    bounded = {name: value for name, value in settings.items() if name != "nan_guard"}
-    assert_within(y.astype(np.float32), expected, reference.attention_error_bound(*operands, **bounded))
-    for present, other in zip(presents, reference.attention(*operands, **settings)[1:], strict=True):
+    assert_within(y.astype(np.float32), *expected)
+    for present, other in zip(presents, expected_presents, strict=True):
         np.testing.assert_array_equal(present.view(np.uint8), other.view(np.uint8))
 
 
-@ISAS
-@ROUNDINGS
-@pytest.mark.parametrize("case", CASES, ids=str)
+@looped("activation_dtype, case", pairwise(activation_dtype=ROUNDINGS, case=CASES))
 def test_every_case(case: Case, activation_dtype: str | None, isa: str) -> None:
-    with cpu.forced_isa(isa):
-        assert_right(case.operands(), {**case.settings, "activation_dtype": activation_dtype})
+    assert_right(case, activation_dtype)
 
 
-@ISAS
-@ROUNDINGS
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("rows", [3, 20])
+@looped("rows, dtype, activation_dtype", pairwise(r=[3, 20], d=["float16", "bfloat16"], a=ROUNDINGS))
 def test_every_dtype(rows: int, dtype: str, activation_dtype: str | None, isa: str) -> None:
     for case in (
         Case("narrow", rows=rows, keys=rows, past=50, d=40, dv=33, mask=(rows, rows + 50), causal=True),
         Case("narrow, bool", rows=rows, keys=rows, d=64, dv=64, mask=(2, 1, 1, rows), boolean=True),
     ):
-        with cpu.forced_isa(isa):
-            assert_right(case.operands(dtype), {**case.settings, "activation_dtype": activation_dtype})
+        assert_right(case, activation_dtype, dtype=dtype)
 
 
-@ISAS
-@pytest.mark.parametrize("threads", [1, 2, 7])
-def test_keys_are_split_where_heads_are_few(threads: int, isa: str) -> None:
-    for rows in (1, 30):
-        case = Case("split", batch=1, rows=rows, keys=rows, past=2100, q_heads=2, kv_heads=1, d=32, causal=True)
-        with cpu.forced_isa(isa):
-            assert_right(case.operands(), case.settings, threads=threads)
+@looped("threads, rows", pairwise(threads=[1, 2, 7], rows=[1, 30]))
+def test_keys_are_split_where_heads_are_few(threads: int, rows: int, isa: str) -> None:
+    case = Case("split", batch=1, rows=rows, keys=rows, past=2100, q_heads=2, kv_heads=1, d=32, causal=True)
+    assert_right(case, threads=threads)
 
 
-@ISAS
-@ROUNDINGS
+@looped("activation_dtype", ROUNDINGS)
 def test_rows_are_split_into_blocks_of_several_heads(activation_dtype: str | None, isa: str) -> None:
     case = Case("blocks", batch=1, rows=150, keys=150, q_heads=6, kv_heads=2, d=32, dv=48, mask=(150, 150), causal=True)
-    with cpu.forced_isa(isa):
-        assert_right(case.operands(), {**case.settings, "activation_dtype": activation_dtype})
+    assert_right(case, activation_dtype)
 
 
-@ISAS
-@ROUNDINGS
-def test_scores_of_every_size(activation_dtype: str | None, isa: str) -> None:
-    for size in (1e-30, 1e-3, 30.0, 1e4):
-        case = Case(f"size {size}", rows=12, keys=200, d=32)
-        q, *rest = case.operands()
-        with cpu.forced_isa(isa):
-            assert_right((q * np.float32(size), *rest), {**case.settings, "activation_dtype": activation_dtype})
+@looped("activation_dtype, size", pairwise(activation_dtype=ROUNDINGS, size=[1e-30, 1e-3, 30.0, 1e4]))
+def test_scores_of_every_size(activation_dtype: str | None, size: float, isa: str) -> None:
+    assert_right(Case(f"size {size}", rows=12, keys=200, d=32), activation_dtype, size=size)
 
 
-@ISAS
-@ROUNDINGS
-@pytest.mark.parametrize("rows", [4, 20])
-@pytest.mark.parametrize("nan_guard", [False, True])
+@looped("nan_guard, rows, activation_dtype", pairwise(nan_guard=[False, True], rows=[4, 20], a=ROUNDINGS))
 def test_rows_without_a_softmax(nan_guard: bool, rows: int, activation_dtype: str | None, isa: str) -> None:
     case = Case("bad rows", rows=rows, keys=300, mask=(rows, 300))
     q, k, v, mask, _ = case.operands()
@@ -84,9 +76,8 @@ def test_rows_without_a_softmax(nan_guard: bool, rows: int, activation_dtype: st
     mask[2, 170] = np.inf
     mask[3] = -np.inf
     mask[3, 299] = 0  # the last key alone
-    with cpu.forced_isa(isa):
-        settings = {**case.settings, "activation_dtype": activation_dtype, "nan_guard": nan_guard}
-        got = cpu.attention(q, k, v, mask, **settings)[0]
+    settings = {**case.settings, "activation_dtype": activation_dtype, "nan_guard": nan_guard}
+    got = cpu.attention(q, k, v, mask, **settings)[0]
     expected = reference.attention(q, k, v, mask, **settings)[0]
     assert np.isnan(expected).any() != nan_guard
     bad = np.isnan(reference.attention(q, k, v, mask, **case.settings)[0])
@@ -94,21 +85,17 @@ def test_rows_without_a_softmax(nan_guard: bool, rows: int, activation_dtype: st
     np.testing.assert_allclose(got[~bad], expected[~bad], rtol=0.02, atol=0.02)
 
 
-@ISAS
 def test_a_row_hidden_with_the_lowest_number_is_a_mean(isa: str) -> None:
     case = Case("lowest", rows=10, keys=40, mask=(40,))
     q, k, v, mask, _ = case.operands()
     mask[:] = np.finfo(np.float32).min
-    with cpu.forced_isa(isa):
-        y = cpu.attention(q, k, v, mask, **case.settings)[0]
+    y = cpu.attention(q, k, v, mask, **case.settings)[0]
     np.testing.assert_allclose(y, np.broadcast_to(v.mean(1, keepdims=True), y.shape), rtol=1e-5, atol=1e-6)
 
 
-@ISAS
 def test_operands_may_lie_anywhere(isa: str) -> None:
     case = Case("strided", rows=10, keys=12, past=5, mask=(2, 4, 10, 17))
     q, k, v, mask, past = case.operands()
     scattered = tuple(np.asfortranarray(x) for x in (q, k, v, mask))
-    with cpu.forced_isa(isa):
-        y = cpu.attention(*scattered, tuple(np.asfortranarray(x) for x in past), **case.settings)[0]
-        np.testing.assert_array_equal(y, cpu.attention(q, k, v, mask, past, **case.settings)[0])
+    y = cpu.attention(*scattered, tuple(np.asfortranarray(x) for x in past), **case.settings)[0]
+    np.testing.assert_array_equal(y, cpu.attention(q, k, v, mask, past, **case.settings)[0])

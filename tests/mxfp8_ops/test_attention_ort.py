@@ -9,9 +9,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from attention_cases import CASES, Case, Operands, assert_within, feeds, node_model, widened
+from attention_cases import CASES, Case, Operands, feeds, node_model, widened
+from compare import assert_within
+from one_node import from_ort, to_ort
 from releases import release
-from test_onnx_functions import from_ort, to_ort
 
 from mxfp8_ops import attention as reference
 from mxfp8_ops import contract, native, ort

@@ -11,6 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from grids import looped
 from onnx import TensorProto
 
 from mxfp8_ops import formats
@@ -20,10 +21,8 @@ from mxfp8_ops.formats import E4M3, E5M2, Dtype, ElementFormat, ValueDtype
 PACKAGE = Path(__file__).parents[2] / "custom_ops" / "mxfp8_ops"
 """The package in the checkout: an installed one has no C++ sources."""
 
-ROWS = pytest.mark.parametrize(
-    "row", [*formats.VALUE_DTYPES.values(), *formats.ELEMENT_FORMATS.values()], ids=lambda row: row.name
-)
-FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+ROWS = looped("row", [*formats.VALUE_DTYPES.values(), *formats.ELEMENT_FORMATS.values()])
+FORMATS = looped("fmt", [E4M3, E5M2])
 
 
 @FORMATS

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from test_cpu import DTYPES, FORMATS, ROUNDINGS, assert_same, assert_within, heavy_tailed
+from compare import FORMATS, ROUNDINGS, assert_same, assert_within, heavy_tailed
+from grids import looped, pairwise
 
-from mxfp8_ops import contract, cpu, fused, numerics
+from mxfp8_ops import contract, fused, numerics
 from mxfp8_ops.cpu import fused as kernels
-from mxfp8_ops.errors import ContractError, ShapeError
 
-EPILOGUES = pytest.mark.parametrize("epilogue", contract.EPILOGUES)
-NORMS = pytest.mark.parametrize("norm", contract.NORMS)
+DTYPES = tuple(numerics.VALUE_DTYPES.values())
 ONE = numerics.quantize(np.eye(1, 32, dtype=np.float32))
 """A weight that multiplies the first value of a row by 1: the sum is that value."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
 
-@pytest.fixture(params=cpu.available_isas())
-def isa(request: pytest.FixtureRequest):
-    with cpu.forced_isa(request.param):
-        yield request.param
+SHAPES = [
+    *((1, 1, 1), (1, 67, 40), (3, 16, 0), (4, 96, 64), (17, 130, 33), (40, 320, 64), (64, 65, 96), (200, 48, 70)),
+    *((300, 100, 64), (0, 5, 8), (5, 0, 8)),
+]
 
 
 def as_sums(values: np.ndarray) -> np.ndarray:
@@ -32,7 +33,7 @@ def as_sums(values: np.ndarray) -> np.ndarray:
 # --- epilogues -----------------------------------------------------------------------------------------------------
 
 
-@EPILOGUES
+@looped("epilogue", contract.EPILOGUES)
 def test_an_epilogue_is_within_its_error_of_the_exact_function(isa, epilogue):
     rng = np.random.default_rng(0)
     ends = np.float32([5.25, -5.25, 87, -87, 88.4, -88.4, 89, -89, 3e38, -3e38, 2.0**-126, -(2.0**-149)])
@@ -47,10 +48,10 @@ def test_an_epilogue_is_within_its_error_of_the_exact_function(isa, epilogue):
     row = fused.EPILOGUES[epilogue]
     sums = values.astype(np.float64)
     bound = row.error * fused.UNIT * np.abs(sums) + 2.0**-149
-    assert_within(epilogue, kernels.weight_gemm(as_sums(values), *ONE, epilogue=epilogue)[:, 0], row.of(sums), bound)
+    assert_within(kernels.weight_gemm(as_sums(values), *ONE, epilogue=epilogue)[:, 0], row.of(sums), bound, epilogue)
 
 
-@EPILOGUES
+@looped("epilogue", contract.EPILOGUES)
 def test_no_epilogue_exceeds_its_argument_or_is_steeper_than_it_says(epilogue):
     x = np.linspace(-20, 20, 1_000_001)
     y = fused.EPILOGUES[epilogue].of(x)
@@ -59,7 +60,7 @@ def test_no_epilogue_exceeds_its_argument_or_is_steeper_than_it_says(epilogue):
     assert fused.EPILOGUES[epilogue].steepest - 0.01 < steepest <= fused.EPILOGUES[epilogue].steepest * (1 + 1e-9)
 
 
-@EPILOGUES
+@looped("epilogue", contract.EPILOGUES)
 def test_bad_sums_are_as_bad_as_the_composition_makes_them(isa, epilogue):
     values = np.float32([np.nan, np.inf, -np.inf, 0, -0.0])
     x = as_sums(values)
@@ -85,22 +86,20 @@ def check_gemm(
     bound = fused.gemm_error_bound(x, w, dtype, bias, **options)
     got = kernels.gemm(*a, *b, bias, dtype=dtype, **options)
     what = f"{shape} {epilogue} {dtype} factor {factor_dtype}"
-    assert_within(what, got, fused.gemm(*a, *b, bias, **options), bound)
+    assert_within(got, fused.gemm(*a, *b, bias, **options), bound, what)
     got = kernels.weight_gemm(x, *b, bias, dtype=dtype, **options)
-    assert_within(f"weight {what}", got, fused.weight_gemm(x, *b, bias, **options), bound)
+    assert_within(got, fused.weight_gemm(x, *b, bias, **options), bound, f"weight {what}")
 
 
-@EPILOGUES
-@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
-@pytest.mark.parametrize("factor", [None, *numerics.VALUE_DTYPES])
+@looped(
+    "epilogue, dtype, factor",
+    pairwise(epilogue=contract.EPILOGUES, dtype=numerics.VALUE_DTYPES, factor=[None, *numerics.VALUE_DTYPES]),
+)
 def test_fused_gemms_of_every_dtype(isa, epilogue, dtype, factor):
     check_gemm((5, 70, 96), epilogue, dtype, factor)
 
 
-@EPILOGUES
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (1, 67, 40), (3, 16, 0), (17, 130, 33), (64, 65, 96), (200, 48, 70), (300, 100, 64), (0, 5, 8)]
-)
+@looped("epilogue, shape", pairwise(epilogue=contract.EPILOGUES, shape=SHAPES))
 def test_fused_gemms_of_every_kernel(isa, epilogue, shape):
     check_gemm(shape, epilogue)
 
@@ -110,7 +109,7 @@ def test_fused_gemms_broadcast_leading_dimensions(isa):
     factor = heavy_tailed((2, 4, 3, 5), 2)
     options = {"epilogue": "gelu", "factor": factor}
     bound = fused.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*b), **options)
-    assert_within("batched", kernels.gemm(*a, *b, **options), fused.gemm(*a, *b, **options), bound)
+    assert_within(kernels.gemm(*a, *b, **options), fused.gemm(*a, *b, **options), bound, "batched")
 
 
 def test_a_fused_gemm_of_a_vector_rounds_its_activation(isa):
@@ -119,8 +118,8 @@ def test_a_fused_gemm_of_a_vector_rounds_its_activation(isa):
     rounded = x.astype(numerics.value_dtype("bfloat16"))
     got = kernels.weight_gemm(x, *b, activation_dtype="bfloat16", **options)
     bound = fused.gemm_error_bound(rounded, numerics.dequantize(*b), **options)
-    assert_within("vector", got, fused.weight_gemm(x, *b, activation_dtype="bfloat16", **options), bound)
-    assert_within("vector", got, fused.weight_gemm(rounded, *b, **options), bound)
+    assert_within(got, fused.weight_gemm(x, *b, activation_dtype="bfloat16", **options), bound, "vector")
+    assert_within(got, fused.weight_gemm(rounded, *b, **options), bound, "vector")
 
 
 def test_the_bound_catches_another_epilogue():
@@ -139,29 +138,21 @@ def check_gemm_quantize(shape: tuple[int, int, int], epilogue: str = "gelu", *, 
     a, b = numerics.quantize(heavy_tailed((m, k))), numerics.quantize(heavy_tailed((n, k), 1))
     bias = heavy_tailed((n,), 2) if biased else None
     elements, scales, y = kernels.gemm_quantize(*a, *b, bias, epilogue=epilogue, **options)
-    assert_same(f"y {shape}", y, kernels.gemm(*a, *b, bias, epilogue=epilogue))
+    assert_same(y, kernels.gemm(*a, *b, bias, epilogue=epilogue), f"y {shape}")
     expected_elements, expected_scales = numerics.quantize(y, **options)
-    assert_same(f"scales {shape}", scales, expected_scales)
-    assert_same(f"elements {shape}", elements, expected_elements, y)
+    assert_same(scales, expected_scales, f"scales {shape}")
+    assert_same(elements, expected_elements, f"elements {shape}", y)
     x, w = numerics.dequantize(*a), numerics.dequantize(*b)
     bound = fused.gemm_error_bound(x, w, "float32", bias, epilogue=epilogue)
-    assert_within(f"{shape}", y, fused.gemm_quantize(*a, *b, bias, epilogue=epilogue)[2], bound)
+    assert_within(y, fused.gemm_quantize(*a, *b, bias, epilogue=epilogue)[2], bound, f"{shape}")
 
 
-@EPILOGUES
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *((1, 1, 1), (1, 67, 40), (3, 16, 0), (4, 96, 64), (17, 130, 33), (40, 320, 64), (64, 65, 96)),
-        *((200, 48, 70), (300, 100, 64), (0, 5, 8), (5, 0, 8)),
-    ],
-)
+@looped("epilogue, shape", pairwise(epilogue=contract.EPILOGUES, shape=SHAPES))
 def test_a_gemm_quantizes_what_the_fused_gemm_gives(isa, epilogue, shape):
     check_gemm_quantize(shape, epilogue)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@looped("fmt, rounding", pairwise(fmt=FORMATS, rounding=ROUNDINGS))
 def test_a_gemm_quantizes_to_every_format(isa, fmt, rounding):
     check_gemm_quantize((9, 100, 64), biased=False, element_format=fmt, scale_rounding=rounding)
 
@@ -170,14 +161,14 @@ def test_codes_of_a_gemm_do_not_depend_on_threads():
     a, b = numerics.quantize(heavy_tailed((700, 96))), numerics.quantize(heavy_tailed((330, 96), 1))
     one, many = (kernels.gemm_quantize(*a, *b, epilogue="silu", threads=threads) for threads in (1, 5))
     for of_one, of_many in zip(one, many, strict=True):
-        assert_same("threads", of_many, of_one)
+        assert_same(of_many, of_one, "threads")
 
 
 def test_a_gemm_that_quantizes_broadcasts_leading_dimensions(isa):
     a, b = numerics.quantize(heavy_tailed((2, 1, 3, 40))), numerics.quantize(heavy_tailed((4, 35, 40), 1))
     got, y = kernels.gemm_quantize(*a, *b, epilogue="relu"), kernels.gemm(*a, *b, epilogue="relu")
     for name, ours, expected in zip(("elements", "scales", "y"), got, (*numerics.quantize(y), y), strict=True):
-        assert_same(name, ours, expected)
+        assert_same(ours, expected, name)
     vector = kernels.gemm_quantize(a[0][0, 0, 0], a[1][0, 0, 0], b[0][0], b[1][0])
     assert [array.shape for array in vector] == [(35,), (2,), (35,)]
 
@@ -202,41 +193,43 @@ def check_norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray | None, residu
     elements, scales, normalized, total = kernels.norm_quantize(x, scale, bias, residual=residual, **options)
     quantized = {name: options.pop(name) for name in ("element_format", "scale_rounding") if name in options}
     _, _, expected, expected_total = fused.norm_quantize(x, scale, bias, residual=residual, **options)
-    assert_same("sum", total, expected_total)
+    assert_same(total, expected_total, "sum")
     bound = fused.norm_error_bound(total, scale, bias, **options)
-    assert_within(f"normalized {x.dtype} {options}", normalized, expected, bound)
+    assert_within(normalized, expected, bound, f"normalized {x.dtype} {options}")
     expected_elements, expected_scales = numerics.quantize(normalized, **quantized)
-    assert_same("scales", scales, expected_scales)
-    assert_same("elements", elements, expected_elements, normalized)
+    assert_same(scales, expected_scales, "scales")
+    assert_same(elements, expected_elements, "elements", normalized)
 
 
-@NORMS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "k"), [(1, 1), (3, 31), (40, 33), (2, 64), (11, 384), (5, 770), (2, 5000)])
-def test_norms(isa, norm, dtype, rows, k):
-    scale, bias = heavy_tailed((k,), 1), heavy_tailed((k,), 2)
-    x, residual = (heavy_tailed((rows, k), seed).astype(dtype) for seed in (3, 4))
-    for given in ((None, None), (bias, residual), (bias, None), (None, residual)):
-        check_norm(x, scale, *given, norm=norm)
+@looped(
+    "norm, dtype, shape, added",
+    pairwise(
+        norm=contract.NORMS,
+        dtype=DTYPES,
+        shape=[(1, 1), (3, 31), (40, 33), (2, 64), (11, 384), (5, 770), (2, 5000)],
+        added=[*itertools.product((False, True), (False, True))],
+    ),
+)
+def test_norms(isa, norm, dtype, shape, added):
+    scale, bias = heavy_tailed(shape[1:], 1), heavy_tailed(shape[1:], 2) if added[0] else None
+    residual = heavy_tailed(shape, 4).astype(dtype) if added[1] else None
+    check_norm(heavy_tailed(shape, 3).astype(dtype), scale, bias, residual, norm=norm)
 
 
-@NORMS
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@looped("norm, fmt, rounding", pairwise(norm=contract.NORMS, fmt=FORMATS, rounding=ROUNDINGS))
 def test_norms_quantize_to_every_format(isa, norm, fmt, rounding):
     x, scale = heavy_tailed((9, 100)), heavy_tailed((100,), 1)
     check_norm(x, scale, scale, x, norm=norm, element_format=fmt, scale_rounding=rounding)
 
 
-@pytest.mark.parametrize("mean", [1e2, 1e4, 1e6])
+@looped("mean", [1e2, 1e4, 1e6])
 def test_a_mean_that_dwarfs_the_deviations(isa, mean):
     """In one pass, mean(x^2) - mean(x)^2 would lose them all."""
     x = (np.random.default_rng(0).standard_normal((4, 768)) + mean).astype(np.float32)
     check_norm(x, np.ones(768, np.float32), None, None)
 
 
-@NORMS
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@looped("norm, bad", pairwise(norm=contract.NORMS, bad=[np.nan, np.inf, -np.inf]))
 def test_a_bad_value_spoils_its_row_alone(isa, norm, bad):
     x = heavy_tailed((3, 64))
     x[1, 7] = bad
@@ -248,14 +241,14 @@ def test_a_bad_value_spoils_its_row_alone(isa, norm, bad):
     assert (scales[[0, 2]] != 255).all()
 
 
-@NORMS
+@looped("norm", contract.NORMS)
 def test_rows_without_deviations(isa, norm):
     x = np.full((2, 40), 3, np.float32)
     x[1] = 0
     check_norm(x, np.ones(40, np.float32), np.ones(40, np.float32), None, norm=norm)
 
 
-@pytest.mark.parametrize("shape", [(0, 40), (3, 0), (7,), (2, 0, 5), (2, 3, 4, 33)])
+@looped("shape", [(0, 40), (3, 0), (7,), (2, 0, 5), (2, 3, 4, 33)])
 def test_norms_of_any_shape(isa, shape):
     x = heavy_tailed(shape)
     check_norm(x, np.ones(shape[-1], np.float32), np.ones(shape[-1], np.float32), x)
@@ -265,36 +258,7 @@ def test_norms_do_not_depend_on_threads():
     x, scale = heavy_tailed((3000, 96)), heavy_tailed((96,), 1)
     one, many = (kernels.norm_quantize(x, scale, residual=x, threads=threads) for threads in (1, 5))
     for a, b in zip(one, many, strict=True):
-        assert_same("threads", b, a)
-
-
-# --- what is refused -----------------------------------------------------------------------------------------------
-
-X, W = np.zeros((2, 32), np.float32), (np.zeros((3, 32), np.uint8), np.zeros((3, 1), np.uint8))
-
-
-@pytest.mark.parametrize("module", [fused, kernels], ids=["reference", "kernels"])
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda f: f.weight_gemm(X, *W, epilogue="swish"), ContractError, "'swish'; expected one of none, relu, gelu,"),
-        (lambda f: f.weight_gemm(X, *W, factor=X), ShapeError, r"factor has shape \(2, 32\); expected \(2, 3\), that"),
-        (lambda f: f.weight_gemm(X, *W, factor=np.zeros((2, 3))), ShapeError, "dtype float64; expected one of float32"),
-        (lambda f: f.gemm_quantize(*W, *W, epilogue="swish"), ContractError, "'swish'; expected one of none, relu"),
-        (lambda f: f.gemm_quantize(*W, *W, element_format="e2m1"), ContractError, "'e2m1'; expected one of e4m3, e5m2"),
-        (lambda f: f.gemm_quantize(*W, *W, scale_rounding="up"), ContractError, "'up'; expected one of ceil, floor"),
-        (lambda f: f.norm_quantize(X, X[0], norm="batch"), ContractError, "'batch'; expected one of layer, rms"),
-        (lambda f: f.norm_quantize(X, X), ShapeError, r"scale is float32 of shape \(2, 32\); expected float32 of"),
-        (lambda f: f.norm_quantize(X, np.zeros(32)), ShapeError, r"scale is float64 of shape \(32,\); expected float"),
-        (lambda f: f.norm_quantize(X, X[0], X[0, :3]), ShapeError, r"bias is float32 of shape \(3,\); expected float"),
-        (lambda f: f.norm_quantize(X, X[0], residual=X[:1]), ShapeError, r"a residual that is float32 of shape \(1, 3"),
-        (lambda f: f.norm_quantize(np.array(1, np.float32), X[0]), ShapeError, r"a scalar; expected \[..., K\]"),
-        (lambda f: f.norm_quantize(X.astype(np.int32), X[0]), ShapeError, "dtype int32; expected one of float32"),
-    ],
-)
-def test_bad_arguments_are_refused_alike(module, call, error, message):
-    with pytest.raises(error, match=message):
-        call(module)
+        assert_same(b, a, "threads")
 
 
 def test_operands_in_another_layout_are_copied(isa):
@@ -303,4 +267,4 @@ def test_operands_in_another_layout_are_copied(isa):
     factor = heavy_tailed((3, 6), 1).T
     got = kernels.weight_gemm(x, *numerics.quantize(heavy_tailed((3, 64), 2)), factor=factor)
     again = kernels.weight_gemm(x, *numerics.quantize(heavy_tailed((3, 64), 2)), factor=factor.copy())
-    assert_same("factor", got, again)
+    assert_same(got, again, "factor")

@@ -5,33 +5,18 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from test_onnx_functions import (
-    DTYPES,
-    FORMATS,
-    NO_DIVISION_BY_ZERO,
-    NO_SUCH_SHAPE,
-    NUMPY,
-    OPSETS,
-    ROUNDINGS,
-    Feed,
-    assert_same_codes,
-    assert_within,
-    gemm_bias,
-    one_node_model,
-    random_values,
-    run,
-)
+from compare import FORMATS, ROUNDINGS, assert_same, assert_within, random_values
+from grids import looped, pairwise
+from one_node import NUMPY, Feed, one_node_model, run
+from test_onnx_functions import NO_SUCH_SHAPE, OPSETS, TAKES_K_OF_0, gemm_bias
 
 from mxfp8_ops import contract, fused, numerics
 from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8
 from mxfp8_ops.formats import ELEMENT_FORMATS
 from mxfp8_ops.onnx_functions import functions
 
-EPILOGUES = pytest.mark.parametrize("epilogue", contract.EPILOGUES)
-NORMS = pytest.mark.parametrize("norm", contract.NORMS)
 E4M3 = contract.FLOAT8E4M3FN
-GATED = pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-BIASED = pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+OPSET, BOTH = (21, 23, 25, 26), (False, True)
 
 
 def gemm_inputs(
@@ -68,32 +53,26 @@ def gemm_reference(inputs: dict[str, Feed], epilogue: str, dtype: str) -> tuple[
     return expected, fused.gemm_error_bound(x, numerics.dequantize(*b), dtype, **optional)
 
 
-@OPSETS
-@EPILOGUES
-@GATED
-@BIASED
-@pytest.mark.parametrize("dtype", [None, *contract.VALUES])
-def test_a_fused_gemm_is_within_its_bound(dtype: int | None, biased: bool, gated: bool, epilogue: str, opset: int):
-    inputs = gemm_inputs((2, 5, 70), (7, 70), dtype, gated=gated, biased=biased)
-    for output in contract.VALUES:
-        attributes = {"epilogue": epilogue, "output_dtype": output}
-        model = one_node_model(gemm_op(inputs), inputs, {"Y": output}, opset, attributes)
-        assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, contract.VALUE_NAMES[output]))
-
-
-@EPILOGUES
-@pytest.mark.parametrize(
-    ("x_shape", "b_shape"),
-    [
-        ((70,), (7, 70)),
-        ((0, 40), (7, 40)),
-        pytest.param((3, 0), (7, 0), marks=NO_DIVISION_BY_ZERO),
-        ((3, 8), (0, 8)),
-        ((2, 1, 3, 33), (2, 5, 33)),
-    ],
+@looped(
+    "dtype, biased, gated, epilogue, opset, output",
+    pairwise(dtype=[None, *contract.VALUES], b=BOTH, g=BOTH, e=contract.EPILOGUES, opset=OPSET, output=contract.VALUES),
 )
-def test_fused_gemms_of_any_shape(x_shape: tuple[int, ...], b_shape: tuple[int, ...], epilogue: str) -> None:
-    inputs = gemm_inputs(x_shape, b_shape, None, gated=True, biased=True)
+def test_a_fused_gemm_is_within_its_bound(
+    *, dtype: int | None, biased: bool, gated: bool, epilogue: str, opset: int, output: int
+) -> None:
+    inputs = gemm_inputs((2, 5, 70), (7, 70), dtype, gated=gated, biased=biased)
+    attributes = {"epilogue": epilogue, "output_dtype": output}
+    model = one_node_model(gemm_op(inputs), inputs, {"Y": output}, opset, attributes)
+    assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, contract.VALUE_NAMES[output]))
+
+
+SHAPES = [((70,), (7, 70)), ((0, 40), (7, 40)), ((3, 8), (0, 8)), ((2, 1, 3, 33), (2, 5, 33))]
+SHAPES += [((3, 0), (7, 0))] if TAKES_K_OF_0 else []
+
+
+@looped("shapes, epilogue", pairwise(shapes=SHAPES, epilogue=contract.EPILOGUES))
+def test_fused_gemms_of_any_shape(shapes: tuple[tuple[int, ...], tuple[int, ...]], epilogue: str) -> None:
+    inputs = gemm_inputs(*shapes, None, gated=True, biased=True)
     model = one_node_model(gemm_op(inputs), inputs, {"Y": FLOAT}, 23, {"epilogue": epilogue})
     assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, "float32"))
 
@@ -107,13 +86,11 @@ def check_gemm_quantize(inputs: dict[str, Feed], got: list[np.ndarray], epilogue
     elements, scales, y = got
     assert_within(y, *gemm_reference(inputs, epilogue, "float32"))
     expected_elements, expected_scales = numerics.quantize(y, **settings)
-    assert_same_codes(scales, expected_scales, y)
-    assert_same_codes(elements, expected_elements, y)
+    assert_same(scales, expected_scales, "scales")
+    assert_same(elements, expected_elements, "elements", y)
 
 
-@OPSETS
-@EPILOGUES
-@BIASED
+@looped("biased, epilogue, opset", pairwise(biased=BOTH, epilogue=contract.EPILOGUES, opset=OPSET))
 def test_a_gemm_that_quantizes(biased: bool, epilogue: str, opset: int) -> None:
     inputs = gemm_inputs((2, 5, 70), (40, 70), None, gated=False, biased=biased)
     attributes = {"epilogue": epilogue}
@@ -121,8 +98,7 @@ def test_a_gemm_that_quantizes(biased: bool, epilogue: str, opset: int) -> None:
     check_gemm_quantize(inputs, run(model, inputs), epilogue)
 
 
-@FORMATS
-@ROUNDINGS
+@looped("element_format, scale_rounding", pairwise(element_format=FORMATS, scale_rounding=ROUNDINGS))
 def test_a_gemm_quantizes_to_every_format(element_format: str, scale_rounding: str) -> None:
     inputs = gemm_inputs((3, 70), (40, 70), None, gated=False, biased=True)
     outputs = gemm_quantize_outputs(element_format)
@@ -131,8 +107,7 @@ def test_a_gemm_quantizes_to_every_format(element_format: str, scale_rounding: s
     check_gemm_quantize(inputs, got, "gelu", element_format=element_format, scale_rounding=scale_rounding)
 
 
-@EPILOGUES
-@BIASED
+@looped("epilogue, biased", pairwise(epilogue=contract.EPILOGUES, biased=BOTH))
 def test_weights_that_are_initializers_and_a_rounded_activation(epilogue: str, biased: bool) -> None:
     inputs = gemm_inputs((3, 70), (7, 70), FLOAT, gated=True, biased=biased)
     constants = [name for name in ("B", "B_scales", "bias") if name in inputs]
@@ -143,7 +118,7 @@ def test_weights_that_are_initializers_and_a_rounded_activation(epilogue: str, b
     assert_within(got, *gemm_reference(inputs, epilogue, "float32"))
 
 
-@EPILOGUES
+@looped("epilogue", contract.EPILOGUES)
 def test_bad_values_surface(epilogue: str) -> None:
     x = np.zeros((5, 32), np.float32)
     x[:, 0] = [np.nan, np.inf, -np.inf, 300, -300]
@@ -205,23 +180,20 @@ def check_norm(inputs: dict[str, Feed], got: list[np.ndarray], **settings: Any) 
     bound = fused.norm_error_bound(total, scale, bias, **settings)
     assert_within(normalized.astype(np.float32), expected.astype(np.float32), bound)
     codes = numerics.quantize(normalized, **format_and_rounding)
-    assert_same_codes(scales, codes[1], normalized)
-    assert_same_codes(elements, codes[0], normalized)
+    assert_same(scales, codes[1], "scales")
+    assert_same(elements, codes[0], "elements", normalized)
 
 
-@OPSETS
-@NORMS
-@DTYPES
-@BIASED
-@pytest.mark.parametrize("added", [False, True], ids=["", "add"])
+@looped(
+    "added, biased, dtype, norm, opset", pairwise(a=BOTH, b=BOTH, d=contract.VALUES, norm=contract.NORMS, opset=OPSET)
+)
 def test_a_norm_is_within_its_bound_and_its_codes_are_exact(added, biased, dtype: int, norm: str, opset: int) -> None:
     inputs = norm_inputs((2, 5, 70), dtype, biased=biased, added=added)
     model = one_node_model(norm_op(inputs), inputs, norm_outputs(inputs), opset, {"norm": norm, "epsilon": 1e-3})
     check_norm(inputs, run(model, inputs), norm=norm, epsilon=float(np.float32(1e-3)))
 
 
-@FORMATS
-@ROUNDINGS
+@looped("element_format, scale_rounding", pairwise(element_format=FORMATS, scale_rounding=ROUNDINGS))
 def test_norms_take_the_settings_of_quantize(element_format: str, scale_rounding: str) -> None:
     inputs = norm_inputs((9, 64), FLOAT, biased=True, added=True)
     outputs = norm_outputs(inputs, element_format)
@@ -230,13 +202,13 @@ def test_norms_take_the_settings_of_quantize(element_format: str, scale_rounding
     check_norm(inputs, run(model, inputs), element_format=element_format, scale_rounding=scale_rounding)
 
 
-@pytest.mark.parametrize("shape", [(70,), (0, 40), (2, 0), (1, 1), (2, 3, 4, 33)])
+@looped("shape", [(70,), (0, 40), (2, 0), (1, 1), (2, 3, 4, 33)])
 def test_norms_of_any_shape(shape: tuple[int, ...]) -> None:
     inputs = norm_inputs(shape, FLOAT, biased=True, added=True)
     check_norm(inputs, run(one_node_model(norm_op(inputs), inputs, norm_outputs(inputs), 23, {}), inputs))
 
 
-@NORMS
+@looped("norm", contract.NORMS)
 def test_outputs_that_nobody_wants_have_empty_names(norm: str) -> None:
     inputs = norm_inputs((2, 70), FLOAT16, biased=False, added=True)
     outputs = norm_outputs(inputs)

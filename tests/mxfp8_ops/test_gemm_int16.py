@@ -8,10 +8,13 @@ import itertools
 
 import numpy as np
 import pytest
+from grids import instruction_sets, looped, pairwise
 
 from mxfp8_ops import cpu, numerics
 
 ISAS = [isa for isa in cpu.available_isas() if isa.endswith("_vnni")]
+if instruction_sets() != cpu.available_isas():
+    ISAS = ISAS[:1]
 ONE = np.uint8(0x38)
 LARGEST = np.uint8(0x7E)  # 448
 FINITE = np.arange(0x7F, dtype=np.uint8)
@@ -57,8 +60,9 @@ def test_elements_that_are_integers_are_multiplied_as_integers(isa):
     assert kernels_of(ordinary((40, 256), 1), ordinary((70, 256), 2)) == ("gemm_int16",)
 
 
-@pytest.mark.parametrize("rows", [12, 63, 64])  # B's integers have one bit less from 64 rows on
-@pytest.mark.parametrize("magnitude", FINITE[1:], ids=lambda code: f"{code:#x}")
+@looped(
+    "rows, magnitude", pairwise(rows=[12, 63, 64], magnitude=FINITE[1:])
+)  # B's integers have one bit less from 64 rows on
 def test_no_sum_of_a_block_overflows(isa, magnitude, rows):
     """All elements of A alike and of B the largest."""
     for sign in (0, 0x80):
@@ -67,8 +71,7 @@ def test_no_sum_of_a_block_overflows(isa, magnitude, rows):
         kernels_of(b, a)
 
 
-@pytest.mark.parametrize("rows", [12, 64])
-@pytest.mark.parametrize("count", range(1, 33))
+@looped("rows, count", pairwise(rows=[12, 64], count=range(1, 33)))
 def test_no_sum_overflows_however_many_elements_there_are(isa, count, rows):
     """The sum of a block of A decides how many bits its integers have."""
     a, b = np.zeros((rows, 64), np.uint8), np.full((16, 64), LARGEST)
@@ -77,9 +80,10 @@ def test_no_sum_overflows_however_many_elements_there_are(isa, count, rows):
         assert kernels_of(a, b) == ("gemm_int16",)
 
 
-@pytest.mark.parametrize("rows", [12, 64])
-@pytest.mark.parametrize("operand", ["a", "b"])
-@pytest.mark.parametrize("code", [*SMALL[1:], 32, 39, 40, 47, 48, 55, 56, 63, 64], ids=lambda code: f"{code:#x}")
+@looped(
+    "rows, operand, code",
+    pairwise(rows=[12, 64], operand=["a", "b"], code=[*SMALL[1:], 32, 39, 40, 47, 48, 55, 56, 63, 64]),
+)
 def test_one_small_element_among_large_ones(isa, operand, code, rows):
     """Its product must not be lost, whatever it is multiplied with: the large elements meet zeros."""
     others = np.array([0, ONE, LARGEST, 1, 31, 32, 0x80 | 40], np.uint8)
@@ -91,7 +95,7 @@ def test_one_small_element_among_large_ones(isa, operand, code, rows):
         assert kernels_of(*((some, rest) if operand == "a" else (rest[:rows], some))) == ("gemm_int16",)
 
 
-@pytest.mark.parametrize("shape", [(12, 16, 130), (70, 40, 300), (200, 130, 600), (300, 33, 800)], ids=str)
+@looped("shape", [(12, 16, 130), (70, 40, 300), (200, 130, 600), (300, 33, 800)])
 def test_small_elements_in_every_chunk_and_panel(isa, shape):
     """Large elements meet zeros, so that a small product that is lost shows."""
     m, n, k = shape
@@ -121,7 +125,7 @@ def test_every_element_times_every_element(isa):
         assert "gemm_int16" in kernels
 
 
-@pytest.mark.parametrize(("more", "kernel"), [(0, "gemm_int16"), (1, "gemm_f32"), (500, "gemm_f32")])
+@looped("more, kernel", [(0, "gemm_int16"), (1, "gemm_f32"), (500, "gemm_f32")])
 def test_too_many_small_elements_of_a_are_for_another_kernel(isa, more, kernel):
     """A tile has room for one of 24, less one."""
     a, b = np.full((LEAST_ROWS[isa], 256), 0x60, np.uint8), ordinary((16, 256), 2)
@@ -130,8 +134,7 @@ def test_too_many_small_elements_of_a_are_for_another_kernel(isa, more, kernel):
     assert kernels_of(a, b) == (kernel,)
 
 
-@pytest.mark.parametrize("rows", [12, 70])
-@pytest.mark.parametrize("count", [11, 12, 13, 14, 100, 256])
+@looped("rows, count", pairwise(rows=[12, 70], count=[11, 12, 13, 14, 100, 256]))
 def test_columns_of_small_elements(isa, count, rows):
     """From 13 of a column on they are integers of their own; the large elements of A meet zeros."""
     rng = np.random.default_rng(count)
@@ -144,7 +147,7 @@ def test_columns_of_small_elements(isa, count, rows):
     assert kernels_of(a, b) == ("gemm_int16",)
 
 
-@pytest.mark.parametrize("k", [5, 300])
+@looped("k", [5, 300])
 def test_a_nan_among_many_small_elements(isa, k):
     a, b = ordinary((12, 600), 1), ordinary((40, 600), 2)
     b[17, :256] = 3
@@ -164,7 +167,7 @@ def test_a_result_does_not_depend_on_threads(isa):
     np.testing.assert_array_equal(one, three)
 
 
-@pytest.mark.parametrize(("a_format", "b_format"), [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
+@looped("a_format, b_format", [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
 def test_e5m2_has_too_wide_a_range(isa, a_format, b_format):
     a, b = numerics.quantize(np.ones((12, 64), np.float32), element_format=a_format), np.full((9, 64), ONE)
     _, kernels = multiply(*a, b, np.full((9, 2), 127, np.uint8), a_format=a_format, b_format=b_format)
@@ -177,7 +180,7 @@ def test_values_of_float32_are_for_another_kernel(isa):
         assert profile.calls()[-1].gemms == ("gemm_f32",)
 
 
-@pytest.mark.parametrize("scales", [(70, 70), (173, 173), (70, 173), (173, 70), (127, 69), (127, 174)], ids=str)
+@looped("scales", [(70, 70), (173, 173), (70, 173), (173, 70), (127, 69), (127, 174)])
 def test_scales_at_the_ends_of_what_the_kernel_takes(isa, scales):
     """Of B it takes any, one by one where a product with them may be no normal number."""
     a, b = ordinary((12, 96), 1), ordinary((17, 96), 2)
@@ -187,7 +190,7 @@ def test_scales_at_the_ends_of_what_the_kernel_takes(isa, scales):
     assert kernels_of(a, b, *scales) == ("gemm_int16",)
 
 
-@pytest.mark.parametrize("scale", [0, 1, 69, 174, 220])
+@looped("scale", [0, 1, 69, 174, 220])
 def test_scales_of_a_beyond_that_are_for_another_kernel(isa, scale):
     assert kernels_of(ordinary((12, 96), 1), ordinary((17, 96), 2), scale, min(254 - scale, 200)) == ("gemm_f32",)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from grids import looped, pairwise
 
 import mxfp8_ops
 from mxfp8_ops import cpu, is_mxfp8_native, native, native_reason
@@ -93,8 +94,13 @@ def test_a_torch_device_is_a_device(gpus: list[system.Gpu]) -> None:
     assert [is_mxfp8_native(device) for device in devices] == [False, False, True]
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda:", "cuda:-1", "cuda:x", "", 0, None, SimpleNamespace(name="cuda")])
-@pytest.mark.parametrize("ask", [is_mxfp8_native, native_reason])
+@looped(
+    "device, ask",
+    pairwise(
+        device=["tpu", "cuda:", "cuda:-1", "cuda:x", "", 0, None, SimpleNamespace(name="cuda")],
+        ask=[is_mxfp8_native, native_reason],
+    ),
+)
 def test_another_device_is_refused(ask: Any, device: object) -> None:
     with pytest.raises(BackendError) as caught:
         ask(device)

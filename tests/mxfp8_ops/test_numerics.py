@@ -5,13 +5,13 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from compare import assert_same, random_values
+from grids import looped, pairwise
 
 from mxfp8_ops import numerics
-from mxfp8_ops.errors import ContractError, ShapeError
 from mxfp8_ops.formats import E4M3, E5M2, ELEMENT_FORMATS, SCALE_ROUNDINGS, ElementFormat
 
-FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-ROUNDINGS = pytest.mark.parametrize("scale_rounding", SCALE_ROUNDINGS)
+FORMATS = looped("fmt", [E4M3, E5M2])
 
 FLT_MAX = float(np.finfo(np.float32).max)
 ABOVE_1_75 = float(np.nextafter(np.float32(1.75), np.float32(2)))
@@ -31,24 +31,6 @@ def random_bits(seed: int, n: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 1 << 32, n, dtype=np.uint32).view(np.float32)
 
 
-def heavy_tailed(seed: int, *shape: int) -> np.ndarray:
-    """Returns float32 values over many magnitudes, so that the order of a sum matters."""
-    rng = np.random.default_rng(seed)
-    return (rng.standard_normal(shape) * np.exp(2 * rng.standard_normal(shape))).astype(np.float32)
-
-
-def assert_same_codes(got: np.ndarray, expected: np.ndarray, x: np.ndarray) -> None:
-    """Fails with the first coordinate, both bytes and the value they came from."""
-    assert got.shape == expected.shape
-    wrong = np.argwhere(got != expected)
-    if len(wrong):
-        at = tuple(int(i) for i in wrong[0])
-        pytest.fail(
-            f"{len(wrong)} of {got.size} differ, first at {at}: got {got[at]:#04x}, expected {expected[at]:#04x}, "
-            f"from {x[at]!r} = {x[at].astype(np.float32).view(np.uint32):#010x}"
-        )
-
-
 # --- Vectors -----------------------------------------------------------------------------------------------------
 
 VECTORS = [
@@ -57,6 +39,7 @@ VECTORS = [
     ("above the maximum, saturating", [1.85, -1.8, 0.3, 0.1], "floor", 119, "7e fe 6a 5d"),
     ("one bit above the maximum", [ABOVE_1_75, -1, 0.1], "ceil", 120, "76 f0 55"),
     ("one bit above the maximum times 1024", [458752.03125, -1000, 3], "ceil", 138, "76 b0 01"),
+    # The two above: torchao 0.18, modelopt and auto-round take log2(amax / 448) in float32, and answer one less.
     ("near two", [1.95, -1.8, 0.3, 0.1], "floor", 119, "7e fe 6a 5d"),
     ("near two", [1.95, -1.8, 0.3, 0.1], "even", 120, "78 f6 62 55"),
     ("near two", [1.95, -1.8, 0.3, 0.1], "ceil", 120, "78 f6 62 55"),
@@ -83,8 +66,7 @@ def test_vector(values: list[float], scale_rounding: str, scale: int, elements: 
     assert got.tobytes()[: len(expected)].hex(" ") == expected.hex(" ")
 
 
-@ROUNDINGS
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@looped("scale_rounding, bad", pairwise(rounding=SCALE_ROUNDINGS, bad=[np.nan, -np.nan, np.inf, -np.inf]))
 def test_a_bad_value_poisons_its_block_and_no_other_in_e5m2(bad: float, scale_rounding: str) -> None:
     x = np.concatenate([block(1), block(1, bad, -0.0), block(1)])
     elements, scales = numerics.quantize(x, element_format="e5m2", scale_rounding=scale_rounding)
@@ -111,7 +93,7 @@ def test_encode_undoes_decode(fmt: ElementFormat) -> None:
     codes = np.arange(256, dtype=np.uint8)
     finite = codes[(codes & 0x7F) <= fmt.max_code]
     values = numerics.decode(finite, fmt)
-    assert_same_codes(numerics.encode(values, fmt), finite, values)
+    assert_same(numerics.encode(values, fmt), finite, source=values)
 
 
 @FORMATS
@@ -121,7 +103,7 @@ def test_encode_is_ml_dtypes_but_saturates(fmt: ElementFormat) -> None:
     with np.errstate(all="ignore"):
         expected = np.clip(x, -fmt.max, fmt.max).astype(fmt.numpy_name).view(np.uint8)
     expected = np.where(np.isnan(x), np.uint8(0x7F), expected)
-    assert_same_codes(numerics.encode(x, fmt), expected, x)
+    assert_same(numerics.encode(x, fmt), expected, source=x)
 
 
 @FORMATS
@@ -129,11 +111,11 @@ def test_encode_rounds_ties_to_even(fmt: ElementFormat) -> None:
     codes = np.arange(fmt.max_code, dtype=np.uint8)  # each with the next one up
     halfway = (numerics.decode(codes, fmt) + numerics.decode(codes + np.uint8(1), fmt)) / np.float32(2)
     even = codes + (codes & 1)
-    assert_same_codes(numerics.encode(halfway, fmt), even, halfway)
-    assert_same_codes(numerics.encode(-halfway, fmt), even | np.uint8(0x80), -halfway)
+    assert_same(numerics.encode(halfway, fmt), even, source=halfway)
+    assert_same(numerics.encode(-halfway, fmt), even | np.uint8(0x80), source=-halfway)
     below, above = np.nextafter(halfway, np.float32(0)), np.nextafter(halfway, np.float32(np.inf))
-    assert_same_codes(numerics.encode(below, fmt), codes, below)
-    assert_same_codes(numerics.encode(above, fmt), codes + np.uint8(1), above)
+    assert_same(numerics.encode(below, fmt), codes, source=below)
+    assert_same(numerics.encode(above, fmt), codes + np.uint8(1), source=above)
 
 
 # --- Scales ------------------------------------------------------------------------------------------------------
@@ -180,17 +162,6 @@ def test_even_is_floor_of_amax_rounded_half_up_to_the_element_mantissa(fmt: Elem
         assert scale_of(amax, fmt, "even") == max(expected, 0), repr(amax)
 
 
-@FORMATS
-def test_floor_saturates_where_ceil_does_not(fmt: ElementFormat) -> None:
-    x = block(1.875, -1.99, 1.0) * np.float32(2.0**fmt.emax)  # 1.875 * 2^emax is above max = 1.75 * 2^emax
-    elements, scales = numerics.quantize(x, element_format=fmt.name, scale_rounding="floor")
-    assert scales.tolist() == [127]
-    assert elements[:2].tolist() == [fmt.max_code, fmt.max_code | 0x80]
-    elements, scales = numerics.quantize(x, element_format=fmt.name, scale_rounding="ceil")
-    assert scales.tolist() == [128]
-    assert (elements & 0x7F).max() < fmt.max_code
-
-
 def test_decode_scale_is_a_power_of_two_down_to_the_subnormal_one() -> None:
     values = numerics.decode_scale(np.arange(256, dtype=np.uint8))
     assert [Fraction(float(v)) for v in values[:255]] == [Fraction(2) ** (s - 127) for s in range(255)]
@@ -200,33 +171,33 @@ def test_decode_scale_is_a_power_of_two_down_to_the_subnormal_one() -> None:
 # --- Blocks and shapes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 31, 32, 33, 70])
+@looped("k", [1, 31, 32, 33, 70])
 def test_a_partial_block_is_as_if_zero_padded(k: int) -> None:
-    x = heavy_tailed(0, 3, k)
+    x = random_values(0, 3, k)
     padded = np.zeros((3, -(-k // 32) * 32), np.float32)
     padded[:, :k] = x
     elements, scales = numerics.quantize(x)
     padded_elements, padded_scales = numerics.quantize(padded)
-    assert_same_codes(elements, padded_elements[:, :k], x)
+    assert_same(elements, padded_elements[:, :k], source=x)
     assert scales.tolist() == padded_scales.tolist()
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+@looped("axis", [0, 1, 2, -1, -2, -3])
 def test_any_axis_is_the_last_axis_of_the_moved_tensor(axis: int) -> None:
-    x = heavy_tailed(0, 40, 33, 65)
+    x = random_values(0, 40, 33, 65)
     elements, scales = numerics.quantize(x, axis=axis)
     moved_elements, moved_scales = numerics.quantize(np.moveaxis(x, axis, -1))
     assert elements.flags.c_contiguous
     assert scales.flags.c_contiguous
-    assert_same_codes(elements, np.moveaxis(moved_elements, -1, axis), x)
+    assert_same(elements, np.moveaxis(moved_elements, -1, axis), source=x)
     assert scales.tolist() == np.moveaxis(moved_scales, -1, axis).tolist()
     values = numerics.dequantize(elements, scales, axis=axis)
     expected = np.moveaxis(numerics.dequantize(moved_elements, moved_scales), -1, axis)
     assert values.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("shape", "axis", "scales_shape"),
+@looped(
+    "shape, axis, scales_shape",
     [((0,), 0, (0,)), ((0, 64), 1, (0, 2)), ((3, 0), 1, (3, 0)), ((3, 0), 0, (1, 0)), ((2, 0, 40), 2, (2, 0, 2))],
 )
 def test_empty_tensors_have_shapes_too(shape, axis, scales_shape) -> None:
@@ -236,15 +207,16 @@ def test_empty_tensors_have_shapes_too(shape, axis, scales_shape) -> None:
     assert numerics.dequantize(elements, scales, axis=axis).shape == shape
 
 
-@ROUNDINGS
-@FORMATS
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+@looped(
+    "dtype, fmt, scale_rounding",
+    pairwise(dtype=[np.float16, ml_dtypes.bfloat16], fmt=[E4M3, E5M2], rounding=SCALE_ROUNDINGS),
+)
 def test_16_bit_input_is_quantized_as_its_float32_values(dtype, fmt: ElementFormat, scale_rounding: str) -> None:
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(-1, 32)
     settings = {"element_format": fmt.name, "scale_rounding": scale_rounding}
     elements, scales = numerics.quantize(x, **settings)
     wide_elements, wide_scales = numerics.quantize(x.astype(np.float32), **settings)
-    assert_same_codes(elements, wide_elements, x)
+    assert_same(elements, wide_elements, source=x)
     assert scales.tolist() == wide_scales.tolist()
 
 
@@ -269,36 +241,13 @@ def test_dequantize_is_exact_for_every_code_at_the_edges_of_the_scale(fmt: Eleme
                 assert np.signbit(value) == bool(code & 0x80)
 
 
-def test_scale_255_makes_every_value_nan() -> None:
-    codes = np.arange(256, dtype=np.uint8)
-    assert np.isnan(numerics.dequantize(codes, np.full(8, 255, np.uint8))).all()
-
-
 def test_dequantize_to_16_bits_rounds_the_float32_values() -> None:
-    elements, scales = numerics.quantize(heavy_tailed(0, 4, 64))
+    elements, scales = numerics.quantize(random_values(0, 4, 64))
     wide = numerics.dequantize(elements, scales)
     for name, dtype in numerics.VALUE_DTYPES.items():
         narrow = numerics.dequantize(elements, scales, dtype=name)
         assert narrow.dtype == dtype
         assert narrow.tobytes() == wide.astype(dtype).tobytes()
-
-
-@FORMATS
-def test_quantizing_dequantized_values_changes_nothing(fmt: ElementFormat) -> None:
-    x = heavy_tailed(0, 64, 96)
-    values = numerics.dequantize(*numerics.quantize(x, element_format=fmt.name), element_format=fmt.name)
-    again = numerics.dequantize(*numerics.quantize(values, element_format=fmt.name), element_format=fmt.name)
-    assert values.tobytes() == again.tobytes()
-
-
-@FORMATS
-def test_the_quantization_error_is_half_a_unit_of_the_element(fmt: ElementFormat) -> None:
-    x = heavy_tailed(0, 64, 96)
-    elements, scales = numerics.quantize(x, element_format=fmt.name)
-    error = np.abs(numerics.dequantize(elements, scales, element_format=fmt.name) - x.astype(np.float64))
-    scale = np.repeat(numerics.decode_scale(scales).astype(np.float64), 32, -1)
-    half_unit = np.maximum(np.abs(x) * 2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 * scale)
-    assert (error <= half_unit).all()
 
 
 # --- Gemm --------------------------------------------------------------------------------------------------------
@@ -319,8 +268,8 @@ def test_weight_gemm_uses_x_as_it_is() -> None:
     assert numerics.weight_gemm(x, *b).tolist() == [[1 + 2.0**-20, 2 + 2.0**-19]]
 
 
-@pytest.mark.parametrize(
-    ("a_shape", "b_shape", "y_shape"),
+@looped(
+    "a_shape, b_shape, y_shape",
     [
         ((2, 3, 5, 70), (7, 70), (2, 3, 5, 7)),
         ((2, 3, 5, 70), (2, 1, 7, 70), (2, 3, 5, 7)),
@@ -331,16 +280,16 @@ def test_weight_gemm_uses_x_as_it_is() -> None:
     ],
 )
 def test_gemm_broadcasts_as_matmul(a_shape, b_shape, y_shape) -> None:
-    a, b = numerics.quantize(heavy_tailed(0, *a_shape)), numerics.quantize(heavy_tailed(1, *b_shape))
+    a, b = numerics.quantize(random_values(0, *a_shape)), numerics.quantize(random_values(1, *b_shape))
     y = numerics.gemm(*a, *b)
     assert y.shape == y_shape
     expected = numerics.dequantize(*a).astype(np.float64) @ np.swapaxes(numerics.dequantize(*b), -1, -2)
     assert y.tobytes() == np.asarray(expected, np.float32).tobytes()
 
 
-@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
+@looped("dtype", numerics.VALUE_DTYPES)
 def test_gemm_rounds_its_result_once(dtype: str) -> None:
-    a, b = numerics.quantize(heavy_tailed(0, 5, 64)), numerics.quantize(heavy_tailed(1, 7, 64), element_format="e5m2")
+    a, b = numerics.quantize(random_values(0, 5, 64)), numerics.quantize(random_values(1, 7, 64), element_format="e5m2")
     y = numerics.gemm(*a, *b, b_format="e5m2", dtype=dtype)
     assert y.dtype == numerics.value_dtype(dtype)
     assert y.tobytes() == numerics.gemm(*a, *b, b_format="e5m2").astype(y.dtype).tobytes()
@@ -352,7 +301,7 @@ def test_gemm_rounds_its_result_once(dtype: str) -> None:
 @pytest.fixture(scope="module")
 def operands() -> tuple[np.ndarray, np.ndarray]:
     """Dequantized x [16, 2048] and weight [24, 2048]."""
-    x, weight = heavy_tailed(0, 16, 2048), heavy_tailed(1, 24, 2048)
+    x, weight = random_values(0, 16, 2048), random_values(1, 24, 2048)
     return numerics.dequantize(*numerics.quantize(x)), numerics.dequantize(*numerics.quantize(weight))
 
 
@@ -383,7 +332,7 @@ def test_bfloat16_sums_break_the_bound(operands) -> None:
     assert (error > numerics.gemm_error_bound(x, weight)).mean() > 0.5
 
 
-@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
+@looped("dtype", numerics.VALUE_DTYPES)
 def test_the_bound_allows_the_rounding_of_the_result_and_little_more(operands, dtype: str) -> None:
     x, weight = operands[0] / 64, operands[1] / 64  # inside the range of float16
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
@@ -404,89 +353,42 @@ def test_the_bound_covers_a_large_bias_and_products_that_underflow() -> None:
     assert numerics.gemm_error_bound(x, weight) < error <= numerics.gemm_error_bound(x, weight, bias=bias)
 
 
-# --- Errors ------------------------------------------------------------------------------------------------------
-
-X, CODES = np.zeros((4, 64), np.float32), np.zeros((4, 64), np.uint8)
-SCALES = np.zeros((4, 2), np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: numerics.quantize(X.astype(np.float64)), ShapeError,
-         "quantize: dtype float64; expected one of float32, float16, bfloat16; cast the tensor first"),
-        (lambda: numerics.quantize(X, axis=2), ShapeError,
-         "quantize: axis 2 of a 2-D tensor; expected -2 <= axis < 2; correct the axis"),
-        (lambda: numerics.quantize(X[0, 0]), ShapeError, "axis -1 of a 0-D tensor"),
-        (lambda: numerics.quantize(X, element_format="fp8"), ContractError, "element_format: 'fp8'; expected one of"),
-        (lambda: numerics.quantize(X, scale_rounding="rceil"), ContractError, "scale_rounding: 'rceil'; expected"),
-        (lambda: numerics.dequantize(CODES, SCALES[:, :1]), ShapeError,
-         "dequantize: scales have shape (4, 1); expected (4, 2) for elements (4, 64) blocked along axis 1"),
-        (lambda: numerics.dequantize(CODES, SCALES, dtype="float64"), ShapeError, "dtype: 'float64'; expected one of"),
-        (lambda: numerics.gemm(CODES, SCALES, CODES[:, :32], SCALES[:, :1]), ShapeError,
-         "gemm: operands (4, 64) and (4, 32); expected [..., M, K] and [..., N, K] with the same K; "
-         "store the second operand with K last"),
-        (lambda: numerics.gemm(CODES, SCALES, CODES, SCALES, np.zeros(3, np.float32)), ShapeError,
-         "gemm: bias has shape (3,); expected (4,), one value per output column; reshape it"),
-        (lambda: numerics.weight_gemm(CODES, CODES, SCALES), ShapeError, "gemm: dtype uint8; expected one of"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_refused_with_what_to_do(call, error, message: str) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    assert message in str(caught.value)
-
-
 # --- torchao -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("element_format", ELEMENT_FORMATS)
-@pytest.mark.parametrize(("scale_rounding", "mode"), [("ceil", "RCEIL"), ("floor", "FLOOR"), ("even", "EVEN")])
-def test_torchao_gives_the_same_bytes_where_it_is_right(element_format: str, scale_rounding: str, mode: str) -> None:
+@looped(
+    "element_format, rule",
+    pairwise(fmt=ELEMENT_FORMATS, rule=[("ceil", "RCEIL"), ("floor", "FLOOR"), ("even", "EVEN")]),
+)
+def test_torchao_gives_the_same_bytes_where_it_is_right(element_format: str, rule: tuple[str, str]) -> None:
     """Finite data with scale codes above 0.
 
     torchao 0.18 scales by 1 or 2^-126 where the code is 0 (2^-127), and keeps Inf as a large finite value.
     """
+    scale_rounding, mode = rule
     torch = pytest.importorskip("torch")
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     finite = np.sort(np.abs(UPPER_PATTERNS[np.isfinite(UPPER_PATTERNS)]))[: 65024 // 64 * 64].reshape(-1, 64)
     signs = np.random.default_rng(0).choice(np.float32([-1, 1]), finite.shape)
-    x = np.concatenate([finite * signs, heavy_tailed(0, 1024, 64)])
+    x = np.concatenate([finite * signs, random_values(0, 1024, 64)])
     elements, scales = numerics.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
     dtype = getattr(torch, ELEMENT_FORMATS[element_format].numpy_name)
     theirs = mx_tensor.to_mx(torch.from_numpy(x), dtype, 32, getattr(mx_tensor.ScaleCalculationMode, mode))
     their_scales, their_elements = (t.view(torch.uint8).numpy() for t in theirs)
     assert (scales > 0).sum() > 2000
-    assert_same_codes(their_scales, scales, numerics.decode_scale(scales))
+    assert_same(their_scales, scales)
     rows = (scales > 0).all(-1)
-    assert_same_codes(their_elements[rows], elements[rows], x[rows])
-
-
-@pytest.mark.parametrize(
-    ("exponent", "scale"),
-    [(-100, 20), (-20, 100), (0, 120), (20, 140), (100, 220)],
-)
-def test_ceil_just_above_a_power_of_two_times_the_maximum(exponent: int, scale: int) -> None:
-    """One bit above 1.75 * 2^e: where torchao 0.18, modelopt and auto-round answer one less.
-
-    They compute ceil(log2(amax / 448)) in float32, where the quotient's excess of about 1e-7 drowns in the logarithm;
-    the element of amax then saturates. TransformerEngine and torchao's main branch work on the bits, as we do.
-    """
-    amax = np.nextafter(np.float32(1.75 * 2.0**exponent), np.float32(np.inf))
-    elements, scales = numerics.quantize(block(amax, -amax))
-    assert scales.tolist() == [scale]
-    assert elements[:2].tolist() == [0x76, 0xF6]  # 224: half of 448, not saturated
+    assert_same(their_elements[rows], elements[rows], source=x[rows])
 
 
 # --- Embedding ---------------------------------------------------------------------------------------------------
 
 
-@FORMATS
-@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
-@pytest.mark.parametrize("index", [np.int32, np.int64])
+@looped("fmt, dtype, index", pairwise(fmt=[E4M3, E5M2], dtype=numerics.VALUE_DTYPES, index=[np.int32, np.int64]))
 def test_an_embedding_is_the_rows_of_the_dequantized_table(index, dtype: str, fmt: ElementFormat) -> None:
-    b = numerics.quantize(heavy_tailed(0, 7, 45), element_format=fmt.name)
+    b = numerics.quantize(random_values(0, 7, 45), element_format=fmt.name)
     ids = np.array([[3, 0, -1], [6, -7, 3]], index)
     rows = numerics.embedding(ids, *b, b_format=fmt.name, dtype=dtype)
     table = numerics.dequantize(*b, element_format=fmt.name, dtype=dtype)
@@ -494,29 +396,7 @@ def test_an_embedding_is_the_rows_of_the_dequantized_table(index, dtype: str, fm
     assert rows.tobytes() == table[ids].tobytes()
 
 
-@pytest.mark.parametrize(("shape", "v", "d"), [((), 1, 33), ((0,), 3, 32), ((2, 0), 3, 32), ((0,), 0, 5), ((4,), 1, 0)])
+@looped("shape, v, d", [((), 1, 33), ((0,), 3, 32), ((2, 0), 3, 32), ((0,), 0, 5), ((4,), 1, 0)])
 def test_embeddings_of_any_shape(shape: tuple[int, ...], v: int, d: int) -> None:
-    b = numerics.quantize(heavy_tailed(0, v, d))
+    b = numerics.quantize(random_values(0, v, d))
     assert numerics.embedding(np.zeros(shape, np.int64), *b).shape == (*shape, d)
-
-
-def test_an_index_that_names_no_row_is_named() -> None:
-    b = numerics.quantize(heavy_tailed(0, 7, 45))
-    with pytest.raises(ShapeError, match=r"^embedding: index 7 at \(1, 0\); expected -7 to 6, for a table of 7 rows; "):
-        numerics.embedding(np.array([[1, 2], [7, 9]]), *b)
-    with pytest.raises(ShapeError, match=r"index -8 at \(\)"):
-        numerics.embedding(np.array(-8), *b)
-    with pytest.raises(ShapeError, match=r"index 0 at \(0,\); expected none: the table has no rows"):
-        numerics.embedding(np.array([0]), b[0][:0], b[1][:0])
-
-
-def test_what_is_no_table_and_no_index_is_refused() -> None:
-    b, ids = numerics.quantize(heavy_tailed(0, 7, 45)), np.array([0])
-    with pytest.raises(ShapeError, match="indices have dtype uint8; expected one of int32, int64; cast the indices"):
-        numerics.embedding(ids.astype(np.uint8), *b)
-    with pytest.raises(ShapeError, match=r"a table of shape \(45,\); expected \[V, D\]"):
-        numerics.embedding(ids, b[0][0], b[1][0])
-    with pytest.raises(ShapeError, match=r"scales have shape \(7, 1\); expected \(7, 2\)"):
-        numerics.embedding(ids, b[0], b[1][:, :1])
-    with pytest.raises(ContractError, match="e3m4"):
-        numerics.embedding(ids, *b, b_format="e3m4")

@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from compare import assert_within
+from one_node import Feed, from_ort, one_node_model, to_ort
 from onnx import helper
 from test_fused_functions import (
     check_gemm_quantize,
@@ -20,7 +22,6 @@ from test_fused_functions import (
     norm_op,
     norm_outputs,
 )
-from test_onnx_functions import Feed, assert_within, from_ort, one_node_model, to_ort
 
 from mxfp8_ops import contract, fused, numerics, ort
 from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import looped, pairwise
 
 from mxfp8_ops import cpu, cuda, numerics
-from mxfp8_ops.errors import ShapeError
 
 QUANTIZE = {"numerics": numerics.quantize, "cpu": cpu.quantize}
 SHAPES = [((5, 96), -1), ((5, 70), -1), ((3, 40, 48), 1), ((37,), 0), ((0, 64), -1), ((4, 0), 1), ((70, 5), 0)]
@@ -32,12 +32,14 @@ def quantize(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return QUANTIZE[request.param]
 
 
-@pytest.mark.parametrize(("shape", "axis"), SHAPES)
-@pytest.mark.parametrize("dtype", numerics.VALUE_DTYPES)
-@pytest.mark.parametrize("kind", [("e4m3", "ceil"), ("e5m2", "floor")], ids="-".join)
+@looped(
+    "shape_and_axis, dtype, kind",
+    pairwise(shape_and_axis=SHAPES, dtype=[*numerics.VALUE_DTYPES], kind=[("e4m3", "ceil"), ("e5m2", "floor")]),
+)
 def test_the_same_bytes_in_the_callers_arrays(
-    quantize: Callable[..., Any], shape: tuple[int, ...], axis: int, dtype: str, kind: tuple[str, str]
+    quantize: Callable[..., Any], shape_and_axis: tuple[tuple[int, ...], int], dtype: str, kind: tuple[str, str]
 ) -> None:
+    (shape, axis) = shape_and_axis
     x = values(shape, dtype)
     out, options = pair(x, axis), {"axis": axis, "element_format": kind[0], "scale_rounding": kind[1]}
     got = quantize(x, **options, out=out)
@@ -64,48 +66,6 @@ def test_rows_of_larger_arrays_and_a_memory_map(quantize: Callable[..., Any], tm
         np.testing.assert_array_equal(codes[1], right)
         assert not codes[0].any()
         assert not codes[2].any()
-
-
-X = values((4, 64))
-CONTIGUOUS = "expected C-contiguous, writeable uint8 of shape"
-
-
-def read_only(codes: np.ndarray) -> np.ndarray:
-    codes.flags.writeable = False
-    return codes
-
-
-def overlapping() -> tuple[np.ndarray, np.ndarray]:
-    memory = np.zeros(4 * 64, np.uint8)
-    return memory.reshape(4, 64), memory[:8].reshape(4, 2)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda e, s: (e,),
-            "out is a tuple, not a pair; expected (elements, scales); pass the pair that quantize returned",
-        ),
-        (lambda e, s: e, "out is a ndarray, not a pair; expected (elements, scales)"),
-        (lambda e, s: (e, None), f"out: scales are a NoneType; {CONTIGUOUS} (4, 2)"),
-        (lambda e, s: (e[:3], s), f"out: elements are uint8 of shape (3, 64); {CONTIGUOUS} (4, 64)"),
-        (lambda e, s: (e, s.T), f"out: scales are uint8 of shape (2, 4), strided or read-only; {CONTIGUOUS} (4, 2)"),
-        (lambda e, s: (e, s[:, :1]), "out: scales are uint8 of shape (4, 1), strided"),
-        (lambda e, s: (e.view(np.int8), s), "out: elements are int8 of shape (4, 64);"),
-        (lambda e, s: (np.zeros((4, 128), np.uint8)[:, ::2], s), "out: elements are uint8 of shape (4, 64), strided"),
-        (lambda e, s: (read_only(e), s), "out: elements are uint8 of shape (4, 64), strided or read-only;"),
-        (lambda e, s: overlapping(), "out: elements, scales and x share memory; expected three arrays without"),
-        (lambda e, s: (X.view(np.uint8)[:, :64].copy("F"), s), "out: elements are uint8 of shape (4, 64), strided"),
-        (lambda e, s: (X.view(np.uint8).ravel()[:256].reshape(4, 64), s), "out: elements, scales and x share memory"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(quantize: Callable[..., Any], change: Any, message: str) -> None:
-    before = X.tobytes()
-    with pytest.raises(ShapeError) as caught:
-        quantize(X, out=change(*pair(X)))
-    assert str(caught.value).startswith(f"quantize: {message}")
-    assert X.tobytes() == before
 
 
 # --- One signature ---------------------------------------------------------------------------------------------------

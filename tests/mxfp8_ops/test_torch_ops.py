@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 
 from mxfp8_ops import numerics
 from mxfp8_ops.cuda import device
-from mxfp8_ops.errors import BackendError, ContractError, ShapeError
+from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
@@ -239,74 +238,14 @@ def test_two_threads_get_the_same_results_as_one() -> None:
 
 # --- Errors --------------------------------------------------------------------------------------------------------
 
-X = torch.zeros(4, 64)
-CODES, SCALES = torch.zeros(8, 64, dtype=torch.uint8), torch.zeros(8, 2, dtype=torch.uint8)
-ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "dtype": (
-        lambda: ops.quantize(X.double()),
-        ShapeError,
-        "quantize: dtype float64; expected one of float32, float16",
-    ),
-    "scalar": (lambda: ops.quantize(torch.tensor(1.0)), ShapeError, "quantize: axis -1 of a 0-D tensor"),
-    "axis": (lambda: ops.quantize(X, 2), ShapeError, "quantize: axis 2 of a 2-D tensor; expected -2 <= axis < 2"),
-    "format": (
-        lambda: ops.quantize(X, -1, "e3m4"),
-        ContractError,
-        "element_format: 'e3m4'; expected one of e4m3, e5m2",
-    ),
-    "rounding": (lambda: ops.quantize(X, -1, "e4m3", "up"), ContractError, "scale_rounding: 'up'"),
-    "scales": (
-        lambda: ops.dequantize(CODES, SCALES[:, :1]),
-        ShapeError,
-        "dequantize: scales have shape (8, 1); expected (8, 2) for elements (8, 64) blocked along axis 1",
-    ),
-    "result dtype": (
-        lambda: ops.dequantize(CODES, SCALES, -1, "e4m3", torch.int8),
-        ShapeError,
-        "dequantize: dtype int8",
-    ),
-    "codes": (
-        lambda: ops.weight_gemm(X, CODES.view(torch.float8_e4m3fn), SCALES),
-        ShapeError,
-        "weight_gemm: elements have dtype float8_e4m3fn and scales uint8; expected uint8 codes; pass .view(torch",
-    ),
-    "K": (lambda: ops.weight_gemm(X[:, :32], CODES, SCALES), ShapeError, "weight_gemm: operands (4, 32) and (8, 64)"),
-    "bias shape": (
-        lambda: ops.weight_gemm(X, CODES, SCALES, torch.zeros(7)),
-        ShapeError,
-        "weight_gemm: bias has shape (7,); expected (8,)",
-    ),
-    "bias dtype": (
-        lambda: ops.weight_gemm(X, CODES, SCALES, torch.zeros(8, dtype=torch.float16)),
-        ShapeError,
-        "weight_gemm: bias has dtype float16; expected float32; pass bias.float()",
-    ),
-    "activation_dtype": (
-        lambda: ops.weight_gemm(X, CODES, SCALES, activation_dtype=torch.float16),
-        ContractError,
-        "activation_dtype: 'float16'; expected one of bfloat16; correct the name",
-    ),
-    "x dtype": (lambda: ops.weight_gemm(X.double(), CODES, SCALES), ShapeError, "weight_gemm: dtype float64"),
-    "leading": (
-        lambda: ops.gemm(
-            CODES.expand(2, 8, 64), SCALES.expand(2, 8, 2), CODES.expand(3, 8, 64), SCALES.expand(3, 8, 2)
-        ),
-        ShapeError,
-        "gemm: operands (2, 8, 64) and (3, 8, 64); expected leading dimensions that broadcast",
-    ),
-    "a scales": (
-        lambda: ops.gemm(CODES, SCALES[:4], CODES, SCALES),
-        ShapeError,
-        "gemm: scales have shape (4, 2); expected (8, 2)",
-    ),
-}
 
-
-@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS.keys())
-def test_errors_say_what_is_and_what_is_expected(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    assert message in str(caught.value)
+def test_elements_of_float8_are_refused_with_the_view_to_pass() -> None:
+    codes, scales = torch.zeros(8, 64, dtype=torch.uint8), torch.zeros(8, 2, dtype=torch.uint8)
+    message = (
+        r"weight_gemm: elements have dtype float8_e4m3fn and scales uint8; expected uint8 codes; pass .view\(torch"
+    )
+    with pytest.raises(ShapeError, match=message):
+        ops.weight_gemm(torch.zeros(4, 64), codes.view(torch.float8_e4m3fn), scales)
 
 
 # --- Tensors that are not what they seem -----------------------------------------------------------------------------
