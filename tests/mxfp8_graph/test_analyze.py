@@ -349,6 +349,7 @@ def test_an_interrupted_analysis_leaves_nothing_behind(tmp_path: Path) -> None:
         "def progress(**settings):\n"
         "    yield lambda name, *runs: os.kill(os.getpid(), signal.SIGINT) if name == 'layers.3.linear' else None\n"
         "cli.evidence.progress_bar = progress\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"sys.argv[1:] = ['analyze', {source!r}, '--report', 'a.html']\n"
         "cli.main()\n"
     )

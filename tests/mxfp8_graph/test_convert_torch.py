@@ -89,7 +89,8 @@ def test_torchaos_weights_in_every_dialect(torchao: Any, torchao_in_onnx: onnx.M
         theirs = getattr(torchao, name).weight
         np.testing.assert_array_equal(weights[f"{name}.weight"].elements, theirs.qdata.view(torch.uint8).numpy())
         values = theirs.dequantize(torch.float32).numpy()
-        np.testing.assert_array_equal(numerics.dequantize(*_codes(weights[f"{name}.weight"])), values)
+        ours = weights[f"{name}.weight"]
+        np.testing.assert_array_equal(numerics.dequantize(ours.elements, ours.scales), values)
     with torch.no_grad():
         expected = torchao(X).numpy()
     # Two results rounded to bfloat16 (2^-9 each), of which the first moves E4M3 roundings of the second's input; and
@@ -98,10 +99,6 @@ def test_torchaos_weights_in_every_dialect(torchao: Any, torchao_in_onnx: onnx.M
     assert relative(run(back, X.numpy()), expected) < limit
     if to in {"qdq", "standard"}:
         assert relative(run(there, X.numpy(), kernels=False), expected) < limit
-
-
-def _codes(weight: Any) -> tuple[np.ndarray, np.ndarray]:
-    return weight.elements, weight.scales
 
 
 # --- Rewritten programs ----------------------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ def test_errors_are_those_of_a_fake_quantization_in_torch() -> None:
     x = torch.from_numpy(X)
     program = torch.export.export(Block().eval(), (x,))
     found = mxfp8_graph.compare(program, [*roundings()], inputs={"x": X}, metrics=["relative_l2", "cosine"])
+    assert "the program is compared as the ONNX model that torch.onnx makes of it" in found.notes
     for (name, rounding), row in zip(roundings().items(), found.rows[1:], strict=True):
         original, rounded = Block().eval(), Block().eval()
         round_linears(rounded, rounding)

@@ -127,17 +127,17 @@ def interrupt(source: str, when: str, signal: str) -> subprocess.CompletedProces
         "def progress(**settings):\n"
         f"    yield lambda name, *runs: os.kill(os.getpid(), signal.{signal}) if {when!r} in name else None\n"
         "cli.evidence.progress_bar = progress\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"sys.argv[1:] = {command(source)!r}\n"
         "cli.main()\n"
     )
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("signal", "code", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
-def test_an_interrupt_leaves_the_best_so_far_and_goes_on(source: str, signal: str, code: int, said: str) -> None:
-    result = interrupt(source, "and layers", signal)  # what is tried after the path, so that there is a best one
+def test_a_signal_leaves_the_best_so_far(source: str) -> None:
+    result = interrupt(source, "and layers", "SIGTERM")  # what is tried after the path, so that there is a best one
     told = "the best so far is in m.tuned.part; the same command goes on from there"
-    assert (result.returncode, result.stderr.splitlines()) == (code, [told, said])
+    assert (result.returncode, result.stderr.splitlines()) == (143, [told, "terminated"])
     assert f"budget {BUDGET} kept, interrupted: the best so far" in result.stdout
     again, _ = mxfp8_graph.rewrite(source, "m.tuned.part/recipe.yaml", output="again.onnx")
     assert Path(again).read_bytes() == Path("m.tuned.part/m.mxfp8.onnx").read_bytes()
@@ -230,7 +230,7 @@ def test_forged_measurements_are_an_error(unfinished: str, searched: Path, what:
         measured = json.dumps(state["measured"], sort_keys=True).encode()
         state["digest"] = hashlib.sha256(measured).hexdigest()
     else:
-        state["measured"][next(iter(state["measured"]))] = None
+        trial(state)["bytes"] -= 1
     Path("m.tuned.part/state.json").write_text(json.dumps(state))
     message = refused(*command(unfinished))
     assert message.startswith("error: m.tuned.part/state.json: no state of a search; "), message
