@@ -18,6 +18,7 @@ import onnx
 import pytest
 import yaml
 from commands import poison, refused, run, save
+from grids import looped
 from onnx import numpy_helper
 
 import mxfp8_graph
@@ -26,6 +27,7 @@ from mxfp8_graph.checking import sessions
 from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.runner import open_runnable
 from mxfp8_graph.evidence import exclusion, switched
+from mxfp8_graph.evidence.analysis import Analysis
 from mxfp8_graph.evidence.analyze import analyze
 from mxfp8_graph.evidence.input_statistics import OUTLIER, InputObserver
 from mxfp8_graph.evidence.layers import by_layer
@@ -58,6 +60,12 @@ def chain(layers: int = 6) -> onnx.ModelProto:
     return b.chain_model((64, 96) * (layers // 2) + (64,))
 
 
+@pytest.fixture(scope="module")
+def analyzed() -> Analysis:
+    """A chain of six layers on synthesised inputs."""
+    return analyze(chain())
+
+
 def test_a_sample_without_a_finite_output_is_refused() -> None:
     samples = [{"x": np.full((2, 64), value, np.float32)} for value in (1, np.nan)]
     with pytest.raises(ShapeError, match="given inputs sample 2: output 'y' has no finite value; expected outputs of"):
@@ -67,7 +75,7 @@ def test_a_sample_without_a_finite_output_is_refused() -> None:
 # --- What is measured ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [b.attention_model, lambda: b.chain_model((64, 96, 64, 128))])
+@looped("make", [b.attention_model, lambda: b.chain_model((64, 96, 64, 128))])
 def test_damage_is_that_of_models_rewritten_one_site_at_a_time(make: Any) -> None:
     model = make()
     sites = [site.decision.site for site in mxfp8_graph.rewrite(model, dry_run=True)[1].rewritten]
@@ -92,11 +100,8 @@ def test_damage_is_that_of_models_rewritten_one_site_at_a_time(make: Any) -> Non
     )
 
 
-@pytest.mark.parametrize("samples", [1, 3])
-def test_two_runs_per_site_and_sample_and_ten_more_at_most_in_one_session(
-    samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loads, runs = [], []
+def test_two_runs_per_site_and_sample_and_ten_more_at_most_in_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, loads, runs = 3, [], []
     load, call, opened = sessions.Session.__init__, sessions.Session._call, switched.open_model
     monkeypatch.setattr(sessions.Session, "__init__", lambda *a, **k: (loads.append("session"), load(*a, **k))[1])
     monkeypatch.setattr(sessions.Session, "_call", lambda *a: (runs.append(1), call(*a))[1])
@@ -132,8 +137,8 @@ def test_what_goes_into_a_site_in_numbers() -> None:
     assert found.drift == pytest.approx(0.5 * np.linalg.norm(x[4:]) / np.linalg.norm(x))
 
 
-@pytest.mark.parametrize(
-    ("activations", "sqnr_db"),
+@looped(
+    "activations, sqnr_db",
     [("unchanged", None), ("bfloat16", pytest.approx(50, abs=6)), ("e5m2", pytest.approx(26, abs=2))],
 )
 def test_inputs_are_rounded_as_the_recipe_says(activations: str, sqnr_db: Any) -> None:
@@ -142,17 +147,16 @@ def test_inputs_are_rounded_as_the_recipe_says(activations: str, sqnr_db: Any) -
     assert found.sites[0].input.sqnr_db == sqnr_db
 
 
-def test_drift_grows_from_the_first_input_on() -> None:
-    drifts = [site.input.drift for site in analyze(chain()).by_depth if site.input]
+def test_drift_grows_from_the_first_input_on(analyzed: Analysis) -> None:
+    drifts = [site.input.drift for site in analyzed.by_depth if site.input]
     assert drifts[0] == 0
     assert drifts[-1] > drifts[1] > 0
 
 
-def test_sites_are_ranked_by_the_users_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_metric.py").write_text(
+def test_sites_are_ranked_by_the_users_metric() -> None:
+    Path("my_metric.py").write_text(
         "def kept(a, b):\n    return 1 - float(abs(a['y'] - b['y']).max())\nkept.higher_is_better = True\n"
     )
-    monkeypatch.chdir(tmp_path)
     found = analyze(chain(), metric="my_metric:kept")
     scores = [site.alone["my_metric:kept"].mean for site in found.sites]
     assert scores == sorted(scores)
@@ -162,7 +166,7 @@ def test_sites_are_ranked_by_the_users_metric(tmp_path: Path, monkeypatch: pytes
 # --- A planted layer -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [1, 3, 5])
+@looped("layer", [1, 5])
 def test_a_planted_bad_layer_is_found_first_and_excluded(layer: int) -> None:
     model = planted(chain(), 40, before=f"layers.{layer - 1}.weight", weight=f"layers.{layer}.weight")
     found = analyze(model)
@@ -196,15 +200,15 @@ def test_the_exclusion_gives_the_error_that_was_measured(tmp_path: Path) -> None
     assert found.exclusion.share == pytest.approx(len(kept) / 6)
 
 
-def test_the_fewest_sites_that_do_half_of_the_squared_error_are_excluded() -> None:
-    found = analyze(chain())
+def test_the_fewest_sites_that_do_half_of_the_squared_error_are_excluded(analyzed: Analysis) -> None:
+    found = analyzed
     assert found.exclusion is not None
     squares = [site.alone["relative_l2"].mean ** 2 for site in found.sites]
     count = len(found.exclusion.sites)
     assert sum(squares[count:]) <= sum(squares) / 2 < sum(squares[count - 1 :])
 
 
-@pytest.mark.parametrize(("keep", "excluded"), [(0, 0), (2, 2), (6, 5), (100, 5)])
+@looped("keep, excluded", [(0, 0), (2, 2), (6, 5), (100, 5)])
 def test_as_many_are_excluded_as_asked_for_and_never_all(keep: int, excluded: int) -> None:
     found = analyze(chain(), keep=keep)
     assert (len(found.exclusion.sites) if found.exclusion else 0) == excluded
@@ -294,19 +298,13 @@ def test_json_on_stdout_has_every_number() -> None:
     assert {"amax", "outlier_blocks", "lost", "sqnr_db", "drift", "block_amax"} <= data["sites"][0]["input"].keys()
 
 
-def test_a_model_that_is_rewritten_already_is_refused() -> None:
-    rewritten, _ = mxfp8_graph.rewrite(b.chain_model())
-    expected = "error: m.onnx: is rewritten already; expected the original model; name the model it was made from"
-    assert refused("analyze", save(rewritten)) == expected
-
-
-def test_nothing_to_analyze_exits_3_with_the_reasons() -> None:
+def test_what_cannot_be_analyzed_is_refused() -> None:
     message = refused("analyze", save(b.chain_model((64, 16, 64))), code=3)
     assert "none of its 2 matmuls is eligible" in message
     assert "tiny: N = 16" in message
-
-
-def test_what_cannot_be_asked_for_is_refused() -> None:
+    assert refused("analyze", save(mxfp8_graph.rewrite(b.chain_model())[0])) == (
+        "error: m.onnx: is rewritten already; expected the original model; name the model it was made from"
+    )
     model = save(b.chain_model())
     assert "metric: 'nonsense'" in refused("analyze", model, "--metric", "nonsense")
     assert "nan.npz" in refused("analyze", model, "--inputs", "nan.npz")
@@ -351,6 +349,7 @@ def test_an_interrupted_analysis_leaves_nothing_behind(tmp_path: Path) -> None:
         "def progress(**settings):\n"
         "    yield lambda name, *runs: os.kill(os.getpid(), signal.SIGINT) if name == 'layers.3.linear' else None\n"
         "cli.evidence.progress_bar = progress\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"sys.argv[1:] = ['analyze', {source!r}, '--report', 'a.html']\n"
         "cli.main()\n"
     )
@@ -363,9 +362,14 @@ def test_an_interrupted_analysis_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [p.name for p in Path.cwd().iterdir() if p.is_file()] == ["m.onnx"]
 
 
-def test_a_model_with_external_data_is_analyzed_as_any_other() -> None:
-    before = set(Path(tempfile.gettempdir()).glob("mxfp8-analyze-*"))
-    model = chain()
-    plain, external = analyze(model), analyze(save(model, external=True))
-    assert [s.alone["relative_l2"].mean for s in plain.sites] == [s.alone["relative_l2"].mean for s in external.sites]
-    assert set(Path(tempfile.gettempdir()).glob("mxfp8-analyze-*")) == before
+def test_a_model_with_external_data_is_analyzed_as_any_other(
+    analyzed: Analysis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(Path("temporary").absolute()))
+    plain, external = (
+        [s.alone["relative_l2"].mean for s in found.sites]
+        for found in (analyzed, analyze(save(chain(), external=True)))
+    )
+    assert plain == external
+    assert not list(Path("temporary").iterdir())

@@ -12,6 +12,7 @@ import commands
 import ml_dtypes
 import numpy as np
 import pytest
+from grids import looped, pairwise
 from safetensors.numpy import save_file
 
 import mxfp8_graph
@@ -46,12 +47,11 @@ def one(path: Path, told: Any = MXFP8, metadata: dict[str, str] | None = None, *
 # --- What is read ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(256, 256), (96, 96), (160, 416), (32, 32)], ids=str)
-@pytest.mark.parametrize("dtype", [np.uint8, ml_dtypes.float8_e8m0fnu], ids=["uint8", "e8m0"])
-def test_elements_and_scales_are_those_that_were_stored(shape: tuple[int, int], dtype: Any, tmp_path: Path) -> None:
+@looped("shape, dtype", pairwise(shape=[(256, 256), (96, 96), (160, 416), (32, 32)], dtype=["uint8", "float8_e8m0fnu"]))
+def test_elements_and_scales_are_those_that_were_stored(shape: tuple[int, int], dtype: str, tmp_path: Path) -> None:
     weights = {"up": ck.codes(*shape)}
     stored = tensors(weights)
-    stored["up.weight_scale"] = stored["up.weight_scale"].view(dtype)
+    stored["up.weight_scale"] = stored["up.weight_scale"].view(np.dtype(dtype))
     save_file(stored, tmp_path / "a.safetensors")
     ck.check_bytes(mxfp8_graph.import_safetensors(tmp_path / "a.safetensors"), {"up.weight": weights["up"]})
 
@@ -108,7 +108,7 @@ def rewritten(path: Path) -> None:
     mxfp8_graph.rewrite(model, Recipe(output_projections=True), weights=path)
 
 
-@pytest.mark.parametrize("kind", ["nvfp4", "float8_e4m3fn", "int8_tensorwise"])
+@looped("kind", ["nvfp4", "float8_e4m3fn", "int8_tensorwise"])
 def test_layers_of_other_formats_are_named(kind: str, tmp_path: Path) -> None:
     told = marker({"format": kind})
     path = one(tmp_path / "a.safetensors", down__weight=np.zeros((4, 4), np.uint8), down__comfy_quant=told)
@@ -123,8 +123,8 @@ def test_bytes_that_look_like_mxfp8_are_what_their_marker_says(tmp_path: Path) -
         mxfp8_graph.import_safetensors(path)
 
 
-@pytest.mark.parametrize(
-    ("told", "others", "message"),
+@looped(
+    "told, others, message",
     [
         ({**MXFP8, "convrot": True}, {}, "'up' .ComfyUI's {'format': 'mxfp8', 'convrot': True}"),
         ({**MXFP8, "group_size": 64}, {}, "'up' .ComfyUI's {'format': 'mxfp8', 'group_size': 64}"),
@@ -152,7 +152,7 @@ def test_a_layer_without_marker_beside_marked_ones_is_refused(tmp_path: Path) ->
         rewritten(one(tmp_path / "a.safetensors", **others))
 
 
-@pytest.mark.parametrize("told", ["{", "[]", '{"layers": []}', '{"layers": {}}', '{"layers": {"up": "mxfp8"}}'])
+@looped("told", ["{", "[]", '{"layers": []}', '{"layers": {}}', '{"layers": {"up": "mxfp8"}}'])
 def test_metadata_that_comfyui_did_not_write(told: str, tmp_path: Path) -> None:
     path = one(tmp_path / "a.safetensors", metadata={"_quantization_metadata": told}, up__comfy_quant=None)
     with pytest.raises(ContractError, match="'_quantization_metadata' is damaged"):

@@ -12,6 +12,7 @@ import builders as b
 import numpy as np
 import pytest
 from commands import refused, run, save
+from grids import looped
 
 import mxfp8_graph
 from mxfp8_graph.checking.compare import difference, sqnr
@@ -35,6 +36,12 @@ def compare(model: Any = None, recipes: Any = ("mxfp8", "mxfp4"), **settings: An
     return mxfp8_graph.compare(model or b.chain_model(), recipes, repeat=1, **settings)
 
 
+@pytest.fixture(scope="module")
+def two() -> Comparison:
+    """The default recipe and a peer, on three samples."""
+    return compare()
+
+
 def row(found: Comparison, name: str) -> Row:
     return next(row for row in found.rows if row.name == name)
 
@@ -42,9 +49,8 @@ def row(found: Comparison, name: str) -> Row:
 # --- What is found ---------------------------------------------------------------------------------------------------
 
 
-def test_a_row_of_a_real_recipe_is_that_of_its_rewrite() -> None:
-    model = b.chain_model()
-    found = row(compare(model), "mxfp8")
+def test_a_row_of_a_real_recipe_is_that_of_its_rewrite(two: Comparison) -> None:
+    model, found = b.chain_model(), row(two, "mxfp8")
     rewritten, report = mxfp8_graph.rewrite(model)
     original, real = Session(model, kernels=False), Session(rewritten, kernels=True)
     errors = [difference(original.run(x)["y"], real.run(x)["y"]) for x in SAMPLES]
@@ -58,12 +64,12 @@ def test_a_row_of_a_real_recipe_is_that_of_its_rewrite() -> None:
     assert found.seconds is not None
 
 
-def test_a_row_of_a_peer_is_emulated_and_has_no_latency() -> None:
-    model = b.chain_model()
-    found = row(compare(model), "mxfp4")
+def test_a_row_of_a_peer_is_emulated_and_has_no_latency(two: Comparison) -> None:
+    model, found = b.chain_model(), row(two, "mxfp4")
     assert (found.emulated, found.seconds, found.sites) == (True, None, 2)
     assert (found.bytes_per_weight, found.formula) == (17 / 32, "4/8 + 1/32")
     assert found.byte_size == model.ByteSize() - 2 * 64 * 128 * 4 + 2 * 64 * 128 * 17 // 32
+    assert not two.synthesised
 
 
 def test_every_recipe_with_a_name_has_a_row() -> None:
@@ -100,7 +106,6 @@ def test_synthesised_inputs_are_marked() -> None:
     assert found.synthesised
     assert found.inputs == "8 samples, synthesised; the first: x float32 [2, 64]"
     assert any("synthesised inputs" in note for note in found.notes)
-    assert not compare().synthesised
 
 
 def test_a_metric_of_the_users_own() -> None:
@@ -111,29 +116,19 @@ def test_a_metric_of_the_users_own() -> None:
     assert own.values == pytest.approx(built_in.values)
 
 
-def test_an_exported_program_is_compared_as_onnx() -> None:
+def test_a_program_in_a_file_is_compared_as_onnx() -> None:
     torch = pytest.importorskip("torch")
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.LayerNorm(64)).eval()
     program = torch.export.export(net, (torch.zeros(4, 64),))
     (name,) = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     path = mxfp8_graph.save(program, "net.pt2")
-    for model in (program, path):
-        found = compare(model, inputs=[{name: SAMPLES[0]["x"]}])
-        assert [r.problem for r in found.rows] == ["", "", ""]
-        assert "the program is compared as the ONNX model that torch.onnx makes of it" in found.notes
+    found = compare(path, inputs=[{name: SAMPLES[0]["x"]}])
+    assert [r.problem for r in found.rows] == ["", "", ""]
+    assert "the program is compared as the ONNX model that torch.onnx makes of it" in found.notes
     assert found.model == "net.pt2"
 
 
-def test_the_original_stays_and_nothing_is_left_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(save(b.chain_model()))
-    before = path.read_bytes()
-    Path("temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(Path("temporary").absolute()))
-    compare(path)
-    assert (path.read_bytes(), list(Path("temporary").iterdir())) == (before, [])
-
-
-def test_an_interrupt_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_nothing_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(Path("temporary").absolute()))
 
@@ -147,9 +142,14 @@ def test_an_interrupt_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch) -> 
     assert not list(Path("temporary").iterdir())
 
 
-def test_progress_counts_samples_of_all_models() -> None:
+def test_progress_counts_samples_of_all_models_and_the_original_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(save(b.chain_model()))
+    before = path.read_bytes()
+    Path("temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(Path("temporary").absolute()))
     heard: list[tuple[str, int, int]] = []
-    compare(progress=lambda *step: heard.append(step))
+    compare(path, progress=lambda *step: heard.append(step))
+    assert (path.read_bytes(), list(Path("temporary").iterdir())) == (before, [])
     assert {total for _, _, total in heard} == {3 * 3}
     assert [done for _, done, _ in heard] == sorted(done for _, done, _ in heard)
     assert heard[-1][1] == 9
@@ -158,9 +158,9 @@ def test_progress_counts_samples_of_all_models() -> None:
 # --- Which recipe to take --------------------------------------------------------------------------------------------
 
 
-def measured(*rows: tuple[str, float, float, float]) -> Comparison:
+def measured(two: Comparison, *rows: tuple[str, float, float, float]) -> Comparison:
     """Returns a comparison with (name, megabytes, relative L2, milliseconds) of real recipes, and an emulated one."""
-    original, real, emulated = compare().rows
+    original, real, emulated = two.rows
     metric = METRICS["relative_l2"]
     changed = [
         replace(
@@ -173,11 +173,12 @@ def measured(*rows: tuple[str, float, float, float]) -> Comparison:
         for name, size, error, ms in rows
     ]
     rows_ = (replace(original, byte_size=int(90e6), seconds=0.009), *changed, emulated)
-    return replace(compare(), metrics=(metric,), rows=rows_)
+    return replace(two, metrics=(metric,), rows=rows_)
 
 
-def test_the_page_says_which_recipe_to_take_and_why() -> None:
-    found = measured(("mxfp8", 60, 0.08, 5), ("mxfp8-bf16", 60.1, 0.05, 5.2), ("all", 24, 0.09, 6), ("ocp", 60, 0.1, 4))
+def test_the_page_says_which_recipe_to_take_and_why(two: Comparison) -> None:
+    rows = ("mxfp8", 60, 0.08, 5), ("mxfp8-bf16", 60.1, 0.05, 5.2), ("all", 24, 0.09, 6), ("ocp", 60, 0.1, 4)
+    found = measured(two, *rows)
     assert found.advice() == [
         "Take mxfp8-bf16: 60.1 MB instead of 90, relative L2 0.05, 5.2 ms instead of 9.",
         "Compared with the default: same size, relative L2 0.05 instead of 0.08, same time.",
@@ -190,8 +191,8 @@ def test_the_page_says_which_recipe_to_take_and_why() -> None:
     assert "Take mxfp8-bf16" in page
 
 
-def test_a_recipe_that_is_slower_is_not_taken_for_its_accuracy() -> None:
-    found = measured(("mxfp8", 60, 0.08, 5), ("mxfp8-weight-only", 60, 0.05, 9))
+def test_a_recipe_that_is_slower_is_not_taken_for_its_accuracy(two: Comparison) -> None:
+    found = measured(two, ("mxfp8", 60, 0.08, 5), ("mxfp8-weight-only", 60, 0.05, 9))
     assert found.advice() == [
         "Take mxfp8: 60 MB instead of 90, relative L2 0.08, 5 ms instead of 9.",
         "Most accurate: mxfp8-weight-only, with same size, relative L2 0.05 instead of 0.08, 9 ms instead of 5.",
@@ -207,11 +208,6 @@ def test_a_recipe_that_leaves_nothing_eligible_says_so_in_its_row() -> None:
     assert "none of its 2 matmuls is eligible" in row(found, "nothing").problem
     assert row(found, "mxfp8").scores
     assert json.loads(found.to_json())["recipes"][1]["problem"] == row(found, "nothing").problem
-
-
-def test_a_model_with_nothing_eligible_is_an_error() -> None:
-    with pytest.raises(NothingEligibleError):
-        compare(b.chain_model((64, 8)))
 
 
 def test_outputs_that_are_not_finite_are_told() -> None:
@@ -246,22 +242,21 @@ def test_the_largest_sample_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.to_dict()["latency_inputs"] == "x float32 [5, 64]"
 
 
-def test_an_unknown_recipe_lists_those_that_are_known() -> None:
-    with pytest.raises(RecipeError, match=r"recipe: 'mxfp5'; expected one of mxfp8, .*nvfp4.*a \.yaml or \.toml file"):
-        compare(recipes=("mxfp5",))
+@looped(
+    "settings, error, message",
+    [
+        ({"recipes": ["mxfp5"]}, RecipeError, r"recipe: 'mxfp5'; expected one of mxfp8, .*nvfp4.*a \.yaml or \.toml"),
+        ({"recipes": ["mxfp8", "mxfp8"]}, RecipeError, "'mxfp8' is named 2 times"),
+        ({"inputs": {"z": np.ones(3)}}, ShapeError, "given inputs: no array for input 'x'"),
+        ({"model": b.chain_model((64, 8))}, NothingEligibleError, "none of its 1 matmul"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(settings: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        compare(**settings)
 
 
-def test_a_recipe_named_twice() -> None:
-    with pytest.raises(RecipeError, match="'mxfp8' is named 2 times"):
-        compare(recipes=("mxfp8", "mxfp8"))
-
-
-def test_samples_that_do_not_fit() -> None:
-    with pytest.raises(ShapeError, match="given inputs: no array for input 'x'"):
-        compare(inputs={"z": np.ones(3)})
-
-
-def test_a_rewritten_model() -> None:
+def test_a_rewritten_model_is_an_error() -> None:
     model, _ = mxfp8_graph.rewrite(b.chain_model())
     with pytest.raises(ContractError, match="is rewritten already; expected the original model"):
         compare(model)
@@ -292,23 +287,18 @@ def test_the_command_prints_a_table_and_writes_what_it_is_asked_for() -> None:
 def test_the_command_prints_json() -> None:
     done = run("compare", save(b.chain_model()), "--recipes", "mxfp4", "--repeat", "1", "--json")
     data = json.loads(done.stdout)
-    assert (data["synthesised"], data["recipes"][1]["emulated"], data["recipes"][1]["latency_seconds"]) == (
-        True,
-        True,
-        None,
-    )
+    peer = data["recipes"][1]
+    assert (data["synthesised"], peer["emulated"], peer["latency_seconds"]) == (True, True, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@looped(
+    "options, message",
     [
-        (["--recipes", "mxfp5"], "error: recipe: 'mxfp5'; expected one of mxfp8, "),
         (["--metric", "mse"], "error: metric: 'mse'; expected one of relative_l2, "),
         (["--inputs", "none.jsonl"], "error: none.jsonl: No such file or directory"),
         (["--inputs", "none:feeds"], "error: none:feeds: raised ModuleNotFoundError: No module named 'none'"),
         (["--html", "m.pdf"], "error: m.pdf: report with suffix '.pdf'; expected .json or .html"),
     ],
-    ids=["recipe", "metric", "inputs", "function", "report"],
 )
 def test_the_command_refuses(options: list[str], message: str) -> None:
     assert refused("compare", save(b.chain_model()), *options).startswith(message)

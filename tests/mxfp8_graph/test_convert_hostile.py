@@ -9,7 +9,7 @@ from typing import Any
 import attention_models
 import dialect_models as d
 import onnx
-import pytest
+from grids import looped
 
 import mxfp8_graph
 from mxfp8_ops.errors import ContractError
@@ -80,11 +80,11 @@ def another_mark(rng: random.Random, graph: onnx.GraphProto) -> None:
 DAMAGES = (fewer_inputs, half_the_data, another_dtype, another_size, another_rank, another_attribute, another_source)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@looped("source", SOURCES)
 def test_a_damaged_file_is_converted_or_refused(source: str) -> None:
     whole = SOURCES[source]().SerializeToString()
     refused: list[ContractError] = []
-    for seed in range(20):
+    for seed in range(12):
         rng = random.Random(seed)
         model = onnx.ModelProto.FromString(whole)
         damages = rng.choices([*DAMAGES, another_mark], k=2)

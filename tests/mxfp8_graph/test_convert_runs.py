@@ -7,6 +7,7 @@ activations, results are near and not equal there. Weights alone are.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import runpy
 import subprocess
@@ -21,10 +22,11 @@ import onnx
 import oracle
 import properties  # noqa: F401 - sets hypothesis up
 import pytest
+from grids import looped
 from hypothesis import given, settings
 from onnx.reference import ReferenceEvaluator
 from releases import release
-from test_convert import LOSSES, codes_of, relative
+from test_convert import DIALECTS, LOSSES, codes_of, relative
 from test_random_graphs import LENGTHS, RECIPES, SEEDS, grown
 
 import mxfp8_graph
@@ -32,8 +34,6 @@ from mxfp8_graph.checking.inputs import make_inputs
 from mxfp8_graph.checking.runner import open_runnable
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_ops.errors import ContractError
-
-RECIPE_NAMES = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only")
 
 SMALL = {
     "chain": lambda: b.chain_model((64, 128, 64)),
@@ -49,8 +49,10 @@ def feeds_of(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
     return make_inputs(signature)
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("name", SMALL)
+OTHERS = zip(SMALL, itertools.cycle(["mxfp8-bf16", "mxfp8-weight-only"]), strict=False)
+
+
+@looped("name, recipe", [*((name, "mxfp8") for name in SMALL), *OTHERS])
 def test_standard_ops_compute_what_the_function_bodies_do(name: str, recipe: str) -> None:
     proto = SMALL[name]()
     rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
@@ -66,7 +68,7 @@ def test_standard_ops_compute_what_the_function_bodies_do(name: str, recipe: str
             assert relative(other, one) < 1e-3
 
 
-@pytest.mark.parametrize("name", SMALL)
+@looped("name", SMALL)
 def test_qdq_is_the_same_in_onnx_runtime_and_the_reference_evaluator(name: str) -> None:
     proto = SMALL[name]()
     rewritten, _ = mxfp8_graph.rewrite(proto, "mxfp8-weight-only")
@@ -81,8 +83,7 @@ def test_qdq_is_the_same_in_onnx_runtime_and_the_reference_evaluator(name: str) 
 
 
 @pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="fails on our models before ONNX Runtime 1.24")
-@pytest.mark.parametrize("to", ["mxfp8", "trt", "qdq", "standard", "ort-cuda"])
-@pytest.mark.parametrize("name", ["chain", "attention", "language model", "decoder"])
+@looped("name, to", [*((name, "mxfp8") for name in SMALL), *(("decoder", to) for to in DIALECTS)])
 def test_symbolic_shape_inference_of_onnx_runtime(
     name: str, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,17 +104,6 @@ def symbolic(model: onnx.ModelProto, to: str) -> onnx.ModelProto:
 
 def ranks(model: onnx.ModelProto) -> list[int]:
     return [len(output.type.tensor_type.shape.dim) for output in model.graph.output]
-
-
-def test_it_does_not_know_the_ops_of_tensorrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is why it has to guess."""
-    pytest.importorskip("sympy")
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-
-    converted, _ = mxfp8_graph.convert(mxfp8_graph.rewrite(SMALL["chain"]())[0], "trt")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(Exception, match="Incomplete symbolic shape inference"):
-        SymbolicShapeInference.infer_shapes(converted, auto_merge=True)
 
 
 def openvino() -> str:
@@ -149,7 +139,7 @@ def in_openvino(model: onnx.ModelProto, feeds: dict[str, np.ndarray], folder: Pa
         return [arrays[name] for name in arrays.files]
 
 
-@pytest.mark.parametrize("name", ["chain", "attention", "language model"])
+@looped("name", ["chain", "attention", "language model"])
 def test_openvino_runs_both(name: str, tmp_path: Path) -> None:
     proto = SMALL[name]()
     feeds = feeds_of(proto)
@@ -165,13 +155,13 @@ def test_openvino_runs_both(name: str, tmp_path: Path) -> None:
             assert relative(other, one) < limit, (recipe, to)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(SEEDS, LENGTHS, RECIPES)
 def test_random_graphs_there_and_back(seed: int, ops: int, recipe: str) -> None:
     rewritten, _ = mxfp8_graph.rewrite(grown(seed, ops), recipe)
     feeds = feeds_of(rewritten)
     expected = oracle.run(rewritten, feeds)[0].astype(np.float64)
-    for to in ("standard", "trt", "qdq", "ort-cuda"):
+    for to in DIALECTS:
         if to == "trt" and any(w.shape[-1] % 32 for w in mxfp8_graph.unpack(rewritten).values()):
             with pytest.raises(ContractError, match="expected a multiple of 32"):
                 mxfp8_graph.convert(rewritten, to, allow=["rounding"])
@@ -208,7 +198,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["trt", "qdq", "standard", "ort-cuda"])
+@pytest.mark.parametrize("to", DIALECTS)
 def test_minilm_there_and_back(
     minilm: tuple[Path, dict[str, np.ndarray]], to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

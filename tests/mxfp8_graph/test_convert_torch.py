@@ -7,12 +7,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import dialect_models as d
 import numpy as np
 import onnx
 import oracle
 import pytest
-from test_convert import LOSSES, codes_of, relative
+from grids import looped
+from test_convert import DIALECTS, LOSSES, codes_of, relative
 
 import mxfp8_graph
 from mxfp8_graph.checking.inputs import make_inputs
@@ -28,7 +28,6 @@ logging.getLogger("torchao").setLevel(logging.ERROR)
 from onnx_exports import packed, program  # noqa: E402
 from torch import nn  # noqa: E402
 
-DIALECTS = ("trt", "qdq", "ort-cuda", "standard")
 RECIPE = Recipe(name="outputs too", output_projections=True)
 
 
@@ -76,23 +75,22 @@ def torchao() -> Any:
 X = torch.randn(5, 160, generator=torch.Generator().manual_seed(1))
 
 
-def test_torchs_exporter_cannot_write_torchaos_weights(torchao: Any, tmp_path: Path) -> None:
-    """If this fails, torch can: read what it writes."""
-    warnings.simplefilter("ignore")
-    with pytest.raises(Exception, match="float8_e8m0fnu"):
-        torch.onnx.export(torchao, (X,), tmp_path / "m.onnx", dynamo=True, verbose=False)
-
-
-@pytest.mark.parametrize("to", DIALECTS)
-def test_torchaos_weights_in_every_dialect(torchao: Any, to: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def torchao_in_onnx(torchao: Any, tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
     exported, _ = mxfp8_graph.rewrite(program(torchao, X, batch=False), RECIPE)
-    there, back, losses = there_and_back(mxfp8_graph.to_onnx(exported, tmp_path / "m.onnx"), to)
+    return onnx.load(mxfp8_graph.to_onnx(exported, tmp_path_factory.mktemp("torchao") / "m.onnx"))
+
+
+@looped("to", DIALECTS)
+def test_torchaos_weights_in_every_dialect(torchao: Any, torchao_in_onnx: onnx.ModelProto, to: str) -> None:
+    there, back, losses = there_and_back(torchao_in_onnx, to)
     weights = mxfp8_graph.unpack(back)
     for name in ("up", "down"):
         theirs = getattr(torchao, name).weight
         np.testing.assert_array_equal(weights[f"{name}.weight"].elements, theirs.qdata.view(torch.uint8).numpy())
         values = theirs.dequantize(torch.float32).numpy()
-        np.testing.assert_array_equal(numerics.dequantize(*_codes(weights[f"{name}.weight"])), values)
+        ours = weights[f"{name}.weight"]
+        np.testing.assert_array_equal(numerics.dequantize(ours.elements, ours.scales), values)
     with torch.no_grad():
         expected = torchao(X).numpy()
     # Two results rounded to bfloat16 (2^-9 each), of which the first moves E4M3 roundings of the second's input; and
@@ -101,57 +99,6 @@ def test_torchaos_weights_in_every_dialect(torchao: Any, to: str, tmp_path: Path
     assert relative(run(back, X.numpy()), expected) < limit
     if to in {"qdq", "standard"}:
         assert relative(run(there, X.numpy(), kernels=False), expected) < limit
-
-
-def _codes(weight: Any) -> tuple[np.ndarray, np.ndarray]:
-    return weight.elements, weight.scales
-
-
-# --- torch.onnx ------------------------------------------------------------------------------------------------------
-
-
-class Written(nn.Module):
-    """relu(x @ w^T), with the ops of a dialect as torch programs name ONNX ops."""
-
-    def __init__(self, dialect: str) -> None:
-        super().__init__()
-        self.dialect = dialect
-        elements, codes = d.packed(d.N, d.K)
-        self.register_buffer("w", torch.from_numpy(elements).view(torch.float8_e4m3fn))
-        self.register_buffer("codes", torch.from_numpy(codes))
-        self.register_buffer("floats", torch.from_numpy(numerics.decode_scale(codes)))
-
-    def forward(self, x: Any) -> Any:
-        op = torch.onnx.ops
-        if self.dialect == "qdq":
-            settings = {"axis": 1, "block_size": 32}
-            w = op.symbolic("DequantizeLinear", [self.w, self.floats], settings, dtype=torch.float32, shape=[d.N, d.K])
-            return torch.relu(nn.functional.linear(x, w))
-        axes = {"axis": -1, "block_size": 32}
-        made = {"dtypes": [torch.float8_e4m3fn, torch.uint8], "shapes": [x.shape, [*x.shape[:-1], d.K // 32]]}
-        pair = op.symbolic_multi_out(
-            "trt::TRT_MXFP8DynamicQuantize", [x], {**axes, "output_dtype": 17}, **made, version=1
-        )
-        axes["output_dtype"] = 1
-        name = "trt::TRT_MXFP8DequantizeLinear"
-        x = op.symbolic(name, [*pair], axes, dtype=torch.float32, shape=x.shape, version=1)
-        w = op.symbolic(name, [self.w, self.codes], axes, dtype=torch.float32, shape=[d.N, d.K], version=1)
-        return torch.relu(nn.functional.linear(x, w))
-
-
-@pytest.mark.parametrize("dialect", ["qdq", "trt"])
-def test_programs_that_name_the_ops_of_a_dialect(dialect: str, tmp_path: Path) -> None:
-    x = torch.randn(3, d.K, generator=torch.Generator().manual_seed(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(Written(dialect), (x,), tmp_path / "m.onnx", dynamo=True, verbose=False, opset_version=23)
-    ours, report = mxfp8_graph.convert(tmp_path / "m.onnx", "mxfp8")
-    assert report.to_dict()["found"] == {dialect: {"weights": 1, "activations": int(dialect == "trt")}}
-    elements, codes = d.packed(d.N, d.K)
-    assert list(codes_of(ours).values()) == [(elements.tobytes(), codes.tobytes())]
-    values = oracle.quantized(x.numpy()) if dialect == "trt" else x.numpy()
-    expected = np.maximum(values @ numerics.dequantize(elements, codes).astype(np.float64).T, 0)
-    assert relative(run(Path(ours), x.numpy()), expected) < 1e-6
 
 
 # --- Rewritten programs ----------------------------------------------------------------------------------------------
@@ -173,22 +120,22 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-@pytest.mark.parametrize("to", DIALECTS)
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-weight-only"])
-def test_rewritten_programs_in_every_dialect(recipe: str, to: str, tmp_path: Path) -> None:
+@looped("recipe", ["mxfp8", "mxfp8-weight-only"])
+def test_rewritten_programs_in_every_dialect(recipe: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 5, 64)
     block = Block()
-    rewritten = onnx.load(mxfp8_graph.to_onnx(packed(block, x, recipe=recipe), tmp_path / "m.onnx"))
-    there, back, losses = there_and_back(rewritten, to)
-    assert codes_of(back) == codes_of(rewritten)
+    rewritten = onnx.load(mxfp8_graph.to_onnx(packed(block, x, recipe=recipe), tmp_path / f"{recipe}.onnx"))
     expected = run(rewritten, x.numpy())
-    limit = 0.05 if losses else 1e-2
-    assert relative(run(back, x.numpy()), expected) < limit
-    if to in {"qdq", "standard"}:
-        assert relative(run(there, x.numpy(), kernels=False), expected) < limit
-    with torch.no_grad():
-        assert relative(run(back, x.numpy()), block(x).numpy()) < 0.05
+    for to in DIALECTS:
+        there, back, losses = there_and_back(rewritten, to)
+        assert codes_of(back) == codes_of(rewritten), to
+        limit = 0.05 if losses else 1e-2
+        assert relative(run(back, x.numpy()), expected) < limit, to
+        if to in {"qdq", "standard"}:
+            assert relative(run(there, x.numpy(), kernels=False), expected) < limit, to
+        with torch.no_grad():
+            assert relative(run(back, x.numpy()), block(x).numpy()) < 0.05, to
 
 
 # --- A decoder -------------------------------------------------------------------------------------------------------
@@ -257,10 +204,9 @@ LARGE = {
 }
 
 
-def test_a_decoder_comes_back_as_it_was(tmp_path: Path) -> None:
-    check_decoder(llama(tmp_path, **SMALL, num_hidden_layers=2, vocab_size=99), tmp_path)
-
-
 @pytest.mark.slow
-def test_a_decoder_of_150_million_parameters_comes_back_as_it_was(tmp_path: Path) -> None:
-    check_decoder(llama(tmp_path, **LARGE, num_hidden_layers=12, vocab_size=8192), tmp_path)
+@pytest.mark.parametrize(
+    ("sizes", "layers", "vocabulary"), [(SMALL, 2, 99), (LARGE, 12, 8192)], ids=["small", "150 million parameters"]
+)
+def test_a_decoder_comes_back_as_it_was(sizes: Any, layers: int, vocabulary: int, tmp_path: Path) -> None:
+    check_decoder(llama(tmp_path, **sizes, num_hidden_layers=layers, vocab_size=vocabulary), tmp_path)

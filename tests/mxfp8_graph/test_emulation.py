@@ -11,6 +11,7 @@ import builders as b
 import numpy as np
 import onnx
 import pytest
+from grids import looped
 from onnx import numpy_helper
 
 import mxfp8_graph
@@ -96,18 +97,20 @@ def round_linears(module: Any, rounded: Callable[[Any], Any]) -> None:
             linear.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
 
 
-@pytest.mark.parametrize("name", roundings())
-def test_errors_are_those_of_a_fake_quantization_in_torch(name: str) -> None:
+def test_errors_are_those_of_a_fake_quantization_in_torch() -> None:
     x = torch.from_numpy(X)
     program = torch.export.export(Block().eval(), (x,))
-    found = mxfp8_graph.compare(program, [name], inputs={"x": X}, metrics=["relative_l2", "cosine"])
-    original, rounded = Block().eval(), Block().eval()
-    round_linears(rounded, roundings()[name])
-    with torch.no_grad():
-        expected = difference(original(x).numpy(), rounded(x).numpy())
-    error, cosine = (score.mean for score in found.rows[1].scores)
-    assert error == pytest.approx(expected.relative_l2, abs=1e-6)
-    assert cosine == pytest.approx(expected.cosine, abs=1e-6)
+    found = mxfp8_graph.compare(program, [*roundings()], inputs={"x": X}, metrics=["relative_l2", "cosine"])
+    assert "the program is compared as the ONNX model that torch.onnx makes of it" in found.notes
+    for (name, rounding), row in zip(roundings().items(), found.rows[1:], strict=True):
+        original, rounded = Block().eval(), Block().eval()
+        round_linears(rounded, rounding)
+        with torch.no_grad():
+            expected = difference(original(x).numpy(), rounded(x).numpy())
+        error, cosine = (score.mean for score in row.scores)
+        assert row.name == name
+        assert error == pytest.approx(expected.relative_l2, abs=1e-6), name
+        assert cosine == pytest.approx(expected.cosine, abs=1e-6), name
 
 
 @pytest.fixture(scope="module")
@@ -149,25 +152,20 @@ def test_every_operand_of_minilm_is_rounded_as_torch_does(minilm: Any, name: str
         assert np.array_equal(after, rounded(before).numpy()), x
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mxfp8-block32", "mxfp4", "nvfp4"])
-def test_errors_of_minilm_are_those_of_a_fake_quantization_in_torch(minilm: Any, name: str) -> None:
-    path, feeds, load = minilm
-    found = mxfp8_graph.compare(path, [name], inputs=feeds, metrics=["relative_l2"])
-    models = load(), load()
-    round_linears(models[1], roundings()[name])
-    errors = []
-    for feed in feeds:
-        with torch.no_grad():
-            original, rounded = (m(**{k: torch.from_numpy(v) for k, v in feed.items()}) for m in models)
-        outputs = ("last_hidden_state", "pooler_output")
-        errors.append(max(difference(original[o].numpy(), rounded[o].numpy()).relative_l2 for o in outputs))
-    # Operands are rounded alike, bit by bit, as the test above shows. Sums differ in their last bits, which moves a
-    # few elements of later layers to their neighbours.
-    assert found.rows[1].scores[0].mean == pytest.approx(np.mean(errors), rel=5e-3)
-
-
 # --- What is laid out ------------------------------------------------------------------------------------------------
+
+
+def branching() -> onnx.ModelProto:
+    """y = -(x @ w0 if yes else x @ w1), each weight in its branch."""
+    branches = []
+    for number in range(2):
+        tensor = numpy_helper.from_array(b.weight(64, 96, seed=number), f"w{number}")
+        nodes = [b.node("MatMul", f"x w{number}", f"h{number}")]
+        result = onnx.helper.make_empty_tensor_value_info(f"h{number}")
+        branches.append(onnx.helper.make_graph(nodes, "branch", [], [result], [tensor]))
+    choose = b.node("If", "yes", "h", then_branch=branches[0], else_branch=branches[1])
+    inputs = {"x": (np.float32, ["m", 64]), "yes": (np.bool_, [])}
+    return b.model([choose, b.node("Neg", "h", "y")], inputs, {"y": (np.float32, ["m", 96])})
 
 
 def test_a_matmul_is_that_of_rounded_operands() -> None:
@@ -183,15 +181,16 @@ def test_a_matmul_is_that_of_rounded_operands() -> None:
     assert np.abs(found - expected).max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("model", "feeds"),
+@looped(
+    "model, feeds",
     [
         (b.attention_model(), {"x": X}),
         (b.matmul_model(left=True), {"x": np.ones((1, 64, 8), np.float32)}),
         (b.gemm_model(transB=1, alpha=0.5), {"x": X[0]}),
         (b.matmul_model(dtype=np.float16, bias=True), {"x": X.astype(np.float16)}),
+        (branching(), {"x": X[0], "yes": np.array(True)}),
+        (branching(), {"x": X[0], "yes": np.array(False)}),
     ],
-    ids=["attention", "left", "gemm", "float16"],
 )
 def test_blocks_of_32_are_the_real_rewrite(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> None:
     real, _ = mxfp8_graph.rewrite(model, Recipe(fuse=False))
@@ -216,32 +215,6 @@ def test_a_model_with_external_data_reads_its_weights_from_there(tmp_path: Path)
     assert np.array_equal(emulated(path, "mxfp4").run(feeds)["y"], emulated(b.chain_model(), "mxfp4").run(feeds)["y"])
 
 
-def branching() -> onnx.ModelProto:
-    """y = -(x @ w0 if yes else x @ w1), each weight in its branch."""
-    branches = []
-    for number in range(2):
-        tensor = numpy_helper.from_array(b.weight(64, 96, seed=number), f"w{number}")
-        nodes = [b.node("MatMul", f"x w{number}", f"h{number}")]
-        result = onnx.helper.make_empty_tensor_value_info(f"h{number}")
-        branches.append(onnx.helper.make_graph(nodes, "branch", [], [result], [tensor]))
-    choose = b.node("If", "yes", "h", then_branch=branches[0], else_branch=branches[1])
-    inputs = {"x": (np.float32, ["m", 64]), "yes": (np.bool_, [])}
-    return b.model([choose, b.node("Neg", "h", "y")], inputs, {"y": (np.float32, ["m", 96])})
-
-
-@pytest.mark.parametrize("yes", [True, False])
-def test_matmuls_in_subgraphs_are_emulated_too(yes: bool) -> None:
-    model, feeds = branching(), {"x": X[0], "yes": np.array(yes)}
-    real, _ = mxfp8_graph.rewrite(model, Recipe(fuse=False))
-    expected = Session(real, kernels=True).run(feeds)["y"]
-    assert difference(expected, emulated(model, "mxfp8-block32").run(feeds)["y"]).relative_l2 < 1e-6
-
-
-def test_matmuls_in_subgraphs_have_no_history() -> None:
-    with pytest.raises(ContractError, match="a matmul in a subgraph, which has no history of amax"):
-        emulated(branching(), "float8-delayed")
-
-
 def test_delayed_scaling_uses_the_largest_amax_before() -> None:
     model = b.matmul_model()
     samples = [X * np.float32(factor) for factor in (1, 4, 2, 8)]
@@ -259,12 +232,11 @@ def test_delayed_scaling_uses_the_largest_amax_before() -> None:
         assert np.abs(found.run({"x": x})["y"] - with_amax(x, amax)).max() < 1e-4
 
 
-def test_nothing_to_emulate() -> None:
+def test_what_cannot_be_emulated_is_an_error() -> None:
     with pytest.raises(NothingEligibleError, match="no matmul with a stored weight is eligible"):
         lay_out(b.chain_model((64, 8)), DEFAULT)
-
-
-def test_weights_that_are_picked_are_not_emulated() -> None:
+    with pytest.raises(ContractError, match="a matmul in a subgraph, which has no history of amax"):
+        emulated(branching(), "float8-delayed")
     nodes = [b.node("Gather", "w i", "picked"), b.node("MatMul", "x picked", "h", "experts"), b.node("Neg", "h", "y")]
     inputs = {"x": (np.float32, [3, 5, 64]), "i": (np.int64, [3])}
     model = b.model(nodes, inputs, {"y": (np.float32, [3, 5, 96])}, {"w": b.weight(4, 64, 96)})

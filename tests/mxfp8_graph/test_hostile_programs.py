@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commands import run
+from grids import looped
 from hostile_programs import CONSTANTS, PROGRAM, SAMPLES, WEIGHTS, edited, plainly_touching, records, touching, write
 
 torch = pytest.importorskip("torch")
@@ -60,17 +61,16 @@ def everywhere(value: Any, old: str, new: str) -> Any:
     return new if value == old else value
 
 
-def rename(old: str) -> Callable[[Any, str], None]:
-    return lambda program, code: program.update(everywhere(program, old, f"x={code}"))
+def in_tree(program: Any, spec: str, edit: Callable[[Any], object]) -> None:
+    """Edits what says how arguments or results are nested."""
+    tree = json.loads(signature(program)[spec])
+    edit(tree[1])
+    signature(program)[spec] = json.dumps(tree)
 
 
 def in_expression(program: Any, code: str) -> None:
     sizes = program["graph_module"]["graph"]["tensor_values"]["x"]["sizes"]
     sizes[0]["as_expr"]["expr_str"] = code
-
-
-def in_guards(program: Any, code: str) -> None:
-    program["guards_code"] = [f"{code} is None"]
 
 
 def in_target(program: Any, code: str) -> None:
@@ -83,67 +83,46 @@ def in_operator(program: Any, code: str) -> None:
     linear(program)["inputs"].append({"name": "op", "arg": {"as_operator": "torch.os.system"}, "kind": 2})
 
 
-def in_keyword(program: Any, code: str) -> None:
-    tree = json.loads(signature(program)["in_spec"])
-    tree[1]["children_spec"][1]["context"] = json.dumps([f"scale=({code})"])
-    signature(program)["in_spec"] = json.dumps(tree)
-
-
-def in_argument_names(program: Any, code: str) -> None:
-    signature(program)["forward_arg_names"] = [f"x={code}", "scale"]
-
-
-def in_parameter_name(program: Any, code: str) -> None:
-    program.update(everywhere(program, "up.weight", f'up", {code}, "'))
-
-
 def in_default_factory(program: Any, code: str) -> None:
     context = {"default_factory_module": "payload", "default_factory_name": "x", "dict_context": ["y"]}
-    tree = json.loads(signature(program)["out_spec"])
-    tree[1] |= {"type": "collections.defaultdict", "context": context}
-    signature(program)["out_spec"] = json.dumps(tree)
-
-
-def in_enum(program: Any, code: str) -> None:
-    tree = json.loads(signature(program)["out_spec"])
-    tree[1]["context"] = json.dumps([{"__enum__": True, "fqn": "payload:X", "name": "y"}])
-    signature(program)["out_spec"] = json.dumps(tree)
+    in_tree(program, "out_spec", lambda tree: tree.update(type="collections.defaultdict", context=context))
 
 
 def in_constant_input(program: Any, code: str) -> None:
     program["graph_module"]["graph"]["inputs"][-1] = {"as_string": f"' or {code} or '"}
 
 
-def in_file_op(program: Any, code: str) -> None:
-    linear(program)["target"] = "torch.ops.aten.from_file.default"
+ENUM = json.dumps([{"__enum__": True, "fqn": "payload:X", "name": "y"}])
+IN_PROGRAM: dict[str, Callable[[Any, str], object]] = {
+    "the name of x": lambda program, code: program.update(everywhere(program, "x", f"x={code}")),
+    "the name of linear": lambda program, code: program.update(everywhere(program, "linear", f"x={code}")),
+    "the name of scale": lambda program, code: program.update(everywhere(program, "scale", f"x={code}")),
+    "the name of a parameter": lambda program, code: program.update(
+        everywhere(program, "up.weight", f'up", {code}, "')
+    ),
+    "an expression": in_expression,
+    "guards": lambda program, code: program.update(guards_code=[f"{code} is None"]),
+    "a target": in_target,
+    "an operator": in_operator,
+    "a keyword": lambda program, code: in_tree(
+        program, "in_spec", lambda tree: tree["children_spec"][1].update(context=json.dumps([f"scale=({code})"]))
+    ),
+    "argument names": lambda program, code: signature(program).update(forward_arg_names=[f"x={code}", "scale"]),
+    "a default factory": in_default_factory,
+    "an enum": lambda program, code: in_tree(program, "out_spec", lambda tree: tree.update(context=ENUM)),
+    "a constant input": in_constant_input,
+    "an op that reads files": lambda program, code: linear(program).update(target="torch.ops.aten.from_file.default"),
+}
 
 
-IN_PROGRAM = (
-    rename("x"),
-    rename("linear"),
-    rename("scale"),
-    in_expression,
-    in_guards,
-    in_target,
-    in_operator,
-    in_keyword,
-    in_argument_names,
-    in_parameter_name,
-    in_default_factory,
-    in_enum,
-    in_constant_input,
-    in_file_op,
-)
-
-
-@pytest.mark.parametrize("place", IN_PROGRAM, ids=lambda place: place.__name__)
+@looped("place", IN_PROGRAM)
 def test_text_of_a_program_is_no_code(
-    place: Callable[[Any, str], None], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proof = tmp_path / "proof"
     (tmp_path / "payload.py").write_text(f"open({str(proof)!r}, 'w')\nx = list\n")
     monkeypatch.syspath_prepend(tmp_path)
-    path = edited(source, tmp_path / "bad.pt2", lambda program: place(program, f"open({str(proof)!r},'w')"))
+    path = edited(source, tmp_path / "bad.pt2", lambda program: IN_PROGRAM[place](program, f"open({str(proof)!r},'w')"))
     with pytest.raises(ContractError, match=r"in its program .*trust_pickle=True, which lets it run code"):
         mxfp8_graph.load(path)
     assert not proof.exists()
@@ -176,49 +155,42 @@ IN_PICKLES: dict[str, Callable[[dict[str, bytes], Path], None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "command", [("rewrite", "--dry-run"), ("run",), ("verify",), ("unpack",), ("to_onnx",)], ids=str
-)
-@pytest.mark.parametrize("place", IN_PICKLES)
-def test_pickles_run_nothing(place: str, command: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+@looped("place", IN_PICKLES)
+def test_pickles_run_nothing(place: str, source: Path, tmp_path: Path) -> None:
     proof, content = tmp_path / "proof", records(source)
     IN_PICKLES[place](content, proof)
     path = write(tmp_path / "bad.pt2", content)
-    if command[0] in {"unpack", "to_onnx"}:
-        with pytest.raises(ContractError, match=r"bad\.pt2: .*trust_pickle=True"):
-            mxfp8_graph.unpack(path) if command[0] == "unpack" else mxfp8_graph.to_onnx(path, tmp_path / "m.onnx")
-    else:
-        result = run(command[0], str(path), *([str(path)] if command[0] == "verify" else []), *command[1:])
-        assert result.exit_code == 2, result.output
-        assert "pass --trust-pickle, which lets it run code" in result.output
+    with pytest.raises(ContractError, match=r"bad\.pt2: .*trust_pickle=True"):
+        mxfp8_graph.load(path)
     assert not proof.exists()
 
 
-def test_who_trusts_a_file_lets_it_run_code(source: Path, tmp_path: Path) -> None:
+def test_every_reader_refuses_pickles_and_a_trusted_file_runs_code(source: Path, tmp_path: Path) -> None:
     proof, content = tmp_path / "proof", records(source)
     IN_PICKLES["samples"](content, proof)
-    path = write(tmp_path / "bad.pt2", content)
-    run("rewrite", str(path), "--dry-run", "--trust-pickle")
+    path = str(write(tmp_path / "bad.pt2", content))
+    for read in (mxfp8_graph.unpack, lambda path: mxfp8_graph.to_onnx(path, tmp_path / "m.onnx")):
+        with pytest.raises(ContractError, match=r"bad\.pt2: .*trust_pickle=True"):
+            read(path)
+    for command in (("rewrite", path, "--dry-run"), ("run", path), ("verify", path, path)):
+        result = run(*command)
+        assert result.exit_code == 2, result.output
+        assert "pass --trust-pickle, which lets it run code" in result.output
+    assert not proof.exists()
+    run("rewrite", path, "--dry-run", "--trust-pickle")
     assert proof.exists()
 
 
-def test_compiled_libraries_are_not_loaded(source: Path, tmp_path: Path) -> None:
-    content = records(source) | {
-        "data/aotinductor/model/x.so": b"\x7fELF",
-        "data/aotinductor/model/x_metadata.json": b"{}",
-    }
-    program = mxfp8_graph.load(write(tmp_path / "compiled.pt2", content))
-    assert "up.weight" in program.state_dict
-
-
-def test_the_environment_stays_as_it_was(source: Path) -> None:
+def test_compiled_libraries_are_not_loaded_and_the_environment_stays(source: Path, tmp_path: Path) -> None:
+    libraries = {"data/aotinductor/model/x.so": b"\x7fELF", "data/aotinductor/model/x_metadata.json": b"{}"}
     before = dict(os.environ)
-    mxfp8_graph.load(source)
+    program = mxfp8_graph.load(write(tmp_path / "compiled.pt2", records(source) | libraries))
+    assert "up.weight" in program.state_dict
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
+@looped(
+    "name, data, message",
     [
         ("data/weights/padding", bytes(300 * 2**20), "bytes that unpack to"),
         (PROGRAM, b" " * 200 * 2**20, "bytes that unpack to"),
@@ -236,7 +208,6 @@ def test_the_environment_stays_as_it_was(source: Path) -> None:
         ("data/weights/weight_0", b"123", "does not divide"),
         ("data/weights/weight_0", b"", "expected as many as its shape takes"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_archives_that_are_not_programs(name: str, data: bytes, message: str, source: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "bad.pt2", records(source) | {name: data}, compress=True)
@@ -253,19 +224,17 @@ def test_records_of_the_same_name(source: Path, tmp_path: Path) -> None:
         mxfp8_graph.load(tmp_path / "bad.pt2")
 
 
-def test_counters_that_torch_would_count_to(source: Path, tmp_path: Path) -> None:
+@looped("expression", ["Pow(9, Pow(9, 9))", "9**9**9", "LShift(1, 10**9)", "factorial(10**9)", "a counter"])
+def test_numbers_that_torch_would_compute_without_end(expression: str, source: Path, tmp_path: Path) -> None:
     def edit(program: Any) -> None:
-        program["range_constraints"]["u99999999999"] = {"min_val": 0, "max_val": 1}
+        if expression == "a counter":
+            program["range_constraints"]["u99999999999"] = {"min_val": 0, "max_val": 1}
+        else:
+            in_expression(program, expression)
 
-    with pytest.raises(ContractError, match="takes torch for ever to count to"):
+    message = "takes torch for ever to count to" if expression == "a counter" else "in its program"
+    with pytest.raises(ContractError, match=message):
         mxfp8_graph.load(edited(source, tmp_path / "bad.pt2", edit))
-
-
-@pytest.mark.parametrize("expression", ["Pow(9, Pow(9, 9))", "9**9**9", "LShift(1, 10**9)", "factorial(10**9)"])
-def test_expressions_that_take_for_ever(expression: str, source: Path, tmp_path: Path) -> None:
-    path = edited(source, tmp_path / "bad.pt2", lambda program: in_expression(program, expression))
-    with pytest.raises(ContractError, match="in its program"):
-        mxfp8_graph.load(path)
 
 
 def test_tensors_that_are_not_what_the_graph_says(source: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from grids import looped, pairwise
 
 from mxfp8_graph.evidence.fake_quantize import FakeQuantize
 from mxfp8_graph.evidence.number_formats import E2M1, E2M3, E3M2, E4M3, PEERS, Element, Quantizer, ScaleRule
@@ -36,8 +37,7 @@ def assert_same_bits(found: np.ndarray, expected: Any, x: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("rounding", ["ceil", "floor", "even"])
-@pytest.mark.parametrize("columns", [K, 70], ids=["whole blocks", "partial blocks"])
+@looped("rounding, columns", [("ceil", K), ("floor", 70), ("even", K), ("ceil", 70)])
 def test_mxfp8_is_what_the_reference_computes(rounding: ScaleRule, columns: int, count: int) -> None:
     bits = np.random.default_rng(1).integers(0, 2**32, (count // K, K), dtype=np.uint64).astype(np.uint32)
     for x in (values(count)[:, :columns].copy(), np.nan_to_num(bits.view(np.float32))[:, :columns].copy()):
@@ -46,9 +46,10 @@ def test_mxfp8_is_what_the_reference_computes(rounding: ScaleRule, columns: int,
 
 
 @pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("rounding", ["floor", "even", "ceil"])
-@pytest.mark.parametrize("block", [16, 32, 64])
-@pytest.mark.parametrize("element", [E4M3, E3M2, E2M3, E2M1], ids=lambda element: element.name)
+@looped(
+    "element, block, rounding",
+    pairwise(element=[E4M3, E3M2, E2M3, E2M1], block=[16, 32, 64], rounding=["floor", "even", "ceil"]),
+)
 def test_mx_formats_are_torchaos(element: Element, block: int, rounding: ScaleRule, count: int) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     torch = pytest.importorskip("torch")
@@ -95,15 +96,14 @@ def test_nvfp4_is_torchaos(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize(
-    ("element", "dtype"),
+@looped(
+    "element, dtype",
     [
         (E4M3, ml_dtypes.float8_e4m3fn),
         (E3M2, ml_dtypes.float6_e3m2fn),
         (E2M3, ml_dtypes.float6_e2m3fn),
         (E2M1, ml_dtypes.float4_e2m1fn),
     ],
-    ids=lambda value: getattr(value, "name", ""),
 )
 def test_elements_are_those_of_ml_dtypes(element: Element, dtype: Any, count: int) -> None:
     assert float(ml_dtypes.finfo(dtype).max) == element.max
@@ -140,8 +140,10 @@ def test_mxint8_by_its_definition() -> None:
 
 
 @pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("name", ["float8-current", "float8-block", "float8-block-float32"])
-@pytest.mark.parametrize("side", ["weights", "activations"])
+@looped(
+    "name, side",
+    pairwise(name=["float8-current", "float8-block", "float8-block-float32"], side=["weights", "activations"]),
+)
 def test_transformer_engines_formats_by_their_definition(name: str, side: str, count: int) -> None:
     """TransformerEngine: scale = max / amax, its mantissa cleared on request; cast(x * scale) * (1 / scale)."""
     torch = pytest.importorskip("torch")
@@ -174,22 +176,20 @@ def test_int8_per_row_is_torchs(count: int) -> None:
     assert float((theirs != rounded).float().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_a_tensor_of_zeros_stays_zeros(name: str) -> None:
+@looped("name", PEERS)
+def test_zeros_stay_zeros_and_values_that_are_not_finite_stay_so(name: str) -> None:
     x = np.zeros((3, 70), np.float32)
     assert not FakeQuantize(PEERS[name].weights)(x).any()
+    for bad in (np.nan, np.inf):
+        x = np.ones((2, 64), np.float32)
+        x[0, 5] = bad
+        assert not np.isfinite(FakeQuantize(PEERS[name].weights)(x)[0]).all(), bad
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("name", ["mxfp8-block32", "mxfp6-e3m2", "mxfp4", "mxint8", "nvfp4", "float8-current", "int8"])
-def test_a_value_that_is_not_finite_is_not_hidden(name: str, bad: float) -> None:
-    x = np.ones((2, 64), np.float32)
-    x[0, 5] = bad
-    assert not np.isfinite(FakeQuantize(PEERS[name].weights)(x)[0]).all()
+SHAPES = [(3, 70), (2, 3, 70), (2, 0, 70), (130, 200), (0, 64)]
 
 
-@pytest.mark.parametrize("shape", [(3, 70), (2, 3, 70), (2, 0, 70), (130, 200), (0, 64)], ids=str)
-@pytest.mark.parametrize("name", ["mxfp4", "float8-block", "nvfp4", "int8-token"])
+@looped("name, shape", pairwise(name=["mxfp4", "float8-block", "nvfp4", "int8-token"], shape=SHAPES))
 def test_any_shape_is_kept(name: str, shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     found = FakeQuantize(PEERS[name].weights)(x)
@@ -198,8 +198,8 @@ def test_any_shape_is_kept(name: str, shape: tuple[int, ...]) -> None:
         assert np.array_equal(found[1], FakeQuantize(PEERS[name].weights)(x[1]))
 
 
-@pytest.mark.parametrize(
-    ("name", "formula", "size"),
+@looped(
+    "name, formula, size",
     [
         ("mxfp8-block32", "1 + 1/32", 200 * 300 + 200 * 10),
         ("mxfp6-e2m3", "6/8 + 1/32", 200 * 300 * 6 // 8 + 200 * 10),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_programs import Apply, export, values
+from torch.export import ExportedProgram
+from torch_programs import export
 
 import mxfp8_graph
 from mxfp8_graph.report.account import StoredTensor
@@ -31,51 +32,38 @@ class Mixed(nn.Module):
         return self.head(self.memory(x)[0])
 
 
-def rewritten(recipe: str = "mxfp8") -> RewriteReport:
-    return mxfp8_graph.rewrite(export(Mixed(), torch.zeros(2, 8, dtype=torch.long)), recipe)[1]
+@pytest.fixture(scope="module")
+def program() -> ExportedProgram:
+    return export(Mixed(), torch.zeros(2, 8, dtype=torch.long))
 
 
 def tensor(report: RewriteReport, name: str) -> StoredTensor:
-    (found,) = (t for t in report.account.tensors if name in (t.name, *t.also_called))
-    return found
+    (entry,) = (t for t in report.account.tensors if name in (t.name, *t.also_called))
+    return entry
 
 
-@pytest.mark.parametrize(
-    ("name", "outcome", "reason"),
-    [
-        ("inner.weight", "rewritten", "linear, by recipe 'mxfp8'"),
-        ("inner.bias", "small", "biases, normalization weights and other vectors"),
-        ("norm.weight", "small", "biases, normalization weights and other vectors"),
-        ("conv.weight", "other op", "conv1d: a convolution, no matmul"),
-        ("memory.weight_ih_l0", "other op", "lstm: a recurrent layer, no matmul"),
-        ("head.weight", "kept", "embedding: ids pick its rows; set embeddings: true to quantize it"),
-    ],
-)
-def test_what_became_of_each_tensor(name: str, outcome: str, reason: str) -> None:
-    found = tensor(rewritten(), name)
-    assert (found.outcome, found.reason) == (outcome, reason)
+OUTCOMES = {
+    "inner.weight": ("rewritten", "linear, by recipe 'mxfp8'"),
+    "inner.bias": ("small", "biases, normalization weights and other vectors"),
+    "norm.weight": ("small", "biases, normalization weights and other vectors"),
+    "conv.weight": ("other op", "conv1d: a convolution, no matmul"),
+    "memory.weight_ih_l0": ("other op", "lstm: a recurrent layer, no matmul"),
+    "head.weight": ("kept", "embedding: ids pick its rows; set embeddings: true to quantize it"),
+}
 
 
-def test_a_tied_table_is_counted_once() -> None:
-    found = tensor(rewritten("all"), "table.weight")
-    assert (found.bytes_before, found.bytes_kept, found.bytes_new) == (25600, 0, 100 * 66)
-    assert found.to_dict()["used_by"] == {"embedding": 1, "linear": 1}
-
-
-def test_the_account_of_a_program_in_memory_is_its_size() -> None:
-    report = rewritten()
+def test_each_tensor_has_an_outcome_and_a_reason(program: ExportedProgram) -> None:
+    report = mxfp8_graph.rewrite(program)[1]
+    entries = {name: tensor(report, name) for name in OUTCOMES}
+    assert {name: (entry.outcome, entry.reason) for name, entry in entries.items()} == OUTCOMES
     account = report.account
     assert (account.bytes_before, account.bytes_after) == (report.bytes_before, report.bytes_after)
 
 
-def test_an_embedding_alone() -> None:
-    def looked_up(m: nn.Module, ids: Tensor) -> Tensor:
-        return torch.relu(nn.functional.embedding(ids, m.table) @ m.w)
-
-    program = export(Apply(looked_up, {"table": values(50, 64), "w": values(64, 64)}), torch.zeros(4, dtype=torch.long))
-    found = tensor(mxfp8_graph.rewrite(program)[1], "table")
-    assert (found.outcome, found.bytes_after) == ("kept", 50 * 256)
-    assert found.reason == "embedding: ids pick its rows; set embeddings: true to quantize it"
+def test_a_tied_table_is_counted_once(program: ExportedProgram) -> None:
+    entry = tensor(mxfp8_graph.rewrite(program, "all")[1], "table.weight")
+    assert (entry.bytes_before, entry.bytes_kept, entry.bytes_new) == (25600, 0, 100 * 66)
+    assert entry.to_dict()["used_by"] == {"embedding": 1, "linear": 1}
 
 
 def test_nothing_eligible_says_which_ops_hold_the_weights() -> None:

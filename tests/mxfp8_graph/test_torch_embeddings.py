@@ -10,12 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from grids import looped  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import DYNAMIC, Apply, as_numpy, call_targets, count, export, reasons, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph import Recipe, Rule  # noqa: E402
+from mxfp8_graph import Recipe  # noqa: E402
 from mxfp8_graph.policy.plan import NothingEligibleError  # noqa: E402
 from mxfp8_ops import numerics  # noqa: E402
 
@@ -38,8 +39,7 @@ def kept_reason(program: ExportedProgram, recipe: Recipe = TABLES) -> str:
     return only.reason
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["as exported", "core ATen"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@looped("dtype, decomposed", [(torch.float32, True), (torch.float16, False), (torch.bfloat16, False)])
 def test_an_embedding_becomes_a_lookup_in_the_packed_table(dtype: Any, decomposed: bool) -> None:
     module = nn.Embedding(96, 70, padding_idx=3).to(dtype)
     program = export(module, IDS, dynamic=({0: DYNAMIC, 1: DYNAMIC},))
@@ -48,20 +48,17 @@ def test_an_embedding_becomes_a_lookup_in_the_packed_table(dtype: Any, decompose
     assert call_targets(rewritten) == ["mxfp8.embedding.default"]
     assert set(rewritten.state_dict) == {"weight_mxfp8", "weight_mxfp8_scales"}
     assert reasons(report) == ["embedding, by recipe 'tables'"]
+    (site,) = report.sites
+    seen = site.decision.site
+    assert (seen.role, seen.op, seen.n, seen.k, seen.weight) == ("embedding", "embedding", 96, 70, "weight")
+    assert (site.bytes_before, site.bytes_after) == (96 * 70 * dtype.itemsize, 96 * (70 + 3))
     result = rewritten.module()(IDS)
     assert result.dtype == dtype
     np.testing.assert_array_equal(result.float().numpy(), torch.from_numpy(rows(module.weight, IDS)).to(dtype).float())
 
 
-def test_its_site_has_the_ids_as_m_and_the_table_as_n_and_k() -> None:
-    (site,) = mxfp8_graph.rewrite(export(nn.Embedding(96, 70), IDS), TABLES)[1].sites
-    seen = site.decision.site
-    assert (seen.role, seen.op, seen.m, seen.n, seen.k) == ("embedding", "embedding", 4, 96, 70)
-    assert (seen.weight, site.bytes_before, site.bytes_after) == ("weight", 96 * 70 * 4, 96 * (70 + 3))
-
-
-@pytest.mark.parametrize(
-    ("function", "ids", "table"),
+@looped(
+    "function, ids, table",
     [
         (lambda m, ids: m.w[ids], IDS, TABLE),
         (lambda m, ids: m.w[ids], torch.tensor([-1, 2]), TABLE),
@@ -69,21 +66,16 @@ def test_its_site_has_the_ids_as_m_and_the_table_as_n_and_k() -> None:
         (lambda m, ids: m.w.view(70, 96).t()[ids], IDS, TABLE.view(70, 96).t()),
         (lambda m, ids: nn.functional.embedding(ids.int(), m.w), IDS, TABLE),
     ],
-    ids=["index", "negative", "index_select", "a view of a table", "int32"],
 )
 def test_other_ways_to_pick_rows(function: Any, ids: Tensor, table: Tensor) -> None:
-    rewritten, _ = mxfp8_graph.rewrite(export(Apply(function, {"w": TABLE}), ids), TABLES)
+    rewritten, report = mxfp8_graph.rewrite(export(Apply(function, {"w": TABLE}), ids), TABLES)
     assert count(rewritten, "mxfp8.embedding") == 1
+    assert report.sites[0].decision.site.m == ids.numel()
     np.testing.assert_array_equal(rewritten.module()(ids).numpy(), rows(table, ids))
 
 
-def test_by_default_it_is_kept_with_the_reason() -> None:
-    reason = kept_reason(export(nn.Embedding(96, 70), IDS), Recipe(name="default"))
-    assert reason == "embedding: ids pick its rows; set embeddings: true to quantize it"
-
-
-@pytest.mark.parametrize(
-    ("module", "inputs", "reason"),
+@looped(
+    "module, inputs, reason",
     [
         (
             nn.EmbeddingBag(96, 70),
@@ -105,18 +97,17 @@ def test_by_default_it_is_kept_with_the_reason() -> None:
             (IDS,),
             "weight 'add' is computed by add; expected a stored tensor behind views; fold it first",
         ),
-        (nn.Embedding(31, 70), (IDS % 31,), "tiny: N = 31 is below min_dim = 32; lower min_dim to quantize it"),
     ],
-    ids=["bag", "max_norm", "constant ids", "computed", "tiny"],
 )
 def test_what_cannot_be_one_is_kept_with_the_reason(module: Any, inputs: Any, reason: str) -> None:
     assert kept_reason(export(module, *inputs)) == reason
 
 
-@pytest.mark.parametrize("module", [nn.EmbeddingBag(96, 70), nn.Embedding(96, 70, max_norm=1.0)], ids=["bag", "norm"])
-def test_once_decomposed_it_is_kept_too(module: Any) -> None:
-    reason = kept_reason(export(module, IDS).run_decompositions())
-    assert reason.startswith(("an EmbeddingBag adds up", "its table is changed by embedding_renorm (max_norm)"))
+def test_once_decomposed_it_is_kept_too() -> None:
+    bag, normed = nn.EmbeddingBag(96, 70), nn.Embedding(96, 70, max_norm=1.0)
+    assert kept_reason(export(bag, IDS).run_decompositions()).startswith("an EmbeddingBag adds up")
+    reason = kept_reason(export(normed, IDS).run_decompositions())
+    assert reason.startswith("its table is changed by embedding_renorm (max_norm)")
 
 
 def test_in_training_it_is_kept_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,12 +120,6 @@ def test_in_training_it_is_kept_with_the_reason(monkeypatch: pytest.MonkeyPatch)
     assert reason in str(caught[0].message) in report.notes
     assert caught[0].filename == __file__
     assert report.sites[1].decision.quantize
-
-
-def test_a_rule_that_quantizes_overrides_the_default() -> None:
-    recipe = Recipe(name="one", rules=(Rule(op="embedding", weight_format="e5m2"),))
-    rewritten, _ = mxfp8_graph.rewrite(export(nn.Embedding(96, 70), IDS), recipe)
-    assert count(rewritten, "mxfp8.embedding") == 1
 
 
 class Tied(nn.Module):
@@ -151,30 +136,22 @@ class Tied(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["as exported", "core ATen"])
-def test_a_tied_table_has_one_packed_copy(decomposed: bool) -> None:
+def test_a_tied_table_goes_to_a_program_onnx_and_a_checkpoint_once(tmp_path: Any) -> None:
     program = export(Tied(), IDS)
-    program = program.run_decompositions() if decomposed else program
-    rewritten, report = mxfp8_graph.rewrite(program, "all")
-    assert len(rewritten.state_dict) == 2, list(rewritten.state_dict)
-    assert {site.packed for site in report.sites} == {report.sites[0].packed}
-    assert report.bytes_after == 96 * (64 + 2)
-
-
-def test_a_table_is_kept_whose_projection_is_kept() -> None:
-    with pytest.raises(NothingEligibleError) as raised:
-        mxfp8_graph.rewrite(export(Tied(), IDS), TABLES)
-    assert raised.value.decisions[0].reason == (
-        "embedding: its table is also the weight of 'lm_head', which is kept: packed alone it would make the file "
-        "larger; set output_projections: true to share one"
-    )
-
-
-def test_a_tied_table_goes_to_onnx_and_to_a_checkpoint_once(tmp_path: Any) -> None:
-    rewritten, _ = mxfp8_graph.rewrite(export(Tied(), IDS), "all")
+    for source in (program.run_decompositions(), program):
+        rewritten, report = mxfp8_graph.rewrite(source, "all")
+        assert len(rewritten.state_dict) == 2, list(rewritten.state_dict)
+        assert {site.packed for site in report.sites} == {report.sites[0].packed}
+        assert report.bytes_after == 96 * (64 + 2)
     model = onnx.load(mxfp8_graph.to_onnx(rewritten, tmp_path / "m.onnx"))
     assert sorted(n.op_type for n in model.graph.node) == ["MXFP8Embedding", "MXFP8Gemm", "MXFP8Quantize"]
     assert len(model.graph.initializer) == 2
     assert len(mxfp8_graph.unpack(rewritten)) == 1
     path = mxfp8_graph.export_safetensors(rewritten, tmp_path / "m.safetensors")
     assert len(mxfp8_graph.import_safetensors(path)) == 1
+    with pytest.raises(NothingEligibleError) as raised:
+        mxfp8_graph.rewrite(program, TABLES)
+    assert raised.value.decisions[0].reason == (
+        "embedding: its table is also the weight of 'lm_head', which is kept: packed alone it would make the file "
+        "larger; set output_projections: true to share one"
+    )

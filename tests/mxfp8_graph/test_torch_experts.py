@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from grids import looped  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch_programs import DYNAMIC, Apply, Prediction, as_numpy, count, export, predict, values  # noqa: E402
 
@@ -48,9 +49,11 @@ PICKED: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("activations", ["e4m3", "bfloat16", "unchanged"])
-@pytest.mark.parametrize("name", PICKED)
-def test_experts_picked_at_run_time_are_picked_packed(name: str, *, activations: str) -> None:
+SIDES = {"weight on the left": "unchanged", "weight on the right": "bfloat16", "index_select": "unchanged"}
+
+
+@looped("name, activations", [*((name, "e4m3") for name in PICKED), *SIDES.items()])
+def test_experts_picked_at_run_time_are_picked_packed(name: str, activations: str, tmp_path: Path) -> None:
     module = Apply(PICKED[name], {"stack": STACK})
     program = export(module, X, IDS, dynamic=(({0: DYNAMIC}, {0: DYNAMIC}),))
     recipe = OUTPUTS_TOO.model_copy(update={"activations": activations})
@@ -65,6 +68,25 @@ def test_experts_picked_at_run_time_are_picked_packed(name: str, *, activations:
         one_gemm_per_row(x, ids, activations=activations).check(rewritten.module()(x, ids))
     with pytest.raises(IndexError, match="out of range"):
         rewritten.module()(X[:2], torch.tensor([0, 4]))
+    if activations == "bfloat16":
+        return
+    path = tmp_path / f"{name} {activations}.onnx"
+    for y in onnx_outputs(rewritten, path, (X[:4], IDS[:4]))[0]:
+        one_gemm_per_row(X[:4], IDS[:4], activations=activations).check(y)
+    graph = onnx.load(path).graph
+    ops = [node.op_type for node in graph.node]
+    assert ops.count("MXFP8GroupedGemm" if activations == "e4m3" else "MXFP8GroupedWeightGemm") == 1
+    assert "Gather" not in ops
+    assert {tuple(t.dims) for t in graph.initializer if t.name.startswith("stack")} == {(4, 48, 70), (4, 48, 3)}
+
+
+def onnx_outputs(program: Any, path: Path, *samples: tuple[Tensor, ...]) -> list[list[Tensor]]:
+    """Returns what a program computes of each sample once it is ONNX: with our kernels, and on stock ONNX Runtime."""
+    mxfp8_graph.to_onnx(program, path)
+    names = [port.name for port in onnx.load(path).graph.input]
+    sessions = ort.session(path), onnxruntime.InferenceSession(path)
+    feeds = [dict(zip(names, map(as_numpy, inputs), strict=True)) for inputs in samples]
+    return [[torch.from_numpy(session.run(None, feed)[0]) for session in sessions] for feed in feeds]
 
 
 def test_two_products_that_pick_alike_share_the_packed_weight() -> None:
@@ -102,8 +124,8 @@ def grouped(m: Any, x: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(x, m.stack.transpose(-2, -1), ends)
 
 
-@pytest.mark.parametrize("activations", ["e4m3", "bfloat16", "unchanged"])
-def test_grouped_experts_become_one_grouped_gemm(*, activations: str) -> None:
+@looped("activations", ["e4m3", "bfloat16", "unchanged"])
+def test_grouped_experts_become_one_grouped_gemm(activations: str) -> None:
     stack = STACK[:, :, :64].bfloat16()  # what torch's own kernel takes
     x = X[:, :64].bfloat16()
     program = export(Apply(grouped, {"stack": stack}), x, ENDS, dynamic=(({0: DYNAMIC}, None),))
@@ -130,13 +152,9 @@ def test_grouped_weights_that_are_computed_are_kept_with_a_reason() -> None:
     assert "weights are computed at run time; expected one stored stack" in caught.value.decisions[0].reason
 
 
-@pytest.fixture(scope="module")
-def picked() -> Any:
+def test_packed_experts_are_saved_and_unpacked(tmp_path: Path) -> None:
     program = export(Apply(PICKED["weight on the right"], {"stack": STACK}), X, IDS)
-    return mxfp8_graph.rewrite(program, OUTPUTS_TOO)[0]
-
-
-def test_packed_experts_are_saved_and_unpacked(picked: Any, tmp_path: Path) -> None:
+    picked, _ = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
     loaded = mxfp8_graph.load(mxfp8_graph.save(picked, tmp_path / "experts.pt2"))
     assert torch.equal(loaded.module()(X, IDS), picked.module()(X, IDS))
     weight = mxfp8_graph.unpack(loaded)["stack"]
@@ -146,29 +164,6 @@ def test_packed_experts_are_saved_and_unpacked(picked: Any, tmp_path: Path) -> N
     assert np.array_equal(weight.scales, scales)
 
 
-def onnx_outputs(program: Any, path: Path, *inputs: Tensor) -> list[np.ndarray]:
-    """Returns what a program computes once it is ONNX: with our kernels, and on stock ONNX Runtime."""
-    mxfp8_graph.to_onnx(program, path)
-    feeds = {port.name: as_numpy(value) for port, value in zip(onnx.load(path).graph.input, inputs, strict=True)}
-    sessions = ort.session(path), onnxruntime.InferenceSession(path)
-    return [session.run(None, feeds)[0] for session in sessions]
-
-
-@pytest.mark.parametrize("weight_only", [False, True])
-@pytest.mark.parametrize("name", PICKED)
-def test_picked_experts_become_grouped_gemms_of_onnx(name: str, tmp_path: Path, *, weight_only: bool) -> None:
-    program = export(Apply(PICKED[name], {"stack": STACK}), X, IDS, dynamic=(({0: DYNAMIC}, {0: DYNAMIC}),))
-    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
-    rewritten, _ = mxfp8_graph.rewrite(program, recipe)
-    for y in onnx_outputs(rewritten, tmp_path / "experts.onnx", X[:4], IDS[:4]):
-        one_gemm_per_row(X[:4], IDS[:4], activations="unchanged" if weight_only else "e4m3").check(torch.from_numpy(y))
-    graph = onnx.load(tmp_path / "experts.onnx").graph
-    ops = [node.op_type for node in graph.node]
-    assert ops.count("MXFP8GroupedWeightGemm" if weight_only else "MXFP8GroupedGemm") == 1
-    assert "Gather" not in ops
-    assert {tuple(t.dims) for t in graph.initializer if t.name.startswith("stack")} == {(4, 48, 70), (4, 48, 3)}
-
-
 def test_a_bias_beside_picked_experts_is_added_in_onnx(tmp_path: Path) -> None:
     bias = values(48, seed=6)
     rewritten, _ = mxfp8_graph.rewrite(
@@ -176,23 +171,24 @@ def test_a_bias_beside_picked_experts_is_added_in_onnx(tmp_path: Path) -> None:
         OUTPUTS_TOO,
     )
     expected = rewritten.module()(X, IDS)
-    for y in onnx_outputs(rewritten, tmp_path / "experts.onnx", X, IDS):
-        torch.testing.assert_close(torch.from_numpy(y), expected, rtol=1e-5, atol=1e-4)
+    for y in onnx_outputs(rewritten, tmp_path / "experts.onnx", (X, IDS))[0]:
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("ends", [ENDS, ENDS - 1, torch.zeros(4, dtype=torch.int32)])
-@pytest.mark.parametrize("weight_only", [False, True])
-def test_grouped_experts_become_a_grouped_gemm_of_onnx(ends: Tensor, tmp_path: Path, *, weight_only: bool) -> None:
+@looped("activations", ["e4m3", "unchanged"])
+def test_grouped_experts_become_a_grouped_gemm_of_onnx(activations: str, tmp_path: Path) -> None:
     stack = STACK[:, :, :64].bfloat16()
 
     def function(m: Any, x: Tensor, ends: Tensor) -> Tensor:
         return grouped(m, x.bfloat16(), ends).float()
 
     program = export(Apply(function, {"stack": stack}), X[:, :64], ENDS)
-    recipe = OUTPUTS_TOO.model_copy(update={"activations": "unchanged" if weight_only else "e4m3"})
-    rewritten, _ = mxfp8_graph.rewrite(program, recipe)
-    expected = rewritten.module()(X[:, :64], ends)
-    for y in onnx_outputs(rewritten, tmp_path / "experts.onnx", X[:, :64], ends):
-        got = torch.from_numpy(y)
-        assert (got[int(ends[-1]) :] == 0).all()
-        torch.testing.assert_close(got, expected, rtol=2.0**-7, atol=1e-4)  # one rounding to bfloat16
+    rewritten, _ = mxfp8_graph.rewrite(program, OUTPUTS_TOO.model_copy(update={"activations": activations}))
+    samples = [(X[:, :64], ends) for ends in (ENDS, ENDS - 1, torch.zeros_like(ENDS))]
+    for (x, ends), results in zip(
+        samples, onnx_outputs(rewritten, tmp_path / f"{activations}.onnx", *samples), strict=True
+    ):
+        expected = rewritten.module()(x, ends)
+        for got in results:
+            assert (got[int(ends[-1]) :] == 0).all()
+            torch.testing.assert_close(got, expected, rtol=2.0**-7, atol=1e-4)  # one rounding to bfloat16

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked
 import pytest
 from commands import refused
 from full_disk import files_of_at_most
+from grids import looped
 
 torch = pytest.importorskip("torch")
 
@@ -44,12 +44,12 @@ def rewritten() -> ExportedProgram:
     return mxfp8_graph.rewrite(export(Model(), X, dynamic={"x": {0: DYNAMIC}}))[0]
 
 
-def in_fresh_process(code: str, *arguments: Path) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def in_fresh_process(code: str, folder: Path) -> str:
+    """Runs code in a folder, in a process that has imported torch and nothing of ours."""
+    (folder / "script.py").write_text(code)
+    exit_code, printed = forked.run(["python", "script.py"], folder)
+    assert exit_code == 0, printed
+    return printed
 
 
 def test_fresh_process_gives_the_same_bits(tmp_path: Path) -> None:
@@ -59,31 +59,18 @@ def test_fresh_process_gives_the_same_bits(tmp_path: Path) -> None:
     model = transformers.BertModel(transformers.BertConfig(**settings, vocab_size=32))
     ids = torch.arange(6).reshape(2, 3)
     program, _ = mxfp8_graph.rewrite(export(model, input_ids=ids))
-    path = mxfp8_graph.save(program, tmp_path / "bert.pt2")
+    mxfp8_graph.save(program, tmp_path / "bert.pt2")
     torch.save(ids, tmp_path / "x")
     code = """
-import sys, mxfp8_graph
-program = mxfp8_graph.load(sys.argv[1])
+import mxfp8_graph
+program = mxfp8_graph.load("bert.pt2")
 import torch
-torch.save(list(program.module()(input_ids=torch.load(sys.argv[2])).values()), sys.argv[3])
+torch.save(list(program.module()(input_ids=torch.load("x")).values()), "y")
 """
-    in_fresh_process(code, path, tmp_path / "x", tmp_path / "y")
+    in_fresh_process(code, tmp_path)
     expected = program.module()(input_ids=ids).values()
     assert all(torch.equal(a, b) for a, b in zip(torch.load(tmp_path / "y"), expected, strict=True))
     assert [p.name for p in tmp_path.glob("*.pt2")] == ["bert.pt2"]
-
-
-def test_loading_without_the_ops_fails_in_torch(rewritten: ExportedProgram, tmp_path: Path) -> None:
-    """What the file alone cannot help: torch's own message. `mxfp8_graph.load` is the way."""
-    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
-    code = """
-import sys, torch
-try:
-    torch.export.load(sys.argv[1])
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-    assert "error when deserializing" in in_fresh_process(code, path)
 
 
 def test_the_file_says_what_made_it(rewritten: ExportedProgram, tmp_path: Path) -> None:
@@ -144,14 +131,8 @@ def test_rewriting_files(tmp_path: Path) -> None:
     assert mxfp8_graph.rewrite(program, output=tmp_path / "other.pt2")[0] == tmp_path / "other.pt2"
 
 
-def test_a_program_that_was_not_rewritten(tmp_path: Path) -> None:
-    program = export(Model(), X)
-    torch.export.save(program, tmp_path / "plain.pt2")
-    assert torch.equal(mxfp8_graph.load(tmp_path / "plain.pt2").module()(X), program.module()(X))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
+@looped(
+    "name, content, message",
     [
         ("missing.pt2", None, "No such file or directory; expected a readable .pt2 file"),
         ("empty.pt2", b"", "not a .pt2 file"),
@@ -178,29 +159,26 @@ def test_files_that_cannot_be_loaded(
     assert str(path) in str(caught.value)
 
 
-def test_a_directory(tmp_path: Path, rewritten: ExportedProgram) -> None:
+def test_places_that_cannot_be_read_or_written(tmp_path: Path, rewritten: ExportedProgram) -> None:
     with pytest.raises(ContractError, match="a directory"):
         mxfp8_graph.load(tmp_path)
     (tmp_path / "folder.pt2").mkdir()
-    with pytest.raises(ContractError, match="a directory"):
-        mxfp8_graph.save(rewritten, tmp_path / "folder.pt2")
-
-
-def test_places_that_cannot_be_written(tmp_path: Path, rewritten: ExportedProgram) -> None:
-    with pytest.raises(ContractError, match=r"suffix '.zip'; expected .pt2"):
-        mxfp8_graph.save(rewritten, tmp_path / "model.zip")
-    with pytest.raises(ContractError, match="does not exist"):
-        mxfp8_graph.save(rewritten, tmp_path / "nowhere" / "model.pt2")
     path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
-    with pytest.raises(ContractError, match="exists already"):
-        mxfp8_graph.save(rewritten, path)
+    for place, message in {
+        "folder.pt2": "a directory",
+        "model.zip": r"suffix '.zip'; expected .pt2",
+        "nowhere/model.pt2": "does not exist",
+        "model.pt2": "exists already",
+    }.items():
+        with pytest.raises(ContractError, match=message):
+            mxfp8_graph.save(rewritten, tmp_path / place)
     assert mxfp8_graph.save(rewritten, path, overwrite=True) == path
 
 
-@pytest.mark.parametrize("room", [0, 1000, 10_000])
+@looped("room", [0, 1000, 10_000])
 def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path: Path, rewritten: ExportedProgram, room: int) -> None:
     """torch's own writer ends the process when it cannot write."""
-    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
+    path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2", overwrite=True)
     before = path.read_bytes()
     with files_of_at_most(room), pytest.raises(ContractError) as caught:
         mxfp8_graph.save(rewritten, path, overwrite=True)
@@ -257,9 +235,9 @@ def test_recipes_with_rules_survive(tmp_path: Path) -> None:
     assert mxfp8_graph.rewrite(loaded, recipe)[1].already_rewritten
 
 
-def test_an_einsum_is_read(tmp_path: Path) -> None:
-    """It has an argument called path, as ops that read files have."""
+def test_a_program_that_was_not_rewritten_is_read(tmp_path: Path) -> None:
+    """Its einsum has an argument called path, as ops that read files have."""
     program = export(Apply(lambda m, x: torch.einsum("ab,cb->ac", x, m.w), {"w": values(96, 64, seed=3)}), X)
     assert any(node.target is torch.ops.aten.einsum.default for node in program.graph.nodes)
-    loaded = mxfp8_graph.load(mxfp8_graph.save(program, tmp_path / "einsum.pt2"))
-    assert torch.equal(loaded.module()(X), program.module()(X))
+    torch.export.save(program, tmp_path / "einsum.pt2")
+    assert torch.equal(mxfp8_graph.load(tmp_path / "einsum.pt2").module()(X), program.module()(X))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from grids import looped
 
 torch = pytest.importorskip("torch")
 
@@ -82,8 +83,20 @@ def module(case: Case) -> Apply:
     return Apply(case.function, parameters, {"buffer": W.t().contiguous()})
 
 
-@pytest.mark.parametrize("activations", ["e4m3", "bfloat16", "unchanged"])
-@pytest.mark.parametrize("name", CASES)
+WEIGHT_ONLY = (
+    ("linear", "bfloat16"),
+    ("addmm, alpha and beta", "bfloat16"),
+    ("matmul with a stack", "bfloat16"),
+    ("linear, strided", "unchanged"),
+    ("matmul and add", "unchanged"),
+    ("matmul that broadcasts a stack", "unchanged"),
+    ("static left operand", "unchanged"),
+    ("mv", "unchanged"),
+    ("einsum", "unchanged"),
+)
+
+
+@looped("name, activations", [*((name, "e4m3") for name in CASES), *WEIGHT_ONLY])
 def test_form(name: str, activations: str) -> None:
     case = CASES[name]
     program = export(module(case), case.x)
@@ -101,7 +114,7 @@ def test_form(name: str, activations: str) -> None:
     prediction.check(rewritten.module()(case.x))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@looped("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype: torch.dtype) -> None:
     linear = torch.nn.Linear(70, 96).to(dtype)
     x = X.to(dtype)
@@ -112,12 +125,10 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
     predict(x, linear.weight, linear.bias, dtype=report.sites[0].decision.site.dtype or "").check(result)
 
 
-@pytest.mark.parametrize("preset", ["ocp", "e5m2"])
-def test_scale_rounding_and_formats(preset: str) -> None:
-    settings = {"scale_rounding": "floor"} if preset == "ocp" else {"activations": "e5m2", "weight_format": "e5m2"}
+@looped("settings", [{"scale_rounding": "floor"}, {"activations": "e5m2", "weight_format": "e5m2"}])
+def test_scale_rounding_and_formats(settings: Any) -> None:
     linear = torch.nn.Linear(70, 96)
-    recipe = Recipe(name=preset, output_projections=True, **settings)
-    rewritten, _ = mxfp8_graph.rewrite(export(linear, X), recipe)
+    rewritten, _ = mxfp8_graph.rewrite(export(linear, X), Recipe(output_projections=True, **settings))
     predict(X, linear.weight, linear.bias, **settings).check(rewritten.module()(X))
 
 

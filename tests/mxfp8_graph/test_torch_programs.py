@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from grids import looped
 
 torch = pytest.importorskip("torch")
 
@@ -46,10 +45,15 @@ class Model(nn.Module):
         return {"y": self.second(y) * scale, "mean": y.mean()}
 
 
-def program(**kwargs: Any) -> tuple[Model, ExportedProgram]:
+@pytest.fixture(scope="module")
+def ep() -> ExportedProgram:
     torch.manual_seed(0)
-    model = Model().eval()
-    return model, export(model, X, dynamic={"input": {0: DYNAMIC}}, **kwargs)
+    return export(Model().eval(), X, dynamic={"input": {0: DYNAMIC}})
+
+
+@pytest.fixture(scope="module")
+def rewritten(ep: ExportedProgram) -> ExportedProgram:
+    return mxfp8_graph.rewrite(ep)[0]
 
 
 def snapshot(ep: ExportedProgram) -> tuple[Any, ...]:
@@ -58,8 +62,7 @@ def snapshot(ep: ExportedProgram) -> tuple[Any, ...]:
     return str(ep), nodes, copy.deepcopy(ep.graph_signature), state, [t.requires_grad for t in ep.state_dict.values()]
 
 
-def test_the_source_is_not_modified() -> None:
-    _, ep = program()
+def test_the_source_is_not_modified(ep: ExportedProgram) -> None:
     before, tensors = snapshot(ep), dict(ep.state_dict)
     mxfp8_graph.rewrite(ep)
     mxfp8_graph.rewrite(ep, training=True)
@@ -91,7 +94,7 @@ def stored(ep: ExportedProgram) -> dict[str, list[float]]:
     return {name: tensors[name].tolist() for name in ("count", "first", "fleeting")}
 
 
-@pytest.mark.parametrize("training", [False, True])
+@looped("training", [False, True])
 def test_running_the_result_does_not_change_the_source(training: bool) -> None:
     ep = export(Counting().eval(), X)
     before = stored(ep)
@@ -116,9 +119,7 @@ def test_checks_run_every_program_from_the_state_that_it_has() -> None:
     assert (stored(ep), stored(rewritten)) == before
 
 
-def test_signature_ranges_and_module_calls_stay() -> None:
-    _, ep = program()
-    rewritten, _ = mxfp8_graph.rewrite(ep)
+def test_signature_ranges_and_module_calls_stay(ep: ExportedProgram, rewritten: ExportedProgram) -> None:
     assert rewritten.graph_signature.user_inputs == ep.graph_signature.user_inputs
     assert rewritten.graph_signature.user_outputs == ep.graph_signature.user_outputs
     assert rewritten.graph_signature.output_specs == ep.graph_signature.output_specs
@@ -128,8 +129,7 @@ def test_signature_ranges_and_module_calls_stay() -> None:
     rewritten.validate()
 
 
-def test_names_and_metadata_of_the_matmuls_stay() -> None:
-    _, ep = program()
+def test_names_and_metadata_of_the_matmuls_stay(ep: ExportedProgram) -> None:
     rewritten, report = mxfp8_graph.rewrite(ep)
     new = {n.name: n for n in rewritten.graph.nodes}
     for old in ep.graph.nodes:
@@ -140,6 +140,9 @@ def test_names_and_metadata_of_the_matmuls_stay() -> None:
             assert list(node.users) == [new[user.name] for user in old.users]
     modules = [s.decision.site.module for s in report.sites]
     assert modules == ["first.up", "first.down", "second.up", "second.down", "second.up", "second.down"]
+    again, _ = mxfp8_graph.rewrite(ep)
+    assert str(again) == str(rewritten)
+    assert again.state_dict.keys() == rewritten.state_dict.keys()
 
 
 def test_unflatten() -> None:
@@ -155,19 +158,15 @@ def test_unflatten() -> None:
         assert "weight_mxfp8" in dict(module.first.up.named_buffers())
 
 
-@pytest.mark.parametrize("decompositions", [{}, None])
-def test_decomposing_afterwards(decompositions: Any) -> None:
-    _, ep = program()
-    rewritten, _ = mxfp8_graph.rewrite(ep)
+@looped("decompositions", [{}, None])
+def test_decomposing_afterwards(rewritten: ExportedProgram, decompositions: Any) -> None:
     again = rewritten.run_decompositions(decompositions)
     assert count(again, "mxfp8.gemm") == 6
     assert count(again, "mxfp8.quantize") == 6
     assert torch.equal(again.module()(X)["y"], rewritten.module()(X)["y"])
 
 
-def test_retracing_and_compiling_without_graph_breaks() -> None:
-    _, ep = program()
-    rewritten, _ = mxfp8_graph.rewrite(ep)
+def test_retracing_and_compiling_without_graph_breaks(rewritten: ExportedProgram) -> None:
     again = torch.export.export(rewritten.module(), (X,))
     assert count(again, "mxfp8.gemm") == 6
     expected = rewritten.module()(X)["y"]
@@ -176,21 +175,7 @@ def test_retracing_and_compiling_without_graph_breaks() -> None:
     assert relative_l2(compiled(X)["y"], expected) < 1e-6  # layer_norm in another order
 
 
-def test_rewriting_is_deterministic() -> None:
-    _, ep = program()
-    first, second = (mxfp8_graph.rewrite(ep)[0] for _ in range(2))
-    assert str(first) == str(second)
-    assert first.state_dict.keys() == second.state_dict.keys()
-
-
-def test_strict_export() -> None:
-    model = Model().eval()
-    _, report = mxfp8_graph.rewrite(torch.export.export(model, (X,), strict=True))
-    assert [s.decision.site.module for s in report.sites][:2] == ["first.up", "first.down"]
-
-
-def test_a_torch_that_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, ep = program()
+def test_a_torch_that_is_too_old_or_too_new(ep: ExportedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
     with pytest.raises(BackendError, match=r"torch 2.4.1\+cpu: too old; expected torch 2.10 to 2.15"):
         mxfp8_graph.rewrite(ep)
@@ -202,6 +187,7 @@ def test_a_torch_that_is_too_old_or_too_new(monkeypatch: pytest.MonkeyPatch) -> 
         mxfp8_graph.rewrite(ep)
 
 
+@pytest.mark.tools
 def test_private_torch_is_in_the_modules_for_it() -> None:
     from mxfp8_graph import torch_pass, torch_program
 
@@ -211,14 +197,7 @@ def test_private_torch_is_in_the_modules_for_it() -> None:
     assert found == {"internals.py", "serialized.py", "code_in_programs.py"}  # a program; its file; what a file may say
 
 
-def test_importing_the_package_loads_no_torch() -> None:
-    code = "import sys, mxfp8_graph; mxfp8_graph.rewrite; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_arguments_that_equal_their_defaults_are_left_out() -> None:
-    _, ep = program()
-    rewritten, _ = mxfp8_graph.rewrite(ep)
+def test_arguments_that_equal_their_defaults_are_left_out(ep: ExportedProgram, rewritten: ExportedProgram) -> None:
     nodes = [n for n in rewritten.graph.nodes if str(n.target).startswith("mxfp8.")]
     assert nodes
     assert all(n.kwargs == {} for n in nodes), "each that is passed costs a call half a microsecond"
@@ -230,8 +209,7 @@ def test_arguments_that_equal_their_defaults_are_left_out() -> None:
     }
 
 
-def test_a_recorded_recipe_that_cannot_be_read_is_named_as_such() -> None:
-    _, ep = program()
+def test_a_recorded_recipe_that_cannot_be_read_is_named_as_such(ep: ExportedProgram) -> None:
     rewritten, _ = mxfp8_graph.rewrite(ep)
     for node in rewritten.graph.nodes:
         if "mxfp8_graph.recipe" in (node.meta.get("custom") or {}):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import looped
 
 torch = pytest.importorskip("torch")
 logging.getLogger("torchao").setLevel(logging.ERROR)
@@ -15,6 +16,7 @@ mx_formats = pytest.importorskip("torchao.prototype.mx_formats")
 quantization = pytest.importorskip("torchao.quantization")
 
 from torch import nn  # noqa: E402
+from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import as_numpy, count, decision, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
@@ -41,10 +43,18 @@ def dequantized(weight: Any) -> np.ndarray:
     return as_numpy(weight.dequantize(torch.float32))
 
 
-def test_the_bytes_are_taken_over() -> None:
-    model = quantized()
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return quantized()
+
+
+@pytest.fixture(scope="module")
+def program(model: nn.Module) -> ExportedProgram:
+    return export(model, X)
+
+
+def test_the_bytes_are_taken_over(model: Any, program: ExportedProgram) -> None:
     assert model[0].weight.is_swizzled_scales
-    program = export(model, X)
     rewritten, report = mxfp8_graph.rewrite(program, RECIPE)
     assert count(rewritten, "mxfp8.gemm") == 2
     assert [s.relative_l2 for s in report.sites] == [None, None]
@@ -57,57 +67,42 @@ def test_the_bytes_are_taken_over() -> None:
     assert not any(torchao_weights.is_mx(tensor) for tensor in rewritten.state_dict.values())
     assert all(torchao_weights.is_mx(program.state_dict[f"{index}.weight"]) for index in (0, 2))
 
-
-def test_outputs_are_those_of_torchao() -> None:
-    """torchao multiplies in bfloat16 after dequantizing, exactly as its emulation can; sums and results round."""
-    model = quantized()
-    rewritten, _ = mxfp8_graph.rewrite(export(model, X), RECIPE)
+    # torchao multiplies in bfloat16 after dequantizing, exactly as its emulation can; sums and results round.
     with torch.no_grad():
         expected, got = model(X).float(), rewritten.module()(X).float()
     # Two results rounded to bfloat16 (2^-9 each), of which the first moves E4M3 roundings of the second's input.
     assert float((got - expected).norm() / expected.norm()) < 0.01
 
 
-def test_kept_weights_stay_torchaos(tmp_path: Path) -> None:
-    model = quantized()
-    rewritten, report = mxfp8_graph.rewrite(export(model, X))
+def test_kept_weights_stay_torchaos(program: ExportedProgram, tmp_path: Path) -> None:
+    rewritten, report = mxfp8_graph.rewrite(program)
     assert decision(report, "2").reason.startswith("output projection")
     assert torchao_weights.is_mx(rewritten.state_dict["2.weight"])
     loaded = mxfp8_graph.load(mxfp8_graph.save(rewritten, tmp_path / "mixed.pt2"))
     assert torch.equal(loaded.module()(X), rewritten.module()(X))
 
 
-def test_files_with_torchao_weights(tmp_path: Path) -> None:
-    program = export(quantized(), X)
+def test_files_with_torchao_weights(program: ExportedProgram, tmp_path: Path) -> None:
     torch.export.save(program, tmp_path / "model.pt2")
     expected, _ = mxfp8_graph.rewrite(program, RECIPE)
     output, _ = mxfp8_graph.rewrite(tmp_path / "model.pt2", RECIPE)
     assert torch.equal(mxfp8_graph.load(output).module()(X), expected.module()(X))
 
 
-def test_decomposed_programs_are_refused_with_advice() -> None:
-    program = export(quantized(), X).run_decompositions({})
-    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-        mxfp8_graph.rewrite(program, RECIPE)
-    assert {d.reason for d in caught.value.decisions} == {
-        "torchao packed this weight, and the program was decomposed; rewrite before run_decompositions()"
-    }
+def test_what_cannot_be_taken_over_is_kept_with_the_reason(program: ExportedProgram) -> None:
+    decomposed = "torchao packed this weight, and the program was decomposed; rewrite before run_decompositions()"
+    four_bits = "float4_e2m1fn_x2; expected float8_e4m3fn or float8_e5m2"
+    for source, training, reason in (
+        (program.run_decompositions({}), False, decomposed),
+        (export(quantized(torch.float4_e2m1fn_x2), X), False, four_bits),
+        (program, True, "torchao packed this weight; expected one in high precision"),
+    ):
+        with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+            mxfp8_graph.rewrite(source, RECIPE, training=training)
+        assert all(reason in each.reason for each in caught.value.decisions), reason
 
 
-def test_fp4_is_refused() -> None:
-    program = export(quantized(torch.float4_e2m1fn_x2), X)
-    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-        mxfp8_graph.rewrite(program, RECIPE)
-    assert "float4_e2m1fn_x2; expected float8_e4m3fn or float8_e5m2" in caught.value.decisions[0].reason
-
-
-def test_training_needs_master_weights() -> None:
-    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-        mxfp8_graph.rewrite(export(quantized(), X), RECIPE, training=True)
-    assert "torchao packed this weight; expected one in high precision" in caught.value.decisions[0].reason
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(128, 4), (96, 5), (200, 3), (1, 1), (257, 9)])
+@looped("rows, columns", [(128, 4), (96, 5), (200, 3), (1, 1), (257, 9)])
 def test_unswizzling_undoes_torchaos_swizzling(rows: int, columns: int) -> None:
     from torchao.prototype.mx_formats.utils import to_blocked
 

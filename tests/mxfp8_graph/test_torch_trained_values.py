@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grids import looped
 
 torch = pytest.importorskip("torch")
 
@@ -72,7 +73,7 @@ def one_process() -> Any:
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("way", REPLACED)
+@looped("way", REPLACED)
 def test_values_that_the_program_lacks_are_refused_until_it_takes_them(
     way: str, one_process: None, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import builders  # noqa: E402
 import commands  # noqa: E402
+from grids import looped  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import Apply, call_targets, count, decision, export, predict, values  # noqa: E402
@@ -35,10 +37,16 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def program() -> tuple[Model, ExportedProgram]:
+@pytest.fixture(scope="module")
+def exported() -> ExportedProgram:
     torch.manual_seed(0)
-    model = Model()
-    return model, export(model, X)
+    return export(Model(), X)
+
+
+@pytest.fixture
+def ep(exported: ExportedProgram) -> ExportedProgram:
+    """Returns a program of its own parameters, which may be trained."""
+    return copy.deepcopy(exported)
 
 
 def trained(ep: ExportedProgram, steps: int = 1) -> list[float]:
@@ -55,8 +63,7 @@ def trained(ep: ExportedProgram, steps: int = 1) -> list[float]:
     return losses
 
 
-def test_linears_become_linear_train_and_parameters_stay() -> None:
-    _, ep = program()
+def test_linears_become_linear_train_and_parameters_stay(ep: ExportedProgram) -> None:
     rewritten, report = mxfp8_graph.rewrite(ep, Recipe(fp8_format="HYBRID", scale_rounding="floor"), training=True)
     assert count(rewritten, "mxfp8.linear_train") == 2
     assert decision(report, "head").reason.startswith("output projection")
@@ -72,14 +79,13 @@ def test_forward_is_the_product_of_quantized_operands() -> None:
     predict(X, linear.weight, linear.bias).check(rewritten.module()(X))
 
 
-@pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
-def test_one_step_reaches_every_parameter(fp8_format: Any) -> None:
-    _, ep = program()
-    rewritten, _ = mxfp8_graph.rewrite(ep, Recipe(fp8_format=fp8_format), training=True)
-    module = rewritten.module()
-    (module(X) - X).square().mean().backward()
-    reference = ep.module()
-    (reference(X) - X).square().mean().backward()
+@looped("fp8_format", ["E4M3", "HYBRID"])
+def test_one_step_reaches_every_parameter(exported: ExportedProgram, fp8_format: Any) -> None:
+    ep = copy.deepcopy(exported)
+    rewritten, _ = mxfp8_graph.rewrite(copy.deepcopy(exported), Recipe(fp8_format=fp8_format), training=True)
+    module, reference = rewritten.module(), ep.module()
+    for each in (module, reference):
+        (each(X) - X).square().mean().backward()
     wanted = dict(reference.named_parameters())
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
@@ -89,12 +95,16 @@ def test_one_step_reaches_every_parameter(fp8_format: Any) -> None:
         assert error < (0.3 if fp8_format == "HYBRID" else 0.15), name
 
 
-def test_training_then_packing() -> None:
-    _, ep = program()
+def test_training_then_packing_also_by_another_name_of_the_recipe(ep: ExportedProgram) -> None:
     rewritten, _ = mxfp8_graph.rewrite(ep, training=True)
     losses = trained(rewritten, steps=20)
     assert losses[-1] < 0.8 * losses[0]
-    packed, report = mxfp8_graph.rewrite(rewritten)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, report = mxfp8_graph.rewrite(rewritten, "MXFP8BlockScaling", training=True)
+        assert again is rewritten
+        assert report.already_rewritten
+        packed, report = mxfp8_graph.rewrite(rewritten, "MXFP8BlockScaling")
     assert len(report.rewritten) == 2
     assert count(packed, "mxfp8.gemm") == 2
     assert count(packed, "mxfp8.linear_train") == 0
@@ -103,8 +113,7 @@ def test_training_then_packing() -> None:
         assert torch.allclose(packed.module()(X), rewritten.module()(X), rtol=1e-4, atol=1e-4), "the same products"
 
 
-def test_the_program_survives_a_file(tmp_path: Any) -> None:
-    _, ep = program()
+def test_the_program_survives_a_file(ep: ExportedProgram, tmp_path: Any) -> None:
     rewritten, _ = mxfp8_graph.rewrite(ep, training=True)
     loaded = mxfp8_graph.load(mxfp8_graph.save(rewritten, tmp_path / "training.pt2"))
     assert trained(loaded, steps=3) == trained(rewritten, steps=3)
@@ -113,8 +122,7 @@ def test_the_program_survives_a_file(tmp_path: Any) -> None:
     assert report.already_rewritten
 
 
-def test_changing_the_recipe_replaces_the_quantizers() -> None:
-    _, ep = program()
+def test_changing_the_recipe_replaces_the_quantizers(ep: ExportedProgram) -> None:
     first, _ = mxfp8_graph.rewrite(ep, training=True)
     other = Recipe(name="hybrid", fp8_format="HYBRID", exclude=("^up$",), output_projections=True)
     with pytest.warns(UserWarning, match="Recipe type changed") as caught:
@@ -132,21 +140,7 @@ def test_changing_the_recipe_replaces_the_quantizers() -> None:
         assert mxfp8_graph.rewrite(second, other, training=True)[0] is second
 
 
-def test_another_name_of_the_same_recipe_changes_nothing() -> None:
-    _, ep = program()
-    first, _ = mxfp8_graph.rewrite(ep, training=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again, report = mxfp8_graph.rewrite(first, "MXFP8BlockScaling", training=True)
-        assert again is first
-        assert report.already_rewritten
-        trained(first)
-        packed, _ = mxfp8_graph.rewrite(first, "MXFP8BlockScaling")
-    assert count(packed, "mxfp8.gemm") == 2
-
-
-def test_packing_leaves_no_linear_train_where_a_site_is_kept() -> None:
-    _, ep = program()
+def test_packing_leaves_no_linear_train_where_a_site_is_kept(ep: ExportedProgram) -> None:
     first, _ = mxfp8_graph.rewrite(ep, training=True)
     with pytest.warns(UserWarning, match="Recipe type changed"):
         packed, _ = mxfp8_graph.rewrite(first, Recipe(name="one", include=("addmm",)))
@@ -154,21 +148,22 @@ def test_packing_leaves_no_linear_train_where_a_site_is_kept() -> None:
     assert count(packed, "aten.linear") == 2
 
 
-def test_the_command_line_prepares_a_file_for_training(own_folder: None) -> None:
-    _, ep = program()
+def test_the_command_line_prepares_a_file_for_training(ep: ExportedProgram, own_folder: None) -> None:
     torch.export.save(ep, "model.pt2")
     result = commands.run("rewrite", "model.pt2", "--training", "-o", "tuned.pt2")
     assert result.exit_code == 0, result.output
     assert "2 of 3 matmuls rewritten" in result.stdout
     tuned = mxfp8_graph.load("tuned.pt2")
     assert count(tuned, "mxfp8.linear_train") == 2
-    losses = trained(tuned, steps=20)
-    assert losses[-1] < 0.8 * losses[0]
-    assert trained(mxfp8_graph.rewrite(ep, training=True)[0], steps=20) == losses
+    assert trained(mxfp8_graph.rewrite(ep, training=True)[0], steps=3) == trained(tuned, steps=3)
+    source = commands.save(builders.chain_model())
+    assert commands.refused("rewrite", source, "--training") == (
+        f"error: {source}: an ONNX model, which cannot be trained; expected an exported program (.pt2); export the "
+        "model with torch.export, or leave out --training"
+    )
 
 
-def test_the_command_line_does_so_with_a_packed_file_and_takes_it_back(own_folder: None) -> None:
-    _, ep = program()
+def test_the_command_line_does_so_with_a_packed_file_and_takes_it_back(ep: ExportedProgram, own_folder: None) -> None:
     mxfp8_graph.save(mxfp8_graph.rewrite(ep)[0], "packed.pt2")
     assert "packed weights stay as they are" in commands.run("rewrite", "packed.pt2", "--training").stdout
     tuned = mxfp8_graph.load("packed.mxfp8.pt2")
@@ -185,30 +180,22 @@ def test_the_command_line_does_so_with_a_packed_file_and_takes_it_back(own_folde
         assert torch.equal(final.module()(X), tuned.module()(X))
 
 
-def test_the_command_line_refuses_to_train_an_onnx_model(own_folder: None) -> None:
-    source = commands.save(builders.chain_model())
-    assert commands.refused("rewrite", source, "--training") == (
-        f"error: {source}: an ONNX model, which cannot be trained; expected an exported program (.pt2); export the "
-        "model with torch.export, or leave out --training"
-    )
-
-
-def test_what_training_cannot_do() -> None:
-    _, ep = program()
-    with pytest.raises(RecipeError, match="activations: unchanged for 'linear'"):
-        mxfp8_graph.rewrite(ep, "mxfp8-weight-only", training=True)
-    with pytest.raises(RecipeError, match="activations: bfloat16 for 'linear'; expected activations in MXFP8 too"):
-        mxfp8_graph.rewrite(ep, "mxfp8-bf16", training=True)
-    with pytest.raises(RecipeError, match="set that instead"):
-        mxfp8_graph.rewrite(ep, Recipe(weight_format="e5m2"), training=True)
+def test_what_training_cannot_do(ep: ExportedProgram) -> None:
+    for recipe, message in (
+        ("mxfp8-weight-only", "activations: unchanged for 'linear'"),
+        ("mxfp8-bf16", "activations: bfloat16 for 'linear'; expected activations in MXFP8 too"),
+        (Recipe(weight_format="e5m2"), "set that instead"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            mxfp8_graph.rewrite(ep, recipe, training=True)
     vector = export(Apply(lambda m, x: torch.relu(x @ m.w), {"w": values(3, 64, 96)}), X[0])
     with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
         mxfp8_graph.rewrite(vector, training=True)
     assert "no form for a vector times a stack" in caught.value.decisions[0].reason
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_a_stack_of_weights_trains_and_is_packed_or_put_back(*, transposed: bool) -> None:
+@looped("transposed", [False, True])
+def test_a_stack_of_weights_trains_and_is_packed_or_put_back(transposed: bool) -> None:
     def function(m: Any, x: Tensor) -> Tensor:
         return torch.tanh(torch.bmm(x, m.w.mT if transposed else m.w))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +10,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 import pytest
+from grids import looped
 
 torch = pytest.importorskip("torch")
 
@@ -82,7 +84,6 @@ CASES: Final[dict[str, tuple[dict[str, Any], int, Tensor | None]]] = {
     "causal": ({"is_causal": True}, HEADS, hidden(CAUSAL)),
     "additive mask": ({"attn_mask": ADDED}, HEADS, ADDED.double()),
     "boolean mask": ({"attn_mask": SOME}, HEADS, hidden(SOME)),
-    "grouped heads": ({"enable_gqa": True}, 2, None),
     "grouped heads, causal": ({"enable_gqa": True, "is_causal": True}, 2, hidden(CAUSAL)),
 }
 
@@ -104,8 +105,7 @@ def distances(got: list[Tensor], wanted: list[Tensor]) -> list[float]:
     return [float((a.double() - b).detach().norm() / b.detach().norm()) for a, b in zip(got, wanted, strict=True)]
 
 
-@pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
-@pytest.mark.parametrize("case", CASES)
+@looped("case, fp8_format", zip(CASES, itertools.cycle(["E4M3", "HYBRID"]), strict=False))
 def test_every_product_is_rounded_along_what_it_sums(case: str, fp8_format: Any) -> None:
     settings, kv_heads, mask = CASES[case]
     leaves = operands(kv_heads)
@@ -125,7 +125,7 @@ def test_every_product_is_rounded_along_what_it_sums(case: str, fp8_format: Any)
     assert min(distances(got[1:], reference(other)[1:])) > 50 * FLIPPED, "or one format of gradients for the other"
 
 
-@pytest.mark.parametrize("product", ["attention_scores", "attention_values"])
+@looped("product", ["attention_scores", "attention_values"])
 def test_one_product_alone(product: str) -> None:
     rewritten, report = trainable({}, Recipe(**{product: True}), operands())
     assert count(rewritten, "mxfp8.linear_train") == count(rewritten, "aten.matmul") == 1
@@ -179,17 +179,14 @@ def test_attention_that_is_written_out_trains_with_any_batch_and_is_packed(tmp_p
     assert torch.allclose(packed.module()(q, kv), expected, rtol=1e-4, atol=1e-5), "the same products"
     with pytest.warns(UserWarning, match="Recipe type changed from dpa to mxfp8"):
         linears, _ = mxfp8_graph.rewrite(loaded, "mxfp8")
-    assert (count(linears, "mxfp8.gemm"), count(linears, "aten.matmul"), count(linears, "mxfp8.linear_train")) == (
-        1,
-        2,
-        0,
-    )
+    ops = ("mxfp8.gemm", "aten.matmul", "mxfp8.linear_train")
+    assert [count(linears, op) for op in ops] == [1, 2, 0]
     (distance,) = distances([linears.module()(q, kv)], [expected.double()])
     assert distance < 0.15
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_torch_s_own_multihead_attention_in_training_mode(*, need_weights: bool) -> None:
+@looped("need_weights", [False, True])
+def test_torch_s_own_multihead_attention_in_training_mode(need_weights: bool) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -217,32 +214,23 @@ def test_torch_s_own_multihead_attention_in_training_mode(*, need_weights: bool)
 
 # --- Other forms --------------------------------------------------------------------------------------------------
 
-FORMS: Final[dict[str, tuple[Any, dict[str, Tensor], tuple[Tensor, ...]]]] = {
-    "stack, one x for all": (lambda m, x: x @ m.w, {"w": values(3, 64, 96)}, (values(40, 64, seed=1),)),
-    "weights picked": (
-        lambda m, x, i: torch.bmm(x, m.w[i]),
-        {"w": values(3, 64, 96)},
-        (values(2, 40, 64, seed=1), torch.tensor([2, 0])),
-    ),
-    "weight first": (lambda m, x: m.w @ x, {"w": values(96, 64)}, (values(2, 64, 40, seed=1),)),
-    "alpha and beta": (
-        lambda m, x: torch.addmm(m.b, x, m.w, beta=3, alpha=0.75),
-        {"w": values(64, 96), "b": values(96, seed=2)},
-        (values(40, 64, seed=1),),
-    ),
-    "an addend": (lambda m, x, c: torch.addmm(c, x, m.w), {"w": values(64, 96)}, (values(40, 64), values(40, 96))),
-    "a stack and a bias": (
-        lambda m, x: torch.baddbmm(m.b, x, m.w),
-        {"w": values(2, 64, 96), "b": values(96, seed=2)},
-        (values(2, 40, 64, seed=1),),
-    ),
-    "a matrix in a stack of one": (lambda m, x: x @ m.w, {"w": values(1, 64, 96)}, (values(2, 40, 64, seed=1),)),
-}
+X, ROWS, B = values(40, 64), values(2, 40, 64, seed=1), values(96, seed=2)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_trains(form: str) -> None:
-    function, parameters, inputs = FORMS[form]
+@looped(
+    "function, weight, inputs",
+    [
+        (lambda m, x: x @ m.w, values(3, 64, 96), [X]),
+        (lambda m, x, i: torch.bmm(x, m.w[i]), values(3, 64, 96), [ROWS, torch.tensor([2, 0])]),
+        (lambda m, x: m.w @ x, values(96, 64), [ROWS.mT.contiguous()]),
+        (lambda m, x: torch.addmm(m.b, x, m.w, beta=3, alpha=0.75), values(64, 96), [X]),
+        (lambda m, x, c: torch.addmm(c, x, m.w), values(64, 96), [X, values(40, 96)]),
+        (lambda m, x: torch.baddbmm(m.b, x, m.w), values(2, 64, 96), [ROWS]),
+        (lambda m, x: x @ m.w, values(1, 64, 96), [ROWS]),
+    ],
+)
+def test_every_form_trains(function: Any, weight: Tensor, inputs: list[Tensor]) -> None:
+    parameters = {"w": weight, "b": B}
     ep = export(Apply(lambda m, *x: torch.tanh(function(m, *x) / 30), parameters), *inputs)
     rewritten, report = mxfp8_graph.rewrite(ep, training=True)
     assert count(rewritten, "mxfp8.linear_train") == len(report.rewritten) == 1
@@ -251,7 +239,7 @@ def test_every_form_trains(form: str) -> None:
         module = program.module()
         module.zero_grad()
         (result := module(*inputs)).square().sum().backward()
-        steps.append([result.detach(), *(p.grad.clone() for p in module.parameters())])
+        steps.append([result.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)])
     assert max(distances(steps[1], [t.double() for t in steps[0]])) < 0.1
     packed, _ = mxfp8_graph.rewrite(rewritten)
     assert torch.allclose(packed.module()(*inputs), rewritten.module()(*inputs), rtol=1e-3, atol=1e-4)
@@ -294,8 +282,8 @@ def step(module: Any, x: Tensor) -> list[Tensor]:
     return [result.detach(), *(p.grad.clone() for p in module.parameters())]
 
 
-@pytest.mark.parametrize("decomposed", [False, True])
-def test_a_region_under_autocast_trains_as_linear_train_does_there(*, decomposed: bool) -> None:
+@looped("decomposed", [False, True])
+def test_a_region_under_autocast_trains_as_linear_train_does_there(decomposed: bool) -> None:
     model, x = Region(), values(2, 40, 64)
     ep = export(model, x)
     rewritten, report = mxfp8_graph.rewrite(ep.run_decompositions({}) if decomposed else ep, training=True)
@@ -322,7 +310,7 @@ def test_a_program_exported_under_autocast_trains() -> None:
     assert max(distances(got, [t.double() for t in exact])) < 0.2
 
 
-# --- What is no use asking for ------------------------------------------------------------------------------------
+# --- What training cannot do --------------------------------------------------------------------------------------
 
 
 def test_attention_that_cannot_be_taken_apart_is_an_error() -> None:

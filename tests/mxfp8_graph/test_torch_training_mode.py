@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from grids import looped
 
 torch = pytest.importorskip("torch")
 
@@ -44,8 +45,8 @@ def differs(module: Any) -> bool:
         return not torch.equal(module(X), module(X))
 
 
-@pytest.mark.parametrize("decomposed", [False, True])
-def test_packing_switches_dropout_off(*, decomposed: bool) -> None:
+@looped("decomposed", [False, True])
+def test_packing_switches_dropout_off(decomposed: bool) -> None:
     model = Model()
     active = program(model, training=True, decomposed=decomposed)
     assert differs(active.module())
@@ -76,8 +77,8 @@ def test_a_loaded_program_in_training_mode_becomes_onnx_without_dropout(tmp_path
     assert mxfp8_graph.verify(tmp_path / "packed.pt2", tmp_path / "packed.pt2").passed
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", mxfp8_graph.Recipe(name="attention too", fp8_dpa=True)], ids=str)
-def test_modules_follow_train_and_eval(recipe: Any) -> None:
+def test_modules_follow_train_and_eval() -> None:
+    recipe = mxfp8_graph.Recipe(name="attention too", fp8_dpa=True)
     tuned, report = mxfp8_graph.rewrite(program(Model(), training=True), recipe, training=True)
     assert report.notes == ()
     module = tuned.module()
@@ -94,7 +95,7 @@ def test_modules_follow_train_and_eval(recipe: Any) -> None:
     outer.eval()
     before = module(X)
     with pytest.warns(UserWarning, match="no parameter changed"):
-        packed, _ = mxfp8_graph.rewrite(tuned)
+        packed, _ = mxfp8_graph.rewrite(tuned, recipe)
     assert torch.equal(packed.module()(X), before)
 
 

@@ -62,6 +62,7 @@ def test_a_program_is_tuned_and_its_recipe_makes_it_again() -> None:
     assert found.chosen.trial.scores["relative_l2"].mean == pytest.approx(error, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_keeps_the_class_of_99_of_100_images() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import builders as b
 import numpy as np
 import pytest
 from commands import poison, refused, run, save
+from grids import looped
 
 import mxfp8_graph
 from mxfp8_graph.evidence.tuning.tuner import Interrupted
@@ -27,6 +30,7 @@ pytestmark = [
 BUDGET = "relative_l2<=0.04"
 KILLS = int(os.environ.get("TUNE_KILLS", "4"))
 """More of them by hand: TUNE_KILLS=20 pytest tests/mxfp8_graph/test_tune_resumed.py"""
+SIZES = (64, 96, 64, 160, 64, 96, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +41,39 @@ def temporary_files_lie_with_the_test(
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
 
 
-def model() -> str:
-    np.savez("x.npz", x=np.random.default_rng(0).standard_normal((64, 64), np.float32))
-    return save(b.chain_model((64, 96, 64, 160, 64, 96, 64)))
+def model(folder: Path = Path()) -> str:
+    np.savez(folder / "x.npz", x=np.random.default_rng(0).standard_normal((64, 64), np.float32))
+    return save(b.chain_model(SIZES), str(folder / "m.onnx"))
+
+
+def stop(name: str, *_: int) -> None:
+    """Interrupts a search once there is a best plan: this is what is tried after the path."""
+    if "and layers" in name:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def source() -> str:
+    return model()
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a model and the state of a search that was interrupted."""
+    folder = tmp_path_factory.mktemp("searched")
+    source = model(folder)
+    with np.load(folder / "x.npz") as arrays, pytest.raises(Interrupted) as caught:
+        mxfp8_graph.tune(source, BUDGET, inputs=dict(arrays), progress=stop)
+    assert caught.value.best is not None
+    assert caught.value.best.chosen.met
+    return folder
+
+
+@pytest.fixture
+def unfinished(searched: Path) -> str:
+    """Puts the interrupted search into the test's folder; returns the model."""
+    shutil.copytree(searched, Path.cwd(), dirs_exist_ok=True)
+    return "m.onnx"
 
 
 def command(source: str) -> list[str]:
@@ -66,17 +100,17 @@ def killed(source: str, more: int) -> bool:
     return child.returncode == -9
 
 
-def test_kills_change_nothing_about_the_result() -> None:
-    source = model()
+@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.slow)])
+def test_kills_change_nothing_about_the_result(source: str, kills: int) -> None:
     assert run(*command(source)).exit_code == 0
     uninterrupted = contents("m.tuned")
     Path("m.tuned").rename("before")
-    every = max(1, 40 // (KILLS + 1))  # it makes 40 measurements or so
-    for number in range(KILLS):
+    every = max(1, 40 // (kills + 1))  # it makes 40 measurements or so
+    for number in range(kills):
         assert killed(source, every), f"ended before kill {number + 1}"
         assert not Path("m.tuned").exists()
     so_far = measured()
-    assert so_far >= KILLS * every
+    assert so_far >= kills * every
     result = run(*command(source))
     assert result.exit_code == 0, result.output
     assert f"{so_far} measurements are of a search that did not finish" in result.stdout
@@ -93,49 +127,39 @@ def interrupt(source: str, when: str, signal: str) -> subprocess.CompletedProces
         "def progress(**settings):\n"
         f"    yield lambda name, *runs: os.kill(os.getpid(), signal.{signal}) if {when!r} in name else None\n"
         "cli.evidence.progress_bar = progress\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"sys.argv[1:] = {command(source)!r}\n"
         "cli.main()\n"
     )
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("signal", "code", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
-def test_an_interrupt_leaves_the_best_so_far_and_goes_on(signal: str, code: int, said: str) -> None:
-    source = model()
-    result = interrupt(source, "and layers", signal)  # what is tried after the path, so that there is a best one
+def test_a_signal_leaves_the_best_so_far(source: str) -> None:
+    result = interrupt(source, "and layers", "SIGTERM")  # what is tried after the path, so that there is a best one
     told = "the best so far is in m.tuned.part; the same command goes on from there"
-    assert (result.returncode, result.stderr.splitlines()) == (code, [told, said])
+    assert (result.returncode, result.stderr.splitlines()) == (143, [told, "terminated"])
     assert f"budget {BUDGET} kept, interrupted: the best so far" in result.stdout
     again, _ = mxfp8_graph.rewrite(source, "m.tuned.part/recipe.yaml", output="again.onnx")
     assert Path(again).read_bytes() == Path("m.tuned.part/m.mxfp8.onnx").read_bytes()
     assert not Path("m.tuned").exists()
-    assert run(*command(source)).exit_code == 0
-    assert json.loads(Path("m.tuned/report.json").read_text())["finished"]
-    assert not Path("m.tuned.part").exists()
 
 
-def test_an_interrupt_before_anything_keeps_the_budget_says_so() -> None:
-    result = interrupt(model(), "bfloat16", "SIGINT")
+def test_an_interrupt_before_anything_keeps_the_budget_says_so(source: str) -> None:
+    result = interrupt(source, "bfloat16", "SIGINT")
     told = "nothing kept the budget so far; what was measured is in m.tuned.part; the same command goes on from there"
     assert (result.returncode, result.stdout) == (130, "")
     assert result.stderr.splitlines() == [told, "interrupted"]
     assert [path.name for path in Path("m.tuned.part").iterdir()] == ["state.json"]
 
 
-def test_in_python_an_interrupt_brings_the_best_so_far() -> None:
-    def stop(name: str, *_: int) -> None:
-        if "and layers" in name:
-            raise KeyboardInterrupt
-
-    inputs = {"x": np.random.default_rng(0).standard_normal((64, 64), np.float32)}
-    with pytest.raises(Interrupted) as caught:
-        mxfp8_graph.tune(b.chain_model((64, 96, 64, 160, 64, 96, 64)), BUDGET, inputs=inputs, progress=stop)
-    assert caught.value.best is not None
-    assert caught.value.best.chosen.met
+def test_an_interrupted_search_goes_on_with_another_bound(unfinished: str) -> None:
+    result = run("tune", unfinished, "--budget", "relative_l2<=0.05", "--inputs", "x.npz")
+    assert "measurements are of a search that did not finish" in result.stdout
+    assert json.loads(Path("m.tuned/report.json").read_text())["finished"]
+    assert not Path("m.tuned.part").exists()
 
 
-def test_one_search_at_a_time_in_one_folder() -> None:
-    source = model()
+def test_one_search_at_a_time_in_one_folder(source: str) -> None:
     Path("slow.py").write_text(
         "import pathlib, time\n"
         "def metric(before, after):\n"
@@ -158,45 +182,31 @@ def test_one_search_at_a_time_in_one_folder() -> None:
     assert Path("m.tuned/m.mxfp8.onnx").exists()
 
 
-def test_the_state_of_something_else_is_an_error() -> None:
-    source = model()
-    interrupt(source, "bfloat16", "SIGINT")
+def test_the_state_of_something_else_is_an_error(unfinished: str) -> None:
+    source = unfinished
     where = "error: m.tuned.part/state.json: the state of a search with another "
     advice = "; expected that of this search; remove the folder m.tuned.part to begin anew, or choose another output"
     assert refused(*command(source), "--recipe", "ocp") == f"{where}recipe{advice}"
     assert refused(*command(source), "--budget", "cosine>=0.9") == f"{where}metric{advice}"
     np.savez("x.npz", x=np.zeros((64, 64), np.float32))
     assert refused(*command(source)) == f"{where}samples{advice}"
-    save(poison(b.chain_model((64, 96, 64, 160, 64, 96, 64)), 3.0))
+    save(poison(b.chain_model(SIZES), 3.0))
     assert refused(*command(source)) == f"{where}model, another samples{advice}"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"schema": 1}', "{" * 100_000, '{"schema": 1, "subject": [], "measured": 3}']
-)
-def test_a_damaged_state_is_an_error(text: str) -> None:
-    source = model()
-    Path("m.tuned.part").mkdir()
+@looped("text", ["", "[]", '{"schema": 1}', "{" * 100_000, '{"schema": 1, "subject": [], "measured": 3}'])
+def test_a_damaged_state_is_an_error(source: str, text: str) -> None:
+    Path("m.tuned.part").mkdir(exist_ok=True)
     Path("m.tuned.part/state.json").write_text(text)
     message = refused(*command(source))
     assert message.startswith("error: m.tuned.part/state.json: no state of a search; expected one that tune wrote")
-
-
-def test_a_measurement_that_somebody_changed_is_an_error() -> None:
-    source = model()
-    interrupt(source, "and layers", "SIGINT")
-    path = Path("m.tuned.part/state.json")
-    state = json.loads(path.read_text())
-    state["measured"][next(iter(state["measured"]))] = None
-    path.write_text(json.dumps(state))
-    assert "m.tuned.part/state.json: no state of a search" in refused(*command(source))
 
 
 def trial(state: dict[str, Any]) -> Any:
     return next(value for key, value in state["measured"].items() if key.startswith("trial "))
 
 
-FORGED = {
+FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "no name of a measurement": lambda state: state["measured"].update(mine=1),
     "a trial without packed weights": lambda state: trial(state).pop("packed"),
     "a trial with no packed weight": lambda state: trial(state).update(packed=[]),
@@ -211,33 +221,23 @@ FORGED = {
 }
 
 
-def test_measurements_of_other_types_are_an_error() -> None:
-    """Their digest is right: it has no secret."""
-    source = model()
-    interrupt(source, "and layers", "SIGINT")
-    path = Path("m.tuned.part/state.json")
-    text = path.read_text()
-    for what, forge in FORGED.items():
-        state = json.loads(text)
-        forge(state)
+@looped("what, signed", [("a measurement that was changed", False), *((what, True) for what in FORGED)])
+def test_forged_measurements_are_an_error(unfinished: str, searched: Path, what: str, signed: bool) -> None:
+    """The digest has no secret: whoever changes a measurement can make it right."""
+    state = json.loads((searched / "m.tuned.part/state.json").read_text())
+    if signed:
+        FORGED[what](state)
         measured = json.dumps(state["measured"], sort_keys=True).encode()
-        path.write_text(json.dumps({**state, "digest": hashlib.sha256(measured).hexdigest()}))
-        message = refused(*command(source))
-        assert message.startswith("error: m.tuned.part/state.json: no state of a search; "), (what, message)
-        assert message.endswith("; remove the folder m.tuned.part to begin anew, or choose another output"), message
-    path.write_text(text)
-    assert run(*command(source)).exit_code == 0
+        state["digest"] = hashlib.sha256(measured).hexdigest()
+    else:
+        trial(state)["bytes"] -= 1
+    Path("m.tuned.part/state.json").write_text(json.dumps(state))
+    message = refused(*command(unfinished))
+    assert message.startswith("error: m.tuned.part/state.json: no state of a search; "), message
+    assert message.endswith("; remove the folder m.tuned.part to begin anew, or choose another output"), message
 
 
-def test_another_bound_goes_on_from_the_same_measurements() -> None:
-    source = model()
-    interrupt(source, "and layers", "SIGINT")
-    result = run("tune", source, "--budget", "relative_l2<=0.05", "--inputs", "x.npz")
-    assert "measurements are of a search that did not finish" in result.stdout
-
-
-def test_what_is_in_the_way_is_an_error() -> None:
-    source = model()
+def test_what_is_in_the_way_is_an_error(source: str) -> None:
     Path("m.tuned.part").mkdir()
     Path("m.tuned.part/mine.txt").touch()
     assert "m.tuned.part: exists; expected nothing there, or a search to go on" in refused(*command(source))
