@@ -52,33 +52,25 @@ def stored(proto: onnx.ModelProto) -> dict[str, int]:
     return {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
 
 
-class TestWhatIsSaid:
-    def test_a_rewrite_names_the_ops_that_the_provider_lacks(self) -> None:
-        assert notes(b.matmul_model(dtype=BF16), Recipe(fuse=False)) == (
-            "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits (node 'relu'); "
-            "rewrite the original with --for cpu (runs_on: cpu) for a model that does"
-        )
+def test_a_rewrite_names_the_ops_that_the_provider_lacks() -> None:
+    rewritten, report = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False))
+    assert report.notes == (
+        "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits (node 'relu'); "
+        "rewrite the original with --for cpu (runs_on: cpu) for a model that does",
+    )
+    with pytest.raises(BackendError, match="Relu"):
+        Session(rewritten, kernels=True)
+    planned = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False), dry_run=True)[1]
+    assert planned.notes == report.notes
+    for dtype in (np.float32, np.float16):
+        assert notes(b.matmul_model(dtype=dtype)) == "", "it loads"
 
-    def test_a_dry_run_says_it_too(self) -> None:
-        _, report = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False), dry_run=True)
-        assert "no kernel for Relu in 16 bits" in report.notes[0]
 
-    def test_it_is_true_of_the_provider(self) -> None:
-        rewritten, _ = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False))
-        with pytest.raises(BackendError, match="Relu"):
-            Session(rewritten, kernels=True)
-
-    @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-    def test_nothing_is_said_of_what_loads(self, dtype: Any) -> None:
-        assert notes(b.matmul_model(dtype=dtype)) == ""
-
-    def test_ops_without_any_kernel_are_no_matter_of_dtypes(self) -> None:
-        nodes = [helper.make_node("Unheard", ["x"], ["y"], domain="elsewhere")]
-        proto = b.model([b.node("Identity", "x", "y")], {"x": (BF16, [2])}, {"y": (BF16, [2])})
-        del proto.graph.node[:]
-        proto.graph.node.extend(nodes)
-        proto.opset_import.append(helper.make_opsetid("elsewhere", 1))
-        assert not cpu_provider.missing_kernel(proto)
+def test_ops_without_any_kernel_are_no_matter_of_dtypes() -> None:
+    proto = b.model([b.node("Identity", "x", "y")], {"x": (BF16, [2])}, {"y": (BF16, [2])})
+    proto.graph.node[0].CopyFrom(helper.make_node("Unheard", ["x"], ["y"], domain="elsewhere"))
+    proto.opset_import.append(helper.make_opsetid("elsewhere", 1))
+    assert not cpu_provider.missing_kernel(proto)
 
 
 class TestForCpu:
@@ -97,11 +89,11 @@ class TestForCpu:
             "16 bits (node 'linear'); 2 casts at inputs, outputs, lookups and stored tensors"
         )
 
-    @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-    def test_what_loads_stays_as_it_is(self, dtype: Any) -> None:
-        proto = b.attention_model(dtype=dtype)
-        plain, wide = (mxfp8_graph.rewrite(proto, recipe)[0] for recipe in (Recipe(), CPU))
-        assert wide.graph == plain.graph
+    def test_what_loads_stays_as_it_is(self) -> None:
+        for dtype in (np.float32, np.float16):
+            proto = b.attention_model(dtype=dtype)
+            plain, wide = (mxfp8_graph.rewrite(proto, recipe)[0] for recipe in (Recipe(), CPU))
+            assert wide.graph == plain.graph
 
     def test_inputs_and_outputs_keep_their_dtype(self) -> None:
         graph = for_cpu(b.attention_model(dtype=BF16)).graph
@@ -194,35 +186,25 @@ class TestSubgraphs:
             )
             for name, value in (("then", "x"), ("else", "minus"))
         }
-        nodes = [b.node("Neg", "x", "minus"), helper.make_node("If", ["yes"], ["h"], "choose", **branches)]
-        proto = b.model(
-            [*nodes, b.node("Identity", "h", "y")],
-            {**X, "yes": (np.bool_, [])},
-            Y,
-            {"w": b.weight(64, 96, dtype=BF16)},
-        )
-        x = normal(4, 64).astype(BF16)
-        rewritten = for_cpu(proto)
-        then, other = (outputs(rewritten, x=x, yes=np.array(yes)).astype(np.float32) for yes in (True, False))
-        product = x.astype(np.float32) @ b.weight(64, 96, dtype=BF16).astype(np.float32)
-        assert distance(then, np.maximum(product, 0)) < 0.06
-        assert distance(other, np.maximum(-product, 0)) < 0.06
+        nodes = [b.node("Neg", "x", "minus"), b.node("If", "yes", "h", "choose", **branches)]
+        w, x = b.weight(64, 96, dtype=BF16), normal(4, 64).astype(BF16)
+        proto = b.model([*nodes, b.node("Identity", "h", "y")], {**X, "yes": (np.bool_, [])}, Y, {"w": w})
+        rewritten, product = for_cpu(proto), x.astype(np.float32) @ w.astype(np.float32)
+        for yes, expected in ((True, product), (False, -product)):
+            assert distance(outputs(rewritten, x=x, yes=np.array(yes)), np.maximum(expected, 0)) < 0.06
 
     def test_the_state_of_a_loop(self) -> None:
         state = [helper.make_tensor_value_info(f"h_{end}", TensorProto.BFLOAT16, ["m", 64]) for end in ("in", "out")]
         flags = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "on")]
-        body = helper.make_graph(
-            [
-                b.node("MatMul", "h_in w", "p", "linear"),
-                b.node("Tanh", "p", "t"),
-                b.node("Add", "t one", "h_out"),
-                b.node("Identity", "go", "on"),
-            ],
-            "body",
-            [helper.make_tensor_value_info("i", TensorProto.INT64, []), flags[0], state[0]],
-            [flags[1], state[1]],
-            [numpy_helper.from_array(np.ones(1, BF16), "one")],
-        )
+        steps = [
+            b.node("MatMul", "h_in w", "p", "linear"),
+            b.node("Tanh", "p", "t"),
+            b.node("Add", "t one", "h_out"),
+            b.node("Identity", "go", "on"),
+        ]
+        round_number = helper.make_tensor_value_info("i", TensorProto.INT64, [])
+        one = [numpy_helper.from_array(np.ones(1, BF16), "one")]
+        body = helper.make_graph(steps, "body", [round_number, flags[0], state[0]], [flags[1], state[1]], one)
         nodes = [helper.make_node("Loop", ["count", "", "x"], ["h"], "loop", body=body), b.node("Relu", "h", "y")]
         weights = {"w": b.weight(64, 64, dtype=BF16), "count": np.array(3)}
         proto = b.model(nodes, X, {"y": (BF16, ["m", 64])}, weights)
@@ -233,28 +215,26 @@ class TestSubgraphs:
         assert distance(outputs(for_cpu(proto), x=x), np.maximum(h, 0)) < 0.06
 
 
-class TestRefused:
-    def test_bits_of_values(self) -> None:
-        nodes = [*b.matmul_model(dtype=BF16).graph.node, b.node("BitCast", "y", "bits", to=TensorProto.UINT16)]
-        shape = ["batch", "seq", 96]
-        outputs = {"y": (BF16, shape), "bits": (np.uint16, shape)}
-        proto = b.model(
-            nodes, {"x": (BF16, ["batch", "seq", 64])}, outputs, {"w": b.weight(64, 96, dtype=BF16)}, opset=26
-        )
-        with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) takes values for bits"):
-            for_cpu(proto)
+def test_bits_of_values_and_sequences_at_the_ends_are_refused() -> None:
+    nodes = [
+        b.node("MatMul", "x w", "h"),
+        b.node("Relu", "h", "y"),
+        b.node("BitCast", "y", "bits", to=TensorProto.UINT16),
+    ]
+    ends = {**Y, "bits": (np.uint16, ["m", 96])}
+    with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) takes values for bits"):
+        for_cpu(b.model(nodes, X, ends, {"w": b.weight(64, 96, dtype=BF16)}, opset=26))
+    proto = b.matmul_model(dtype=BF16)
+    kind = helper.make_sequence_type_proto(proto.graph.output[0].type)
+    proto.graph.node.append(b.node("SequenceConstruct", "y", "all"))
+    proto.graph.output.append(helper.make_value_info("all", kind))
+    with pytest.raises(ContractError, match="ONNX Runtime refuses it in float32 too: "):
+        for_cpu(proto)
 
-    def test_sequences_at_the_ends(self) -> None:
-        proto = b.matmul_model(dtype=BF16)
-        kind = helper.make_sequence_type_proto(proto.graph.output[0].type)
-        proto.graph.node.append(b.node("SequenceConstruct", "y", "all"))
-        proto.graph.output.append(helper.make_value_info("all", kind))
-        with pytest.raises(ContractError, match="ONNX Runtime refuses it in float32 too: "):
-            for_cpu(proto)
 
-    def test_a_place_that_is_not_known(self) -> None:
-        with pytest.raises(RecipeError, match="runs_on: 'gpu'"):
-            Recipe(runs_on="gpu")
+def test_a_place_that_is_not_known() -> None:
+    with pytest.raises(RecipeError, match="runs_on: 'gpu'"):
+        Recipe(runs_on="gpu")
 
 
 class TestOriginals:
@@ -302,25 +282,17 @@ class TestOriginals:
         assert run_model(b.save(b.chain_model(dtype=np.float16), tmp_path / "m.onnx"), repeat=1).note == ""
 
 
-class TestDoctor:
-    """Whether a file loads on a CPU is found out and not promised."""
-
-    @pytest.mark.parametrize("recipe", [Recipe(fuse=False), CPU], ids=["as it is", "for cpu"])
-    def test_a_rewritten_model(self, recipe: Recipe, tmp_path: Path) -> None:
-        source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
-        path, _ = mxfp8_graph.rewrite(source, recipe)
-        found = diagnose_file(path)
-        assert found.state == "ok"
-        assert ("runs everywhere in ONNX Runtime" in found.detail) == (recipe is CPU), found.detail
-        if recipe is not CPU:
-            assert (
-                "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits" in found.detail
-            )
-            assert "--for cpu" in found.advice
-
-    def test_an_original(self, tmp_path: Path) -> None:
-        path = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
-        assert "no MXFP8 in it; does not load on a CPU: " in diagnose_file(path).detail
+def test_the_doctor_finds_out_whether_a_file_loads_on_a_cpu(tmp_path: Path) -> None:
+    source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
+    assert "no MXFP8 in it; does not load on a CPU: " in diagnose_file(source).detail
+    found = diagnose_file(mxfp8_graph.rewrite(source, CPU)[0])
+    assert found.state == "ok"
+    assert "runs everywhere in ONNX Runtime" in found.detail
+    found = diagnose_file(mxfp8_graph.rewrite(source, Recipe(fuse=False), overwrite=True)[0])
+    assert found.state == "ok"
+    assert "runs everywhere in ONNX Runtime" not in found.detail
+    assert "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits" in found.detail
+    assert "--for cpu" in found.advice
 
 
 def lookup_model() -> onnx.ModelProto:

@@ -51,27 +51,18 @@ def check_result(path: Path, source: onnx.ModelProto) -> None:
 
 
 class TestExternalData:
-    @pytest.mark.parametrize(
-        ("source", "choice", "external"),
-        [
-            (False, "auto", False),
-            (True, "auto", True),
-            (False, "always", True),
-            (True, "always", True),
-            (False, "never", False),
-            (True, "never", False),
-        ],
-    )
-    def test_where_tensors_go(self, tmp_path, source, choice, external):
+    @pytest.mark.parametrize("source", [False, True])
+    def test_where_tensors_go(self, tmp_path, source):
         proto = language_model()
         path = save(proto, tmp_path / "m.onnx", external=source)
-        out, report = mxfp8_graph.rewrite(path, output=tmp_path / "out.onnx", external_data=choice)
-        assert (tmp_path / "out.onnx.data").exists() == external
-        content = onnx.load(out, load_external_data=False)
-        big = {t.name: t for t in content.graph.initializer if t.name != "last"}
-        assert all((t.data_location == onnx.TensorProto.EXTERNAL) == external for t in big.values())
-        assert report.bytes_after == sum(p.stat().st_size for p in tmp_path.glob("out.onnx*"))
-        check_result(out, proto)
+        for choice, external in (("auto", source), ("always", True), ("never", False)):
+            out, report = mxfp8_graph.rewrite(path, output=tmp_path / f"{choice}.onnx", external_data=choice)
+            assert (tmp_path / f"{choice}.onnx.data").exists() == external, choice
+            content = onnx.load(out, load_external_data=False)
+            big = {t.name: t for t in content.graph.initializer if t.name != "last"}
+            assert all((t.data_location == onnx.TensorProto.EXTERNAL) == external for t in big.values()), choice
+            assert report.bytes_after == sum(p.stat().st_size for p in tmp_path.glob(f"{choice}.onnx*"))
+            check_result(out, proto)
 
     @pytest.mark.parametrize("external", [False, True])
     def test_tensors_that_are_not_packed_are_copied_bit_by_bit(self, tmp_path, external):
@@ -103,12 +94,10 @@ class TestExternalData:
         if data.stat().st_blocks * 512 > 1 << 20:
             pytest.skip("this file system has no sparse files")
         proto = onnx.load(path, load_external_data=False)
-        for entry in proto.graph.initializer[0].external_data:
-            if entry.key == "offset":
-                entry.value = str(offset)
+        (entry,) = (each for each in proto.graph.initializer[0].external_data if each.key == "offset")
+        entry.value = str(offset)
         path.write_bytes(proto.SerializeToString())
-        out, _ = mxfp8_graph.rewrite(path)
-        check_result(out, matmul_model(64, 96))
+        check_result(mxfp8_graph.rewrite(path)[0], matmul_model(64, 96))
 
     def test_a_weight_without_offset_and_length(self, tmp_path):
         path = save(matmul_model(64, 96), tmp_path / "m.onnx", external=True)
@@ -128,33 +117,29 @@ class TestExternalData:
         assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx", "weights"]
         check_result(out, matmul_model(64, 96))
 
-    @pytest.mark.parametrize("choice", ["always", "never"])
-    @pytest.mark.parametrize("where", ["constant", "subgraph", "function"])
+    @pytest.mark.parametrize(
+        ("where", "choice"), [("constant", "always"), ("subgraph", "never"), ("function", "always")]
+    )
     def test_external_tensors_outside_the_main_graph_follow(self, tmp_path, choice, where):
         """In another folder, from a data file that is called as the new one will be."""
         addend = np.arange(96, dtype=F32)
         tensor = numpy_helper.from_array(addend, "c")
+        constant, functions = helper.make_node("Constant", [], ["c"], value=tensor), []
         nodes = [node("MatMul", "x w", "h", "linear")]
-        functions = []
         if where == "constant":
-            nodes += [helper.make_node("Constant", [], ["c"], value=tensor), node("Add", "h2 c", "y")]
-            nodes.insert(1, node("Relu", "h", "h2"))
+            nodes += [node("Relu", "h", "h2"), constant, node("Add", "h2 c", "y")]
         elif where == "subgraph":
             branch = helper.make_graph([node("Sum", "h c", "b")], "b", [], [value("b", F32, [3, 96])], [tensor])
             nodes += [helper.make_node("If", ["yes"], ["y"], "if", then_branch=branch, else_branch=branch)]
         else:
-            body = [helper.make_node("Constant", [], ["c"], value=tensor), node("Sum", "a c", "r")]
+            body = [constant, node("Sum", "a c", "r")]
             functions.append(helper.make_function("local", "Shift", ["a"], ["r"], body, [helper.make_opsetid("", 21)]))
             nodes += [node("Shift", "h", "y", domain="local")]
-        weights = {"w": weight(64, 96), "yes": np.array(True)}
-        proto = helper.make_model(
-            helper.make_graph(
-                nodes, "g", [value("x", F32, [3, 64])], [value("y", F32, [3, 96])],
-                [numpy_helper.from_array(v, k) for k, v in weights.items()],
-            ),
-            functions=functions, ir_version=10,
-            opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("local", 1)],
-        )  # fmt: skip
+        ends = [value("x", F32, [3, 64])], [value("y", F32, [3, 96])]
+        weights = [numpy_helper.from_array(weight(64, 96), "w"), numpy_helper.from_array(np.array(True), "yes")]
+        imports = [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
+        graph = helper.make_graph(nodes, "g", *ends, weights)
+        proto = helper.make_model(graph, functions=functions, ir_version=10, opset_imports=imports)
         (tmp_path / "in").mkdir()
         (tmp_path / "out").mkdir()
         path = tmp_path / "in" / "m.onnx"
@@ -185,8 +170,7 @@ class TestExternalData:
         )
         assert files(tmp_path) == ["m.onnx", "m.onnx.data"]
 
-    @pytest.mark.parametrize("excluded", [(), ("^part",), ("^part2",), ("^twice",)])
-    def test_the_size_that_decides_counts_every_tensor_once(self, excluded):
+    def test_the_size_that_decides_counts_every_tensor_once(self):
         nodes = [
             node("MatMul", "x w", "a", "once"),
             node("MatMul", "x w", "b", "twice"),
@@ -197,13 +181,14 @@ class TestExternalData:
         ]
         weights = {"w": weight(70, 96), "v": weight(70, 3 * 96)}
         proto = model(nodes, {"x": (F32, ["m", 70])}, {"y": (F32, ["m", 96])}, weights)
-        recipe = mxfp8_graph.Recipe(name="r", exclude=excluded)
-        opened = open_model(proto)
-        sites = find_sites(opened)
-        size = bytes_after(opened, sites, plan([site.matmul for site in sites], recipe))
-        rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
-        before, after = (sum(len(t.raw_data) for t in m.graph.initializer) for m in (proto, rewritten))
-        assert size - opened.byte_size == after - before
+        for excluded in ((), ("^part",), ("^part2",), ("^twice",)):
+            recipe = mxfp8_graph.Recipe(name="r", exclude=excluded)
+            opened = open_model(proto)
+            sites = find_sites(opened)
+            size = bytes_after(opened, sites, plan([site.matmul for site in sites], recipe))
+            rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
+            before, after = (sum(len(t.raw_data) for t in m.graph.initializer) for m in (proto, rewritten))
+            assert size - opened.byte_size == after - before, excluded
 
     def test_always_needs_a_path(self):
         assert message(matmul_model(), external_data="always") == (
@@ -234,30 +219,23 @@ def _make_external(proto: onnx.ModelProto, path: Path) -> None:
 
 
 class TestRefusals:
-    def test_the_input_is_never_the_output(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
-        before = path.read_bytes()
-        expected = f"{path}: is the input or its external data; expected another file; pass another output"
-        assert message(path, output=path, overwrite=True) == expected
-        assert path.read_bytes() == before
+    @pytest.fixture
+    def path(self, tmp_path):
+        return save(matmul_model(), tmp_path / "m.onnx")
 
-    def test_nor_by_another_spelling_or_a_link(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
+    def test_neither_the_input_nor_its_data_is_ever_the_output(self, path, tmp_path):
+        before, is_input = path.read_bytes(), "is the input or its external data"
+        expected = f"{path}: {is_input}; expected another file; pass another output"
+        assert message(path, output=path, overwrite=True) == expected
         (tmp_path / "link.onnx").symlink_to(path)
         for other in (tmp_path / "." / "m.onnx", tmp_path / "link.onnx", Path(os.path.relpath(path))):
-            assert "is the input or its external data" in message(path, output=other, overwrite=True)
-
-    def test_nor_is_the_inputs_data(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx", external=True)
-        assert "is the input or its" in message(path, output=tmp_path / "m.onnx.data", overwrite=True)
-
-    def test_nor_does_the_new_data_overwrite_the_old(self, tmp_path):
-        path = tmp_path / "m.onnx"
+            assert is_input in message(path, output=other, overwrite=True)
+        assert path.read_bytes() == before
         onnx.save(matmul_model(), path, save_as_external_data=True, location="out.onnx.data", size_threshold=0)
-        assert "is the input or its" in message(path, output=tmp_path / "out.onnx", overwrite=True)
+        for output in ("out.onnx.data", "out.onnx"):  # whose data would be out.onnx.data
+            assert is_input in message(path, output=tmp_path / output, overwrite=True)
 
-    def test_an_output_that_exists(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
+    def test_an_output_that_exists(self, path, tmp_path):
         out = tmp_path / "m.mxfp8.onnx"
         out.write_text("precious")
         assert message(path) == f"{out}: exists already; expected a new file; pass overwrite=True or another output"
@@ -265,8 +243,7 @@ class TestRefusals:
         mxfp8_graph.rewrite(path, overwrite=True)
         check_result(out, matmul_model())
 
-    def test_data_that_exists_beside_a_new_output(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
+    def test_data_that_exists_beside_a_new_output(self, path, tmp_path):
         data = tmp_path / "out.onnx.data"
         data.write_text("precious")
         assert message(path, output=tmp_path / "out.onnx", external_data="always") == (
@@ -275,46 +252,35 @@ class TestRefusals:
         mxfp8_graph.rewrite(path, output=tmp_path / "out.onnx", external_data="never")
         assert data.read_text() == "precious"
 
-    def test_overwriting_with_an_inline_result_removes_the_old_data(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
+    def test_overwriting_with_an_inline_result_removes_the_old_data(self, path, tmp_path):
         mxfp8_graph.rewrite(path, external_data="always")
         mxfp8_graph.rewrite(path, external_data="never", overwrite=True)
         assert files(tmp_path) == ["m.mxfp8.onnx", "m.onnx"]
 
-    def test_a_directory(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
+    def test_folders_and_what_is_none(self, path, tmp_path):
         assert message(path, output=tmp_path) == (
             f'{tmp_path}: a directory; expected a file name; pass output="DIRECTORY/MODEL.onnx"'
         )
-
-    def test_a_missing_folder(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
         out = tmp_path / "no" / "o.onnx"
         assert message(path, output=out) == (
             f"{out}: folder {out.parent} does not exist; expected a file in an existing folder; create the folder"
         )
-
-    def test_a_folder_that_is_a_file(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
         out = path / "o.onnx"
         assert message(path, output=out).startswith(f"{out}: cannot be written: Not a directory; ")
 
     @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder here that even root cannot write to")
-    @pytest.mark.parametrize("choice", ["always", "never"])
-    def test_a_read_only_folder(self, tmp_path, choice):
-        path = save(matmul_model(), tmp_path / "m.onnx")
-        found = message(path, output="/proc/self/o.onnx", external_data=choice)
-        assert found.startswith("/proc/self/o.onnx: cannot be written: ")
+    def test_a_read_only_folder(self, path):
+        for choice in ("always", "never"):
+            found = message(path, output="/proc/self/o.onnx", external_data=choice)
+            assert found.startswith("/proc/self/o.onnx: cannot be written: ")
 
-    def test_a_dry_run_writes_nothing(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
+    def test_a_dry_run_writes_nothing(self, path, tmp_path):
         result, report = mxfp8_graph.rewrite(path, dry_run=True)
         assert result is None
         assert report.dry_run
         assert files(tmp_path) == ["m.onnx"]
 
-    def test_a_dry_run_fails_where_the_run_would(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
+    def test_a_dry_run_fails_where_the_run_would(self, path, tmp_path):
         out = tmp_path / "out.onnx"
         out.touch()
         for output in (out, path, tmp_path, tmp_path / "none" / "o.onnx", "/proc/self/o.onnx"):
@@ -406,19 +372,13 @@ class TestInterruptions:
         mxfp8_graph.rewrite(path, progress=lambda *call: calls.append(call))
         assert calls == [("layers.0.linear", 32768, 65536), ("layers.1.linear", 65536, 65536)]
 
-    def test_two_rewrites_at_once_do_not_mix(self, tmp_path):
+    def test_two_rewrites_at_once_do_not_mix_and_print_nothing(self, tmp_path):
         path = save(chain_model(), tmp_path / "m.onnx")
         code = "import sys, mxfp8_graph; mxfp8_graph.rewrite(sys.argv[1], external_data='always', overwrite=True)"
         processes = [child(code, path) for _ in range(2)]
-        assert [p.wait(timeout=60) for p in processes] == [0, 0]
+        assert [(*p.communicate(timeout=60), p.returncode) for p in processes] == [("", "", 0)] * 2
         assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx"]
         x = normal(3, 64)
         np.testing.assert_array_equal(
             run(str(tmp_path / "m.mxfp8.onnx"), {"x": x})[0], run(mxfp8_graph.rewrite(chain_model())[0], {"x": x})[0]
         )
-
-
-def test_a_rewrite_prints_nothing(tmp_path):
-    path = save(chain_model(), tmp_path / "m.onnx")
-    process = child("import sys, mxfp8_graph; mxfp8_graph.rewrite(sys.argv[1])", path)
-    assert process.communicate(timeout=60) == ("", "")
