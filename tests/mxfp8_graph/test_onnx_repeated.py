@@ -7,120 +7,90 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import model, node, weight
-from oracle import expect, initializers, kinds, normal, refusal, rewrite, run
+from builders import model, steps, weight
+from grids import looped
+from oracle import GEMM, computes, expect, initializers, kinds, normal, refusal, rewrite, run
 
 F32 = np.float32
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
 
-def repeated(
-    before: list[onnx.NodeProto], w: np.ndarray, x: Any = ("b", 3, 64), y: Any = ("b", 3, 96), **more: np.ndarray
-) -> onnx.ModelProto:
+def repeated(before: str, w: np.ndarray, x: Any = ("b", 3, 64), y: Any = ("b", 3, 96), **numbers: Any) -> Any:
     """y = -(x @ wide), where `before` makes wide of w."""
-    nodes = [*before, node("MatMul", "x wide", "h", "linear"), node("Neg", "h", "y")]
-    return model(nodes, {"x": (F32, x)}, {"y": (F32, y)}, {"w": w, **more})
+    stored = {"w": w, **{name: np.array(values) for name, values in numbers.items()}}
+    nodes = steps(f"{before}; linear:MatMul x wide>h; Neg h>y")
+    return model(nodes, {"x": (F32, x)}, {"y": (F32, y)}, stored)
 
 
-SIZES = [node("Shape", "x", "batch", start=0, end=1), node("Concat", "batch rest", "sizes", axis=0)]
+SIZES = "Shape x>batch|start=0 end=1; Concat batch rest>sizes|axis=0"
 """As many as x has batches, and then `rest`."""
-EXPAND = [*SIZES, node("Expand", "w sizes", "wide")]
-EXPAND_FIRST = [*SIZES, node("Expand", "w sizes", "before")]
+EXPAND, FIRST = f"{SIZES}; Expand w sizes>wide", f"{SIZES}; Expand w sizes>before"
+W, BATCH, WIDE = weight(64, 96), normal(2, 3, 64), (5, 3, 64)
+TURNED = f"{FIRST}; Transpose before>wide|perm=[0,2,1]"
+CASES: dict[str, tuple[onnx.ModelProto, np.ndarray, np.ndarray]] = {
+    "to the batch": (repeated(EXPAND, W, rest=[64, 96]), BATCH, W),
+    "to the batch, ones": (repeated(EXPAND, W, rest=[1, 1]), BATCH, W),
+    "of a leading one": (repeated(EXPAND, weight(1, 64, 96), rest=[64, 96]), BATCH, weight(1, 64, 96)[0]),
+    "then Transpose": (repeated(TURNED, weight(96, 64), rest=[96, 64]), BATCH, weight(96, 64).T),
+    "behind Transpose": (
+        repeated(f"Transpose w>t; {SIZES}; Expand t sizes>wide", weight(96, 64), rest=[64, 96]), BATCH,
+        weight(96, 64).T,
+    ),
+    "then Cast": (
+        repeated(f"{FIRST}; Cast before>wide|to=1", weight(64, 96, dtype=np.float16), rest=[64, 96]), BATCH,
+        weight(64, 96, dtype=np.float16).astype(F32),
+    ),
+    "a fixed batch": (
+        repeated("Expand w sizes>wide", weight(1, 64, 96), WIDE, (5, 3, 96), sizes=[5, 1, 1]), normal(*WIDE),
+        weight(1, 64, 96)[0],
+    ),
+    "a fixed batch, Tile": (
+        repeated("Tile w sizes>wide", weight(1, 64, 96), WIDE, (5, 3, 96), sizes=[5, 1, 1]), normal(*WIDE),
+        weight(1, 64, 96)[0],
+    ),
+    "a stack along the batch": (
+        repeated("Expand w sizes>wide", weight(4, 64, 96), (5, 4, 3, 64), (5, 4, 3, 96), sizes=[5, 4, 64, 96]),
+        normal(5, 4, 3, 64), weight(4, 64, 96),
+    ),
+}  # fmt: skip
 
-CASES = {
-    "Expand to the batch": (EXPAND, weight(64, 96), [64, 96]),
-    "Expand to the batch, ones": (EXPAND, weight(64, 96), [1, 1]),
-    "Expand of a leading one": (EXPAND, weight(1, 64, 96), [64, 96]),
-    "Expand, then Transpose": (
-        [*EXPAND_FIRST, node("Transpose", "before", "wide", perm=[0, 2, 1])],
-        weight(96, 64),
-        [96, 64],
+
+@looped("name", CASES)
+def test_a_weight_repeated_along_the_batch_is_packed_once(name: str) -> None:
+    proto, x, w = CASES[name]
+    rewritten, report = computes(proto, expect(x, w.swapaxes(-1, -2)).then(np.negative), x=x)
+    assert {op: n for op, n in kinds(rewritten).items() if op not in {"Shape", "Concat"}} == {**GEMM, "Neg": 1}
+    assert "w" not in initializers(rewritten)
+    assert report.sites[0].decision.site.weight_bytes == w.size * 4
+
+
+KEPT = {
+    "the weight is repeated along a batch that the activation lacks; expand the result instead": repeated(
+        "Expand w sizes>wide", W, (3, 64), (5, 3, 96), sizes=[5, 64, 96]
     ),
-    "Transpose, then Expand": (
-        [node("Transpose", "w", "t"), *SIZES, node("Expand", "t sizes", "wide")],
-        weight(96, 64),
-        [64, 96],
+    # onnx infers nothing of what a run-time repeat makes, so that nothing tells that the activation has as many
+    "weight 'w' is repeated while the model runs, nobody knows along which dimensions; "
+    "give the model shape information": repeated(f"{SIZES}; Tile w sizes>wide", weight(1, 64, 96), rest=[1, 1]),
+    "weight 'wide' comes through Tile; expected only Identity, ...": repeated(
+        "Tile w sizes>wide", weight(1, 64, 96), (1, 3, 64), (1, 3, 192), sizes=[1, 1, 2]
     ),
-    "Expand, then Cast": (
-        [*EXPAND_FIRST, node("Cast", "before", "wide", to=1)],
-        weight(64, 96, dtype=np.float16),
-        [64, 96],
+    "weight 'wide' comes through Tile; expected only ...": repeated(
+        "Tile w sizes>wide", weight(1, 64, 96), (2, 3, 128), (2, 3, 96), sizes=[2, 2, 1]
     ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_weight_repeated_along_the_batch_is_packed_once(name: str) -> None:
-    before, w, rest = CASES[name]
-    rewritten, report = rewrite(repeated(before, w, rest=np.array(rest)))
-    assert {op: n for op, n in kinds(rewritten).items() if op not in {"Shape", "Concat"}} == {
-        "MXFP8Quantize": 1,
-        "MXFP8Gemm": 1,
-        "Neg": 1,
-    }
-    assert "w" not in initializers(rewritten)
-    assert report.sites[0].decision.site.weight_bytes == 64 * 96 * 4
-    x = normal(2, 3, 64)
-    matrix = w.reshape(w.shape[-2:]).astype(F32)
-    expect(x, matrix if matrix.shape == (96, 64) else matrix.T).then(np.negative).check(run(rewritten, {"x": x})[0])
-
-
-@pytest.mark.parametrize("op", ["Expand", "Tile"])
-def test_a_fixed_batch(op: str) -> None:
-    before = [node(op, "w sizes", "wide")]
-    proto = repeated(before, weight(1, 64, 96), (5, 3, 64), (5, 3, 96), sizes=np.array([5, 1, 1]))
-    rewritten, _ = rewrite(proto)
-    x = normal(5, 3, 64)
-    assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1}
-    expect(x, weight(1, 64, 96)[0].T).then(np.negative).check(run(rewritten, {"x": x})[0])
-
-
-def test_a_stack_repeated_along_the_batch() -> None:
-    before = [node("Expand", "w sizes", "wide")]
-    proto = repeated(before, weight(4, 64, 96), (5, 4, 3, 64), (5, 4, 3, 96), sizes=np.array([5, 4, 64, 96]))
-    rewritten, _ = rewrite(proto)
-    x = normal(5, 4, 3, 64)
-    assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1}
-    expect(x, weight(4, 64, 96).swapaxes(1, 2)).then(np.negative).check(run(rewritten, {"x": x})[0])
-
-
-def test_a_batch_that_the_activation_lacks_is_kept_with_the_reason() -> None:
-    before = [node("Expand", "w sizes", "wide")]
-    proto = repeated(before, weight(64, 96), (3, 64), (5, 3, 96), sizes=np.array([5, 64, 96]))
-    reason = "the weight is repeated along a batch that the activation lacks; expand the result instead"
-    assert refusal(proto) == reason
-
-
-def test_a_tile_of_unknown_times_is_kept_with_the_reason() -> None:
-    """onnx infers nothing of what a run-time repeat makes, so that nothing tells that the activation has as many."""
-    proto = repeated([*SIZES, node("Tile", "w sizes", "wide")], weight(1, 64, 96), rest=np.array([1, 1]))
-    assert refusal(proto) == (
-        "weight 'w' is repeated while the model runs, nobody knows along which dimensions; "
-        "give the model shape information"
-    )
-
-
-@pytest.mark.parametrize("repeats", [(1, 1, 2), (2, 2, 1)])
-def test_a_tile_along_n_or_k_is_kept_with_the_reason(repeats: tuple[int, ...]) -> None:
-    before = [node("Tile", "w sizes", "wide")]
-    shape = (repeats[0], 3, 64 * repeats[1])
-    y = (repeats[0], 3, 96 * repeats[2])
-    assert refusal(repeated(before, weight(1, 64, 96), shape, y, sizes=np.array(repeats))).startswith(
-        "weight 'wide' comes through Tile; expected only Identity, "
-    )
+@looped("reason", KEPT)
+def test_what_is_kept_with_the_reason(reason: str) -> None:
+    found = refusal(KEPT[reason])
+    assert found.startswith(reason[:-3]) if reason.endswith("...") else found == reason
 
 
 def test_a_repeated_bias_is_not_absorbed() -> None:
     """It makes the result larger than the product: the product stays what it is, and so does the Add."""
-    nodes = [
-        node("Expand", "b sizes", "bias"),
-        node("MatMul", "x w", "h", "linear"),
-        node("Add", "h bias", "z"),
-        node("Neg", "z", "y"),
-    ]
-    weights = {"w": weight(64, 96), "b": weight(96, seed=1), "sizes": np.array([5, 1, 96])}
+    weights = {"w": W, "b": weight(96, seed=1), "sizes": np.array([5, 1, 96])}
+    nodes = steps("Expand b sizes>bias; linear:MatMul x w>h; Add h bias>z; Neg z>y")
     rewritten, _ = rewrite(model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, [5, "m", 96])}, weights))
-    x = normal(3, 64)
     assert kinds(rewritten)["Add"] == 1
-    assert run(rewritten, {"x": x})[0].shape == (5, 3, 96)
+    assert run(rewritten, {"x": normal(3, 64)})[0].shape == (5, 3, 96)
