@@ -10,6 +10,7 @@ import onnx
 import pytest
 from attention_models import HEADS, HIDDEN, SIZE, attention, decoder, feeds, split, standard
 from builders import node, value
+from grids import looped, pairwise
 from onnx import helper, numpy_helper
 from oracle import check_well_formed, run
 
@@ -90,9 +91,7 @@ def check(proto: onnx.ModelProto, fused: int, given: Mapping[str, np.ndarray], e
     return result
 
 
-@pytest.mark.parametrize("yes", [True, False])
-@pytest.mark.parametrize("stored_inside", [True, False])
-@pytest.mark.parametrize("opset", [21, 23])
+@looped("yes, stored_inside, opset", pairwise(yes=[True, False], stored_inside=[True, False], opset=[21, 23]))
 def test_in_a_branch_it_is_one_node(yes: bool, stored_inside: bool, opset: int) -> None:
     proto = attention() if opset == 21 else standard("q k v bool_mask")
     given = feeds(proto)
@@ -109,7 +108,7 @@ def test_heads_of_the_graph_outside_are_read_from_there() -> None:
     assert [each.op_type for each in result.graph.node][:6] == ["Reshape", "Transpose"] * 3
 
 
-@pytest.mark.parametrize("outside", [6, 7, 9, 10, 11])
+@looped("outside", [6, 7, 9, 10, 11])
 def test_what_begins_outside_and_ends_inside_is_left_alone(outside: int) -> None:
     """The border is behind the transposed keys, the scores, the masked ones, the softmax or the values."""
     proto = attention()
@@ -124,7 +123,7 @@ def test_weights_that_a_branch_returns_are_kept() -> None:
     check(proto, 0, given)
 
 
-@pytest.mark.parametrize(("heads", "fused"), [(HEADS, 2), (HEADS // 2, 0)])
+@looped("heads, fused", [(HEADS, 2), (HEADS // 2, 0)])
 def test_branches_that_call_their_values_by_the_same_names(heads: int, fused: int) -> None:
     """Where a name stands for values of two shapes, nothing is known of either."""
     proto = attention()
@@ -140,7 +139,7 @@ def test_branches_that_call_their_values_by_the_same_names(heads: int, fused: in
         check(proto, fused, {**given, "yes": np.array(yes)})
 
 
-@pytest.mark.parametrize("opset", [21, 23])
+@looped("opset", [21, 23])
 def test_in_a_loop_it_is_one_node(opset: int) -> None:
     """Each round's result is the next one's queries."""
     proto = attention() if opset == 21 else standard("q k v bool_mask")
