@@ -11,6 +11,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from grids import looped, pairwise
 
 import mxfp8_graph
 from mxfp8_graph.file_reading import Pins
@@ -19,9 +20,8 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops import numerics
 from mxfp8_ops.errors import ContractError
 
-CONVENTIONS = pytest.mark.parametrize(
-    ("convention", "suffix"), [("compressed-tensors", "weight_scale"), ("scale-inv", "weight_scale_inv")]
-)
+CONVENTIONS = [("compressed-tensors", "weight_scale"), ("scale-inv", "weight_scale_inv")]
+"""Their names, and how names of scales end."""
 
 
 def chain(recipe: Any = "mxfp8", sizes: tuple[int, ...] = (64, 128, 64)) -> onnx.ModelProto:
@@ -45,14 +45,10 @@ def config(path: Path) -> dict[str, Any]:
 # --- Out and in --------------------------------------------------------------------------------------------------
 
 
-@CONVENTIONS
-@pytest.mark.parametrize("element_format", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("k", [64, 80, 33])
-def test_a_round_trip_keeps_every_bit(
-    convention: str, suffix: str, element_format: str, k: int, tmp_path: Path
-) -> None:
-    model = chain(Recipe(weight_format=element_format), (k, 40, 64))
-    path = mxfp8_graph.export_safetensors(model, tmp_path / "a.safetensors", convention=convention)
+@looped("suffixes, element_format, k", pairwise(suffixes=CONVENTIONS, element_format=["e4m3", "e5m2"], k=[64, 80, 33]))
+def test_a_round_trip_keeps_every_bit(suffixes: Any, element_format: str, k: int, tmp_path: Path) -> None:
+    model, path = chain(Recipe(weight_format=element_format), (k, 40, 64)), tmp_path / "a.safetensors"
+    mxfp8_graph.export_safetensors(model, path, convention=suffixes[0], overwrite=True)
     before, after = mxfp8_graph.unpack(model), mxfp8_graph.import_safetensors(path)
     assert before.keys() == after.keys()
     for name, weight in before.items():
@@ -70,10 +66,10 @@ def test_stacked_weights_stay_stacked(tmp_path: Path) -> None:
     assert mxfp8_graph.import_safetensors(path)["w"].shape == (4, 96, 64)
 
 
-@CONVENTIONS
+@looped("convention, suffix", CONVENTIONS)
 def test_the_safetensors_package_reads_the_same(convention: str, suffix: str, tmp_path: Path) -> None:
     model = chain()
-    path = mxfp8_graph.export_safetensors(model, tmp_path / "a.safetensors", convention=convention)
+    path = mxfp8_graph.export_safetensors(model, tmp_path / f"{suffix}.safetensors", convention=convention)
     tensors = theirs(path)
     for name, weight in mxfp8_graph.unpack(model).items():
         elements, scales = tensors[name], tensors[name.removesuffix("weight") + suffix]
@@ -82,8 +78,7 @@ def test_the_safetensors_package_reads_the_same(convention: str, suffix: str, tm
         np.testing.assert_array_equal(scales.numpy(), weight.scales)
 
 
-@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+@looped("suffix, dtype", [("_scale", torch.uint8), ("_scale_inv", torch.float8_e8m0fnu), ("_scale_inv", torch.uint8)])
 def test_checkpoints_of_others_are_read(suffix: str, dtype: Any, tmp_path: Path) -> None:
     values = builders.weight(64, 96).T
     elements, scales = (torch.from_numpy(codes) for codes in numerics.quantize(values))
@@ -133,10 +128,16 @@ class Tied(torch.nn.Module):
         return self.head(torch.relu(self.inner(self.embed(ids))))
 
 
+@pytest.fixture(scope="module")
+def tied() -> Any:
+    return torch.export.export(Tied().eval(), (torch.zeros(2, 3, dtype=torch.int64),))
+
+
 @pytest.mark.parametrize("front_end", ["torch", "to_onnx", "onnx"])
-def test_tensors_are_called_as_in_the_module_and_tied_ones_told_apart(front_end: str, tmp_path: Path) -> None:
-    program = torch.export.export(Tied().eval(), (torch.zeros(2, 3, dtype=torch.int64),))
-    model = program
+def test_tensors_are_called_as_in_the_module_and_tied_ones_told_apart(
+    front_end: str, tied: Any, tmp_path: Path
+) -> None:
+    program = model = tied
     if front_end == "onnx":
         model = torch.onnx.export(program, dynamo=True, verbose=False).model_proto
     model, _ = mxfp8_graph.rewrite(model, Recipe(output_projections=True))
@@ -219,14 +220,12 @@ def test_external_data_gives_the_same_file(tmp_path: Path) -> None:
 # --- Refusals ----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_packed_weights_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_exported(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
     with pytest.raises(ContractError, match="model: no packed weights; expected a rewritten model"):
-        mxfp8_graph.export_safetensors(builders.chain_model(), tmp_path / "a.safetensors")
-
-
-def test_an_unknown_convention_is_refused(tmp_path: Path) -> None:
+        mxfp8_graph.export_safetensors(builders.chain_model(), path)
     with pytest.raises(ContractError, match="convention: 'gguf'; expected one of compressed-tensors, scale-inv"):
-        mxfp8_graph.export_safetensors(chain(), tmp_path / "a.safetensors", convention="gguf")
+        mxfp8_graph.export_safetensors(chain(), path, convention="gguf")
 
 
 def test_an_existing_file_is_replaced_only_on_request(tmp_path: Path) -> None:
@@ -246,26 +245,28 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["a.onnx"]
 
 
-def test_a_checkpoint_without_mxfp8_is_refused(tmp_path: Path) -> None:
-    safetensors.torch.save_file({"x.weight": torch.zeros(2, 2)}, tmp_path / "a.safetensors")
-    with pytest.raises(ContractError, match=r"no MXFP8 weight; expected X.weight of float8"):
-        mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
+SWIZZLED = {
+    "x.weight": torch.zeros(96, 64, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "x.weight_scale": torch.zeros(128, 4, dtype=torch.uint8),
+}
 
 
-def test_swizzled_scales_are_refused(tmp_path: Path) -> None:
-    tensors = {
-        "x.weight": torch.zeros(96, 64, dtype=torch.uint8).view(torch.float8_e4m3fn),
-        "x.weight_scale": torch.zeros(128, 4, dtype=torch.uint8),
-    }
+@looped(
+    "tensors, message",
+    [
+        ({"x.weight": torch.zeros(2, 2)}, "no MXFP8 weight; expected X.weight of float8"),
+        (SWIZZLED, r"scales of shape \[128, 4\], not \[96, 2\].*unswizzled"),
+    ],
+)
+def test_checkpoints_without_plain_mxfp8_are_refused(tensors: Any, message: str, tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
-    with pytest.raises(ContractError, match=r"scales of shape \[128, 4\], not \[96, 2\].*unswizzled"):
+    with pytest.raises(ContractError, match=message):
         mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize(
+@looped(
     "content",
     [b"", b"short", b"\xff" * 64, (4).to_bytes(8, "little") + b"oops", (2).to_bytes(8, "little") + b"[]"],
-    ids=["empty", "short", "length", "json", "list"],
 )
 def test_files_of_another_kind_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
@@ -274,19 +275,13 @@ def test_files_of_another_kind_are_refused(content: bytes, tmp_path: Path) -> No
     assert str(caught.value).count("a.safetensors: ") == 1
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_and_missing_files_and_what_is_no_index_are_refused(tmp_path: Path) -> None:
     path = mxfp8_graph.export_safetensors(chain(), tmp_path / "a.safetensors")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ContractError, match=r"claims bytes .* expected a safetensors file"):
         mxfp8_graph.import_safetensors(path)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="No such file"):
-        mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
-
-
-def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
+        mxfp8_graph.import_safetensors(tmp_path / "none.safetensors")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ContractError, match="not the index of a checkpoint; expected JSON with a weight_map"):
         mxfp8_graph.import_safetensors(tmp_path / "config.json")
