@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, model, node, value, weight
+from builders import chain_model, model, node, steps, value, weight
 from grids import looped
 from onnx import helper
 from oracle import check_well_formed, expect, kinds, normal, run
@@ -53,14 +53,10 @@ def test_opset_21_and_above_stays(opset):
 
 
 def test_ops_that_changed_are_converted():
-    more = [
-        node("Squeeze", "h", "s", axes=[0]),
-        node("Unsqueeze", "s", "u", axes=[0, 1]),
-        node("Clip", "u", "c", min=-1.0, max=1.0),
-        node("Softmax", "c", "p", axis=1),
-        node("ReduceSum", "p", "y", axes=[0], keepdims=0),
-    ]
-    nodes = [node("MatMul", "x w", "h", "linear"), *more]
+    nodes = steps(
+        "MatMul x w>h; Squeeze h>s|axes=[0]; Unsqueeze s>u|axes=[0,1]; Clip u>c|min=-1.0 max=1.0; Softmax c>p|axis=1; "
+        "ReduceSum p>y|axes=[0] keepdims=0"
+    )
     proto = model(nodes, {"x": (F32, [1, 5, 64])}, {"y": (F32, [1, 5, 96])}, {"w": weight(64, 96)}, opset=10)
     rewritten, _ = mxfp8_graph.rewrite(proto)
     check_well_formed(rewritten)
@@ -152,12 +148,7 @@ def test_a_branch_of_ops_that_changed_is_converted_or_refused_never_changed_sile
 
 
 def test_the_old_ir_lists_every_initializer_as_an_input():
-    nodes = [
-        node("MatMul", "x w", "h", "linear"),
-        node("Reshape", "h shape", "r"),
-        node("Upsample", "r scales", "u", mode="nearest"),
-        node("Neg", "u", "y"),
-    ]
+    nodes = steps("linear:MatMul x w>h; Reshape h shape>r; Upsample r scales>u|mode='nearest'; Neg u>y")
     weights = {"w": weight(64, 96), "shape": np.array([1, 1, -1, 96]), "scales": np.array([1, 1, 2, 1], F32)}
     proto = model(nodes, {"x": (F32, [3, 64])}, {"y": (F32, [1, 1, 6, 96])}, weights, opset=9)
     proto.graph.input.extend(value(name, array.dtype, array.shape) for name, array in weights.items())
@@ -172,9 +163,8 @@ def test_the_old_ir_lists_every_initializer_as_an_input():
 
 
 def test_local_functions_are_inlined_when_the_opset_changes():
-    twice = helper.make_function(
-        "local", "Twice", ["a"], ["r"], [node("Add", "a a", "r")], [helper.make_opsetid("", 17)]
-    )
+    body, imports = [node("Add", "a a", "r")], [helper.make_opsetid("", 17)]
+    twice = helper.make_function("local", "Twice", ["a"], ["r"], body, imports)
     proto = linear(node("Neg", "h", "n"), node("Neg", "n", "y"), opset=17)
     proto.graph.node[2].CopyFrom(node("Twice", "n", "y", "call", domain="local"))
     proto.functions.append(twice)
@@ -242,12 +232,14 @@ def test_what_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_active_dropout_is_switched_off(*, nested: bool):
+@looped("nested", [False, True])
+def test_active_dropout_is_switched_off(nested: bool) -> None:
     drop = node("Dropout", "h ratio on", "d")
     if nested:
-        then = helper.make_graph([drop], "then", [], [value("d", F32, ["m", 96])])
-        other = helper.make_graph([node("Identity", "h", "e")], "else", [], [value("e", F32, ["m", 96])])
+        then, other = (
+            helper.make_graph([inner], "b", [], [value(inner.output[0], F32, ["m", 96])])
+            for inner in (drop, node("Identity", "h", "e"))
+        )
         drop = node("If", "on", "d", then_branch=then, else_branch=other)
     proto = linear(drop, node("Neg", "d", "y"), opset=21, ratio=np.array(0.5, F32), on=np.array(True))
     rewritten, report = mxfp8_graph.rewrite(proto)
