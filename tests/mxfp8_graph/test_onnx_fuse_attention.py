@@ -10,7 +10,7 @@ import pytest
 from attention_models import BATCH, HEADS, HIDDEN, PAST, ROWS, SIZE, attention, decoder, feeds, split, standard
 from builders import steps
 from grids import looped
-from oracle import check_well_formed, kinds, run
+from oracle import kinds, rewrite, run
 from releases import release
 
 import mxfp8_graph
@@ -26,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 def fused(proto: onnx.ModelProto, recipe: Recipe = EXACT) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
     """Returns the rewritten model, checked, and the attributes and names of its attentions."""
-    result, report = mxfp8_graph.rewrite(proto, recipe)
-    check_well_formed(result)
+    result, report = rewrite(proto, recipe, fuse=True)
     found = [each for each in result.graph.node if each.op_type == "MXFP8Attention"]
     assert [f.kind for f in report.fusions].count("attention") == len(found)
     named = [{a.name: onnx.helper.get_attribute_value(a) for a in each.attribute} for each in found]
@@ -38,7 +37,7 @@ def fused(proto: onnx.ModelProto, recipe: Recipe = EXACT) -> tuple[onnx.ModelPro
 
 def check_same(proto: onnx.ModelProto, given: dict[str, np.ndarray], error: float = 1e-5) -> None:
     """Fails if a model gives something else where attention is fused."""
-    unfused = mxfp8_graph.rewrite(proto, EXACT.without_fusion())[0]
+    unfused = rewrite(proto, EXACT)[0]
     for before, after in zip(run(unfused, given), run(fused(proto)[0], given), strict=True):
         assert before.shape == after.shape
         difference = np.linalg.norm((after - before).astype(F32)) / np.linalg.norm(before.astype(F32))
@@ -146,7 +145,7 @@ def test_values_are_rounded_where_the_recipe_rounds_activations(activations: str
 def test_rounded_to_bfloat16_it_stays_within_that() -> None:
     proto = attention()
     given, recipe = feeds(proto), Recipe(activations="bfloat16")
-    before = run(mxfp8_graph.rewrite(proto, recipe.without_fusion())[0], given)[0]
+    before = run(rewrite(proto, recipe)[0], given)[0]
     after = run(fused(proto, recipe)[0], given)[0]
     cosine = float((before * after).sum() / np.linalg.norm(before) / np.linalg.norm(after))
     assert 1e-4 < np.linalg.norm(after - before) / np.linalg.norm(before) < 2**-7

@@ -12,9 +12,8 @@ from attention_models import HEADS, HIDDEN, SIZE, attention, decoder, feeds, spl
 from builders import node, value
 from grids import looped, pairwise
 from onnx import helper, numpy_helper
-from oracle import check_well_formed, run
+from oracle import rewrite, run
 
-import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.onnx_model.walk import iter_graphs
 
@@ -76,9 +75,8 @@ def check(proto: onnx.ModelProto, fused: int, given: Mapping[str, np.ndarray], e
 
     Where none is, the report says of its products why they are kept.
     """
-    unfused = mxfp8_graph.rewrite(proto, EXACT.without_fusion())[0]
-    result, report = mxfp8_graph.rewrite(proto, EXACT)
-    check_well_formed(result)
+    unfused = rewrite(proto, EXACT)[0]
+    result, report = rewrite(proto, EXACT, fuse=True)
     main, *inner = ([n.op_type for n in graph.node].count("MXFP8Attention") for graph in iter_graphs(result.graph))
     assert (main, sum(inner)) == (0, fused)
     assert [fusion.kind for fusion in report.fusions].count("attention") == fused
@@ -119,8 +117,7 @@ def test_what_begins_outside_and_ends_inside_is_left_alone(outside: int) -> None
 def test_weights_that_a_branch_returns_are_kept() -> None:
     proto = attention(outputs={"weights": (F32, ["batch", HEADS, "rows", "keys"])})
     given = {**feeds(proto), "yes": np.array(True)}
-    proto = in_branch(proto)
-    check(proto, 0, given)
+    check(in_branch(proto), 0, given)
 
 
 @looped("heads, fused", [(HEADS, 2), (HEADS // 2, 0)])

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from builders import matmul_model, model, node, save, weight
+from builders import matmul_model, model, node, save, steps, weight
 from commands import refused
 from grids import looped
 from onnx import NodeProto, TensorProto, helper, numpy_helper
@@ -238,31 +238,20 @@ def test_forty_shared_functions_that_are_never_called_together() -> None:
     assert len(mxfp8_graph.rewrite(proto)[1].rewritten) == 1
 
 
+CONTRADICTIONS = (
+    "Transpose w>v|perm=[7,0]", "Transpose w>v|perm=[0]", "Cast w>v|to=99", "Reshape w big>v", "Reshape w zeros>v",
+    "Reshape w minus>v", "Squeeze w nine>v", "Unsqueeze w nines>v", "Slice w zeros nine>v",
+    "Slice w nine nine nine nine>v", "Split w nines>v v1|axis=0", "Split w>v v1|axis=9 num_outputs=2",
+    "Split w>v v1 v2|num_outputs=2",
+)  # fmt: skip
 """Views of a weight that contradict it: the matmul is kept, with a reason, or the model refused."""
 
 
-@looped(
-    "view",
-    [
-        node("Transpose", "w", "v", perm=[7, 0]),
-        node("Transpose", "w", "v", perm=[0]),
-        node("Cast", "w", "v", to=99),
-        node("Reshape", "w big", "v"),
-        node("Reshape", "w zeros", "v"),
-        node("Reshape", "w minus", "v"),
-        node("Squeeze", "w nine", "v"),
-        node("Unsqueeze", "w nines", "v"),
-        node("Slice", "w zeros nine", "v"),
-        node("Slice", "w nine nine nine nine", "v"),
-        node("Split", "w nines", "v v1", axis=0),
-        node("Split", "w", "v v1", axis=9, num_outputs=2),
-        node("Split", "w", "v v1 v2", num_outputs=2),
-    ],
-)
+@looped("view", CONTRADICTIONS)
 def test_views_that_contradict_their_weight_are_kept_or_refused(view):
     numbers = {"big": [2**62, 2**62], "zeros": [0, 0, 0], "minus": [-1, -1], "nine": [9], "nines": [9, 9, 9]}
     stored = {name: np.array(values, np.int64) for name, values in numbers.items()}
-    proto = linear(view, node("MatMul", "x v", "z", "hostile"), **stored)
+    proto = linear(*steps(f"{view}; hostile:MatMul x v>z"), **stored)
     try:
         _, report = mxfp8_graph.rewrite(proto)
     except ContractError:
@@ -280,7 +269,7 @@ def test_thousands_of_views_of_a_weight():
 
 
 def test_a_scalar_added_to_a_product_of_unknown_width_is_no_bias():
-    nodes = [node("MatMul", "a b", "h", "product"), node("Add", "h one", "s"), node("Neg", "s", "y")]
+    nodes = steps("product:MatMul a b>h; Add h one>s; Neg s>y")
     inputs = {"a": (F32, ["m", 64]), "b": (F32, [64, "n"])}
     proto = model(nodes, inputs, {"y": (F32, ["m", "n"])}, {"one": np.array(1, F32)})
     rewritten, _ = mxfp8_graph.rewrite(proto, Recipe(name="r", rules=(Rule(op="MatMul"),)))
@@ -304,27 +293,8 @@ def test_what_an_op_cannot_take(damaged, expected, opset):
     onnxruntime.set_default_logger_severity(4)
     with pytest.raises(Exception, match="odd"):
         onnxruntime.InferenceSession(proto.SerializeToString())
-    assert (
-        refusal(proto)
-        == f"node 'odd' ({damaged.op_type}): {expected}; expected inputs and attributes that fit together"
-    )
-
-
-def test_an_input_with_a_size_of_minus_one_is_no_damage():
-    proto = linear()
-    proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value = -1
-    onnxruntime.set_default_logger_severity(4)
-    onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": np.ones((2, 64), F32)})
-    assert len(mxfp8_graph.rewrite(proto)[1].sites) == 1
-
-
-def test_declared_shapes_that_are_wrong_are_no_damage():
-    """ONNX Runtime warns of them."""
-    proto = linear()
-    proto.graph.value_info.append(helper.make_tensor_value_info("h", 1, ["n", 7]))
-    onnxruntime.set_default_logger_severity(4)
-    onnxruntime.InferenceSession(proto.SerializeToString())
-    assert len(mxfp8_graph.rewrite(proto)[1].rewritten) == 1
+    fit = "expected inputs and attributes that fit together"
+    assert refusal(proto) == f"node 'odd' ({damaged.op_type}): {expected}; {fit}"
 
 
 def test_what_aborts_the_shape_inference_of_onnx():
@@ -355,9 +325,11 @@ def _old(proto: onnx.ModelProto) -> None:
     proto.graph.input.extend(values)
 
 
-"""ONNX Runtime runs these, so they are rewritten, and what comes out runs too."""
-
-TOLERATED = {
+TOLERATED: dict[str, Change] = {
+    "another size of -1": lambda p: setattr(p.graph.input[0].type.tensor_type.shape.dim[1], "dim_value", -1),
+    "a declared shape that is wrong, of which ONNX Runtime warns": lambda p: p.graph.value_info.append(
+        helper.make_tensor_value_info("h", 1, ["n", 7])
+    ),
     "nodes out of order": lambda p: p.graph.node.insert(0, p.graph.node.pop()),
     "an empty optional input": lambda p: p.graph.node.append(
         helper.make_node("Clip", ["h", "", "top"], ["z"], name="clip")
@@ -388,6 +360,7 @@ TOLERATED = {
     "the import of a domain twice": lambda p: p.opset_import.append(p.opset_import[0]),
     "training information": lambda p: p.training_info.add().algorithm.node.append(node("Nothing", "q", "r")),
 }
+"""ONNX Runtime runs these, so they are rewritten, and what comes out runs too."""
 
 
 @looped("name", TOLERATED)
