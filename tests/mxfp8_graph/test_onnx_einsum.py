@@ -10,14 +10,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
+import onnx_graphsurgeon as gs
 import pytest
-from builders import model, neg_model, node, steps
+from builders import model, neg_model, node, steps, value, weight
 from grids import looped
-from oracle import GEMM, initializers, kinds, refusal, rewrite, run
+from onnx import helper
+from oracle import GEMM, expect, initializers, kinds, normal, refusal, relu, rewrite, run
 from releases import release
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
+from mxfp8_graph.onnx_pass import matmul_forms
+from mxfp8_graph.onnx_pass.form import Form
+from mxfp8_graph.onnx_pass.static_operands import StaticOperands
 from mxfp8_ops.errors import Mxfp8Error
 
 F32 = np.float32
@@ -201,3 +206,68 @@ def test_attention_products_are_told_apart() -> None:
     with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
         mxfp8_graph.rewrite(model(nodes, dict.fromkeys("qkv", shape), {"y": shape}))
     assert [decision.site.role for decision in caught.value.decisions] == ["attention_scores", "attention_values"]
+
+
+# --- One row of `FORMS` is all that an op needs to be found, planned and replaced ---
+
+
+def einsum_form(einsum: gs.Node, statics: StaticOperands) -> Form | None:
+    """Reads the one equation of these tests, x @ w.T."""
+    a, b = einsum.inputs
+    return Form(a=a, b=b, b_transposed=False) if einsum.attrs["equation"] == "mk,nk->mn" else None
+
+
+def form_model(equation: str = "mk,nk->mn") -> onnx.ModelProto:
+    nodes = [node("Einsum", "x w", "h", "linear", equation=equation), node("Add", "h b", "hb"), node("Relu", "hb", "y")]
+    weights = {"w": weight(96, 64), "b": weight(96, seed=1)}
+    return model(nodes, {"x": (F32, ["batch", 64])}, {"y": (F32, ["batch", 96])}, weights)
+
+
+@pytest.fixture
+def einsum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matmul_forms.FORMS, "Einsum", einsum_form)
+
+
+@pytest.mark.usefixtures("einsum")
+def test_an_op_of_the_table_is_found_planned_and_replaced() -> None:
+    rewritten, report = rewrite(form_model())
+    site = report.sites[0].decision.site
+    assert (site.name, site.op, site.role, site.m, site.n, site.k) == ("linear", "Einsum", "linear", "batch", 96, 64)
+    assert site.has_bias
+    assert site.blocker is None
+    assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Relu": 1}
+    x = normal(3, 64)
+    expect(x, weight(96, 64), weight(96, seed=1)).then(relu).check(run(rewritten, {"x": x})[0])
+
+
+@pytest.mark.usefixtures("einsum")
+def test_a_function_that_holds_it_is_inlined() -> None:
+    body, imports = [node("Einsum", "a w", "r", "linear", equation="mk,nk->mn")], [helper.make_opsetid("", 21)]
+    proto = model([node("Relu", "x", "y")], {"x": (F32, [3, 64])}, {"y": (F32, [3, 96])}, {"w": weight(96, 64)})
+    proto.graph.node.insert(0, node("Linear", "x w", "h", domain="local"))
+    proto.graph.node[1].input[0] = "h"
+    proto.functions.append(helper.make_function("local", "Linear", ["a", "w"], ["r"], body, imports))
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    rewritten, report = rewrite(proto)
+    assert "inlined local functions: Linear" in report.notes
+    x = normal(3, 64)
+    expect(x, weight(96, 64)).then(relu).check(run(rewritten, {"x": x})[0])
+
+
+@pytest.mark.usefixtures("einsum")
+def test_a_form_may_leave_a_node_alone() -> None:
+    proto = form_model()
+    proto.graph.node.insert(0, node("Einsum", "x x", "other", equation="mk,nk->mn"))
+    proto.graph.node[0].attribute[0].s = b"mk,mk->mk"
+    _, report = rewrite(proto)
+    assert [entry.decision.site.name for entry in report.sites] == ["linear"]
+
+
+def test_an_op_that_is_not_in_the_table_is_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(matmul_forms.FORMS, "Einsum")
+    proto = form_model()
+    proto.graph.node.extend([node("MatMul", "y v", "z", "second"), node("Neg", "z", "z2")])
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight(96, 64), "v"))
+    proto.graph.output.append(value("z2", F32, ["batch", 64]))
+    _, report = rewrite(proto)
+    assert [entry.decision.site.name for entry in report.sites] == ["second"]

@@ -1,4 +1,4 @@
-"""Weights behind views and in Constant nodes: packed as the matmul sees them."""
+"""Weights behind views, repeated along the batch, in Constant nodes and shared: packed as the matmuls see them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from builders import model, neg_model, steps, weight
 from grids import looped
 from onnx import helper, numpy_helper
-from oracle import GEMM, computes, expect, initializers, kinds, normal, reasons, refusal, rewrite, run
+from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, reasons, refusal, rewrite, run
 
+from mxfp8_graph import Recipe, Rule
 from mxfp8_ops.errors import ContractError
 
 F32, F16 = np.float32, np.float16
@@ -180,3 +181,141 @@ def test_dead_code_that_was_there_before_stays() -> None:
     rewritten, _ = rewrite(model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}, weights))
     assert kinds(rewritten)["Identity"] == 1
     assert "other" in initializers(rewritten)
+
+
+# --- Repeated along leading dimensions that the activation has too: Expand and Tile ---
+
+
+def repeated(before: str, w: np.ndarray, x: Any = ("b", 3, 64), y: Any = ("b", 3, 96), **numbers: Any) -> Any:
+    """y = -(x @ wide), where `before` makes wide of w."""
+    stored = {"w": w, **{name: np.array(values) for name, values in numbers.items()}}
+    nodes = steps(f"{before}; linear:MatMul x wide>h; Neg h>y")
+    return model(nodes, {"x": (F32, x)}, {"y": (F32, y)}, stored)
+
+
+SIZES = "Shape x>batch|start=0 end=1; Concat batch rest>sizes|axis=0"
+"""As many as x has batches, and then `rest`."""
+EXPAND, FIRST = f"{SIZES}; Expand w sizes>wide", f"{SIZES}; Expand w sizes>before"
+W, BATCH, WIDE = weight(64, 96), normal(2, 3, 64), (5, 3, 64)
+TURNED = f"{FIRST}; Transpose before>wide|perm=[0,2,1]"
+REPEATED: dict[str, tuple[onnx.ModelProto, np.ndarray, np.ndarray]] = {
+    "to the batch": (repeated(EXPAND, W, rest=[64, 96]), BATCH, W),
+    "to the batch, ones": (repeated(EXPAND, W, rest=[1, 1]), BATCH, W),
+    "of a leading one": (repeated(EXPAND, weight(1, 64, 96), rest=[64, 96]), BATCH, weight(1, 64, 96)[0]),
+    "then Transpose": (repeated(TURNED, weight(96, 64), rest=[96, 64]), BATCH, weight(96, 64).T),
+    "behind Transpose": (
+        repeated(f"Transpose w>t; {SIZES}; Expand t sizes>wide", weight(96, 64), rest=[64, 96]), BATCH,
+        weight(96, 64).T,
+    ),
+    "then Cast": (
+        repeated(f"{FIRST}; Cast before>wide|to=1", weight(64, 96, dtype=np.float16), rest=[64, 96]), BATCH,
+        weight(64, 96, dtype=np.float16).astype(F32),
+    ),
+    "a fixed batch": (
+        repeated("Expand w sizes>wide", weight(1, 64, 96), WIDE, (5, 3, 96), sizes=[5, 1, 1]), normal(*WIDE),
+        weight(1, 64, 96)[0],
+    ),
+    "a fixed batch, Tile": (
+        repeated("Tile w sizes>wide", weight(1, 64, 96), WIDE, (5, 3, 96), sizes=[5, 1, 1]), normal(*WIDE),
+        weight(1, 64, 96)[0],
+    ),
+    "a stack along the batch": (
+        repeated("Expand w sizes>wide", weight(4, 64, 96), (5, 4, 3, 64), (5, 4, 3, 96), sizes=[5, 4, 64, 96]),
+        normal(5, 4, 3, 64), weight(4, 64, 96),
+    ),
+}  # fmt: skip
+
+
+@looped("name", REPEATED)
+def test_a_weight_repeated_along_the_batch_is_packed_once(name: str) -> None:
+    proto, x, w = REPEATED[name]
+    rewritten, report = computes(proto, expect(x, w.swapaxes(-1, -2)).then(np.negative), x=x)
+    assert {op: n for op, n in kinds(rewritten).items() if op not in {"Shape", "Concat"}} == {**GEMM, "Neg": 1}
+    assert "w" not in initializers(rewritten)
+    assert report.sites[0].decision.site.weight_bytes == w.size * 4
+
+
+NOT_REPEATED = {
+    "the weight is repeated along a batch that the activation lacks; expand the result instead": repeated(
+        "Expand w sizes>wide", W, (3, 64), (5, 3, 96), sizes=[5, 64, 96]
+    ),
+    # onnx infers nothing of what a run-time repeat makes, so that nothing tells that the activation has as many
+    "weight 'w' is repeated while the model runs, nobody knows along which dimensions; "
+    "give the model shape information": repeated(f"{SIZES}; Tile w sizes>wide", weight(1, 64, 96), rest=[1, 1]),
+    "weight 'wide' comes through Tile; expected only Identity, ...": repeated(
+        "Tile w sizes>wide", weight(1, 64, 96), (1, 3, 64), (1, 3, 192), sizes=[1, 1, 2]
+    ),
+    "weight 'wide' comes through Tile; expected only ...": repeated(
+        "Tile w sizes>wide", weight(1, 64, 96), (2, 3, 128), (2, 3, 96), sizes=[2, 2, 1]
+    ),
+}
+
+
+@looped("reason", NOT_REPEATED)
+def test_a_repeated_weight_that_is_kept_with_the_reason(reason: str) -> None:
+    found = refusal(NOT_REPEATED[reason])
+    assert found.startswith(reason[:-3]) if reason.endswith("...") else found == reason
+
+
+def test_a_repeated_bias_is_not_absorbed() -> None:
+    """It makes the result larger than the product: the product stays what it is, and so does the Add."""
+    weights = {"w": W, "b": weight(96, seed=1), "sizes": np.array([5, 1, 96])}
+    nodes = steps("Expand b sizes>bias; linear:MatMul x w>h; Add h bias>z; Neg z>y")
+    rewritten, _ = rewrite(model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, [5, "m", 96])}, weights))
+    assert kinds(rewritten)["Add"] == 1
+    assert run(rewritten, {"x": normal(3, 64)})[0].shape == (5, 3, 96)
+
+
+# --- What several matmuls share: weights, embeddings, activations ---
+
+IN, OUT = {"x": (F32, ["m", 64])}, (F32, ["m", 96])
+
+
+def test_two_matmuls_on_one_weight_pack_it_once() -> None:
+    nodes = steps("first:MatMul x w>a; Neg a>ya; second:MatMul z w>b; Neg b>yb")
+    proto = model(nodes, {**IN, "z": IN["x"]}, {"ya": OUT, "yb": OUT}, {"w": W})
+    rewritten, report = rewrite(proto)
+    assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
+    assert [site.decision.site.shared_with for site in report.sites] == [1, 1]
+    feeds = {"x": normal(3, 64), "z": normal(3, 64, seed=4)}
+    for x, y in zip(feeds.values(), run(rewritten, feeds), strict=True):
+        expect(x, W.T).then(np.negative).check(y)
+
+
+def test_one_weight_used_both_ways_is_packed_along_each_k() -> None:
+    nodes = steps("up:MatMul x w>a; Relu a>b; down:Gemm b w>c|transB=1; Neg c>y")
+    rewritten, _ = rewrite(model(nodes, IN, {"y": (F32, ["m", 64])}, {"w": W}))
+    assert [tuple(t.dims) for t in rewritten.graph.initializer] == [(96, 64), (96, 2), (64, 96), (64, 3)]
+
+
+def test_a_tied_embedding_keeps_its_table_and_the_head_gets_one_packed_copy() -> None:
+    nodes = steps("Gather table ids>e; Transpose table>head|perm=[1,0]; lm_head:MatMul e head>logits")
+    proto = model(nodes, {"ids": (np.int64, ["m"])}, {"logits": OUT}, {"table": weight(96, 64)})
+    ids, recipe = np.array([3, 95, 0]), Recipe(name="heads", output_projections=True)
+    counts = {"Gather": 1, "MXFP8Quantize": 1, "MXFP8Gemm": 1}
+    rewritten, _ = computes(proto, expect(weight(96, 64)[ids], weight(96, 64)), counts, recipe, ids=ids)
+    assert initializers(rewritten) == ["table", "table_mxfp8", "table_mxfp8_scales"]
+
+
+def test_a_weight_used_by_a_kept_site_too_stays_for_it() -> None:
+    nodes = steps("quantized:MatMul x w>a; Neg a>ya; kept:MatMul x w>b; Abs b>yb")
+    rewritten, report = rewrite(
+        model(nodes, IN, {"ya": OUT, "yb": OUT}, {"w": W}), Recipe(name="mxfp8", exclude=("kept",))
+    )
+    x = normal(3, 64)
+    assert initializers(rewritten) == ["w", "w_mxfp8", "w_mxfp8_scales"]
+    assert reasons(report) == {"quantized": LINEAR, "kept": "excluded by 'kept'"}
+    ya, yb = run(rewritten, {"x": x})
+    expect(x, W.T).then(np.negative).check(ya)
+    np.testing.assert_allclose(yb, np.abs(x.astype(float) @ W), rtol=1e-4, atol=1e-4)
+
+
+def test_gemms_on_one_activation_share_its_quantize_node_unless_they_want_another_format() -> None:
+    weights, x = {n: weight(64, 64, seed=i) for i, n in enumerate("qkv")}, normal(3, 64)
+    products = "; ".join(f"{n}:MatMul x {n}>h{n}" for n in weights)
+    proto = model(steps(f"{products}; Sum hq hk hv>s; Neg s>y"), IN, {"y": (F32, ["m", 64])}, weights)
+    parts = [expect(x, w.T) for w in weights.values()]
+    total = Expected(-sum(p.y for p in parts), sum(p.bound for p in parts))
+    computes(proto, total, {"MXFP8Quantize": 1, "MXFP8Gemm": 3, "Sum": 1, "Neg": 1}, roundings=3, x=x)
+    mixed = Recipe(name="mixed", rules=(Rule(name="k", activations="e5m2"),))
+    assert kinds(rewrite(proto, mixed)[0]) == {"MXFP8Quantize": 2, "MXFP8Gemm": 3, "Sum": 1, "Neg": 1}
