@@ -50,9 +50,6 @@ def path(tmp_path: Path) -> Path:
     return ck.save(tmp_path / "a.safetensors", WEIGHTS)
 
 
-# --- Forms -------------------------------------------------------------------------------------------------------
-
-
 @looped("suffix", ["_scale", "_scale_inv"])
 def test_the_bytes_are_those_of_the_checkpoint(suffix: str, tmp_path: Path) -> None:
     path = ck.save(tmp_path / f"{suffix}.safetensors", WEIGHTS, suffix)
@@ -145,9 +142,6 @@ def test_torchaos_tensors(tmp_path: Path) -> None:
         np.testing.assert_array_equal(packed[name].dequantize(), state[name].dequantize(torch.float32).numpy())
 
 
-# --- What the result computes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weight_only", [False, True])
 def test_outputs_are_those_of_the_dequantized_weight(weight_only: bool, tmp_path: Path, runtime: Any) -> None:
     codes = ck.codes(96, 64)
@@ -158,9 +152,6 @@ def test_outputs_are_those_of_the_dequantized_weight(weight_only: bool, tmp_path
     np.testing.assert_array_equal(oracle.quantized(w), w)  # so the oracle multiplies with these values
     (y,) = oracle.run(model, {"x": x})
     oracle.expect(x, w, weight_only=weight_only).then(oracle.relu).check(y)
-
-
-# --- Who decides ---------------------------------------------------------------------------------------------------
 
 
 def test_the_checkpoint_overrules_the_default_policy_and_the_recipe_its_activations(tmp_path: Path) -> None:
@@ -175,10 +166,12 @@ def test_the_checkpoint_overrules_the_default_policy_and_the_recipe_its_activati
     assert second.activations == "bfloat16"
 
 
-def test_what_the_recipe_excludes_stays_as_the_model_has_it(path: Path) -> None:
+def test_what_the_recipe_excludes_stays_and_what_the_model_keeps_is_named(tmp_path: Path) -> None:
+    path = ck.save(tmp_path / "a.safetensors", WEIGHTS, **{"layers.0.bias": np.ones(1, np.float32)})
     model, report = rewritten(path, recipe=Recipe(exclude=["layers.0"]))
     ck.check_bytes(mxfp8_graph.unpack(model), {NAMES[1]: WEIGHTS[NAMES[1]]})
     assert report.sites[0].decision.rule == "exclude"
+    assert report.notes[1] == f"the model keeps its own values for what is not MXFP8 in {path}: layers.0.bias"
 
 
 def test_tables_are_taken_too(tmp_path: Path) -> None:
@@ -187,9 +180,6 @@ def test_tables_are_taken_too(tmp_path: Path) -> None:
     model = b.model(nodes, *shapes, {"table": b.weight(50, 64), "w": b.weight(64, 32)})
     weights = {"table": ck.codes(50, 64), "w": ck.codes(32, 64, seed=1)}
     ck.check_bytes(mxfp8_graph.unpack(rewritten(ck.save(tmp_path / "a.safetensors", weights), model)[0]), weights)
-
-
-# --- Names ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_prefix_more_or_less_that_is_the_same_for_all(tmp_path: Path) -> None:
@@ -202,31 +192,21 @@ def test_one_prefix_more_or_less_that_is_the_same_for_all(tmp_path: Path) -> Non
         rewritten(path)
 
 
-def older_names(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model as torch's older exporter names it: folded weights have numbers, nodes their modules."""
-    for number, (tensor, node) in enumerate(zip(model.graph.initializer, model.graph.node[::2], strict=True)):
+def test_weights_that_lost_their_names_are_found_by_their_nodes_or_modules(path: Path) -> None:
+    older, newer = chain(), chain()  # as torch's exporters name folded weights
+    for number in range(2):
+        tensor, node = older.graph.initializer[number], older.graph.node[2 * number]
         tensor.name = node.input[1] = f"onnx::MatMul_{number}"
         node.name = f"/layers.{number}/MatMul"
-    return model
-
-
-def test_weights_that_lost_their_names_are_found_by_their_nodes(path: Path) -> None:
-    model, report = rewritten(path, older_names(chain()))
-    assert report.notes[0].endswith("(2 by node name)")
-    packed = mxfp8_graph.unpack(model)
-    for number, name in enumerate(NAMES):
-        np.testing.assert_array_equal(packed[f"onnx::MatMul_{number}"].elements, WEIGHTS[name][0])
-
-
-def test_weights_that_lost_their_names_are_found_by_their_modules(path: Path) -> None:
-    model = chain()
-    for number, node in enumerate(model.graph.node[::2]):
-        model.graph.initializer[number].name = node.input[1] = f"val_{number}"
+        tensor, node = newer.graph.initializer[number], newer.graph.node[2 * number]
+        tensor.name = node.input[1] = f"val_{number}"
         node.name = f"node_linear_{number}"
         node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=f"['', 'layers.{number}', 'linear']")
-    model, report = rewritten(path, model)
-    assert report.notes[0].endswith("(2 by module path)")
-    assert [report.sites[i].decision.quantize for i in range(2)] == [True, True]
+    for model, found in ((older, "node name"), (newer, "module path")):
+        result, report = rewritten(path, model)
+        assert report.notes[0].endswith(f"(2 by {found})")
+        for name, weight in zip(NAMES, mxfp8_graph.unpack(result).values(), strict=True):
+            np.testing.assert_array_equal(weight.elements, WEIGHTS[name][0])
 
 
 def test_explicit_names(tmp_path: Path) -> None:
@@ -251,43 +231,31 @@ def test_explicit_names_that_are_wrong(names: Any, message: str, path: Path) -> 
         rewritten(path, weight_names=names)
 
 
-# --- What does not fit -----------------------------------------------------------------------------------------------
+def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+    def refused(weights: Any, **others: Any) -> str:
+        path = ck.save(tmp_path / "a.safetensors", weights, **others)
+        with pytest.raises(ContractError) as caught:
+            rewritten(path)
+        return str(caught.value).removeprefix(f"{path}: ")
 
-
-def test_all_that_matches_nothing_is_listed(tmp_path: Path) -> None:
-    path = ck.save(tmp_path / "a.safetensors", {**WEIGHTS, "q.weight": ck.codes(4, 32), "k.weight": ck.codes(4, 32)})
-    with pytest.raises(ContractError) as caught:
-        rewritten(path)
-    assert str(caught.value) == (
-        f"{path}: 'k.weight' matches nothing in the model; 'q.weight' matches nothing in the model; expected a matmul "
+    assert refused({**WEIGHTS, "q.weight": ck.codes(4, 32), "k.weight": ck.codes(4, 32)}) == (
+        "'k.weight' matches nothing in the model; 'q.weight' matches nothing in the model; expected a matmul "
         "of that name and shape for each weight; name them with weight_names. Weights of the model: layers.0.weight, "
         "layers.1.weight"
     )
-
-
-def test_wrong_shapes_are_listed(tmp_path: Path) -> None:
-    path = ck.save(tmp_path / "a.safetensors", {NAMES[0]: ck.codes(64, 128), NAMES[1]: ck.codes(96, 64)})
-    with pytest.raises(ContractError) as caught:
-        rewritten(path)
+    said = refused({NAMES[0]: ck.codes(64, 128), NAMES[1]: ck.codes(96, 64)})
     for number, found, expected in ((0, "[64, 128]", "[128, 64]"), (1, "[96, 64]", "[96, 128]")):
         where = f"'layers.{number}.weight' for 'layers.{number}.linear'"
-        assert f"{where}: {found}, and the model multiplies with [..., N, K] = {expected}" in str(caught.value)
-    path = ck.save(tmp_path / "b.safetensors", {NAMES[0]: (WEIGHTS[NAMES[0]][0], np.zeros((128, 4), np.uint8))})
-    with pytest.raises(ContractError, match=r"scales of shape \[128, 4\], not \[128, 2\]; expected one scale per 32"):
-        rewritten(path)
-
-
-def test_other_formats_are_listed(tmp_path: Path) -> None:
+        assert f"{where}: {found}, and the model multiplies with [..., N, K] = {expected}" in said
+    said = refused({NAMES[0]: (WEIGHTS[NAMES[0]][0], np.zeros((128, 4), np.uint8))})
+    assert "has scales of shape [128, 4], not [128, 2]; expected one scale per 32" in said
     others = {
         "fp8.weight": np.zeros((4, 32), ml_dtypes.float8_e4m3fn),
         "fp8.weight_scale": np.ones(1, np.float32),
         "fp4.weight_packed": np.zeros((4, 16), np.uint8),
     }
-    path = ck.save(tmp_path / "a.safetensors", WEIGHTS, **others)
-    with pytest.raises(ContractError) as caught:
-        rewritten(path)
     listed = "fp4.weight_packed (U8 [4, 16]), fp8.weight (F8_E4M3 [4, 32]), fp8.weight_scale (F32 [1])"
-    assert f"3 tensors are quantized in another way: {listed}; expected" in str(caught.value)
+    assert f"3 tensors are quantized in another way: {listed}; expected" in refused(WEIGHTS, **others)
 
 
 @looped(
@@ -338,12 +306,6 @@ def test_other_tensors_are_let_through(name: str, tmp_path: Path) -> None:
     ck.check_bytes(mxfp8_graph.import_safetensors(path), weights)
 
 
-def test_tensors_that_the_model_keeps_are_named(tmp_path: Path) -> None:
-    path = ck.save(tmp_path / "a.safetensors", WEIGHTS, **{"layers.0.bias": np.ones(1, np.float32)})
-    _, report = rewritten(path)
-    assert report.notes[1] == f"the model keeps its own values for what is not MXFP8 in {path}: layers.0.bias"
-
-
 def test_metadata_of_other_quantizations_are_refused(tmp_path: Path) -> None:
     for told in ('{"quant_method": "awq"}', "{}", "[", "[]", '{"quant_method": []}'):
         save_file(ck.tensors(WEIGHTS), tmp_path / "a.safetensors", {"quantization_config": told})
@@ -380,9 +342,6 @@ def test_packed_models_names_alone_and_folders_without_a_checkpoint_are_refused(
         rewritten(tmp_path / "empty")
 
 
-# --- The command line ----------------------------------------------------------------------------------------------
-
-
 def test_the_command_line(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands.save(chain())
@@ -397,9 +356,6 @@ def test_the_command_line(path: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     ck.check_bytes(mxfp8_graph.unpack("m.mxfp8.onnx"), WEIGHTS)
     message = commands.refused("rewrite", "m.onnx", "--weight-names", str(names))
     assert message.endswith("expected a checkpoint; pass --weights too")
-
-
-# --- Exported programs -----------------------------------------------------------------------------------------------
 
 
 def test_programs_take_the_same_bytes(path: Path) -> None:

@@ -44,9 +44,6 @@ def config(path: Path) -> dict[str, Any]:
     return dict(json.loads(metadata(path)["quantization_config"]))
 
 
-# --- Out and in --------------------------------------------------------------------------------------------------
-
-
 @looped("suffixes, element_format, k", pairwise(suffixes=CONVENTIONS, element_format=["e4m3", "e5m2"], k=[64, 80, 33]))
 def test_a_round_trip_keeps_every_bit(suffixes: Any, element_format: str, k: int, tmp_path: Path) -> None:
     model, path = chain.__wrapped__(Recipe(weight_format=element_format), (k, 40, 64)), tmp_path / "a.safetensors"
@@ -117,9 +114,6 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
     for name, weight in mxfp8_graph.unpack(chain()).items():
         np.testing.assert_array_equal(weights[name].elements, weight.elements)
         np.testing.assert_array_equal(weights[name].scales, weight.scales)
-
-
-# --- What is written ---------------------------------------------------------------------------------------------
 
 
 class Tied(torch.nn.Module):
@@ -202,9 +196,6 @@ def test_the_recipe_is_recorded_and_tensors_are_aligned_to_their_dtype(tmp_path:
         assert tensor.offset % file_format.DTYPES[tensor.dtype].itemsize == 0
     packed = mxfp8_graph.export_safetensors(model, tmp_path / "b.safetensors", weights_only=True)
     assert {"wte", "wpe", "lm_head.weight"} == theirs(path).keys() - theirs(packed).keys()
-
-
-# --- Refusals ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_exported(tmp_path: Path) -> None:

@@ -102,18 +102,22 @@ def test_a_matmul_is_rewritten(name: str, recipe: str) -> None:
     assert np.array_equal(run(rewritten, {"x": x})[0], expected)
 
 
-@looped("equation, order, heads", [("bsk,kn->bsn", "b h", (96,)), ("bsk,khd->bshd", "h b", (4, 24))])
-def test_a_bias_is_absorbed_or_per_head_added_behind_the_gemm(
-    equation: str, order: str, heads: tuple[int, ...]
+BIASES = [("bsk,kn->bsn", "b h", (96,), 3), ("bsk,khd->bshd", "h b", (4, 24), 3), ("bsk,kn->bns", "h b", (96,), 96)]
+
+
+@looped("equation, order, n, rows", BIASES)
+def test_a_bias_is_absorbed_or_added_behind_what_is_reshaped(
+    equation: str, order: str, n: tuple[int, ...], rows: int
 ) -> None:
     nodes = [node("Einsum", "x w", "h", "linear", equation=equation), node("Add", order, "s"), node("Neg", "s", "y")]
-    w, b, x = integers(70, *heads), integers(*heads, seed=2), integers(2, 3, 70, seed=1)
-    proto = model(nodes, {"x": (F32, ["b", "s", 70])}, {"y": (F32, ["b", "s", *heads])}, {"w": w, "b": b})
+    w, b, x = integers(70, *n), integers(*n, seed=2), integers(2, rows, 70, seed=1)
+    y = -(np.einsum(equation, x, w) + b)
+    proto = model(nodes, {"x": (F32, ["b", "s", 70])}, {"y": (F32, [None] * y.ndim)}, {"w": w, "b": b})
     rewritten, report = rewrite(proto)
-    if len(heads) == 1:
-        assert report.sites[0].decision.site.has_bias
-        assert kinds(rewritten) == {**GEMM, "Neg": 1}
-    assert np.array_equal(run(rewritten, {"x": x})[0], -(np.einsum(equation, x, w) + b))
+    absorbed = equation == "bsk,kn->bsn"
+    assert report.sites[0].decision.site.has_bias == absorbed
+    assert not absorbed or kinds(rewritten) == {**GEMM, "Neg": 1}
+    assert np.array_equal(run(rewritten, {"x": x})[0], y)
 
 
 def test_a_weight_that_a_matmul_uses_too_is_packed_once() -> None:

@@ -47,8 +47,6 @@ def program(module: torch.nn.Module, *inputs: Any, recipe: Any = "mxfp8") -> Any
     return mxfp8_graph.rewrite(torch.export.export(module.eval(), inputs), recipe)[0]
 
 
-# --- From every kind of model ------------------------------------------------------------------------------------
-
 CHAIN = {"layers.0.weight": builders.weight(64, 128).T, "layers.1.weight": builders.weight(128, 64, seed=1).T}
 
 
@@ -84,9 +82,6 @@ def test_models_that_were_not_rewritten_have_none_and_anything_else_is_refused()
     assert not mxfp8_graph.unpack(builders.chain_model())
     with pytest.raises(ContractError, match="unpack: a Linear; expected a path"):
         mxfp8_graph.unpack(torch.nn.Linear(2, 2))
-
-
-# --- One weight --------------------------------------------------------------------------------------------------
 
 
 def test_dequantize_gives_the_values_in_the_dtype_asked_for(proto: onnx.ModelProto) -> None:
@@ -141,9 +136,6 @@ def test_scales_that_do_not_fit_are_refused(proto: onnx.ModelProto) -> None:
         _ = mxfp8_graph.unpack(model)["layers.0.weight"].scales
 
 
-# --- Names -------------------------------------------------------------------------------------------------------
-
-
 def test_a_shared_weight_is_listed_once_unless_it_is_packed_in_two_ways() -> None:
     nodes, shape = builders.steps("a:MatMul x w>h; b:MatMul h w>g; Relu g>y"), (np.float32, ["m", 64])
     model = builders.model(nodes, {"x": shape}, {"y": shape}, {"w": builders.weight(64, 64)})
@@ -176,9 +168,6 @@ def test_weights_inside_control_flow(tmp_path: Path) -> None:
         weights = mxfp8_graph.unpack(model)
         for name in ("yes", "no"):
             check(weights[f"{name}.weight"], module.get_submodule(name).weight.detach().numpy())
-
-
-# --- TensorRT's nodes --------------------------------------------------------------------------------------------
 
 
 VALUES = builders.weight(64, 96)  # [K, N]
