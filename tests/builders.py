@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,19 @@ def value(name: str, dtype: Any, shape: Shape | None) -> onnx.ValueInfoProto:
 def node(op: str, inputs: str, outputs: str, name: str = "", **attributes: Any) -> NodeProto:
     """Returns a node; inputs and outputs are names separated by spaces."""
     return helper.make_node(op, inputs.split(), outputs.split(), name=name or f"{op}_{outputs}", **attributes)
+
+
+def steps(text: str) -> list[NodeProto]:
+    """Returns nodes written as "name:Op inputs>outputs|key=value ...; ..."; a name and attributes may be left out."""
+    found = []
+    for step in text.split(";"):
+        head, _, tail = step.partition(">")
+        op, *inputs = head.split()
+        outputs, _, pairs = tail.partition("|")
+        attributes = {key: ast.literal_eval(value) for key, _, value in (pair.partition("=") for pair in pairs.split())}
+        name, _, op = op.rpartition(":")
+        found.append(node(op, " ".join(inputs), outputs.strip(), name, **attributes))
+    return found
 
 
 def weight(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:

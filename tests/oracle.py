@@ -17,8 +17,19 @@ from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops import numerics, ort
 
-use_kernels = False
-"""Set by the fixture `runtime`."""
+
+@dataclass
+class Runtime:
+    """How `run` runs the nodes of a model, which the fixture `runtime` chooses."""
+
+    kernels: bool = False
+    has_run: bool = False
+    """Whether the test called `run`."""
+    rewritten: dict[tuple[bytes, str], tuple[onnx.ModelProto, RewriteReport]] | None = None
+    """What the test rewrote already, by model and recipe: a second call of the test does not do it again."""
+
+
+runtime = Runtime()
 
 
 @dataclass(frozen=True)
@@ -83,11 +94,12 @@ def quantized(x: np.ndarray, element_format: str = "e4m3", scale_rounding: str =
 
 
 def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Runs a model in ONNX Runtime: the nodes are their function bodies, or our kernels if `use_kernels` says so."""
+    """Runs a model in ONNX Runtime: the nodes are their function bodies, or our kernels if `runtime` says so."""
+    runtime.has_run = True
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     content = model if isinstance(model, str) else model.SerializeToString()
-    if use_kernels:
+    if runtime.kernels:
         ort.register(options)
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     return list(session.run(None, dict(feeds)))
@@ -98,9 +110,32 @@ def rewrite(
 ) -> tuple[onnx.ModelProto, RewriteReport]:
     """Rewrites a model in memory and checks that the result is well formed; nothing is fused unless a test asks."""
     recipe = load_recipe(recipe)
-    rewritten, report = mxfp8_graph.rewrite(proto, recipe if fuse else recipe.without_fusion())
-    check_well_formed(rewritten)
-    return rewritten, report
+    recipe = recipe if fuse else recipe.without_fusion()
+    key = (proto.SerializeToString(deterministic=True), recipe.model_dump_json())
+    known = {} if runtime.rewritten is None else runtime.rewritten
+    if key not in known:
+        known[key] = mxfp8_graph.rewrite(proto, recipe)
+        check_well_formed(known[key][0])
+    result, report = known[key]
+    return onnx.ModelProto.FromString(result.SerializeToString()), report
+
+
+GEMM = {"MXFP8Quantize": 1, "MXFP8Gemm": 1}
+
+
+def computes(
+    proto: onnx.ModelProto,
+    expected: Expected,
+    nodes: Mapping[str, int] | None = None,
+    recipe: Any = "mxfp8",
+    roundings: int = 0,
+    **feeds: np.ndarray,
+) -> tuple[onnx.ModelProto, RewriteReport]:
+    """Rewrites a model and fails unless it has so many nodes of each kind and its first output is as expected."""
+    result, report = rewrite(proto, recipe)
+    assert nodes is None or kinds(result) == nodes
+    expected.check(run(result, feeds)[0], roundings)
+    return result, report
 
 
 def refusal(proto: onnx.ModelProto, recipe: Any = "mxfp8") -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from commands import refused, run, save
+from grids import looped
 from onnx import helper
 
 import mxfp8_graph
@@ -19,28 +20,20 @@ from mxfp8_graph.report.data import RewriteReport
 
 LOOKUP, CONVOLUTION, RECURRENT = "a lookup, no matmul", "a convolution, no matmul", "a recurrent layer, no matmul"
 
-IMAGE, SEQUENCE, IDS = (np.float32, [1, 4, 8, 8]), (np.float32, [5, 1, 32]), (np.int64, [1, 3])
+FLOAT = np.float32
+IMAGE, SEQUENCE, IDS = (FLOAT, [1, 4, 8, 8]), (FLOAT, [5, 1, 32]), (np.int64, [1, 3])
 
 
 def beside(op: str, inputs: str, given: Any, weights: dict[str, np.ndarray], **attributes: Any) -> onnx.ModelProto:
     """Returns a model of one matmul and, beside it, `op` of the input "i" (dtype, shape) and `weights`."""
-    nodes = [
-        b.node("MatMul", "x w", "h", "linear"),
-        b.node("Relu", "h", "y"),
-        b.node(op, inputs, "o", **attributes),
-        b.node("Identity", "o", "z"),
-    ]
-    return helper.make_model(
-        helper.make_graph(
-            nodes,
-            "beside",
-            [b.value("x", np.float32, ["m", 64]), b.value("i", *given)],
-            [b.value("y", np.float32, ["m", 64]), b.value("z", np.float32, None)],
-            [onnx.numpy_helper.from_array(v, k) for k, v in {"w": b.weight(64, 64), **weights}.items()],
-        ),
-        opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)],
-        ir_version=b.IR_VERSION,
-    )
+    nodes = b.steps("linear:MatMul x w>h; Relu h>y; Identity o>z")
+    nodes.insert(2, b.node(op, inputs, "o", **attributes))
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    stored = [onnx.numpy_helper.from_array(v, k) for k, v in {"w": b.weight(64, 64), **weights}.items()]
+    inputs_of = [b.value("x", FLOAT, ["m", 64]), b.value("i", *given)]
+    outputs = [b.value("y", FLOAT, ["m", 64]), b.value("z", FLOAT, None)]
+    graph = helper.make_graph(nodes, "beside", inputs_of, outputs, stored)
+    return helper.make_model(graph, opset_imports=imports, ir_version=b.IR_VERSION)
 
 
 def tensor(report: RewriteReport, name: str) -> StoredTensor:
@@ -54,11 +47,8 @@ def told(report: RewriteReport, name: str = "held") -> tuple[str, int, int, str]
     return found.outcome, found.bytes_before, found.bytes_after, found.reason
 
 
-FLOAT = np.float32
-
-
-@pytest.mark.parametrize(
-    ("op", "given", "shape", "reason", "attributes"),
+@looped(
+    "op, given, shape, reason, attributes",
     [
         ("Conv", IMAGE, (8, 4, 3, 3), CONVOLUTION, {}),
         ("ConvTranspose", IMAGE, (4, 8, 3, 3), CONVOLUTION, {}),
@@ -80,11 +70,15 @@ def test_a_weight_of_an_op_that_is_no_matmul(
     assert tensor(report, "held").to_dict()["used_by"] == {op: 1}
 
 
-def test_a_table_that_ids_pick_rows_from() -> None:
+EMBEDDING = "embedding: ids pick its rows; set embeddings: true to quantize it"
+
+
+def test_a_table_that_ids_pick_rows_from_and_a_tensor_that_nothing_uses() -> None:
     held = b.weight(100, 64)
-    _, report = mxfp8_graph.rewrite(beside("Gather", "held i", IDS, {"held": held}))
-    reason = "embedding: ids pick its rows; set embeddings: true to quantize it"
-    assert told(report) == ("kept", held.nbytes, held.nbytes, reason)
+    proto = beside("Gather", "held i", IDS, {"held": held, "spare": b.weight(8, 8)})
+    _, report = mxfp8_graph.rewrite(proto)
+    assert told(report) == ("kept", held.nbytes, held.nbytes, EMBEDDING)
+    assert told(report, "spare") == ("other", 256, 256, "nothing uses it")
 
 
 SCALE, ZERO = np.ones((), FLOAT), np.zeros((), np.int8)
@@ -104,7 +98,7 @@ QUANTIZED = {
 CONTRIBUTED = {"MatMulNBits", "QAttention", "QGemm"}
 
 
-@pytest.mark.parametrize("op", QUANTIZED)
+@looped("op", QUANTIZED)
 def test_what_is_quantized_already(op: str) -> None:
     inputs, held, attributes = QUANTIZED[op]
     shape = [1, 4, 8, 8] if "Conv" in op else [1, 4, 64] if op == "QAttention" else ["m", 64]
@@ -135,20 +129,10 @@ def test_matmuls_kept_and_rewritten_small_ones_and_constants() -> None:
     assert told(report, "b") == ("small", 384, 384, "biases, normalization weights and other vectors")
 
 
-def test_what_nothing_uses() -> None:
-    proto = b.matmul_model()
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(b.weight(8, 8), "spare"))
-    assert told(mxfp8_graph.rewrite(proto)[1], "spare") == ("other", 256, 256, "nothing uses it")
-
-
 def test_a_tied_table_is_counted_once_and_says_who_needs_it() -> None:
-    nodes = [
-        b.node("Gather", "table ids", "e"),
-        b.node("MatMul", "e w", "h", "inner"),
-        b.node("Relu", "h", "a"),
-        b.node("Transpose", "table", "turned", perm=[1, 0]),
-        b.node("MatMul", "a turned", "y", "head"),
-    ]
+    nodes = b.steps(
+        "Gather table ids>e; inner:MatMul e w>h; Relu h>a; Transpose table>turned|perm=[1,0]; head:MatMul a turned>y"
+    )
     weights = {"table": b.weight(100, 64), "w": b.weight(64, 64)}
     proto = b.model(nodes, {"ids": (np.int64, ["m"])}, {"y": (FLOAT, ["m", 100])}, weights)
     assert tensor(mxfp8_graph.rewrite(proto)[1], "table").to_dict()["used_by"] == {"Gather": 1, "MatMul": 1}
@@ -179,23 +163,14 @@ def test_the_short_account_folds_the_smallest_groups_and_ends_with_the_total() -
 
 @pytest.mark.usefixtures("own_folder")
 class TestCommandLine:
-    def test_a_dry_run_prints_the_account_of_the_real_run(self) -> None:
+    def test_a_dry_run_prints_the_account_of_the_real_run_and_json_has_every_tensor(self) -> None:
         source = save(b.language_model(), "lm.onnx")
         planned = run("rewrite", source, "--dry-run").stdout.splitlines()
-        done = run("rewrite", source).stdout.splitlines()
+        done = run("rewrite", source, "--report", "r.json").stdout.splitlines()
         start = next(i for i, line in enumerate(done) if line.split()[:2] == ["weights", "before"])
-        account = done[start : start + 7]
-        assert account[-1].split() == ["total", "124.9", "kB", "76.3", "kB"]
-        assert [line for line in planned if line in account] == account
-
-    def test_verbose_has_a_line_per_tensor(self) -> None:
-        lines = run("rewrite", save(b.language_model(), "lm.onnx"), "-v").stdout.splitlines()
-        (line,) = (line for line in lines if line.startswith("wpe"))
-        reason = "embedding: ids pick its rows; set embeddings: true to quantize it"
-        assert " ".join(line.split()) == f"wpe float32 8.2 kB 8.2 kB kept 1 Gather {reason}"
-
-    def test_json_has_every_tensor(self) -> None:
-        run("rewrite", save(b.language_model(), "lm.onnx"), "--report", "r.json")
+        printed = done[start : start + 7]
+        assert printed[-1].split() == ["total", "124.9", "kB", "76.3", "kB"]
+        assert [line for line in planned if line in printed] == printed
         account = json.loads(Path("r.json").read_text())["account"]
         assert (account["bytes_before"], account["bytes_after"], len(account["tensors"])) == (124936, 76296, 6)
         assert account["groups"][0] == {
@@ -207,14 +182,14 @@ class TestCommandLine:
             "bytes_after": 16896,
         }
 
+    def test_verbose_has_a_line_per_tensor(self) -> None:
+        lines = run("rewrite", save(b.language_model(), "lm.onnx"), "-v").stdout.splitlines()
+        (line,) = (line for line in lines if line.startswith("wpe"))
+        assert " ".join(line.split()) == f"wpe float32 8.2 kB 8.2 kB kept 1 Gather {EMBEDDING}"
+
     def test_nothing_eligible_says_which_ops_hold_the_weights(self) -> None:
-        held = b.weight(8, 4, 3, 3)
-        proto = b.model(
-            [b.node("Conv", "i held", "o"), b.node("Relu", "o", "y")],
-            {"i": IMAGE},
-            {"y": (FLOAT, [1, 8, 6, 6])},
-            {"held": held},
-        )
+        ends = {"i": IMAGE}, {"y": (FLOAT, [1, 8, 6, 6])}
+        proto = b.model(b.steps("Conv i held>o; Relu o>y"), *ends, {"held": b.weight(8, 4, 3, 3)})
         assert refused("rewrite", save(proto), code=3) == (
             "error: m.onnx: no MatMul or Gemm in the model; expected at least one; nothing to rewrite: "
             "100% of its 1.2 kB are in 1 Conv, which is no matmul"

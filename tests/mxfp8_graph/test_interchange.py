@@ -1,5 +1,6 @@
 """safetensors: what is written is what others expect, and what is read are the same bytes."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from grids import looped, pairwise
 
 import mxfp8_graph
 from mxfp8_graph.file_reading import Pins
@@ -19,11 +21,11 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops import numerics
 from mxfp8_ops.errors import ContractError
 
-CONVENTIONS = pytest.mark.parametrize(
-    ("convention", "suffix"), [("compressed-tensors", "weight_scale"), ("scale-inv", "weight_scale_inv")]
-)
+CONVENTIONS = [("compressed-tensors", "weight_scale"), ("scale-inv", "weight_scale_inv")]
+"""Their names, and how names of scales end."""
 
 
+@functools.cache
 def chain(recipe: Any = "mxfp8", sizes: tuple[int, ...] = (64, 128, 64)) -> onnx.ModelProto:
     return mxfp8_graph.rewrite(builders.chain_model(sizes), recipe)[0]
 
@@ -42,17 +44,10 @@ def config(path: Path) -> dict[str, Any]:
     return dict(json.loads(metadata(path)["quantization_config"]))
 
 
-# --- Out and in --------------------------------------------------------------------------------------------------
-
-
-@CONVENTIONS
-@pytest.mark.parametrize("element_format", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("k", [64, 80, 33])
-def test_a_round_trip_keeps_every_bit(
-    convention: str, suffix: str, element_format: str, k: int, tmp_path: Path
-) -> None:
-    model = chain(Recipe(weight_format=element_format), (k, 40, 64))
-    path = mxfp8_graph.export_safetensors(model, tmp_path / "a.safetensors", convention=convention)
+@looped("suffixes, element_format, k", pairwise(suffixes=CONVENTIONS, element_format=["e4m3", "e5m2"], k=[64, 80, 33]))
+def test_a_round_trip_keeps_every_bit(suffixes: Any, element_format: str, k: int, tmp_path: Path) -> None:
+    model, path = chain.__wrapped__(Recipe(weight_format=element_format), (k, 40, 64)), tmp_path / "a.safetensors"
+    mxfp8_graph.export_safetensors(model, path, convention=suffixes[0], overwrite=True)
     before, after = mxfp8_graph.unpack(model), mxfp8_graph.import_safetensors(path)
     assert before.keys() == after.keys()
     for name, weight in before.items():
@@ -70,20 +65,26 @@ def test_stacked_weights_stay_stacked(tmp_path: Path) -> None:
     assert mxfp8_graph.import_safetensors(path)["w"].shape == (4, 96, 64)
 
 
-@CONVENTIONS
+@looped("convention, suffix", CONVENTIONS)
 def test_the_safetensors_package_reads_the_same(convention: str, suffix: str, tmp_path: Path) -> None:
-    model = chain()
-    path = mxfp8_graph.export_safetensors(model, tmp_path / "a.safetensors", convention=convention)
-    tensors = theirs(path)
-    for name, weight in mxfp8_graph.unpack(model).items():
+    path = tmp_path / f"{suffix}.safetensors"
+    tensors = theirs(mxfp8_graph.export_safetensors(chain(), path, convention=convention))
+    for name, weight in mxfp8_graph.unpack(chain()).items():
         elements, scales = tensors[name], tensors[name.removesuffix("weight") + suffix]
         assert (elements.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.uint8)
         np.testing.assert_array_equal(elements.view(torch.uint8).numpy(), weight.elements)
         np.testing.assert_array_equal(scales.numpy(), weight.scales)
+    if convention == "scale-inv":
+        assert config(path)["quant_method"] == "mxfp8"
+        assert config(path)["weight_block_size"] == [1, 32]
+    external = mxfp8_graph.export_safetensors(
+        builders.save(chain(), tmp_path / f"{suffix}.onnx", external=True), tmp_path / "b", convention=convention,
+        overwrite=True,
+    )  # fmt: skip
+    assert external.read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+@looped("suffix, dtype", [("_scale", torch.uint8), ("_scale_inv", torch.float8_e8m0fnu), ("_scale_inv", torch.uint8)])
 def test_checkpoints_of_others_are_read(suffix: str, dtype: Any, tmp_path: Path) -> None:
     values = builders.weight(64, 96).T
     elements, scales = (torch.from_numpy(codes) for codes in numerics.quantize(values))
@@ -102,8 +103,7 @@ def test_checkpoints_of_others_are_read(suffix: str, dtype: Any, tmp_path: Path)
 
 
 def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> None:
-    model = chain()
-    whole = theirs(mxfp8_graph.export_safetensors(model, tmp_path / "whole.safetensors"))
+    whole = theirs(mxfp8_graph.export_safetensors(chain(), tmp_path / "whole.safetensors"))
     shards = {name: f"shard-{'scale' in name}.safetensors" for name in whole}
     for shard in set(shards.values()):
         held = {name: tensor for name, tensor in whole.items() if shards[name] == shard}
@@ -111,12 +111,9 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     weights = mxfp8_graph.import_safetensors(index)
-    for name, weight in mxfp8_graph.unpack(model).items():
+    for name, weight in mxfp8_graph.unpack(chain()).items():
         np.testing.assert_array_equal(weights[name].elements, weight.elements)
         np.testing.assert_array_equal(weights[name].scales, weight.scales)
-
-
-# --- What is written ---------------------------------------------------------------------------------------------
 
 
 class Tied(torch.nn.Module):
@@ -133,10 +130,16 @@ class Tied(torch.nn.Module):
         return self.head(torch.relu(self.inner(self.embed(ids))))
 
 
+@pytest.fixture(scope="module")
+def tied() -> Any:
+    return torch.export.export(Tied().eval(), (torch.zeros(2, 3, dtype=torch.int64),))
+
+
 @pytest.mark.parametrize("front_end", ["torch", "to_onnx", "onnx"])
-def test_tensors_are_called_as_in_the_module_and_tied_ones_told_apart(front_end: str, tmp_path: Path) -> None:
-    program = torch.export.export(Tied().eval(), (torch.zeros(2, 3, dtype=torch.int64),))
-    model = program
+def test_tensors_are_called_as_in_the_module_and_tied_ones_told_apart(
+    front_end: str, tied: Any, tmp_path: Path
+) -> None:
+    program = model = tied
     if front_end == "onnx":
         model = torch.onnx.export(program, dynamo=True, verbose=False).model_proto
     model, _ = mxfp8_graph.rewrite(model, Recipe(output_projections=True))
@@ -171,16 +174,9 @@ def test_parameters_keep_their_16_bit_dtypes(tmp_path: Path) -> None:
     assert torch.equal(tensors["linear.bias"], module.linear.bias.detach().float())  # the kernels take it in float32
 
 
-def test_weights_only_leaves_the_rest_out(tmp_path: Path) -> None:
-    model, _ = mxfp8_graph.rewrite(builders.language_model())
-    both = mxfp8_graph.export_safetensors(model, tmp_path / "a.safetensors")
-    packed = mxfp8_graph.export_safetensors(model, tmp_path / "b.safetensors", weights_only=True)
-    assert {"wte", "wpe", "lm_head.weight"} == theirs(both).keys() - theirs(packed).keys()
-
-
 def test_the_quantization_config_says_which_modules_quantize_activations(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"rules": [{"name": r"layers\.0", "activations": "unchanged"}]})
-    path = mxfp8_graph.export_safetensors(chain(recipe), tmp_path / "a.safetensors")
+    path = mxfp8_graph.export_safetensors(chain.__wrapped__(recipe), tmp_path / "a.safetensors")
     found = config(path)
     assert (found["quant_method"], found["format"]) == ("compressed-tensors", "mxfp8-quantized")
     first, second = found["config_groups"].values()
@@ -192,80 +188,60 @@ def test_the_quantization_config_says_which_modules_quantize_activations(tmp_pat
         assert (weights["group_size"], weights["scale_dtype"]) == (32, "torch.uint8")
 
 
-def test_the_config_of_the_scale_inv_convention(tmp_path: Path) -> None:
-    path = mxfp8_graph.export_safetensors(chain(), tmp_path / "a.safetensors", convention="scale-inv")
-    assert config(path)["quant_method"] == "mxfp8"
-    assert config(path)["weight_block_size"] == [1, 32]
-
-
-def test_the_recipe_is_recorded(tmp_path: Path) -> None:
-    path = mxfp8_graph.export_safetensors(chain("ocp"), tmp_path / "a.safetensors")
-    assert json.loads(metadata(path)["mxfp8_graph.recipe"])["scale_rounding"] == "floor"
-
-
-def test_tensors_are_aligned_to_their_dtype(tmp_path: Path) -> None:
-    model, _ = mxfp8_graph.rewrite(builders.language_model(), Recipe(min_dim=1))
+def test_the_recipe_is_recorded_and_tensors_are_aligned_to_their_dtype(tmp_path: Path) -> None:
+    model, _ = mxfp8_graph.rewrite(builders.language_model(), Recipe(min_dim=1, scale_rounding="floor"))
     path = mxfp8_graph.export_safetensors(model, tmp_path / "a.safetensors")
+    assert json.loads(metadata(path)["mxfp8_graph.recipe"])["scale_rounding"] == "floor"
     for tensor in file_format.read(path, Pins())[0].values():
         assert tensor.offset % file_format.DTYPES[tensor.dtype].itemsize == 0
+    packed = mxfp8_graph.export_safetensors(model, tmp_path / "b.safetensors", weights_only=True)
+    assert {"wte", "wpe", "lm_head.weight"} == theirs(path).keys() - theirs(packed).keys()
 
 
-def test_external_data_gives_the_same_file(tmp_path: Path) -> None:
-    source = builders.save(chain(), tmp_path / "a.onnx", external=True)
-    written = mxfp8_graph.export_safetensors(source, tmp_path / "a.safetensors")
-    assert written.read_bytes() == mxfp8_graph.export_safetensors(chain(), tmp_path / "b.safetensors").read_bytes()
-
-
-# --- Refusals ----------------------------------------------------------------------------------------------------
-
-
-def test_a_model_without_packed_weights_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_exported(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
     with pytest.raises(ContractError, match="model: no packed weights; expected a rewritten model"):
-        mxfp8_graph.export_safetensors(builders.chain_model(), tmp_path / "a.safetensors")
-
-
-def test_an_unknown_convention_is_refused(tmp_path: Path) -> None:
+        mxfp8_graph.export_safetensors(builders.chain_model(), path)
     with pytest.raises(ContractError, match="convention: 'gguf'; expected one of compressed-tensors, scale-inv"):
-        mxfp8_graph.export_safetensors(chain(), tmp_path / "a.safetensors", convention="gguf")
+        mxfp8_graph.export_safetensors(chain(), path, convention="gguf")
 
 
-def test_an_existing_file_is_replaced_only_on_request(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_only_on_request_and_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_text("mine")
     with pytest.raises(ContractError, match="exists already"):
         mxfp8_graph.export_safetensors(chain(), path)
     mxfp8_graph.export_safetensors(chain(), path, overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     source = builders.save(chain(), tmp_path / "a.onnx", external=True)
     (tmp_path / "a.onnx.data").unlink()
     with pytest.raises(ContractError, match="cannot read external file"):
-        mxfp8_graph.export_safetensors(source, tmp_path / "a.safetensors")
-    assert [file.name for file in tmp_path.iterdir()] == ["a.onnx"]
+        mxfp8_graph.export_safetensors(source, tmp_path / "b.safetensors")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.onnx", path.name]
 
 
-def test_a_checkpoint_without_mxfp8_is_refused(tmp_path: Path) -> None:
-    safetensors.torch.save_file({"x.weight": torch.zeros(2, 2)}, tmp_path / "a.safetensors")
-    with pytest.raises(ContractError, match=r"no MXFP8 weight; expected X.weight of float8"):
-        mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
+SWIZZLED = {
+    "x.weight": torch.zeros(96, 64, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "x.weight_scale": torch.zeros(128, 4, dtype=torch.uint8),
+}
 
 
-def test_swizzled_scales_are_refused(tmp_path: Path) -> None:
-    tensors = {
-        "x.weight": torch.zeros(96, 64, dtype=torch.uint8).view(torch.float8_e4m3fn),
-        "x.weight_scale": torch.zeros(128, 4, dtype=torch.uint8),
-    }
+@looped(
+    "tensors, message",
+    [
+        ({"x.weight": torch.zeros(2, 2)}, "no MXFP8 weight; expected X.weight of float8"),
+        (SWIZZLED, r"scales of shape \[128, 4\], not \[96, 2\].*unswizzled"),
+    ],
+)
+def test_checkpoints_without_plain_mxfp8_are_refused(tensors: Any, message: str, tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
-    with pytest.raises(ContractError, match=r"scales of shape \[128, 4\], not \[96, 2\].*unswizzled"):
+    with pytest.raises(ContractError, match=message):
         mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize(
+@looped(
     "content",
     [b"", b"short", b"\xff" * 64, (4).to_bytes(8, "little") + b"oops", (2).to_bytes(8, "little") + b"[]"],
-    ids=["empty", "short", "length", "json", "list"],
 )
 def test_files_of_another_kind_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
@@ -274,19 +250,13 @@ def test_files_of_another_kind_are_refused(content: bytes, tmp_path: Path) -> No
     assert str(caught.value).count("a.safetensors: ") == 1
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_and_missing_files_and_what_is_no_index_are_refused(tmp_path: Path) -> None:
     path = mxfp8_graph.export_safetensors(chain(), tmp_path / "a.safetensors")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ContractError, match=r"claims bytes .* expected a safetensors file"):
         mxfp8_graph.import_safetensors(path)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="No such file"):
-        mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
-
-
-def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
+        mxfp8_graph.import_safetensors(tmp_path / "none.safetensors")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ContractError, match="not the index of a checkpoint; expected JSON with a weight_map"):
         mxfp8_graph.import_safetensors(tmp_path / "config.json")

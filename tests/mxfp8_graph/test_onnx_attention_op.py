@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import PAST, feeds, standard
-from oracle import check_well_formed, kinds, run
+from grids import looped
+from oracle import kinds, rewrite, run
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
@@ -35,11 +36,10 @@ def gemms(model: onnx.ModelProto) -> int:
     return kinds(model).get("MXFP8Gemm", 0)
 
 
-@pytest.mark.parametrize("name", OPS)
+@looped("name", OPS)
 def test_its_products_are_quantized(name: str) -> None:
     proto = OPS[name]
-    result, report = mxfp8_graph.rewrite(proto, PRODUCTS)
-    check_well_formed(result)
+    result, report = rewrite(proto, PRODUCTS, fuse=True)
     assert gemms(result) == 3
     assert not kinds(result).keys() & {"Attention", "MXFP8Attention", "MatMul"}
     roles = [site.decision.site.role for site in report.rewritten]

@@ -13,12 +13,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from builders import IR_VERSION, node, value
+from builders import IR_VERSION, node, steps, value
+from grids import looped, pairwise
 from onnx import helper, numpy_helper
-from oracle import kinds, refusal, rewrite, run
+from oracle import GEMM, kinds, refusal, rewrite, run
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
+from mxfp8_graph.policy.plan import MatMulSite
 from mxfp8_ops.errors import ContractError
 
 F32 = np.float32
@@ -55,86 +57,77 @@ def product(op: str, x: Any, w: np.ndarray, inputs: str = "x w", **attributes: A
     return contrib_model(nodes, {"x": x}, weights)
 
 
-class TestFusedMatMul:
-    @pytest.mark.parametrize("op", ["FusedMatMul", "TransposeMatMul"])
-    @pytest.mark.parametrize("alpha", [1.0, 0.125])
-    @pytest.mark.parametrize("trans_b", [0, 1])
-    @pytest.mark.parametrize("trans_a", [0, 1])
-    def test_a_static_right_side(self, op: str, alpha: float, trans_a: int, trans_b: int) -> None:
-        w = integers(96, 70) if trans_b else integers(70, 96)
-        proto = product(
-            op, ["b", 70, "s"] if trans_a else ["b", "s", 70], w, alpha=alpha, transA=trans_a, transB=trans_b
-        )
-        rewritten, report = rewrite(proto)
-        site = report.sites[0].decision.site
-        assert (site.op, site.role, site.n, site.k) == (op, "linear", 96, 70)
-        assert kinds(rewritten) == {
-            **({"Transpose": 1} if trans_a else {}),
-            "MXFP8Quantize": 1,
-            "MXFP8Gemm": 1,
-            "Neg": 1,
-        }
-        x = integers(2, 70, 3) if trans_a else integers(2, 3, 70)
-        assert np.array_equal(run(rewritten, {"x": x})[0], run(proto, {"x": x})[0])
+def gives_the_same(
+    proto: onnx.ModelProto, nodes: dict[str, int] | None, recipe: Any = "mxfp8", **feeds: np.ndarray
+) -> MatMulSite:
+    """Fails unless a model has these nodes when it is rewritten and gives the same to the bit; returns its site."""
+    rewritten, report = rewrite(proto, recipe)
+    assert nodes is None or kinds(rewritten) == nodes
+    assert np.array_equal(run(rewritten, feeds)[0], run(proto, feeds)[0])
+    return report.sites[0].decision.site
 
-    @pytest.mark.parametrize("trans_a", [0, 1])
-    def test_a_static_left_side(self, trans_a: int) -> None:
-        w = integers(70, 96) if trans_a else integers(96, 70)
-        proto = product("FusedMatMul", ["b", 70, "s"], w, "w x", transA=trans_a, alpha=0.5)
-        rewritten, _ = rewrite(proto)
-        x = integers(2, 70, 3)
-        assert kinds(rewritten) == {"Transpose": 2, "MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1}
-        assert np.array_equal(run(rewritten, {"x": x})[0], run(proto, {"x": x})[0])
 
-    @pytest.mark.parametrize("trans_a", [0, 1])
-    def test_batches_that_do_not_come_first(self, trans_a: int) -> None:
-        w = integers(64, 4, 96)
-        shape = (64, 4, 3) if trans_a else (3, 4, 64)
-        attributes = {"transBatchA": 1, "transBatchB": 1, "transA": trans_a}
-        proto = product("FusedMatMul", list(shape), w, **attributes)
-        rewritten, report = rewrite(proto)
-        x = integers(*shape)
-        assert (report.sites[0].decision.site.n, report.sites[0].decision.site.k) == (96, 64)
-        assert np.array_equal(run(rewritten, {"x": x})[0], run(proto, {"x": x})[0])
+BINARY = [0, 1]
+OPS = ["FusedMatMul", "TransposeMatMul"]
 
-    def test_batches_that_do_not_come_first_and_an_unknown_rank_are_kept(self) -> None:
-        proto = product("FusedMatMul", None, integers(64, 4, 96), transBatchA=1, transBatchB=1)
-        assert refusal(proto).endswith("a rank is unknown; give it shape information")
 
-    def test_two_activations(self) -> None:
-        nodes = [
-            node("FusedMatMul", "a b", "h", "product", domain=MICROSOFT, alpha=0.5, transB=1),
-            node("Neg", "h", "y"),
-        ]
-        proto = contrib_model(nodes, {"a": [2, 3, 64], "b": [2, 40, 64]}, {})
-        rewritten, _ = rewrite(proto, Recipe(name="all", rules=(Rule(op="FusedMatMul"),)))
-        feeds = {"a": integers(2, 3, 64), "b": integers(2, 40, 64, seed=1)}
-        assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 1, "Constant": 1, "Mul": 1, "Neg": 1}
-        assert np.array_equal(run(rewritten, feeds)[0], run(proto, feeds)[0])
+@looped("op, alpha, trans_a, trans_b", pairwise(op=OPS, alpha=[1.0, 0.125], trans_a=BINARY, trans_b=BINARY))
+def test_a_fused_matmul_with_a_static_right_side(op: str, alpha: float, trans_a: int, trans_b: int) -> None:
+    w, x = integers(96, 70) if trans_b else integers(70, 96), integers(2, 70, 3) if trans_a else integers(2, 3, 70)
+    settings = {"alpha": alpha, "transA": trans_a, "transB": trans_b}
+    proto = product(op, ["b", 70, "s"] if trans_a else ["b", "s", 70], w, **settings)
+    site = gives_the_same(proto, {**({"Transpose": 1} if trans_a else {}), **GEMM, "Neg": 1}, x=x)
+    assert (site.op, site.role, site.n, site.k) == (op, "linear", 96, 70)
 
-    def test_scores_are_recognised(self) -> None:
-        nodes = [
-            node("FusedMatMul", "q k", "s", "scores", domain=MICROSOFT, alpha=0.125, transB=1),
-            node("Softmax", "s", "p"),
-            node("FusedMatMul", "p v", "a", "values", domain=MICROSOFT),
-            node("Neg", "a", "y"),
-        ]
-        proto = contrib_model(nodes, {name: ["b", 2, "s", 64] for name in "qkv"}, {})
-        with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-            mxfp8_graph.rewrite(proto)
-        assert [d.site.role for d in caught.value.decisions] == ["attention_scores", "attention_values"]
 
-    def test_an_attribute_of_another_version_is_kept_with_the_reason(self) -> None:
-        proto = product("FusedMatMul", ["m", 64], integers(64, 64), beta=2.0)
-        assert refusal(proto).startswith("its attribute 'beta' is not known; expected alpha, transA")
+@looped("trans_a", BINARY)
+def test_a_static_left_side(trans_a: int) -> None:
+    w = integers(70, 96) if trans_a else integers(96, 70)
+    proto = product("FusedMatMul", ["b", 70, "s"], w, "w x", transA=trans_a, alpha=0.5)
+    gives_the_same(proto, {"Transpose": 2, **GEMM, "Neg": 1}, x=integers(2, 70, 3))
+
+
+@looped("trans_a", BINARY)
+def test_batches_that_do_not_come_first(trans_a: int) -> None:
+    shape = (64, 4, 3) if trans_a else (3, 4, 64)
+    attributes = {"transBatchA": 1, "transBatchB": 1, "transA": trans_a}
+    proto = product("FusedMatMul", list(shape), integers(64, 4, 96), **attributes)
+    site = gives_the_same(proto, None, x=integers(*shape))
+    assert (site.n, site.k) == (96, 64)
+
+
+def test_two_activations() -> None:
+    fused = node("FusedMatMul", "a b", "h", "product", domain=MICROSOFT, alpha=0.5, transB=1)
+    proto = contrib_model([fused, node("Neg", "h", "y")], {"a": [2, 3, 64], "b": [2, 40, 64]}, {})
+    recipe, b = Recipe(name="all", rules=(Rule(op="FusedMatMul"),)), integers(2, 40, 64, seed=1)
+    nodes = {"MXFP8Quantize": 2, "MXFP8Gemm": 1, "Constant": 1, "Mul": 1, "Neg": 1}
+    gives_the_same(proto, nodes, recipe, a=integers(2, 3, 64), b=b)
+
+
+def test_scores_are_recognised() -> None:
+    nodes = [
+        node("FusedMatMul", "q k", "s", "scores", domain=MICROSOFT, alpha=0.125, transB=1),
+        node("Softmax", "s", "p"),
+        node("FusedMatMul", "p v", "a", "values", domain=MICROSOFT),
+        node("Neg", "a", "y"),
+    ]
+    proto = contrib_model(nodes, {name: ["b", 2, "s", 64] for name in "qkv"}, {})
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(proto)
+    assert [d.site.role for d in caught.value.decisions] == ["attention_scores", "attention_values"]
+
+
+def test_what_is_kept_with_the_reason() -> None:
+    proto = product("FusedMatMul", None, integers(64, 4, 96), transBatchA=1, transBatchB=1)
+    assert refusal(proto).endswith("a rank is unknown; give it shape information")
+    proto = product("FusedMatMul", ["m", 64], integers(64, 64), beta=2.0)
+    assert refusal(proto).startswith("its attribute 'beta' is not known; expected alpha, transA")
+    proto = product("FusedGemm", ["m", 64], integers(64, 96), activation="Mish")
+    assert refusal(proto).startswith("its activation 'Mish' is not known; expected one of Elu, HardSigmoid")
 
 
 ACTIVATIONS = {
-    "Relu": {},
-    "Sigmoid": {},
-    "Tanh": {},
-    "Softplus": {},
-    "Softsign": {},
+    **{op: {} for op in ("Relu", "Sigmoid", "Tanh", "Softplus", "Softsign")},
     "LeakyRelu": {"alpha": 0.25},
     "Elu": {"alpha": 0.5},
     "ThresholdedRelu": {"alpha": 2.0},
@@ -143,97 +136,86 @@ ACTIVATIONS = {
 }
 
 
-class TestActivations:
-    @pytest.mark.parametrize("op", ACTIVATIONS)
-    def test_fused_gemm_gets_its_activation_back(self, op: str) -> None:
-        given = {f"activation_{name}": number for name, number in ACTIVATIONS[op].items()}
-        settings = {"activation": op, "alpha": 0.125, "transB": 1, **given}
-        proto = product("FusedGemm", ["m", 64], integers(96, 64), "x w c", **settings)
-        rewritten, report = rewrite(proto)
-        assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, op: 1, "Neg": 1}
-        assert report.sites[0].decision.site.has_bias
-        x = integers(3, 64)
-        np.testing.assert_allclose(run(rewritten, {"x": x})[0], run(proto, {"x": x})[0], rtol=1e-5, atol=1e-6)
-
-    def test_fused_matmul_activation_gets_its_activation_back(self) -> None:
-        """ONNX Runtime runs the op on DirectML alone; the reference is NumPy."""
-        settings = {"activation": "LeakyRelu", "activation_alpha": 0.25, "alpha": 0.5, "transB": 1}
-        rewritten, _ = rewrite(product("FusedMatMulActivation", ["m", 64], integers(96, 64), **settings))
-        x = integers(3, 64)
-        h = 0.5 * (x @ integers(96, 64).T)
-        assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "LeakyRelu": 1, "Neg": 1}
-        assert np.array_equal(run(rewritten, {"x": x})[0], -np.where(h < 0, 0.25 * h, h).astype(F32))
-
-    def test_an_activation_that_nobody_knows_is_kept_with_the_reason(self) -> None:
-        proto = product("FusedGemm", ["m", 64], integers(64, 96), activation="Mish")
-        assert refusal(proto).startswith("its activation 'Mish' is not known; expected one of Elu, HardSigmoid")
-
-    def test_an_activation_ends_an_output_projection(self) -> None:
-        """Tanh(Gemm) -> output is a linear, as it is where the two are separate; without it, an output projection."""
-        reports = []
-        for activation in ("Tanh", ""):
-            settings = {"activation": activation} if activation else {}
-            nodes = [node("FusedGemm", "x w", "y", "pooler", domain=MICROSOFT, **settings)]
-            proto = contrib_model(nodes, {"x": ["m", 64]}, {"w": integers(64, 96)})
-            reports.append(mxfp8_graph.rewrite(proto, Recipe(output_projections=True))[1])
-        assert [report.sites[0].decision.site.role for report in reports] == ["linear", "output_projection"]
+@looped("op", ACTIVATIONS)
+def test_a_fused_gemm_gets_its_activation_back(op: str) -> None:
+    given = {f"activation_{name}": number for name, number in ACTIVATIONS[op].items()}
+    settings = {"activation": op, "alpha": 0.125, "transB": 1, **given}
+    proto, x = product("FusedGemm", ["m", 64], integers(96, 64), "x w c", **settings), integers(3, 64)
+    rewritten, report = rewrite(proto)
+    assert kinds(rewritten) == {**GEMM, op: 1, "Neg": 1}
+    assert report.sites[0].decision.site.has_bias
+    np.testing.assert_allclose(run(rewritten, {"x": x})[0], run(proto, {"x": x})[0], rtol=1e-5, atol=1e-6)
 
 
-class TestOpsThatPassThrough:
-    """Ops around the products that hold none: the roles behind them are right."""
+def test_a_fused_matmul_activation_gets_its_activation_back() -> None:
+    """ONNX Runtime runs the op on DirectML alone; the reference is NumPy."""
+    settings = {"activation": "LeakyRelu", "activation_alpha": 0.25, "alpha": 0.5, "transB": 1}
+    rewritten, _ = rewrite(product("FusedMatMulActivation", ["m", 64], integers(96, 64), **settings))
+    x = integers(3, 64)
+    h = 0.5 * (x @ integers(96, 64).T)
+    assert kinds(rewritten) == {**GEMM, "LeakyRelu": 1, "Neg": 1}
+    assert np.array_equal(run(rewritten, {"x": x})[0], -np.where(h < 0, 0.25 * h, h).astype(F32))
 
-    @pytest.mark.parametrize("opset", [14, 21])
-    def test_an_encoder_layer_of_fused_ops(self, opset: int) -> None:
-        nodes = [
-            node("MatMul", "x up", "h", "up"),
-            node("BiasGelu", "h b", "g", domain=MICROSOFT),
-            node("MatMul", "g down", "d", "down"),
-            node("SkipLayerNormalization", "d x s s", "n", domain=MICROSOFT),
-            node("LayerNormalization", "n s s", "l"),
-            node("SimplifiedLayerNormalization", "l s", "y"),
-        ]
-        weights = {
-            "up": integers(64, 96) / 64,
-            "down": integers(96, 64, seed=1) / 64,
-            "b": integers(96),
-            "s": integers(64),
-        }
-        proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights, opset=opset)
-        rewritten, report = mxfp8_graph.rewrite(proto, mxfp8_graph.Recipe(fuse=False))
-        assert [entry.decision.site.role for entry in report.rewritten] == ["linear", "linear"]
-        assert [entry.decision.site.has_bias for entry in report.rewritten] == [True, False]
-        left = {"Gelu": 1, "SkipLayerNormalization": 1, "LayerNormalization": 1, "SimplifiedLayerNormalization": 1}
-        assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 2, **left}
-        x = integers(2, 3, 64) / 8
-        result, original = run(rewritten, {"x": x})[0], run(proto, {"x": x})[0]
-        assert np.linalg.norm(result - original) < 0.12 * np.linalg.norm(original)
 
-    def test_attention_without_weights(self) -> None:
-        nodes = [
-            *(node("MatMul", f"x {letter}", f"{letter}0", letter) for letter in "qkv"),
-            node("MultiHeadAttention", "q0 k0 v0", "a", domain=MICROSOFT, num_heads=4),
-            node("MatMul", "a o", "r", "o"),
-            node("Add", "x r", "y"),
-        ]
-        weights = {letter: integers(64, 64, seed=seed) / 32 for seed, letter in enumerate("qkvo")}
-        proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights)
-        rewritten, report = rewrite(proto)
-        assert [entry.decision.site.role for entry in report.rewritten] == ["linear"] * 4
-        assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 4, "MultiHeadAttention": 1, "Add": 1}
+def test_an_activation_ends_an_output_projection() -> None:
+    """Tanh(Gemm) -> output is a linear, as it is where the two are separate; without it, an output projection."""
+    for settings, role in (({"activation": "Tanh"}, "linear"), ({}, "output_projection")):
+        pooler = node("FusedGemm", "x w", "y", "pooler", domain=MICROSOFT, **settings)
+        proto = contrib_model([pooler], {"x": ["m", 64]}, {"w": integers(64, 96)})
+        _, report = mxfp8_graph.rewrite(proto, Recipe(output_projections=True))
+        assert report.sites[0].decision.site.role == role
 
-    def test_a_cache_that_is_returned_makes_no_output_projection(self) -> None:
-        nodes = [
-            *(node("MatMul", f"x {letter}", f"{letter}0", letter) for letter in "qkv"),
-            node("GroupQueryAttention", "q0 k0 v0   n t", "a y z", domain=MICROSOFT, num_heads=4, kv_num_heads=4),
-            node("Neg", "a", "w"),
-        ]
-        nodes[3].input[:] = ["q0", "k0", "v0", "", "", "n", "t"]
-        weights = {letter: integers(64, 64, seed=seed) for seed, letter in enumerate("qkv")}
-        inputs = {"x": ["b", "s", 64], "n": (np.int32, ["b"]), "t": (np.int32, [])}
-        proto = contrib_model(nodes, inputs, weights)
-        proto.graph.output.append(value("w", F32, None))
-        _, report = mxfp8_graph.rewrite(proto)
-        assert [entry.decision.site.role for entry in report.rewritten] == ["linear"] * 3
+
+@pytest.mark.parametrize("opset", [14, 21])
+def test_an_encoder_layer_of_fused_ops(opset: int) -> None:
+    nodes = [
+        node("MatMul", "x up", "h", "up"),
+        node("BiasGelu", "h b", "g", domain=MICROSOFT),
+        node("MatMul", "g down", "d", "down"),
+        node("SkipLayerNormalization", "d x s s", "n", domain=MICROSOFT),
+        node("LayerNormalization", "n s s", "l"),
+        node("SimplifiedLayerNormalization", "l s", "y"),
+    ]
+    weights = {"up": integers(64, 96) / 64, "down": integers(96, 64, seed=1) / 64}
+    weights |= {"b": integers(96), "s": integers(64)}
+    proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights, opset=opset)
+    rewritten, report = mxfp8_graph.rewrite(proto, mxfp8_graph.Recipe(fuse=False))
+    assert [entry.decision.site.role for entry in report.rewritten] == ["linear", "linear"]
+    assert [entry.decision.site.has_bias for entry in report.rewritten] == [True, False]
+    left = {"Gelu": 1, "SkipLayerNormalization": 1, "LayerNormalization": 1, "SimplifiedLayerNormalization": 1}
+    assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 2, **left}
+    x = integers(2, 3, 64) / 8
+    result, original = run(rewritten, {"x": x})[0], run(proto, {"x": x})[0]
+    assert np.linalg.norm(result - original) < 0.12 * np.linalg.norm(original)
+
+
+def test_attention_without_weights() -> None:
+    nodes = [
+        *(node("MatMul", f"x {letter}", f"{letter}0", letter) for letter in "qkv"),
+        node("MultiHeadAttention", "q0 k0 v0", "a", domain=MICROSOFT, num_heads=4),
+        node("MatMul", "a o", "r", "o"),
+        node("Add", "x r", "y"),
+    ]
+    weights = {letter: integers(64, 64, seed=seed) / 32 for seed, letter in enumerate("qkvo")}
+    proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights)
+    rewritten, report = rewrite(proto)
+    assert [entry.decision.site.role for entry in report.rewritten] == ["linear"] * 4
+    assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 4, "MultiHeadAttention": 1, "Add": 1}
+
+
+def test_a_cache_that_is_returned_makes_no_output_projection() -> None:
+    nodes = [
+        *(node("MatMul", f"x {letter}", f"{letter}0", letter) for letter in "qkv"),
+        node("GroupQueryAttention", "q0 k0 v0   n t", "a y z", domain=MICROSOFT, num_heads=4, kv_num_heads=4),
+        node("Neg", "a", "w"),
+    ]
+    nodes[3].input[:] = ["q0", "k0", "v0", "", "", "n", "t"]
+    weights = {letter: integers(64, 64, seed=seed) for seed, letter in enumerate("qkv")}
+    inputs = {"x": ["b", "s", 64], "n": (np.int32, ["b"]), "t": (np.int32, [])}
+    proto = contrib_model(nodes, inputs, weights)
+    proto.graph.output.append(value("w", F32, None))
+    _, report = mxfp8_graph.rewrite(proto)
+    assert [entry.decision.site.role for entry in report.rewritten] == ["linear"] * 3
 
 
 INSIDE = {
@@ -248,7 +230,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("op", INSIDE)
+@looped("op", INSIDE)
 def test_an_op_that_multiplies_inside_is_kept_and_named(op: str) -> None:
     nodes = [node(op, INSIDE[op], "h", "fused", domain=MICROSOFT), node("Neg", "h", "y")]
     used = {name for name in INSIDE[op].split() if name in "wv"}
@@ -272,7 +254,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
+@looped("damage", DAMAGED)
 def test_a_damaged_node_is_refused(damage: str) -> None:
     proto = product("FusedMatMul", ["m", 64], integers(64, 96))
     change, message = DAMAGED[damage]
@@ -284,16 +266,10 @@ def test_a_damaged_node_is_refused(damage: str) -> None:
 
 @pytest.mark.parametrize("level", ["ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"])
 def test_what_onnx_runtime_saves_of_a_model_is_read(level: str, tmp_path: Path) -> None:
-    nodes = [
-        node("MatMul", "x up", "h", "up"),
-        node("Div", "h two", "e"),
-        node("MatMul", "e down", "d", "down"),
-        node("Add", "d b", "z"),
-        node("Tanh", "z", "t"),
-        node("ReduceMean", "t", "m", axes=[1], keepdims=0),
-        node("Gemm", "m head c", "g", "head"),
-        node("Relu", "g", "y"),
-    ]
+    nodes = steps(
+        "up:MatMul x up>h; Div h two>e; down:MatMul e down>d; Add d b>z; Tanh z>t; ReduceMean t>m|axes=[1] keepdims=0; "
+        "head:Gemm m head c>g; Relu g>y"
+    )
     weights = {name: integers(64, 64, seed=seed) / 64 for seed, name in enumerate(("up", "down", "head"))}
     weights |= {"b": integers(64), "c": integers(64), "two": np.array(2, F32)}
     proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights, opset=17)

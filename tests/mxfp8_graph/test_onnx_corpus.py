@@ -104,14 +104,9 @@ def generated() -> Iterator[Case]:
             yield case.name, case.model, dict(zip(names, inputs, strict=True)), list(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("folder", "least"),
-    [
-        ("pytorch-operator", 35),
-        pytest.param("simple", 17, marks=pytest.mark.slow),
-        pytest.param("pytorch-converted", 79, marks=pytest.mark.slow),
-        pytest.param("light", 9, marks=pytest.mark.slow),
-    ],
+    ("folder", "least"), [("pytorch-operator", 35), ("simple", 17), ("pytorch-converted", 79), ("light", 9)]
 )
 def test_shipped_models(folder: str, least: int) -> None:
     outcome = outcome_of(shipped(folder))

@@ -10,13 +10,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
+import onnx_graphsurgeon as gs
 import pytest
-from builders import model, neg_model, node
-from oracle import initializers, kinds, refusal, rewrite, run
+from builders import model, neg_model, node, steps, value, weight
+from grids import looped
+from onnx import helper
+from oracle import GEMM, expect, initializers, kinds, normal, refusal, relu, rewrite, run
 from releases import release
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
+from mxfp8_graph.onnx_pass import matmul_forms
+from mxfp8_graph.onnx_pass.form import Form
+from mxfp8_graph.onnx_pass.static_operands import StaticOperands
 from mxfp8_ops.errors import Mxfp8Error
 
 F32 = np.float32
@@ -41,6 +47,7 @@ class Case:
     """The weight comes first."""
 
 
+TURNED, BOTH = {"Transpose": 1}, {"Transpose": 2}
 CASES = {
     "linear": Case("bsk,kn->bsn", (2, 3, 70), (70, 96)),
     "linear, [N, K]": Case("bsk,nk->bsn", (2, 3, 70), (96, 70)),
@@ -51,24 +58,21 @@ CASES = {
     "two ellipses": Case("...mk,...kn->...mn", (3, 5, 70), (3, 70, 96)),
     "ellipsis that stands for nothing": Case("mk,...kn->...mn", (5, 70), (70, 96)),
     "vector": Case("k,nk->n", (70,), (96, 70)),
-    "transposed activation": Case("bks,kn->bsn", (2, 70, 3), (70, 96), nodes={"Transpose": 1}),
-    "transposed result": Case("bsk,kn->bns", (2, 3, 70), (70, 96), nodes={"Transpose": 1}),
+    "transposed activation": Case("bks,kn->bsn", (2, 70, 3), (70, 96), nodes=TURNED),
+    "transposed result": Case("bsk,kn->bns", (2, 3, 70), (70, 96), nodes=TURNED),
     "weight first": Case("kn,bsk->bsn", (2, 3, 70), (70, 96), left=True),
-    "weight first, transposed result": Case("nk,bks->bns", (2, 70, 3), (96, 70), nodes={"Transpose": 2}, left=True),
+    "weight first, transposed result": Case("nk,bks->bns", (2, 70, 3), (96, 70), nodes=BOTH, left=True),
     "heads at once": Case("bsk,khd->bshd", (2, 3, 70), (70, 4, 24), nodes={"Reshape": 1}),
-    "heads first": Case("bsk,hdk->bhsd", (2, 3, 70), (4, 24, 70), nodes={"Reshape": 1, "Transpose": 1}),
+    "heads first": Case("bsk,hdk->bhsd", (2, 3, 70), (4, 24, 70), nodes={"Reshape": 1, **TURNED}),
     "heads around K": Case("bsk,hkd->bshd", (2, 3, 70), (4, 70, 24), nodes={"Reshape": 1}),
-    "contraction over heads": Case("bshd,hdn->bsn", (2, 3, 4, 24), (4, 24, 64), 64, 96, nodes={"Reshape": 1}),
-    "contraction over heads that stand apart": Case(
-        "bhsd,hdn->bsn", (2, 4, 3, 24), (4, 24, 64), 64, 96, nodes={"Transpose": 1, "Reshape": 1}
-    ),
-    "contraction in another order": Case("bsdh,hdn->bsn", (2, 3, 24, 4), (4, 24, 64), 64, 96,
-                                         nodes={"Transpose": 1, "Reshape": 1}),
+    "contraction over heads": Case("bshd,hdn->bsn", (2, 3, 4, 24), (4, 24, 64), 64, 96, {"Reshape": 1}),
+    "over heads that stand apart": Case("bhsd,hdn->bsn", (2, 4, 3, 24), (4, 24, 64), 64, 96, {**TURNED, "Reshape": 1}),
+    "contraction in another order": Case("bsdh,hdn->bsn", (2, 3, 24, 4), (4, 24, 64), 64, 96, {**TURNED, "Reshape": 1}),
     "one matrix per expert": Case("esk,enk->esn", (3, 5, 70), (3, 96, 70)),
-    "one matrix per expert, in the middle": Case("sek,enk->sen", (5, 3, 70), (3, 96, 70), nodes={"Transpose": 2}),
-    "one matrix per head for every batch": Case("bhsk,hkn->bhsn", (2, 3, 5, 70), (3, 70, 96), nodes={"Transpose": 2}),
+    "one matrix per expert, in the middle": Case("sek,enk->sen", (5, 3, 70), (3, 96, 70), nodes=BOTH),
+    "one matrix per head for every batch": Case("bhsk,hkn->bhsn", (2, 3, 5, 70), (3, 70, 96), nodes=BOTH),
     "one row per expert": Case("ek,enk->en", (3, 70), (3, 96, 70), nodes={"Reshape": 2}),
-}  # fmt: skip
+}
 
 
 def einsum_model(equation: str, x: tuple[int, ...], w: tuple[int, ...], inputs: str = "x w") -> onnx.ModelProto:
@@ -79,17 +83,18 @@ def einsum_model(equation: str, x: tuple[int, ...], w: tuple[int, ...], inputs: 
     return neg_model("Einsum", symbolic, [None] * rank, {"w": integers(*w)}, inputs, equation=equation)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-weight-only"])
-@pytest.mark.parametrize("name", CASES)
+WEIGHT_ONLY = ("linear", "transposed result", "weight first", "heads first", "one matrix per expert")
+
+
+@looped("name, recipe", [*((n, "mxfp8") for n in CASES), *((n, "mxfp8-weight-only") for n in WEIGHT_ONLY)])
 def test_a_matmul_is_rewritten(name: str, recipe: str) -> None:
     case = CASES[name]
     inputs = "w x" if case.left else "x w"
     rewritten, report = rewrite(einsum_model(case.equation, case.x, case.w, inputs), recipe)
     site = report.sites[0].decision.site
     assert (site.op, site.role, site.n, site.k) == ("Einsum", "linear", case.n, case.k)
-    gemm = {"MXFP8WeightGemm": 1} if recipe == "mxfp8-weight-only" else {"MXFP8Quantize": 1, "MXFP8Gemm": 1}
-    found = {op: count for op, count in kinds(rewritten).items() if op != "Constant"}
-    assert found == {**gemm, "Neg": 1, **case.nodes}
+    gemm = {"MXFP8WeightGemm": 1} if recipe == "mxfp8-weight-only" else GEMM
+    assert {op: n for op, n in kinds(rewritten).items() if op != "Constant"} == {**gemm, "Neg": 1, **case.nodes}
     assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
     x = integers(*case.x, seed=1)
     arguments = {"x": x, "w": integers(*case.w)}
@@ -97,38 +102,27 @@ def test_a_matmul_is_rewritten(name: str, recipe: str) -> None:
     assert np.array_equal(run(rewritten, {"x": x})[0], expected)
 
 
-def test_a_bias_is_absorbed() -> None:
-    nodes = [
-        node("Einsum", "x w", "h", "linear", equation="bsk,kn->bsn"),
-        node("Add", "b h", "s"),
-        node("Neg", "s", "y"),
-    ]
-    weights = {"w": integers(70, 96), "b": integers(96, seed=2)}
-    proto = model(nodes, {"x": (F32, ["b", "s", 70])}, {"y": (F32, ["b", "s", 96])}, weights)
+BIASES = [("bsk,kn->bsn", "b h", (96,), 3), ("bsk,khd->bshd", "h b", (4, 24), 3), ("bsk,kn->bns", "h b", (96,), 96)]
+
+
+@looped("equation, order, n, rows", BIASES)
+def test_a_bias_is_absorbed_or_added_behind_what_is_reshaped(
+    equation: str, order: str, n: tuple[int, ...], rows: int
+) -> None:
+    nodes = [node("Einsum", "x w", "h", "linear", equation=equation), node("Add", order, "s"), node("Neg", "s", "y")]
+    w, b, x = integers(70, *n), integers(*n, seed=2), integers(2, rows, 70, seed=1)
+    y = -(np.einsum(equation, x, w) + b)
+    proto = model(nodes, {"x": (F32, ["b", "s", 70])}, {"y": (F32, [None] * y.ndim)}, {"w": w, "b": b})
     rewritten, report = rewrite(proto)
-    x = integers(2, 3, 70, seed=1)
-    assert report.sites[0].decision.site.has_bias
-    assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1}
-    assert np.array_equal(run(rewritten, {"x": x})[0], -(x @ weights["w"] + weights["b"]))
-
-
-def test_a_bias_per_head_is_added_behind_the_gemm() -> None:
-    equation = "bsk,khd->bshd"
-    nodes = [node("Einsum", "x w", "h", "linear", equation=equation), node("Add", "h b", "s"), node("Neg", "s", "y")]
-    weights = {"w": integers(70, 4, 24), "b": integers(4, 24, seed=2)}
-    proto = model(nodes, {"x": (F32, ["b", "s", 70])}, {"y": (F32, ["b", "s", 4, 24])}, weights)
-    rewritten, _ = rewrite(proto)
-    x = integers(2, 3, 70, seed=1)
-    assert np.array_equal(run(rewritten, {"x": x})[0], -(np.einsum(equation, x, weights["w"]) + weights["b"]))
+    absorbed = equation == "bsk,kn->bsn"
+    assert report.sites[0].decision.site.has_bias == absorbed
+    assert not absorbed or kinds(rewritten) == {**GEMM, "Neg": 1}
+    assert np.array_equal(run(rewritten, {"x": x})[0], y)
 
 
 def test_a_weight_that_a_matmul_uses_too_is_packed_once() -> None:
-    nodes = [
-        node("Einsum", "x w", "h", "einsum", equation="mk,kn->mn"),
-        node("MatMul", "x w", "g", "matmul"),
-        node("Sub", "h g", "d"),
-        node("Neg", "d", "y"),
-    ]
+    einsum = node("Einsum", "x w", "h", "einsum", equation="mk,kn->mn")
+    nodes = [einsum, *steps("MatMul x w>g; Sub h g>d; Neg d>y")]
     proto = model(nodes, {"x": (F32, ["m", 70])}, {"y": (F32, ["m", 96])}, {"w": integers(70, 96)})
     rewritten, report = rewrite(proto)
     assert [entry.decision.site.shared_with for entry in report.sites] == [1, 1]
@@ -144,21 +138,14 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("equation", KEPT)
+@looped("equation", KEPT)
 def test_what_is_no_matmul_is_kept_with_the_reason(equation: str) -> None:
     sizes = dict(zip("bmskn", (2, 3, 3, 40, 40), strict=True))
     x, w = (tuple(sizes[label] for label in term) for term in equation.partition("->")[0].split(","))
     assert refusal(einsum_model(equation, x, w)) == f"equation {equation!r}: {KEPT[equation]}"
 
 
-def test_three_operands_are_kept_with_the_reason() -> None:
-    nodes = [node("Einsum", "x v w", "h", "linear", equation="mk,kj,jn->mn"), node("Neg", "h", "y")]
-    weights = {"v": integers(64, 64), "w": integers(64, 64)}
-    proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, weights)
-    assert refusal(proto) == "equation 'mk,kj,jn->mn': it has 3 operands; expected 2; split it"
-
-
-@pytest.mark.parametrize("equation", ["mk,kn,n->mn", "mk", "mkk,kn->mn", "mk,kn->mz", "m1,1n->mn"])
+@looped("equation", ["mk,kn,n->mn", "mk", "mkk,kn->mn", "mk,kn->mz", "m1,1n->mn"])
 def test_an_equation_that_contradicts_its_operands_is_refused(equation: str) -> None:
     proto = einsum_model("mk,kn->mn", (3, 64), (64, 64))
     proto.graph.node[0].attribute[0].s = equation.encode()
@@ -170,56 +157,121 @@ def test_an_equation_that_contradicts_its_operands_is_refused(equation: str) -> 
         assert "(Einsum)" in str(caught.value)
 
 
-def test_a_label_that_comes_twice_is_kept() -> None:
+def test_three_operands_a_label_that_comes_twice_and_an_unknown_rank_are_kept() -> None:
+    three = node("Einsum", "x v w", "h", "linear", equation="mk,kj,jn->mn")
+    weights = {"v": integers(64, 64), "w": integers(64, 64)}
+    proto = model([three, node("Neg", "h", "y")], {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, weights)
+    assert refusal(proto) == "equation 'mk,kj,jn->mn': it has 3 operands; expected 2; split it"
     proto = einsum_model("mk,kn->mn", (3, 64), (64, 64))
     proto.graph.node[0].attribute[0].s = b"mk,kn->mnn"
     assert refusal(proto).startswith("equation 'mk,kn->mnn': ")
-
-
-def test_an_ellipsis_of_unknown_rank_is_kept() -> None:
     proto = einsum_model("...k,kn->...n", (2, 64), (64, 64))
     proto.graph.input[0].type.tensor_type.ClearField("shape")
     assert refusal(proto).endswith("the rank behind an ellipsis is unknown; give the model shape information")
 
 
 def test_one_operand_is_no_product() -> None:
-    nodes = [node("Einsum", "x", "t", equation="km->mk"), node("MatMul", "t w", "h", "linear"), node("Neg", "h", "y")]
+    nodes = [node("Einsum", "x", "t", equation="km->mk"), *steps("linear:MatMul t w>h; Neg h>y")]
     proto = model(nodes, {"x": (F32, [64, 3])}, {"y": (F32, [3, 96])}, {"w": integers(64, 96)})
     _, report = rewrite(proto)
     assert [entry.decision.site.name for entry in report.sites] == ["linear"]
 
 
-class TestTwoActivations:
-    @staticmethod
-    def product(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> onnx.ModelProto:
-        y = np.einsum(equation, np.zeros(a), np.zeros(b)).shape
-        nodes = [node("Einsum", "a b", "h", "product", equation=equation), node("Neg", "h", "y")]
-        return model(nodes, {"a": (F32, a), "b": (F32, b)}, {"y": (F32, y)})
+def product(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> onnx.ModelProto:
+    y = np.einsum(equation, np.zeros(a), np.zeros(b)).shape
+    nodes = [node("Einsum", "a b", "h", "product", equation=equation), node("Neg", "h", "y")]
+    return model(nodes, {"a": (F32, a), "b": (F32, b)}, {"y": (F32, y)})
 
-    @pytest.mark.parametrize("equation", ["bhqd,bhkd->bhqk", "bqhd,bkhd->bhqk"])
-    def test_a_rule_quantizes_both_along_k(self, equation: str) -> None:
-        a, b = (integers(2, 3, 4, 64, seed=seed) for seed in (1, 2))
-        if equation.startswith("bq"):
-            a, b = a.swapaxes(1, 2), b.swapaxes(1, 2)
-        proto = self.product(equation, a.shape, b.shape)
-        rewritten, _ = rewrite(proto, Recipe(name="all", min_dim=1, rules=(Rule(op="Einsum"),)))
-        assert kinds(rewritten)["MXFP8Quantize"] == 2
-        result = run(rewritten, {"a": np.ascontiguousarray(a), "b": np.ascontiguousarray(b)})[0]
-        assert np.array_equal(result, -np.einsum(equation, a, b))
 
-    def test_labels_that_must_be_merged_are_kept_with_the_reason(self) -> None:
-        proto = self.product("bhqd,hkd->bhqk", (2, 3, 4, 64), (3, 5, 64))
-        assert refusal(proto).endswith("both operands are computed at run time; expected one label each for M, N and K")
+@looped("equation", ["bhqd,bhkd->bhqk", "bqhd,bkhd->bhqk"])
+def test_a_rule_quantizes_two_activations_along_k(equation: str) -> None:
+    a, b = (integers(2, 3, 4, 64, seed=seed) for seed in (1, 2))
+    if equation.startswith("bq"):
+        a, b = (np.ascontiguousarray(each.swapaxes(1, 2)) for each in (a, b))
+    recipe = Recipe(name="all", min_dim=1, rules=(Rule(op="Einsum"),))
+    rewritten, _ = rewrite(product(equation, a.shape, b.shape), recipe)
+    assert kinds(rewritten)["MXFP8Quantize"] == 2
+    assert np.array_equal(run(rewritten, {"a": a, "b": b})[0], -np.einsum(equation, a, b))
 
-    def test_attention_products_are_told_apart(self) -> None:
-        nodes = [
-            node("Einsum", "q k", "s", "scores", equation="bqhd,bkhd->bhqk"),
-            node("Softmax", "s", "p"),
-            node("Einsum", "p v", "a", "values", equation="bhqk,bkhd->bqhd"),
-            node("Neg", "a", "y"),
-        ]
-        shape = (F32, ["b", "s", 2, 64])
-        proto = model(nodes, dict.fromkeys("qkv", shape), {"y": shape})
-        with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-            mxfp8_graph.rewrite(proto)
-        assert [decision.site.role for decision in caught.value.decisions] == ["attention_scores", "attention_values"]
+
+def test_labels_of_two_activations_that_must_be_merged_are_kept_with_the_reason() -> None:
+    proto = product("bhqd,hkd->bhqk", (2, 3, 4, 64), (3, 5, 64))
+    assert refusal(proto).endswith("both operands are computed at run time; expected one label each for M, N and K")
+
+
+def test_attention_products_are_told_apart() -> None:
+    nodes = [
+        node("Einsum", "q k", "s", "scores", equation="bqhd,bkhd->bhqk"),
+        node("Softmax", "s", "p"),
+        node("Einsum", "p v", "a", "values", equation="bhqk,bkhd->bqhd"),
+        node("Neg", "a", "y"),
+    ]
+    shape = (F32, ["b", "s", 2, 64])
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(model(nodes, dict.fromkeys("qkv", shape), {"y": shape}))
+    assert [decision.site.role for decision in caught.value.decisions] == ["attention_scores", "attention_values"]
+
+
+# --- One row of `FORMS` is all that an op needs to be found, planned and replaced ---
+
+
+def einsum_form(einsum: gs.Node, statics: StaticOperands) -> Form | None:
+    """Reads the one equation of these tests, x @ w.T."""
+    a, b = einsum.inputs
+    return Form(a=a, b=b, b_transposed=False) if einsum.attrs["equation"] == "mk,nk->mn" else None
+
+
+def form_model(equation: str = "mk,nk->mn") -> onnx.ModelProto:
+    nodes = [node("Einsum", "x w", "h", "linear", equation=equation), node("Add", "h b", "hb"), node("Relu", "hb", "y")]
+    weights = {"w": weight(96, 64), "b": weight(96, seed=1)}
+    return model(nodes, {"x": (F32, ["batch", 64])}, {"y": (F32, ["batch", 96])}, weights)
+
+
+@pytest.fixture
+def einsum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matmul_forms.FORMS, "Einsum", einsum_form)
+
+
+@pytest.mark.usefixtures("einsum")
+def test_an_op_of_the_table_is_found_planned_and_replaced() -> None:
+    rewritten, report = rewrite(form_model())
+    site = report.sites[0].decision.site
+    assert (site.name, site.op, site.role, site.m, site.n, site.k) == ("linear", "Einsum", "linear", "batch", 96, 64)
+    assert site.has_bias
+    assert site.blocker is None
+    assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Relu": 1}
+    x = normal(3, 64)
+    expect(x, weight(96, 64), weight(96, seed=1)).then(relu).check(run(rewritten, {"x": x})[0])
+
+
+@pytest.mark.usefixtures("einsum")
+def test_a_function_that_holds_it_is_inlined() -> None:
+    body, imports = [node("Einsum", "a w", "r", "linear", equation="mk,nk->mn")], [helper.make_opsetid("", 21)]
+    proto = model([node("Relu", "x", "y")], {"x": (F32, [3, 64])}, {"y": (F32, [3, 96])}, {"w": weight(96, 64)})
+    proto.graph.node.insert(0, node("Linear", "x w", "h", domain="local"))
+    proto.graph.node[1].input[0] = "h"
+    proto.functions.append(helper.make_function("local", "Linear", ["a", "w"], ["r"], body, imports))
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    rewritten, report = rewrite(proto)
+    assert "inlined local functions: Linear" in report.notes
+    x = normal(3, 64)
+    expect(x, weight(96, 64)).then(relu).check(run(rewritten, {"x": x})[0])
+
+
+@pytest.mark.usefixtures("einsum")
+def test_a_form_may_leave_a_node_alone() -> None:
+    proto = form_model()
+    proto.graph.node.insert(0, node("Einsum", "x x", "other", equation="mk,nk->mn"))
+    proto.graph.node[0].attribute[0].s = b"mk,mk->mk"
+    _, report = rewrite(proto)
+    assert [entry.decision.site.name for entry in report.sites] == ["linear"]
+
+
+def test_an_op_that_is_not_in_the_table_is_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(matmul_forms.FORMS, "Einsum")
+    proto = form_model()
+    proto.graph.node.extend([node("MatMul", "y v", "z", "second"), node("Neg", "z", "z2")])
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight(96, 64), "v"))
+    proto.graph.output.append(value("z2", F32, ["batch", 64]))
+    _, report = rewrite(proto)
+    assert [entry.decision.site.name for entry in report.sites] == ["second"]

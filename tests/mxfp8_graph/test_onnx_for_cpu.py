@@ -52,33 +52,25 @@ def stored(proto: onnx.ModelProto) -> dict[str, int]:
     return {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
 
 
-class TestWhatIsSaid:
-    def test_a_rewrite_names_the_ops_that_the_provider_lacks(self) -> None:
-        assert notes(b.matmul_model(dtype=BF16), Recipe(fuse=False)) == (
-            "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits (node 'relu'); "
-            "rewrite the original with --for cpu (runs_on: cpu) for a model that does"
-        )
+def test_a_rewrite_names_the_ops_that_the_provider_lacks() -> None:
+    rewritten, report = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False))
+    assert report.notes == (
+        "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits (node 'relu'); "
+        "rewrite the original with --for cpu (runs_on: cpu) for a model that does",
+    )
+    with pytest.raises(BackendError, match="Relu"):
+        Session(rewritten, kernels=True)
+    planned = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False), dry_run=True)[1]
+    assert planned.notes == report.notes
+    for dtype in (np.float32, np.float16):
+        assert notes(b.matmul_model(dtype=dtype)) == "", "it loads"
 
-    def test_a_dry_run_says_it_too(self) -> None:
-        _, report = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False), dry_run=True)
-        assert "no kernel for Relu in 16 bits" in report.notes[0]
 
-    def test_it_is_true_of_the_provider(self) -> None:
-        rewritten, _ = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False))
-        with pytest.raises(BackendError, match="Relu"):
-            Session(rewritten, kernels=True)
-
-    @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-    def test_nothing_is_said_of_what_loads(self, dtype: Any) -> None:
-        assert notes(b.matmul_model(dtype=dtype)) == ""
-
-    def test_ops_without_any_kernel_are_no_matter_of_dtypes(self) -> None:
-        nodes = [helper.make_node("Unheard", ["x"], ["y"], domain="elsewhere")]
-        proto = b.model([b.node("Identity", "x", "y")], {"x": (BF16, [2])}, {"y": (BF16, [2])})
-        del proto.graph.node[:]
-        proto.graph.node.extend(nodes)
-        proto.opset_import.append(helper.make_opsetid("elsewhere", 1))
-        assert not cpu_provider.missing_kernel(proto)
+def test_ops_without_any_kernel_are_no_matter_of_dtypes() -> None:
+    proto = b.model([b.node("Identity", "x", "y")], {"x": (BF16, [2])}, {"y": (BF16, [2])})
+    proto.graph.node[0].CopyFrom(helper.make_node("Unheard", ["x"], ["y"], domain="elsewhere"))
+    proto.opset_import.append(helper.make_opsetid("elsewhere", 1))
+    assert not cpu_provider.missing_kernel(proto)
 
 
 class TestForCpu:
@@ -97,11 +89,11 @@ class TestForCpu:
             "16 bits (node 'linear'); 2 casts at inputs, outputs, lookups and stored tensors"
         )
 
-    @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-    def test_what_loads_stays_as_it_is(self, dtype: Any) -> None:
-        proto = b.attention_model(dtype=dtype)
-        plain, wide = (mxfp8_graph.rewrite(proto, recipe)[0] for recipe in (Recipe(), CPU))
-        assert wide.graph == plain.graph
+    def test_what_loads_stays_as_it_is(self) -> None:
+        for dtype in (np.float32, np.float16):
+            proto = b.attention_model(dtype=dtype)
+            plain, wide = (mxfp8_graph.rewrite(proto, recipe)[0] for recipe in (Recipe(), CPU))
+            assert wide.graph == plain.graph
 
     def test_inputs_and_outputs_keep_their_dtype(self) -> None:
         graph = for_cpu(b.attention_model(dtype=BF16)).graph
@@ -131,13 +123,7 @@ class TestForCpu:
         assert distance(outputs(rewritten, kernels=False, ids=ids), np.maximum(table[ids], 0)) < 0.05
 
     def test_casts_that_would_do_nothing_go(self) -> None:
-        nodes = [
-            b.node("MatMul", "x w", "h", "linear"),
-            b.node("Cast", "h", "h32", to=TensorProto.FLOAT),
-            b.node("Softmax", "h32", "p32"),
-            b.node("Cast", "p32", "p", to=TensorProto.BFLOAT16),
-            b.node("Relu", "p", "y"),
-        ]
+        nodes = b.steps("linear:MatMul x w>h; Cast h>h32|to=1; Softmax h32>p32; Cast p32>p|to=16; Relu p>y")
         rewritten = for_cpu(b.model(nodes, X, Y, {"w": b.weight(64, 96, dtype=BF16)}), fuse=False)
         assert casts(rewritten) == [("x", "x_f32"), ("y_f32", "y")]
 
@@ -185,44 +171,25 @@ class TestSubgraphs:
     """Values of the main graph that subgraphs read, and values of their own."""
 
     def test_branches_of_an_if(self) -> None:
-        branches = {
-            f"{name}_branch": helper.make_graph(
-                [b.node("MatMul", f"{value} w", name, f"mm_{name}"), b.node("Relu", name, f"{name}_out")],
-                name,
-                [],
-                [helper.make_tensor_value_info(f"{name}_out", TensorProto.BFLOAT16, ["m", 96])],
-            )
-            for name, value in (("then", "x"), ("else", "minus"))
-        }
-        nodes = [b.node("Neg", "x", "minus"), helper.make_node("If", ["yes"], ["h"], "choose", **branches)]
-        proto = b.model(
-            [*nodes, b.node("Identity", "h", "y")],
-            {**X, "yes": (np.bool_, [])},
-            Y,
-            {"w": b.weight(64, 96, dtype=BF16)},
-        )
-        x = normal(4, 64).astype(BF16)
-        rewritten = for_cpu(proto)
-        then, other = (outputs(rewritten, x=x, yes=np.array(yes)).astype(np.float32) for yes in (True, False))
-        product = x.astype(np.float32) @ b.weight(64, 96, dtype=BF16).astype(np.float32)
-        assert distance(then, np.maximum(product, 0)) < 0.06
-        assert distance(other, np.maximum(-product, 0)) < 0.06
+        branches = {}
+        for name, value in (("then", "x"), ("else", "minus")):
+            nodes = b.steps(f"MatMul {value} w>{name}; Relu {name}>{name}_out")
+            result = helper.make_tensor_value_info(f"{name}_out", TensorProto.BFLOAT16, ["m", 96])
+            branches[f"{name}_branch"] = helper.make_graph(nodes, name, [], [result])
+        nodes = [b.node("Neg", "x", "minus"), b.node("If", "yes", "h", "choose", **branches)]
+        w, x = b.weight(64, 96, dtype=BF16), normal(4, 64).astype(BF16)
+        proto = b.model([*nodes, b.node("Identity", "h", "y")], {**X, "yes": (np.bool_, [])}, Y, {"w": w})
+        rewritten, product = for_cpu(proto), x.astype(np.float32) @ w.astype(np.float32)
+        for yes, expected in ((True, product), (False, -product)):
+            assert distance(outputs(rewritten, x=x, yes=np.array(yes)), np.maximum(expected, 0)) < 0.06
 
     def test_the_state_of_a_loop(self) -> None:
         state = [helper.make_tensor_value_info(f"h_{end}", TensorProto.BFLOAT16, ["m", 64]) for end in ("in", "out")]
         flags = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "on")]
-        body = helper.make_graph(
-            [
-                b.node("MatMul", "h_in w", "p", "linear"),
-                b.node("Tanh", "p", "t"),
-                b.node("Add", "t one", "h_out"),
-                b.node("Identity", "go", "on"),
-            ],
-            "body",
-            [helper.make_tensor_value_info("i", TensorProto.INT64, []), flags[0], state[0]],
-            [flags[1], state[1]],
-            [numpy_helper.from_array(np.ones(1, BF16), "one")],
-        )
+        nodes = b.steps("linear:MatMul h_in w>p; Tanh p>t; Add t one>h_out; Identity go>on")
+        round_number = helper.make_tensor_value_info("i", TensorProto.INT64, [])
+        one = [numpy_helper.from_array(np.ones(1, BF16), "one")]
+        body = helper.make_graph(nodes, "body", [round_number, flags[0], state[0]], [flags[1], state[1]], one)
         nodes = [helper.make_node("Loop", ["count", "", "x"], ["h"], "loop", body=body), b.node("Relu", "h", "y")]
         weights = {"w": b.weight(64, 64, dtype=BF16), "count": np.array(3)}
         proto = b.model(nodes, X, {"y": (BF16, ["m", 64])}, weights)
@@ -233,104 +200,85 @@ class TestSubgraphs:
         assert distance(outputs(for_cpu(proto), x=x), np.maximum(h, 0)) < 0.06
 
 
-class TestRefused:
-    def test_bits_of_values(self) -> None:
-        nodes = [*b.matmul_model(dtype=BF16).graph.node, b.node("BitCast", "y", "bits", to=TensorProto.UINT16)]
-        shape = ["batch", "seq", 96]
-        outputs = {"y": (BF16, shape), "bits": (np.uint16, shape)}
-        proto = b.model(
-            nodes, {"x": (BF16, ["batch", "seq", 64])}, outputs, {"w": b.weight(64, 96, dtype=BF16)}, opset=26
-        )
-        with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) takes values for bits"):
-            for_cpu(proto)
+def test_bits_of_values_and_sequences_at_the_ends_are_refused() -> None:
+    nodes = [
+        b.node("MatMul", "x w", "h"),
+        b.node("Relu", "h", "y"),
+        b.node("BitCast", "y", "bits", to=TensorProto.UINT16),
+    ]
+    ends = {**Y, "bits": (np.uint16, ["m", 96])}
+    with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) takes values for bits"):
+        for_cpu(b.model(nodes, X, ends, {"w": b.weight(64, 96, dtype=BF16)}, opset=26))
+    proto = b.matmul_model(dtype=BF16)
+    kind = helper.make_sequence_type_proto(proto.graph.output[0].type)
+    proto.graph.node.append(b.node("SequenceConstruct", "y", "all"))
+    proto.graph.output.append(helper.make_value_info("all", kind))
+    with pytest.raises(ContractError, match="ONNX Runtime refuses it in float32 too: "):
+        for_cpu(proto)
 
-    def test_sequences_at_the_ends(self) -> None:
-        proto = b.matmul_model(dtype=BF16)
-        kind = helper.make_sequence_type_proto(proto.graph.output[0].type)
-        proto.graph.node.append(b.node("SequenceConstruct", "y", "all"))
-        proto.graph.output.append(helper.make_value_info("all", kind))
-        with pytest.raises(ContractError, match="ONNX Runtime refuses it in float32 too: "):
-            for_cpu(proto)
 
-    def test_a_place_that_is_not_known(self) -> None:
-        with pytest.raises(RecipeError, match="runs_on: 'gpu'"):
-            Recipe(runs_on="gpu")
+def test_a_place_that_is_not_known() -> None:
+    with pytest.raises(RecipeError, match="runs_on: 'gpu'"):
+        Recipe(runs_on="gpu")
+
+
+SAID = "runs as a copy that computes in float32 instead of 16 bits"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    return b.save(b.chain_model((64, 128, 64), head=True, dtype=BF16), folder / "m.onnx")
 
 
 class TestOriginals:
     """What runs a bfloat16 model runs a copy of it, and says so."""
 
-    SAID = "runs as a copy that computes in float32 instead of 16 bits"
-
-    @pytest.fixture
-    def original(self, tmp_path: Path) -> Path:
-        return b.save(b.chain_model((64, 128, 64), head=True, dtype=BF16), tmp_path / "m.onnx")
-
-    def test_run(self, original: Path) -> None:
-        found = run_model(original, repeat=1)
-        assert found.timing.outputs["y"].dtype == BF16
-        assert self.SAID in found.note
-
-    def test_verify(self, original: Path) -> None:
-        rewritten, _ = mxfp8_graph.rewrite(original, CPU)
+    def test_run_and_verify(self, original: Path, tmp_path: Path) -> None:
+        ran = run_model(original, repeat=1)
+        assert ran.timing.outputs["y"].dtype == BF16
+        assert SAID in ran.note
+        rewritten, _ = mxfp8_graph.rewrite(original, CPU, output=tmp_path / "cpu.onnx")
         found = mxfp8_graph.verify(original, rewritten)
         assert found.passed, found.failures
         assert 0 < found.outputs[0].rewritten.relative_l2 < 0.06
-        assert f"{original} {self.SAID}" in found.notes[0]
-
-    def test_a_rewritten_model_is_run_as_it_is_or_not_at_all(self, original: Path) -> None:
-        rewritten, _ = mxfp8_graph.rewrite(original, Recipe(fuse=False))
+        assert f"{original} {SAID}" in found.notes[0]
+        rewritten, _ = mxfp8_graph.rewrite(original, Recipe(fuse=False), output=tmp_path / "any.onnx")
         with pytest.raises(BackendError, match=r"Relu.*; rewrite the original with --for cpu"):
             mxfp8_graph.verify(original, rewritten)
+        half = b.save(b.chain_model(dtype=np.float16), tmp_path / "half.onnx")
+        assert run_model(half, repeat=1).note == "", "float16 runs as it is"
 
     def test_compare_with_recipes_of_ours_and_of_others(self, original: Path) -> None:
         found = mxfp8_graph.compare(original, ["mxfp8", "mxint8"], repeat=1)
         assert [row.problem for row in found.rows] == [""] * 3
         assert all(0 < row.scores[0].mean < 0.06 for row in found.rows[1:])
-        assert any(self.SAID in note for note in found.notes), found.notes
+        assert any(SAID in note for note in found.notes), found.notes
 
-    def test_analyze(self, original: Path) -> None:
+    def test_analyze_and_tune(self, original: Path) -> None:
         found = mxfp8_graph.analyze(original)
         assert 0 < found.everything["relative_l2"].mean < 0.06
         assert any("computes in float32 instead of 16 bits" in note for note in found.notes), found.notes
-
-    def test_tune_chooses_a_recipe_that_says_it(self, original: Path) -> None:
-        found = mxfp8_graph.tune(original, budget="cosine>=0.99")
-        assert mxfp8_graph.load_recipe(Path(found.output) / "recipe.yaml").runs_on == "cpu"
-
-    def test_float16_runs_as_it_is(self, tmp_path: Path) -> None:
-        assert run_model(b.save(b.chain_model(dtype=np.float16), tmp_path / "m.onnx"), repeat=1).note == ""
+        tuned = mxfp8_graph.tune(original, budget="cosine>=0.99")
+        assert mxfp8_graph.load_recipe(Path(tuned.output) / "recipe.yaml").runs_on == "cpu"
 
 
-class TestDoctor:
-    """Whether a file loads on a CPU is found out and not promised."""
-
-    @pytest.mark.parametrize("recipe", [Recipe(fuse=False), CPU], ids=["as it is", "for cpu"])
-    def test_a_rewritten_model(self, recipe: Recipe, tmp_path: Path) -> None:
-        source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
-        path, _ = mxfp8_graph.rewrite(source, recipe)
-        found = diagnose_file(path)
-        assert found.state == "ok"
-        assert ("runs everywhere in ONNX Runtime" in found.detail) == (recipe is CPU), found.detail
-        if recipe is not CPU:
-            assert (
-                "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits" in found.detail
-            )
-            assert "--for cpu" in found.advice
-
-    def test_an_original(self, tmp_path: Path) -> None:
-        path = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
-        assert "no MXFP8 in it; does not load on a CPU: " in diagnose_file(path).detail
+def test_the_doctor_finds_out_whether_a_file_loads_on_a_cpu(tmp_path: Path) -> None:
+    source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
+    assert "no MXFP8 in it; does not load on a CPU: " in diagnose_file(source).detail
+    found = diagnose_file(mxfp8_graph.rewrite(source, CPU)[0])
+    assert found.state == "ok"
+    assert "runs everywhere in ONNX Runtime" in found.detail
+    found = diagnose_file(mxfp8_graph.rewrite(source, Recipe(fuse=False), overwrite=True)[0])
+    assert found.state == "ok"
+    assert "runs everywhere in ONNX Runtime" not in found.detail
+    assert "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits" in found.detail
+    assert "--for cpu" in found.advice
 
 
 def lookup_model() -> onnx.ModelProto:
     """Returns relu(table[ids]) and a linear of it, so that there is something to rewrite."""
-    nodes = [
-        b.node("Gather", "table ids", "rows"),
-        b.node("Relu", "rows", "y"),
-        b.node("MatMul", "rows w", "h", "linear"),
-        b.node("Relu", "h", "z"),
-    ]
+    nodes = b.steps("Gather table ids>rows; Relu rows>y; linear:MatMul rows w>h; Relu h>z")
     weights = {"table": b.weight(100, 64, dtype=BF16), "w": b.weight(64, 96, dtype=BF16)}
     ends = {"y": (BF16, ["b", "s", 64]), "z": (BF16, ["b", "s", 96])}
     return b.model(nodes, {"ids": (np.int64, ["b", "s"])}, ends, weights)

@@ -23,22 +23,19 @@ def record_of(proto: onnx.ModelProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in proto.metadata_props}
 
 
-def test_without_fusion_the_file_says_nothing_of_it() -> None:
-    """Versions without fusion wrote just that."""
+def test_the_record_of_a_file_says_whether_nodes_were_fused() -> None:
+    """Versions without fusion wrote just what is written without it."""
     proto, _ = mxfp8_graph.rewrite(language_model(), Recipe(fuse=False))
     record = record_of(proto)["mxfp8_graph.recipe"]
     assert "fuse" not in json.loads(record)
     assert recorded(record) == Recipe(fuse=False)
     assert {f.name for f in proto.functions} == {"MXFP8Gemm", "MXFP8Quantize"}
-
-
-def test_with_fusion_the_record_reads_back() -> None:
     proto, _ = mxfp8_graph.rewrite(chain_model())
     assert recorded(record_of(proto)["mxfp8_graph.recipe"]) == Recipe(name="mxfp8")
     assert {f.name for f in proto.functions} == {"MXFP8FusedGemm", "MXFP8GemmQuantize", "MXFP8Gemm", "MXFP8Quantize"}
 
 
-def test_a_model_rewritten_without_fusion_is_told_so() -> None:
+def test_a_model_that_is_rewritten_already_is_told_what_differs() -> None:
     packed, _ = mxfp8_graph.rewrite(chain_model(), Recipe(name="mxfp8", fuse=False))
     again, report = mxfp8_graph.rewrite(packed)
     assert again is packed
@@ -48,23 +45,17 @@ def test_a_model_rewritten_without_fusion_is_told_so() -> None:
     with terminal.capture() as shown:
         terminal.print(text.closing(report))
     assert "it was rewritten without fusion" in shown.get()
-
-
-def test_a_model_rewritten_with_fusion_has_nothing_to_tell_to_the_same_recipe() -> None:
     packed, _ = mxfp8_graph.rewrite(chain_model())
     assert mxfp8_graph.rewrite(packed)[1].notes == ()
     (note,) = mxfp8_graph.rewrite(packed, Recipe(name="mxfp8", fuse=False))[1].notes
     assert note.startswith("it was rewritten with fusion")
 
 
-def test_a_dry_run_names_what_would_be_fused() -> None:
-    _, report = mxfp8_graph.rewrite(chain_model(), dry_run=True)
-    assert kinds_fused(report) == ["gemm + relu"] * 2 + ["gemm + relu + quantize"]
-    assert ("fused", "2 gemm + relu, 1 gemm + relu + quantize") in data.facts(report)
-
-
-def test_the_page_has_a_table_of_fused_nodes() -> None:
-    _, report = mxfp8_graph.rewrite(chain_model())
+def test_a_report_names_what_is_fused() -> None:
+    for dry_run in (True, False):
+        _, report = mxfp8_graph.rewrite(chain_model(), dry_run=dry_run)
+        assert kinds_fused(report) == ["gemm + relu"] * 2 + ["gemm + relu + quantize"]
+        assert ("fused", "2 gemm + relu, 1 gemm + relu + quantize") in data.facts(report)
     assert "Fused nodes" in report.to_html()
     assert "layers.0.relu" in report.to_html()
 

@@ -8,8 +8,9 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import BATCH, HEADS, HIDDEN, PAST, ROWS, SIZE, attention, decoder, feeds, split, standard
-from builders import node
-from oracle import check_well_formed, kinds, run
+from builders import steps
+from grids import looped
+from oracle import kinds, rewrite, run
 from releases import release
 
 import mxfp8_graph
@@ -25,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 def fused(proto: onnx.ModelProto, recipe: Recipe = EXACT) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
     """Returns the rewritten model, checked, and the attributes and names of its attentions."""
-    result, report = mxfp8_graph.rewrite(proto, recipe)
-    check_well_formed(result)
+    result, report = rewrite(proto, recipe, fuse=True)
     found = [each for each in result.graph.node if each.op_type == "MXFP8Attention"]
     assert [f.kind for f in report.fusions].count("attention") == len(found)
     named = [{a.name: onnx.helper.get_attribute_value(a) for a in each.attribute} for each in found]
@@ -37,7 +37,7 @@ def fused(proto: onnx.ModelProto, recipe: Recipe = EXACT) -> tuple[onnx.ModelPro
 
 def check_same(proto: onnx.ModelProto, given: dict[str, np.ndarray], error: float = 1e-5) -> None:
     """Fails if a model gives something else where attention is fused."""
-    unfused = mxfp8_graph.rewrite(proto, EXACT.without_fusion())[0]
+    unfused = rewrite(proto, EXACT)[0]
     for before, after in zip(run(unfused, given), run(fused(proto)[0], given), strict=True):
         assert before.shape == after.shape
         difference = np.linalg.norm((after - before).astype(F32)) / np.linalg.norm(before.astype(F32))
@@ -48,7 +48,8 @@ def half(value: float = 0.5) -> dict[str, np.ndarray]:
     return {"half": np.array(value, F32)}
 
 
-K_HEADS = [*split("k"), node("Transpose", "k2", "k3", perm=[0, 1, 3, 2])]
+K_HEADS = [*split("k"), *steps("Transpose k2>k3|perm=[0,1,3,2]")]
+TURNED_KEYS = steps("Transpose kh>k2|perm=[0,1,3,2]")
 IN_HEADS = {
     name: (F32, ["batch", HEADS, length, SIZE]) for name, length in (("q2", "rows"), ("kh", "keys"), ("v2", "keys"))
 }
@@ -56,72 +57,64 @@ LOWEST = np.array(np.finfo(F32).min, F32)
 ZERO = {"zero": np.array(0, F32)}
 
 
-def guarded() -> list[onnx.NodeProto]:
-    """Returns a softmax behind which NaN is replaced by zero."""
-    return [
-        node("Softmax", "masked", "w"),
-        node("IsNaN", "w", "nan"),
-        node("Where", "nan zero w", "weights"),
-    ]
-
-
+GUARDED = steps("Softmax masked>w; IsNaN w>nan; Where nan zero w>weights")
+"""A softmax behind which NaN is replaced by zero."""
 CONDITION = {"seen": (np.bool_, ["batch", 1, "rows", "keys"])}
-IN_THREE = [
-    *split("k"),
-    node("Reshape", "k2 three", "k3"),
-    node("Transpose", "k3", "k4", perm=[0, 2, 1]),
-    node("Reshape", "k4 four", "k5"),
-]
+IN_THREE = [*split("k"), *steps("Reshape k2 three>k3; Transpose k3>k4|perm=[0,2,1]; Reshape k4 four>k5")]
 STATIC = {name: (F32, [BATCH, ROWS, HIDDEN]) for name in "qkv"}
 
+
+def mask(text: str, **more: Any) -> onnx.ModelProto:
+    return attention(mask=steps(text), **more)
+
+
+PLAIN = steps("Add scores mask>masked")
+"""The mask where nothing scales the scores."""
+WHERE = {"inputs": CONDITION, "constants": {"lowest": LOWEST}}
 FORMS: dict[str, onnx.ModelProto] = {
     "as BERT": attention(),
-    "without a mask": attention(mask=[], softmax=[node("Softmax", "scaled", "weights")]),
-    "without a scale": attention(scale=[], mask=[node("Add", "scores mask", "masked")]),
-    "scaled by a product": attention(scale=[node("Mul", "half scores", "scaled")], constants=half()),
+    "without a mask": attention(mask=[], softmax=steps("Softmax scaled>weights")),
+    "without a scale": attention(scale=[], mask=PLAIN),
+    "scaled by a product": attention(scale=steps("Mul half scores>scaled"), constants=half()),
     "scaled on both sides": attention(
-        scores=[node("Mul", "q2 half", "q3"), node("Div", "k2 root", "k3"), node("MatMul", "q3 k3", "scores")],
-        scale=[], mask=[node("Add", "scores mask", "masked")], constants=half(),
+        scores=steps("Mul q2 half>q3; Div k2 root>k3; MatMul q3 k3>scores"), scale=[], mask=PLAIN, constants=half()
     ),
-    "scaled before the heads": attention(q=[node("Mul", "q half", "qs"), *split("qs")], constants=half(),
-                                         scores=[node("MatMul", "qs2 k2", "scores")]),
-    "the mask comes first": attention(mask=[node("Add", "mask scaled", "masked")]),
-    "two masks": attention(mask=[node("Add", "scaled mask", "m"), node("Add", "mask2 m", "masked")],
-                           inputs={"mask2": (F32, [1, HEADS, 1, "keys"])}),
-    "a condition and lowest": attention(mask=[node("Where", "seen scaled lowest", "masked")], inputs=CONDITION,
-                                        constants={"lowest": LOWEST}),
-    "a condition and -Inf": attention(mask=[node("Where", "seen scaled lowest", "masked")], inputs=CONDITION,
-                                      constants={"lowest": np.array([-np.inf], F32)}),
-    "a condition the other way": attention(mask=[node("Where", "hidden lowest scaled", "masked")],
-                                           inputs={"hidden": CONDITION["seen"]}, constants={"lowest": LOWEST}),
-    "a condition and a mask": attention(
-        mask=[node("Where", "seen scaled lowest", "m"), node("Add", "m mask", "masked")], inputs=CONDITION,
-        constants={"lowest": LOWEST},
+    "scaled before the heads": attention(
+        q=[*steps("Mul q half>qs"), *split("qs")], constants=half(), scores=steps("MatMul qs2 k2>scores")
     ),
-    "a guard against NaN": attention(softmax=guarded(), constants=ZERO),
-    "keys in heads, then turned": attention(k=K_HEADS, scores=[node("MatMul", "q2 k3", "scores")]),
+    "the mask comes first": mask("Add mask scaled>masked"),
+    "two masks": mask("Add scaled mask>m; Add mask2 m>masked", inputs={"mask2": (F32, [1, HEADS, 1, "keys"])}),
+    "a condition and lowest": mask("Where seen scaled lowest>masked", **WHERE),
+    "a condition and -Inf": mask(
+        "Where seen scaled lowest>masked", inputs=CONDITION, constants={"lowest": np.array([-np.inf], F32)}
+    ),
+    "a condition the other way": mask(
+        "Where hidden lowest scaled>masked", inputs={"hidden": CONDITION["seen"]}, constants={"lowest": LOWEST}
+    ),
+    "a condition and a mask": mask("Where seen scaled lowest>m; Add m mask>masked", **WHERE),
+    "a guard against NaN": attention(softmax=GUARDED, constants=ZERO),
+    "keys in heads, then turned": attention(k=K_HEADS, scores=steps("MatMul q2 k3>scores")),
     "keys turned in three dimensions": attention(
-        k=IN_THREE, scores=[node("MatMul", "q2 k5", "scores")], inputs=STATIC,
+        k=IN_THREE, scores=steps("MatMul q2 k5>scores"), inputs=STATIC,
         constants={"three": np.array([-1, ROWS, SIZE]), "four": np.array([BATCH, HEADS, SIZE, ROWS])},
     ),
-    "inputs in heads": attention(q=[], k=[node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])], v=[], inputs=IN_HEADS),
+    "inputs in heads": attention(q=[], k=TURNED_KEYS, v=[], inputs=IN_HEADS),
     "one head of keys for all": attention(
-        k=[node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])], v=[],
-        inputs={name: (F32, ["batch", 1, "keys", SIZE]) for name in ("kh", "v2")},
+        k=TURNED_KEYS, v=[], inputs={name: (F32, ["batch", 1, "keys", SIZE]) for name in ("kh", "v2")}
     ),
     "rows merged": attention(
-        merge=[node("Transpose", "heads", "apart", perm=[0, 2, 1, 3]), node("Reshape", "apart flat", "a")],
+        merge=steps("Transpose heads>apart|perm=[0,2,1,3]; Reshape apart flat>a"),
         constants={"flat": np.array([-1, HIDDEN])}, outputs={"y": (F32, ["all", HIDDEN])},
     ),
     "reshaped to what it is": attention(
-        merge=[node("Reshape", "heads four", "h"), node("Transpose", "h", "apart", perm=[0, 2, 1, 3]),
-               node("Reshape", "apart merged", "a")], constants={"four": np.array([0, HEADS, -1, SIZE])},
+        merge=steps("Reshape heads four>h; Transpose h>apart|perm=[0,2,1,3]; Reshape apart merged>a"),
+        constants={"four": np.array([0, HEADS, -1, SIZE])},
     ),
-    "the other axis for the last": attention(softmax=[node("Softmax", "masked", "weights", axis=3)]),
+    "the other axis for the last": attention(softmax=steps("Softmax masked>weights|axis=3")),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMS)
+@looped("name", FORMS)
 def test_it_is_one_node_and_gives_the_same(name: str) -> None:
     proto = FORMS[name]
     result, found = fused(proto)
@@ -144,7 +137,7 @@ def test_factors_of_queries_keys_and_scores_become_one_scale() -> None:
     assert fused(FORMS["without a scale"])[1][0]["scale"] == 1
 
 
-@pytest.mark.parametrize(("activations", "dtype"), [("e4m3", 16), ("e5m2", 16), ("bfloat16", 16), ("unchanged", 1)])
+@looped("activations, dtype", [("e4m3", 16), ("e5m2", 16), ("bfloat16", 16), ("unchanged", 1)])
 def test_values_are_rounded_where_the_recipe_rounds_activations(activations: str, dtype: int) -> None:
     assert fused(attention(), Recipe(activations=activations))[1][0]["activation_dtype"] == dtype
 
@@ -152,7 +145,7 @@ def test_values_are_rounded_where_the_recipe_rounds_activations(activations: str
 def test_rounded_to_bfloat16_it_stays_within_that() -> None:
     proto = attention()
     given, recipe = feeds(proto), Recipe(activations="bfloat16")
-    before = run(mxfp8_graph.rewrite(proto, recipe.without_fusion())[0], given)[0]
+    before = run(rewrite(proto, recipe)[0], given)[0]
     after = run(fused(proto, recipe)[0], given)[0]
     cosine = float((before * after).sum() / np.linalg.norm(before) / np.linalg.norm(after))
     assert 1e-4 < np.linalg.norm(after - before) / np.linalg.norm(before) < 2**-7
@@ -169,7 +162,7 @@ def test_rows_that_may_see_nothing_are_what_they_were() -> None:
         assert not np.isnan(y[0, :2]).any()
         if expected is np.isfinite:
             assert np.linalg.norm(y[0, 2] - unfused[0, 2]) < 0.05 * np.linalg.norm(unfused[0, 2])
-    proto = attention(softmax=guarded(), constants=ZERO)
+    proto = attention(softmax=GUARDED, constants=ZERO)
     hidden = np.zeros((BATCH, 1, ROWS, ROWS), F32)
     hidden[0, :, 2] = -np.inf
     y = run(fused(proto)[0], feeds(proto, mask=hidden))[0]
@@ -178,50 +171,47 @@ def test_rows_that_may_see_nothing_are_what_they_were() -> None:
 
 
 def test_half_precision_with_a_softmax_in_float32() -> None:
-    steps = {"softmax": [node("Cast", "masked", "wide", to=1), node("Softmax", "wide", "w32"),
-                         node("Cast", "w32", "weights", to=10)]}  # fmt: skip
-    for proto in (attention(dtype=F16), attention(dtype=F16, **steps)):
+    softmax = steps("Cast masked>wide|to=1; Softmax wide>w32; Cast w32>weights|to=10")
+    for proto in (attention(dtype=F16), attention(dtype=F16, softmax=softmax)):
         assert len(fused(proto)[1]) == 1
         check_same(proto, feeds(proto), error=2e-3)
 
 
-class TestGroupsAndCaches:
-    """Keys and values of fewer heads, and of tokens before."""
+def test_the_node_takes_the_past_and_makes_the_present() -> None:
+    proto = decoder()
+    result, (found,) = fused(proto)
+    assert found["inputs"] == ["q", "k", "v", "mask", "past_k", "past_v"]
+    assert found["outputs"][1:] == ["kc", "vc"]
+    assert (found["q_num_heads"], found["kv_num_heads"]) == (4, 2)
+    assert kinds(result) == {"MXFP8Attention": 1, "MXFP8WeightGemm": 1, "Neg": 1}
+    check_same(proto, feeds(proto))
 
-    def test_the_node_takes_the_past_and_makes_the_present(self) -> None:
-        proto = decoder()
-        result, (found,) = fused(proto)
-        assert found["inputs"] == ["q", "k", "v", "mask", "past_k", "past_v"]
-        assert found["outputs"][1:] == ["kc", "vc"]
-        assert (found["q_num_heads"], found["kv_num_heads"]) == (4, 2)
-        assert kinds(result) == {"MXFP8Attention": 1, "MXFP8WeightGemm": 1, "Neg": 1}
-        check_same(proto, feeds(proto))
 
-    def test_heads_repeated_one_after_another_are_no_groups(self) -> None:
-        """Head 2 meets head 0 of the keys, not head 1: they are taken as they were repeated."""
-        proto = decoder(axis=1)
-        _, (found,) = fused(proto)
-        assert (found["q_num_heads"], found["kv_num_heads"]) == (4, 4)
-        check_same(proto, feeds(proto))
+def test_heads_repeated_one_after_another_are_no_groups() -> None:
+    """Head 2 meets head 0 of the keys, not head 1: they are taken as they were repeated."""
+    proto = decoder(axis=1)
+    _, (found,) = fused(proto)
+    assert (found["q_num_heads"], found["kv_num_heads"]) == (4, 4)
+    check_same(proto, feeds(proto))
 
-    def test_a_present_that_others_read_is_theirs_too(self) -> None:
-        proto = decoder(after=[node("Abs", "kc", "z")], outputs={"z": (F32, [BATCH, 2, ROWS + PAST, SIZE])})
-        assert fused(proto)[1][0]["outputs"][1] == "kc"
-        check_same(proto, feeds(proto))
 
-    def test_a_mask_made_from_the_present_leaves_the_cache_to_the_graph(self) -> None:
-        """The node cannot make what it needs for its mask."""
-        mask = [
-            node("ReduceMean", "kc inner", "m"),
-            node("Transpose", "m", "turned", perm=[0, 1, 3, 2]),
-            node("ReduceMean", "turned second", "of_keys"),
-            node("Add", "scaled of_keys", "masked"),
-        ]
-        proto = decoder(mask=mask, constants={"inner": np.array([3]), "second": np.array([1])})
-        _, (found,) = fused(proto)
-        assert found["outputs"][1:] == ["", ""]
-        assert not {"past_k", "past_v"} & set(found["inputs"])
-        check_same(proto, feeds(proto))
+def test_a_present_that_others_read_is_theirs_too() -> None:
+    proto = decoder(after=steps("Abs kc>z"), outputs={"z": (F32, [BATCH, 2, ROWS + PAST, SIZE])})
+    assert fused(proto)[1][0]["outputs"][1] == "kc"
+    check_same(proto, feeds(proto))
+
+
+def test_a_mask_made_from_the_present_leaves_the_cache_to_the_graph() -> None:
+    """The node cannot make what it needs for its mask."""
+    mask = steps(
+        "ReduceMean kc inner>m; Transpose m>turned|perm=[0,1,3,2]; ReduceMean turned second>of_keys; "
+        "Add scaled of_keys>masked"
+    )
+    proto = decoder(mask=mask, constants={"inner": np.array([3]), "second": np.array([1])})
+    _, (found,) = fused(proto)
+    assert found["outputs"][1:] == ["", ""]
+    assert not {"past_k", "past_v"} & set(found["inputs"])
+    check_same(proto, feeds(proto))
 
 
 STANDARD: dict[str, onnx.ModelProto] = {
@@ -243,7 +233,7 @@ STANDARD: dict[str, onnx.ModelProto] = {
 }
 
 
-@pytest.mark.parametrize("name", STANDARD)
+@looped("name", STANDARD)
 def test_the_standard_op_is_one_node_and_gives_the_same(name: str) -> None:
     proto = STANDARD[name]
     result, (found,) = fused(proto)
@@ -267,23 +257,26 @@ def test_the_standard_op_gives_zero_where_nothing_may_be_seen() -> None:
 
 def test_a_cache_in_front_of_a_causal_op_stays_there() -> None:
     """Behind its own past, the op's last row sees the last key; behind a Concat, row 0 sees key 0 alone."""
-    nodes = [node("Attention", "q2 k2 v2", "heads", is_causal=1)]
-    steps = {name: [*split(name)[:1], node("Transpose", f"{name}1", f"{name}n", perm=[0, 2, 1, 3]),
-                    node("Concat", f"past_{name} {name}n", f"{name}2", axis=2)] for name in "kv"}  # fmt: skip
+    own = {
+        name: steps(
+            f"Reshape {name} split>{name}1; Transpose {name}1>{name}n|perm=[0,2,1,3]; "
+            f"Concat past_{name} {name}n>{name}2|axis=2"
+        )
+        for name in "kv"
+    }
     past = {f"past_{name}": (F32, ["batch", HEADS, "past", SIZE]) for name in "kv"}
     empty = dict.fromkeys(("scores", "scale", "mask", "softmax"), ())
-    proto = attention(**{**empty, **steps}, values=nodes, inputs=past, opset=23)
+    values = steps("Attention q2 k2 v2>heads|is_causal=1")
+    proto = attention(**{**empty, **own}, values=values, inputs=past, opset=23)
     _, (found,) = fused(proto)
     assert found["outputs"][1:] == ["", ""]
     check_same(proto, feeds(proto))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@looped("turned", [False, True])
 def test_onnx_runtimes_product_is_one_too(turned: bool) -> None:
     """Its optimizer puts scales and transposes into products."""
-    proto = attention(
-        k=split("k") if turned else split("k", (0, 2, 3, 1)), scale=[], mask=[node("Add", "scores mask", "masked")]
-    )
+    proto = attention(k=split("k") if turned else split("k", (0, 2, 3, 1)), scale=[], mask=PLAIN)
     product = next(each for each in proto.graph.node if each.output[0] == "scores")
     product.op_type, product.domain = "FusedMatMul", "com.microsoft"
     product.attribute.extend(onnx.helper.make_attribute(*each) for each in (("alpha", 0.3), ("transB", int(turned))))
@@ -300,47 +293,46 @@ def output(name: str, *shape: Any) -> dict[str, Any]:
 
 
 SCORES = ("batch", HEADS, "rows", "keys")
+KEY_MASK = output("key_mask", 1, 1, "rows", 1)
 NEAR_MISSES: dict[str, onnx.ModelProto] = {
-    "another axis of the softmax": attention(softmax=[node("Softmax", "masked", "weights", axis=2)]),
+    "another axis of the softmax": attention(softmax=steps("Softmax masked>weights|axis=2")),
     "another order of the result's axes": attention(
-        merge=[node("Transpose", "heads", "apart", perm=[0, 2, 3, 1]), node("Reshape", "apart merged", "a")]
+        merge=steps("Transpose heads>apart|perm=[0,2,3,1]; Reshape apart merged>a")
     ),
-    "the result stays in heads": attention(merge=[node("Reshape", "heads merged", "a")], inputs=STATIC,
-                                           constants={"merged": np.array([BATCH, ROWS, HIDDEN])}),
+    "the result stays in heads": attention(
+        merge=steps("Reshape heads merged>a"), inputs=STATIC, constants={"merged": np.array([BATCH, ROWS, HIDDEN])}
+    ),
     "keys that are not turned": attention(
         k=split("k", (0, 2, 1, 3)), inputs={n: (F32, [BATCH, SIZE, HIDDEN]) for n in "qkv"},
         constants={"split": np.array([BATCH, SIZE, HEADS, SIZE])},
     ),
-    "a soft cap": attention(scale=[node("Tanh", "scores", "t"), node("Div", "t root", "scaled")]),
-    "scaled after the mask": attention(scale=[node("Add", "scores mask", "s")], mask=[node("Div", "s root", "masked")]),
-    "a scale that is computed": attention(scale=[node("Mul", "scores scale", "scaled")], inputs={"scale": (F32, [])}),
+    "a soft cap": attention(scale=steps("Tanh scores>t; Div t root>scaled")),
+    "scaled after the mask": attention(scale=steps("Add scores mask>s"), mask=steps("Div s root>masked")),
+    "a scale that is computed": attention(scale=steps("Mul scores scale>scaled"), inputs={"scale": (F32, [])}),
     "a scale per head": attention(constants={"root": np.full((HEADS, 1, 1), 4, F32)}),
     "divided by zero": attention(constants={"root": np.array(0, F32)}),
-    "a mask after the softmax": attention(softmax=[node("Softmax", "scaled", "w"), node("Mul", "w mask", "weights")],
-                                          mask=[]),
-    "a condition and a number that counts": attention(
-        mask=[node("Where", "seen scaled low", "masked")], inputs=CONDITION, constants={"low": np.array(-1e4, F32)}
+    "a mask after the softmax": attention(softmax=steps("Softmax scaled>w; Mul w mask>weights"), mask=[]),
+    "a condition and a number that counts": mask(
+        "Where seen scaled low>masked", inputs=CONDITION, constants={"low": np.array(-1e4, F32)}
     ),
-    "a guard that puts 1": attention(softmax=guarded(), constants={"zero": np.array(1, F32)}),
+    "a guard that puts 1": attention(softmax=GUARDED, constants={"zero": np.array(1, F32)}),
     "a guard of something else": attention(
-        softmax=[node("Softmax", "masked", "w"), node("IsNaN", "scaled", "n"), node("Where", "n zero w", "weights")],
-        constants=ZERO,
+        softmax=steps("Softmax masked>w; IsNaN scaled>n; Where n zero w>weights"), constants=ZERO
     ),
     "scores that are returned": attention(outputs=output("scores", *SCORES)),
     "weights that are returned": attention(outputs=output("weights", *SCORES)),
-    "weights that something else needs": attention(after=[node("Abs", "weights", "z")], outputs=output("z", *SCORES)),
+    "weights that something else needs": attention(after=steps("Abs weights>z"), outputs=output("z", *SCORES)),
     "heads that something else needs": attention(
-        after=[node("Abs", "heads", "z")], outputs=output("z", "batch", HEADS, "rows", SIZE)
+        after=steps("Abs heads>z"), outputs=output("z", "batch", HEADS, "rows", SIZE)
     ),
     "a batch of its own": attention(inputs={n: (F32, ["other", "keys", HIDDEN]) for n in "kv"}),
     "heads of unknown number": attention(
-        q=[], k=[node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])], v=[],
-        inputs={n: (F32, ["batch", "heads", "keys", SIZE]) for n in ("q2", "kh", "v2")},
+        q=[], k=TURNED_KEYS, v=[], inputs={n: (F32, ["batch", "heads", "keys", SIZE]) for n in ("q2", "kh", "v2")}
     ),
     "a mask that makes more of one batch": attention(
         inputs={n: (F32, [1, "rows", HIDDEN]) for n in "qkv"} | {"mask": (F32, ["batch", 1, "rows", "rows"])}
     ),
-    "the standard op's mask of one key": standard("q k v key_mask", shapes=output("key_mask", 1, 1, "rows", 1)),
+    "the standard op's mask of one key": standard("q k v key_mask", shapes=KEY_MASK),
     "the standard op's mask of integers": standard(
         "q k v int_mask", shapes={"int_mask": (np.int32, ["batch", 1, "rows", "keys"])}
     ),
@@ -349,7 +341,7 @@ NEAR_MISSES: dict[str, onnx.ModelProto] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
+@looped("name", NEAR_MISSES)
 def test_what_merely_looks_like_it_is_left_alone(name: str) -> None:
     proto = NEAR_MISSES[name]
     result, found = fused(proto)
@@ -361,7 +353,7 @@ def test_what_merely_looks_like_it_is_left_alone(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("products", [{"attention_scores": True}, {"attention_values": True}, {"fp8_dpa": True}])
+@looped("products", [{"attention_scores": True}, {"attention_values": True}, {"fp8_dpa": True}])
 def test_products_that_are_quantized_stay_gemms(products: dict[str, bool]) -> None:
     result, found = fused(attention(), Recipe(min_dim=0, **products))
     assert not found
@@ -374,7 +366,7 @@ def test_without_fusion_it_stays() -> None:
     assert report.fusions == ()
 
 
-@pytest.mark.parametrize(("recipe", "how"), [("mxfp8", "rounded to bfloat16"), ("mxfp8-weight-only", "not rounded")])
+@looped("recipe, how", [("mxfp8", "rounded to bfloat16"), ("mxfp8-weight-only", "not rounded")])
 def test_a_product_that_is_fused_says_so(recipe: str, how: str) -> None:
     report = mxfp8_graph.rewrite(attention(), load_recipe(recipe).setting(["min_dim=0"]))[1]
     assert [site.decision.reason for site in report.kept] == [

@@ -10,10 +10,10 @@ import onnx
 import pytest
 from attention_models import HEADS, HIDDEN, SIZE, attention, decoder, feeds, split, standard
 from builders import node, value
+from grids import looped, pairwise
 from onnx import helper, numpy_helper
-from oracle import check_well_formed, run
+from oracle import rewrite, run
 
-import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.onnx_model.walk import iter_graphs
 
@@ -75,9 +75,8 @@ def check(proto: onnx.ModelProto, fused: int, given: Mapping[str, np.ndarray], e
 
     Where none is, the report says of its products why they are kept.
     """
-    unfused = mxfp8_graph.rewrite(proto, EXACT.without_fusion())[0]
-    result, report = mxfp8_graph.rewrite(proto, EXACT)
-    check_well_formed(result)
+    unfused = rewrite(proto, EXACT)[0]
+    result, report = rewrite(proto, EXACT, fuse=True)
     main, *inner = ([n.op_type for n in graph.node].count("MXFP8Attention") for graph in iter_graphs(result.graph))
     assert (main, sum(inner)) == (0, fused)
     assert [fusion.kind for fusion in report.fusions].count("attention") == fused
@@ -90,9 +89,7 @@ def check(proto: onnx.ModelProto, fused: int, given: Mapping[str, np.ndarray], e
     return result
 
 
-@pytest.mark.parametrize("yes", [True, False])
-@pytest.mark.parametrize("stored_inside", [True, False])
-@pytest.mark.parametrize("opset", [21, 23])
+@looped("yes, stored_inside, opset", pairwise(yes=[True, False], stored_inside=[True, False], opset=[21, 23]))
 def test_in_a_branch_it_is_one_node(yes: bool, stored_inside: bool, opset: int) -> None:
     proto = attention() if opset == 21 else standard("q k v bool_mask")
     given = feeds(proto)
@@ -109,7 +106,7 @@ def test_heads_of_the_graph_outside_are_read_from_there() -> None:
     assert [each.op_type for each in result.graph.node][:6] == ["Reshape", "Transpose"] * 3
 
 
-@pytest.mark.parametrize("outside", [6, 7, 9, 10, 11])
+@looped("outside", [6, 7, 9, 10, 11])
 def test_what_begins_outside_and_ends_inside_is_left_alone(outside: int) -> None:
     """The border is behind the transposed keys, the scores, the masked ones, the softmax or the values."""
     proto = attention()
@@ -120,11 +117,10 @@ def test_what_begins_outside_and_ends_inside_is_left_alone(outside: int) -> None
 def test_weights_that_a_branch_returns_are_kept() -> None:
     proto = attention(outputs={"weights": (F32, ["batch", HEADS, "rows", "keys"])})
     given = {**feeds(proto), "yes": np.array(True)}
-    proto = in_branch(proto)
-    check(proto, 0, given)
+    check(in_branch(proto), 0, given)
 
 
-@pytest.mark.parametrize(("heads", "fused"), [(HEADS, 2), (HEADS // 2, 0)])
+@looped("heads, fused", [(HEADS, 2), (HEADS // 2, 0)])
 def test_branches_that_call_their_values_by_the_same_names(heads: int, fused: int) -> None:
     """Where a name stands for values of two shapes, nothing is known of either."""
     proto = attention()
@@ -140,7 +136,7 @@ def test_branches_that_call_their_values_by_the_same_names(heads: int, fused: in
         check(proto, fused, {**given, "yes": np.array(yes)})
 
 
-@pytest.mark.parametrize("opset", [21, 23])
+@looped("opset", [21, 23])
 def test_in_a_loop_it_is_one_node(opset: int) -> None:
     """Each round's result is the next one's queries."""
     proto = attention() if opset == 21 else standard("q k v bool_mask")

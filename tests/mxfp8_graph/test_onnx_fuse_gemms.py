@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import node, weight
+from builders import node, steps, weight
 from fused_models import F32, MICROSOFT, activated, both_ways, check_same, graph_model, kinds_fused
+from grids import looped, pairwise
 from oracle import kinds
 
 from mxfp8_graph.onnx_pass.fuse.graph_view import attribute
@@ -48,12 +49,6 @@ GELU_TANH = {
 }
 
 
-def chain(text: str) -> list[onnx.NodeProto]:
-    """Returns nodes written as "Op inputs>output; ..."."""
-    steps = (step.strip().split(" ", 1) for step in text.split(";"))
-    return [node(op, *rest.split(">")) for op, rest in steps]
-
-
 def epilogue_of(model: onnx.ModelProto) -> Any:
     (gemm,) = (n for n in model.graph.node if n.name == "linear")
     return attribute(gemm, "epilogue", None)
@@ -63,12 +58,11 @@ OPS = {
     "relu": [node("Relu", "h", "y")],
     "gelu": [node("Gelu", "h", "y")],
     "gelu_tanh": [node("Gelu", "h", "y", approximate="tanh")],
-    "silu": chain("Sigmoid h>s; Mul h s>y"),
+    "silu": steps("Sigmoid h>s; Mul h s>y"),
 }
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-bf16", "mxfp8-weight-only"])
-@pytest.mark.parametrize("epilogue", OPS)
+@looped("epilogue, recipe", pairwise(epilogue=list(OPS), recipe=["mxfp8", "mxfp8-bf16", "mxfp8-weight-only"]))
 def test_an_activation_is_part_of_the_gemm(epilogue: str, recipe: str) -> None:
     proto = activated(*OPS[epilogue])
     fused, plain, report = both_ways(proto, recipe)
@@ -79,21 +73,18 @@ def test_an_activation_is_part_of_the_gemm(epilogue: str, recipe: str) -> None:
     check_same(proto, fused, plain)
 
 
-@pytest.mark.parametrize(
-    ("epilogue", "form"),
-    [*((("gelu", form)) for form in GELU), *((("gelu_tanh", form)) for form in GELU_TANH)],
-)
+@looped("epilogue, form", [*(("gelu", form) for form in GELU), *(("gelu_tanh", form) for form in GELU_TANH)])
 def test_a_decomposed_gelu_is_one(epilogue: str, form: str) -> None:
     text, numbers = (GELU if epilogue == "gelu" else GELU_TANH)[form]
-    proto = activated(*chain(text), **numbers)
+    proto = activated(*steps(text), **numbers)
     fused, plain, _ = both_ways(proto)
     assert (epilogue_of(fused), len(fused.graph.node)) == (epilogue, 2)
     assert {t.name for t in fused.graph.initializer} == {"w_mxfp8", "w_mxfp8_scales", "b"}
     check_same(proto, fused, plain)
 
 
-@pytest.mark.parametrize(
-    ("op", "attributes", "epilogue"),
+@looped(
+    "op, attributes, epilogue",
     [("Gelu", {}, "gelu"), ("FastGelu", {}, "gelu_tanh"), ("QuickGelu", {"alpha": 1.0}, "silu")],
 )
 def test_ops_of_onnx_runtime(op: str, attributes: dict[str, Any], epilogue: str) -> None:
@@ -105,7 +96,7 @@ def test_ops_of_onnx_runtime(op: str, attributes: dict[str, Any], epilogue: str)
 
 def test_constants_rounded_to_float16_are_those_of_gelu() -> None:
     text, numbers = GELU_TANH["cube by Pow"]
-    fused, _, _ = both_ways(activated(*chain(text), dtype=np.float16, **numbers))
+    fused, _, _ = both_ways(activated(*steps(text), dtype=np.float16, **numbers))
     assert epilogue_of(fused) == "gelu_tanh"
 
 
@@ -126,22 +117,18 @@ def test_the_fused_gemm_is_the_gemm_that_reports_name() -> None:
 
 NEAR_MISSES = {
     "the sums are an output": activated(node("Relu", "h", "y"), outputs=("y", "h")),
-    "the sums have another reader": activated(node("Relu", "h", "r"), node("Neg", "h", "s"), node("Add", "r s", "y")),
-    "a step is an output": activated(*chain("Sigmoid h>s; Mul h s>y"), outputs=("y", "s")),
-    "another slope": activated(*chain("Mul h slope>t; Sigmoid t>s; Mul h s>y"), slope=1.702),
-    "another root": activated(*chain(GELU["the half on the sum"][0]), root=1.5, one=1, half=0.5),
+    "the sums have another reader": activated(*steps("Relu h>r; Neg h>s; Add r s>y")),
+    "a step is an output": activated(*steps("Sigmoid h>s; Mul h s>y"), outputs=("y", "s")),
+    "another slope": activated(*steps("Mul h slope>t; Sigmoid t>s; Mul h s>y"), slope=1.702),
+    "another root": activated(*steps(GELU["the half on the sum"][0]), root=1.5, one=1, half=0.5),
     "another function": activated(node("Tanh", "h", "y")),
     "a gelu of ONNX Runtime that is not exact": activated(node("QuickGelu", "h", "y", domain=MICROSOFT)),
-    "the constant has a dimension more": activated(*chain("Mul h one>t; Relu t>y"), one=[[[1.0]]], rank=3),
-    "a Cast is between": activated(
-        node("Cast", "h", "c", to=onnx.TensorProto.DOUBLE),
-        node("Relu", "c", "r"),
-        node("Cast", "r", "y", to=onnx.TensorProto.FLOAT),
-    ),
+    "the constant has a dimension more": activated(*steps("Mul h one>t; Relu t>y"), one=[[[1.0]]], rank=3),
+    "a Cast is between": activated(*steps("Cast h>c|to=11; Relu c>r; Cast r>y|to=1")),
 }
 
 
-@pytest.mark.parametrize("case", NEAR_MISSES)
+@looped("case", NEAR_MISSES)
 def test_what_is_no_activation_of_a_gemm_stays(case: str) -> None:
     fused, plain, report = both_ways(NEAR_MISSES[case])
     assert report.fusions == ()
@@ -155,7 +142,7 @@ def test_a_gemm_that_onnx_runtime_may_run_in_float32_stays() -> None:
 
 
 def test_a_scaled_relu_is_fused_up_to_the_relu() -> None:
-    proto = activated(*chain("Relu h>r; Mul r half>y"), half=0.5)
+    proto = activated(*steps("Relu h>r; Mul r half>y"), half=0.5)
     fused, plain, _ = both_ways(proto)
     assert kinds(fused) == {"MXFP8Quantize": 1, "MXFP8FusedGemm": 1, "Mul": 1}
     check_same(proto, fused, plain)
@@ -164,26 +151,17 @@ def test_a_scaled_relu_is_fused_up_to_the_relu() -> None:
 def gated(product: str = "s u", up: str = "x", dtype: Any = F32, **more: Any) -> onnx.ModelProto:
     """Returns y = silu(x @ g) * (up @ v)."""
     weights = {"g": weight(64, 96, dtype=dtype), "v": weight(64, 96, seed=1, dtype=dtype)}
-    nodes = [
-        node("MatMul", "x g", "h", "gate"),
-        *chain("Sigmoid h>t; Mul h t>s"),
-        node("MatMul", f"{up} v", "u", "up"),
-        node("Mul", product, "y"),
-    ]
+    nodes = steps(f"gate:MatMul x g>h; Sigmoid h>t; Mul h t>s; up:MatMul {up} v>u; Mul {product}>y")
     return graph_model(nodes, weights, dtype=dtype, **more)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-weight-only"])
-@pytest.mark.parametrize("product", ["s u", "u s"])
+@looped("product, recipe", [("s u", "mxfp8"), ("u s", "mxfp8-weight-only")])
 def test_a_gate_is_part_of_the_gemm(product: str, recipe: str) -> None:
     proto = gated(product)
     fused, plain, report = both_ways(proto, recipe)
     op = "MXFP8{}Gemm" if recipe == "mxfp8" else "MXFP8{}WeightGemm"
-    assert kinds(fused) == {
-        **({"MXFP8Quantize": 1} if recipe == "mxfp8" else {}),
-        op.format(""): 1,
-        op.format("Gated"): 1,
-    }
+    quantize = {"MXFP8Quantize": 1} if recipe == "mxfp8" else {}
+    assert kinds(fused) == {**quantize, op.format(""): 1, op.format("Gated"): 1}
     assert kinds_fused(report) == ["gemm + silu", "gemm + silu + gate"]
     check_same(proto, fused, plain)
 
@@ -199,14 +177,6 @@ def test_a_gate_of_a_gemm_with_a_bias() -> None:
     check_same(proto, fused, plain)
 
 
-@pytest.mark.parametrize(
-    "proto",
-    [
-        gated(up="z", inputs={"x": ["batch", 64], "z": [None, 64]}),
-        gated(dtype=np.float16),
-    ],
-    ids=["other rows", "float16"],
-)
-def test_a_gate_that_may_be_repeated_or_run_in_float32_stays(proto: onnx.ModelProto) -> None:
-    _, _, report = both_ways(proto)
-    assert kinds_fused(report) == ["gemm + silu"]
+def test_a_gate_that_may_be_repeated_or_run_in_float32_stays() -> None:
+    for proto in (gated(up="z", inputs={"x": ["batch", 64], "z": [None, 64]}), gated(dtype=np.float16)):
+        assert kinds_fused(both_ways(proto)[2]) == ["gemm + silu"]

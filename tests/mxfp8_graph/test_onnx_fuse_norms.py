@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import node, weight
+from builders import node, steps, weight
 from fused_models import F32, MICROSOFT, both_ways, check_same, graph_model, kinds_fused, normalized
+from grids import looped
 from oracle import kinds
-from test_onnx_fuse_gemms import chain
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
@@ -26,29 +26,27 @@ RMS_NUMBERS = {"two": 2, "e": 1e-6, "last": LAST, "scale": SCALE}
 
 FORMS: dict[str, tuple[str, list[onnx.NodeProto], dict[str, Any]]] = {
     "LayerNormalization": (
-        "layer",
-        [node("LayerNormalization", "x scale bias", "n", epsilon=1e-6)],
-        {"scale": SCALE, "bias": BIAS},
+        "layer", steps("LayerNormalization x scale bias>n|epsilon=1e-6"), {"scale": SCALE, "bias": BIAS},
     ),
-    "without a bias": ("layer", [node("LayerNormalization", "x scale", "n", axis=1)], {"scale": SCALE}),
-    "RMSNormalization": ("rms", [node("RMSNormalization", "x scale", "n", epsilon=1e-6)], {"scale": SCALE}),
-    "Reciprocal": ("rms", chain(RMS + "Reciprocal r>i; Mul x i>c; Mul scale c>n"), RMS_NUMBERS),
-    "one by the root": ("rms", chain(RMS + "Div one r>i; Mul i x>c; Mul c scale>n"), {**RMS_NUMBERS, "one": 1}),
-    "Div": ("rms", chain(RMS + "Div x r>c; Mul c scale>n"), RMS_NUMBERS),
+    "without a bias": ("layer", steps("LayerNormalization x scale>n|axis=1"), {"scale": SCALE}),
+    "RMSNormalization": ("rms", steps("RMSNormalization x scale>n|epsilon=1e-6"), {"scale": SCALE}),
+    "Reciprocal": ("rms", steps(RMS + "Reciprocal r>i; Mul x i>c; Mul scale c>n"), RMS_NUMBERS),
+    "one by the root": ("rms", steps(RMS + "Div one r>i; Mul i x>c; Mul c scale>n"), {**RMS_NUMBERS, "one": 1}),
+    "Div": ("rms", steps(RMS + "Div x r>c; Mul c scale>n"), RMS_NUMBERS),
     "a power": (
         "rms",
-        chain("Mul x x>p; ReduceMean p last>m0; Add e m0>v; Pow v power>i; Mul x i>c; Mul c scale>n"),
+        steps("Mul x x>p; ReduceMean p last>m0; Add e m0>v; Pow v power>i; Mul x i>c; Mul c scale>n"),
         {"power": -0.5, "e": 1e-6, "last": LAST, "scale": SCALE},
     ),
     "decomposed LayerNorm": (
         "layer",
-        chain(
+        steps(
             "ReduceMean x last>a; Sub x a>d; Pow d two>p; ReduceMean p last>m0; Add m0 e>v; Sqrt v>r; Div d r>c; "
             "Mul c scale>s; Add s bias>n"
         ),
         {**RMS_NUMBERS, "bias": BIAS},
     ),
-}
+}  # fmt: skip
 
 
 def fused_node(model: onnx.ModelProto) -> onnx.NodeProto:
@@ -56,7 +54,7 @@ def fused_node(model: onnx.ModelProto) -> onnx.NodeProto:
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
+@looped("form", FORMS)
 def test_a_norm_is_part_of_the_quantization(form: str) -> None:
     kind, nodes, arrays = FORMS[form]
     proto = normalized(*nodes, **arrays)
@@ -85,12 +83,8 @@ def test_the_rms_norm_of_onnx_runtime() -> None:
 
 
 def test_a_model_in_float16_with_its_casts() -> None:
-    nodes = [
-        node("Cast", "x", "x32", to=onnx.TensorProto.FLOAT),
-        *chain(RMS.replace(" x ", " x32 ") + "Reciprocal r>i; Mul x32 i>c"),
-        node("Cast", "c", "c16", to=onnx.TensorProto.FLOAT16),
-        node("Mul", "scale c16", "n"),
-    ]
+    text = RMS.replace(" x ", " x32 ") + "Reciprocal r>i; Mul x32 i>c; Cast c>c16|to=10; Mul scale c16>n"
+    nodes = steps("Cast x>x32|to=1; " + text)
     proto = normalized(*nodes, dtype=np.float16, **RMS_NUMBERS)
     for name in ("two", "e"):
         tensor = next(t for t in proto.graph.initializer if t.name == name)
@@ -103,14 +97,8 @@ def test_a_model_in_float16_with_its_casts() -> None:
 def sum_model(*after: onnx.NodeProto, outputs: tuple[str, ...] = ("y",), z: Any = ("batch", 64)) -> onnx.ModelProto:
     """Returns y = -(norm(x + z) @ w)."""
     weights = {"w": weight(64, 96), "scale": SCALE.astype(F32), "bias": BIAS.astype(F32)}
-    nodes = [
-        node("Add", "x z", "t", "sum"),
-        node("LayerNormalization", "t scale bias", "n", "norm"),
-        node("MatMul", "n w", "m", "linear"),
-        node("Neg", "m", "y"),
-        *after,
-    ]
-    return graph_model(nodes, weights, outputs=outputs, inputs={"x": ["batch", 64], "z": z})
+    text = "sum:Add x z>t; norm:LayerNormalization t scale bias>n; linear:MatMul n w>m; Neg m>y"
+    return graph_model([*steps(text), *after], weights, outputs=outputs, inputs={"x": ["batch", 64], "z": z})
 
 
 def test_a_sum_is_part_of_the_norm() -> None:
@@ -122,10 +110,7 @@ def test_a_sum_is_part_of_the_norm() -> None:
     check_same(proto, fused, plain, limit=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("outputs", "wanted"),
-    [(("y", "t"), ["", "t"]), (("y", "n"), ["n", ""]), (("y", "n", "t"), ["n", "t"])],
-)
+@looped("outputs, wanted", [(("y", "t"), ["", "t"]), (("y", "n"), ["n", ""]), (("y", "n", "t"), ["n", "t"])])
 def test_what_others_read_is_an_output(outputs: tuple[str, ...], wanted: list[str]) -> None:
     proto = sum_model(outputs=outputs)
     fused, plain, _ = both_ways(proto)
@@ -148,7 +133,7 @@ def test_a_sum_that_repeats_one_side_stays() -> None:
     check_same(proto, fused, plain, limit=2e-3)
 
 
-@pytest.mark.parametrize("op", ["SkipLayerNormalization", "SkipSimplifiedLayerNormalization"])
+@looped("op", ["SkipLayerNormalization", "SkipSimplifiedLayerNormalization"])
 def test_a_sum_and_norm_of_onnx_runtime(op: str) -> None:
     proto = sum_model(outputs=("y", "t"))
     proto.graph.node[1].CopyFrom(node(op, "x z scale", "n   t".replace("   ", " mean deviation "), domain=MICROSOFT))
@@ -171,27 +156,23 @@ def test_two_formats_of_one_norm() -> None:
 
 
 NEAR_MISSES: dict[str, onnx.ModelProto] = {
-    "another axis": normalized(
-        node("LayerNormalization", "x scale", "n", axis=0), scale=np.broadcast_to(SCALE, (5, 64))
-    ),
-    "the mean is read": normalized(node("LayerNormalization", "x scale", "n mean"), scale=SCALE, outputs=("y", "mean")),
-    "a scale that is computed": normalized(
-        node("Abs", "scale0", "scale"), node("LayerNormalization", "x scale", "n"), scale0=SCALE
-    ),
-    "a scale of one number": normalized(node("RMSNormalization", "x scale", "n"), scale=np.ones(1)),
+    "another axis": normalized(*steps("LayerNormalization x scale>n|axis=0"), scale=np.broadcast_to(SCALE, (5, 64))),
+    "the mean is read": normalized(*steps("LayerNormalization x scale>n mean"), scale=SCALE, outputs=("y", "mean")),
+    "a scale that is computed": normalized(*steps("Abs s0>scale; LayerNormalization x scale>n"), s0=SCALE),
+    "a scale of one number": normalized(*steps("RMSNormalization x scale>n"), scale=np.ones(1)),
     "an epsilon that is computed": normalized(
-        node("Abs", "e0", "e"), *FORMS["Div"][1], e0=1e-6, two=2, last=LAST, scale=SCALE
+        *steps("Abs e0>e"), *FORMS["Div"][1], e0=1e-6, two=2, last=LAST, scale=SCALE
     ),
     "a mean over rows": normalized(*FORMS["Div"][1], **{**RMS_NUMBERS, "last": np.array([0])}),
     "another power": normalized(*FORMS["Div"][1], **{**RMS_NUMBERS, "two": 4}),
     "a step is an output": normalized(*FORMS["Div"][1], **RMS_NUMBERS, outputs=("y", "c")),
     "a bias that is computed": normalized(
-        node("Abs", "bias0", "bias"), node("LayerNormalization", "x scale bias", "n"), scale=SCALE, bias0=BIAS
+        *steps("Abs b0>bias; LayerNormalization x scale bias>n"), scale=SCALE, b0=BIAS
     ),
 }
 
 
-@pytest.mark.parametrize("case", NEAR_MISSES)
+@looped("case", NEAR_MISSES)
 def test_what_is_no_norm_of_rows_stays(case: str) -> None:
     fused, plain, report = both_ways(NEAR_MISSES[case])
     assert report.fusions == ()

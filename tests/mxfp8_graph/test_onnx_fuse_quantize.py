@@ -10,6 +10,7 @@ import onnx
 import pytest
 from builders import node, weight
 from fused_models import activated, both_ways, feeds_of, kinds_fused
+from grids import looped
 from onnx import helper, numpy_helper
 from oracle import kinds, run
 from test_onnx_fuse_gemms import OPS
@@ -57,8 +58,7 @@ def apart(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "ocp"])
-@pytest.mark.parametrize("epilogue", OPS)
+@looped("epilogue, recipe", [("relu", "ocp"), *((epilogue, "mxfp8") for epilogue in OPS)])
 def test_what_an_activation_gives_is_quantized_by_the_gemm(epilogue: str, recipe: str) -> None:
     proto = between(epilogue=epilogue)
     fused, plain, report = both_ways(proto, recipe)
@@ -86,7 +86,7 @@ NEAR_MISSES = {
 }
 
 
-@pytest.mark.parametrize("case", NEAR_MISSES)
+@looped("case", NEAR_MISSES)
 def test_what_else_is_needed_is_quantized_apart(case: str) -> None:
     fused, _, report = both_ways(NEAR_MISSES[case])
     assert kinds_fused(report) == ["gemm + gelu"]

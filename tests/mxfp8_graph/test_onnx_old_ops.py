@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from builders import model, node, value
+from builders import model, node, steps, value
+from grids import looped
 from old_op_forms import FORMS, INPUTS, Form, form, old_model
 from onnx import helper, numpy_helper
 from upgraded_models import X, differences, run, upgraded, with_linear
@@ -18,7 +19,7 @@ from mxfp8_ops.errors import ContractError
 F32 = np.float32
 
 
-@pytest.mark.parametrize("opset", range(7, 21))
+@looped("opset", range(7, 21))
 def test_every_form_computes_what_it_did(opset: int) -> None:
     proto, feeds, labels = old_model([each for each in FORMS if each.first <= opset <= each.last], opset)
     rewritten, report = upgraded(proto)
@@ -27,32 +28,25 @@ def test_every_form_computes_what_it_did(opset: int) -> None:
     assert differences(labels, run(with_linear(proto), feeds), run(rewritten, feeds)) == {}
 
 
+RESIZE = "it enlarges one axis and shrinks another, and rounds either its own way"
+GROUPS = form("GroupNormalization", "image channels channels", num_groups=2)
+
+
 def refusal(each: Form, opset: int) -> str:
     with pytest.raises(ContractError) as caught:
         upgraded(old_model([each], opset)[0])
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("each", "opset", "needed", "why"),
+@looped(
+    "each, opset, needed, why",
     [
         (form("Hardmax", "x"), 12, 13, "it was over all axes from 1 on"),
         (form("Hardmax", "x", axis=0), 7, 13, "it was over all axes from 0 on"),
         (form("PRelu", "x slope"), 6, 7, "its slopes were per channel"),
-        (
-            form("Resize", "image tall"),
-            10,
-            11,
-            "it enlarges one axis and shrinks another, and rounds either its own way",
-        ),
-        (
-            form("GroupNormalization", "image channels channels", num_groups=2),
-            20,
-            21,
-            "its scale and bias were per group",
-        ),
+        (form("Resize", "image tall"), 10, 11, RESIZE),
+        (GROUPS, 20, 21, "its scale and bias were per group"),
     ],
-    ids=lambda value: value.op if isinstance(value, Form) else None,
 )
 def test_what_the_converter_would_change_is_refused(each: Form, opset: int, needed: int, why: str) -> None:
     assert refusal(each, opset) == (
@@ -70,7 +64,7 @@ def test_what_the_converter_refuses_is_named() -> None:
     assert message.endswith("; expected opset 21 or above; export the model again with one")
 
 
-@pytest.mark.parametrize(("op", "opset"), [("ATen", 9), ("ImageScaler", 8), ("Where", 8)])
+@looped("op, opset", [("ATen", 9), ("ImageScaler", 8), ("Where", 8)])
 def test_an_op_that_the_opset_has_not_is_named(op: str, opset: int) -> None:
     assert refusal(form(op, "x"), opset) == (
         f"model: node '{op} x' ({op}): opset {opset} of the model has no such op, so that it cannot be converted to "
@@ -79,12 +73,8 @@ def test_an_op_that_the_opset_has_not_is_named(op: str, opset: int) -> None:
 
 
 def test_a_scan_of_opset_8_is_refused() -> None:
-    body = helper.make_graph(
-        [node("Add", "state x", "next"), node("Neg", "x", "y")],
-        "body",
-        [value("state", F32, [4]), value("x", F32, [4])],
-        [value("next", F32, [4]), value("y", F32, [4])],
-    )
+    ends = [[value(name, F32, [4]) for name in pair] for pair in (("state", "x"), ("next", "y"))]
+    body = helper.make_graph(steps("Add state x>next; Neg x>y"), "body", *ends)
     scan = helper.make_node("Scan", ["", "start", "xs"], ["end", "ys"], "scan", body=body, num_scan_inputs=1)
     inputs = {"start": (F32, [1, 4]), "xs": (F32, [1, 3, 4])}
     proto = model([scan], inputs, {"end": (F32, [1, 4]), "ys": (F32, [1, 3, 4])}, opset=8)
@@ -92,14 +82,12 @@ def test_a_scan_of_opset_8_is_refused() -> None:
         upgraded(proto)
 
 
-@pytest.mark.parametrize("opset", [7, 9, 10])
+@looped("opset", [7, 9, 10])
 def test_a_mask_of_dropout_that_is_read_is_refused(opset: int) -> None:
-    dtype = F32 if opset < 10 else np.bool_
-    shape = [3, 4, 5]
-    proto = model([node("Dropout", "x", "y mask")], {"x": (F32, shape)}, {"mask": (dtype, shape)}, opset=opset)
-    with pytest.raises(
-        ContractError, match="its mask was of zeros when nothing is dropped; expected opset 12 or above"
-    ):
+    x, mask = (F32, [3, 4, 5]), (F32 if opset < 10 else np.bool_, [3, 4, 5])
+    proto = model([node("Dropout", "x", "y mask")], {"x": x}, {"mask": mask}, opset=opset)
+    said = "its mask was of zeros when nothing is dropped; expected opset 12 or above"
+    with pytest.raises(ContractError, match=said):
         upgraded(proto)
 
 
@@ -107,9 +95,8 @@ def test_a_sparse_tensor_is_refused() -> None:
     values, indices = numpy_helper.from_array(np.ones(2, F32), "sparse"), numpy_helper.from_array(np.array([1, 5]))
     proto = old_model([form("Relu", "x")], 11)[0]
     proto.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [3, 4]))
-    with pytest.raises(
-        ContractError, match=r"^model: sparse tensor 'sparse' at opset 11, .*expected opset 21 or above"
-    ):
+    said = r"^model: sparse tensor 'sparse' at opset 11, .*expected opset 21 or above"
+    with pytest.raises(ContractError, match=said):
         upgraded(proto)
 
 
@@ -130,8 +117,8 @@ def in_branch(each: Form, opset: int) -> onnx.ModelProto:
     return model(nodes, {x: (dtype, shape), "yes": (np.bool_, [])}, {"y": (dtype, shape)}, opset=opset)
 
 
-@pytest.mark.parametrize(
-    ("each", "opset"),
+@looped(
+    "each, opset",
     [
         (form("Softmax", "x", axis=1), 9),
         (form("Clip", "half", min=-0.5), 10),
@@ -139,7 +126,6 @@ def in_branch(each: Form, opset: int) -> onnx.ModelProto:
         (form("Hardmax", "x", axis=2), 11),
         (form("Dropout", "x"), 8),
     ],
-    ids=lambda value: value.op if isinstance(value, Form) else None,
 )
 def test_a_branch_computes_what_it_did(each: Form, opset: int) -> None:
     proto = in_branch(each, opset)

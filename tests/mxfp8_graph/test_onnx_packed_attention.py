@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import node
+from builders import node, steps
+from grids import looped
 from oracle import initializers, kinds, rewrite, run
 from test_onnx_contrib import MICROSOFT, contrib_model, integers
 
@@ -43,17 +44,11 @@ def attention(inputs: str = "x w b", sizes: tuple[int, int, int] = (HIDDEN,) * 3
         "past": [2, "batch", HEADS, "past", HIDDEN // HEADS],
     }
     names = inputs.split(" ")
-    nodes = [
-        node("Attention", "x", "a", "attention", domain=MICROSOFT, num_heads=HEADS, **attributes),
-        node("MatMul", "a o", "r", "o"),
-        node("Add", "x r", "y"),
-    ]
-    nodes[0].input[:] = ["" if name == "-" else name for name in names]
-    return contrib_model(
-        nodes,
-        {name: known[name] for name in names if name in known},
-        {k: v for k, v in weights.items() if k in names or k == "o"},
-    )
+    op = node("Attention", "x", "a", "attention", domain=MICROSOFT, num_heads=HEADS, **attributes)
+    op.input[:] = ["" if name == "-" else name for name in names]
+    stored = {k: v for k, v in weights.items() if k in names or k == "o"}
+    inputs = {name: known[name] for name in names if name in known}
+    return contrib_model([op, *steps("o:MatMul a o>r; Add x r>y")], inputs, stored)
 
 
 def feeds(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
@@ -85,7 +80,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@looped("name", SAME)
 def test_it_becomes_a_gemm_and_multi_head_attention(name: str) -> None:
     proto = SAME[name]
     n = 160 if name == "values of another size" else 192
@@ -98,20 +93,16 @@ def test_it_becomes_a_gemm_and_multi_head_attention(name: str) -> None:
     assert packed.has_bias == ("b" in initializers(proto))
     if name == "without a bias":  # ONNX Runtime's Attention reads one nevertheless, wherever that is
         proto = attention()
-        next(t for t in proto.graph.initializer if t.name == "b").CopyFrom(
-            onnx.numpy_helper.from_array(np.zeros(3 * HIDDEN, F32), "b")
-        )
+        (b,) = (t for t in proto.graph.initializer if t.name == "b")
+        b.CopyFrom(onnx.numpy_helper.from_array(np.zeros(3 * HIDDEN, F32), "b"))
     result, original = run(rewritten, feeds(proto))[0], run(proto, feeds(proto))[0]
     np.testing.assert_allclose(result, original, rtol=1e-5, atol=1e-5)
 
 
-def test_weight_only_and_the_projection_behind_it() -> None:
+def test_weight_only_and_an_attention_at_the_end() -> None:
     rewritten, report = rewrite(attention(), "mxfp8-weight-only")
     assert [entry.decision.site.role for entry in report.rewritten] == ["linear", "linear"]
     assert kinds(rewritten)["MXFP8WeightGemm"] == 2
-
-
-def test_an_attention_at_the_end_is_no_output_projection() -> None:
     proto = attention()
     del proto.graph.node[1:]
     proto.graph.node[0].output[0] = "y"
@@ -124,12 +115,10 @@ def test_lengths_from_an_embedding_of_unknown_shape() -> None:
     embed = node("EmbedLayerNormalization", "ids t word place t2 g g2 keys", "x0 lengths", domain=MICROSOFT)
     embed.input[:] = ["ids", "", "word", "place", "", "g", "g2", "keys"]
     proto.graph.node.insert(0, embed)
-    for value in [v for v in proto.graph.input if v.name == "lengths"]:
-        proto.graph.input.remove(value)
-    proto.graph.input.extend(attention("x w b keys").graph.input[1:])
-    ids = onnx.ValueInfoProto.FromString(proto.graph.input[1].SerializeToString())
-    ids.name = "ids"
-    proto.graph.input.append(ids)
+    keys = attention("x w b keys").graph.input[1]
+    proto.graph.input[1].CopyFrom(keys)  # instead of the lengths
+    proto.graph.input.append(keys)
+    proto.graph.input[2].name = "ids"
     rng = np.random.default_rng(5)
     for name, shape in (("word", (9, HIDDEN)), ("place", (LENGTH, HIDDEN)), ("g", (HIDDEN,)), ("g2", (HIDDEN,))):
         proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(F32), name))
@@ -165,7 +154,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@looped("name", KEPT)
 def test_what_multi_head_attention_does_not_know_is_kept_with_the_reason(name: str) -> None:
     proto, reason = KEPT[name]
     rewritten, report = mxfp8_graph.rewrite(proto)
@@ -174,17 +163,13 @@ def test_what_multi_head_attention_does_not_know_is_kept_with_the_reason(name: s
     assert kinds(rewritten)["Attention"] == 1
 
 
-def test_a_weight_that_is_computed_is_kept_with_the_reason() -> None:
+def test_a_weight_that_is_computed_is_kept_and_no_heads_are_refused() -> None:
     proto = attention("x v b")
     proto.graph.initializer.append(onnx.numpy_helper.from_array(integers(HIDDEN, 3 * HIDDEN), "w"))
     proto.graph.node.insert(0, node("Mul", "w factor", "v"))
-    factor = onnx.helper.make_tensor_value_info("factor", onnx.TensorProto.FLOAT, [])
-    proto.graph.input.append(factor)
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("factor", onnx.TensorProto.FLOAT, []))
     reasons = [entry.decision.reason for entry in mxfp8_graph.rewrite(proto)[1].sites]
     assert reasons[0] == "its weight is computed while the model runs; expected a stored one"
-
-
-def test_no_heads_are_refused() -> None:
     proto = attention()
     del proto.graph.node[0].attribute[:]
     with pytest.raises(ContractError, match="has no attribute 'num_heads'; expected one"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import onnx
-import pytest
-from builders import attention_model, language_model, model, node, value, weight
+from builders import attention_model, language_model, model, node, steps, value, weight
+from grids import looped
 from onnx import helper
 
 import mxfp8_graph
@@ -15,297 +15,193 @@ from mxfp8_graph import Recipe, Rule
 
 F32 = np.float32
 ANY = Recipe(name="any", min_dim=0, rules=(Rule(op="MatMul"),))
+X, YES = {"x": (F32, ["m", 64])}, {"yes": (np.bool_, [])}
+WIDE, NARROW = (F32, ["m", 96]), (F32, ["m", 64])
+CONSTANTS: dict[str, Any] = {
+    "b": weight(96), "shape": [-1, 4, 24], "start": [0, 0], "end": [1, 2], "five": [5], "w": weight(64, 96),
+    "w2": weight(64, 96), "square": weight(64, 64), "c": np.array(8, F32), "zero": np.array(0, F32), "three": [2, 5, 7],
+    "experts": weight(96, 64, 64), "matrix": [64, 64], "one": [1],
+}  # fmt: skip
 
 
-def roles(proto: onnx.ModelProto) -> dict[str, str]:
+def roles(text: str | list[onnx.NodeProto], inputs: Any, outputs: Any) -> dict[str, str]:
+    """Returns the roles by name in a model of these nodes, which take what they need of inputs and `CONSTANTS`."""
+    nodes = steps(text) if isinstance(text, str) else text
+    graphs = [a.g for n in nodes for a in n.attribute if a.HasField("g")]
+    used = {name for n in (*nodes, *(n for g in graphs for n in g.node)) for name in n.input}
+    used -= {name for n in nodes for name in n.output}
+    stored = {name: np.asarray(array) for name, array in CONSTANTS.items() if name in used}
+    return roles_of(model(nodes, {k: v for k, v in inputs.items() if k in used}, outputs, stored))
+
+
+def roles_of(proto: onnx.ModelProto) -> dict[str, str]:
     _, report = mxfp8_graph.rewrite(proto, ANY, dry_run=True)
     return {site.decision.site.name: site.decision.site.role for site in report.sites}
 
 
-def behind(*ops: onnx.NodeProto, y: Any = ("m", 96), dtype: Any = F32, **weights: np.ndarray) -> str:
-    """Returns the role of MatMul(x, w) -> h -> ops -> y."""
-    last = ops[-1].output[0] if ops else "h"
-    nodes = [node("MatMul", "x w", "h", "linear"), *ops]
-    proto = model(nodes, {"x": (F32, ["m", 64])}, {last: (dtype, y)}, {"w": weight(64, 96), **weights})
-    return roles(proto)["linear"]
+HEAD, LINEAR = "output_projection", "linear"
+BEHIND: dict[str, tuple[str, Any, Any]] = {
+    "": (HEAD, WIDE, "h"),
+    "Add h b>y": (HEAD, WIDE, "y"),
+    "Add h b>s; LogSoftmax s>y": (HEAD, WIDE, "y"),
+    "Softmax h>y": (HEAD, WIDE, "y"),
+    "Sigmoid h>y": (HEAD, WIDE, "y"),
+    "Mul h b>y": (HEAD, WIDE, "y"),
+    "Div h b>s; Mul s b>t; Sub t b>y": (HEAD, WIDE, "y"),
+    "Div h b>s; Tanh s>t; Mul t b>y": (HEAD, WIDE, "y"),
+    "Identity h>y": (HEAD, WIDE, "y"),
+    "Transpose h>t; Transpose t>y": (HEAD, WIDE, "y"),
+    "Reshape h shape>r; Slice r start end>s; Cast s>y|to=10": (HEAD, (np.float16, ["a", "b", 24]), "y"),
+    "ArgMax h>y|axis=-1 keepdims=0": (HEAD, (np.int64, ["m"]), "y"),
+    "Softmax h>p; TopK p five>y i|axis=-1": (HEAD, (F32, ["m", 5]), "y"),
+    "Add h h>y": (HEAD, WIDE, "y"),
+    "Mul h h>y": (LINEAR, WIDE, "y"),
+    **{f"{op} h>y": (LINEAR, WIDE, "y") for op in ("Relu", "Tanh", "Gelu", "Neg", "Abs")},
+    "Tanh h>t; Neg t>y": (LINEAR, WIDE, "y"),  # not scaled up again, so no soft cap
+    "Tanh h>t; Mul t t>y": (LINEAR, WIDE, "y"),
+}
+"""What stands between MatMul(x, w) -> h and the output, and the role that h has."""
 
 
-class TestOutputProjections:
-    PASSIVE: ClassVar = {
-        "nothing": [],
-        "bias": [node("Add", "h b", "y")],
-        "bias and log-softmax": [node("Add", "h b", "s"), node("LogSoftmax", "s", "y")],
-        "softmax": [node("Softmax", "h", "y")],
-        "sigmoid": [node("Sigmoid", "h", "y")],
-        "scale": [node("Mul", "h b", "y")],
-        "two scales and an offset": [node("Div", "h b", "s"), node("Mul", "s b", "t"), node("Sub", "t b", "y")],
-        "soft cap": [node("Div", "h b", "s"), node("Tanh", "s", "t"), node("Mul", "t b", "y")],
-        "identity": [node("Identity", "h", "y")],
-        "transpose twice": [node("Transpose", "h", "t"), node("Transpose", "t", "y")],
+@looped("after", BEHIND)
+def test_what_only_presents_the_result_leaves_it_an_output_projection(after: str) -> None:
+    role, kind, last = BEHIND[after]
+    assert roles(f"linear:MatMul x w>h{'; ' if after else ''}{after}", X, {last: kind}) == {"linear": role}
+
+
+def test_a_run_time_addend_makes_it_a_linear() -> None:
+    assert roles("linear:MatMul x square>h; Add h x>y", X, {"y": NARROW}) == {"linear": LINEAR}
+
+
+def test_a_language_model() -> None:
+    assert roles_of(language_model()) == {
+        "Gather_tokens": "embedding",
+        "Gather_places": "embedding",
+        "ffn.up": LINEAR,
+        "ffn.down": LINEAR,
+        "lm_head": HEAD,
+    }
+    _, report = mxfp8_graph.rewrite(language_model())
+    embedding = "embedding: ids pick its rows; set embeddings: true to quantize it"
+    assert {site.decision.site.name: site.decision.reason for site in report.kept} == {
+        "Gather_tokens": embedding,
+        "Gather_places": embedding,
+        "lm_head": "output projection: its result is a graph output; set output_projections: true to quantize it",
     }
 
-    @pytest.mark.parametrize("name", PASSIVE)
-    def test_what_only_presents_the_result_leaves_it_an_output_projection(self, name):
-        assert behind(*self.PASSIVE[name], b=weight(96)) == "output_projection"
 
-    def test_reshape_slice_and_cast(self):
-        ops = [
-            node("Reshape", "h shape", "r"),
-            node("Slice", "r start end", "s"),
-            node("Cast", "s", "y", to=onnx.TensorProto.FLOAT16),
+def test_keys_of_a_cache_that_is_returned_and_used_by_a_matmul_are_no_projection() -> None:
+    nodes = "k_proj:MatMul x square>k; Transpose k>kt; scores:MatMul x kt>s; Softmax s>p; values:MatMul p k>y"
+    found = roles(nodes, X, {"y": NARROW, "k": NARROW})
+    assert found == {"k_proj": LINEAR, "scores": "attention_scores", "values": "attention_values"}
+    nodes = "k_proj:MatMul x square>k0; Concat past k0>k|axis=0; Transpose k>kt; scores:MatMul x kt>s; Neg s>y"
+    inputs, outputs = {**X, "past": (F32, ["p", 64])}, {"y": (F32, ["m", "t"]), "k": (F32, ["t", 64])}
+    assert roles(nodes, inputs, outputs)["k_proj"] == LINEAR
+
+
+def test_heads_and_linears_inside_branches() -> None:
+    def choose(then: str, other: str, n: int) -> onnx.NodeProto:
+        branches = [
+            helper.make_graph(steps(text), "b", [], [value(name, F32, ["m", n])])
+            for text, name in ((then, "t"), (other, "e"))
         ]
-        shape = {"shape": np.array([-1, 4, 24]), "start": np.array([0, 0]), "end": np.array([1, 2])}
-        assert behind(*ops, y=("a", "b", 24), dtype=np.float16, **shape) == "output_projection"
+        return node("If", "yes", "h", "if", then_branch=branches[0], else_branch=branches[1])
 
-    @pytest.mark.parametrize("op", ["Relu", "Tanh", "Gelu", "Neg", "Abs"])
-    def test_an_activation_makes_it_a_linear(self, op):
-        assert behind(node(op, "h", "y")) == "linear"
-
-    def test_a_label_chosen_from_it_leaves_it_an_output_projection(self):
-        assert behind(node("ArgMax", "h", "y", axis=-1, keepdims=0), y=("m",), dtype=np.int64) == "output_projection"
-
-    def test_the_best_of_it_leave_it_an_output_projection(self):
-        ops = [node("Softmax", "h", "p"), node("TopK", "p five", "y i", axis=-1)]
-        assert behind(*ops, y=("m", 5), five=np.array([5])) == "output_projection"
-
-    @pytest.mark.parametrize(("op", "role"), [("Mul", "linear"), ("Add", "output_projection")])
-    def test_its_square_makes_it_a_linear_and_its_double_does_not(self, op, role):
-        assert behind(node(op, "h h", "y")) == role
-
-    @pytest.mark.parametrize("after", [[node("Neg", "t", "y")], [node("Mul", "t t", "y")]], ids=["used", "squared"])
-    def test_a_tanh_that_is_not_scaled_up_again_is_no_soft_cap(self, after):
-        assert behind(node("Tanh", "h", "t"), *after) == "linear"
-
-    def test_a_run_time_addend_makes_it_a_linear(self):
-        nodes = [node("MatMul", "x w", "h", "linear"), node("Add", "h x", "y")]
-        proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, {"w": weight(64, 64)})
-        assert roles(proto) == {"linear": "linear"}
-
-    def test_a_language_model(self):
-        found = roles(language_model())
-        assert found == {
-            "Gather_tokens": "embedding",
-            "Gather_places": "embedding",
-            "ffn.up": "linear",
-            "ffn.down": "linear",
-            "lm_head": "output_projection",
-        }
-
-    def test_a_result_that_is_returned_and_used_by_a_matmul_is_no_projection(self):
-        """As the keys and values of a decoder that returns its cache."""
-        nodes = [
-            node("MatMul", "x wk", "k", "k_proj"),
-            node("Transpose", "k", "kt"),
-            node("MatMul", "x kt", "s", "scores"),
-            node("Softmax", "s", "p"),
-            node("MatMul", "p k", "y", "values"),
-        ]
-        outputs = {"y": (F32, ["m", 64]), "k": (F32, ["m", 64])}
-        proto = model(nodes, {"x": (F32, ["m", 64])}, outputs, {"wk": weight(64, 64)})
-        assert roles(proto) == {"k_proj": "linear", "scores": "attention_scores", "values": "attention_values"}
-
-    def test_a_cache_that_is_concatenated_to_the_past(self):
-        nodes = [
-            node("MatMul", "x wk", "k0", "k_proj"),
-            node("Concat", "past k0", "k", axis=0),
-            node("Transpose", "k", "kt"),
-            node("MatMul", "x kt", "s", "scores"),
-            node("Neg", "s", "y"),
-        ]
-        inputs = {"x": (F32, ["m", 64]), "past": (F32, ["p", 64])}
-        outputs = {"y": (F32, ["m", "t"]), "k": (F32, ["t", 64])}
-        proto = model(nodes, inputs, outputs, {"wk": weight(64, 64)})
-        assert roles(proto)["k_proj"] == "linear"
-
-    def test_a_head_inside_a_branch(self):
-        then = helper.make_graph([node("MatMul", "x w", "t", "head")], "b", [], [value("t", F32, ["m", 96])])
-        other = helper.make_graph([node("MatMul", "x v", "e", "head2")], "b", [], [value("e", F32, ["m", 96])])
-        choose = helper.make_node("If", ["yes"], ["h"], "if", then_branch=then, else_branch=other)
-        weights = {"w": weight(64, 96), "v": weight(64, 96)}
-        inputs = {"x": (F32, ["m", 64]), "yes": (np.bool_, [])}
-        proto = model([choose, node("Softmax", "h", "y")], inputs, {"y": (F32, ["m", 96])}, weights)
-        assert roles(proto) == {"head": "output_projection", "head2": "output_projection"}
-
-    def test_a_linear_inside_a_branch_whose_result_a_matmul_uses(self):
-        then = helper.make_graph([node("MatMul", "x w", "t", "one")], "b", [], [value("t", F32, ["m", 64])])
-        other = helper.make_graph([node("Identity", "x", "e")], "b", [], [value("e", F32, ["m", 64])])
-        choose = helper.make_node("If", ["yes"], ["h"], "if", then_branch=then, else_branch=other)
-        nodes = [choose, node("MatMul", "h w", "y", "two")]
-        inputs = {"x": (F32, ["m", 64]), "yes": (np.bool_, [])}
-        proto = model(nodes, inputs, {"y": (F32, ["m", 64]), "h": (F32, ["m", 64])}, {"w": weight(64, 64)})
-        assert roles(proto) == {"one": "linear", "two": "output_projection"}
-
-    def test_by_default_it_is_kept_with_the_reason(self):
-        _, report = mxfp8_graph.rewrite(language_model())
-        kept = {site.decision.site.name: site.decision.reason for site in report.kept}
-        embedding = "embedding: ids pick its rows; set embeddings: true to quantize it"
-        assert kept == {
-            "Gather_tokens": embedding,
-            "Gather_places": embedding,
-            "lm_head": "output projection: its result is a graph output; set output_projections: true to quantize it",
-        }
+    heads = [choose("head:MatMul x w>t", "head2:MatMul x w2>e", 96), node("Softmax", "h", "y")]
+    assert roles(heads, {**X, **YES}, {"y": WIDE}) == {"head": HEAD, "head2": HEAD}
+    nodes = [choose("one:MatMul x square>t", "Identity x>e", 64), node("MatMul", "h square", "y", "two")]
+    assert roles(nodes, {**X, **YES}, {"y": NARROW, "h": NARROW}) == {"one": LINEAR, "two": HEAD}
 
 
-def mixture(*gate: onnx.NodeProto, chosen: str) -> str:
-    """Returns the role of the matmul in x @ w -> h -> gate -> `chosen`, by which one expert's matrix is gathered."""
-    nodes = [
-        node("MatMul", "x w", "h", "gate"),
-        *gate,
-        node("Gather", f"experts {chosen}", "e"),
-        node("Reshape", "e square", "expert"),
-        node("MatMul", "x expert", "a", "expert"),
-        node("Neg", "a", "y"),
+@looped("gate", ["Softmax h>p; TopK p one>best i|axis=-1", "ArgMax h>i|axis=-1 keepdims=0"])
+def test_a_gate_of_the_best_experts_is_a_router(gate: str) -> None:
+    expert = "Gather experts i>e; Reshape e matrix>expert; expert:MatMul x expert>a; Neg a>y"
+    one = (F32, [1, 64])
+    assert roles(f"gate:MatMul x w>h; {gate}; {expert}", {"x": one}, {"y": one})["gate"] == "router"
+
+
+def test_by_default_a_router_is_kept_with_the_reason() -> None:
+    nodes = steps("gate:MatMul x w>h; TopK h one>best i; Mul x best>s; linear:MatMul s v>z; Relu z>y")
+    weights = {"w": weight(64, 96), "v": weight(64, 64), "one": np.array([1])}
+    proto = model(nodes, X, {"y": NARROW}, weights)
+    _, report = mxfp8_graph.rewrite(proto)
+    assert [(s.decision.site.name, s.decision.reason) for s in report.kept] == [
+        ("gate", "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it")
     ]
-    weights = {"w": weight(64, 96), "experts": weight(96, 64, 64), "square": np.array([64, 64]), "one": np.array([1])}
-    used = {k: v for k, v in weights.items() if any(k in n.input for n in nodes)}
-    return roles(model(nodes, {"x": (F32, [1, 64])}, {"y": (F32, [1, 64])}, used))["gate"]
+    assert not mxfp8_graph.rewrite(proto, Recipe(name="gates too", routers=True))[1].kept
 
 
-class TestRouters:
-    def test_a_gate_of_the_best_experts(self):
-        assert mixture(node("Softmax", "h", "p"), node("TopK", "p one", "best i", axis=-1), chosen="i") == "router"
-
-    def test_a_gate_of_the_best_expert(self):
-        assert mixture(node("ArgMax", "h", "i", axis=-1, keepdims=0), chosen="i") == "router"
-
-    def test_by_default_it_is_kept_with_the_reason(self):
-        nodes = [
-            node("MatMul", "x w", "h", "gate"),
-            node("TopK", "h one", "best i"),
-            node("Mul", "x best", "s"),
-            node("MatMul", "s v", "z", "linear"),
-            node("Relu", "z", "y"),
-        ]
-        weights = {"w": weight(64, 96), "v": weight(64, 64), "one": np.array([1])}
-        proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, weights)
-        _, report = mxfp8_graph.rewrite(proto)
-        assert [(s.decision.site.name, s.decision.reason) for s in report.kept] == [
-            ("gate", "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it")
-        ]
-        _, report = mxfp8_graph.rewrite(proto, Recipe(name="gates too", routers=True))
-        assert not report.kept
-
-
-def product(between: list[onnx.NodeProto], **weights: np.ndarray) -> dict[str, str]:
-    """Returns the roles in q @ k -> s -> between -> t -> softmax -> p, p @ v."""
-    nodes = [
-        node("MatMul", "q k", "s", "scores"),
-        *between,
-        node("Softmax", "t", "p"),
-        node("MatMul", "p v", "a", "values"),
-        node("Neg", "a", "y"),
-    ]
-    inputs = {
-        "q": (F32, [2, 5, 64]), "k": (F32, [2, 64, 7]), "v": (F32, [2, 7, 64]), "mask": (F32, [5, 7]),
-        "keep": (np.bool_, [5, 7]),
-    }  # fmt: skip
-    return roles(model(nodes, inputs, {"y": (F32, [2, 5, 64])}, weights))
+SCORED = {
+    "q": (F32, [2, 5, 64]), "k": (F32, [2, 64, 7]), "v": (F32, [2, 7, 64]), "mask": (F32, [5, 7]),
+    "keep": (np.bool_, [5, 7]), "s": (F32, [2, 5, 7]),
+}  # fmt: skip
+VALUES, BOTH = {"values": "attention_values"}, {"scores": "attention_scores", "values": "attention_values"}
+DEEP = {
+    "deep": "; ".join(f"Mul {i} c>{i + 1}" for i in range(2000)),
+    "diamonds": "; ".join(f"Mul {i} c>{i}_; Mul {i} {i}_>{i + 1}" for i in range(60)),  # of 2^60 paths
+}
+BETWEEN = {
+    "nothing": "Identity s>t",
+    "scale": "Div s c>t",
+    "scale and additive mask": "Mul s c>u; Add u mask>t",
+    "mask first": "Add mask s>t",
+    "boolean mask": "Div s c>u; Where keep u c>t",
+    "soft cap": "Div s c>u; Tanh u>x; Mul x c>t",
+    "cast": "Cast s>u|to=10; Cast u>t|to=1",
+    "clip": "Clip s c>t",
+    **{name: f"Identity s>0; {nodes}; Identity {nodes.rpartition('>')[2]}>t" for name, nodes in DEEP.items()},
+}
+AFTER = {
+    "Dropout": "Dropout p>d",
+    "Cast": "Cast p>u|to=10; Cast u>d|to=1",
+    "Where": "Where keep p zero>d",
+    "Reshape": "Reshape p three>d",
+    **{name: f"Identity p>0; {nodes}; Identity {nodes.rpartition('>')[2]}>d" for name, nodes in DEEP.items()},
+}
 
 
-class TestAttention:
-    BETWEEN: ClassVar = {
-        "nothing": [node("Identity", "s", "t")],
-        "scale": [node("Div", "s c", "t")],
-        "scale and additive mask": [node("Mul", "s c", "u"), node("Add", "u mask", "t")],
-        "mask first": [node("Add", "mask s", "t")],
-        "boolean mask": [node("Div", "s c", "u"), node("Where", "keep u c", "t")],
-        "soft cap": [node("Div", "s c", "u"), node("Tanh", "u", "w"), node("Mul", "w c", "t")],
-        "cast": [node("Cast", "s", "u", to=10), node("Cast", "u", "t", to=1)],
-        "clip": [node("Clip", "s c", "t")],
-    }
+@looped("name", BETWEEN)
+def test_scores_are_found_through(name: str) -> None:
+    nodes = f"scores:MatMul q k>s; {BETWEEN[name]}; Softmax t>p; values:MatMul p v>a; Neg a>y"
+    assert roles(nodes, SCORED, {"y": (F32, [2, 5, 64])}) == BOTH
 
-    @pytest.mark.parametrize("name", BETWEEN)
-    def test_scores_are_found_through(self, name):
-        weights = {"c": np.array(8, F32)} if any("c" in n.input for n in self.BETWEEN[name]) else {}
-        assert product(self.BETWEEN[name], **weights) == {"scores": "attention_scores", "values": "attention_values"}
 
-    DEEP: ClassVar = {
-        "deep": [node("Mul", f"{i} c", f"{i + 1}") for i in range(2000)],
-        "diamonds": [
-            n for i in range(60) for n in (node("Mul", f"{i} c", f"{i}_"), node("Mul", f"{i} {i}_", f"{i + 1}"))
-        ],
-    }
+@looped("name", AFTER)
+def test_values_are_found_through(name: str) -> None:
+    nodes = f"Softmax s>p; {AFTER[name]}; values:MatMul d v>a; Neg a>y"
+    assert roles(nodes, SCORED, {"y": (F32, [2, 5, 64])}) == VALUES
 
-    @pytest.mark.parametrize("name", DEEP)
-    def test_products_are_found_at_any_depth(self, name):
-        """Each node is looked at once: the diamonds have 2^60 paths."""
-        nodes = self.DEEP[name]
-        last = nodes[-1].output[0]
-        ends = [node("Identity", "s", "0"), *nodes, node("Identity", last, "t")]
-        c = {"c": np.array(1, F32)}
-        assert product(ends, **c) == {"scores": "attention_scores", "values": "attention_values"}
-        ends = [node("Softmax", "s", "0"), *nodes, node("MatMul", f"{last} v", "a", "values"), node("Neg", "a", "y")]
-        inputs = {"s": (F32, [2, 5, 7]), "v": (F32, [2, 7, 64])}
-        assert roles(model(ends, inputs, {"y": (F32, [2, 5, 64])}, c)) == {"values": "attention_values"}
 
-    @pytest.mark.parametrize(
-        "after",
-        [
-            [node("Dropout", "p", "d")],
-            [node("Cast", "p", "u", to=10), node("Cast", "u", "d", to=1)],
-            [node("Where", "keep p zero", "d")],
-            [node("Reshape", "p shape", "d")],
-        ],
-        ids=lambda nodes: nodes[0].op_type,
+def test_an_old_softmax_that_onnx_converts_is_still_one() -> None:
+    """Below opset 13, and of unknown rank: onnx's converter writes Flatten, Softmax, Reshape."""
+    nodes = steps(
+        "scores:MatMul q k>s; Softmax s>p|axis=3; values:MatMul p v>a; Neg a>y; linear:MatMul y square>h; Neg h>z"
     )
-    def test_values_are_found_through(self, after):
-        nodes = [node("Softmax", "s", "p"), *after, node("MatMul", "d v", "a", "values"), node("Neg", "a", "y")]
-        inputs = {"s": (F32, [2, 5, 7]), "v": (F32, [2, 7, 64]), "keep": (np.bool_, [5, 7])}
-        weights = {"zero": np.array(0, F32), "shape": np.array([2, 5, 7])}
-        used = {k: v for k, v in weights.items() if any(k in n.input for n in after)}
-        assert roles(model(nodes, inputs, {"y": (F32, [2, 5, 64])}, used)) == {"values": "attention_values"}
+    any_four = (F32, ["a", "b", "c", "d"])
+    proto = model(nodes, dict.fromkeys("qkv", any_four), {"z": any_four}, {"square": weight(64, 64)}, opset=12)
+    proto.ir_version = 7
+    for end in (*proto.graph.input, *proto.graph.output):
+        end.type.tensor_type.ClearField("shape")
+    converted, report = mxfp8_graph.rewrite(proto)
+    assert "Flatten" in {n.op_type for n in converted.graph.node}
+    assert {site.decision.site.name: site.decision.site.role for site in report.sites} == {**BOTH, "linear": LINEAR}
 
-    def test_an_old_softmax_that_onnx_converts_is_still_one(self):
-        """Below opset 13, and of unknown rank: onnx's converter writes Flatten, Softmax, Reshape."""
-        nodes = [
-            node("MatMul", "q k", "s", "scores"),
-            node("Softmax", "s", "p", axis=3),
-            node("MatMul", "p v", "a", "values"),
-            node("Neg", "a", "y"),
-        ]
-        graph = helper.make_graph(
-            [*nodes, node("MatMul", "y w", "h", "linear"), node("Neg", "h", "z")],
-            "old",
-            [value(name, F32, None) for name in "qkv"],
-            [value("z", F32, None)],
-            [onnx.numpy_helper.from_array(weight(64, 64), "w")],
-        )
-        proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 12)], ir_version=7)
-        converted, report = mxfp8_graph.rewrite(proto)
-        assert "Flatten" in {n.op_type for n in converted.graph.node}
-        found = {site.decision.site.name: site.decision.site.role for site in report.sites}
-        assert found == {"scores": "attention_scores", "values": "attention_values", "linear": "linear"}
 
-    def test_a_plain_product_is_neither(self):
-        nodes = [node("MatMul", "a b", "h", "product"), node("Neg", "h", "y")]
-        inputs = {"a": (F32, [5, 64]), "b": (F32, [64, 7])}
-        assert roles(model(nodes, inputs, {"y": (F32, [5, 7])})) == {"product": "product"}
+def test_products_that_are_no_attention() -> None:
+    inputs = {"a": (F32, [5, 64]), "b2": (F32, [64, 7]), "x": (F32, [64, 64])}
+    assert roles("product:MatMul a b2>h; Neg h>y", inputs, {"y": (F32, [5, 7])}) == {"product": "product"}
+    router = "router:MatMul x square>h; Softmax h>p; mix:MatMul p x>y"  # a linear in front of the softmax
+    assert roles(router, inputs, {"y": (F32, [64, 64])}) == {"router": LINEAR, "mix": "attention_values"}
 
-    def test_linears_before_the_softmax_are_not_scores(self):
-        """A router: x @ w -> softmax."""
-        nodes = [node("MatMul", "x w", "h", "router"), node("Softmax", "h", "p"), node("MatMul", "p x", "y", "mix")]
-        proto = model(nodes, {"x": (F32, [64, 64])}, {"y": (F32, [64, 64])}, {"w": weight(64, 64)})
-        assert roles(proto) == {"router": "linear", "mix": "attention_values"}
 
-    @pytest.mark.parametrize(
-        ("recipe", "quantized"),
-        [
-            ("mxfp8", set()),
-            (Recipe(name="scores", attention_scores=True), {"scores"}),
-            (Recipe(name="values", attention_values=True), {"values"}),
-            ("all", {"scores", "values"}),
-        ],
-        ids=["mxfp8", "scores", "values", "all"],
-    )
-    def test_a_recipe_chooses_which_products_are_quantized(self, recipe, quantized):
+def test_a_recipe_chooses_which_products_are_quantized() -> None:
+    scores, values = Recipe(name="scores", attention_scores=True), Recipe(name="values", attention_values=True)
+    for recipe, names in (("mxfp8", set()), (scores, {"scores"}), (values, {"values"}), ("all", {"scores", "values"})):
         _, report = mxfp8_graph.rewrite(attention_model(), recipe)
-        assert {site.decision.site.name for site in report.rewritten} == {"q", "k", "v", "o"} | quantized
-
-    def test_by_default_both_are_kept_with_the_reason(self):
-        _, report = mxfp8_graph.rewrite(attention_model())
-        assert {site.decision.site.name: site.decision.reason for site in report.kept} == {
-            "scores": "attention scores (Q @ K^T), fused, rounded to bfloat16; "
-            "set attention_scores: true to quantize it",
-            "values": "attention values (softmax @ V), fused, rounded to bfloat16; "
-            "set attention_values: true to quantize it",
-        }
+        assert {site.decision.site.name for site in report.rewritten} == {"q", "k", "v", "o"} | names
+    _, report = mxfp8_graph.rewrite(attention_model())
+    fused = "fused, rounded to bfloat16"
+    assert {site.decision.site.name: site.decision.reason for site in report.kept} == {
+        "scores": f"attention scores (Q @ K^T), {fused}; set attention_scores: true to quantize it",
+        "values": f"attention values (softmax @ V), {fused}; set attention_values: true to quantize it",
+    }

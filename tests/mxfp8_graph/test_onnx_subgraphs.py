@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import model, node, value, weight
+from builders import IR_VERSION, model, node, steps, value, weight
+from grids import looped
 from onnx import helper, numpy_helper
-from oracle import Expected, expect, initializers, kinds, normal, quantized, reasons, rewrite, run
+from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, quantized, reasons, rewrite, run
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError, Recipe
@@ -19,173 +20,134 @@ from mxfp8_ops.errors import ContractError
 
 pytestmark = pytest.mark.usefixtures("runtime")
 F32 = np.float32
-X, Y = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}
+X, Y, YES = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}, {"yes": (np.bool_, [])}
+W, V, ZERO = weight(64, 96), weight(64, 96, seed=1), np.zeros((3, 96), F32)
+ROWS = normal(3, 64)
 
 
 def graph(
-    nodes: Sequence[onnx.NodeProto], output: str, weights: Mapping[str, np.ndarray] | None = None, inputs: Any = ()
+    nodes: str | Sequence[onnx.NodeProto], output: str, inputs: Any = (), **weights: np.ndarray
 ) -> onnx.GraphProto:
     """Returns a subgraph; `output` may name several, their types are left to inference."""
     return helper.make_graph(
-        list(nodes),
+        steps(nodes) if isinstance(nodes, str) else list(nodes),
         "body",
         list(inputs),
         [helper.make_empty_tensor_value_info(name) for name in output.split()],
-        [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
     )
 
 
 def either(then: onnx.GraphProto, other: onnx.GraphProto, output: str = "h", name: str = "choose") -> onnx.NodeProto:
-    return helper.make_node("If", ["yes"], [output], name, then_branch=then, else_branch=other)
+    return node("If", "yes", output, name, then_branch=then, else_branch=other)
 
 
-def if_model(then: onnx.GraphProto, other: onnx.GraphProto, weights: Mapping[str, np.ndarray] | None = None) -> Any:
+def if_model(then: onnx.GraphProto, other: onnx.GraphProto, before: str = "", **weights: np.ndarray) -> Any:
     """y = -(then if yes else other)."""
-    nodes = [either(then, other), node("Neg", "h", "y")]
-    return model(nodes, {**X, "yes": (np.bool_, [])}, Y, weights)
+    nodes = [*(steps(before) if before else ()), either(then, other), node("Neg", "h", "y")]
+    return model(nodes, {**X, **YES}, Y, weights)
 
 
-def inner(proto: onnx.ModelProto | onnx.GraphProto, index: int = 0) -> list[onnx.GraphProto]:
+def inner(proto: onnx.ModelProto | onnx.GraphProto) -> list[onnx.GraphProto]:
     """Returns the subgraphs of the first control-flow node, sorted by name: then_branch comes after else_branch."""
     nodes = proto.graph.node if isinstance(proto, onnx.ModelProto) else proto.node
     holder = next(n for n in nodes if any(a.HasField("g") for a in n.attribute))
     return [a.g for a in sorted(holder.attribute, key=lambda a: a.name) if a.HasField("g")]
 
 
-QUANTIZED = {"MXFP8Quantize": 1, "MXFP8Gemm": 1}
+def check(rewritten: onnx.ModelProto, *, yes: np.ndarray | None = None, no: np.ndarray | None = None) -> None:
+    """Fails unless the branches give minus x times these weights [K, N]."""
+    for flag, w in ((True, yes), (False, no)):
+        if w is not None:
+            expect(ROWS, w.T).then(np.negative).check(run(rewritten, {"x": ROWS, "yes": np.array(flag)})[0])
 
 
 class TestIf:
     def test_outer_weights_stay_outside_and_are_packed_once(self):
-        branches = [graph([node("MatMul", "x w", t, f"mm_{t}")], t) for t in "ab"]
-        rewritten, report = rewrite(if_model(*branches, {"w": weight(64, 96)}))
+        branches = [graph(f"mm_{t}:MatMul x w>{t}", t) for t in "ab"]
+        rewritten, report = rewrite(if_model(*branches, w=W))
         assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
-        assert [kinds(g) for g in inner(rewritten)] == [QUANTIZED, QUANTIZED]
+        assert [kinds(g) for g in inner(rewritten)] == [GEMM, GEMM]
         assert [s.decision.site.subgraph for s in report.sites] == ["choose/else_branch", "choose/then_branch"]
-        x = normal(3, 64)
-        for yes in (True, False):
-            actual = run(rewritten, {"x": x, "yes": np.array(yes)})[0]
-            expect(x, weight(64, 96).T).then(np.negative).check(actual)
+        check(rewritten, yes=W, no=W)
 
-    def test_inner_weights_stay_inside(self):
-        then = graph([node("MatMul", "x w1", "a", "one")], "a", {"w1": weight(64, 96)})
-        other = graph([node("MatMul", "x w2", "b", "two")], "b", {"w2": weight(64, 96, seed=1)})
+    def test_inner_weights_stay_inside_and_those_of_one_name_apart(self):
+        then, other = graph("one:MatMul x w1>a", "a", w1=W), graph("two:MatMul x w2>b", "b", w2=V)
         rewritten, _ = rewrite(if_model(then, other))
-        assert [[t.name for t in g.initializer] for g in inner(rewritten)] == [
-            ["w2_mxfp8", "w2_mxfp8_scales"],
-            ["w1_mxfp8", "w1_mxfp8_scales"],
-        ]
-        x = normal(3, 64)
-        for yes, seed in ((True, 0), (False, 1)):
-            actual = run(rewritten, {"x": x, "yes": np.array(yes)})[0]
-            expect(x, weight(64, 96, seed=seed).T).then(np.negative).check(actual)
-
-    def test_branches_that_call_different_weights_by_one_name_keep_them_apart(self):
-        then = graph([node("MatMul", "x w", "a", "mm")], "a", {"w": weight(64, 96)})
-        other = graph([node("MatMul", "x w", "a", "mm")], "a", {"w": weight(64, 96, seed=1)})
+        names = [[t.name for t in g.initializer] for g in inner(rewritten)]
+        assert names == [["w2_mxfp8", "w2_mxfp8_scales"], ["w1_mxfp8", "w1_mxfp8_scales"]]
+        check(rewritten, yes=W, no=V)
+        then, other = (graph("mm:MatMul x w>a", "a", w=w) for w in (W, V))
         rewritten, report = rewrite(if_model(then, other))
         assert [s.decision.site.name for s in report.sites] == ["mm", "mm#2"]
         assert [s.decision.site.shared_with for s in report.sites] == [0, 0]
-        x = normal(3, 64)
-        for yes, seed in ((True, 0), (False, 1)):
-            actual = run(rewritten, {"x": x, "yes": np.array(yes)})[0]
-            expect(x, weight(64, 96, seed=seed).T).then(np.negative).check(actual)
+        check(rewritten, yes=W, no=V)
 
     def test_a_weight_that_only_the_other_branch_still_uses_stays_there(self):
-        then = graph([node("MatMul", "x w", "a", "packed")], "a", {"w": weight(64, 96)})
-        other = graph([node("MatMul", "x w", "a", "kept")], "a", {"w": weight(64, 96, seed=1)})
+        then, other = graph("packed:MatMul x w>a", "a", w=W), graph("kept:MatMul x w>a", "a", w=V)
         rewritten, _ = rewrite(if_model(then, other), Recipe(name="mxfp8", exclude=("kept",)))
-        x = normal(3, 64)
-        y = run(rewritten, {"x": x, "yes": np.array(False)})[0]
-        np.testing.assert_allclose(y, -x.astype(float) @ weight(64, 96, seed=1), rtol=1e-4, atol=1e-4)
+        y = run(rewritten, {"x": ROWS, "yes": np.array(False)})[0]
+        np.testing.assert_allclose(y, -ROWS.astype(float) @ V, rtol=1e-4, atol=1e-4)
 
     def test_edits_on_both_sides_of_the_border_all_arrive(self):
-        nodes = [
-            node("MatMul", "x w", "a", "outer"),
-            node("Relu", "a", "b"),
-            either(
-                graph([node("MatMul", "b v", "c", "deep")], "c"), graph([node("MatMul", "b v", "d", "deep2")], "d"), "e"
-            ),
-            node("MatMul", "e w", "f", "after"),
-            node("Neg", "f", "y"),
-        ]
-        weights = {"w": weight(64, 96), "v": weight(96, 64, seed=1)}
-        rewritten, report = rewrite(model(nodes, {**X, "yes": (np.bool_, [])}, Y, weights))
+        deep = either(graph("deep:MatMul b v>c", "c"), graph("deep2:MatMul b v>d", "d"), "e")
+        nodes = [*steps("outer:MatMul x w>a; Relu a>b"), deep, *steps("after:MatMul e w>f; Neg f>y")]
+        proto = model(nodes, {**X, **YES}, Y, {"w": W, "v": weight(96, 64, seed=1)})
+        rewritten, report = rewrite(proto)
         assert len(report.rewritten) == 4
         assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 2, "Relu": 1, "If": 1, "Neg": 1}
-        assert [kinds(g) for g in inner(rewritten)] == [QUANTIZED, QUANTIZED]
+        assert [kinds(g) for g in inner(rewritten)] == [GEMM, GEMM]
 
     def test_an_add_inside_a_branch_is_no_bias_of_a_matmul_outside(self):
-        then = graph([node("Add", "h0 b", "t", "add")], "t")
-        other = graph([node("Identity", "zero", "e", "pass")], "e")
-        nodes = [node("MatMul", "x w", "h0", "mm"), either(then, other), node("Neg", "h", "y")]
-        weights = {"w": weight(64, 96), "b": weight(96, seed=1), "zero": np.zeros((3, 96), F32)}
-        rewritten, report = rewrite(model(nodes, {**X, "yes": (np.bool_, [])}, Y, weights))
+        then, other, b = graph("Add h0 b>t", "t"), graph("Identity zero>e", "e"), weight(96, seed=1)
+        rewritten, report = rewrite(if_model(then, other, "mm:MatMul x w>h0", w=W, b=b, zero=ZERO))
         assert not report.sites[0].decision.site.has_bias
         assert [kinds(g) for g in inner(rewritten)] == [{"Identity": 1}, {"Add": 1}]
-        x = normal(3, 64)
-        y = expect(x, weight(64, 96).T)
-        Expected(-(y.y + weights["b"]), y.bound).check(run(rewritten, {"x": x, "yes": np.array(True)})[0], roundings=1)
+        y = expect(ROWS, W.T)
+        Expected(-(y.y + b), y.bound).check(run(rewritten, {"x": ROWS, "yes": np.array(True)})[0], roundings=1)
 
     def test_nested_branches_see_the_weights_of_both_levels(self):
-        deep = [graph([node("MatMul", f"x {w}", t, f"mm_{t}")], t) for w, t in (("w0", "a"), ("w1", "b"))]
-        middle = graph([either(*deep, "c", "inner"), node("Abs", "c", "d")], "d", {"w1": weight(64, 96, seed=1)})
-        other = graph([node("MatMul", "x w0", "e", "mm_e")], "e")
-        rewritten, report = rewrite(if_model(middle, other, {"w0": weight(64, 96)}))
+        deep = [graph(f"mm_{t}:MatMul x {w}>{t}", t) for w, t in (("w0", "a"), ("w1", "b"))]
+        middle = graph([either(*deep, "c", "inner"), node("Identity", "c", "d")], "d", w1=V)
+        rewritten, report = rewrite(if_model(middle, graph("mm_e:MatMul x w0>e", "e"), w0=W))
+        then = "choose/then_branch/inner"
         assert [s.decision.site.subgraph for s in report.sites] == [
-            "choose/else_branch",
-            "choose/then_branch/inner/else_branch",
-            "choose/then_branch/inner/then_branch",
-        ]
+            "choose/else_branch", f"{then}/else_branch", f"{then}/then_branch",
+        ]  # fmt: skip
         assert initializers(rewritten) == ["w0_mxfp8", "w0_mxfp8_scales"]
         assert [t.name for t in inner(rewritten)[1].initializer] == ["w1_mxfp8", "w1_mxfp8_scales"]
-        x = normal(3, 64)
-        expect(x, weight(64, 96).T).then(np.abs).then(np.negative).check(
-            run(rewritten, {"x": x, "yes": np.array(True)})[0]
-        )
-        expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x, "yes": np.array(False)})[0])
+        check(rewritten, yes=W, no=W)
 
     def test_bias_and_views_inside_a_branch(self):
-        nodes = [
-            node("Transpose", "w", "wt", "view"),
-            node("MatMul", "x wt", "a", "mm"),
-            node("Add", "a b", "s", "add"),
-        ]
-        then = graph(nodes, "s", {"w": weight(96, 64)})
-        other = graph([node("Identity", "zero", "z", "pass")], "z")
-        rewritten, _ = rewrite(if_model(then, other, {"b": weight(96, seed=1), "zero": np.zeros((3, 96), F32)}))
-        assert [kinds(g) for g in inner(rewritten)] == [{"Identity": 1}, QUANTIZED]
-        x = normal(3, 64)
-        y = expect(x, weight(96, 64), weight(96, seed=1)).then(np.negative)
-        y.check(run(rewritten, {"x": x, "yes": np.array(True)})[0])
+        then = graph("Transpose w>wt; mm:MatMul x wt>a; Add a b>s", "s", w=weight(96, 64))
+        other, b = graph("Identity zero>z", "z"), weight(96, seed=1)
+        y = expect(ROWS, weight(96, 64), b).then(np.negative)
+        rewritten, _ = computes(if_model(then, other, b=b, zero=ZERO), y, x=ROWS, yes=np.array(True))
+        assert [kinds(g) for g in inner(rewritten)] == [{"Identity": 1}, GEMM]
 
     def test_a_subgraph_rule_matches_the_path(self):
-        branches = [graph([node("MatMul", "x w", t, f"mm_{t}")], t) for t in "ab"]
+        branches = [graph(f"mm_{t}:MatMul x w>{t}", t) for t in "ab"]
         rules = [{"subgraph": "else_branch", "quantize": False}]
-        proto = if_model(*branches, {"w": weight(64, 96)})
-        rewritten, report = rewrite(proto, Recipe.model_validate({"name": "mxfp8", "rules": rules}))
-        assert [kinds(g) for g in inner(rewritten)] == [{"MatMul": 1}, QUANTIZED]
+        recipe = Recipe.model_validate({"name": "mxfp8", "rules": rules})
+        rewritten, report = rewrite(if_model(*branches, w=W), recipe)
+        assert [kinds(g) for g in inner(rewritten)] == [{"MatMul": 1}, GEMM]
         assert reasons(report)["mm_b"] == "kept by rules.0: subgraph='else_branch' -> keep"
 
 
-def loop_model(body: Sequence[onnx.NodeProto], weights: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+def loop_model(body: str, w: np.ndarray) -> onnx.ModelProto:
     """y = -(state after 3 rounds of state -> next), state [m, 64]."""
     inputs = [value("i", np.int64, []), value("go", np.bool_, []), value("state", F32, ["m", 64])]
-    go = node("Identity", "go", "on", "go_on")
-    loop = helper.make_node(
-        "Loop", ["rounds", "yes", "x"], ["h"], "loop", body=graph([*body, go], "on next", None, inputs)
-    )
-    weights = {**weights, "rounds": np.array(3), "yes": np.array(True)}
+    loop = node("Loop", "rounds yes x", "h", "loop", body=graph(f"{body}; Identity go>on", "on next", inputs))
+    weights = {"w": w, "rounds": np.array(3), "yes": np.array(True)}
     return model([loop, node("Neg", "h", "y")], X, {"y": (F32, ["m", 64])}, weights)
 
 
 class TestLoopAndScan:
     def test_a_loop_body(self):
-        w = weight(64, 64)
-        rewritten, report = rewrite(loop_model([node("MatMul", "state w", "next", "mm")], {"w": w}))
-        assert kinds(inner(rewritten)[0]) == {**QUANTIZED, "Identity": 1}
+        w, state = weight(64, 64), ROWS
+        rewritten, report = rewrite(loop_model("mm:MatMul state w>next", w))
+        assert kinds(inner(rewritten)[0]) == {**GEMM, "Identity": 1}
         assert [s.decision.site.subgraph for s in report.sites] == ["loop/body"]
-        state = normal(3, 64)
         actual = run(rewritten, {"x": state})[0]
         # Requantizing each round's float32 state: predict with the same float32 states, kept apart from rounding ties.
         for _ in range(3):
@@ -193,19 +155,16 @@ class TestLoopAndScan:
         np.testing.assert_allclose(actual, -state, rtol=0, atol=0.05 * np.abs(state).max())
 
     def test_a_state_that_feeds_the_next_round_is_no_output_projection(self):
-        proto = loop_model([node("MatMul", "state w", "next", "mm")], {"w": weight(64, 64)})
+        proto = loop_model("mm:MatMul state w>next", weight(64, 64))
         proto.graph.node[0].output[0] = "y"
         del proto.graph.node[1]
         onnx.checker.check_model(proto)
         assert reasons(rewrite(proto)[1]) == {"mm": "linear, by recipe 'mxfp8'"}
 
     def test_an_outer_activation_is_quantized_inside(self):
-        body = [node("MatMul", "x w", "p", "mm"), node("Add", "state p", "next", "sum")]
-        rewritten, _ = rewrite(loop_model(body, {"w": weight(64, 64)}))
-        x = normal(3, 64)
-        one = expect(x, weight(64, 64).T)
-        total = Expected(-(x + 3 * one.y), 3 * one.bound)
-        total.check(run(rewritten, {"x": x})[0], roundings=4)
+        one = expect(ROWS, weight(64, 64).T)
+        total = Expected(-(ROWS + 3 * one.y), 3 * one.bound)
+        computes(loop_model("mm:MatMul x w>p; Add state p>next", weight(64, 64)), total, roundings=4, x=ROWS)
 
     def test_a_scan_body(self):
         rewritten, report = rewrite(scan_model())
@@ -216,148 +175,104 @@ class TestLoopAndScan:
         each.then(np.negative).check(rows)
         Expected(-each.y.sum(0), each.bound.sum(0)).check(total, roundings=5)
 
-    @pytest.mark.parametrize(("output", "shape"), [("next", [1, 64]), ("out", ["a", "b", "c"]), ("out", [])])
-    def test_a_scan_body_that_declares_a_wrong_rank(self, output, shape):
-        """ONNX Runtime runs it after some of its optimizations, and not without them."""
-        proto = scan_model()
-        declared = {each.name: each for each in proto.graph.node[0].attribute[0].g.output}[output]
-        declared.CopyFrom(value(output, F32, shape))
-        what = f"its body declares rank {len(shape)} for output '{output}', which has rank 1"
-        with pytest.raises(ContractError, match=re.escape(f"model: node 'scan' (Scan): {what}; expected ")):
-            rewrite(proto)
+
+@looped("output, shape", [("next", [1, 64]), ("out", ["a", "b", "c"]), ("out", [])])
+def test_a_scan_body_that_declares_a_wrong_rank(output: str, shape: list[Any]) -> None:
+    """ONNX Runtime runs it after some of its optimizations, and not without them."""
+    proto = scan_model()
+    declared = {each.name: each for each in proto.graph.node[0].attribute[0].g.output}[output]
+    declared.CopyFrom(value(output, F32, shape))
+    what = f"its body declares rank {len(shape)} for output '{output}', which has rank 1"
+    with pytest.raises(ContractError, match=re.escape(f"model: node 'scan' (Scan): {what}; expected ")):
+        rewrite(proto)
 
 
 def scan_model() -> onnx.ModelProto:
     """Returns a model whose rows are multiplied by a Scan, which gives them and their sum."""
     inputs = [value("sum", F32, [64]), value("row", F32, [64])]
-    nodes = [
-        node("MatMul", "row w", "p", "mm"),
-        node("Add", "sum p", "next", "add"),
-        node("Neg", "p", "out", "neg"),
-    ]
-    body = graph(nodes, "next out", {"w": weight(64, 64)}, inputs)
-    scan = helper.make_node("Scan", ["zero", "x"], ["total", "rows"], "scan", num_scan_inputs=1, body=body)
-    return model(
-        [scan, node("Neg", "total", "y")],
-        {"x": (F32, [5, 64])},
-        {"y": (F32, [64]), "rows": (F32, [5, 64])},
-        {"zero": np.zeros(64, F32)},
-    )
+    body = graph("mm:MatMul row w>p; Add sum p>next; Neg p>out", "next out", inputs, w=weight(64, 64))
+    scan = node("Scan", "zero x", "total rows", "scan", num_scan_inputs=1, body=body)
+    outputs = {"y": (F32, [64]), "rows": (F32, [5, 64])}
+    return model([scan, node("Neg", "total", "y")], {"x": (F32, [5, 64])}, outputs, {"zero": np.zeros(64, F32)})
 
 
-def function_model(functions: Sequence[onnx.FunctionProto], nodes: Sequence[onnx.NodeProto], weights: Any, **kw: Any):
-    proto = helper.make_model(
-        helper.make_graph(
-            list(nodes),
-            "main",
-            [value("x", F32, ["m", 64])],
-            [value("y", F32, ["m", kw.pop("n", 96)])],
-            [numpy_helper.from_array(array, name) for name, array in weights.items()],
-        ),
-        functions=list(functions),
-        opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("local", 1)],
-        ir_version=10,
-    )
+def function(name: str, inputs: str, nodes: Any, opset: int = 21) -> onnx.FunctionProto:
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("local", 1)]
+    nodes = steps(nodes) if isinstance(nodes, str) else nodes
+    return helper.make_function("local", name, inputs.split(), ["r"], nodes, imports)
+
+
+LINEAR = function("Linear", "a b", "inner:MatMul a b>r")
+TWICE = function("Twice", "a", "Add a a>r")
+
+
+def function_model(functions: Sequence[onnx.FunctionProto], nodes: Any, n: int = 96, **weights: np.ndarray) -> Any:
+    """Returns a model of x [m, 64] and y [m, n] whose ops that are functions of the model are called."""
+    nodes = steps(nodes) if isinstance(nodes, str) else nodes
+    for each in nodes:
+        each.domain = "local" if each.op_type in {f.name for f in functions} else ""
+    stored = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    main = helper.make_graph(nodes, "main", [value("x", F32, ["m", 64])], [value("y", F32, ["m", n])], stored)
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
+    proto = helper.make_model(main, functions=functions, opset_imports=imports, ir_version=IR_VERSION)
     onnx.checker.check_model(proto)
     return proto
 
 
-def function(
-    name: str, inputs: str, nodes: Sequence[onnx.NodeProto], output: str, opset: int = 21
-) -> onnx.FunctionProto:
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid("local", 1)]
-    return helper.make_function("local", name, inputs.split(), output.split(), list(nodes), imports)
-
-
-def call(name: str, inputs: str, output: str) -> onnx.NodeProto:
-    return node(name, inputs, output, f"call_{output}", domain="local")
-
-
-LINEAR = function("Linear", "a b", [node("MatMul", "a b", "r", "inner")], "r")
+NEGATED = expect(ROWS, W.T).then(np.negative)
+DOUBLED = Expected(2 * expect(ROWS, W.T).y, 2 * expect(ROWS, W.T).bound)
+NEG: Mapping[str, int] = {**GEMM, "Neg": 1}
 
 
 class TestFunctions:
     def test_a_function_that_holds_a_matmul_is_inlined_where_it_is_called(self):
-        nodes = [call("Linear", "x w", "h"), node("Neg", "h", "y")]
-        rewritten, report = rewrite(function_model([LINEAR], nodes, {"w": weight(64, 96)}))
+        proto = function_model([LINEAR], "Linear x w>h; Neg h>y", w=W)
+        rewritten, report = computes(proto, NEGATED, NEG, x=ROWS)
         assert report.notes == ("inlined local functions: Linear",)
-        assert kinds(rewritten) == {**QUANTIZED, "Neg": 1}
         assert {f.name for f in rewritten.functions} == {"MXFP8Quantize", "MXFP8Gemm"}
-        x = normal(3, 64)
-        expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
 
     def test_each_call_has_its_own_weight(self):
-        nodes = [call("Linear", "x w", "a"), node("Relu", "a", "b"), call("Linear", "b v", "h"), node("Neg", "h", "y")]
-        weights = {"w": weight(64, 96), "v": weight(96, 64, seed=1)}
-        rewritten, report = rewrite(function_model([LINEAR], nodes, weights, n=64))
+        weights = {"w": W, "v": weight(96, 64, seed=1)}
+        nodes = "Linear x w>a; Relu a>b; Linear b v>h; Neg h>y"
+        rewritten, report = rewrite(function_model([LINEAR], nodes, 64, **weights))
         assert len(reasons(report)) == 2
         assert {s.decision.site.weight for s in report.sites} == {"w", "v"}
         assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 2, "Relu": 1, "Neg": 1}
 
     def test_a_function_that_calls_one_that_holds_a_matmul(self):
-        outer = function("Block", "a b", [call("Linear", "a b", "t"), node("Abs", "t", "r")], "r")
-        nodes = [call("Block", "x w", "h"), node("Neg", "h", "y")]
-        rewritten, report = rewrite(function_model([LINEAR, outer], nodes, {"w": weight(64, 96)}))
+        outer = function("Block", "a b", [node("Linear", "a b", "t", domain="local"), node("Abs", "t", "r")])
+        proto = function_model([LINEAR, outer], "Block x w>h; Neg h>y", w=W)
+        _, report = computes(proto, expect(ROWS, W.T).then(np.abs).then(np.negative), x=ROWS)
         assert report.notes == ("inlined local functions: Linear, Block",)
-        x = normal(3, 64)
-        expect(x, weight(64, 96).T).then(np.abs).then(np.negative).check(run(rewritten, {"x": x})[0])
 
     def test_a_matmul_inside_an_if_inside_a_function(self):
-        branches = [graph([node("MatMul", "a b", t, f"mm_{t}")], t) for t in "st"]
-        body = [helper.make_node("If", ["c"], ["r"], "if", then_branch=branches[0], else_branch=branches[1])]
-        choose = function("Choose", "a b c", body, "r")
-        nodes = [call("Choose", "x w yes", "h"), node("Neg", "h", "y")]
-        proto = function_model([choose], nodes, {"w": weight(64, 96), "yes": np.array(True)})
-        rewritten, _ = rewrite(proto)
-        x = normal(3, 64)
-        expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+        branches = [graph(f"mm_{t}:MatMul a b>{t}", t) for t in "st"]
+        body = [node("If", "c", "r", then_branch=branches[0], else_branch=branches[1])]
+        proto = function_model([function("Choose", "a b c", body)], "Choose x w c>h; Neg h>y", w=W, c=np.array(True))
+        computes(proto, NEGATED, x=ROWS)
 
     def test_a_call_inside_a_branch(self):
-        branches = [graph([call("Linear", f"x {w}", t)], t) for w, t in (("w", "s"), ("v", "t"))]
-        nodes = [
-            helper.make_node("If", ["yes"], ["h"], "if", then_branch=branches[0], else_branch=branches[1]),
-            node("Neg", "h", "y"),
-        ]
-        weights = {"w": weight(64, 96), "v": weight(64, 96, seed=1), "yes": np.array(False)}
-        rewritten, _ = rewrite(function_model([LINEAR], nodes, weights))
-        assert [kinds(g) for g in inner(rewritten)] == [QUANTIZED, QUANTIZED]
-        x = normal(3, 64)
-        expect(x, weight(64, 96, seed=1).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+        calls = [graph([node("Linear", f"x {w}", t, domain="local")], t) for w, t in (("w", "s"), ("v", "t"))]
+        proto = function_model([LINEAR], [either(*calls), node("Neg", "h", "y")], w=V, v=W, yes=np.array(False))
+        rewritten, _ = computes(proto, NEGATED, x=ROWS)
+        assert [kinds(g) for g in inner(rewritten)] == [GEMM, GEMM]
 
     def test_a_weight_inside_the_function(self):
-        constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weight(64, 96)))
-        fixed = function("Fixed", "a", [constant, node("MatMul", "a w", "r", "inner")], "r")
-        rewritten, _ = rewrite(function_model([fixed], [call("Fixed", "x", "h"), node("Neg", "h", "y")], {}))
-        assert kinds(rewritten) == {**QUANTIZED, "Neg": 1}
-        x = normal(3, 64)
-        expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+        constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(W))
+        fixed = function("Fixed", "a", [constant, node("MatMul", "a w", "r", "inner")])
+        computes(function_model([fixed], "Fixed x>h; Neg h>y"), NEGATED, NEG, x=ROWS)
 
-    def test_functions_without_a_matmul_stay(self):
-        other = function("Twice", "a", [node("Add", "a a", "r", "add")], "r")
-        nodes = [call("Linear", "x w", "h"), call("Twice", "h", "y")]
-        proto = function_model([LINEAR, other], nodes, {"w": weight(64, 96)})
-        rewritten, _ = rewrite(proto)
-        assert rewritten.functions[0] == other
-        assert kinds(rewritten) == {**QUANTIZED, "Twice": 1}
-        x = normal(3, 64)
-        y = expect(x, weight(64, 96).T)
-        Expected(2 * y.y, 2 * y.bound).check(run(rewritten, {"x": x})[0])
-
-    def test_functions_of_another_opset_whose_ops_are_the_same_in_both(self):
-        old = function("Linear", "a b", [node("MatMul", "a b", "r", "inner")], "r", opset=17)
-        other = function("Twice", "a", [node("Add", "a a", "r", "add")], "r", opset=18)
-        nodes = [call("Linear", "x w", "h"), call("Twice", "h", "y")]
-        rewritten, _ = rewrite(function_model([old, other], nodes, {"w": weight(64, 96)}))
-        assert kinds(rewritten) == {**QUANTIZED, "Twice": 1}
-        assert rewritten.functions[0] == other
-        x = normal(3, 64)
-        y = expect(x, weight(64, 96).T)
-        Expected(2 * y.y, 2 * y.bound).check(run(rewritten, {"x": x})[0])
+    def test_functions_without_a_matmul_stay_even_of_an_opset_whose_ops_are_the_same(self):
+        old = function("Linear", "a b", "inner:MatMul a b>r", opset=17)
+        for linear, other in ((LINEAR, TWICE), (old, function("Twice", "a", "Add a a>r", opset=18))):
+            proto = function_model([linear, other], "Linear x w>h; Twice h>y", w=W)
+            rewritten, _ = computes(proto, DOUBLED, {**GEMM, "Twice": 1}, x=ROWS)
+            assert rewritten.functions[0] == other
 
     def test_functions_of_another_opset_whose_ops_differ_are_an_error(self):
-        body = [node("ReduceSum", "a", "s", axes=[0]), node("Add", "a s", "t"), node("MatMul", "t b", "r")]
-        proto = function_model([LINEAR], [call("Linear", "x w", "h"), node("Neg", "h", "y")], {"w": weight(64, 96)})
-        proto.functions[0].CopyFrom(function("Linear", "a b", body, "r", opset=11))
+        proto = function_model([LINEAR], "Linear x w>h; Neg h>y", w=W)
+        body = "ReduceSum a>s|axes=[0]; Add a s>t; MatMul t b>r"
+        proto.functions[0].CopyFrom(function("Linear", "a b", body, opset=11))
         with pytest.raises(ContractError) as caught:
             mxfp8_graph.rewrite(proto)
         assert str(caught.value) == (
@@ -366,6 +281,5 @@ class TestFunctions:
         )
 
     def test_a_function_nobody_calls_gives_no_site(self):
-        nodes = [node("Neg", "x", "y")]
         with pytest.raises(NothingEligibleError, match="no MatMul or Gemm in the model"):
-            mxfp8_graph.rewrite(function_model([LINEAR], nodes, {}, n=64))
+            mxfp8_graph.rewrite(function_model([LINEAR], "Neg x>y", 64))

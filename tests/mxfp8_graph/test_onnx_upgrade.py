@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, model, node, value, weight
-from onnx import helper, numpy_helper
+from builders import chain_model, model, node, steps, value, weight
+from grids import looped
+from onnx import helper
 from oracle import check_well_formed, expect, kinds, normal, run
 
 import mxfp8_graph
@@ -28,37 +30,33 @@ def linear(*more: onnx.NodeProto, opset: int, y: Any = ("m", 96), **weights: np.
     return model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, y)}, {"w": weight(64, 96), **weights}, opset=opset)
 
 
-@pytest.mark.parametrize("opset", [7, 8, 9, 11, 13, 15, 17, 18, 19, 20])
+X, NEGATED = normal(3, 64), expect(normal(3, 64), weight(64, 96).T).then(np.negative)
+
+
+@looped("opset", [7, 8, 9, 11, 13, 15, 17, 18, 19, 20])
 def test_a_lower_opset_becomes_21(opset):
     rewritten, report = mxfp8_graph.rewrite(linear(node("Neg", "h", "y"), opset=opset))
     check_well_formed(rewritten)
     assert opset_of(rewritten) == 21
     assert report.notes == (f"converted opset {opset} to 21",)
-    x = normal(3, 64)
-    expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+    NEGATED.check(run(rewritten, {"x": X})[0])
 
 
-@pytest.mark.parametrize("opset", [21, 22, 23, 24, 25, 26])
+@looped("opset", [21, 22, 23, 24, 25, 26])
 def test_opset_21_and_above_stays(opset):
-    proto = linear(node("Neg", "h", "y"), opset=opset)
-    rewritten, report = mxfp8_graph.rewrite(proto)
+    rewritten, report = mxfp8_graph.rewrite(linear(node("Neg", "h", "y"), opset=opset))
     onnx.checker.check_model(rewritten, full_check=True)
     assert opset_of(rewritten) == opset
     assert {e.version for f in rewritten.functions for e in f.opset_import if e.domain == ""} == {opset}
     assert report.notes == ()
-    x = normal(3, 64)
-    expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+    NEGATED.check(run(rewritten, {"x": X})[0])
 
 
 def test_ops_that_changed_are_converted():
-    more = [
-        node("Squeeze", "h", "s", axes=[0]),
-        node("Unsqueeze", "s", "u", axes=[0, 1]),
-        node("Clip", "u", "c", min=-1.0, max=1.0),
-        node("Softmax", "c", "p", axis=1),
-        node("ReduceSum", "p", "y", axes=[0], keepdims=0),
-    ]
-    nodes = [node("MatMul", "x w", "h", "linear"), *more]
+    nodes = steps(
+        "MatMul x w>h; Squeeze h>s|axes=[0]; Unsqueeze s>u|axes=[0,1]; Clip u>c|min=-1.0 max=1.0; Softmax c>p|axis=1; "
+        "ReduceSum p>y|axes=[0] keepdims=0"
+    )
     proto = model(nodes, {"x": (F32, [1, 5, 64])}, {"y": (F32, [1, 5, 96])}, {"w": weight(64, 96)}, opset=10)
     rewritten, _ = mxfp8_graph.rewrite(proto)
     check_well_formed(rewritten)
@@ -98,10 +96,10 @@ def test_nodes_that_did_not_change_keep_their_documentation_and_metadata():
 
 
 def test_ir_version_rises_to_that_of_opset_21_and_never_falls():
-    low, high = (linear(node("Neg", "h", "y"), opset=17) for _ in range(2))
-    low.ir_version, high.ir_version = 8, 11
-    assert mxfp8_graph.rewrite(low)[0].ir_version == 10
-    assert mxfp8_graph.rewrite(high)[0].ir_version == 11
+    for before, after in ((8, 10), (11, 11)):
+        proto = linear(node("Neg", "h", "y"), opset=17)
+        proto.ir_version = before
+        assert mxfp8_graph.rewrite(proto)[0].ir_version == after
 
 
 def branches(then: list[onnx.NodeProto], opset: int) -> onnx.ModelProto:
@@ -117,24 +115,16 @@ def branches(then: list[onnx.NodeProto], opset: int) -> onnx.ModelProto:
     return model(nodes, inputs, {"y": (F32, [2, 3, 96])}, {"w": weight(64, 96)}, opset=opset)
 
 
-def test_a_branch_of_ops_that_did_not_change_is_kept():
-    proto = branches([node("Abs", "h", "t")], opset=13)
-    rewritten, _ = mxfp8_graph.rewrite(proto, mxfp8_graph.Recipe(name="mxfp8", output_projections=True))
-    x = normal(2, 3, 64)
-    y = expect(x, weight(64, 96).T).then(np.abs)
-    y.check(run(rewritten, {"x": x, "yes": np.array(True)})[0])
-
-
-@pytest.mark.parametrize(
-    ("then", "opset"),
+@looped(
+    "then, opset",
     [
         ([node("Softmax", "h", "t")], 11),
         ([node("Softmax", "h", "t", axis=1)], 11),
         ([node("Clip", "h", "t", min=0.0)], 10),
         ([node("Unsqueeze", "h", "s", axes=[0]), node("Squeeze", "s", "t", axes=[0])], 11),
         ([node("LogSoftmax", "h", "t", axis=1)], 12),
+        ([node("Abs", "h", "t")], 13),
     ],
-    ids=lambda value: value[-1].op_type if isinstance(value, list) else None,
 )
 def test_a_branch_of_ops_that_changed_is_converted_or_refused_never_changed_silently(then, opset):
     proto = branches(then, opset)
@@ -145,42 +135,30 @@ def test_a_branch_of_ops_that_changed_is_converted_or_refused_never_changed_sile
         rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
     except ContractError as error:
         assert "expected opset 21 or above; export the model again with one" in str(error)  # noqa: PT017
+        assert opset < 13
         return
     before, after = run(proto, feeds)[0], run(rewritten, feeds)[0]
     assert np.linalg.norm(after - before) <= 0.15 * np.linalg.norm(before)
 
 
 def test_the_old_ir_lists_every_initializer_as_an_input():
-    nodes = [
-        node("MatMul", "x w", "h", "linear"),
-        node("Reshape", "h shape", "r"),
-        node("Upsample", "r scales", "u", mode="nearest"),
-        node("Neg", "u", "y"),
-    ]
+    nodes = steps("linear:MatMul x w>h; Reshape h shape>r; Upsample r scales>u|mode='nearest'; Neg u>y")
     weights = {"w": weight(64, 96), "shape": np.array([1, 1, -1, 96]), "scales": np.array([1, 1, 2, 1], F32)}
-    graph = helper.make_graph(
-        nodes,
-        "old",
-        [value("x", F32, [3, 64]), *(value(k, v.dtype, v.shape) for k, v in weights.items())],
-        [value("y", F32, [1, 1, 6, 96])],
-        [numpy_helper.from_array(v, k) for k, v in weights.items()],
-    )
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 9)], ir_version=3)
+    proto = model(nodes, {"x": (F32, [3, 64])}, {"y": (F32, [1, 1, 6, 96])}, weights, opset=9)
+    proto.graph.input.extend(value(name, array.dtype, array.shape) for name, array in weights.items())
+    proto.ir_version = 3
     onnx.checker.check_model(proto)
     rewritten, _ = mxfp8_graph.rewrite(proto)
     check_well_formed(rewritten)
     assert kinds(rewritten)["MXFP8Gemm"] == 1
-    x = normal(3, 64)
-    y = expect(x, weight(64, 96).T).then(np.negative)
-    actual = run(rewritten, {"x": x})[0]
-    y.check(actual[0, 0, ::2])
-    y.check(actual[0, 0, 1::2])
+    actual = run(rewritten, {"x": X})[0]
+    NEGATED.check(actual[0, 0, ::2])
+    NEGATED.check(actual[0, 0, 1::2])
 
 
 def test_local_functions_are_inlined_when_the_opset_changes():
-    twice = helper.make_function(
-        "local", "Twice", ["a"], ["r"], [node("Add", "a a", "r")], [helper.make_opsetid("", 17)]
-    )
+    body, imports = [node("Add", "a a", "r")], [helper.make_opsetid("", 17)]
+    twice = helper.make_function("local", "Twice", ["a"], ["r"], body, imports)
     proto = linear(node("Neg", "h", "n"), node("Neg", "n", "y"), opset=17)
     proto.graph.node[2].CopyFrom(node("Twice", "n", "y", "call", domain="local"))
     proto.functions.append(twice)
@@ -189,20 +167,16 @@ def test_local_functions_are_inlined_when_the_opset_changes():
     rewritten, report = mxfp8_graph.rewrite(proto)
     assert report.notes == ("inlined local functions: Twice", "converted opset 17 to 21")
     assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1, "Add": 1}
-    x = normal(3, 64)
-    y = expect(x, weight(64, 96).T)
-    type(y)(-2 * y.y, 2 * y.bound).check(run(rewritten, {"x": x})[0])
+    type(NEGATED)(2 * NEGATED.y, 2 * NEGATED.bound).check(run(rewritten, {"x": X})[0])
 
 
-@pytest.mark.parametrize("version", range(3, 14))
+@looped("version", range(3, 14))
 def test_every_ir_version_that_onnx_runtime_reads(version):
     proto = linear(node("Neg", "h", "y"), opset=13 if version < 10 else 21)
     proto.ir_version = version
     if version < 4:
         proto.graph.input.append(value("w", F32, [64, 96]))
-    x = normal(3, 64)
-    rewritten, _ = mxfp8_graph.rewrite(proto)
-    expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+    NEGATED.check(run(mxfp8_graph.rewrite(proto)[0], {"x": X})[0])
 
 
 def test_a_model_of_other_domains_alone_needs_no_import_of_the_default_one():
@@ -227,62 +201,42 @@ def test_custom_domain_nodes_do_not_stop_a_conversion():
     assert opset_of(rewritten) == 21
 
 
-class TestRefused:
-    @staticmethod
-    def message(proto: onnx.ModelProto) -> str:
+def test_what_is_refused() -> None:
+    def refused(change: Callable[[onnx.ModelProto], Any]) -> str:
+        proto = linear(node("Neg", "h", "y"), opset=11)
+        change(proto)
         with pytest.raises(ContractError) as caught:
             mxfp8_graph.rewrite(proto)
-        return str(caught.value)
+        return str(caught.value).removeprefix("model: ")
 
-    def test_an_opset_newer_than_onnx_knows(self):
-        proto = chain_model()
-        proto.opset_import[0].version = 99
-        newest = onnx.defs.onnx_opset_version()
-        assert self.message(proto) == (
-            f"model: opset 99; expected 1 to {newest}, which onnx {onnx.__version__} knows; upgrade onnx"
-        )
-
-    def test_opset_0(self):
-        proto = chain_model()
-        proto.opset_import[0].version = 0
-        assert self.message(proto).startswith("model: opset 0; expected 1 to ")
-
-    @pytest.mark.parametrize("version", [-1, 99])
-    def test_an_ir_version_that_onnx_does_not_know(self, version):
-        proto = chain_model()
-        proto.ir_version = version
-        assert self.message(proto) == (
-            f"model: IR version {version}; expected 1 to {onnx.IR_VERSION}, which onnx {onnx.__version__} knows; "
-            "upgrade onnx"
-        )
-
-    def test_no_opset_of_the_default_domain(self):
-        proto = chain_model()
-        proto.opset_import[0].domain = "org.custom"
-        assert self.message(proto) == (
-            "model: no opset import for the default domain; expected one; re-export the model with an opset"
-        )
-
-    def test_an_attribute_that_the_op_does_not_have(self):
-        proto = linear(node("Neg", "h", "y"), opset=11)
-        proto.graph.node[1].attribute.append(helper.make_attribute("gone", 1))
-        assert self.message(proto) == (
-            "model: node 'Neg_y' (Neg): unknown attribute 'gone'; expected none; export the model again"
-        )
+    knows = f"which onnx {onnx.__version__} knows; upgrade onnx"
+    newest = onnx.defs.onnx_opset_version()
+    assert refused(lambda p: setattr(p.opset_import[0], "version", 99)) == f"opset 99; expected 1 to {newest}, {knows}"
+    assert refused(lambda p: setattr(p.opset_import[0], "version", 0)).startswith("opset 0; expected 1 to ")
+    for version in (-1, 99):
+        found = refused(lambda p, version=version: setattr(p, "ir_version", version))
+        assert found == f"IR version {version}; expected 1 to {onnx.IR_VERSION}, {knows}"
+    assert refused(lambda p: setattr(p.opset_import[0], "domain", "org.custom")) == (
+        "no opset import for the default domain; expected one; re-export the model with an opset"
+    )
+    assert refused(lambda p: p.graph.node[1].attribute.append(helper.make_attribute("gone", 1))) == (
+        "node 'Neg_y' (Neg): unknown attribute 'gone'; expected none; export the model again"
+    )
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_active_dropout_is_switched_off(*, nested: bool):
+@looped("nested", [False, True])
+def test_active_dropout_is_switched_off(nested: bool) -> None:
     drop = node("Dropout", "h ratio on", "d")
     if nested:
-        then = helper.make_graph([drop], "then", [], [value("d", F32, ["m", 96])])
-        other = helper.make_graph([node("Identity", "h", "e")], "else", [], [value("e", F32, ["m", 96])])
+        then, other = (
+            helper.make_graph([inner], "b", [], [value(inner.output[0], F32, ["m", 96])])
+            for inner in (drop, node("Identity", "h", "e"))
+        )
         drop = node("If", "on", "d", then_branch=then, else_branch=other)
     proto = linear(drop, node("Neg", "d", "y"), opset=21, ratio=np.array(0.5, F32), on=np.array(True))
     rewritten, report = mxfp8_graph.rewrite(proto)
     assert report.notes == ("the model was exported in training mode; in the result Dropout is off (1)",)
-    x = normal(3, 64)
-    expect(x, weight(64, 96).T).then(np.negative).check(run(rewritten, {"x": x})[0])
+    NEGATED.check(run(rewritten, {"x": X})[0])
 
 
 def test_a_flag_that_the_caller_sets_stays():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, language_model, matmul_model, node, save, weight
+from builders import chain_model, language_model, matmul_model, model, node, save, weight
 from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
@@ -28,6 +29,11 @@ def read(data: bytes, path: Path, least: int = LEAST) -> bytes:
     path.write_bytes(data)
     with path.open("rb") as file:
         return wire.without_data(file, least, lambda *place: refer(*place).SerializeToString())
+
+
+@pytest.fixture(scope="module")
+def seeds() -> list[bytes]:
+    return onnx_models.seeds()
 
 
 def parsed(data: bytes) -> onnx.ModelProto | None:
@@ -96,74 +102,66 @@ class TestReading:
         assert opened.byte_size == len(data)
         assert not opened.uses_external_data
 
-    @pytest.mark.parametrize("index", range(len(onnx_models.seeds())))
-    def test_broken_models_are_read_as_protobuf_reads_them(self, tmp_path, index):
+    def test_broken_models_are_read_as_protobuf_reads_them(self, tmp_path, seeds):
         """Bytes changed, cut out, doubled; fields dropped, doubled and retyped: equal, or both no model."""
-        seed = onnx_models.seeds()[index]
-        rng = random.Random(index)
-        referred = 0
-        for _ in range(60):
-            data = onnx_models.mutate(seed, rng)
-            found, count = whole(data, tmp_path / "m.onnx")
-            assert found == parsed(data)
-            referred += count
-        assert referred or not whole(seed, tmp_path / "m.onnx")[1]
+        for index, seed in enumerate(seeds):
+            rng = random.Random(index)
+            referred = 0
+            for _ in range(60):
+                data = onnx_models.mutate(seed, rng)
+                found, count = whole(data, tmp_path / "m.onnx")
+                assert found == parsed(data), index
+                referred += count
+            assert referred or not whole(seed, tmp_path / "m.onnx")[1], index
 
     def test_a_file_cut_anywhere_is_read_as_protobuf_reads_it(self, tmp_path):
         data = matmul_model(4, 4).SerializeToString()
         for end in range(len(data)):
             assert whole(data[:end], tmp_path / "m.onnx")[0] == parsed(data[:end]), end
 
-    @pytest.mark.parametrize(
-        ("data", "references"),
-        [
-            (initializer(TENSOR + RAW), 1),
-            (initializer(RAW + TENSOR), 1),
-            (initializer(TENSOR + RAW + field(14, 0)), 1),
-            (initializer(TENSOR + RAW + OTHER), 0),
-            (initializer(TENSOR + RAW + field(9, b"")), 0),
-            (initializer(TENSOR + RAW + field(9, 5)), 0),
-            (initializer(TENSOR + RAW + field(14, 1)), 0),
-            (initializer(TENSOR + RAW + field(13, field(1, b"location"))), 0),
-            (initializer(TENSOR + RAW + field(2, 8)), 0),
-            (initializer(TENSOR + RAW) + initializer(TENSOR + OTHER), 0),
-            (initializer(TENSOR + RAW + b"\x83\x01\x84\x01"), 0),
-            (constant(ATTRIBUTE + field(5, TENSOR + RAW)), 1),
-            (constant(field(5, TENSOR + RAW) + ATTRIBUTE), 1),
-            (constant(ATTRIBUTE + field(5, TENSOR + RAW) + field(5, OTHER)), 0),
-            (constant(ATTRIBUTE + field(5, TENSOR + RAW) + b"\xa0\x01\x01"), 0),
-            (constant(field(1, b"value") + field(5, TENSOR + RAW)), 0),
-            (model_of(b"\xaa\x80\x00" + bytes([len(TENSOR + RAW)]) + TENSOR + RAW), 1),
-            (model_of(b"\x2a" + bytes([len(TENSOR + RAW) | 0x80, 0x80, 0]) + TENSOR + RAW), 1),
-        ],
-        ids=[
-            "data last", "data first", "says it is inside", "data twice", "no data behind data", "data of a number",
-            "external too", "external without saying so", "strings", "two graphs", "a group", "in a Constant",
-            "type last", "tensor twice", "type changed", "no type", "long tag", "long length",
-        ],
-    )  # fmt: skip
-    def test_what_protobuf_merges_or_takes_otherwise_stays(self, tmp_path, data, references):
-        assert parsed(data) is not None
-        assert whole(data, tmp_path / "m.onnx") == (parsed(data), references)
+    MERGED: ClassVar = {
+        "data last": (initializer(TENSOR + RAW), 1),
+        "data first": (initializer(RAW + TENSOR), 1),
+        "says it is inside": (initializer(TENSOR + RAW + field(14, 0)), 1),
+        "data twice": (initializer(TENSOR + RAW + OTHER), 0),
+        "no data behind data": (initializer(TENSOR + RAW + field(9, b"")), 0),
+        "data of a number": (initializer(TENSOR + RAW + field(9, 5)), 0),
+        "external too": (initializer(TENSOR + RAW + field(14, 1)), 0),
+        "external without saying so": (initializer(TENSOR + RAW + field(13, field(1, b"location"))), 0),
+        "strings": (initializer(TENSOR + RAW + field(2, 8)), 0),
+        "two graphs": (initializer(TENSOR + RAW) + initializer(TENSOR + OTHER), 0),
+        "a group": (initializer(TENSOR + RAW + b"\x83\x01\x84\x01"), 0),
+        "in a Constant": (constant(ATTRIBUTE + field(5, TENSOR + RAW)), 1),
+        "type last": (constant(field(5, TENSOR + RAW) + ATTRIBUTE), 1),
+        "tensor twice": (constant(ATTRIBUTE + field(5, TENSOR + RAW) + field(5, OTHER)), 0),
+        "type changed": (constant(ATTRIBUTE + field(5, TENSOR + RAW) + b"\xa0\x01\x01"), 0),
+        "no type": (constant(field(1, b"value") + field(5, TENSOR + RAW)), 0),
+        "long tag": (model_of(b"\xaa\x80\x00" + bytes([len(TENSOR + RAW)]) + TENSOR + RAW), 1),
+        "long length": (model_of(b"\x2a" + bytes([len(TENSOR + RAW) | 0x80, 0x80, 0]) + TENSOR + RAW), 1),
+    }
+    """Models, and how many references are made of them."""
 
-    @pytest.mark.parametrize(
-        "data",
-        [
-            model_of(b"\x2a\x7f" + TENSOR + RAW),
-            initializer(TENSOR + b"\x4a\xff\xff\xff\xff\xff\xff\xff\xff\x7f" + bytes(32)),
-            initializer(TENSOR + b"\x4a" + b"\xff" * 11 + bytes(32)),
-            initializer(TENSOR + b"\x4b" + bytes(32)),
-            initializer(TENSOR + b"\x4f" + bytes(32)),
-            initializer(TENSOR + b"\x02" + bytes([32]) + bytes(32)),
-        ],
-        ids=["past the end", "of 2^62", "of no end", "a group that does not end", "wire type 7", "number 0"],
-    )
-    def test_what_is_no_message_is_left_to_protobuf(self, tmp_path, data):
-        assert parsed(data) is None
+    def test_what_protobuf_merges_or_takes_otherwise_stays(self, tmp_path):
+        for name, (data, references) in self.MERGED.items():
+            assert parsed(data) is not None, name
+            assert whole(data, tmp_path / "m.onnx") == (parsed(data), references), name
+
+    NO_MESSAGES: ClassVar = {
+        "past the end": model_of(b"\x2a\x7f" + TENSOR + RAW),
+        "of 2^62": initializer(TENSOR + b"\x4a\xff\xff\xff\xff\xff\xff\xff\xff\x7f" + bytes(32)),
+        "of no end": initializer(TENSOR + b"\x4a" + b"\xff" * 11 + bytes(32)),
+        "a group that does not end": initializer(TENSOR + b"\x4b" + bytes(32)),
+        "wire type 7": initializer(TENSOR + b"\x4f" + bytes(32)),
+        "number 0": initializer(TENSOR + b"\x02" + bytes([32]) + bytes(32)),
+    }
+
+    def test_what_is_no_message_is_left_to_protobuf(self, tmp_path):
         path = tmp_path / "m.onnx"
-        assert read(data, path) == data
-        with pytest.raises(ContractError, match="not a complete ONNX file"):
-            mxfp8_graph.rewrite(path)
+        for name, data in self.NO_MESSAGES.items():
+            assert parsed(data) is None, name
+            assert read(data, path) == data, name
+            with pytest.raises(ContractError, match="not a complete ONNX file"):
+                mxfp8_graph.rewrite(path)
 
     def test_more_fields_than_anybody_waits_for_are_left_to_protobuf(self, tmp_path, monkeypatch):
         data = initializer(TENSOR + RAW) + b"\x98\x3e\x00" * 50
@@ -220,12 +218,12 @@ class TestReading:
 
 
 class TestWriting:
-    @pytest.mark.parametrize("index", range(len(onnx_models.seeds())))
-    def test_the_bytes_are_those_of_protobuf(self, index):
-        proto = onnx.ModelProto.FromString(onnx_models.seeds()[index])
-        written = wire.Serialized(proto, {})
-        assert b"".join(written.pieces()) == proto.SerializeToString()
-        assert written.byte_size == proto.ByteSize()
+    def test_the_bytes_are_those_of_protobuf(self, seeds):
+        for index, seed in enumerate(seeds):
+            proto = onnx.ModelProto.FromString(seed)
+            written = wire.Serialized(proto, {})
+            assert b"".join(written.pieces()) == proto.SerializeToString(), index
+            assert written.byte_size == proto.ByteSize()
 
     def test_data_that_is_given_late_is_where_protobuf_writes_it(self):
         proto = chain_model((64, 96, 64))
@@ -241,8 +239,7 @@ class TestWriting:
         assert b"".join(written.pieces()) == expected
         assert written.byte_size == len(expected)
 
-    @pytest.mark.parametrize("external", [False, True])
-    @pytest.mark.parametrize("build", [language_model, matmul_model])
+    @pytest.mark.parametrize(("build", "external"), [(language_model, False), (matmul_model, True)])
     def test_a_file_has_the_bytes_of_a_model_that_was_in_memory_throughout(self, tmp_path, build, external):
         path = save(build(), tmp_path / "m.onnx", external=external)
         in_memory, _ = mxfp8_graph.rewrite(build())
@@ -260,9 +257,7 @@ class TestWriting:
             helper.make_node("Concat", ["h", "kept"], ["both"], axis=0),
             helper.make_node("Softmax", ["both"], ["y"], axis=-1),
         ]
-        x, y = (helper.make_tensor_value_info(*each) for each in (("x", 1, ["m", 64]), ("y", 1, ["n", 96])))
-        graph = helper.make_graph(nodes, "g", [x], [y])
-        proto = helper.make_model(graph, ir_version=7, opset_imports=[helper.make_opsetid("", 12)])
+        proto = model(nodes, {"x": (np.float32, ["m", 64])}, {"y": (np.float32, ["n", 96])}, opset=12)
         recipe = mxfp8_graph.Recipe(name="r", output_projections=True)
         expected = mxfp8_graph.rewrite(proto, recipe)[0]
         path = tmp_path / "m.onnx"
@@ -282,23 +277,11 @@ class TestWriting:
         assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 
     def test_new_tensors_of_subgraphs_have_their_data(self, tmp_path):
-        inner = helper.make_graph(
-            [node("MatMul", "x w", "h", "inner"), node("Relu", "h", "b")],
-            "b",
-            [],
-            [helper.make_tensor_value_info("b", 1, ["m", 96])],
-            [numpy_helper.from_array(weight(64, 96), "w")],
-        )
-        proto = helper.make_model(
-            helper.make_graph(
-                [helper.make_node("If", ["yes"], ["y"], "if", then_branch=inner, else_branch=inner)],
-                "g",
-                [helper.make_tensor_value_info("x", 1, ["m", 64])],
-                [helper.make_tensor_value_info("y", 1, ["m", 96])],
-                [numpy_helper.from_array(np.array(True), "yes")],
-            ),
-            ir_version=10,
-            opset_imports=[helper.make_opsetid("", 21)],
-        )
+        results = [helper.make_tensor_value_info("b", 1, ["m", 96])]
+        nodes = [node("MatMul", "x w", "h", "inner"), node("Relu", "h", "b")]
+        inner = helper.make_graph(nodes, "b", [], results, [numpy_helper.from_array(weight(64, 96), "w")])
+        choose = helper.make_node("If", ["yes"], ["y"], "if", then_branch=inner, else_branch=inner)
+        ends = {"x": (np.float32, ["m", 64])}, {"y": (np.float32, ["m", 96])}
+        proto = model([choose], *ends, {"yes": np.array(True)})
         written, _ = mxfp8_graph.rewrite(save(proto, tmp_path / "m.onnx"), "mxfp8")
         assert written.read_bytes() == mxfp8_graph.rewrite(proto, "mxfp8")[0].SerializeToString()

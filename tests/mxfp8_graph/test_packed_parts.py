@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from typing import Any
 
 import builders
 import numpy as np
+import onnx
 import pytest
+from grids import looped
+from onnx import TensorProto, helper
 
 import mxfp8_graph
 from mxfp8_graph.packed import PackedWeight
-from mxfp8_ops import numerics
+from mxfp8_ops import contract, numerics, onnx_functions
 from mxfp8_ops.errors import ContractError, ShapeError
 
 
@@ -39,30 +43,18 @@ def weight(shape: tuple[int, ...], read: Callable[[np.ndarray], np.ndarray] = np
 # --- Parts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "index"),
-    [
-        ((8, 96), np.s_[2:5]),
-        ((8, 96), np.s_[:, 32:64]),
-        ((8, 96), np.s_[::-2, -32:]),
-        ((8, 96), np.s_[..., 64:]),
-        ((8, 96), np.s_[3]),
-        ((8, 96), np.s_[np.int64(-1), :32]),
-        ((8, 96), np.s_[:, 32:32]),
-        ((8, 96), np.s_[:, 64:32]),
-        ((8, 96), np.s_[...]),
-        ((8, 96), ()),
-        ((8, 70), np.s_[1:3, 64:70]),
-        ((8, 70), np.s_[:, 32:]),
-        ((8, 70), np.s_[:, :1000]),
-        ((3, 8, 96), np.s_[1]),
-        ((3, 8, 96), np.s_[2, 1:3, 32:96]),
-        ((3, 8, 96), np.s_[..., 5, 0:32]),
-        ((3, 8, 96), np.s_[0, ..., :]),
-        ((96,), np.s_[32:]),
+PARTS = {
+    (8, 96): [
+        np.s_[2:5], np.s_[:, 32:64], np.s_[::-2, -32:], np.s_[..., 64:], np.s_[3], np.s_[np.int64(-1), :32],
+        np.s_[:, 32:32], np.s_[:, 64:32], np.s_[...], (),
     ],
-    ids=str,
-)
+    (8, 70): [np.s_[1:3, 64:70], np.s_[:, 32:], np.s_[:, :1000]],
+    (3, 8, 96): [np.s_[1], np.s_[2, 1:3, 32:96], np.s_[..., 5, 0:32], np.s_[0, ..., :]],
+    (96,): [np.s_[32:]],
+}  # fmt: skip
+
+
+@looped("shape, index", [(shape, index) for shape, indices in PARTS.items() for index in indices])
 def test_a_part_is_that_part_of_the_values(shape: tuple[int, ...], index: Any) -> None:
     whole = weight(shape)
     cut = whole[index]
@@ -72,13 +64,9 @@ def test_a_part_is_that_part_of_the_values(shape: tuple[int, ...], index: Any) -
     np.testing.assert_array_equal(cut.dequantize(), expected)
 
 
-def test_a_part_of_a_part() -> None:
+def test_parts_of_parts_and_the_matrices_of_a_stack() -> None:
     whole = weight((3, 8, 96))
     np.testing.assert_array_equal(whole[1][2:, 32:][:, 32:].dequantize(), whole.dequantize()[1, 2:, 64:])
-
-
-def test_the_matrices_of_a_stack() -> None:
-    whole = weight((3, 8, 96))
     assert [each.shape for each in whole] == [(8, 96)] * 3
     np.testing.assert_array_equal([each.dequantize() for each in whole], whole.dequantize())
 
@@ -87,8 +75,8 @@ GRID = "expected along K a slice from and to multiples of 32, where blocks begin
 BASIC = "expected integers, slices and at most one ...; pick from elements and scales alike"
 
 
-@pytest.mark.parametrize(
-    ("index", "text", "expected"),
+@looped(
+    "index, text, expected",
     [
         (np.s_[:, 16:48], ":, 16:48", GRID),
         (np.s_[:, :48], ":, :48", GRID),
@@ -105,7 +93,6 @@ BASIC = "expected integers, slices and at most one ...; pick from elements and s
         (np.s_[..., ...], "..., ...", BASIC),
         ("w", "w", BASIC),
     ],
-    ids=str,
 )
 def test_what_is_no_part_is_refused(index: Any, text: str, expected: str) -> None:
     with pytest.raises(ShapeError) as caught:
@@ -113,9 +100,7 @@ def test_what_is_no_part_is_refused(index: Any, text: str, expected: str) -> Non
     assert str(caught.value).startswith(f"weight 'w': part [{text}] of [8, 70]; {expected}")
 
 
-@pytest.mark.parametrize(
-    "index", [np.s_[8], np.s_[-9], np.s_[0, :, 0], np.s_[0, ..., 0, 0], np.s_[::0], np.s_["a":]], ids=str
-)
+@looped("index", [np.s_[8], np.s_[-9], np.s_[0, :, 0], np.s_[0, ..., 0, 0], np.s_[::0], np.s_["a":]])
 def test_what_is_not_there_is_refused(index: Any) -> None:
     with pytest.raises(ShapeError, match=r"^weight 'w': part \[.*\] of \[8, 70\]: .*; expected one that is there"):
         weight((8, 70))[index]
@@ -143,9 +128,14 @@ def test_a_part_is_read_when_it_is_asked_for() -> None:
 # --- Copies ----------------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path, *, external: bool) -> dict[str, PackedWeight]:
-    model, _ = mxfp8_graph.rewrite(builders.chain_model())
-    return dict(mxfp8_graph.unpack(builders.save(model, folder / "a.onnx", external=external)))
+@pytest.fixture(scope="module")
+def model() -> onnx.ModelProto:
+    return mxfp8_graph.rewrite(builders.chain_model())[0]
+
+
+@pytest.fixture
+def saved(model: onnx.ModelProto, tmp_path: Path) -> dict[str, PackedWeight]:
+    return dict(mxfp8_graph.unpack(builders.save(model, tmp_path / "a.onnx", external=True)))
 
 
 def check_same(got: PackedWeight, expected: PackedWeight) -> None:
@@ -160,41 +150,35 @@ def pickled(whatever: Any) -> Any:
     return pickle.loads(pickle.dumps(whatever))
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickled])
-@pytest.mark.parametrize("external", [False, True])
-def test_a_copy_of_a_models_weight_is_the_weight(make: Any, external: bool, tmp_path: Path) -> None:
-    for weight in saved(tmp_path, external=external).values():
-        check_same(make(weight), weight)
-        check_same(make(weight[1:3, 32:]), weight[1:3, 32:])
-        check_same(make(make(weight)), weight)
+def test_a_copy_of_a_models_weight_is_the_weight(model: onnx.ModelProto, saved: dict[str, PackedWeight]) -> None:
+    for weights in (saved, mxfp8_graph.unpack(model)):
+        for make, weight in itertools.product((copy.copy, copy.deepcopy, pickled), weights.values()):
+            check_same(make(weight), weight)
+            check_same(make(weight[1:3, 32:]), weight[1:3, 32:])
+            check_same(make(make(weight)), weight)
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickled])
-def test_a_copy_of_a_memory_mapped_weight(make: Any, tmp_path: Path) -> None:
+def test_a_copy_of_a_memory_mapped_weight(tmp_path: Path) -> None:
     def mapped(codes: np.ndarray) -> np.ndarray:
         path = tmp_path / f"{codes.shape[-1]}.bin"
         if not path.exists():
             path.write_bytes(codes.tobytes())
         return np.memmap(path, np.uint8, "r", shape=codes.shape)
 
-    check_same(make(weight((8, 96), mapped)), weight((8, 96)))
+    for make in (copy.copy, copy.deepcopy, pickled):
+        check_same(make(weight((8, 96), mapped)), weight((8, 96)))
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, pickled])
-def test_deep_copies_need_no_file_and_are_apart(make: Any, tmp_path: Path) -> None:
-    weights = saved(tmp_path, external=True)
-    kept = make(weights)
-    expected = {name: weight.dequantize() for name, weight in weights.items()}
+def test_deep_copies_need_no_file_and_copies_read_where_the_weight_does(
+    saved: dict[str, PackedWeight], tmp_path: Path
+) -> None:
+    deep, copied = [make(saved) for make in (copy.deepcopy, pickled)], copy.copy(saved["layers.0.weight"])
+    expected = {name: weight.dequantize() for name, weight in saved.items()}
     (tmp_path / "a.onnx.data").unlink()
-    for name, weight in kept.items():
+    for name, weight in ((name, kept[name]) for kept in deep for name in expected):
         np.testing.assert_array_equal(weight.dequantize(), expected[name])
         assert type(weight.elements) is np.ndarray
         assert not weight.elements.flags.writeable
-
-
-def test_a_copy_reads_where_the_weight_does(tmp_path: Path) -> None:
-    copied = copy.copy(saved(tmp_path, external=True)["layers.0.weight"])
-    (tmp_path / "a.onnx.data").unlink()
     with pytest.raises(ContractError, match="cannot read external file"):
         _ = copied.elements
 
@@ -213,11 +197,49 @@ def test_the_weights_of_a_program_are_pickled_as_they_are_now() -> None:
     np.testing.assert_array_equal(kept.dequantize(), before)
 
 
-def test_another_process_reads_a_pickled_weight(tmp_path: Path) -> None:
-    weight = saved(tmp_path, external=True)["layers.0.weight"]
+def test_another_process_reads_a_pickled_weight(saved: dict[str, PackedWeight], tmp_path: Path) -> None:
+    weight = saved["layers.0.weight"]
     (tmp_path / "w.pickle").write_bytes(pickle.dumps(weight))
     expected = float(weight.dequantize().sum(dtype=np.float64))
     (tmp_path / "a.onnx.data").unlink()
     code = "import pickle; w = pickle.load(open('w.pickle', 'rb')); print(w.dequantize().sum(dtype='float64'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert float(done.stdout) == expected
+
+
+# --- Fused gemms ---
+
+FUSED = [name for name, op in contract.OPS.items() if op.is_gemm and "epilogue" in op.attributes]
+SHAPES = {"X": ["rows", 40], "A": ["rows", 40], "A_scales": ["rows", 2], "factor": ["rows", 5]}
+
+
+def one_gemm(name: str, codes: tuple[np.ndarray, np.ndarray]) -> onnx.ModelProto:
+    """Returns a model of a node whose other inputs are the model's."""
+    op = contract.OPS[name]
+    names = [port.name for port in op.inputs if not port.optional]
+    stored = [
+        helper.make_tensor(f"w/{port}", op.inputs[op.at(port)].dtypes[0], array.shape, array.tobytes(), raw=True)
+        for port, array in zip(("B", "B_scales"), codes, strict=True)
+    ]
+    inputs = [
+        helper.make_tensor_value_info(port.name, port.dtypes[0], SHAPES[port.name])
+        for port in op.inputs
+        if port.name in names and port.name not in {"B", "B_scales"}
+    ]
+    given = [f"w/{port}" if port in {"B", "B_scales"} else port for port in names]
+    made = [port.name for port in op.outputs]
+    node = helper.make_node(name, given, made, domain=contract.DOMAIN, **op.attributes)
+    output = helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["rows", 5])
+    graph = helper.make_graph([node], "gemm", inputs, [output], stored)
+    imports = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
+    bodies = onnx_functions.functions(23, [name])
+    return helper.make_model(graph, opset_imports=imports, ir_version=10, functions=bodies)
+
+
+def test_unpack_finds_the_weights_of_fused_gemms() -> None:
+    assert len(FUSED) == 5
+    codes = numerics.quantize(np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32))
+    for name in FUSED:
+        (found,) = mxfp8_graph.unpack(one_gemm(name, codes)).values()
+        assert found.weight_only is contract.OPS[name].weight_only, name
+        np.testing.assert_array_equal(found.dequantize(), numerics.dequantize(*codes))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from full_disk import files, files_of_at_most
+from grids import looped
 from rich.console import Console
 
 from mxfp8_graph import reproduction
@@ -56,107 +57,65 @@ def names(sites: tuple[SiteReport, ...]) -> list[str]:
     return [site.decision.site.name for site in sites]
 
 
-@pytest.mark.parametrize(("relative_l2", "decibels"), [(1.0, 0.0), (0.1, 20.0), (0.01, 40.0), (0.0, math.inf)])
-def test_sqnr(relative_l2: float, decibels: float) -> None:
-    assert sqnr_db(relative_l2) == pytest.approx(decibels, abs=1e-12)
+REPORT = make_report()
 
 
-def test_rewritten_and_kept() -> None:
-    report = make_report()
-    assert names(report.rewritten) == ["up", "down[0]", "down[1]"]
-    assert names(report.kept) == ["<head>", "small"]
+def test_sqnr() -> None:
+    for relative_l2, decibels in ((1.0, 0.0), (0.1, 20.0), (0.01, 40.0), (0.0, math.inf)):
+        assert sqnr_db(relative_l2) == pytest.approx(decibels, abs=1e-12)
 
 
-def test_groups_by_reason() -> None:
-    report = make_report()
-    assert {reason: names(sites) for reason, sites in report.rewritten_by_reason.items()} == {
+def test_rewritten_and_kept_and_groups_by_reason() -> None:
+    assert names(REPORT.rewritten) == ["up", "down[0]", "down[1]"]
+    assert names(REPORT.kept) == ["<head>", "small"]
+    assert {reason: names(sites) for reason, sites in REPORT.rewritten_by_reason.items()} == {
         "linear, by recipe 'mxfp8'": ["up", "down[0]", "down[1]"]
     }
-    assert {reason[:17]: names(sites) for reason, sites in report.kept_by_reason.items()} == {
+    assert {reason[:17]: names(sites) for reason, sites in REPORT.kept_by_reason.items()} == {
         "output projection": ["<head>"],
         "tiny: N = 8 is be": ["small"],
     }
 
 
-def test_a_shared_weight_counts_once() -> None:
-    error = make_report().weight_error
+def test_the_error_counts_a_shared_weight_once_and_a_nan_is_the_worst() -> None:
+    error = REPORT.weight_error
     assert error is not None
     assert (error.mean, error.worst, error.worst_site) == (pytest.approx(0.02), 0.03, "down[0]")
-
-
-def test_no_packed_weight_no_error() -> None:
-    assert make_report(sites=make_report().kept).weight_error is None
-
-
-def test_a_nan_error_is_the_worst() -> None:
+    assert make_report(sites=REPORT.kept).weight_error is None
     sites = tuple(
         SiteReport(decision=s.decision, packed=s.packed, relative_l2=math.nan if i == 1 else s.relative_l2)
-        for i, s in enumerate(make_report().sites)
+        for i, s in enumerate(REPORT.sites)
     )
     error = make_report(sites=sites).weight_error
     assert error is not None
     assert error.worst_site == "down[0]"
 
 
-def test_the_keys_of_the_dict() -> None:
-    assert list(make_report().to_dict()) == [
-        "schema",
-        "source",
-        "output",
-        "recipe",
-        "dry_run",
-        "already_rewritten",
-        "seconds",
-        "bytes_before",
-        "bytes_after",
-        "notes",
-        "rewritten",
-        "kept",
-        "kept_by_reason",
-        "weight_error",
-        "account",
-        "sites",
-        "fusions",
-    ]
+def test_the_dict() -> None:
+    assert list(REPORT.to_dict()) == [
+        "schema", "source", "output", "recipe", "dry_run", "already_rewritten", "seconds", "bytes_before",
+        "bytes_after", "notes", "rewritten", "kept", "kept_by_reason", "weight_error", "account", "sites", "fusions",
+    ]  # fmt: skip
+    assert REPORT.to_dict()["sites"][1] == {
+        "name": "down[0]", "op": "Gemm", "module": "", "subgraph": "", "role": "linear", "m": 4, "n": 128, "k": 64,
+        "dtype": None, "weight": "w1", "shared_with": 0, "has_bias": False, "quantize": True, "rule": "policy",
+        "reason": "linear, by recipe 'mxfp8'", "activations": "e4m3", "weight_format": "e4m3",
+        "scale_rounding": "ceil", "nodes": [], "packed": "w1_e", "bytes_before": 4000, "bytes_after": 1000,
+        "relative_l2": 0.03, "sqnr_db": pytest.approx(30.4575749),
+    }  # fmt: skip
 
 
-def test_a_site_in_the_dict() -> None:
-    assert make_report().to_dict()["sites"][1] == {
-        "name": "down[0]",
-        "op": "Gemm",
-        "module": "",
-        "subgraph": "",
-        "role": "linear",
-        "m": 4,
-        "n": 128,
-        "k": 64,
-        "dtype": None,
-        "weight": "w1",
-        "shared_with": 0,
-        "has_bias": False,
-        "quantize": True,
-        "rule": "policy",
-        "reason": "linear, by recipe 'mxfp8'",
-        "activations": "e4m3",
-        "weight_format": "e4m3",
-        "scale_rounding": "ceil",
-        "nodes": [],
-        "packed": "w1_e",
-        "bytes_before": 4000,
-        "bytes_after": 1000,
-        "relative_l2": 0.03,
-        "sqnr_db": pytest.approx(30.4575749),
-    }
+def test_json_is_the_dict_with_a_line_per_site(tmp_path: Path) -> None:
+    text = REPORT.to_json()
+    assert json.loads(text) == REPORT.to_dict()
+    sites = [json.loads(line.strip().rstrip(",")) for line in text.splitlines() if '"rule":' in line]
+    assert [site["name"] for site in sites] == ["up", "down[0]", "down[1]", "<head>", "small"]
+    path = REPORT.write(tmp_path / "report.json")
+    assert json.loads(path.read_text(encoding="utf-8")) == REPORT.to_dict()
 
 
-def test_json_is_the_dict() -> None:
-    report = make_report()
-    assert json.loads(report.to_json()) == report.to_dict()
-
-
-def test_what_json_lacks_is_null() -> None:
-    (site,) = make_report().sites[:1]
-    exact = SiteReport(decision=site.decision, packed="w", relative_l2=0.0)
+def test_what_json_lacks_is_null_and_what_is_not_visible_is_escaped() -> None:
+    exact = SiteReport(decision=REPORT.sites[0].decision, packed="w", relative_l2=0.0)
     assert json.loads(make_report(sites=(exact,)).to_json())["weight_error"] == {
         "mean_relative_l2": 0.0,
         "mean_sqnr_db": None,
@@ -164,12 +123,9 @@ def test_what_json_lacks_is_null() -> None:
         "worst_sqnr_db": None,
         "worst_site": "up",
     }
-
-
-def test_write_json(tmp_path: Path) -> None:
-    report = make_report()
-    path = report.write(tmp_path / "report.json")
-    assert json.loads(path.read_text(encoding="utf-8")) == report.to_dict()
+    text = make_report(source="a\x1b\u2028\U000e0001b\n").to_json()
+    assert '"source": "a\\u001b\\u2028\\udb40\\udc01b\\n"' in text
+    assert json.loads(text)["source"] == "a\x1b\u2028\U000e0001b\n"
 
 
 class Page(HTMLParser):
@@ -191,22 +147,17 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
-def test_write_html(tmp_path: Path) -> None:
-    page = Page(make_report().write(tmp_path / "report.html").read_text(encoding="utf-8"))
-    cells = [cell.strip() for cell in page.cells]
-    assert {"<head>", "down[0]", "if/then_branch/small", "batch x 64 x 128"} <= {*cells}
-    assert (
-        "rewritten to MXFP8 with recipe mxfp8: 40.0 kB -> 10.0 kB (4.00x smaller)"
-        in make_report().to_html().replace("&gt;", ">")
-    )
+def test_the_page(tmp_path: Path) -> None:
+    text = REPORT.write(tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert {"<head>", "down[0]", "if/then_branch/small", "batch x 64 x 128"} <= {cell.strip() for cell in page.cells}
+    headline = "rewritten to MXFP8 with recipe mxfp8: 40.0 kB -> 10.0 kB (4.00x smaller)"
+    assert headline in text.replace("&gt;", ">")
     assert page.tags.isdisjoint({"link", "img", "iframe"})
-
-
-def test_the_page_lets_only_its_own_script_run() -> None:
-    page = make_report().to_html()
-    script = page.split("<script>")[1].split("</script>")[0]
+    assert '<td class="number" data-sort="4000.0">4.0 kB</td>' in text  # numbers sort as numbers
+    script = text.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
 
 
 def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
@@ -221,33 +172,12 @@ def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
     assert datetime.now(timezone.utc).strftime("%Y-") in cells
 
 
-def test_numbers_sort_as_numbers() -> None:
-    assert '<td class="number" data-sort="4000.0">4.0 kB</td>' in make_report().to_html()
-
-
 def test_long_names_fold_at_their_dots_only() -> None:
     name = "encoder.layer.0.attention.self.query"
     rows = [(name, "set output_projections: true to quantize it")]
     table = html.Table("", ("name", "reason"), rows).html()
     assert name.replace(".", ".<wbr>") in table
     assert "set output_projections: true to quantize it" in table
-
-
-def test_json_has_a_line_per_site() -> None:
-    lines = make_report().to_json().splitlines()
-    assert [json.loads(line.strip().rstrip(","))["name"] for line in lines if '"rule":' in line] == [
-        "up",
-        "down[0]",
-        "down[1]",
-        "<head>",
-        "small",
-    ]
-
-
-def test_json_escapes_what_is_not_visible() -> None:
-    text = make_report(source="a\x1b\u2028\U000e0001b\n").to_json()
-    assert '"source": "a\\u001b\\u2028\\udb40\\udc01b\\n"' in text
-    assert json.loads(text)["source"] == "a\x1b\u2028\U000e0001b\n"
 
 
 def test_a_long_table_says_how_much_of_it_the_page_has() -> None:
@@ -275,46 +205,38 @@ def test_a_chart_of_equal_values_has_an_axis_around_them() -> None:
     assert chart.html().count('x="50.00%" y="50.00%"><circle') == 2
 
 
-def test_an_existing_report_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("old")
-    make_report().write(tmp_path / "report.json")
-    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
-    assert "old" not in (tmp_path / "report.json").read_text(encoding="utf-8")
-
-
-def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("old")
+def test_an_existing_report_is_replaced_or_left_where_it_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
     with files_of_at_most(100), pytest.raises(Mxfp8Error) as caught:
-        make_report().write(tmp_path / "report.json")
-    assert str(caught.value) == f"{tmp_path / 'report.json'}: File too large; expected a writable place; choose another"
+        REPORT.write(path)
+    assert str(caught.value) == f"{path}: File too large; expected a writable place; choose another"
     assert files(tmp_path) == ["report.json"]
-    assert (tmp_path / "report.json").read_bytes() == b"old"
+    assert path.read_bytes() == b"old"
+    REPORT.write(path)
+    assert files(tmp_path) == ["report.json"]
+    assert "old" not in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("report.txt", "report with suffix '.txt'; expected .json or .html; rename it"),
-        (
-            "none/report.json",
-            "folder {folder}/none does not exist; expected a file in an existing folder; correct the report's path",
-        ),
-        ("folder.json", "a folder; expected a file in an existing folder; correct the report's path"),
-    ],
-)
-def test_where_a_report_cannot_go(tmp_path: Path, name: str, message: str) -> None:
+def test_where_a_report_cannot_go(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(Mxfp8Error) as caught:
-        make_report().write(tmp_path / name)
-    assert str(caught.value) == f"{tmp_path / name}: {message.format(folder=tmp_path)}"
+    existing = "expected a file in an existing folder; correct the report's path"
+    for name, message in (
+        ("report.txt", "report with suffix '.txt'; expected .json or .html; rename it"),
+        ("none/report.json", f"folder {tmp_path}/none does not exist; {existing}"),
+        ("folder.json", f"a folder; {existing}"),
+    ):
+        with pytest.raises(Mxfp8Error) as caught:
+            REPORT.write(tmp_path / name)
+        assert str(caught.value) == f"{tmp_path / name}: {message}"
 
 
 HEADER = ("recipe", "relative L2: mean", "worst", "what it is")
 ROWS = [("mxfp8", "0.0988", "0.107", "E4M3, ceil scales"), ("mxfp8-weight-only", "0.0792", "0.081", "weights alone")]
 
 
-@pytest.mark.parametrize(
-    ("width", "header", "left_out"),
+@looped(
+    "width, header, left_out",
     [
         (80, "recipe relative L2: mean worst what it is", []),
         (53, "recipe relative worst what it is L2: mean", []),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 from builders import weight
+from grids import looped, pairwise
 from onnx import helper, numpy_helper
 
 from mxfp8_graph import weights
@@ -51,14 +54,20 @@ def packed(array: np.ndarray, transposed: bool, folder: Path | None, steps: Any 
         return pack(rows, transposed=transposed != flipped, **options)
 
 
-@pytest.fixture(params=["inline", "external"])
-def folder(request: Any, tmp_path: Path) -> Path | None:
-    return tmp_path if request.param == "external" else None
+@pytest.fixture
+def packed_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Packed]:
+    """Returns `packed` with the size of slices, and whether the weight lies in a file of its own."""
+
+    def packed_as(slices: int, external: bool, array: np.ndarray, transposed: bool, *steps: Any, **options: Any) -> Any:
+        monkeypatch.setattr(weights, "SLICE_BYTES", slices)
+        return packed(array, transposed, tmp_path if external else None, *steps, **options)
+
+    return packed_as
 
 
-@pytest.fixture(params=[1, 20_000, 1 << 30], ids=["slices of 32 rows", "some slices", "one slice"])
-def sliced(request: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(weights, "SLICE_BYTES", request.param)
+BOTH = [False, True]
+WAYS = {"slices": [1, 20_000, 1 << 30], "external": BOTH}
+"""Slices of 32 rows, some slices and one; inline and external."""
 
 
 def check(result: Packed, w: np.ndarray, **options: Any) -> None:
@@ -73,72 +82,76 @@ def check(result: Packed, w: np.ndarray, **options: Any) -> None:
     assert result.relative_l2 == pytest.approx(np.linalg.norm(exact - values) / np.linalg.norm(exact), rel=1e-6)
 
 
-@pytest.mark.usefixtures("sliced")
-class TestPack:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("transposed", [False, True])
-    @pytest.mark.parametrize("shape", [(96, 64), (97, 70), (33, 31), (1, 1), (2, 500)])
-    def test_a_matrix(self, folder, dtype, transposed, shape):
-        w = weight(*shape, dtype=dtype)
-        check(packed(w, transposed, folder), np.ascontiguousarray(w.T) if transposed else w)
-
-    @pytest.mark.parametrize("transposed", [False, True])
-    def test_a_stack(self, folder, transposed):
-        w = weight(2, 3, 70, 40)
-        check(packed(w, transposed, folder), np.ascontiguousarray(w.swapaxes(-1, -2)) if transposed else w)
-
-    @pytest.mark.parametrize(
-        "options", [{"element_format": "e5m2"}, {"scale_rounding": "floor"}, {"scale_rounding": "even"}]
-    )
-    def test_formats_and_roundings(self, folder, options):
-        w = weight(70, 96)
-        check(packed(w, True, folder, **options), np.ascontiguousarray(w.T), **options)
-
-    def test_a_factor_is_multiplied_before_rounding(self, folder):
-        w = weight(70, 96, dtype=np.float16)
-        check(packed(w, False, folder, factor=0.3), w.astype(np.float32) * np.float32(0.3))
-
-    STEPS: ClassVar = {
-        "transpose": ((("Transpose", (1, 0)),), (64, 96), lambda w: w.T),
-        "identity transpose": ((("Transpose", (0, 1)),), (96, 64), lambda w: w),
-        "cast": ((("Cast", (10,)), ("Cast", (1,))), (96, 64), lambda w: w.astype(np.float16).astype(np.float32)),
-        "reshape": ((("Reshape", (96, 64)),), (64, 96), lambda w: w.reshape(96, 64)),
-        "reshape, transpose, cast": (
-            (("Reshape", (64, 96)), ("Transpose", (1, 0)), ("Cast", (16,))),
-            (32, 192),
-            lambda w: w.reshape(64, 96).T.astype(ml_dtypes.bfloat16),
-        ),
-        "transpose, reshape": ((("Transpose", (1, 0)), ("Reshape", (96, 64))), (64, 96), lambda w: w.T.reshape(96, 64)),
-        "three axes": (
-            (("Transpose", (2, 0, 1)), ("Reshape", (96, 64))), (8, 8, 96),
-            lambda w: w.transpose(2, 0, 1).reshape(96, 64),
-        ),
-        "swap of the last two": ((("Transpose", (0, 2, 1)),), (3, 64, 96), lambda w: w.swapaxes(-1, -2)),
-    }  # fmt: skip
-
-    @pytest.mark.parametrize("name", STEPS)
-    def test_steps_between_the_stored_tensor_and_the_matmul(self, folder, name):
-        steps, shape, see = self.STEPS[name]
-        w = weight(*shape)
-        check(packed(w, False, folder, steps), np.ascontiguousarray(see(w)))
-
-    @pytest.mark.parametrize("transposed", [False, True])
-    @pytest.mark.parametrize("at", [(0, 0), (69, 95), (33, 40)])
-    def test_the_index_of_a_nan_does_not_depend_on_the_slices(self, folder, transposed, at):
-        w = weight(70, 96)
-        w[at] = np.nan
-        with pytest.raises(NonFiniteError, match=rf"^weight 'weight': nan at index \[{at[0]}, {at[1]}\]; "):
-            packed(w, transposed, folder)
-
-    def test_an_index_of_a_stack(self, folder):
-        w = weight(2, 3, 70, 40)
-        w[1, 2, 69, 39] = -np.inf
-        with pytest.raises(NonFiniteError, match=r"-inf at index \[1, 2, 69, 39\]; "):
-            packed(w, True, folder)
+SHAPES = [(96, 64), (97, 70), (33, 31), (1, 1), (2, 500)]
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", [(96, 64), (33, 31), (1, 1), (2, 3, 70, 40)])
+@looped("dtype, transposed, shape, slices, external", pairwise(dtype=DTYPES, transposed=BOTH, shape=SHAPES, **WAYS))
+def test_a_matrix(packed_as, *, dtype, transposed, shape, slices, external):
+    w = weight(*shape, dtype=dtype)
+    check(packed_as(slices, external, w, transposed), np.ascontiguousarray(w.T) if transposed else w)
+
+
+@looped("transposed, slices, external", pairwise(transposed=BOTH, **WAYS))
+def test_a_stack(packed_as, transposed, slices, external):
+    w = weight(2, 3, 70, 40)
+    expected = np.ascontiguousarray(w.swapaxes(-1, -2)) if transposed else w
+    check(packed_as(slices, external, w, transposed), expected)
+
+
+OPTIONS = [{"element_format": "e5m2"}, {"scale_rounding": "floor"}, {"scale_rounding": "even"}]
+
+
+@looped("options, slices, external", pairwise(options=OPTIONS, **WAYS))
+def test_formats_and_roundings(packed_as, options, slices, external):
+    w = weight(70, 96)
+    check(packed_as(slices, external, w, True, **options), np.ascontiguousarray(w.T), **options)
+
+
+@looped("slices, external", pairwise(**WAYS))
+def test_a_factor_is_multiplied_before_rounding(packed_as, slices, external):
+    w = weight(70, 96, dtype=np.float16)
+    check(packed_as(slices, external, w, False, factor=0.3), w.astype(np.float32) * np.float32(0.3))
+
+
+STEPS = {
+    "transpose": ((("Transpose", (1, 0)),), (64, 96), lambda w: w.T),
+    "identity transpose": ((("Transpose", (0, 1)),), (96, 64), lambda w: w),
+    "cast": ((("Cast", (10,)), ("Cast", (1,))), (96, 64), lambda w: w.astype(np.float16).astype(np.float32)),
+    "reshape": ((("Reshape", (96, 64)),), (64, 96), lambda w: w.reshape(96, 64)),
+    "reshape, transpose, cast": (
+        (("Reshape", (64, 96)), ("Transpose", (1, 0)), ("Cast", (16,))),
+        (32, 192),
+        lambda w: w.reshape(64, 96).T.astype(ml_dtypes.bfloat16),
+    ),
+    "transpose, reshape": ((("Transpose", (1, 0)), ("Reshape", (96, 64))), (64, 96), lambda w: w.T.reshape(96, 64)),
+    "three axes": (
+        (("Transpose", (2, 0, 1)), ("Reshape", (96, 64))), (8, 8, 96),
+        lambda w: w.transpose(2, 0, 1).reshape(96, 64),
+    ),
+    "swap of the last two": ((("Transpose", (0, 2, 1)),), (3, 64, 96), lambda w: w.swapaxes(-1, -2)),
+}  # fmt: skip
+
+
+@looped("name, slices, external", pairwise(name=list(STEPS), **WAYS))
+def test_steps_between_the_stored_tensor_and_the_matmul(packed_as, name, slices, external):
+    steps, shape, see = STEPS[name]
+    w = weight(*shape)
+    check(packed_as(slices, external, w, False, steps), np.ascontiguousarray(see(w)))
+
+
+PLACES = [(0, 0), (69, 95), (33, 40), (1, 2, 69, 39)]
+
+
+@looped("at, transposed, slices, external", pairwise(at=PLACES, transposed=BOTH, **WAYS))
+def test_the_index_of_a_nan_does_not_depend_on_the_slices(packed_as, at, transposed, slices, external):
+    w = weight(*((70, 96) if len(at) == 2 else (2, 3, 70, 40)))
+    w[at] = np.nan if len(at) == 2 else -np.inf
+    found = "nan" if len(at) == 2 else "-inf"
+    with pytest.raises(NonFiniteError, match=rf"^weight 'weight': {found} at index {re.escape(str([*at]))}; "):
+        packed_as(slices, external, w, transposed)
+
+
+@looped("transposed, shape", itertools.product(BOTH, [(96, 64), (33, 31), (1, 1), (2, 3, 70, 40)]))
 def test_packed_bytes_are_those_of_elements_and_scales(transposed, shape):
     result = packed(weight(*shape), transposed, None)
     assert packed_bytes(shape, transposed=transposed) == result.elements.nbytes + result.scales.nbytes
@@ -148,58 +161,61 @@ def test_an_all_zero_weight_has_no_error(tmp_path):
     assert packed(np.zeros((64, 64), np.float32), False, None).relative_l2 == 0.0
 
 
-class TestTensorData:
-    def test_values_and_bytes(self, tmp_path):
-        w = weight(5, 7)
-        tensor = stored(w, tmp_path)
-        np.testing.assert_array_equal(tensor_data.read(tensor, folder_of(tmp_path), "m"), w)
-        assert tensor_data.raw(tensor, folder_of(tmp_path), "m") == w.tobytes()
-        with tensor_data.opened(tensor, folder_of(tmp_path), "m") as (file, *where):
-            assert (file.name, *where) == (str((tmp_path / "w.data").resolve()), 100, 140)
+def test_values_and_bytes(tmp_path):
+    w = weight(5, 7)
+    tensor = stored(w, tmp_path)
+    np.testing.assert_array_equal(tensor_data.read(tensor, folder_of(tmp_path), "m"), w)
+    assert tensor_data.raw(tensor, folder_of(tmp_path), "m") == w.tobytes()
+    with tensor_data.opened(tensor, folder_of(tmp_path), "m") as (file, *where):
+        assert (file.name, *where) == (str((tmp_path / "w.data").resolve()), 100, 140)
 
-    @pytest.mark.parametrize(
-        ("dtype", "count", "length"),
-        [("FLOAT", 5, 20), ("BFLOAT16", 5, 10), ("INT4", 5, 3), ("UINT4", 4, 2), ("DOUBLE", 3, 24), ("BOOL", 3, 3)],
+
+@looped(
+    "dtype, count, length",
+    [("FLOAT", 5, 20), ("BFLOAT16", 5, 10), ("INT4", 5, 3), ("UINT4", 4, 2), ("DOUBLE", 3, 24), ("BOOL", 3, 3)],
+)
+def test_the_bytes_of_a_dtype(dtype, count, length):
+    tensor = onnx.TensorProto(data_type=getattr(onnx.TensorProto, dtype), dims=[count])
+    assert tensor_data.byte_length(tensor) == length
+
+
+def test_4_bit_values(tmp_path):
+    values = np.array([[1, -2, 3], [-8, 7, 0]]).astype(ml_dtypes.int4)
+    tensor = stored(values, tmp_path)
+    np.testing.assert_array_equal(tensor_data.read(tensor, folder_of(tmp_path), "m"), values)
+
+
+def test_typed_fields_become_bytes():
+    tensor = helper.make_tensor("t", onnx.TensorProto.FLOAT16, [3], [1.0, 2.0, -0.5])
+    assert tensor_data.raw(tensor, None, "m") == np.array([1, 2, -0.5], np.float16).tobytes()
+
+
+def test_a_run_of_values_at_any_place(tmp_path):
+    w = weight(50, 20)
+    with tensor_data.fetching(stored(w, tmp_path), folder_of(tmp_path), "m") as fetch:
+        for first, count in ((0, 1000), (3, 7), (999, 1), (500, 500)):
+            np.testing.assert_array_equal(fetch(first, count), w.reshape(-1)[first : first + count])
+
+
+@pytest.mark.parametrize("read", ["fetch", "raw"])
+def test_a_file_that_shrinks_after_it_was_measured(tmp_path, monkeypatch, read):
+    tensor = stored(weight(50, 20), tmp_path)
+    data = tmp_path / "w.data"
+    shrunk = contextlib.closing(data.open("rb"))
+    data.write_bytes(data.read_bytes()[:200])
+
+    @contextlib.contextmanager
+    def measured_before(*_: Any) -> Iterator[Any]:
+        with shrunk as file:
+            yield file, 100, 4000
+
+    monkeypatch.setattr(tensor_data, "opened", measured_before)
+    with pytest.raises(ContractError) as caught:  # noqa: PT012
+        if read == "raw":
+            tensor_data.raw(tensor, folder_of(tmp_path), "m")
+        else:
+            with tensor_data.fetching(tensor, folder_of(tmp_path), "m") as fetch:
+                fetch(0, 1000)
+    assert str(caught.value) == (
+        f"m: tensor 'w': {data} became shorter while it was read; expected the whole file; copy the external data again"
     )
-    def test_the_bytes_of_a_dtype(self, dtype, count, length):
-        tensor = onnx.TensorProto(data_type=getattr(onnx.TensorProto, dtype), dims=[count])
-        assert tensor_data.byte_length(tensor) == length
-
-    def test_4_bit_values(self, tmp_path):
-        values = np.array([[1, -2, 3], [-8, 7, 0]]).astype(ml_dtypes.int4)
-        tensor = stored(values, tmp_path)
-        np.testing.assert_array_equal(tensor_data.read(tensor, folder_of(tmp_path), "m"), values)
-
-    def test_typed_fields_become_bytes(self):
-        tensor = helper.make_tensor("t", onnx.TensorProto.FLOAT16, [3], [1.0, 2.0, -0.5])
-        assert tensor_data.raw(tensor, None, "m") == np.array([1, 2, -0.5], np.float16).tobytes()
-
-    def test_a_run_of_values_at_any_place(self, tmp_path):
-        w = weight(50, 20)
-        with tensor_data.fetching(stored(w, tmp_path), folder_of(tmp_path), "m") as fetch:
-            for first, count in ((0, 1000), (3, 7), (999, 1), (500, 500)):
-                np.testing.assert_array_equal(fetch(first, count), w.reshape(-1)[first : first + count])
-
-    @pytest.mark.parametrize("read", ["fetch", "raw"])
-    def test_a_file_that_shrinks_after_it_was_measured(self, tmp_path, monkeypatch, read):
-        tensor = stored(weight(50, 20), tmp_path)
-        data = tmp_path / "w.data"
-        shrunk = contextlib.closing(data.open("rb"))
-        data.write_bytes(data.read_bytes()[:200])
-
-        @contextlib.contextmanager
-        def measured_before(*_: Any) -> Iterator[Any]:
-            with shrunk as file:
-                yield file, 100, 4000
-
-        monkeypatch.setattr(tensor_data, "opened", measured_before)
-        with pytest.raises(ContractError) as caught:  # noqa: PT012
-            if read == "raw":
-                tensor_data.raw(tensor, folder_of(tmp_path), "m")
-            else:
-                with tensor_data.fetching(tensor, folder_of(tmp_path), "m") as fetch:
-                    fetch(0, 1000)
-        assert str(caught.value) == (
-            f"m: tensor 'w': {data} became shorter while it was read; expected the whole file; copy the external data "
-            "again"
-        )
