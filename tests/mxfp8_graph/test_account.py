@@ -17,8 +17,6 @@ import mxfp8_graph
 from mxfp8_graph.report.account import MOST_ROWS, StoredTensor
 from mxfp8_graph.report.data import RewriteReport
 
-pytestmark = pytest.mark.usefixtures("every_byte_is_in_the_report")
-
 LOOKUP, CONVOLUTION, RECURRENT = "a lookup, no matmul", "a convolution, no matmul", "a recurrent layer, no matmul"
 
 IMAGE, SEQUENCE, IDS = (np.float32, [1, 4, 8, 8]), (np.float32, [5, 1, 32]), (np.int64, [1, 3])

@@ -11,8 +11,6 @@ import mxfp8_graph
 from mxfp8_graph.report.account import StoredTensor
 from mxfp8_graph.report.data import RewriteReport
 
-pytestmark = pytest.mark.usefixtures("every_byte_is_in_the_report")
-
 
 class Mixed(nn.Module):
     """An embedding tied to the output projection, a linear, a normalization, a convolution and a recurrent layer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -99,10 +100,31 @@ def interrupt(source: str, when: str, signal: str) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder with a search that got a SIGINT once it had a best plan, and the process of that search."""
+    folder = tmp_path_factory.mktemp("searched")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return folder, interrupt(model(), "and layers", "SIGINT")  # what is tried after the path
+
+
+@pytest.fixture
+def source(searched: tuple[Path, Any]) -> str:
+    """The model of that search, in a copy of its folder."""
+    shutil.copytree(searched[0], ".", dirs_exist_ok=True)
+    return "m.onnx"
+
+
 @pytest.mark.parametrize(("signal", "code", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
-def test_an_interrupt_leaves_the_best_so_far_and_goes_on(signal: str, code: int, said: str) -> None:
-    source = model()
-    result = interrupt(source, "and layers", signal)  # what is tried after the path, so that there is a best one
+def test_an_interrupt_leaves_the_best_so_far_and_goes_on(
+    signal: str, code: int, said: str, request: pytest.FixtureRequest
+) -> None:
+    if signal == "SIGINT":
+        source, result = request.getfixturevalue("source"), request.getfixturevalue("searched")[1]
+    else:
+        source = model()
+        result = interrupt(source, "and layers", signal)
     told = "the best so far is in m.tuned.part; the same command goes on from there"
     assert (result.returncode, result.stderr.splitlines()) == (code, [told, said])
     assert f"budget {BUDGET} kept, interrupted: the best so far" in result.stdout
@@ -158,9 +180,7 @@ def test_one_search_at_a_time_in_one_folder() -> None:
     assert Path("m.tuned/m.mxfp8.onnx").exists()
 
 
-def test_the_state_of_something_else_is_an_error() -> None:
-    source = model()
-    interrupt(source, "bfloat16", "SIGINT")
+def test_the_state_of_something_else_is_an_error(source: str) -> None:
     where = "error: m.tuned.part/state.json: the state of a search with another "
     advice = "; expected that of this search; remove the folder m.tuned.part to begin anew, or choose another output"
     assert refused(*command(source), "--recipe", "ocp") == f"{where}recipe{advice}"
@@ -171,20 +191,17 @@ def test_the_state_of_something_else_is_an_error() -> None:
     assert refused(*command(source)) == f"{where}model, another samples{advice}"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"schema": 1}', "{" * 100_000, '{"schema": 1, "subject": [], "measured": 3}']
-)
-def test_a_damaged_state_is_an_error(text: str) -> None:
+def test_a_damaged_state_is_an_error() -> None:
     source = model()
     Path("m.tuned.part").mkdir()
-    Path("m.tuned.part/state.json").write_text(text)
-    message = refused(*command(source))
-    assert message.startswith("error: m.tuned.part/state.json: no state of a search; expected one that tune wrote")
+    for text in ("", "[]", '{"schema": 1}', "{" * 100_000, '{"schema": 1, "subject": [], "measured": 3}'):
+        Path("m.tuned.part/state.json").write_text(text)
+        message = refused(*command(source))
+        begins = "error: m.tuned.part/state.json: no state of a search; expected one that tune wrote"
+        assert message.startswith(begins), (text[:50], message)
 
 
-def test_a_measurement_that_somebody_changed_is_an_error() -> None:
-    source = model()
-    interrupt(source, "and layers", "SIGINT")
+def test_a_measurement_that_somebody_changed_is_an_error(source: str) -> None:
     path = Path("m.tuned.part/state.json")
     state = json.loads(path.read_text())
     state["measured"][next(iter(state["measured"]))] = None
@@ -211,10 +228,8 @@ FORGED = {
 }
 
 
-def test_measurements_of_other_types_are_an_error() -> None:
+def test_measurements_of_other_types_are_an_error(source: str) -> None:
     """Their digest is right: it has no secret."""
-    source = model()
-    interrupt(source, "and layers", "SIGINT")
     path = Path("m.tuned.part/state.json")
     text = path.read_text()
     for what, forge in FORGED.items():
@@ -229,9 +244,7 @@ def test_measurements_of_other_types_are_an_error() -> None:
     assert run(*command(source)).exit_code == 0
 
 
-def test_another_bound_goes_on_from_the_same_measurements() -> None:
-    source = model()
-    interrupt(source, "and layers", "SIGINT")
+def test_another_bound_goes_on_from_the_same_measurements(source: str) -> None:
     result = run("tune", source, "--budget", "relative_l2<=0.05", "--inputs", "x.npz")
     assert "measurements are of a search that did not finish" in result.stdout
 
