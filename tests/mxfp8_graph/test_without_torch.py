@@ -2,55 +2,64 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import builders as b
-import pytest
 
-_WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from mxfp8_graph import cli; cli.main()"
+_WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
 """A module that is None cannot be imported, as one that is not there."""
 
+_COMMANDS = f"""{_WITHOUT_TORCH}
+import commands, json
+for arguments in json.loads(sys.argv[1]):
+    result = commands.run(*arguments)
+    print(json.dumps([result.exit_code, result.stdout, result.stderr]))
+"""
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _WITHOUT_TORCH, *arguments], capture_output=True, text=True, check=False
-    )
+_CALLS = f"""{_WITHOUT_TORCH}
+from mxfp8_graph import *
+from mxfp8_ops.errors import BackendError
+for call in (lambda: load('m.pt2'), lambda: unpack('m.pt2'), lambda: rewrite('m.pt2'), lambda: to_onnx('m.pt2', 'm')):
+    try:
+        call()
+    except BackendError as error:
+        print(error)
+"""
+
+
+def python(script: str, *arguments: str) -> list[str]:
+    """Returns the lines that a script prints in a new process."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def commands(*lines: str) -> list[Any]:
+    return [json.loads(line) for line in python(_COMMANDS, json.dumps([line.split() for line in lines]))]
 
 
 def test_an_onnx_model_is_rewritten_and_verified(tmp_path: Path) -> None:
     source, output = b.save(b.chain_model(), tmp_path / "m.onnx"), tmp_path / "m.mxfp8.onnx"
-    for arguments in (("rewrite", str(source)), ("verify", str(source), str(output)), ("run", str(output))):
-        result = command(*arguments)
-        assert (result.returncode, result.stderr) == (0, ""), arguments
+    results = commands(f"rewrite {source}", f"verify {source} {output}", f"run {output}")
+    assert [(code, errors) for code, _, errors in results] == [(0, "")] * 3
 
 
-@pytest.mark.parametrize("arguments", [("rewrite", "m.pt2"), ("run", "m.pt2"), ("verify", "m.pt2", "n.pt2")], ids=str)
-def test_a_program_needs_torch(arguments: tuple[str, ...]) -> None:
-    result = command(*arguments)
-    assert (result.returncode, result.stdout, result.stderr) == (
-        2,
-        "",
-        "error: torch: not installed; expected it for exported programs and .pt2 files; pip install torch onnxscript\n",
+def test_a_program_needs_torch() -> None:
+    message = (
+        "error: torch: not installed; expected it for exported programs and .pt2 files; pip install torch onnxscript"
     )
+    expected = [2, "", f"{message}\n"]
+    assert commands("rewrite m.pt2", "run m.pt2", "verify m.pt2 n.pt2") == [expected] * 3
 
 
-def test_a_star_import_needs_no_torch() -> None:
-    script = (
-        "import sys; sys.modules['torch'] = None\nfrom mxfp8_graph import *; print(rewrite.__name__, load.__name__)"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert result.stdout == "rewrite load\n", result
-
-
-@pytest.mark.parametrize("call", ["load('m.pt2')", "unpack('m.pt2')", "rewrite('m.pt2')", "to_onnx('m.pt2', 'm.onnx')"])
-def test_from_python_too(call: str) -> None:
-    script = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import mxfp8_graph; from mxfp8_ops.errors import BackendError\n"
-        f"try: mxfp8_graph.{call}\n"
-        "except BackendError as error: print(error)"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "pip install torch onnxscript" in result.stdout, result
+def test_a_star_import_and_calls_from_python_say_so_too() -> None:
+    lines = python(_CALLS)
+    assert len(lines) == 4
+    assert all("pip install torch onnxscript" in line for line in lines), lines
