@@ -15,6 +15,8 @@ from gpu_first import Step
 from mxfp8_ops.cuda import build
 from mxfp8_ops.errors import BackendError
 
+pytestmark = pytest.mark.tools
+
 MOST_FILES = 8
 """What comes back of a call on a machine elsewhere."""
 

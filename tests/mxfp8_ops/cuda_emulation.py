@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
+import inspect
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import compiled
 import ml_dtypes
 import numpy as np
 import pytest
+from grids import looped
 
 from mxfp8_ops import formats
 from mxfp8_ops.cuda import build as cuda_build
@@ -30,8 +29,6 @@ from mxfp8_ops.cuda.planner import CODES
 HERE = Path(__file__).parent
 FLAGS = "MXFP8_TEST_EMULATION_FLAGS"
 """Environment variable with more flags for g++, such as those of a sanitizer."""
-
-OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off")
 
 
 def source_of(kernel: str) -> str:
@@ -44,15 +41,12 @@ def kernels(capability: tuple[int, int] = (9, 0)) -> list[str]:
 
 
 def build(names: list[str], *extra: str) -> Path:
-    """Returns a library of these kernels, built now unless one of the same sources is in the temporary folder."""
-    compiler = shutil.which("g++")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("the emulation of CUDA threads needs g++ on Linux")
+    """Returns a library of these kernels."""
     lines = ['#include "cuda_emulation.h"']
     lines += [f'#include "{source}.cu"' for source in dict.fromkeys(map(source_of, names))]
     lines += [
         'extern "C" int emulate(int index, unsigned grid, int threads, const uint64_t* arguments) {',
-        "mma_calls = wgmma_calls = 0;",
+        "mma_calls = 0;",
         "switch (index) {",
     ]
     for index, kernel in enumerate(names):
@@ -63,22 +57,8 @@ def build(names: list[str], *extra: str) -> Path:
     lines += ["}", "return 0;", "}"]
     lines.append('extern "C" uint64_t emulated_mmas() { return mma_calls; }')
     lines.append('extern "C" void share(size_t bytes) { emulation::shared_bytes = bytes; }')
-    lines.append('extern "C" uint64_t emulated_wgmmas() { return wgmma_calls; }')
-    text = "\n".join(lines)
-    digest = hashlib.sha256(repr((text, OPTIONS, extra)).encode())
-    for path in (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.glob("*.cu*"))):
-        digest.update(path.read_bytes())
-    library = Path(tempfile.gettempdir()) / f"mxfp8-cuda-emulation-{digest.hexdigest()[:16]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            source, built = Path(folder) / "emulation.cpp", Path(folder) / "emulation.so"
-            source.write_text(text)
-            includes = [f"-I{HERE}", f"-I{cuda_build.SOURCES}"]
-            subprocess.run([compiler, *OPTIONS, *extra, *includes, str(source), "-o", str(built)], check=True)
-            staged = library.with_suffix(f".{os.getpid()}")
-            shutil.copy(built, staged)
-            staged.replace(library)
-    return library
+    included = (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.glob("*.cu*")))
+    return compiled.library("kernels", "\n".join(lines), ("-w", "-ffp-contract=off", *extra), included)
 
 
 class EmulatedDevice:
@@ -176,6 +156,24 @@ def plan_gemm(
 def route(kinds: tuple[str, str], sizes: tuple[int, int, int], **options: Any) -> str:
     """Returns the row of the dispatch table that a product takes."""
     return planner.routes()[plan_gemm((*kinds, "float32"), sizes, **options).route].kernel
+
+
+def sampled(names: str, some: Sequence[Any], every: Sequence[Any]) -> Callable[[Callable[..., None]], Any]:
+    """Like `looped` over some cases. A slow test of the same name runs over every case: emulated threads take time."""
+
+    def decorate(test: Callable[..., None]) -> Any:
+        loops = {"some": looped(names, some)(test), "every": looped(names, every)(test)}
+
+        @functools.wraps(test)
+        def chosen(cases: str, **fixtures: Any) -> None:
+            loops[cases](**fixtures)
+
+        parameter = inspect.Parameter("cases", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        fixtures = inspect.signature(loops["some"]).parameters.values()
+        chosen.__signature__ = inspect.Signature([parameter, *fixtures])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("cases", ["some", pytest.param("every", marks=pytest.mark.slow)])(chosen)
+
+    return decorate
 
 
 def aligned(size: int, offset: int = 0) -> np.ndarray:

@@ -7,7 +7,8 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_emulation import aligned, device, kernels, launch, queue, source_of
+from cuda_emulation import aligned, device, kernels, launch, queue, sampled, source_of
+from grids import looped, pairwise
 
 from mxfp8_ops import formats, numerics
 from mxfp8_ops.checks import scale_count
@@ -17,6 +18,7 @@ from mxfp8_ops.cuda.planner import CODES
 FORMATS = ("e4m3", "e5m2")
 ROUNDINGS = ("ceil", "floor", "even")
 DTYPES = tuple(numerics.VALUE_DTYPES)
+KINDS = looped("dtype, fmt", [*itertools.product(DTYPES, FORMATS)])
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
@@ -117,7 +119,11 @@ def test_quantize_rows_every_upper_16_bit_pattern(dtype, fmt):
         check_quantize(patterns.astype(numerics.value_dtype(dtype)).reshape(-1, 64), fmt, rounding)
 
 
-@pytest.mark.parametrize(("dtype", "fmt", "rounding"), [*itertools.product(DTYPES, FORMATS, ROUNDINGS)])
+@sampled(
+    "dtype, fmt, rounding",
+    pairwise(dtype=DTYPES, fmt=FORMATS, rounding=ROUNDINGS),
+    [*itertools.product(DTYPES, FORMATS, ROUNDINGS)],
+)
 def test_quantize_edges_on_both_axes(dtype, fmt, rounding):
     for shape in ((40, 96), (37, 50), (3, 16), (1, 1), (65, 544)):
         x = edges(shape, dtype, seed=sum(shape))
@@ -127,8 +133,7 @@ def test_quantize_edges_on_both_axes(dtype, fmt, rounding):
     check_quantize(edges((2, 33, 5), dtype), fmt, rounding, axis=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", FORMATS)
+@KINDS
 def test_quantize_swizzled_scales(dtype, fmt):
     for shape in ((1, 32), (130, 160), (257, 96), (70, 37)):
         for axis in (0, 1):
@@ -138,13 +143,13 @@ def test_quantize_swizzled_scales(dtype, fmt):
                 )
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+@KINDS
 def test_quantize_columns_transposed(dtype, fmt):
     for shape in ((32, 16), (96, 528), (64, 1040), (37, 50), (33, 544), (160, 5), (1, 2)):
         check_quantize(edges(shape, dtype, seed=sum(shape)), fmt, "ceil", axis=0, transposed=True)
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+@KINDS
 def test_quantize_columns_transposed_in_bands(dtype, fmt):
     """Whole tiles, bands of one to four blocks, tiles of a few columns; what has no whole blocks is left to others."""
     for shape in ((128, 128), (32, 16), (96, 528), (416, 144), (160, 272), (256, 16), (33, 544), (64, 40)):
@@ -155,22 +160,24 @@ def test_quantize_columns_transposed_in_bands(dtype, fmt):
         assert [*map(source_of, device().launched)] == ["quantize_bands" if whole else "quantize_columns"]
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [*itertools.product(DTYPES, ROUNDINGS)])
+@looped("dtype, rounding", [*itertools.product(DTYPES, ROUNDINGS)])
 def test_quantize_in_bands_rounds_alike(dtype, rounding):
     with dispatch.forced_variant("quantize_columns", "bands"):
         check_quantize(edges((160, 144), dtype, seed=5), "e4m3", rounding, axis=0, transposed=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_quantize_from_unaligned_memory(dtype):
     x = edges((9, 64), dtype)
     for axis in (0, 1):
         check_quantize(x, "e4m3", "ceil", axis=axis, offset=x.itemsize)
 
 
-@pytest.mark.parametrize("layout", ["plain", "swizzled", "transposed", "transposed in bands"])
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
-def test_quantize_both_axes_in_one_pass(dtype, fmt, layout):
+LAYOUTS = ("plain", "swizzled", "transposed", "transposed in bands")
+
+
+@looped("layout, dtype, fmt", [*itertools.product(LAYOUTS, DTYPES, FORMATS)])
+def test_quantize_both_axes_in_one_pass(layout, dtype, fmt):
     swizzled, transposed = layout == "swizzled", layout.startswith("transposed")
     device().launched.clear()
     for shape in ((40, 96), (37, 50), (33, 544), (1, 1), (130, 48), (64, 96), (96, 544), (288, 160), (128, 256)):
@@ -203,7 +210,7 @@ def test_dequantize_every_element_under_every_scale(dtype, fmt):
     check_dequantize(elements.T, scales.T, fmt, dtype, 0)
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+@KINDS
 def test_dequantize_tails(dtype, fmt):
     generator = np.random.default_rng(0)
     for shape, axis in (((3, 50), 1), ((50, 3), 0), ((5, 16), 1), ((2, 40, 7), 1), ((2, 40, 48), 1), ((1, 1), 1)):
@@ -227,7 +234,7 @@ def check_dequantize(elements, scales, fmt, dtype, axis):
     assert flag.view(np.uint32)[0] == (dtype == "bfloat16" and lost.any())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@looped("fmt", FORMATS)
 def test_blocks_of_zeros_are_no_reason_to_repair_a_product(fmt):
     """Their scale is 0, under which bfloat16 does not hold every element. But it holds 0, and there is much padding."""
     elements, scales = np.zeros((4, 64), np.uint8), np.full((4, 2), 120, np.uint8)
@@ -250,7 +257,7 @@ def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
 # --- one scale per row, scales for Blackwell, the end of a product ---------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [32, 96, 1024, 8224])
+@looped("k", [32, 96, 1024, 8224])
 def test_fold(k):
     elements, scales = numerics.quantize(edges((5, k), "float32", seed=k))
     spread = np.random.default_rng(k).integers(0, 12, scales.shape, dtype=np.uint8)
@@ -264,7 +271,7 @@ def test_fold(k):
     assert_same("row scales", folded.memory[1].view(np.float32), numerics.decode_scale(codes))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (130, 5), (257, 12), (70, 256), (128, 4)])
+@looped("shape", [(1, 1), (130, 5), (257, 12), (70, 256), (128, 4)])
 def test_swizzle_scales(shape):
     scales = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     held, memory = placed(scales), aligned(planner.swizzled_bytes(shape[0], 32 * shape[1]))
@@ -282,8 +289,7 @@ def finish(sums, y, dtype, *, scales=(0, 0), parts=(1, 0), bias=0, inexact=0):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [40, 37])
+@looped("n, dtype", [*itertools.product((40, 37), DTYPES)])
 def test_finish(n, dtype):
     sums, bias = heavy_tailed((5, n)), heavy_tailed((n,), 1)
     scales = [np.exp2(np.arange(count) % 7 - 3).astype(np.float32) for count in (5, n)]
@@ -297,7 +303,7 @@ def test_finish(n, dtype):
         assert_same(f"{with_bias} {scaled}", y, expected)
 
 
-@pytest.mark.parametrize("n", [40, 37])
+@looped("n", [40, 37])
 def test_finish_with_scales_whose_product_no_float32_holds(n):
     codes = np.array([0, 1, 60, 127, 200, 253, 254], np.uint8)
     scales = [numerics.decode_scale(codes[np.arange(count) % 7]) for count in (7, n)]
@@ -313,8 +319,12 @@ def test_finish_with_scales_whose_product_no_float32_holds(n):
 # --- float32 and float16 in bfloat16 parts ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("total", "offset"), [(4096, 0), (1000, 0), (64, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+ROWS_OF_VALUES = looped(
+    "dtype, total, offset", [(dtype, *row) for dtype in DTYPES[:2] for row in ((4096, 0), (1000, 0), (64, 4))]
+)
+
+
+@ROWS_OF_VALUES
 def test_parts_add_up_to_every_finite_value(dtype, total, offset):
     count = 3 if dtype == "float32" else 2
     for seed in range(20):
@@ -331,8 +341,7 @@ def test_parts_add_up_to_every_finite_value(dtype, total, offset):
         assert (got[:, finite] * np.sign(x[finite].astype(np.float64)) >= 0).all()  # so their magnitudes add up
 
 
-@pytest.mark.parametrize(("total", "offset"), [(4096, 0), (1000, 0), (64, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@ROWS_OF_VALUES
 def test_values_are_rounded_to_nearest_even(dtype, total, offset):
     for seed in range(20):
         x = edges((total,), dtype, seed)
@@ -346,8 +355,7 @@ def test_values_are_rounded_to_nearest_even(dtype, total, offset):
             assert_same("rounded", y.view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16))
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("n", [40, 37])
+@looped("n, parts", [*itertools.product((40, 37), (1, 3))])
 def test_finish_says_whether_a_sum_is_not_finite(n, parts):
     for value in (1.0, np.inf, np.nan):
         sums = heavy_tailed((parts, 5, n))

@@ -23,6 +23,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZE = (70, 48, 96)
 __all__ = ["emulated"]
 
+pytestmark = pytest.mark.tools
+
 
 class OnTheProcessor(TorchFunctionMode):
     """Makes the tensors of device "cuda" on the processor, whose memory is that of the emulated device."""
