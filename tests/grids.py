@@ -6,15 +6,16 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 
-def pairwise(**values: Sequence[Any]) -> list[tuple[Any, ...]]:
+def pairwise(**values: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Returns rows with one value of each parameter, in order; each pair of values of two parameters is in a row."""
-    sizes = [len(options) for options in values.values()]
+    lists = [list(options) for options in values.values()]
+    sizes = [len(options) for options in lists]
     columns = range(len(sizes))
     missing = {
         ((i, a), (j, b))
@@ -22,7 +23,7 @@ def pairwise(**values: Sequence[Any]) -> list[tuple[Any, ...]]:
         for a, b in itertools.product(range(sizes[i]), range(sizes[j]))
     }
     if len(sizes) < 2:
-        return list(itertools.product(*values.values()))
+        return list(itertools.product(*lists))
     rows = []
     while missing:
         row = dict(min(missing))
@@ -32,7 +33,7 @@ def pairwise(**values: Sequence[Any]) -> list[tuple[Any, ...]]:
                 gains = [sum(pair in missing for pair in of_one) for of_one in pairs]
                 row[i] = gains.index(max(gains))
         missing -= set(itertools.combinations(sorted(row.items()), 2))
-        rows.append(tuple(options[row[i]] for i, options in enumerate(values.values())))
+        rows.append(tuple(options[row[i]] for i, options in enumerate(lists)))
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import math
 import os
 import types
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from grids import looped
 
-from mxfp8_ops import formats
+from mxfp8_ops import formats, numerics
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import dispatch, planner
 from mxfp8_ops.cuda.execution import Launch, Queue
@@ -59,6 +60,21 @@ def build(names: list[str], *extra: str) -> Path:
     lines.append('extern "C" void share(size_t bytes) { emulation::shared_bytes = bytes; }')
     included = (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.glob("*.cu*")))
     return compiled.library("kernels", "\n".join(lines), ("-w", "-ffp-contract=off", *extra), included)
+
+
+def matrix(address: int, dtype: Any, *shape: int) -> np.ndarray:
+    """Returns the array that an address of the host stands for."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
+
+
+def multiply(x: int, w: int, y: int, sizes: tuple[int, int, int], dtype: str) -> None:
+    """Writes y [M, N] = x [M, K] times w [N, K] transposed, as cuBLAS does: bfloat16 operands, float32 sums."""
+    m, n, k = sizes
+    result = matrix(y, numerics.value_dtype(dtype), m, n)
+    with np.errstate(over="ignore", invalid="ignore"):
+        left, right = (matrix(at, ml_dtypes.bfloat16, rows, k).astype(np.float64) for at, rows in ((x, m), (w, n)))
+        result[:] = (left @ right.T).astype(np.float32).astype(result.dtype)
 
 
 class EmulatedDevice:
@@ -100,15 +116,7 @@ class EmulatedDevice:
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         self.launched.append(f"matmul_bf16 {dtype}")
-        m, n, k = sizes
-        values = [
-            np.frombuffer((ctypes.c_char * (2 * rows * k)).from_address(at), ml_dtypes.bfloat16).reshape(rows, k)
-            for at, rows in ((x, m), (w, n))
-        ]
-        with np.errstate(over="ignore", invalid="ignore"):
-            result = (values[0].astype(np.float64) @ values[1].astype(np.float64).T).astype(np.float32)
-            result = result.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
-        ctypes.memmove(y, result.ctypes.data, result.nbytes)
+        multiply(x, w, y, sizes, dtype)
 
 
 @functools.cache
@@ -183,3 +191,11 @@ def aligned(size: int, offset: int = 0) -> np.ndarray:
         memory = np.full(size + offset + 16, 0xAA, np.uint8)
     start = -memory.ctypes.data % 16 + offset
     return memory[start : start + size]
+
+
+def swizzle(scales: np.ndarray) -> np.ndarray:
+    """The 128x4 layout of scales [M, blocks], from its definition."""
+    m, blocks = scales.shape
+    padded = np.zeros((-(-m // 128) * 128, -(-blocks // 4) * 4), np.uint8)
+    padded[:m, :blocks] = scales
+    return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)

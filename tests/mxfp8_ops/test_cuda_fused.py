@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from compare import heavy_tailed
 from cuda_emulation import device, kernels, launch, plan_gemm, queue, route, sampled, source_of
 from grids import looped
-from test_cuda_emulated import DTYPES, FORMATS, heavy_tailed, placed
+from test_cuda_emulated import DTYPES, FORMATS, placed
 from test_cuda_gemms import X_KINDS, check_gemm
 
 from mxfp8_ops import numerics
@@ -111,7 +113,7 @@ def test_fused_gemm_into_unaligned_memory(flags, dtype):
 
 @sampled(
     "fmt, instance_of",
-    [("e4m3", ("plain", 1)), ("e5m2", ("paired", 2)), ("e4m3", ("two_blocks", 1))],
+    [("e4m3", ("plain", 1)), ("e5m2", ("two_blocks", 1))],
     [*itertools.product(FORMATS, INSTANCES)],
 )
 def test_a_scale_outside_the_fast_range_is_repaired(flags, fmt, instance_of):
@@ -248,7 +250,8 @@ def test_the_emulation_sees_mistakes(tmp_path, mistake, variant, kernel):
         assert right in source.read_text()
         source.write_text(source.read_text().replace(right, wrong))
     command, folder = [sys.executable, "-c", SCRIPT, str(tmp_path), variant, kernel], Path(__file__).parent
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder.parent), *sys.path])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (mistake == "no mistake"), done.stderr[-2000:]
     assert not done.returncode or "cuda emulation: " in done.stderr or ", expected " in done.stderr, done.stderr[-2000:]
 

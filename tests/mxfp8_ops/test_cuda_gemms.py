@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
+from compare import assert_within, heavy_tailed
 from cuda_emulation import aligned, device, kernels, launch, plan_gemm, queue, sampled, source_of
 from grids import looped
-from test_cuda_emulated import DTYPES, FORMATS, assert_within, edges, heavy_tailed, placed
+from test_cuda_emulated import DTYPES, FORMATS, edges, placed
 
 from mxfp8_ops import numerics
 from mxfp8_ops.cuda import dispatch, execution, planner
@@ -56,7 +57,7 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, 
     )  # fmt: skip
     execution.run(planner.gemm(dispatch.place(on, planner.CUBLAS), product), to)
     actual = y.view(numerics.value_dtype(dtype)).reshape(m, n)
-    assert_within(f"{m}x{n}x{k} {x_kind} {fmt} {dtype} {on.launched}", actual, expected, bound)
+    assert_within(actual, expected, bound, f"{m}x{n}x{k} {x_kind} {fmt} {dtype} {on.launched}")
     return [name.partition("<")[0] for name in on.launched]
 
 
@@ -86,7 +87,7 @@ def test_skinny_gemm(x_kind, fmt):
         assert check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 16) == ["gemm_skinny"]
 
 
-@EVERY_KINDS
+@KINDS
 def test_skinny_gemm_with_every_split_of_its_warps(monkeypatch, x_kind, fmt):
     """More multiprocessors than the device has: fewer warps of a block share x."""
     for (rows, k), dtype in zip(((3, 1056), (16, 544), (25, 288), (64, 352)), itertools.cycle(DTYPES)):
@@ -193,7 +194,7 @@ def test_skinny_gemm_with_more_blocks_than_it_needs():
     at = (array.ctypes.data for array in held)
     launch("gemm_skinny<E4M3, E4M3, 2>", 3, *at, 0, y.ctypes.data, 10, 40, 64, CODES["float32"], 1)
     bound = numerics.gemm_error_bound(numerics.dequantize(*codes[:2]), numerics.dequantize(*codes[2:]))
-    assert_within("y", y.view(np.float32).reshape(10, 40), numerics.gemm(*codes), bound)
+    assert_within(y.view(np.float32).reshape(10, 40), numerics.gemm(*codes), bound, "y")
 
 
 @KINDS

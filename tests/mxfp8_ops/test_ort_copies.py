@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import test_ort
+from compare import heavy_tailed
 from cuda_driver_emulation import Driver, machine
 
 from mxfp8_ops import contract, numerics, ort
@@ -17,7 +18,7 @@ from mxfp8_ops import contract, numerics, ort
 
 def weight_gemm(n: int, k: int) -> bytes:
     """Returns a model y = x w^T whose packed weight [n, k] is a constant."""
-    elements, scales = numerics.quantize(test_ort.heavy_tailed((n, k)))
+    elements, scales = numerics.quantize(heavy_tailed((n, k)))
     return test_ort.model(
         [test_ort.node("MXFP8WeightGemm", "x be bs", "y")],
         {"x": (contract.FLOAT, [None, k])},
@@ -49,7 +50,7 @@ def gpu(monkeypatch) -> Iterator[Driver]:
 
 
 def test_weights_are_copied_once_and_freed_with_the_session(gpu):
-    x = test_ort.heavy_tailed((3, 512))
+    x = heavy_tailed((3, 512))
     before = gpu.allocations
     session = ort.session(weight_gemm(300, 512), device="cuda-copies")
     held = 300 * 512 + 300 * 512 // 32
@@ -79,7 +80,7 @@ def test_a_weight_that_does_not_fit_is_an_error(gpu):
 
 
 def test_a_node_that_cannot_keep_all_its_constants_keeps_none(gpu):
-    elements, scales = numerics.quantize(test_ort.heavy_tailed((40, 1)))
+    elements, scales = numerics.quantize(heavy_tailed((40, 1)))
     model = test_ort.model(
         [test_ort.node("MXFP8WeightGemm", "x be bs bias", "y")],
         {"x": (contract.FLOAT, [None, 1])},
@@ -96,7 +97,7 @@ def test_a_node_that_cannot_keep_all_its_constants_keeps_none(gpu):
 
 
 def test_sessions_on_the_gpu_and_on_the_processor_side_by_side(gpu):
-    model, x = weight_gemm(7, 64), test_ort.heavy_tailed((3, 64))
+    model, x = weight_gemm(7, 64), heavy_tailed((3, 64))
     sessions = [ort.session(model, device=device) for device in ("cuda-copies", "cpu")]
     results = [session.run(None, {"x": x})[0] for session in sessions]
     assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["gemm_skinny"]

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
+from compare import assert_within, heavy_tailed
 from cuda_driver_emulation import Driver, machine
-from test_ort import assert_within, heavy_tailed, node, weight_only
 from test_ort import model as onnx_model
+from test_ort import node, weight_only
 
 from mxfp8_ops import contract, cpu, numerics, ort
 from mxfp8_ops.cuda import build
