@@ -12,6 +12,8 @@ import onnxruntime
 import pytest
 from releases import release
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 NEEDS_8_BITS = pytest.mark.skipif(

@@ -10,6 +10,8 @@ from pathlib import Path
 import faults
 import pytest
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import gpu_first
 import pytest
 from gpu_first import Step
+from test_run_on_gpu import alive, until
 
 from mxfp8_ops.cuda import build
 from mxfp8_ops.errors import BackendError
+
+pytestmark = pytest.mark.tools
 
 MOST_FILES = 8
 """What comes back of a call on a machine elsewhere."""
@@ -117,18 +117,4 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_started(first, tmp_path):
     assert "| good | ok |" in text
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 30
-    while any(map(running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(running, pids))
-
-
-def running(pid: int) -> bool:
-    """Returns whether a process runs: one that has ended and that nobody has waited for does not."""
-    try:
-        if (stat := Path(f"/proc/{pid}/stat")).exists():
-            return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
+    assert until(lambda: not any(map(alive, pids)))

@@ -112,6 +112,8 @@ def test_sanitizer():
 SANITIZER = """
 import os, subprocess, sys, time
 from pathlib import Path
+
+pytestmark = pytest.mark.tools
 program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 Path(__file__).with_name("started.part").write_text(f"{os.getpid()} {program.pid}")
 Path(__file__).with_name("started.part").rename(Path(__file__).with_name("started"))

@@ -12,6 +12,8 @@ from fuzz.run import Result, fuzz, main
 from fuzz.supervisor import Limits
 from fuzz.trial import Job
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.fixture
 def tried(tmp_path: Path) -> Callable[..., Result]:

@@ -11,6 +11,8 @@ from fuzz import CORPUS, TARGETS
 from fuzz.run import fuzz
 from fuzz.trial import Job
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_breaks_a_promise(target: str) -> None:

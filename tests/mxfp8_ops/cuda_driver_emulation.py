@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
-import shutil
-import subprocess
-import sys
-import tempfile
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import compiled
 import cuda_emulation
 import pytest
 
@@ -50,25 +46,6 @@ class Launched:
     grid: int
     parameters: tuple[int, ...]
     stream: int = field(default=0, compare=False)
-
-
-@functools.cache
-def build() -> Path:
-    """Returns the driver's library, built now unless one of the same source is in the temporary folder."""
-    compiler = shutil.which("g++")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("the emulation of a CUDA driver needs g++ on Linux")
-    source = Path(__file__).with_suffix(".cpp")
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    library = Path(tempfile.gettempdir()) / f"mxfp8-cuda-driver-{digest}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            built = Path(folder) / "driver.so"
-            options = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra"]
-            subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)
-            shutil.copy(built, staged := library.with_name(f"{library.name}.{id(folder)}"))
-            Path(staged).replace(library)
-    return library
 
 
 class Driver:
@@ -152,7 +129,8 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    return Driver(build())
+    source = Path(__file__).with_suffix(".cpp")
+    return Driver(compiled.library("driver", source.read_text(), ("-Wall", "-Wextra")))
 
 
 @contextlib.contextmanager

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
+import inspect
+import math
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import compiled
 import ml_dtypes
 import numpy as np
 import pytest
+from grids import looped
 
-from mxfp8_ops import formats
+from mxfp8_ops import formats, numerics
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import dispatch, planner
 from mxfp8_ops.cuda.execution import Launch, Queue
@@ -30,8 +30,6 @@ from mxfp8_ops.cuda.planner import CODES
 HERE = Path(__file__).parent
 FLAGS = "MXFP8_TEST_EMULATION_FLAGS"
 """Environment variable with more flags for g++, such as those of a sanitizer."""
-
-OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off")
 
 
 def source_of(kernel: str) -> str:
@@ -44,15 +42,12 @@ def kernels(capability: tuple[int, int] = (9, 0)) -> list[str]:
 
 
 def build(names: list[str], *extra: str) -> Path:
-    """Returns a library of these kernels, built now unless one of the same sources is in the temporary folder."""
-    compiler = shutil.which("g++")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("the emulation of CUDA threads needs g++ on Linux")
+    """Returns a library of these kernels."""
     lines = ['#include "cuda_emulation.h"']
     lines += [f'#include "{source}.cu"' for source in dict.fromkeys(map(source_of, names))]
     lines += [
         'extern "C" int emulate(int index, unsigned grid, int threads, const uint64_t* arguments) {',
-        "mma_calls = wgmma_calls = 0;",
+        "mma_calls = 0;",
         "switch (index) {",
     ]
     for index, kernel in enumerate(names):
@@ -63,22 +58,23 @@ def build(names: list[str], *extra: str) -> Path:
     lines += ["}", "return 0;", "}"]
     lines.append('extern "C" uint64_t emulated_mmas() { return mma_calls; }')
     lines.append('extern "C" void share(size_t bytes) { emulation::shared_bytes = bytes; }')
-    lines.append('extern "C" uint64_t emulated_wgmmas() { return wgmma_calls; }')
-    text = "\n".join(lines)
-    digest = hashlib.sha256(repr((text, OPTIONS, extra)).encode())
-    for path in (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.glob("*.cu*"))):
-        digest.update(path.read_bytes())
-    library = Path(tempfile.gettempdir()) / f"mxfp8-cuda-emulation-{digest.hexdigest()[:16]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            source, built = Path(folder) / "emulation.cpp", Path(folder) / "emulation.so"
-            source.write_text(text)
-            includes = [f"-I{HERE}", f"-I{cuda_build.SOURCES}"]
-            subprocess.run([compiler, *OPTIONS, *extra, *includes, str(source), "-o", str(built)], check=True)
-            staged = library.with_suffix(f".{os.getpid()}")
-            shutil.copy(built, staged)
-            staged.replace(library)
-    return library
+    included = (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.glob("*.cu*")))
+    return compiled.library("kernels", "\n".join(lines), ("-w", "-ffp-contract=off", *extra), included)
+
+
+def matrix(address: int, dtype: Any, *shape: int) -> np.ndarray:
+    """Returns the array that an address of the host stands for."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
+
+
+def multiply(x: int, w: int, y: int, sizes: tuple[int, int, int], dtype: str) -> None:
+    """Writes y [M, N] = x [M, K] times w [N, K] transposed, as cuBLAS does: bfloat16 operands, float32 sums."""
+    m, n, k = sizes
+    result = matrix(y, numerics.value_dtype(dtype), m, n)
+    with np.errstate(over="ignore", invalid="ignore"):
+        left, right = (matrix(at, ml_dtypes.bfloat16, rows, k).astype(np.float64) for at, rows in ((x, m), (w, n)))
+        result[:] = (left @ right.T).astype(np.float32).astype(result.dtype)
 
 
 class EmulatedDevice:
@@ -120,15 +116,7 @@ class EmulatedDevice:
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         self.launched.append(f"matmul_bf16 {dtype}")
-        m, n, k = sizes
-        values = [
-            np.frombuffer((ctypes.c_char * (2 * rows * k)).from_address(at), ml_dtypes.bfloat16).reshape(rows, k)
-            for at, rows in ((x, m), (w, n))
-        ]
-        with np.errstate(over="ignore", invalid="ignore"):
-            result = (values[0].astype(np.float64) @ values[1].astype(np.float64).T).astype(np.float32)
-            result = result.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
-        ctypes.memmove(y, result.ctypes.data, result.nbytes)
+        multiply(x, w, y, sizes, dtype)
 
 
 @functools.cache
@@ -178,6 +166,24 @@ def route(kinds: tuple[str, str], sizes: tuple[int, int, int], **options: Any) -
     return planner.routes()[plan_gemm((*kinds, "float32"), sizes, **options).route].kernel
 
 
+def sampled(names: str, some: Sequence[Any], every: Sequence[Any]) -> Callable[[Callable[..., None]], Any]:
+    """Like `looped` over some cases. A slow test of the same name runs over every case: emulated threads take time."""
+
+    def decorate(test: Callable[..., None]) -> Any:
+        loops = {"some": looped(names, some)(test), "every": looped(names, every)(test)}
+
+        @functools.wraps(test)
+        def chosen(cases: str, **fixtures: Any) -> None:
+            loops[cases](**fixtures)
+
+        parameter = inspect.Parameter("cases", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        fixtures = inspect.signature(loops["some"]).parameters.values()
+        chosen.__signature__ = inspect.Signature([parameter, *fixtures])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("cases", ["some", pytest.param("every", marks=pytest.mark.slow)])(chosen)
+
+    return decorate
+
+
 def aligned(size: int, offset: int = 0) -> np.ndarray:
     """Returns `size` poisoned bytes whose address is `offset` past a multiple of 16."""
     memory = np.full(size + offset, 0xAA, np.uint8)
@@ -185,3 +191,11 @@ def aligned(size: int, offset: int = 0) -> np.ndarray:
         memory = np.full(size + offset + 16, 0xAA, np.uint8)
     start = -memory.ctypes.data % 16 + offset
     return memory[start : start + size]
+
+
+def swizzle(scales: np.ndarray) -> np.ndarray:
+    """The 128x4 layout of scales [M, blocks], from its definition."""
+    m, blocks = scales.shape
+    padded = np.zeros((-(-m // 128) * 128, -(-blocks // 4) * 4), np.uint8)
+    padded[:m, :blocks] = scales
+    return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)

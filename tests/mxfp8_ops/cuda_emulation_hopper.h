@@ -155,8 +155,6 @@ void wgmma_wait() {
 template <int COUNT>
 void keep_behind(float (&)[COUNT]) {}
 
-inline uint64_t wgmma_calls;  // by single threads, since the last launch
-
 static inline void wgmma_m64n128k16(float (&d)[64], const u32 (&a)[4], u64 b) {
   using namespace emulation;
   struct Fragment {
@@ -167,7 +165,6 @@ static inline void wgmma_m64n128k16(float (&d)[64], const u32 (&a)[4], u64 b) {
   static std::shared_ptr<const OperandB> operands[8];
   static int arrived[8];
   const int group = current / 128, lane = current % 32, g = lane / 4, t = lane % 4;
-  ++wgmma_calls;
   if (!running[current].fenced) stop("a wgmma without a fence");
   if (arrived[group]++ == 0) operands[group] = read_b(b);  // at once: what none has waited for is not there
   fragments[group][current % 128] = {{a[0], a[1], a[2], a[3]}, b};

@@ -6,15 +6,19 @@ The library is loaded once more from a copy, because it keeps one table of the C
 from __future__ import annotations
 
 import ctypes
+import functools
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import cuda_emulation
 import numpy as np
 
-from mxfp8_ops import contract, numerics
+from mxfp8_ops import contract, native, numerics
 
 LEGACY_STREAM = 0
 STREAM, CUBLAS, DEFAULT_MEMORY, MEMORY_INFO, ALLOCATOR = 0x57, 0xCB, 0, 0x3E, 0xA1
@@ -27,6 +31,15 @@ CREATE_V2, COMPUTE_V2 = 17, 18
 
 _DOMAINS: dict[Path, list[list[Any]]] = {}
 """The domains of each library, which makes them once: their overloads."""
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="mxfp8-ops-")
+
+
+@functools.cache
+def own_library(name: str = "provider") -> Path:
+    """Returns a copy of the library. Each name has tables of its own."""
+    return Path(shutil.copy(native.library_path(), Path(_FOLDER.name) / f"{name}.so"))
 
 
 @dataclass
@@ -183,36 +196,21 @@ class CudaProvider:
 
             return add
 
+        def gives(index: int, *types: Any) -> Callable[[Any], Any]:
+            """Adds a function that always succeeds; what it returns goes where the last argument points."""
+
+            def add(function: Any) -> Any:
+                def call(*arguments: Any) -> int:
+                    arguments[-1][0] = function(*arguments[:-1])
+                    return 0
+
+                return entry(index, *types)(call)
+
+            return add
+
         @entry(0, c_int, c_char_p)
-        def create_status(code: int, message: bytes) -> int:
+        def fail(code: int, message: bytes) -> int:
             return self.handle(message.decode()).value or 0
-
-        fail = create_status
-
-        @entry(26, c_char_p, OUT)
-        def create_domain(name: bytes, out: Any) -> int:
-            self.domains.append([])
-            out[0] = len(self.domains)
-            return 0
-
-        @entry(27, HANDLE, HANDLE)
-        def add_op(domain: int, op: int) -> int:
-            self.domains[domain - 1].append(op)
-            return 0
-
-        @entry(28, HANDLE, HANDLE)
-        def add_domain(options: int, domain: int) -> int:
-            self.ops = self.domains[domain - 1]
-            return 0
-
-        @entry(237, HANDLE, c_char_p, POINTER(c_int))
-        def has_entry(options: int, key: bytes, out: Any) -> int:
-            out[0] = key in self.options
-            return 0
-
-        @entry(238, HANDLE, c_char_p, HANDLE, SIZE)
-        def get_entry(options: int, key: bytes, value: int, size: Any) -> int:
-            return text(self.options[key], value, size)
 
         def text(string: str, to: int, size: Any) -> int:
             size[0] = len(string) + 1
@@ -220,41 +218,48 @@ class CudaProvider:
                 ctypes.memmove(to, string.encode() + b"\0", len(string) + 1)
             return 0
 
-        @entry(244, HANDLE, HANDLE, SIZE)
-        def node_name(info: int, out: int, size: Any) -> int:
-            return text("the node", out, size)
+        def add_domain(name: bytes) -> int:
+            self.domains.append([])
+            return len(self.domains)
 
-        @entry(85, HANDLE, c_char_p, POINTER(c_float))
-        def float_attribute(info: int, name: bytes, out: Any) -> int:
-            value = self.things[info].attributes.get(name.decode())
-            if not isinstance(value, float):
-                return fail(2, b"no such attribute")
-            out[0] = value
+        gives(26, c_char_p, OUT)(add_domain)
+
+        @entry(27, HANDLE, HANDLE)
+        def add_op(domain: int, op: int) -> int:
+            self.domains[domain - 1].append(op)
             return 0
 
-        @entry(86, HANDLE, c_char_p, POINTER(c_int64))
-        def int_attribute(info: int, name: bytes, out: Any) -> int:
-            value = self.things[info].attributes.get(name.decode())
-            if not isinstance(value, int):
-                return fail(2, b"no such attribute")
-            out[0] = value
+        @entry(28, HANDLE, HANDLE)
+        def use_domain(options: int, domain: int) -> int:
+            self.ops = self.domains[domain - 1]
             return 0
+
+        gives(237, HANDLE, c_char_p, POINTER(c_int))(lambda options, key: key in self.options)
+        entry(238, HANDLE, c_char_p, HANDLE, SIZE)(lambda options, key, to, size: text(self.options[key], to, size))
+        entry(244, HANDLE, HANDLE, SIZE)(lambda info, to, size: text("the node", to, size))
+
+        def attribute(index: int, kind: type, result: Any) -> None:
+            @entry(index, HANDLE, c_char_p, POINTER(result))
+            def get(info: int, name: bytes, out: Any) -> int:
+                value = self.things[info].attributes.get(name.decode())
+                if not isinstance(value, kind):
+                    return fail(2, b"no such attribute")
+                out[0] = value
+                return 0
+
+        attribute(85, float, c_float)
+        attribute(86, int, c_int64)
 
         @entry(87, HANDLE, c_char_p, HANDLE, SIZE)
         def string_attribute(info: int, name: bytes, out: int, size: Any) -> int:
             value = self.things[info].attributes.get(name.decode())
             return text(value, out, size) if isinstance(value, str) else fail(2, b"no such attribute")
 
-        @entry(88, HANDLE, SIZE)
-        def input_count(context: int, out: Any) -> int:
-            out[0] = len(self.things[context].inputs)
-            return 0
+        def handle_of(tensor: Tensor | None) -> c_void_p | None:
+            return None if tensor is None else self.handle(tensor)
 
-        @entry(90, HANDLE, c_size_t, OUT)
-        def get_input(context: int, index: int, out: Any) -> int:
-            tensor = self.things[context].inputs[index]
-            out[0] = None if tensor is None else self.handle(tensor)
-            return 0
+        gives(88, HANDLE, SIZE)(lambda context: len(self.things[context].inputs))
+        gives(90, HANDLE, c_size_t, OUT)(lambda context, index: handle_of(self.things[context].inputs[index]))
 
         @entry(249, HANDLE, c_size_t, POINTER(c_int), OUT)
         def constant_input(info: int, index: int, constant: Any, out: Any) -> int:
@@ -262,39 +267,22 @@ class CudaProvider:
             out[0] = self.handle(self.things[info].inputs[index]) if constant[0] else None
             return 0
 
-        @entry(91, HANDLE, c_size_t, POINTER(c_int64), c_size_t, OUT)
-        def get_output(context: int, index: int, dims: Any, rank: int, out: Any) -> int:
+        def output(context: int, index: int, dims: Any, rank: int) -> c_void_p | None:
             node = self.things[context]
             node.outputs += [None] * (index + 1 - len(node.outputs))
             if not node.wanted[index]:
-                out[0] = None
-                return 0
+                return None
             shape, dtype = tuple(dims[:rank]), node.output_dtypes[index]
             size = int(np.prod(shape)) * dtype_of(dtype).itemsize
             node.outputs[index] = Tensor(dtype, shape, self.driver.allocate(size) if size else 0)
             self.memory[f"output {index}"] = (node.outputs[index].address, size)
-            out[0] = self.handle(node.outputs[index])
-            return 0
+            return self.handle(node.outputs[index])
 
-        @entry(51, HANDLE, OUT)
-        def data(value: int, out: Any) -> int:
-            out[0] = self.things[value].address
-            return 0
-
-        @entry(65, HANDLE, OUT)
-        def type_and_shape(value: int, out: Any) -> int:
-            out[0] = value
-            return 0
-
-        @entry(60, HANDLE, POINTER(c_int))
-        def dtype(shape: int, out: Any) -> int:
-            out[0] = self.things[shape].dtype
-            return 0
-
-        @entry(61, HANDLE, SIZE)
-        def rank(shape: int, out: Any) -> int:
-            out[0] = len(self.things[shape].shape)
-            return 0
+        gives(91, HANDLE, c_size_t, POINTER(c_int64), c_size_t, OUT)(output)
+        gives(51, HANDLE, OUT)(lambda value: self.things[value].address)
+        gives(65, HANDLE, OUT)(lambda value: value)  # a tensor is its own type and shape
+        gives(60, HANDLE, POINTER(c_int))(lambda shape: self.things[shape].dtype)
+        gives(61, HANDLE, SIZE)(lambda shape: len(self.things[shape].shape))
 
         @entry(62, HANDLE, POINTER(c_int64), c_size_t)
         def dims(shape: int, out: Any, rank: int) -> int:
@@ -302,45 +290,31 @@ class CudaProvider:
                 out[i] = dim
             return 0
 
-        @entry(93, HANDLE, result=None)
-        def release_status(status: int) -> None:
-            pass
+        entry(93, HANDLE, result=None)(lambda status: None)
+        entry(99, HANDLE, result=None)(lambda shape: None)
 
-        @entry(99, HANDLE, result=None)
-        def release_shape(shape: int) -> None:
-            pass
-
-        @entry(278, HANDLE, c_int, OUT)
-        def get_allocator(info: int, kind: int, out: Any) -> int:
+        def allocator(info: int, kind: int) -> int:
             assert kind == DEFAULT_MEMORY
             self.asked_allocators += 1
-            out[0] = ALLOCATOR
-            return 0
+            return ALLOCATOR
+
+        gives(278, HANDLE, c_int, OUT)(allocator)
 
         @entry(132, HANDLE, result=None)
         def release_allocator(allocator: int) -> None:
             assert allocator == ALLOCATOR
             self.released_allocators += 1
 
-        @entry(77, HANDLE, OUT)
-        def memory_info(allocator: int, out: Any) -> int:
-            assert allocator == ALLOCATOR
-            out[0] = MEMORY_INFO
-            return 0
+        gives(77, HANDLE, OUT)(lambda allocator: {ALLOCATOR: MEMORY_INFO}[allocator])
+        gives(72, HANDLE, POINTER(c_int))(lambda info: {MEMORY_INFO: self.gpu}[info])
 
-        @entry(72, HANDLE, POINTER(c_int))
-        def memory_id(info: int, out: Any) -> int:
-            assert info == MEMORY_INFO
-            out[0] = self.gpu
-            return 0
-
-        @entry(277, HANDLE, HANDLE, c_size_t, OUT)
-        def scratch(context: int, info: int, size: int, out: Any) -> int:
+        def scratch(context: int, info: int, size: int) -> int:
             assert info == MEMORY_INFO
             self.scratch += size
-            out[0] = self.driver.allocate(size)
-            self.memory["scratch"] = (out[0], size)
-            return 0
+            self.memory["scratch"] = (self.driver.allocate(size), size)
+            return self.memory["scratch"][0]
+
+        gives(277, HANDLE, HANDLE, c_size_t, OUT)(scratch)
 
         @entry(76, HANDLE, HANDLE)
         def free(allocator: int, address: int) -> int:
@@ -349,10 +323,7 @@ class CudaProvider:
             self.driver.free(address)
             return 0
 
-        @entry(193, HANDLE, OUT)
-        def stream(context: int, out: Any) -> int:
-            out[0] = self.stream
-            return 0
+        gives(193, HANDLE, OUT)(lambda context: self.stream)
 
         @entry(265, HANDLE, c_int, c_int, OUT)
         def resource(context: int, version: int, which: int, out: Any) -> int:
@@ -401,14 +372,5 @@ class Cublas:
         assert (handle, self.mode, ta, tb, a_type, b_type, compute) == (CUBLAS, 16, 1, 0, 14, 14, 68)
         assert (alpha[0], beta[0], lda, ldb, ldc) == (1, 0, k, k, m)
         self.products.append((b, a, c, n, m, k, c_type))
-        bfloat16 = numerics.value_dtype("bfloat16")
-
-        def matrix(address: int, dtype: Any, rows: int, columns: int) -> np.ndarray:
-            size = rows * columns * np.dtype(dtype).itemsize
-            return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(rows, columns)
-
-        with np.errstate(over="ignore", invalid="ignore"):
-            left, right = (matrix(at, bfloat16, rows, k).astype(np.float64) for at, rows in ((a, m), (b, n)))
-            y = matrix(c, np.float32 if c_type == 0 else bfloat16, n, m)
-            y[:] = (right @ left.T).astype(np.float32).astype(y.dtype)
+        cuda_emulation.multiply(b, a, c, (n, m, k), "float32" if c_type == 0 else "bfloat16")
         return self.status

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from typing import Any
 
 import numpy as np
+import one_node
 import onnx
 import onnxruntime
 import pytest
 from attention_cases import CASES, Case, Operands, feeds, node_model, widened
 from compare import assert_within
-from one_node import from_ort, to_ort
+from grids import looped
 from releases import release
 
 from mxfp8_ops import attention as reference
 from mxfp8_ops import contract, native, ort
 
 
-def run(model: onnx.ModelProto, operands: Operands, **options: Any) -> list[np.ndarray]:
+def run(model: onnx.ModelProto, operands: Operands) -> list[np.ndarray]:
     """Returns the outputs of a model in a session that has the library; without a body, none but its kernels do."""
     del model.functions[:]
-    session = ort.session(model.SerializeToString(), **options)
-    given = {name: to_ort(*feed) for name, feed in feeds(operands).items()}
-    fed = {name: given[name] for name in (value.name for value in session.get_inputs())}
-    names = [output.name for output in session.get_outputs()]
-    dtypes = [output.type.tensor_type.elem_type for output in model.graph.output]
-    return [from_ort(*pair) for pair in zip(session.run_with_ort_values(names, fed), dtypes, strict=True)]
+    return one_node.run(model, feeds(operands), kernels=True)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_case(case: Case) -> None:
+@looped("case, activation_dtype", [*itertools.product(CASES, (None, "bfloat16"))])
+def test_every_case(case: Case, activation_dtype: str | None) -> None:
     operands = case.operands()
-    for activation_dtype in (None, "bfloat16"):
-        got = run(node_model(case, 21, activation_dtype=activation_dtype), operands)
-        settings = {**case.settings, "activation_dtype": activation_dtype}
-        expected = reference.attention(*operands, **settings)
-        assert_within(got[0], expected[0], reference.attention_error_bound(*operands, **settings))
-        for present, other in zip(got[1:], expected[1:], strict=True):
-            np.testing.assert_array_equal(present, other)
+    got = run(node_model(case, 21, activation_dtype=activation_dtype), operands)
+    settings = {**case.settings, "activation_dtype": activation_dtype}
+    expected = reference.attention(*operands, **settings)
+    assert_within(got[0], expected[0], reference.attention_error_bound(*operands, **settings))
+    for present, other in zip(got[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(present, other)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("presents", [False, True])
+@looped("dtype, presents", [*itertools.product(("float32", "float16", "bfloat16"), (False, True))])
 def test_every_dtype(dtype: str, presents: bool) -> None:
     case = Case("narrow", rows=5, keys=7, past=3, mask=(5, 10))
     operands = case.operands(dtype)

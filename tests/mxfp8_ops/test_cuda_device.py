@@ -6,16 +6,19 @@ import concurrent.futures
 import itertools
 import os
 
-import ml_dtypes
+import compare
 import numpy as np
 import pytest
-from cuda_emulation import kernels, source_of
+from compare import FORMATS, ROUNDINGS
+from cuda_emulation import kernels, source_of, swizzle
 
 from mxfp8_ops import cuda, numerics
 from mxfp8_ops.cuda import build, dispatch, planner
 from mxfp8_ops.cuda import device as cuda_device
 
 torch = pytest.importorskip("torch")
+from tensors import array, name  # noqa: E402
+
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
 
 pytestmark = [
@@ -27,8 +30,6 @@ pytestmark = [
 ]
 
 ops = torch.ops.mxfp8
-FORMATS = ("e4m3", "e5m2")
-ROUNDINGS = ("ceil", "floor", "even")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHUNK = 1 << 24
 """Values compared at a time."""
@@ -44,40 +45,25 @@ def cubins():
             pass
 
 
-def array(t: torch.Tensor) -> np.ndarray:
-    t = t.detach().cpu().contiguous()
-    return t.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if t.dtype == torch.bfloat16 else t.numpy()
+def assert_same(got: torch.Tensor, expected: np.ndarray, what: str) -> None:
+    compare.assert_same(array(got), expected, what)
 
 
-def name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def assert_within(got: torch.Tensor, expected: np.ndarray, bound: np.ndarray, what: str) -> None:
+    compare.assert_within(array(got), expected, bound, what)
 
 
-def assert_same(what: str, got: torch.Tensor, expected: np.ndarray) -> None:
-    """Fails with the first coordinate that differs and both values as stored; any NaN is as good as another."""
-    actual = array(got)
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
-    bits = np.dtype(f"u{actual.itemsize}")
-    wrong = actual.view(bits) != expected.view(bits)
-    if actual.dtype != np.uint8:
-        wrong &= ~(np.isnan(actual.astype(np.float32)) & np.isnan(expected.astype(np.float32)))
-    if wrong.any():
-        at = tuple(map(int, np.argwhere(wrong)[0]))
-        values = f"got {actual.view(bits)[at]:#x}, expected {expected.view(bits)[at]:#x}"
-        pytest.fail(f"{what}: {wrong.sum()} of {actual.size} differ; at {at} {values}")
-
-
-def assert_within(what: str, got: torch.Tensor, expected: np.ndarray, bound: np.ndarray) -> None:
-    """Fails with the coordinate that exceeds its bound most; NaN and Inf must be where they are expected."""
-    actual, expected = array(got).astype(np.float64), expected.astype(np.float64)
-    finite = np.isfinite(expected)
-    same = np.where(finite, np.isfinite(actual), (actual == expected) | (np.isnan(actual) & np.isnan(expected)))
-    with np.errstate(invalid="ignore"):
-        excess = np.where(finite, np.abs(actual - expected) - bound, -1)
-    excess = np.where(same, excess, np.inf)
-    if excess.size and excess.max() > 0:
-        at = np.unravel_index(excess.argmax(), excess.shape)
-        pytest.fail(f"{what}: at {at} got {actual[at]}, expected {expected[at]} +- {bound[at]:.3g}")
+def captured(call):
+    """Returns a graph of `call` and what it returned, after a run of it on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
 
 
 def heavy(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -110,8 +96,8 @@ def test_every_16_bit_pattern(dtype, fmt, rounding):
         for axis in (-1, 0):
             got = ops.quantize(source, axis, fmt, rounding)
             expected = numerics.quantize(array(source), axis=axis, element_format=fmt, scale_rounding=rounding)
-            assert_same("scales", got[1], expected[1])
-            assert_same("elements", got[0], expected[0])
+            assert_same(got[1], expected[1], "scales")
+            assert_same(got[0], expected[0], "elements")
 
 
 def test_a_billion_random_values():
@@ -164,7 +150,7 @@ def test_the_reference_on_the_device_is_that_of_numerics():
         x = random_bits(1 << 20, seed).view(-1, 4096)
         expected = numerics.quantize(array(x), element_format=fmt, scale_rounding=rounding)
         for got, wanted in zip(reference(x, fmt, rounding), expected, strict=True):
-            assert_same(f"{fmt} {rounding}", got, wanted)
+            assert_same(got, wanted, f"{fmt} {rounding}")
 
 
 @pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
@@ -174,16 +160,16 @@ def test_tails_layouts_and_dequantize(dtype, fmt):
         for axis in range(len(shape)):
             got = ops.quantize(x, axis, fmt)
             expected = numerics.quantize(array(x), axis=axis, element_format=fmt)
-            assert_same(f"scales {shape} {axis}", got[1], expected[1])
-            assert_same(f"elements {shape} {axis}", got[0], expected[0])
+            assert_same(got[1], expected[1], f"scales {shape} {axis}")
+            assert_same(got[0], expected[0], f"elements {shape} {axis}")
             y = ops.dequantize(*got, axis, fmt, dtype)
             options = {"axis": axis, "element_format": fmt, "dtype": name(dtype)}
-            assert_same(f"values {shape} {axis}", y, numerics.dequantize(*expected, **options))
+            assert_same(y, numerics.dequantize(*expected, **options), f"values {shape} {axis}")
     x = heavy(48, 96, dtype=dtype)
     for view in (x.t(), x[:, 1:70], x[::2], x[3].expand(5, -1)):
         wanted = numerics.quantize(array(view), element_format=fmt)
         for got, expected in zip(ops.quantize(view, -1, fmt), wanted, strict=True):
-            assert_same("view", got, expected)
+            assert_same(got, expected, "view")
 
 
 @pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
@@ -192,7 +178,7 @@ def test_dequantize_every_element_under_every_scale(dtype, fmt):
     scales = torch.arange(256, device="cuda").to(torch.uint8)[:, None].repeat(1, 8)
     got = ops.dequantize(elements, scales, -1, fmt, dtype)
     expected = numerics.dequantize(array(elements), array(scales), element_format=fmt, dtype=name(dtype))
-    assert_same("values", got, expected)
+    assert_same(got, expected, "values")
 
 
 def test_cupy_arrays_swizzled_scales_and_both_axes():
@@ -206,10 +192,7 @@ def test_cupy_arrays_swizzled_scales_and_both_axes():
             np.testing.assert_array_equal(cupy.asnumpy(got), expected)
         pairs = cuda.quantize_both(cupy.asarray(x), element_format=fmt, swizzled=True)
         for got, scales in zip(pairs, (rows[1], columns[1].T), strict=True):
-            padded = np.zeros((-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4), np.uint8)
-            padded[: scales.shape[0], : scales.shape[1]] = scales
-            layout = padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
-            np.testing.assert_array_equal(cupy.asnumpy(got[1]), layout)
+            np.testing.assert_array_equal(cupy.asnumpy(got[1]), swizzle(scales))
 
 
 # --- gemm ------------------------------------------------------------------------------------------------------------
@@ -233,7 +216,7 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None):  # noqa:
     expected = numerics.weight_gemm(values, *codes, None if bias is None else array(bias), b_format=fmt)
     weight = numerics.dequantize(*codes, element_format=fmt)
     bound = numerics.gemm_error_bound(values, weight, name(dtype), None if bias is None else array(bias))
-    assert_within(f"{m}x{n}x{k} {x_kind} {fmt} {dtype}", got, expected, bound)
+    assert_within(got, expected, bound, f"{m}x{n}x{k} {x_kind} {fmt} {dtype}")
 
 
 @pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)], ids=str)
@@ -346,14 +329,8 @@ def test_cuda_graphs_capture_and_replay(m):
     def model(x: torch.Tensor) -> torch.Tensor:
         return ops.gemm(*ops.quantize(x), *b, None, "e4m3", "e4m3", torch.bfloat16)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        model(x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph, static = torch.cuda.CUDAGraph(), x.clone()
-    with torch.cuda.graph(graph):
-        y = model(static)
+    static = x.clone()
+    graph, y = captured(lambda: model(static))
     for seed in range(3):
         fresh = heavy(m, 2048, seed=seed, dtype=torch.bfloat16)
         static.copy_(fresh)

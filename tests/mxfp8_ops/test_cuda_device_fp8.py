@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cuda_emulation import route
+from cuda_emulation import route, swizzle
 
 from mxfp8_ops import cuda, formats, numerics
 from mxfp8_ops.cuda import cublaslt as cuda_lt
@@ -15,7 +15,8 @@ from mxfp8_ops.cuda.execution import Launch
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
-from test_cuda_device import array, assert_same, assert_within, heavy, name, random_bits  # noqa: E402
+from tensors import array, name  # noqa: E402
+from test_cuda_device import assert_same, assert_within, captured, heavy, random_bits  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,13 +39,6 @@ def queue():
         return found
 
 
-def swizzle(scales: np.ndarray) -> np.ndarray:
-    m, blocks = scales.shape
-    padded = np.zeros((-(-m // 128) * 128, -(-blocks // 4) * 4), np.uint8)
-    padded[:m, :blocks] = scales
-    return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
-
-
 # --- fold and swizzle ------------------------------------------------------------------------------------------------
 
 
@@ -55,8 +49,8 @@ def test_fold_is_that_of_the_reference(k):
     for codes in (scales, torch.where(scales == 255, scales, 90 + spread)):
         folded = execution.fold(queue(), (elements.data_ptr(), codes.data_ptr()), (64, k))
         expected, row_scales = folding.fold(array(elements), array(codes))
-        assert_same("elements", folded.memory[0].view(64, k), expected)
-        assert_same("scales", folded.memory[1].view(torch.float32), numerics.decode_scale(row_scales))
+        assert_same(folded.memory[0].view(64, k), expected, "elements")
+        assert_same(folded.memory[1].view(torch.float32), numerics.decode_scale(row_scales), "scales")
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (130, 5), (4096, 256)])
@@ -65,7 +59,7 @@ def test_swizzled_scales(shape):
     memory = torch.empty(planner.swizzled_bytes(shape[0], 32 * shape[1]), device="cuda", dtype=torch.uint8)
     arguments = (scales.data_ptr(), memory.data_ptr(), *shape)
     queue().device.launch(Launch("swizzle_scales", -(-memory.numel() // 4096), arguments), queue().stream)
-    assert_same("layout", memory, swizzle(array(scales)))
+    assert_same(memory, swizzle(array(scales)), "layout")
 
 
 # --- products on FP8 tensor cores ------------------------------------------------------------------------------------
@@ -99,7 +93,7 @@ def test_folded_products(m, n, k, with_bias, dtype, capsys):  # noqa: PLR0917
         got = ops.gemm(*a, *b, bias, "e4m3", "e4m3", dtype)
     x, w = folded_values(*map(array, a)), folded_values(*map(array, b))
     y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else array(bias))
-    assert_within("folded", got, y, folded_bound(x, w, name(dtype), None if bias is None else array(bias)))
+    assert_within(got, y, folded_bound(x, w, name(dtype), None if bias is None else array(bias)), "folded")
     error = ((got.double() - exact).norm() / exact.norm()).item()
     with capsys.disabled():
         print(
@@ -138,7 +132,7 @@ def test_block_scaled_products_are_exact(m, n, k, x_format, with_bias, dtype):  
     x, w = numerics.dequantize(*map(array, a), element_format=x_format), numerics.dequantize(*map(array, b))
     bias = None if bias is None else array(bias)
     y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else bias)
-    assert_within("block scaled", got, y, numerics.gemm_error_bound(x, w, name(dtype), bias))
+    assert_within(got, y, numerics.gemm_error_bound(x, w, name(dtype), bias), "block scaled")
 
 
 @needs_nvmath
@@ -153,7 +147,7 @@ def test_the_same_through_cupy(dtype):
     values = [folded_values(*map(array, pair)) for pair in (a, b)]
     y = values[0].astype(np.float64) @ values[1].astype(np.float64).T
     actual = torch.as_tensor(cupy.asnumpy(got).astype(np.float32))
-    assert_within("folded", actual, y, folded_bound(*values, dtype, None))
+    assert_within(actual, y, folded_bound(*values, dtype, None), "folded")
 
 
 # --- gemm_skinny at real sizes ---------------------------------------------------------------------------------------
@@ -190,7 +184,7 @@ def test_skinny_products_with_every_cut(m, warps, splits):
         got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
     w = numerics.dequantize(*map(array, b))
     bound = numerics.gemm_error_bound(array(x), w)
-    assert_within("skinny", got, array(x).astype(np.float64) @ w.astype(np.float64).T, bound)
+    assert_within(got, array(x).astype(np.float64) @ w.astype(np.float64).T, bound, "skinny")
 
 
 @pytest.mark.parametrize("variant", [row.name for row in planner.variants() if row.kernel == "gemm_skinny"])
@@ -204,7 +198,7 @@ def test_skinny_products_with_every_variant(dtype, variant):
             got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
             assert all(torch.equal(ops.weight_gemm(x, *b, None, "e4m3", torch.float32), got) for _ in range(20))
         expected = array(x).astype(np.float64) @ w.astype(np.float64).T
-        assert_within(variant, got, expected, numerics.gemm_error_bound(array(x), w))
+        assert_within(got, expected, numerics.gemm_error_bound(array(x), w), variant)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -234,7 +228,7 @@ def test_transposed_columns_are_those_of_the_reference(dtype, variant):
         with dispatch.forced_variant("quantize_columns", variant):
             got = ops.quantize(x.t())
         for label, a, expected in zip(("elements", "scales"), got, numerics.quantize(array(x.t())), strict=True):
-            assert_same(f"{label} {shape}", a, expected)
+            assert_same(a, expected, f"{label} {shape}")
 
 
 @pytest.mark.parametrize("variant", ["plain", "bands"])
@@ -248,20 +242,7 @@ def test_quantize_both_is_two_quantizations(dtype, variant):
             rows = numerics.quantize(array(x), element_format=fmt)
             columns = numerics.quantize(np.ascontiguousarray(array(x).T), element_format=fmt)
             for label, a, expected in zip(("rows", "scales", "columns", "scales"), got, (*rows, *columns), strict=True):
-                assert_same(f"{label} {shape} {fmt}", a, expected)
-
-
-def captured(call):
-    """Returns a graph of `call` and what it returned, after a run of it on a side stream."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result
+                assert_same(a, expected, f"{label} {shape} {fmt}")
 
 
 @pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
@@ -303,7 +284,7 @@ def test_gradients_are_the_products_of_the_reference():
     ):
         values = numerics.dequantize(*left, element_format="e5m2"), numerics.dequantize(*right)
         exact = values[0].astype(np.float64) @ values[1].astype(np.float64).T
-        assert_within(label, got, exact, numerics.gemm_error_bound(*values))
+        assert_within(got, exact, numerics.gemm_error_bound(*values), label)
 
 
 def test_shapes_above_are_what_the_table_sends_there():

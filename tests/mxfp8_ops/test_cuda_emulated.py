@@ -7,7 +7,9 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_emulation import aligned, device, kernels, launch, queue, source_of
+from compare import assert_same, heavy_tailed
+from cuda_emulation import aligned, device, kernels, launch, queue, sampled, source_of, swizzle
+from grids import looped, pairwise
 
 from mxfp8_ops import formats, numerics
 from mxfp8_ops.checks import scale_count
@@ -17,12 +19,9 @@ from mxfp8_ops.cuda.planner import CODES
 FORMATS = ("e4m3", "e5m2")
 ROUNDINGS = ("ceil", "floor", "even")
 DTYPES = tuple(numerics.VALUE_DTYPES)
+KINDS = looped("dtype, fmt", [*itertools.product(DTYPES, FORMATS)])
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
-
-
-def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_t(2, shape).astype(np.float32)
 
 
 def edges(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
@@ -41,42 +40,6 @@ def placed(array: np.ndarray, offset: int = 0) -> np.ndarray:
     memory = aligned(array.nbytes, offset)
     memory[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return memory
-
-
-def assert_same(what: str, actual: np.ndarray, expected: np.ndarray) -> None:
-    """Fails with the first coordinate that differs and both values as stored; any NaN is as good as another."""
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
-    bits = np.dtype(f"u{actual.itemsize}")
-    wrong = actual.view(bits) != expected.view(bits)
-    if actual.dtype != np.uint8:
-        wrong &= ~(np.isnan(actual.astype(np.float32)) & np.isnan(expected.astype(np.float32)))
-    if wrong.any():
-        at = tuple(map(int, np.argwhere(wrong)[0]))
-        got, want = actual.view(bits)[at], expected.view(bits)[at]
-        pytest.fail(f"{what}: {wrong.sum()} of {actual.size} differ; at {at} got {got:#x}, expected {want:#x}")
-
-
-def assert_within(what: str, actual: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> None:
-    """Fails with the coordinate that exceeds its bound most; NaN and Inf must be where they are expected."""
-    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
-    finite = np.isfinite(expected)
-    same = np.where(finite, np.isfinite(actual), (actual == expected) | (np.isnan(actual) & np.isnan(expected)))
-    if not same.all():
-        at = tuple(map(int, np.argwhere(~same)[0]))
-        pytest.fail(f"{what}: at {at} got {actual[at]}, expected {expected[at]}")
-    with np.errstate(invalid="ignore"):
-        excess = np.where(finite, np.abs(actual - expected) - bound, -1)
-    if excess.size and excess.max() > 0:
-        at = np.unravel_index(excess.argmax(), excess.shape)
-        pytest.fail(f"{what}: at {at} got {actual[at]}, expected {expected[at]} +- {bound[at]:.3g}")
-
-
-def swizzle(scales: np.ndarray) -> np.ndarray:
-    """The 128x4 layout of scales [M, blocks], from its definition."""
-    m, blocks = scales.shape
-    padded = np.zeros((-(-m // 128) * 128, -(-blocks // 4) * 4), np.uint8)
-    padded[:m, :blocks] = scales
-    return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
 
 
 def quantize(x, fmt, rounding, layout, shape, out):  # noqa: PLR0917
@@ -103,12 +66,11 @@ def check_quantize(x, fmt, rounding, *, axis=-1, swizzled=False, transposed=Fals
     out = (elements.ctypes.data, scales.ctypes.data)
     quantize((x.dtype.name, source.ctypes.data), fmt, rounding, layout, (outer, k, inner), out)
     what = f"{x.shape} {x.dtype} axis {axis}, {fmt}, {rounding}, {swizzled=}, {transposed=}, {offset=}"
-    assert_same(f"scales, {what}", scales.reshape(expected_scales.shape), expected_scales)
-    assert_same(f"elements, {what}", elements.reshape(expected.shape), expected)
+    assert_same(scales.reshape(expected_scales.shape), expected_scales, f"scales, {what}")
+    assert_same(elements.reshape(expected.shape), expected, f"elements, {what}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", FORMATS)
+@KINDS
 def test_quantize_rows_every_upper_16_bit_pattern(dtype, fmt):
     patterns = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
     if dtype == "float16":
@@ -117,7 +79,11 @@ def test_quantize_rows_every_upper_16_bit_pattern(dtype, fmt):
         check_quantize(patterns.astype(numerics.value_dtype(dtype)).reshape(-1, 64), fmt, rounding)
 
 
-@pytest.mark.parametrize(("dtype", "fmt", "rounding"), [*itertools.product(DTYPES, FORMATS, ROUNDINGS)])
+@sampled(
+    "dtype, fmt, rounding",
+    pairwise(dtype=DTYPES, fmt=FORMATS, rounding=ROUNDINGS),
+    [*itertools.product(DTYPES, FORMATS, ROUNDINGS)],
+)
 def test_quantize_edges_on_both_axes(dtype, fmt, rounding):
     for shape in ((40, 96), (37, 50), (3, 16), (1, 1), (65, 544)):
         x = edges(shape, dtype, seed=sum(shape))
@@ -127,8 +93,7 @@ def test_quantize_edges_on_both_axes(dtype, fmt, rounding):
     check_quantize(edges((2, 33, 5), dtype), fmt, rounding, axis=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fmt", FORMATS)
+@KINDS
 def test_quantize_swizzled_scales(dtype, fmt):
     for shape in ((1, 32), (130, 160), (257, 96), (70, 37)):
         for axis in (0, 1):
@@ -138,13 +103,13 @@ def test_quantize_swizzled_scales(dtype, fmt):
                 )
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+@KINDS
 def test_quantize_columns_transposed(dtype, fmt):
     for shape in ((32, 16), (96, 528), (64, 1040), (37, 50), (33, 544), (160, 5), (1, 2)):
         check_quantize(edges(shape, dtype, seed=sum(shape)), fmt, "ceil", axis=0, transposed=True)
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+@KINDS
 def test_quantize_columns_transposed_in_bands(dtype, fmt):
     """Whole tiles, bands of one to four blocks, tiles of a few columns; what has no whole blocks is left to others."""
     for shape in ((128, 128), (32, 16), (96, 528), (416, 144), (160, 272), (256, 16), (33, 544), (64, 40)):
@@ -155,22 +120,24 @@ def test_quantize_columns_transposed_in_bands(dtype, fmt):
         assert [*map(source_of, device().launched)] == ["quantize_bands" if whole else "quantize_columns"]
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [*itertools.product(DTYPES, ROUNDINGS)])
+@looped("dtype, rounding", [*itertools.product(DTYPES, ROUNDINGS)])
 def test_quantize_in_bands_rounds_alike(dtype, rounding):
     with dispatch.forced_variant("quantize_columns", "bands"):
         check_quantize(edges((160, 144), dtype, seed=5), "e4m3", rounding, axis=0, transposed=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_quantize_from_unaligned_memory(dtype):
     x = edges((9, 64), dtype)
     for axis in (0, 1):
         check_quantize(x, "e4m3", "ceil", axis=axis, offset=x.itemsize)
 
 
-@pytest.mark.parametrize("layout", ["plain", "swizzled", "transposed", "transposed in bands"])
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
-def test_quantize_both_axes_in_one_pass(dtype, fmt, layout):
+LAYOUTS = ("plain", "swizzled", "transposed", "transposed in bands")
+
+
+@looped("layout, dtype, fmt", [*itertools.product(LAYOUTS, DTYPES, FORMATS)])
+def test_quantize_both_axes_in_one_pass(layout, dtype, fmt):
     swizzled, transposed = layout == "swizzled", layout.startswith("transposed")
     device().launched.clear()
     for shape in ((40, 96), (37, 50), (33, 544), (1, 1), (130, 48), (64, 96), (96, 544), (288, 160), (128, 256)):
@@ -188,14 +155,14 @@ def test_quantize_both_axes_in_one_pass(dtype, fmt, layout):
         with dispatch.forced_variant("quantize_both", "bands" if "bands" in layout else "plain"):
             quantize((dtype, source.ctypes.data), fmt, "ceil", how, (1, *shape), out)
         for name, actual, wanted in zip(("rows", "row scales", "columns", "column scales"), got, expected, strict=True):
-            assert_same(f"{name}, {shape} {dtype}", actual.reshape(wanted.shape), wanted)
+            assert_same(actual.reshape(wanted.shape), wanted, f"{name}, {shape} {dtype}")
     assert [*map(source_of, device().launched)].count("quantize_bands") == (4 if "bands" in layout else 0)
 
 
 # --- dequantize ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+@KINDS
 def test_dequantize_every_element_under_every_scale(dtype, fmt):
     elements = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, 1)
@@ -203,7 +170,7 @@ def test_dequantize_every_element_under_every_scale(dtype, fmt):
     check_dequantize(elements.T, scales.T, fmt, dtype, 0)
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(DTYPES, FORMATS)])
+@KINDS
 def test_dequantize_tails(dtype, fmt):
     generator = np.random.default_rng(0)
     for shape, axis in (((3, 50), 1), ((50, 3), 0), ((5, 16), 1), ((2, 40, 7), 1), ((2, 40, 48), 1), ((1, 1), 1)):
@@ -221,13 +188,13 @@ def check_dequantize(elements, scales, fmt, dtype, axis):
     at = (codes.ctypes.data, codes_of_scales.ctypes.data)
     request = planner.Dequantize(CODES[fmt], CODES[dtype], *at, *shape, y.ctypes.data, flag.ctypes.data)
     execution.run(planner.dequantize(request), queue())
-    assert_same(f"{elements.shape} {fmt} {dtype}", y.view(expected.dtype).reshape(expected.shape), expected)
+    assert_same(y.view(expected.dtype).reshape(expected.shape), expected, f"{elements.shape} {fmt} {dtype}")
     exact = numerics.dequantize(elements, scales, axis=axis, element_format=fmt)
     lost = (exact != expected.astype(np.float32)) & ~np.isnan(exact)
     assert flag.view(np.uint32)[0] == (dtype == "bfloat16" and lost.any())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@looped("fmt", FORMATS)
 def test_blocks_of_zeros_are_no_reason_to_repair_a_product(fmt):
     """Their scale is 0, under which bfloat16 does not hold every element. But it holds 0, and there is much padding."""
     elements, scales = np.zeros((4, 64), np.uint8), np.full((4, 2), 120, np.uint8)
@@ -250,7 +217,7 @@ def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
 # --- one scale per row, scales for Blackwell, the end of a product ---------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [32, 96, 1024, 8224])
+@looped("k", [32, 96, 1024, 8224])
 def test_fold(k):
     elements, scales = numerics.quantize(edges((5, k), "float32", seed=k))
     spread = np.random.default_rng(k).integers(0, 12, scales.shape, dtype=np.uint8)
@@ -260,16 +227,16 @@ def test_fold(k):
     expected, codes = folding.fold(elements, scales)
     held = [placed(elements), placed(scales)]
     folded = execution.fold(queue(), (held[0].ctypes.data, held[1].ctypes.data), (5, k))
-    assert_same(f"elements, K = {k}", folded.memory[0].reshape(5, k), expected)
-    assert_same("row scales", folded.memory[1].view(np.float32), numerics.decode_scale(codes))
+    assert_same(folded.memory[0].reshape(5, k), expected, f"elements, K = {k}")
+    assert_same(folded.memory[1].view(np.float32), numerics.decode_scale(codes), "row scales")
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (130, 5), (257, 12), (70, 256), (128, 4)])
+@looped("shape", [(1, 1), (130, 5), (257, 12), (70, 256), (128, 4)])
 def test_swizzle_scales(shape):
     scales = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     held, memory = placed(scales), aligned(planner.swizzled_bytes(shape[0], 32 * shape[1]))
     launch("swizzle_scales", -(-memory.size // 4096), held.ctypes.data, memory.ctypes.data, *shape)
-    assert_same("layout", memory, swizzle(scales))
+    assert_same(memory, swizzle(scales), "layout")
 
 
 def finish(sums, y, dtype, *, scales=(0, 0), parts=(1, 0), bias=0, inexact=0):
@@ -282,8 +249,7 @@ def finish(sums, y, dtype, *, scales=(0, 0), parts=(1, 0), bias=0, inexact=0):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [40, 37])
+@looped("n, dtype", [*itertools.product((40, 37), DTYPES)])
 def test_finish(n, dtype):
     sums, bias = heavy_tailed((5, n)), heavy_tailed((n,), 1)
     scales = [np.exp2(np.arange(count) % 7 - 3).astype(np.float32) for count in (5, n)]
@@ -294,10 +260,10 @@ def test_finish(n, dtype):
         finish(held[0].ctypes.data, y, dtype, scales=factors, bias=held[1].ctypes.data * with_bias)
         expected = sums * (scales[0][:, None] * scales[1] if scaled else 1) + (bias if with_bias else np.float32(-0.0))
         expected = expected.astype(numerics.value_dtype(dtype))
-        assert_same(f"{with_bias} {scaled}", y, expected)
+        assert_same(y, expected, f"{with_bias} {scaled}")
 
 
-@pytest.mark.parametrize("n", [40, 37])
+@looped("n", [40, 37])
 def test_finish_with_scales_whose_product_no_float32_holds(n):
     codes = np.array([0, 1, 60, 127, 200, 253, 254], np.uint8)
     scales = [numerics.decode_scale(codes[np.arange(count) % 7]) for count in (7, n)]
@@ -307,14 +273,18 @@ def test_finish_with_scales_whose_product_no_float32_holds(n):
         y = aligned(sums.nbytes).view(np.float32).reshape(7, n)
         finish(held[0].ctypes.data, y, "float32", scales=(held[1].ctypes.data, held[2].ctypes.data))
         expected = sums.astype(np.float64) * scales[0][:, None] * scales[1].astype(np.float64)
-        assert_same(f"sums near 2^{exponent}", y, expected.astype(np.float32))
+        assert_same(y, expected.astype(np.float32), f"sums near 2^{exponent}")
 
 
 # --- float32 and float16 in bfloat16 parts ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("total", "offset"), [(4096, 0), (1000, 0), (64, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+ROWS_OF_VALUES = looped(
+    "dtype, total, offset", [(dtype, *row) for dtype in DTYPES[:2] for row in ((4096, 0), (1000, 0), (64, 4))]
+)
+
+
+@ROWS_OF_VALUES
 def test_parts_add_up_to_every_finite_value(dtype, total, offset):
     count = 3 if dtype == "float32" else 2
     for seed in range(20):
@@ -331,8 +301,7 @@ def test_parts_add_up_to_every_finite_value(dtype, total, offset):
         assert (got[:, finite] * np.sign(x[finite].astype(np.float64)) >= 0).all()  # so their magnitudes add up
 
 
-@pytest.mark.parametrize(("total", "offset"), [(4096, 0), (1000, 0), (64, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@ROWS_OF_VALUES
 def test_values_are_rounded_to_nearest_even(dtype, total, offset):
     for seed in range(20):
         x = edges((total,), dtype, seed)
@@ -343,11 +312,10 @@ def test_values_are_rounded_to_nearest_even(dtype, total, offset):
         kind, ragged = {"float32": "F32", "float16": "F16"}[dtype], "true" if offset or total % 16 else "false"
         launch(f"bfloat16_rounded<{kind}, {ragged}>", 1, source.ctypes.data, y.ctypes.data, total)
         with np.errstate(over="ignore"):
-            assert_same("rounded", y.view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16))
+            assert_same(y.view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16), "rounded")
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("n", [40, 37])
+@looped("n, parts", [*itertools.product((40, 37), (1, 3))])
 def test_finish_says_whether_a_sum_is_not_finite(n, parts):
     for value in (1.0, np.inf, np.nan):
         sums = heavy_tailed((parts, 5, n))
@@ -359,7 +327,7 @@ def test_finish_says_whether_a_sum_is_not_finite(n, parts):
         expected = sums[parts - 1]
         for i in range(parts - 2, -1, -1):
             expected = expected * np.float32(2.0**-8) + sums[i]
-        assert_same("sums", y, expected)
+        assert_same(y, expected, "sums")
 
 
 def test_every_kernel_ran():

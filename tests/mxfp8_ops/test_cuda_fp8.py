@@ -15,9 +15,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_emulation import EmulatedDevice, device, queue
-from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
-from test_cuda_frontends import array, back, stand_in, value
+from compare import FORMATS, assert_same, assert_within, heavy_tailed
+from cuda_emulation import EmulatedDevice, device, matrix, queue, swizzle
+from grids import looped, pairwise
+from test_cuda_frontends import array, back, stand_in
 
 from mxfp8_ops import checks, cuda, formats, numerics
 from mxfp8_ops.checks import dtype_name
@@ -32,6 +33,7 @@ torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
 torch_scaled = pytest.importorskip("mxfp8_ops.torch_ops.scaled_mm")
 
 DTYPES = tuple(numerics.VALUE_DTYPES)
+TORCH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 M, N, K = 70, 48, 160
 
 
@@ -71,14 +73,14 @@ def check(got: np.ndarray, codes: list[np.ndarray], bias: np.ndarray | None, dty
     else:
         x, w = numerics.dequantize(*codes[:2], element_format=x_format), numerics.dequantize(*codes[2:])
     y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else bias)
-    assert_within("product", got, y, numerics.gemm_error_bound(x, w, dtype, bias))
+    assert_within(got, y, numerics.gemm_error_bound(x, w, dtype, bias), "product")
 
 
 def unswizzled(layout: np.ndarray, rows: int, k: int) -> np.ndarray:
     blocks = checks.scale_count(k)
     every = layout.reshape(-(-rows // 128), -(-blocks // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
     scales = every.reshape(-(-rows // 128) * 128, -1)[:rows, :blocks]
-    assert_same("layout", layout, swizzle(np.ascontiguousarray(scales)))
+    assert_same(layout, swizzle(np.ascontiguousarray(scales)), "layout")
     return np.ascontiguousarray(scales)
 
 
@@ -148,9 +150,7 @@ def tensors(codes: list[np.ndarray]) -> list[Any]:
     return [torch.from_numpy(c.copy()) for c in codes]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("x_format", ["e4m3", "e5m2"])
+@looped("dtype, with_bias, x_format", pairwise(dtype=TORCH_DTYPES, bias=[False, True], x=FORMATS))
 def test_torch_block_scaled_products_on_blackwell(monkeypatch, emulated, dtype, with_bias, x_format):
     on = on_a(monkeypatch, (10, 0))
     codes, bias = operands(x_format)
@@ -162,10 +162,12 @@ def test_torch_block_scaled_products_on_blackwell(monkeypatch, emulated, dtype, 
     check(back(y), codes, bias, dtype_name(dtype), x_format)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("capability", "version"), [((9, 0), "13.0"), ((9, 0), "12.8"), ((8, 9), "13.0")])
-def test_torch_folded_products(monkeypatch, emulated, dtype, with_bias, capability, version):  # noqa: PLR0917
+ON = (((9, 0), "13.0"), ((9, 0), "12.8"), ((8, 9), "13.0"))
+
+
+@looped("dtype, with_bias, place", pairwise(dtype=TORCH_DTYPES, bias=[False, True], place=ON))
+def test_torch_folded_products(monkeypatch, emulated, dtype, with_bias, place):
+    capability, version = place
     on = on_a(monkeypatch, capability)
     monkeypatch.setattr(torch.version, "cuda", version)
     codes, bias = operands()
@@ -246,14 +248,20 @@ class CublasLt(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("nvmath.bindings.cublasLt")
-        self.objects: list[Any] = [None]
-        self.preferences: dict[int, int] = {}
-        self.calls: list[dict[str, Any]] = []
+        self.forget()
 
         class Names(dict):
             MAX_WORKSPACE_BYTES = 1
 
         self.MatmulPreferenceAttribute = Names(self.MatmulPreferenceAttribute)
+
+    def forget(self) -> None:
+        """Forgets every object and call, and so must those who hold them."""
+        self.objects: list[Any] = [None]
+        self.preferences: dict[int, int] = {}
+        self.calls: list[dict[str, Any]] = []
+        cuda_lt._plan.cache_clear()
+        cuda_lt._handle.cache_clear()
 
     def make(self, thing: Any) -> int:
         self.objects.append(thing)
@@ -294,13 +302,13 @@ class CublasLt(types.ModuleType):
 
     def matmul_algo_get_heuristic(self, handle, of, a, b, c, d, preference, count, results, returned):  # noqa: PLR0917
         assert (self.objects[handle], self.objects[preference], c, results) == ("handle", "preference", d, 99)
-        value(returned, np.int32, 1)[0] = 0  # the buffer can be written
+        matrix(returned, np.int32, 1)[0] = 0  # the buffer can be written
         ctypes.c_int32.from_address(returned).value = self.found
 
     def matmul(self, handle, of, alpha, a, al, b, bl, beta, c, cl, d, dl, algo, workspace, size, stream):  # noqa: PLR0917
         assert (self.objects[handle], c, cl, size) == ("handle", d, dl, 1024)
         assert workspace
-        assert (value(alpha, np.float32, 1)[0], value(beta, np.float32, 1)[0]) == (1, 0)
+        assert (matrix(alpha, np.float32, 1)[0], matrix(beta, np.float32, 1)[0]) == (1, 0)
         said = self.objects[of]
         self.calls.append(said)
         assert said[3] == 1  # a is transposed, b is not
@@ -309,14 +317,14 @@ class CublasLt(types.ModuleType):
         factors = []
         for address, kind, columns, mode, at in ((a, a_type, n, 31, 17), (b, b_type, m, 32, 18)):
             dtype = {28: ml_dtypes.float8_e4m3fn, 29: ml_dtypes.float8_e5m2}[kind]
-            matrix = value(address, dtype, k * columns).reshape(columns, k).astype(np.float64)
+            factor = matrix(address, dtype, columns, k).astype(np.float64)
             if said.get(mode) == 3:
-                matrix = matrix * value(said[at], np.float32, columns)[:, None]
+                factor = factor * matrix(said[at], np.float32, columns)[:, None]
             elif said.get(mode) == 2:
                 size = -(-columns // 128) * 128 * (-(-k // 128) * 4)
-                codes = unswizzled(value(said[at], np.uint8, size), columns, k)
-                matrix = matrix * np.repeat(numerics.decode_scale(codes), 32, 1)[:, :k]
-            factors.append(matrix)
+                codes = unswizzled(matrix(said[at], np.uint8, size), columns, k)
+                factor = factor * np.repeat(numerics.decode_scale(codes), 32, 1)[:, :k]
+            factors.append(factor)
         y = (factors[1] @ factors[0].T).astype(np.float32)
         y = y.astype({0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}[d_type])
         ctypes.memmove(d, y.ctypes.data, y.nbytes)
@@ -329,18 +337,14 @@ def cublaslt(monkeypatch) -> CublasLt:
     monkeypatch.setattr(cuda_lt, "available", lambda: True)
     monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
     monkeypatch.setattr(cuda_device, "device", lambda index: device())
-    cuda_lt._plan.cache_clear()
-    cuda_lt._handle.cache_clear()
     yield lt
-    cuda_lt._plan.cache_clear()
-    cuda_lt._handle.cache_clear()
+    lt.forget()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("x_format", ["e4m3", "e5m2"])
+@looped("dtype, with_bias, x_format", pairwise(dtype=DTYPES, bias=[False, True], x=FORMATS))
 def test_cupy_block_scaled_products_on_blackwell(monkeypatch, cublaslt, dtype, with_bias, x_format):
     on = on_a(monkeypatch, (12, 0))
+    cublaslt.forget()
     codes, bias = operands(x_format)
     bias = bias if with_bias else None
     for _ in range(2):
@@ -354,11 +358,10 @@ def test_cupy_block_scaled_products_on_blackwell(monkeypatch, cublaslt, dtype, w
     assert 25 not in cublaslt.calls[0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@looped("dtype, with_bias, capability", pairwise(dtype=DTYPES, bias=[False, True], on=[(8, 9), (9, 0)]))
 def test_cupy_folded_products(monkeypatch, cublaslt, dtype, with_bias, capability):
     on = on_a(monkeypatch, capability)
+    cublaslt.forget()
     codes, bias = operands()
     bias = bias if with_bias else None
     held = [*map(array, codes)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import shutil
 import subprocess
@@ -14,8 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_emulation import EmulatedDevice, allocate, device, queue
-from test_cuda_emulated import assert_same, assert_within, heavy_tailed, swizzle
+from compare import assert_same, assert_within, heavy_tailed
+from cuda_emulation import EmulatedDevice, allocate, device, matrix, multiply, queue, swizzle
+from grids import looped
 
 from mxfp8_ops import cuda, numerics
 from mxfp8_ops.checks import dtype_name
@@ -88,28 +88,28 @@ def test_cupy_quantize_and_dequantize(cupy):
             x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
             got, expected = cuda.quantize(array(x), axis=axis, **options), numerics.quantize(x, axis=axis, **options)
             for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
-                assert_same(name, np.asarray(a), b)
+                assert_same(np.asarray(a), b, name)
             values = cuda.dequantize(*got, axis=axis, element_format=fmt, dtype=dtype)
             assert_same(
-                "values", np.asarray(values), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype)
+                np.asarray(values), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype), "values"
             )
 
 
 def test_cupy_swizzled_scales_and_both_axes(cupy):
     x = heavy_tailed((130, 160))
     rows, columns = numerics.quantize(x), numerics.quantize(x, axis=0)
-    assert_same("rows", np.asarray(cuda.quantize(array(x), swizzled=True)[1]), swizzle(rows[1]))
-    assert_same("columns", np.asarray(cuda.quantize(array(x), axis=0, swizzled=True)[1]), swizzle(columns[1].T))
+    assert_same(np.asarray(cuda.quantize(array(x), swizzled=True)[1]), swizzle(rows[1]), "rows")
+    assert_same(np.asarray(cuda.quantize(array(x), axis=0, swizzled=True)[1]), swizzle(columns[1].T), "columns")
     for got, expected in zip(cuda.quantize_both(array(x)), (rows, columns), strict=True):
-        assert_same("elements", np.asarray(got[0]), expected[0])
-        assert_same("scales", np.asarray(got[1]), expected[1])
+        assert_same(np.asarray(got[0]), expected[0], "elements")
+        assert_same(np.asarray(got[1]), expected[1], "scales")
     for got, expected in zip(cuda.quantize_both(array(x), swizzled=True), (rows[1], columns[1].T), strict=True):
-        assert_same("scales", np.asarray(got[1]), swizzle(expected))
+        assert_same(np.asarray(got[1]), swizzle(expected), "scales")
     with pytest.raises(ShapeError, match="expected a matrix"):
         cuda.quantize(array(heavy_tailed((2, 3, 32))), swizzled=True)
 
 
-@pytest.mark.parametrize("swizzled", [False, True])
+@looped("swizzled", [False, True])
 def test_cupy_quantizes_into_the_callers_arrays(cupy, swizzled):
     x = array(heavy_tailed((130, 160)))
     expected = cuda.quantize(x, swizzled=swizzled)
@@ -117,7 +117,7 @@ def test_cupy_quantizes_into_the_callers_arrays(cupy, swizzled):
     got = cuda.quantize(x, swizzled=swizzled, out=out)
     assert (got[0] is out[0], got[1] is out[1]) == (True, True)
     for name, codes, right in zip(("elements", "scales"), out, expected, strict=True):
-        assert_same(name, np.asarray(codes), np.asarray(right))
+        assert_same(np.asarray(codes), np.asarray(right), name)
     with pytest.raises(ShapeError, match="out: scales are uint8 of shape"):
         cuda.quantize(x, swizzled=not swizzled, out=out)
     with pytest.raises(ShapeError, match="share memory"):
@@ -127,18 +127,18 @@ def test_cupy_quantizes_into_the_callers_arrays(cupy, swizzled):
 SHAPES = (((3, 96), (5, 96)), ((96,), (5, 96)), ((2, 3, 96), (5, 96)), ((2, 1, 3, 96), (4, 5, 96)), ((96,), (4, 5, 96)))
 
 
-@pytest.mark.parametrize(("x_shape", "w_shape"), SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_cupy_gemms(cupy, x_shape, w_shape, dtype):
+@looped("shapes, dtype", [*itertools.product(SHAPES, DTYPES)])
+def test_cupy_gemms(cupy, shapes, dtype):
+    x_shape, w_shape = shapes
     x, w, bias = heavy_tailed(x_shape), heavy_tailed(w_shape, 1), heavy_tailed((5,), 2)
     a, b = numerics.quantize(x, element_format="e5m2"), numerics.quantize(w)
     weight, values = numerics.dequantize(*b), numerics.dequantize(*a, element_format="e5m2")
     got = cuda.gemm(*map(array, (*a, *b, bias)), a_format="e5m2", dtype=dtype)
     bound = numerics.gemm_error_bound(values if x.ndim > 1 else values[None], weight, dtype, bias).reshape(got.shape)
-    assert_within("gemm", np.asarray(got), numerics.gemm(*a, *b, bias, a_format="e5m2"), bound)
+    assert_within(np.asarray(got), numerics.gemm(*a, *b, bias, a_format="e5m2"), bound, "gemm")
     got = cuda.weight_gemm(*map(array, (x, *b)), dtype=dtype)
     bound = numerics.gemm_error_bound(x if x.ndim > 1 else x[None], weight, dtype).reshape(got.shape)
-    assert_within("weight_gemm", np.asarray(got), numerics.weight_gemm(x, *b), bound)
+    assert_within(np.asarray(got), numerics.weight_gemm(x, *b), bound, "weight_gemm")
 
 
 def test_cupy_errors(cupy):
@@ -189,21 +189,10 @@ class Cublas(types.ModuleType):
 
     def cublasGemmEx(self, *arguments: Any) -> int:
         handle, ta, tb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, _ = arguments
-        assert (handle, a_type, b_type, compute) == (77, 14, 14, 68)
-        assert (value(alpha, np.float32, 1)[0], value(beta, np.float32, 1)[0]) == (1, 0)
-        # Column-major [rows, columns] with leading dimension ld is row-major [columns, ld], transposed.
-        left = value(a, ml_dtypes.bfloat16, lda * (m if ta else k)).reshape(-1, lda)
-        right = value(b, ml_dtypes.bfloat16, ldb * (k if tb else n)).reshape(-1, ldb)
-        left, right = (left if ta else left.T), (right if tb else right.T)
-        result = left[:m, :k].astype(np.float32) @ right[:k, :n].astype(np.float32)
-        y = value(c, np.float32 if c_type == 0 else ml_dtypes.bfloat16, ldc * n).reshape(n, ldc)
-        y[:, :m] = result.T.astype(y.dtype)
+        assert (handle, ta, tb, a_type, b_type, compute) == (77, 1, 0, 14, 14, 68)
+        assert (matrix(alpha, np.float32, 1)[0], matrix(beta, np.float32, 1)[0], lda, ldb, ldc) == (1, 0, k, k, m)
+        multiply(b, a, c, (n, m, k), "float32" if c_type == 0 else "bfloat16")  # column-major
         return self.status
-
-
-def value(address: int, dtype: Any, count: int) -> np.ndarray:
-    size = count * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
 
 
 @pytest.fixture
@@ -216,11 +205,12 @@ def cublas(monkeypatch) -> Cublas:
     return made
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@looped("dtype", ["bfloat16", "float32"])
 def test_cublas_is_called_for_x_times_w_transposed(monkeypatch, cublas, dtype):
     monkeypatch.setattr(cuda_device, "_cublas", lambda: cublas)
     x, w = (heavy_tailed(shape).astype(ml_dtypes.bfloat16) for shape in ((3, 40), (7, 40)))
-    y = np.zeros((3, 7), numerics.value_dtype(dtype))
+    y, cublas.status = np.zeros((3, 7), numerics.value_dtype(dtype)), 0
+    cublas.modes.clear()
     arguments, gpu = (x.ctypes.data, w.ctypes.data, y.ctypes.data, (3, 7, 40)), cuda_device.CudaDevice(0)
     work = Queue(gpu, 5, lambda size: (None, 4096))
     gpu.matmul_bf16(*arguments, dtype=dtype, queue=work)
@@ -357,7 +347,7 @@ def values(*shape: int, dtype: Any = None, seed: int = 0) -> Any:
     return torch.from_numpy(heavy_tailed(shape, seed)).to(dtype or torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@looped("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_torch_quantize_and_dequantize_on_every_layout(emulated, dtype):
     x = values(40, 96, dtype=dtype)
     layouts = (x, x.t(), x[:, 1:70], x[::2], x.reshape(4, 10, 96).permute(1, 0, 2), x[0], x[:0], x[3].expand(5, -1))
@@ -366,19 +356,19 @@ def test_torch_quantize_and_dequantize_on_every_layout(emulated, dtype):
             got = torch_cuda.quantize(source, axis, fmt)
             expected = numerics.quantize(back(source.contiguous()), axis=axis, element_format=fmt)
             for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
-                assert_same(name, a.numpy(), b)
+                assert_same(a.numpy(), b, name)
             y = torch_cuda.dequantize(*got, axis, fmt, dtype)
             name = dtype_name(dtype)
-            assert_same("y", back(y), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=name))
+            assert_same(back(y), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=name), "y")
 
 
-@pytest.mark.parametrize("shape", [(64, 96), (37, 50), (0, 64), (5, 0)])
+@looped("shape", [(64, 96), (37, 50), (0, 64), (5, 0)])
 def test_torch_quantizes_both_ways_for_training(emulated, shape):
     x = values(*shape, dtype=torch.bfloat16)
     got = torch_cuda.quantize_both(x, "e5m2")
     expected = *torch_cuda.quantize(x, -1, "e5m2"), *torch_cuda.quantize(x.t(), -1, "e5m2")
     for name, a, b in zip(("rows", "scales", "columns", "scales"), got, expected, strict=True):
-        assert_same(name, a.numpy(), b.numpy())
+        assert_same(a.numpy(), b.numpy(), name)
         assert a.is_contiguous()
 
 
@@ -421,7 +411,7 @@ def test_a_training_step_reads_each_gradient_once(emulated, monkeypatch):
         np.testing.assert_allclose(back(a), back(b), rtol=1e-4, atol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize(("x_shape", "w_shape"), SHAPES)
+@looped("x_shape, w_shape", SHAPES)
 def test_torch_gemms(emulated, x_shape, w_shape):
     x, bias = values(*x_shape, dtype=torch.bfloat16), values(5, seed=2)
     a, b = torch_cuda.quantize(x), torch_cuda.quantize(values(*w_shape, seed=1))
@@ -430,11 +420,11 @@ def test_torch_gemms(emulated, x_shape, w_shape):
     got = torch_cuda.gemm(*a, *b, bias, dtype=torch.bfloat16)
     left = np.atleast_2d(numerics.dequantize(*arrays[:2]))
     bound = numerics.gemm_error_bound(left, weight, "bfloat16", bias.numpy()).reshape(got.shape)
-    assert_within("gemm", back(got), numerics.gemm(*arrays, bias.numpy()), bound)
+    assert_within(back(got), numerics.gemm(*arrays, bias.numpy()), bound, "gemm")
     got = torch_cuda.weight_gemm(x, *b)
     assert got.dtype == torch.bfloat16
     bound = numerics.gemm_error_bound(np.atleast_2d(back(x)), weight, "bfloat16").reshape(got.shape)
-    assert_within("weight_gemm", back(got), numerics.weight_gemm(back(x), *arrays[2:]), bound)
+    assert_within(back(got), numerics.weight_gemm(back(x), *arrays[2:]), bound, "weight_gemm")
 
 
 def test_torch_uses_a_kept_weight_until_it_changes(emulated):
@@ -479,7 +469,7 @@ def test_torch_and_cupy_take_the_fused_gemm_where_it_is_allowed(emulated, cupy):
             got = run()
         assert [kernel.partition("<")[0] for kernel in emulated.launched] == ["tile", "gemm_fused", "gemm_float32"]
         bound = numerics.gemm_error_bound(left, weight, dtype, bias.numpy())
-        assert_within(name, got, numerics.weight_gemm(left, *arrays[2:], bias.numpy()), bound)
+        assert_within(got, numerics.weight_gemm(left, *arrays[2:], bias.numpy()), bound, name)
     torch_cuda.keep_wide(*b)
     emulated.launched.clear()
     with dispatch.allowed("fused"):

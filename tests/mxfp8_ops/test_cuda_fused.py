@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_emulation import device, kernels, launch, plan_gemm, queue, route, source_of
-from test_cuda_emulated import DTYPES, FORMATS, heavy_tailed, placed
+from compare import heavy_tailed
+from cuda_emulation import device, kernels, launch, plan_gemm, queue, route, sampled, source_of
+from grids import looped
+from test_cuda_emulated import DTYPES, FORMATS, placed
 from test_cuda_gemms import X_KINDS, check_gemm
 
 from mxfp8_ops import numerics
@@ -47,6 +50,13 @@ def flags() -> list[int]:
     return []
 
 
+def taken(flags: list[int]) -> list[int]:
+    """Returns what was collected since the last call."""
+    found = [*flags]
+    flags.clear()
+    return found
+
+
 def check_fused(flags, *product, **options):
     """`check_gemm`, which notes whether the product asked to be repaired."""
     names = check_gemm(*product, **options)
@@ -54,19 +64,22 @@ def check_fused(flags, *product, **options):
     return names
 
 
-@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
-@pytest.mark.parametrize(("variant", "blocks"), INSTANCES)
-def test_fused_gemm(flags, x_kind, fmt, variant, blocks):
+@sampled(
+    "x_kind, fmt, instance_of",
+    [("bfloat16", "e4m3", ("plain", 1)), ("e4m3", "e5m2", ("paired", 2)), ("e5m2", "e4m3", ("two_blocks", 1))],
+    [*itertools.product(X_KINDS, FORMATS, INSTANCES)],
+)
+def test_fused_gemm(flags, x_kind, fmt, instance_of):
     """Tails of every dimension; fewer steps than are read ahead, and more than there are stages."""
     shapes = ((130, 300, 352), (5, 18, 32), (70, 40, 96), (129, 257, 1056), (1, 1, 64), (128, 256, 512))
     for (m, n, k), dtype in zip(shapes, itertools.cycle(DTYPES)):
-        with instance(variant, blocks):
+        with instance(*instance_of):
             names = check_fused(flags, m, n, k, x_kind, fmt, dtype, bias=n != 40)
         assert names == ["tile", "gemm_fused", "gemm_float32"]
-    assert flags == [0] * len(shapes)
+    assert taken(flags) == [0] * len(shapes)
 
 
-@pytest.mark.parametrize(("x_kind", "fmt"), [*itertools.product(X_KINDS, FORMATS)])
+@sampled("x_kind, fmt", [("e4m3", "e5m2")], [*itertools.product(X_KINDS, FORMATS)])
 def test_fused_gemm_with_k_in_splits(flags, x_kind, fmt):
     """Splits of several steps, of one, and one that has nothing to do."""
     for (blocks, splits), dtype, variant in zip(((1, 2), (2, 3), (1, 5)), DTYPES, VARIANTS, strict=True):
@@ -74,10 +87,10 @@ def test_fused_gemm_with_k_in_splits(flags, x_kind, fmt):
             with instance(variant, blocks, splits):
                 names = check_fused(flags, m, n, k, x_kind, fmt, dtype, bias=m == 3)
             assert names == ["tile", "gemm_fused", "finish", "gemm_float32"]
-    assert flags == [0] * 6
+    assert taken(flags) == [0] * 6
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@looped("dtype", DTYPES)
 def test_fused_gemm_into_unaligned_memory(flags, dtype):
     """n % 8 = 0 and y not aligned to 16, which a slice of a tensor may be."""
     x, b = heavy_tailed((9, 64)).astype(numerics.value_dtype("bfloat16")), numerics.quantize(heavy_tailed((16, 64), 1))
@@ -98,23 +111,26 @@ def test_fused_gemm_into_unaligned_memory(flags, dtype):
 # --- what it cannot do -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fmt", "codes"), [("e4m3", (2, 135)), ("e5m2", (9, 143))])
-@pytest.mark.parametrize(("variant", "blocks"), INSTANCES)
-def test_a_scale_outside_the_fast_range_is_repaired(flags, fmt, codes, variant, blocks):
+@sampled(
+    "fmt, instance_of",
+    [("e4m3", ("plain", 1)), ("e5m2", ("two_blocks", 1))],
+    [*itertools.product(FORMATS, INSTANCES)],
+)
+def test_a_scale_outside_the_fast_range_is_repaired(flags, fmt, instance_of):
     """Wherever in the weight it is; and the nearest scales inside the range are not."""
+    codes = {"e4m3": (2, 135), "e5m2": (9, 143)}[fmt]
     for code, (row, block) in itertools.product((*codes, codes[0] + 1, codes[1] - 1), ((0, 0), (199, 4), (63, 10))):
 
         def change(x, x_scales, b, b_scales, at=(row, block), code=code):  # noqa: PLR0917 - check_gemm's and two more
             b[at[0], 32 * at[1]] = 1
             b_scales[at] = code
 
-        with instance(variant, blocks):
+        with instance(*instance_of):
             check_fused(flags, 3, 200, 352, "bfloat16", fmt, "float32", change=change)
         assert flags.pop() == (code in codes)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("fmt", FORMATS)
+@sampled("fmt, variant", [*zip(FORMATS, VARIANTS[::2], strict=False)], [*itertools.product(FORMATS, VARIANTS)])
 def test_a_weight_that_is_nan_or_inf_is_repaired(flags, fmt, variant):
     """Every NaN and Inf, alone in its row, wherever in a word; the largest numbers are not repaired."""
     codes = [code | sign for code in (0x7A, 0x7B, 0x7C, 0x7D, 0x7E, 0x7F) for sign in (0, 0x80)]
@@ -128,8 +144,7 @@ def test_a_weight_that_is_nan_or_inf_is_repaired(flags, fmt, variant):
         assert flags.pop() == (code & 0x7F > {"e4m3": 0x7E, "e5m2": 0x7B}[fmt]), f"{code:#x}"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("fmt", FORMATS)
+@looped("fmt, variant", [*zip(FORMATS, VARIANTS, strict=False), ("e4m3", "two_blocks")])
 def test_blocks_of_zeros_are_not_repaired(flags, fmt, variant):
     """Their scale is 0, of weights and of x, and of padding there is much."""
 
@@ -140,11 +155,10 @@ def test_blocks_of_zeros_are_not_repaired(flags, fmt, variant):
 
     with instance(variant, 1):
         check_fused(flags, 5, 18, 96, fmt, fmt, "float32", change=change)
-    assert flags == [0]
+    assert taken(flags) == [0]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("x_kind", X_KINDS)
+@sampled("x_kind, variant", [*zip(X_KINDS, VARIANTS, strict=True)], [*itertools.product(X_KINDS, VARIANTS)])
 def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind, variant):
     """NaN and Inf it holds."""
 
@@ -163,7 +177,7 @@ def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind, variant):
             assert flags.pop() == 1
 
 
-@pytest.mark.parametrize("x_kind", X_KINDS)
+@looped("x_kind", X_KINDS)
 def test_variants_take_fewer_launches(x_kind):
     """tile clears the word for the check where it does not set it, and the check takes a multiprocessor a block."""
 
@@ -236,7 +250,8 @@ def test_the_emulation_sees_mistakes(tmp_path, mistake, variant, kernel):
         assert right in source.read_text()
         source.write_text(source.read_text().replace(right, wrong))
     command, folder = [sys.executable, "-c", SCRIPT, str(tmp_path), variant, kernel], Path(__file__).parent
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder.parent), *sys.path])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (mistake == "no mistake"), done.stderr[-2000:]
     assert not done.returncode or "cuda emulation: " in done.stderr or ", expected " in done.stderr, done.stderr[-2000:]
 
@@ -244,8 +259,7 @@ def test_the_emulation_sees_mistakes(tmp_path, mistake, variant, kernel):
 # --- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("kind", X_KINDS)
+@looped("kind, paired", [*itertools.product(X_KINDS, (False, True))])
 def test_tiles_have_x_in_the_order_of_k_and_of_the_swizzle(kind, paired):
     """The t-th pair of part c of a row is k = 16 t + 2 c and the next, and part c is in place c ^ (row % 8).
 
@@ -336,6 +350,7 @@ def test_only_a_device_that_can_run_it_compiles_it():
         assert {*kernels()} - {*kernels(capability)} == fused
 
 
+@pytest.mark.slow
 def test_every_kernel_ran():
     """Each instance is launched by some shape above; this names the one that is not."""
     if not any(name.startswith("gemm_fused") for name in device().ever_launched):

@@ -55,7 +55,7 @@ assert "torch" not in sys.modules
 print(len(sys.argv) - 2, "compiled")
 """
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    paths = (nvrtc, ROOT, ROOT / "custom_ops", HERE, native.library_path().parents[1])
+    paths = (nvrtc, ROOT, ROOT / "custom_ops", HERE, HERE.parent, native.library_path().parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     command = [sys.executable, "-c", script, arch, *names]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_driver_emulation import CLEAR, Driver, machine
 from cuda_emulation import aligned
-from ort_emulation import STREAM, Cublas, CudaProvider
+from grids import looped, pairwise
+from ort_emulation import STREAM, Cublas, CudaProvider, own_library
 from test_cuda_frontends import array, stand_in
 
-from mxfp8_ops import contract, cpu, cuda, numerics
+from mxfp8_ops import contract, cuda, numerics
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import cublaslt, device
 from mxfp8_ops.cuda.execution import Launch, Queue
@@ -91,13 +90,12 @@ def recorder(monkeypatch) -> Recorder:
 
 
 @pytest.fixture
-def ort_steps(monkeypatch, tmp_path_factory) -> Iterator[Callable[..., Steps]]:
+def ort_steps(monkeypatch) -> Iterator[Callable[..., Steps]]:
     """Makes and runs a node of ONNX Runtime; returns its steps, products of cuBLAS after the others."""
     cublas = Cublas()
     monkeypatch.setattr(cuda_loader, "_cublas", cublas.addresses)
     with machine(monkeypatch) as gpu:
-        library = tmp_path_factory.mktemp("library") / "mxfp8_ops.so"
-        provider = CudaProvider(Path(shutil.copy(cpu.library_path(), library)), gpu)
+        provider = CudaProvider(own_library(), gpu)
         cuda_loader.give(provider.library)
 
         def steps(op: contract.Op, names: list[str], inputs: list[np.ndarray], codes: list[int], **given: Any) -> Steps:
@@ -153,15 +151,12 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("result", [("float32", False), ("float16", True), ("bfloat16", False)], ids=str)
-@pytest.mark.parametrize("kind", X_KINDS)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_gemms(recorder, ort_steps, size, kind, result):
-    check_gemm(recorder, ort_steps, size, kind, *result)
+@looped("size, kind, dtype", pairwise(size=SIZES, kind=X_KINDS, dtype=("float32", "float16", "bfloat16")))
+def test_gemms(recorder, ort_steps, size, kind, dtype):
+    check_gemm(recorder, ort_steps, size, kind, dtype, dtype == "float16")
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@looped("size, kind", [*itertools.product(SIZES, X_KINDS[:3])])
 def test_gemms_of_values_rounded_to_bfloat16(recorder, ort_steps, size, kind):
     steps = check_gemm(recorder, ort_steps, size, kind, "float32", False, rounds=True)
     names = [kernel.partition("<")[0] for kernel, *_ in steps]
@@ -170,6 +165,7 @@ def test_gemms_of_values_rounded_to_bfloat16(recorder, ort_steps, size, kind):
     assert "bfloat16_parts" not in names
 
 
+@pytest.mark.slow
 def test_parts_of_many_values_go_in_slices(recorder, ort_steps):
     steps = check_gemm(recorder, ort_steps, (65, 360_000, 32), "float32", "bfloat16", False)
     assert [kernel.partition("<")[0] for kernel, *_ in steps].count("bfloat16_parts") == 2
@@ -213,8 +209,10 @@ def check_gemm(recorder, ort_steps, size, kind, dtype, with_bias, *, rounds=Fals
     return expected
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("shape", [(700, 96, 1), (33, 50, 1), (3, 70, 528), (1, 64, 33), (4, 0, 1)], ids=str)
+SHAPES = ((700, 96, 1), (33, 50, 1), (3, 70, 528), (1, 64, 33), (4, 0, 1))
+
+
+@looped("shape, fmt", [*itertools.product(SHAPES, FORMATS)])
 def test_quantize_and_dequantize(recorder, ort_steps, shape, fmt):
     dims, scale_dims = (s[: 3 if shape[2] > 1 else 2] for s in (shape, (shape[0], scale_count(shape[1]), shape[2])))
     x = np.zeros(dims, np.float16)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 
+import pytest
 from cuda_emulation import device, source_of
 from test_cuda_frontends import array, cupy, stand_in
 
 from mxfp8_ops.cuda import build
+
+pytestmark = pytest.mark.tools
 
 __all__ = ["cupy"]
 

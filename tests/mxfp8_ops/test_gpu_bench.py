@@ -23,6 +23,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZE = (70, 48, 96)
 __all__ = ["emulated"]
 
+pytestmark = pytest.mark.tools
+
 
 class OnTheProcessor(TorchFunctionMode):
     """Makes the tensors of device "cuda" on the processor, whose memory is that of the emulated device."""
@@ -281,23 +283,3 @@ def test_what_a_section_dies_of_is_said(monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", sys.__stdout__)
     assert gpu_bench.run([sys.executable, "-c", "raise SystemExit('no such GPU')"], 60) == "exit code 1: no such GPU"
     assert gpu_bench.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == "took more than 0 s"
-
-
-def test_sections_ask_for_the_targets_of_an_h200(bench):
-    """Every target of the issue that asked for these kernels, whose sizes must stay what they are."""
-    asked: dict[str, Any] = {}
-
-    class Recorder:
-        def __getattr__(self, name: str) -> Any:
-            return lambda rounds, *given: asked.setdefault(f"{name} {given[0]}", given) and []
-
-    for section in bench.SECTIONS.values():
-        assert not [row for rows in section(Recorder(), 50, 8192) for row in rows]
-    for m, targets in ((1, (1.6, 1.9)), (16, (1.6, 1.9)), (32, (1.5,)), (64, (1.3,))):
-        assert asked[f"few_rows ({m}, 8192, 8192)"][1]["weight-only"] == targets
-    assert asked["few_rows (1, 8192, 8192)"][1]["copy"] == (0.78, 0.87)
-    assert asked["many_rows (128, 8192, 8192)"][1] == {"weight-only": (1.1,)}
-    assert asked["many_rows (256, 8192, 8192)"][1] == {"with quantize": (0.75, 0.9)}
-    assert asked["many_rows (2048, 8192, 8192)"][1] == {"with quantize": (0.80,)}
-    assert asked["many_rows (8192, 8192, 8192)"][1]["fold, with quantize, weight kept"] == (1.45, 1.65)
-    assert asked["many_rows (8192, 8192, 8192)"][1]["with quantize, weight kept"] == (0.94, 0.96)

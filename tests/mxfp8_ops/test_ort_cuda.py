@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from compare import assert_same, assert_within, heavy_tailed
 from cuda_driver_emulation import Driver, machine
-from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError
-from test_cuda_emulated import assert_same, assert_within, heavy_tailed
+from grids import looped
+from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError, own_library
 
-from mxfp8_ops import contract, cpu, numerics
+from mxfp8_ops import contract, numerics
 from mxfp8_ops.ort import cuda_loader
 
 E4M3, E5M2, UINT8 = contract.FLOAT8E4M3FN, contract.FLOAT8E5M2, contract.UINT8
@@ -27,11 +26,6 @@ def gpu(monkeypatch) -> Iterator[Driver]:
         yield gpu
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    return Path(shutil.copy(cpu.library_path(), tmp_path_factory.mktemp("library") / "mxfp8_ops.so"))
-
-
 @pytest.fixture
 def cublas(monkeypatch) -> Cublas:
     cublas = Cublas()
@@ -40,9 +34,9 @@ def cublas(monkeypatch) -> Cublas:
 
 
 @pytest.fixture
-def provider(library, gpu, cublas) -> Iterator[CudaProvider]:
+def provider(gpu, cublas) -> Iterator[CudaProvider]:
     gpu.start(STREAM)
-    provider = CudaProvider(library, gpu)
+    provider = CudaProvider(own_library(), gpu)
     cuda_loader.give(provider.library)
     before = gpu.allocations
     yield provider
@@ -50,7 +44,7 @@ def provider(library, gpu, cublas) -> Iterator[CudaProvider]:
     assert provider.released_allocators == provider.asked_allocators
 
 
-@pytest.mark.parametrize(("dtype", "fmt"), [*itertools.product(numerics.VALUE_DTYPES, ("e4m3", "e5m2"))])
+@looped("dtype, fmt", [*itertools.product(numerics.VALUE_DTYPES, ("e4m3", "e5m2"))])
 def test_quantize_and_dequantize(provider, dtype, fmt):
     for shape, axis, rounding in (((40, 96), -1, "ceil"), ((3, 40, 48), 1, "floor"), ((5, 37), 1, "even")):
         x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
@@ -58,9 +52,9 @@ def test_quantize_and_dequantize(provider, dtype, fmt):
         got = provider.run(contract.QUANTIZE, [x], [CODES[dtype]], **attributes)
         expected = numerics.quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
         for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
-            assert_same(f"{name} of {shape} along {axis}", a, b)
+            assert_same(a, b, f"{name} of {shape} along {axis}")
         (y,) = provider.run(contract.DEQUANTIZE, got, [CODES[fmt], UINT8], axis=axis, output_dtype=CODES[dtype])
-        assert_same("values", y, numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype))
+        assert_same(y, numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype), "values")
     assert provider.run(contract.QUANTIZE, [np.zeros((0, 64), np.float32)], [contract.FLOAT])[1].shape == (0, 2)
 
 
@@ -98,13 +92,13 @@ def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None, **opti
         expected = numerics.weight_gemm(values, *b, bias, b_format=fmt)
         bound = numerics.gemm_error_bound(values, weight, dtype, bias)
     got = gemm(provider, (a, b), bias, kinds, dtype, **options)
-    assert_within(f"{shapes} {kinds} {dtype}", got, expected, bound)
+    assert_within(got, expected, bound, f"{shapes} {kinds} {dtype}")
 
 
 X_KINDS = ("float32", "float16", "bfloat16", "e4m3", "e5m2")
 
 
-@pytest.mark.parametrize("kinds", [*itertools.product(X_KINDS, ("e4m3", "e5m2"))], ids="-".join)
+@looped("kinds", [*itertools.product(X_KINDS, ("e4m3", "e5m2"))])
 def test_gemms(provider, kinds):
     check_gemm(provider, ((2, 3, 96), (5, 96)), kinds, "float32")
     check_gemm(provider, ((2, 1, 3, 96), (4, 5, 96)), kinds, "float16", bias=False)
@@ -112,9 +106,10 @@ def test_gemms(provider, kinds):
     check_gemm(provider, ((70, 64), (40, 64)), kinds, "float32")
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [*contract.VALUE_NAMES.values()])
+@looped("dtype, bias", [*itertools.product(contract.VALUE_NAMES.values(), (False, True))])
 def test_many_rows_go_through_cublas_and_are_repaired(provider, gpu, cublas, dtype, bias):
+    freed = provider.freed
+
     def edge(a, b):
         b[1][3] = [0, 1]
         if len(a) == 2:
@@ -128,20 +123,20 @@ def test_many_rows_go_through_cublas_and_are_repaired(provider, gpu, cublas, dty
         finish = ["finish"] if bias or dtype == "float16" else []
         assert names == ["dequantize"] * operands + finish + ["gemm_float32"] * operands
         assert cublas.modes[-2:] == [16, 3], "the math mode was not restored"
-    assert provider.freed == 2
+    assert provider.freed == freed + 2
 
 
 @pytest.fixture
-def keeping(gpu, cublas, tmp_path) -> Iterator[CudaProvider]:
+def keeping(gpu, cublas) -> Iterator[CudaProvider]:
     """A provider whose nodes keep constant weights; a library has one table of overloads, so this has its own."""
     before = gpu.allocations
-    provider = CudaProvider(Path(shutil.copy(cpu.library_path(), tmp_path / "library.so")), gpu, keep_wide=True)
+    provider = CudaProvider(own_library("keeping"), gpu, keep_wide=True)
     cuda_loader.give(provider.library)
     yield provider
     assert gpu.allocations == before
 
 
-@pytest.mark.parametrize("kind", X_KINDS)
+@looped("kind", X_KINDS)
 def test_constant_weights_are_kept_in_bfloat16(keeping, gpu, kind):
     def edge(a, b):
         b[1][3] = [0, 1]
@@ -177,10 +172,10 @@ def test_a_weight_cannot_be_kept_without_cublas(keeping, gpu, monkeypatch):
         check_gemm(keeping, ((3, 64), (40, 64)), ("bfloat16", "e4m3"), "float32", constants=frozenset({1, 2}))
 
 
-def test_many_rows_without_cublas_go_in_slices(library, gpu, monkeypatch):
+def test_many_rows_without_cublas_go_in_slices(gpu, monkeypatch):
     monkeypatch.setattr(cuda_loader, "_cublas", dict)
     gpu.start(STREAM)
-    provider = CudaProvider(library, gpu, cublas=0)
+    provider = CudaProvider(own_library(), gpu, cublas=0)
     cuda_loader.give(provider.library)
     for kind, dtype in (("bfloat16", "float32"), ("e4m3", "float16")):
         gpu.start(STREAM)
@@ -223,7 +218,6 @@ def test_a_cublas_that_fails_is_an_error_of_the_node(provider, cublas):
     assert cublas.modes == [16, 3]
 
 
-def test_a_driver_that_was_not_opened_is_an_error(gpu, tmp_path):
-    fresh = shutil.copy(cpu.library_path(), tmp_path / "mxfp8_ops.so")
+def test_a_driver_that_was_not_opened_is_an_error(gpu):
     with pytest.raises(NodeError, match="the CUDA driver is not open; expected a call of mxfp8_cuda_open before"):
-        CudaProvider(Path(fresh), gpu).run(contract.QUANTIZE, [heavy_tailed((3, 64))], [contract.FLOAT])
+        CudaProvider(own_library("unopened"), gpu).run(contract.QUANTIZE, [heavy_tailed((3, 64))], [contract.FLOAT])

@@ -11,9 +11,7 @@ import ctypes
 import functools
 import inspect
 import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,8 @@ from mxfp8_ops.ort import cuda_loader
 onnxruntime = pytest.importorskip("onnxruntime")
 import test_ort  # noqa: E402
 import test_ort_cuda  # noqa: E402
-from ort_emulation import CudaProvider  # noqa: E402
+from compare import heavy_tailed  # noqa: E402
+from ort_emulation import CudaProvider, own_library  # noqa: E402
 
 
 def library_is_here() -> bool:
@@ -85,7 +84,7 @@ def matmul(weight: np.ndarray) -> bytes:
 @pytest.mark.parametrize("device", ["cuda-copies", pytest.param("cuda", marks=needs_provider)])
 @pytest.mark.parametrize("m", [1, 64, 300])
 def test_every_number_of_rows(device: str, m: int) -> None:
-    x, weight = test_ort.heavy_tailed((m, 2080), 1), test_ort.heavy_tailed((272, 2080), 2)
+    x, weight = heavy_tailed((m, 2080), 1), heavy_tailed((272, 2080), 2)
     (y,) = ort.session(matmul(weight), device=device).run(None, {"x": x})
     a, b = numerics.quantize(x), numerics.quantize(weight)
     bound = numerics.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*b))
@@ -96,7 +95,7 @@ def test_every_number_of_rows(device: str, m: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"enable_cuda_graph": "1"}], ids=["stream", "graph"])
 @pytest.mark.parametrize("m", [5, 300])
 def test_inputs_and_outputs_on_the_gpu(options: dict[str, str], m: int) -> None:
-    weight = test_ort.heavy_tailed((272, 256), 2)
+    weight = heavy_tailed((272, 256), 2)
     providers = [(CUDA_PROVIDER, options), "CPUExecutionProvider"]
     session = ort.session(matmul(weight), providers=providers, device="cuda")
     plain = ort.session(matmul(weight), device="cuda")
@@ -107,7 +106,7 @@ def test_inputs_and_outputs_on_the_gpu(options: dict[str, str], m: int) -> None:
     binding.bind_ortvalue_input("x", x)
     binding.bind_ortvalue_output("y", y)
     for seed in range(4):  # the first run warms up and captures, the others replay
-        fresh = test_ort.heavy_tailed((m, 256), seed)
+        fresh = heavy_tailed((m, 256), seed)
         x.update_inplace(fresh)
         session.run_with_iobinding(binding)
         np.testing.assert_array_equal(y.numpy(), plain.run(None, {"x": fresh})[0])
@@ -119,7 +118,7 @@ def test_the_second_gpu() -> None:
 
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two CUDA devices")
-    weight, x = test_ort.heavy_tailed((272, 256), 2), test_ort.heavy_tailed((300, 256))
+    weight, x = heavy_tailed((272, 256), 2), heavy_tailed((300, 256))
     results = [
         ort.session(matmul(weight), providers=[(CUDA_PROVIDER, {"device_id": index})], device="cuda").run(
             None, {"x": x}
@@ -176,7 +175,7 @@ def cublas_functions() -> dict[str, int]:
 
 
 @pytest.fixture(params=["cublas", "no cublas"])
-def provider(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CudaProvider]:
+def provider(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaProvider]:
     import cupy
     from cupy_backends.cuda.libs import cublas
 
@@ -186,8 +185,7 @@ def provider(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> I
         cublas.setStream(handle, stream.ptr)
         monkeypatch.setattr(cuda_loader, "_cublas", cublas_functions)
     memory = CupyMemory()
-    library = Path(shutil.copy(native.library_path(), tmp_path))
-    provider = CudaProvider(library, memory, stream=stream.ptr, cublas=handle)
+    provider = CudaProvider(own_library(), memory, stream=stream.ptr, cublas=handle)
     cuda_loader.give(provider.library)
     yield provider
     assert not memory.held

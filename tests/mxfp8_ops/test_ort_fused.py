@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
+import one_node
 import onnx
 import onnxruntime
 import pytest
-from compare import assert_within
-from one_node import Feed, from_ort, one_node_model, to_ort
+from compare import FORMATS, assert_within
+from grids import looped, pairwise
+from one_node import Feed, one_node_model
 from onnx import helper
 from test_fused_functions import (
     check_gemm_quantize,
@@ -26,57 +29,51 @@ from test_fused_functions import (
 from mxfp8_ops import contract, fused, numerics, ort
 from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8
 
-EPILOGUES = pytest.mark.parametrize("epilogue", contract.EPILOGUES)
-NORMS = pytest.mark.parametrize("norm", contract.NORMS)
-
 
 def run(model: onnx.ModelProto, inputs: dict[str, Feed]) -> list[np.ndarray]:
     """Returns the outputs of a model by the kernels: its bodies are taken away."""
     del model.functions[:]
-    session = ort.session(model.SerializeToString())
-    feeds = {name: to_ort(*inputs[name]) for name in (port.name for port in session.get_inputs())}
-    outputs = {port.name: port.type.tensor_type.elem_type for port in model.graph.output}
-    values = session.run_with_ort_values(list(outputs), feeds)
-    return [from_ort(value, dtype) for value, dtype in zip(values, outputs.values(), strict=True)]
+    return one_node.run(model, inputs, kernels=True)
 
 
-@EPILOGUES
-@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-@pytest.mark.parametrize("dtype", [None, *contract.VALUES])
-def test_fused_gemms(dtype, gated, epilogue):
-    for biased in (False, True):
-        inputs = gemm_inputs((2, 5, 70), (7, 70), dtype, gated=gated, biased=biased)
-        for output in contract.VALUES:
-            attributes = {"epilogue": epilogue, "output_dtype": output}
-            if dtype == output == FLOAT16:
-                continue  # ONNX Runtime refuses it: see custom_ops/README.md
-            model = one_node_model(gemm_op(inputs), inputs, {"Y": output}, 21, attributes)
-            assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, contract.VALUE_NAMES[output]))
-
-
-@pytest.mark.parametrize(
-    ("x_shape", "b_shape"), [((70,), (7, 70)), ((0, 40), (7, 40)), ((3, 0), (7, 0)), ((2, 1, 3, 33), (2, 5, 33))]
+@looped(
+    "dtype, output, epilogue, gated, biased",
+    [
+        row
+        for row in pairwise(
+            dtype=[None, *contract.VALUES],
+            output=contract.VALUES,
+            epilogue=[*contract.EPILOGUES],
+            gated=[False, True],
+            biased=[False, True],
+        )
+        if not row[0] == row[1] == FLOAT16  # ONNX Runtime refuses it: see custom_ops/README.md
+    ],
 )
+def test_fused_gemms(dtype, output, epilogue, gated, biased):
+    inputs = gemm_inputs((2, 5, 70), (7, 70), dtype, gated=gated, biased=biased)
+    attributes = {"epilogue": epilogue, "output_dtype": output}
+    model = one_node_model(gemm_op(inputs), inputs, {"Y": output}, 21, attributes)
+    assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, contract.VALUE_NAMES[output]))
+
+
+@looped("x_shape, b_shape", [((70,), (7, 70)), ((0, 40), (7, 40)), ((3, 0), (7, 0)), ((2, 1, 3, 33), (2, 5, 33))])
 def test_fused_gemms_of_any_shape(x_shape, b_shape):
     inputs = gemm_inputs(x_shape, b_shape, None, gated=True, biased=True)
     model = one_node_model(gemm_op(inputs), inputs, {"Y": FLOAT}, 23, {"epilogue": "silu"})
     assert_within(run(model, inputs)[0], *gemm_reference(inputs, "silu", "float32"))
 
 
-@EPILOGUES
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_gemms_that_quantize(fmt, epilogue):
-    for biased in (False, True):
-        inputs = gemm_inputs((2, 5, 70), (40, 70), None, gated=False, biased=biased)
-        outputs = gemm_quantize_outputs(fmt)
-        attributes = {"epilogue": epilogue, "output_dtype": outputs["elements"]}
-        model = one_node_model("MXFP8GemmQuantize", inputs, outputs, 21, attributes)
-        check_gemm_quantize(inputs, run(model, inputs), epilogue, element_format=fmt)
+@looped("fmt, epilogue, biased", pairwise(fmt=FORMATS, epilogue=[*contract.EPILOGUES], biased=[False, True]))
+def test_gemms_that_quantize(fmt, epilogue, biased):
+    inputs = gemm_inputs((2, 5, 70), (40, 70), None, gated=False, biased=biased)
+    outputs = gemm_quantize_outputs(fmt)
+    attributes = {"epilogue": epilogue, "output_dtype": outputs["elements"]}
+    model = one_node_model("MXFP8GemmQuantize", inputs, outputs, 21, attributes)
+    check_gemm_quantize(inputs, run(model, inputs), epilogue, element_format=fmt)
 
 
-@pytest.mark.parametrize(
-    ("x_shape", "b_shape"), [((70,), (40, 70)), ((0, 40), (7, 40)), ((3, 0), (7, 0)), ((2, 1, 3, 33), (2, 45, 33))]
-)
+@looped("x_shape, b_shape", [((70,), (40, 70)), ((0, 40), (7, 40)), ((3, 0), (7, 0)), ((2, 1, 3, 33), (2, 45, 33))])
 def test_gemms_of_any_shape_quantize(x_shape, b_shape):
     inputs = gemm_inputs(x_shape, b_shape, None, gated=False, biased=True)
     outputs = gemm_quantize_outputs()
@@ -89,20 +86,19 @@ def test_gemms_of_any_shape_quantize(x_shape, b_shape):
         np.testing.assert_array_equal(array, expected, err_msg=name)
 
 
-@NORMS
-@pytest.mark.parametrize("dtype", contract.VALUES)
-@pytest.mark.parametrize("added", [False, True], ids=["", "add"])
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_norms(fmt, added, dtype, norm):
-    for biased in (False, True):
-        inputs = norm_inputs((2, 5, 70), dtype, biased=biased, added=added)
-        outputs = norm_outputs(inputs, fmt)
-        attributes = {"norm": norm, "epsilon": 1e-3, "output_dtype": outputs["elements"]}
-        model = one_node_model(norm_op(inputs), inputs, outputs, 23, attributes)
-        check_norm(inputs, run(model, inputs), norm=norm, epsilon=float(np.float32(1e-3)), element_format=fmt)
+@looped(
+    "dtype, norm, fmt, added, biased",
+    pairwise(dtype=contract.VALUES, norm=[*contract.NORMS], fmt=FORMATS, added=[False, True], biased=[False, True]),
+)
+def test_norms(dtype, norm, fmt, added, biased):
+    inputs = norm_inputs((2, 5, 70), dtype, biased=biased, added=added)
+    outputs = norm_outputs(inputs, fmt)
+    attributes = {"norm": norm, "epsilon": 1e-3, "output_dtype": outputs["elements"]}
+    model = one_node_model(norm_op(inputs), inputs, outputs, 23, attributes)
+    check_norm(inputs, run(model, inputs), norm=norm, epsilon=float(np.float32(1e-3)), element_format=fmt)
 
 
-@pytest.mark.parametrize("wanted", [[], ["normalized"], ["sum"], ["normalized", "sum"]], ids=str)
+@looped("wanted", [[], ["normalized"], ["sum"], ["normalized", "sum"]])
 def test_outputs_with_empty_names_are_left_out(wanted):
     inputs = norm_inputs((3, 70), FLOAT, biased=True, added=True)
     outputs = norm_outputs(inputs)
@@ -123,8 +119,10 @@ def test_shapes_of_all_outputs_are_inferred():
     assert shapes["normalized"] == shapes["sum"] == shapes["elements"]
 
 
-@pytest.mark.parametrize("op", ["MXFP8FusedGemm", "MXFP8GemmQuantize", "MXFP8NormQuantize"])
-@pytest.mark.parametrize("device", [None, "cuda", "cuda-copies"])
+@looped(
+    "op, device",
+    [*itertools.product(("MXFP8FusedGemm", "MXFP8GemmQuantize", "MXFP8NormQuantize"), (None, "cuda", "cuda-copies"))],
+)
 def test_kernels_are_of_the_processor_alone(op, device):
     """With a GPU in the session, ONNX Runtime takes a fused node apart, and runs its parts there."""
     outputs = {"MXFP8FusedGemm": {"Y": FLOAT}, "MXFP8GemmQuantize": gemm_quantize_outputs()}

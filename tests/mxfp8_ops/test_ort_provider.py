@@ -20,8 +20,9 @@ import ml_dtypes
 import numpy as np
 import onnxruntime
 import pytest
+from compare import assert_same, assert_within, heavy_tailed
 from cuda_driver_emulation import ANY_STREAM, Driver, machine
-from test_ort import assert_same, assert_within, heavy_tailed, model, node
+from test_ort import model, node
 
 from mxfp8_ops import contract, numerics, ort
 

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from test_ort import model, node
 
 from mxfp8_ops import contract
 
@@ -33,27 +34,19 @@ def resident():
 
 before = resident()
 session = ort.session(sys.argv[1])
-session.run(None, {"x": np.ones((4, 4096), np.float32)})
+session.run(None, {"x0": np.ones((4, 4096), np.float32)})
 print(resident() - before)
 """
 
 
 def packed_model() -> onnx.ModelProto:
-    nodes, initializers, last = [], [], "x"
-    elements = np.random.default_rng(0).integers(0, 0x70, (K, K), np.uint8)
+    elements = np.random.default_rng(0).integers(0, 0x70, (K, K), np.uint8).view(ml_dtypes.float8_e4m3fn)
+    weights, nodes = {}, []
     for i in range(LAYERS):
-        weight = numpy_helper.from_array(elements, f"b{i}")
-        weight.data_type = TensorProto.FLOAT8E4M3FN
-        initializers += [weight, numpy_helper.from_array(np.full((K, K // 32), 110, np.uint8), f"s{i}")]
-        nodes.append(helper.make_node("MXFP8WeightGemm", [last, f"b{i}", f"s{i}"], [f"y{i}"], domain=contract.DOMAIN))
-        last = f"y{i}"
-    value = helper.make_tensor_value_info
-    float32 = TensorProto.FLOAT
-    graph = helper.make_graph(
-        nodes, "g", [value("x", float32, ["m", K])], [value(last, float32, ["m", K])], initializers
-    )
-    opsets = [helper.make_opsetid("", contract.MIN_OPSET), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        weights |= {f"b{i}": elements, f"s{i}": np.full((K, K // 32), 110, np.uint8)}
+        nodes.append(node("MXFP8WeightGemm", f"x{i} b{i} s{i}", f"x{i + 1}"))
+    packed = model(nodes, {"x0": (contract.FLOAT, ["m", K])}, {f"x{LAYERS}": (contract.FLOAT, ["m", K])}, **weights)
+    return onnx.load_from_string(packed)
 
 
 @pytest.mark.parametrize("external", [False, True], ids=["one file", "external data"])

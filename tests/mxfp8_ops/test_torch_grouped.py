@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+from grids import looped
+from tensors import values
 
 torch = pytest.importorskip("torch")
 
@@ -16,11 +19,6 @@ SIZES = (3, 0, 5, 2)
 """Rows of each of four experts; one has none."""
 
 
-def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator) * torch.exp(torch.randn(*shape, generator=generator))
-
-
 def offsets(dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(SIZES).cumsum(0).to(dtype)
 
@@ -29,9 +27,10 @@ X, W = values(sum(SIZES), 70), ops.quantize(values(len(SIZES), 24, 70, seed=1))
 A = ops.quantize(X)
 
 
-@pytest.mark.parametrize("weight_only", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@looped(
+    "index, dtype, weight_only",
+    [*itertools.product((torch.int32, torch.int64), (torch.float32, torch.bfloat16), (False, True))],
+)
 def test_each_group_meets_its_own_weight(index: torch.dtype, dtype: torch.dtype, *, weight_only: bool) -> None:
     x = X.to(dtype)
     rows = (x, None) if weight_only else ops.quantize(x)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 
-import ml_dtypes
+import compare
 import numpy as np
 import pytest
+import tensors
+from grids import looped
+from tensors import array
+from tensors import name as name_of
 
 from mxfp8_ops import numerics
 from mxfp8_ops.cuda import device
@@ -21,46 +28,21 @@ torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
 
 ops = torch.ops.mxfp8
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 K = 2080
 """K of the gemm tests: long enough that the order of a sum shows, and no multiple of 64."""
 
 
-def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns heavy-tailed values, so that the order of a sum matters."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp(1.5 * torch.randn(shape, generator=generator))
-    return x.to(dtype)
-
-
-def array(t: torch.Tensor) -> np.ndarray:
-    """Returns the tensor as the NumPy array that the reference takes."""
-    t = t.detach()
-    if t.dtype == torch.bfloat16:
-        return t.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return t.numpy()
+values = functools.partial(tensors.values, spread=1.5)
 
 
 def assert_same(got: torch.Tensor, expected: np.ndarray, what: str) -> None:
-    """Fails with the first coordinate and both bit patterns."""
-    actual, expected = (np.ascontiguousarray(t).view(f"u{t.itemsize}") for t in (array(got), expected))
-    assert actual.shape == expected.shape, what
-    wrong = np.argwhere(actual != expected)
-    if len(wrong):
-        at = tuple(int(i) for i in wrong[0])
-        pytest.fail(
-            f"{what}: {len(wrong)} of {actual.size} differ, first at {at}: {actual[at]:#x}, not {expected[at]:#x}"
-        )
+    bits = (np.ascontiguousarray(each).view(f"u{each.itemsize}") for each in (array(got), expected))
+    compare.assert_same(*bits, what)
 
 
 def assert_within(got: torch.Tensor, expected: np.ndarray, bound: np.ndarray) -> None:
-    """Fails with the worst coordinate, both values and the bound there."""
-    actual, wanted = array(got).astype(np.float64), expected.astype(np.float64)
-    assert actual.shape == wanted.shape
-    excess = np.abs(actual - wanted) - bound
-    if excess.size and excess.max() > 0:
-        at = np.unravel_index(int(excess.argmax()), excess.shape)
-        pytest.fail(f"at {at}: {actual[at]!r}, not {wanted[at]!r} within {bound[at]:.3e}")
+    compare.assert_within(array(got), expected, bound)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -80,18 +62,14 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "no rows": lambda x: x[:0],
     "no columns": lambda x: x[:, :0],
 }
-LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 
 # --- The reference's results --------------------------------------------------------------------------------------
 
 
-@DTYPES
-@LAYOUT
-def test_quantize_gives_the_bytes_of_the_reference_on_every_layout_and_axis(
-    dtype: torch.dtype, layout: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    x = layout(values(70, 100, dtype=dtype))
+@looped("layout, dtype", [*itertools.product(LAYOUTS, DTYPES)])
+def test_quantize_gives_the_bytes_of_the_reference_on_every_layout_and_axis(layout: str, dtype: torch.dtype) -> None:
+    x = LAYOUTS[layout](values(70, 100, dtype=dtype))
     for axis in range(-x.dim(), x.dim()):
         for element_format, rounding in (("e4m3", "ceil"), ("e5m2", "floor")):
             got = ops.quantize(x, axis, element_format, rounding)
@@ -110,11 +88,11 @@ def test_quantize_gives_the_bytes_of_the_reference_on_special_values() -> None:
             assert_same(got, expected, f"axis {axis}")
 
 
-@DTYPES
+@looped("dtype", DTYPES)
 def test_dequantize_gives_the_bits_of_the_reference(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     elements, scales = codes.repeat(256, 1), codes[:, None].expand(256, 8)
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     for element_format in ("e4m3", "e5m2"):
         for e, s, axis in ((elements, scales, -1), (elements.t(), scales.t(), 0), (elements.t(), scales.t(), -2)):
             got = ops.dequantize(e, s, axis, element_format, dtype)
@@ -140,40 +118,29 @@ SHAPES = {
     "K = 0": ((5, 0), (7, 0)),
     "ragged K": ((5, 45), (7, 45)),
 }
-SHAPE = pytest.mark.parametrize(("a_shape", "b_shape"), SHAPES.values(), ids=SHAPES.keys())
 
 
-@DTYPES
-@SHAPE
-def test_gemm_is_within_the_bound_of_the_reference(
-    dtype: torch.dtype, a_shape: tuple[int, ...], b_shape: tuple[int, ...]
-) -> None:
-    name = str(dtype).removeprefix("torch.")
-    a = ops.quantize(values(*a_shape), -1, "e5m2")
-    b, bias = ops.quantize(values(*b_shape, seed=1) / 64), values(b_shape[-2], seed=2)  # no overflow of float16
+@looped("shapes, dtype", [*itertools.product(SHAPES, DTYPES)])
+def test_gemms_are_within_the_bound_of_the_reference(shapes: str, dtype: torch.dtype) -> None:
+    name, (a_shape, b_shape) = name_of(dtype), SHAPES[shapes]
+    x, b, bias = values(*a_shape), ops.quantize(values(*b_shape, seed=1) / 64), values(b_shape[-2], seed=2)
+    a, wide_b = ops.quantize(x, -1, "e5m2"), numerics.dequantize(*map(array, b))  # no overflow of float16
     expected = numerics.gemm(*map(array, (*a, *b, bias)), a_format="e5m2", dtype=name)
-    wide = [numerics.dequantize(*map(array, pair), element_format=f) for pair, f in ((a, "e5m2"), (b, "e4m3"))]
-    bound = numerics.gemm_error_bound(*wide, name, array(bias))
+    bound = numerics.gemm_error_bound(
+        numerics.dequantize(*map(array, a), element_format="e5m2"), wide_b, name, array(bias)
+    )
     assert_within(ops.gemm(*a, *b, bias, "e5m2", "e4m3", dtype), expected, bound)
 
-
-@DTYPES
-@SHAPE
-def test_weight_gemm_is_within_the_bound_of_the_reference(
-    dtype: torch.dtype, a_shape: tuple[int, ...], b_shape: tuple[int, ...]
-) -> None:
-    name = str(dtype).removeprefix("torch.")
-    x, b, bias = values(*a_shape, dtype=dtype), ops.quantize(values(*b_shape, seed=1) / 64), values(b_shape[-2], seed=2)
+    x = x.to(dtype)
     expected = numerics.weight_gemm(*map(array, (x, *b, bias)), dtype=name)
-    wide = numerics.dequantize(*map(array, b))
     got = ops.weight_gemm(x, *b, bias)
     assert got.dtype == dtype
-    assert_within(got, expected, numerics.gemm_error_bound(array(x), wide, name, array(bias)))
+    assert_within(got, expected, numerics.gemm_error_bound(array(x), wide_b, name, array(bias)))
 
 
-@LAYOUT
-def test_weight_gemm_takes_every_layout(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    x = layout(values(70, 100))
+@looped("layout", LAYOUTS)
+def test_weight_gemm_takes_every_layout(layout: str) -> None:
+    x = LAYOUTS[layout](values(70, 100))
     b = ops.quantize(values(9, x.shape[-1], seed=1))
     expected = ops.weight_gemm(x.clone(memory_format=torch.contiguous_format), *b)
     assert torch.equal(ops.weight_gemm(x, *b), expected)
@@ -186,13 +153,9 @@ def test_gemm_takes_operands_that_are_not_contiguous() -> None:
     assert torch.equal(got, ops.gemm(*pairs, values(18, seed=2)[::2].clone()))
 
 
-@pytest.mark.parametrize(
-    "view",
-    [lambda x: x, lambda x: x.t(), lambda x: x[:, :1024], lambda x: x[:, :1024].t(), lambda x: x[::3]],
-    ids=["contiguous", "transposed", "row slice", "row slice, transposed", "rows"],
-)
-def test_quantize_and_weight_gemm_do_not_copy_strided_matrices(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    x = view(values(2048, 2048))
+@looped("layout", ["contiguous", "transposed", "row slice", "row slice, transposed", "every other row"])
+def test_quantize_and_weight_gemm_do_not_copy_strided_matrices(layout: str) -> None:
+    x = LAYOUTS[layout](values(2048, 2048))
     b = ops.quantize(values(8, x.shape[-1]))
     calls = [lambda: ops.quantize(x)] + ([lambda: ops.weight_gemm(x, *b)] if x.stride(1) == 1 else [])
     for call in calls:
@@ -238,14 +201,15 @@ def test_two_threads_get_the_same_results_as_one() -> None:
 
 # --- Errors --------------------------------------------------------------------------------------------------------
 
+X = torch.zeros(4, 64)
+CODES, SCALES = torch.zeros(8, 64, dtype=torch.uint8), torch.zeros(8, 2, dtype=torch.uint8)
 
-def test_elements_of_float8_are_refused_with_the_view_to_pass() -> None:
-    codes, scales = torch.zeros(8, 64, dtype=torch.uint8), torch.zeros(8, 2, dtype=torch.uint8)
-    message = (
-        r"weight_gemm: elements have dtype float8_e4m3fn and scales uint8; expected uint8 codes; pass .view\(torch"
-    )
-    with pytest.raises(ShapeError, match=message):
-        ops.weight_gemm(torch.zeros(4, 64), codes.view(torch.float8_e4m3fn), scales)
+
+def test_codes_are_bytes() -> None:
+    """What else is refused is in test_bad_calls.py."""
+    message = "elements have dtype float8_e4m3fn and scales uint8; expected uint8 codes; pass .view"
+    with pytest.raises(ShapeError, match=f"weight_gemm: {message}"):
+        ops.weight_gemm(X, CODES.view(torch.float8_e4m3fn), SCALES)
 
 
 # --- Tensors that are not what they seem -----------------------------------------------------------------------------
@@ -277,11 +241,10 @@ def operands(name: str) -> dict[str, torch.Tensor]:
 
 
 OPS = [op.name for op in torch_ops.OPS]
-EVERY_OPERAND = pytest.mark.parametrize(("op", "argument"), [(op, name) for op in OPS for name in operands(op)])
+OPERANDS = [(op, name) for op in OPS for name in operands(op)]
 
 
-@EVERY_OPERAND
-@pytest.mark.parametrize("kept", ["nothing", "all but a byte"])
+@looped("op, argument, kept", [(*each, kept) for each in OPERANDS for kept in ("nothing", "all but a byte")])
 def test_a_storage_without_its_tensors_values_is_refused(op: str, argument: str, kept: str) -> None:
     given = operands(op)
     storage = given[argument].untyped_storage()
@@ -292,7 +255,7 @@ def test_a_storage_without_its_tensors_values_is_refused(op: str, argument: str,
         getattr(ops, op)(**given)
 
 
-@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[2:], lambda x: x[:, 1:], lambda x: x[:1].expand(3, -1)])
+@looped("view", [lambda x: x.t(), lambda x: x[2:], lambda x: x[:, 1:], lambda x: x[:1].expand(3, -1)])
 def test_a_view_beyond_its_storage_is_refused(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = view(values(6, 64))
     x.untyped_storage().resize_(4 * 60)
@@ -308,7 +271,7 @@ def test_a_tensor_without_values_needs_no_storage() -> None:
     assert ops.weight_gemm(empty, *ops.quantize(values(8, 64))).shape == (0, 8)
 
 
-@EVERY_OPERAND
+@looped("op, argument", OPERANDS)
 def test_operands_on_two_devices_are_refused(op: str, argument: str) -> None:
     """Without a word, the result would be memory that nobody has written."""
     given = operands(op)
@@ -332,17 +295,16 @@ def test_negative_and_conjugate_views_are_read_as_what_they_stand_for() -> None:
         ops.quantize(z.conj())
 
 
-@pytest.mark.parametrize(
+@looped(
     "layout",
     [
-        lambda x: x.to_sparse(),
-        lambda x: x.to_sparse_csr(),
-        lambda x: x.to_mkldnn(),
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        torch.Tensor.to_mkldnn,
         lambda x: torch.nested.nested_tensor([x, x]),
         lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
         lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
     ],
-    ids=["sparse", "csr", "mkldnn", "nested", "jagged", "quantized"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_layout_without_a_kernel_is_refused_by_torch(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -357,31 +319,14 @@ def test_functional_tensors_are_read() -> None:
     assert torch.equal(torch.func.functionalize(lambda x: ops.weight_gemm(x, *b))(x), ops.weight_gemm(x, *b))
 
 
-@pytest.mark.parametrize(("a", "b"), [((2**40, 0, 64), (1, 8, 64)), ((1, 6, 64), (2**40, 0, 64))])
+@looped("a, b", [((2**40, 0, 64), (1, 8, 64)), ((1, 6, 64), (2**40, 0, 64))])
 def test_many_products_of_nothing_take_no_time(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     """One after the other, 2^40 would never end."""
     y = ops.gemm(*ops.quantize(torch.empty(a)), *ops.quantize(torch.empty(b)))
     assert y.shape == (2**40, a[1], b[1])
 
 
-@pytest.mark.parametrize(
-    "mode", ["FakeTensorMode()", "torch.inference_mode()", "torch.device('meta')", "torch.no_grad()"]
-)
-def test_ops_work_wherever_they_were_imported(mode: str) -> None:
-    code = f"""
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-with {mode}:
-    import mxfp8_ops.torch_ops
-x = torch.ones(2, 64)
-elements, scales = torch.ops.mxfp8.quantize(x)
-y = torch.ops.mxfp8.dequantize(elements, scales)
-assert torch.equal(x, y) and not y.is_inference()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@looped("dtype", DTYPES)
 def test_weight_gemm_of_values_rounded_to_bfloat16_is_that_of_bfloat16(dtype: torch.dtype) -> None:
     x, b = values(6, 70).to(dtype), ops.quantize(values(8, 70, seed=1))
     got = ops.weight_gemm(x, *b, activation_dtype=torch.bfloat16)
@@ -389,7 +334,7 @@ def test_weight_gemm_of_values_rounded_to_bfloat16_is_that_of_bfloat16(dtype: to
     assert torch.equal(got, ops.weight_gemm(x.bfloat16(), *b, dtype=dtype))
 
 
-@pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
+@looped("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
 def test_a_cuda_tensor_meets_a_kernel_that_says_what_to_do(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mxfp8::{name}", "CUDA")
 
@@ -401,12 +346,25 @@ def test_a_cuda_tensor_meets_a_kernel_that_says_what_to_do(name: str) -> None:
 # --- Cost ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", ["mxfp8_ops", "mxfp8_ops.torch_ops"])
-def test_importing_loads_no_more_than_it_must(first: str) -> None:
-    code = f"""
-import sys, {first}
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_importing_loads_no_more_than_it_must_and_works_in_any_mode() -> None:
+    code = """
+import os, sys, mxfp8_ops
+assert "torch" not in sys.modules
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+for mode in (FakeTensorMode(), torch.inference_mode(), torch.device("meta"), torch.no_grad()):
+    if (child := os.fork()) == 0:
+        with mode:
+            import mxfp8_ops.torch_ops
+        x = torch.ones(2, 64)
+        elements, scales = torch.ops.mxfp8.quantize(x)
+        y = torch.ops.mxfp8.dequantize(elements, scales)
+        assert torch.equal(x, y) and not y.is_inference()
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, mode
+import mxfp8_ops.torch_ops
 from mxfp8_ops import native
-assert ("torch" in sys.modules) == ("torch_ops" in {first!r})
 assert native.load.cache_info().currsize == 0
 assert "onnx" not in sys.modules and "onnxruntime" not in sys.modules
 """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+from grids import looped, pairwise
+from tensors import values
 
 from mxfp8_ops import numerics
 from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
@@ -18,12 +21,6 @@ ops = torch.ops.mxfp8
 Tensor = torch.Tensor
 
 
-def values(*shape: int, seed: int = 0) -> Tensor:
-    """Returns heavy-tailed values."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
-
-
 def reference(x: Tensor, element_format: str, scale_rounding: str = "ceil") -> Tensor:
     """Returns what x [..., K] is in MXFP8, by the NumPy reference, in float64."""
     codes = numerics.quantize(
@@ -32,9 +29,14 @@ def reference(x: Tensor, element_format: str, scale_rounding: str = "ceil") -> T
     return torch.from_numpy(numerics.dequantize(*codes, element_format=element_format)).double()
 
 
-@pytest.mark.parametrize("shape", [(45,), (40, 45), (2, 3, 45)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("b_format", ["e4m3", "e5m2"])
+@looped(
+    "shape, dtype, b_format",
+    pairwise(
+        shape=[(45,), (40, 45), (2, 3, 45)],
+        dtype=[torch.float32, torch.float16, torch.bfloat16],
+        b_format=["e4m3", "e5m2"],
+    ),
+)
 def test_forward_is_quantize_and_gemm(shape: tuple[int, ...], dtype: torch.dtype, b_format: str) -> None:
     x, b, bias = values(*shape).to(dtype), ops.quantize(values(70, 45, seed=1), -1, b_format), values(70, seed=2)
     got = ops.linear_packed(x, *b, bias, "e5m2", b_format, "HYBRID", "floor")
@@ -44,17 +46,18 @@ def test_forward_is_quantize_and_gemm(shape: tuple[int, ...], dtype: torch.dtype
     assert ops.linear_packed(x, *b, b_format=b_format, dtype=torch.float32).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("fp8_format", "grad_format"), [("E4M3", "e4m3"), ("HYBRID", "e5m2")])
-@pytest.mark.parametrize("scale_rounding", ["ceil", "floor", "even"])
-@pytest.mark.parametrize("shape", [(45,), (77, 45), (2, 3, 45)], ids=str)
+@looped(
+    "shape, scale_rounding, fp8_format",
+    [*itertools.product(((45,), (77, 45), (2, 3, 45)), ("ceil", "floor", "even"), ("E4M3", "HYBRID"))],
+)
 def test_backward_multiplies_by_the_weight_quantized_along_n(
-    shape: tuple[int, ...], scale_rounding: str, fp8_format: str, grad_format: str
+    shape: tuple[int, ...], scale_rounding: str, fp8_format: str
 ) -> None:
     x, b, bias = values(*shape).requires_grad_(), ops.quantize(values(70, 45, seed=1)), values(70).requires_grad_()
     y = ops.linear_packed(x, *b, bias, fp8_format=fp8_format, scale_rounding=scale_rounding)
     dy = values(*y.shape, seed=3)
     y.backward(dy)
-    gradient = reference(dy, grad_format, scale_rounding)
+    gradient = reference(dy, {"E4M3": "e4m3", "HYBRID": "e5m2"}[fp8_format], scale_rounding)
     weight = reference(ops.dequantize(*b).t(), "e4m3", scale_rounding)
     error = (x.grad.double() - gradient @ weight.t()).abs()
     bound = 72 * 2.0**-24 * (gradient.abs() @ weight.t().abs())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import pytest
+from grids import looped, pairwise
+from tensors import array, values
+from tensors import name as name_of
 
 from mxfp8_ops import numerics
 from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
@@ -21,24 +24,12 @@ pytest.importorskip("mxfp8_ops.torch_ops")
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
 
 linear_train = torch.ops.mxfp8.linear_train
-FP8_FORMAT = pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
+FP8_FORMATS = ("E4M3", "HYBRID")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FINAL_LOSS = 0.05
 """How far the final loss of MXFP8 training may lie from that of float32, relatively (the paper's check)."""
 PARAMETERS = 0.03
 """How far its parameters may, in relative L2."""
-
-
-def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns heavy-tailed values, so that the order of a sum matters."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
-    return x.to(dtype)
-
-
-def array(t: torch.Tensor) -> np.ndarray:
-    """Returns the tensor as the NumPy array that the reference takes."""
-    t = t.detach().contiguous()
-    return t.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if t.dtype == torch.bfloat16 else t.numpy()
 
 
 def assert_is_mxfp8_product(
@@ -51,7 +42,7 @@ def assert_is_mxfp8_product(
     bias: torch.Tensor | None = None,
 ) -> None:
     """Fails unless `got` is a [M, K] x b [N, K], both quantized along K by the reference, within the sum's bound."""
-    name = str(got.dtype).removeprefix("torch.")
+    name = name_of(got.dtype)
     wide_bias = None if bias is None else array(bias).astype(np.float32)
     operands = [
         numerics.dequantize(
@@ -82,9 +73,10 @@ def test_quantize_both_is_two_quantizations() -> None:
         ops.quantize_both(values(2, 3, 32))
 
 
-@FP8_FORMAT
-@pytest.mark.parametrize("scale_rounding", ["ceil", "floor", "even"])
-@pytest.mark.parametrize("m", [1, 32, 77, 2080])
+@looped(
+    "fp8_format, scale_rounding, m",
+    pairwise(fp8_format=FP8_FORMATS, scale_rounding=["ceil", "floor", "even"], m=[1, 32, 77, 2080]),
+)
 def test_every_product_is_the_reference_s(fp8_format: str, scale_rounding: str, m: int) -> None:
     x, w, bias = (values(*s, seed=i).requires_grad_() for i, s in enumerate([(m, 45), (70, 45), (70,)]))
     dy = values(m, 70, seed=3)
@@ -98,8 +90,7 @@ def test_every_product_is_the_reference_s(fp8_format: str, scale_rounding: str, 
     assert float((bias.grad - exact).abs().max()) <= m * 2.0**-24 * float(dy.abs().sum(0).max())
 
 
-@FP8_FORMAT
-@pytest.mark.parametrize("lead", [(3,), (2, 3), (2, 1, 2)], ids=str)
+@looped("fp8_format, lead", [*itertools.product(FP8_FORMATS, ((3,), (2, 3), (2, 1, 2)))])
 def test_a_stack_is_so_many_linears(fp8_format: str, lead: tuple[int, ...]) -> None:
     shapes = [(*lead, 40, 45), (*lead, 70, 45), (70,)]
     x, w, bias = (values(*s, seed=i).requires_grad_() for i, s in enumerate(shapes))
@@ -123,8 +114,7 @@ def test_of_a_stack_no_high_precision_is_saved() -> None:
     assert {t.dtype for t in saved} == {torch.uint8}
 
 
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("w_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@looped("x_dtype, w_dtype", [*itertools.product(DTYPES, DTYPES)])
 def test_gradients_have_the_dtypes_of_their_tensors(x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
     x = values(40, 45, dtype=x_dtype).requires_grad_()
     w, bias = (values(*s, seed=1, dtype=w_dtype).requires_grad_() for s in ((70, 45), (70,)))
@@ -137,7 +127,7 @@ def test_gradients_have_the_dtypes_of_their_tensors(x_dtype: torch.dtype, w_dtyp
     assert_is_mxfp8_product(w.grad, dy.t(), x.t())
 
 
-@pytest.mark.parametrize("shape", [(45,), (0, 45), (2, 3, 45), (2, 0, 45), (2, 2, 3, 45)], ids=str)
+@looped("shape", [(45,), (0, 45), (2, 3, 45), (2, 0, 45), (2, 2, 3, 45)])
 def test_every_rank_is_a_matrix_of_rows(shape: tuple[int, ...]) -> None:
     x, w, bias = values(*shape).requires_grad_(), values(70, 45).requires_grad_(), values(70).requires_grad_()
     y = linear_train(x, w, bias)
@@ -151,7 +141,7 @@ def test_every_rank_is_a_matrix_of_rows(shape: tuple[int, ...]) -> None:
     assert torch.equal(bias.grad, rows_dy.sum(0))
 
 
-@pytest.mark.parametrize("layout", ["transposed", "expanded", "permuted"])
+@looped("layout", ["transposed", "expanded", "permuted"])
 def test_strided_inputs_and_gradients(layout: str) -> None:
     x = {
         "transposed": values(45, 40).t(),
@@ -166,7 +156,7 @@ def test_strided_inputs_and_gradients(layout: str) -> None:
     assert_is_mxfp8_product(w.grad, torch.ones(70, 40), rows.t())
 
 
-@pytest.mark.parametrize("needed", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 0)], ids=str)
+@looped("needed", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 0)])
 def test_only_the_gradients_that_are_needed(needed: tuple[int, ...]) -> None:
     tensors = [values(*s).requires_grad_(bool(n)) for s, n in zip(((40, 45), (70, 45), (70,)), needed, strict=True)]
     y = linear_train(*tensors)
@@ -313,7 +303,8 @@ def test_export_save_load_and_decompose_keep_the_op_and_its_gradients(tmp_path: 
         assert module(values(2, 7, 45)).shape == (2, 7, 64)
 
 
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++"))
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
@@ -327,7 +318,7 @@ def test_compile_fullgraph_trains_the_same(backend: str) -> None:
         torch.testing.assert_close(t, reference, rtol=0, atol=2560 * 2.0**-24 * scale, msg=lambda m, i=i: f"{i}: {m}")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@looped("reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(*, reentrant: bool) -> None:
     net, x = Net(), values(40, 45)
     expected = step(net, net, x)
@@ -417,16 +408,16 @@ class Decoder(torch.nn.Module):
         return self.head(self.norm(self.blocks(self.embed(tokens))))
 
 
-def train(
-    op: Op, product: Op = exact_product, *, layers: int = 1, steps: int = 200, seed: int = 0, rate: float = 1e-3
-) -> tuple[list[float], torch.nn.Module]:
+def train(op: Op, run: Run, product: Op = exact_product) -> tuple[list[float], torch.nn.Module]:
     """Returns the loss of each step of next-token prediction on noisy counting, and the model."""
-    torch.manual_seed(seed)
-    model = Decoder(op, product, layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    generator = torch.Generator().manual_seed(seed + 1)
+    threads = torch.get_num_threads()
+    torch.manual_seed(run.seed)
+    torch.set_num_threads(1)  # matrices are so small that threads wait for each other most of the time
+    model = Decoder(op, product, run.layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.rate)
+    generator = torch.Generator().manual_seed(run.seed + 1)
     losses = []
-    for _ in range(steps):
+    for _ in range(run.steps):
         start, stride = (torch.randint(1, high, (16, 1), generator=generator) for high in (16, 4))
         tokens = (start + stride * torch.arange(25)) % 16
         noise = torch.rand(tokens.shape, generator=generator) < 0.1
@@ -436,72 +427,60 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    torch.set_num_threads(threads)
     return losses, model
 
 
-@pytest.fixture(scope="module")
-def float32_run() -> tuple[list[float], torch.nn.Module]:
-    return train(torch.nn.functional.linear)
+class Run(NamedTuple):
+    """How long a model trains, and how far from float32 it may end: its loss, relatively, and its parameters."""
+
+    layers: int = 1
+    steps: int = 200
+    seed: int = 0
+    rate: float = 1e-3
+    loss: float = FINAL_LOSS
+    parameters: float = PARAMETERS
 
 
-@FP8_FORMAT
-def test_training_follows_float32(
-    fp8_format: str, float32_run: tuple[list[float], torch.nn.Module], capsys: pytest.CaptureFixture[str]
-) -> None:
-    losses, model = train(lambda x, w, b: linear_train(x, w, b, fp8_format))
-    expected, reference = float32_run
-    final, wanted = (sum(run[-20:]) / 20 for run in (losses, expected))
-    flat, flat_reference = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, reference))
-    distance = float((flat - flat_reference).norm() / flat_reference.norm())
-    with capsys.disabled():
-        print(
-            f"\n{fp8_format}: loss {losses[0]:.4f} -> {final:.4f}, float32 {expected[0]:.4f} -> {wanted:.4f}; "
-            f"parameters {distance:.2%} apart"
-        )
-    assert wanted < 0.7 * expected[0], "float32 itself did not learn: the comparison says nothing"
-    assert abs(final - wanted) <= FINAL_LOSS * wanted
-    assert distance <= PARAMETERS
-
-
-LONG_LOSS, LONG_PARAMETERS, RATE = 0.005, 0.01, 3e-4
-"""What 300 steps at that rate of AdamW are held to. At 1e-3 the losses are as close, but parameters drift further: 1.2%
-(E4M3) and 1.5% (HYBRID) apart after 300 steps of 2 layers."""
+def long(layers: int, seed: int) -> Run:
+    """Returns a run of 300 steps. At a rate of 1e-3 losses are as close, but parameters end 1.2% to 1.5% apart."""
+    return Run(layers, 300, seed, 3e-4, 0.005, 0.01)
 
 
 @functools.cache
-def long_float32_run(layers: int, seed: int) -> tuple[list[float], torch.nn.Module]:
-    return train(torch.nn.functional.linear, layers=layers, steps=300, seed=seed, rate=RATE)
+def float32_run(run: Run) -> tuple[list[float], torch.nn.Module]:
+    return train(torch.nn.functional.linear, run)
 
 
-@pytest.mark.slow
-@FP8_FORMAT
+SLOW = [(Run(), False, "E4M3")]
+SLOW += [(long(layers, seed), False, fp8) for layers in (2, 6) for seed in (0, 1, 2) for fp8 in FP8_FORMATS]
+SLOW += [(long(2, 0), True, fp8) for fp8 in FP8_FORMATS]
+
+
 @pytest.mark.parametrize(
-    ("layers", "seed", "dpa"),
-    [(layers, seed, False) for layers in (2, 6) for seed in (0, 1, 2)] + [(2, 0, True)],
-    ids=lambda value: {True: "fp8_dpa", False: "linears"}[value] if isinstance(value, bool) else str(value),
+    ("run", "dpa", "fp8_format"),
+    [(Run(), False, "HYBRID"), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
+    ids=str,
 )
-def test_300_steps_follow_float32(
-    layers: int, seed: int, *, dpa: bool, fp8_format: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected, reference = long_float32_run(layers, seed)
+def test_training_follows_float32(run: Run, *, dpa: bool, fp8_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With `dpa`, the products of attention are in MXFP8 too."""
+    expected, reference = float32_run(run)
     op = lambda x, w, b=None: linear_train(x, w, b, fp8_format)  # noqa: E731
-    losses, model = train(op, op if dpa else exact_product, layers=layers, steps=300, seed=seed, rate=RATE)
-    final, wanted = (sum(run[-20:]) / 20 for run in (losses, expected))
+    losses, model = train(op, run, op if dpa else exact_product)
+    final, wanted = (sum(each[-20:]) / 20 for each in (losses, expected))
     tensors = model.named_parameters(), reference.parameters()
     pairs = {n: (p.detach(), q.detach()) for (n, p), q in zip(*tensors, strict=True)}
     each = {name: float((p - q).norm() / q.norm()) for name, (p, q) in pairs.items()}
     flat = [torch.cat([pair[i].flatten() for pair in pairs.values()]) for i in range(2)]
     together = float((flat[0] - flat[1]).norm() / flat[1].norm())
-    name = f"{fp8_format}{', fp8_dpa' if dpa else ''}, {layers} layers, seed {seed}"
-    far = sum(d > PARAMETERS for d in each.values())
     with capsys.disabled():
-        print(f"\n{name}: loss {final:.4f}, float32 {wanted:.4f} ({final / wanted - 1:+.2%})", end="; ")
-        print(f"parameters {together:.2%} apart, {far} of {len(each)} tensors above {PARAMETERS:.0%}")
-        print(" ", ", ".join(f"{name} {d:.2%}" for name, d in each.items()))
+        print(f"\n{fp8_format}{', fp8_dpa' if dpa else ''}, {run}: loss {final:.4f}, float32 {wanted:.4f}", end="; ")
+        print(f"parameters {together:.2%} apart:", ", ".join(f"{name} {d:.2%}" for name, d in each.items()))
     assert wanted < 0.7 * expected[0], "float32 itself did not learn: the comparison says nothing"
-    assert abs(final - wanted) <= LONG_LOSS * wanted
-    assert together <= LONG_PARAMETERS
-    assert all(d <= PARAMETERS for name, d in each.items() if pairs[name][0].dim() > 1), "a matrix is further away"
+    assert abs(final - wanted) <= run.loss * wanted
+    assert together <= run.parameters
+    if run.steps == 300:
+        assert all(d <= PARAMETERS for name, d in each.items() if pairs[name][0].dim() > 1), "a matrix is further away"
 
 
 def test_two_uses_of_one_weight_add_their_gradients() -> None:

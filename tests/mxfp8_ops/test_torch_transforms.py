@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tensors
+from grids import looped
 
 from mxfp8_ops.errors import Mxfp8Error, ShapeError
 
@@ -17,12 +21,7 @@ pytest.importorskip("mxfp8_ops.torch_ops")
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
 
 ops = torch.ops.mxfp8
-
-
-def values(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Returns heavy-tailed values, so that the order of a sum matters."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * torch.exp(1.5 * torch.randn(shape, generator=generator))
+values = functools.partial(tensors.values, spread=1.5)
 
 
 # --- What torch asks of an op -------------------------------------------------------------------------------------
@@ -45,13 +44,13 @@ def samples() -> dict[str, list[tuple[Any, ...]]]:
     }
 
 
-@pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
+@looped("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
 def test_opcheck(name: str) -> None:
     for args in samples()[name]:
         torch.library.opcheck(getattr(ops, name).default, args)
 
 
-@pytest.mark.parametrize("name", ["quantize", "dequantize", "gemm", "weight_gemm", "linear_train"])
+@looped("name", ["quantize", "dequantize", "gemm", "weight_gemm", "linear_train"])
 def test_ops_are_tagged_pt2_compliant(name: str) -> None:
     assert torch.Tag.pt2_compliant_tag in getattr(ops, name).default.tags
 
@@ -84,15 +83,24 @@ def test_export_sees_the_same_error_as_eager() -> None:
         torch.export.export(Packed(), (values(3, 44),))
 
 
-def test_compile_fullgraph_gives_the_same_bits() -> None:
-    compiled = torch.compile(lambda x, m: ops.gemm(*ops.quantize(x.t()), m.elements, m.scales), fullgraph=True)
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])])
+def test_compile_fullgraph_gives_the_same_bits(backend: str) -> None:
+    def run(x: torch.Tensor, m: Packed) -> torch.Tensor:
+        result: torch.Tensor = ops.gemm(*ops.quantize(x.t()), m.elements, m.scales)
+        return result
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
     x, module = values(45, 7), Packed()
     expected = ops.gemm(*ops.quantize(x.t()), module.elements, module.scales)
     with torch.no_grad():
         assert torch.equal(compiled(x, module), expected)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+@pytest.mark.slow
+@NEEDS_COMPILER
 def test_ahead_of_time_inductor_gives_the_same_bits(tmp_path: Path) -> None:
     program = torch.export.export(Packed(), (values(7, 45),), dynamic_shapes=({0: torch.export.Dim("rows")},))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "packed.pt2"))
@@ -173,8 +181,7 @@ def test_inference_mode_gives_the_same_bits() -> None:
 # --- Gradients of the inference ops --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(6, 45), (45,), (2, 3, 45)], ids=str)
-@pytest.mark.parametrize("batched", [False, True])
+@looped("shape, batched", [*itertools.product(((6, 45), (45,), (2, 3, 45)), (False, True))])
 def test_weight_gemm_passes_gradients_through_its_frozen_weight(shape: tuple[int, ...], *, batched: bool) -> None:
     x, bias = values(*shape).requires_grad_(), values(8, seed=2).requires_grad_()
     b = ops.quantize(values(*((2,) if batched else ()), 8, 45, seed=1))
@@ -252,15 +259,14 @@ CUTS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("differentiate", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize("name", ["quantize", "quantize_both"])
-def test_quantize_refuses_to_cut_a_derivative(name: str, differentiate: Callable[..., Any]) -> None:
+@looped("name, cut", [*itertools.product(("quantize", "quantize_both"), CUTS)])
+def test_quantize_refuses_to_cut_a_derivative(name: str, cut: str) -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         pair = ops.quantize(x) if name == "quantize" else ops.quantize_both(x.reshape(-1, 45))[:2]
         return ops.dequantize(*pair).sum()
 
     with pytest.raises(Mxfp8Error, match=rf"{name}: x (requires a gradient|carries a tangent).*training=True"):
-        differentiate(loss, values(6, 45))
+        CUTS[cut](loss, values(6, 45))
     with torch.no_grad():
         assert loss(values(6, 45).requires_grad_()).isfinite()
 
