@@ -336,8 +336,8 @@ def flat_scales(model: onnx.ModelProto) -> onnx.ModelProto:
 
 REFUSED = {
     "block_size 128": lambda: d.ort_cuda(block_size=128),
-    "no powers of two": lambda: d.ort_cuda(wrong=1.5),
-    "are no powers of two": lambda: d.qdq("float32", wrong=1.25),
+    "not stored powers of two": lambda: d.ort_cuda(wrong=1.5),
+    "are not stored powers of two": lambda: d.qdq("float32", wrong=1.25),
     "float8 with block_size 16": lambda: d.qdq("float32", block_size=16),
     "int8 in blocks of 32": lambda: d.quark("int8"),
     "scales [192] for elements [96, 64]": lambda: flat_scales(d.ort_cuda()),
@@ -356,7 +356,7 @@ REFUSED = {
         {"y": (np.float32, [4])},
         {"s": np.float32(0.1), "z": np.int8(0)},
     ),
-    "nothing in it is MXFP8": b.chain_model,
+    "it has nothing in MXFP8": b.chain_model,
 }
 
 
@@ -505,9 +505,9 @@ def test_activations_rounded_to_bfloat16_are_so_in_the_cuda_op(dtype: str) -> No
 
 
 SAID = {
-    ("qdq", "mxfp8"): "quantizes while the model runs, which this dialect cannot say",
+    ("qdq", "mxfp8"): "quantizes at run time, which this dialect cannot express",
     ("ort-cuda", "mxfp8-weight-only"): "takes float16 and bfloat16",
-    ("ort-cuda", "mxfp8"): "quantizes while the model runs",
+    ("ort-cuda", "mxfp8"): "quantizes at run time",
     ("trt", "ocp"): "scale_rounding 'floor', and TensorRT rounds scales of activations up",
 }
 
@@ -580,7 +580,7 @@ def break_import(model: onnx.ModelProto) -> None:
     [
         (break_axis, "axis is 0, and axis 1 has the blocks"),
         (break_block, "block_size is 16, and only 32 is supported"),
-        (break_scales, "its scales are no stored uint8 E8M0 codes"),
+        (break_scales, "its scales are not stored uint8 E8M0 codes"),
         (break_import, "the model does not import domain 'trt' at version 1"),
     ],
 )

@@ -241,7 +241,7 @@ class TestRefused:
         proto = b.model(
             nodes, {"x": (BF16, ["batch", "seq", 64])}, outputs, {"w": b.weight(64, 96, dtype=BF16)}, opset=26
         )
-        with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) takes values for bits"):
+        with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) reinterprets the bits of values"):
             for_cpu(proto)
 
     def test_sequences_at_the_ends(self) -> None:

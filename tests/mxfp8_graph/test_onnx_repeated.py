@@ -96,7 +96,7 @@ def test_a_tile_of_unknown_times_is_kept_with_the_reason() -> None:
     """onnx infers nothing of what a run-time repeat makes, so that nothing tells that the activation has as many."""
     proto = repeated([*SIZES, node("Tile", "w sizes", "wide")], weight(1, 64, 96), rest=np.array([1, 1]))
     assert refusal(proto) == (
-        "weight 'w' is repeated while the model runs, nobody knows along which dimensions; "
+        "weight 'w' is repeated along dimensions that are not constant; expected constant ones; "
         "give the model shape information"
     )
 

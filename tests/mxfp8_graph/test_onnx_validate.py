@@ -86,7 +86,7 @@ class TestNodes:
             (node("Cast", "x", "z"), "has no attribute 'to'; expected one"),
             (node("Transpose", "x", "z", perm=1.5), "attribute 'perm' is of kind FLOAT; expected INTS"),
             (node("Relu", "x", "z", alpha=1), "unknown attribute 'alpha'; expected none"),
-            (node("Identity", "q", "z"), "uses 'q', which nothing defines; expected a name that is defined"),
+            (node("Identity", "q", "z"), "uses 'q', which is not defined; expected a name that is defined"),
             (node("Identity", "x", "h", "Identity_z"), "output 'h' is defined twice; expected each name once"),
             (node("Add", "x z", "z"), "needs its own result: the graph has a cycle; expected no cycle"),
             (node("MXFP8Gemm", "x w", "z", domain="mxfp8"), "2 inputs; expected 4 to 5"),
@@ -121,7 +121,7 @@ class TestNodes:
     def test_a_reference_to_an_attribute_of_no_function(self):
         referring = node("Cast", "x", "z")
         referring.attribute.add(name="to", type=onnx.AttributeProto.INT, ref_attr_name="dtype")
-        assert "attribute 'to' stands for one of a function" in refusal(linear(referring))
+        assert "attribute 'to' refers to one of a function" in refusal(linear(referring))
 
     def test_a_cycle_of_views_in_front_of_a_matmul(self):
         views = node("Transpose", "b", "a"), node("Identity", "a", "b"), node("MatMul", "x a", "z", "second")
@@ -191,7 +191,7 @@ class TestGraph:
     @pytest.mark.parametrize(
         ("change", "expected"),
         [
-            (lambda p: p.graph.output.add(name="q"), "output 'q' is defined by nothing"),
+            (lambda p: p.graph.output.add(name="q"), "output 'q' is not defined"),
             (lambda p: p.graph.input.append(p.graph.input[0]), "an input called 'x' is defined twice"),
             (lambda p: p.graph.initializer.append(first(p)), "an initializer called 'w' is defined twice"),
             (lambda p: p.graph.input.add(), "an input without a name"),

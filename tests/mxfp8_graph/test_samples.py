@@ -110,8 +110,8 @@ def test_synthesised_samples_differ_and_say_what_they_are() -> None:
     [
         ("{", "data.jsonl line 1: no JSON: "),
         ([1], "data.jsonl line 1: a list; expected"),
-        ({"ids": [[1, 2], [3]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is no array of numbers"),
-        ({"ids": [["a"]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is no array of numbers"),
+        ({"ids": [[1, 2], [3]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is not an array of numbers"),
+        ({"ids": [["a"]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is not an array of numbers"),
         ({"ids": [[1.5]], "mask": [[True]]}, "data.jsonl line 1: 'ids' has a value that is no int64"),
         ({"ids": [[2**63]], "mask": [[True]]}, "data.jsonl line 1: 'ids' has a value that is no int64"),
         ({"ids": [[1]], "mask": [[2]]}, "data.jsonl line 1: 'mask' has a value that is no bool"),

@@ -220,8 +220,8 @@ def test_a_link_is_replaced_and_its_target_kept(good: Any, name: str, tmp_path: 
     [
         ("none/a.onnx", "none does not exist"),
         ("file/a.onnx", "Not a directory"),
-        ("a\0.onnx", "no name that a file can have"),
-        ("none\0/a.onnx", "no name that a file can have"),
+        ("a\0.onnx", "not a name that a file can have"),
+        ("none\0/a.onnx", "not a name that a file can have"),
         ("a" * 300, "File name too long"),
         (".", "a directory; expected a file name"),
     ],

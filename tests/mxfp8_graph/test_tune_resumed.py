@@ -116,7 +116,7 @@ def test_an_interrupt_leaves_the_best_so_far_and_goes_on(signal: str, code: int,
 
 def test_an_interrupt_before_anything_keeps_the_budget_says_so() -> None:
     result = interrupt(model(), "bfloat16", "SIGINT")
-    told = "nothing kept the budget so far; what was measured is in m.tuned.part; the same command goes on from there"
+    told = "no plan keeps the budget so far; the measurements are in m.tuned.part; the same command goes on from there"
     assert (result.returncode, result.stdout) == (130, "")
     assert result.stderr.splitlines() == [told, "interrupted"]
     assert [path.name for path in Path("m.tuned.part").iterdir()] == ["state.json"]
@@ -150,7 +150,7 @@ def test_one_search_at_a_time_in_one_folder() -> None:
             time.sleep(0.01)
         assert first.poll() is None
         assert refused(*command(source)) == (
-            "error: m.tuned.part: another process searches there; expected one search at a time; "
+            "error: m.tuned.part: another process uses it for a search; expected one search at a time; "
             "wait for it, or pass another --output"
         )
         Path("go").touch()
@@ -179,7 +179,7 @@ def test_a_damaged_state_is_an_error(text: str) -> None:
     Path("m.tuned.part").mkdir()
     Path("m.tuned.part/state.json").write_text(text)
     message = refused(*command(source))
-    assert message.startswith("error: m.tuned.part/state.json: no state of a search; expected one that tune wrote")
+    assert message.startswith("error: m.tuned.part/state.json: not the state of a search; expected one that tune wrote")
 
 
 def test_a_measurement_that_somebody_changed_is_an_error() -> None:
@@ -189,7 +189,7 @@ def test_a_measurement_that_somebody_changed_is_an_error() -> None:
     state = json.loads(path.read_text())
     state["measured"][next(iter(state["measured"]))] = None
     path.write_text(json.dumps(state))
-    assert "m.tuned.part/state.json: no state of a search" in refused(*command(source))
+    assert "m.tuned.part/state.json: not the state of a search" in refused(*command(source))
 
 
 def trial(state: dict[str, Any]) -> Any:
@@ -223,7 +223,7 @@ def test_measurements_of_other_types_are_an_error() -> None:
         measured = json.dumps(state["measured"], sort_keys=True).encode()
         path.write_text(json.dumps({**state, "digest": hashlib.sha256(measured).hexdigest()}))
         message = refused(*command(source))
-        assert message.startswith("error: m.tuned.part/state.json: no state of a search; "), (what, message)
+        assert message.startswith("error: m.tuned.part/state.json: not the state of a search; "), (what, message)
         assert message.endswith("; remove the folder m.tuned.part to begin anew, or choose another output"), message
     path.write_text(text)
     assert run(*command(source)).exit_code == 0
@@ -240,4 +240,4 @@ def test_what_is_in_the_way_is_an_error() -> None:
     source = model()
     Path("m.tuned.part").mkdir()
     Path("m.tuned.part/mine.txt").touch()
-    assert "m.tuned.part: exists; expected nothing there, or a search to go on" in refused(*command(source))
+    assert "m.tuned.part: exists; expected nothing there, or an unfinished search" in refused(*command(source))
