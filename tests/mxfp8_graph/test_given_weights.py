@@ -394,7 +394,9 @@ def test_packed_models_are_refused(path: Path) -> None:
 
 
 def test_names_need_a_checkpoint() -> None:
-    with pytest.raises(ContractError, match="names of weights alone; expected a checkpoint; pass weights too"):
+    with pytest.raises(
+        ContractError, match="names of weights without a checkpoint; expected a checkpoint; pass weights too"
+    ):
         mxfp8_graph.rewrite(chain(), weight_names={"a": "b"})
 
 

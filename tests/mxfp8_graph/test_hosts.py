@@ -330,7 +330,7 @@ def test_a_configuration_that_does_not_fit(host: str, files: dict[str, Any], mes
 def test_a_configuration_that_is_no_json() -> None:
     rewritten(decoder())
     (described() / "config.json").write_text("{")
-    assert refusal("genai", "--config", "described").startswith("described/config.json: no JSON: ")
+    assert refusal("genai", "--config", "described").startswith("described/config.json: not JSON: ")
 
 
 def test_files_of_other_folders() -> None:

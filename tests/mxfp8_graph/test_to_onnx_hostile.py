@@ -54,8 +54,8 @@ def refused(program: Any, path: Path, **options: Any) -> str:
             torch.zeros(96, 3, dtype=torch.uint8),
             "gemm: scales have shape (96, 3); expected",
         ),
-        (WEIGHT, None, f"to_onnx: no tensor {WEIGHT!r}; expected all it uses"),
-        (WEIGHT, "abc", f"to_onnx: no tensor {WEIGHT!r}; expected all it uses"),
+        (WEIGHT, None, f"to_onnx: no tensor {WEIGHT!r}; expected all tensors that its graph uses"),
+        (WEIGHT, "abc", f"to_onnx: no tensor {WEIGHT!r}; expected all tensors that its graph uses"),
         (
             "linear.bias",
             torch.zeros(96, dtype=torch.complex64),
@@ -72,7 +72,9 @@ def test_a_tensor_that_does_not_fit(name: str, value: Any, said: str, tmp_path: 
 def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
     broken = packed(Linear(), torch.randn(2, 64))
     del broken.state_dict[WEIGHT]
-    assert f"to_onnx: no tensor {WEIGHT!r}; expected all it uses" in refused(broken, tmp_path / "a.onnx")
+    assert f"to_onnx: no tensor {WEIGHT!r}; expected all tensors that its graph uses" in refused(
+        broken, tmp_path / "a.onnx"
+    )
 
 
 @pytest.mark.parametrize("value", ["text", 3])
