@@ -55,7 +55,7 @@ TWICE = json.dumps(entries()).replace("up.weight_scale", "up.weight").encode()
         ([entries()], "its header is not a JSON object"),
         (TWICE, "a name occurs twice"),
         (json.dumps(entries()).encode("utf-16"), "its header is not JSON"),
-        (b"[" * 100_000, "nested without end"),
+        (b"[" * 100_000, "nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "its header is not JSON"),
     ],
 )
