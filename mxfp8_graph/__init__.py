@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mxfp8_graph.report.data import RewriteReport as RewriteReport
     from mxfp8_graph.rewriting import rewrite as rewrite
 
+# The names a second time: the block above is for type checkers, this table for the import on first use.
 _HOMES = {
     "rewrite": "rewriting",
     "convert": "dialects.convert",

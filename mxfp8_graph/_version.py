@@ -1,4 +1,4 @@
-"""The version of this package, which pyproject.toml has too; and those of others."""
+"""The version of this package, the same as in pyproject.toml, and versions of other packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 
 def installed(distribution: str) -> str | None:
-    """Returns which version of a distribution is installed, or None. Imports nothing of it."""
+    """Returns the installed version of a distribution, or None. Does not import it."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

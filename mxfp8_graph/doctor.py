@@ -1,4 +1,4 @@
-"""diagnose(): what is installed, which kernels run, and whether a custom-op session really works here."""
+"""diagnose(): the installed packages, the kernels that run, and a test of a session with the custom ops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Check:
     """missing: optional and not here. broken: optional, here, and does not work. failed: the CPU path does not work."""
     detail: str
     advice: str = ""
-    """What to do about it; empty if it is ok."""
+    """Advice in words; empty if the state is ok."""
 
 
 _CUDA_ONLY: Final = "needed for CUDA kernels only"
@@ -59,11 +59,11 @@ _PACKAGES: Final = (
     ("torch", ("torch",), "needed for PyTorch models only", "torch onnxscript"),
     ("cupy", _CUPYS, _CUDA_ONLY, _GET_CUPY),
 )
-"""Name, distributions that provide it, what it is for ("" if everything needs it), what to install."""
+"""Name, distributions that provide it, its purpose ("" if everything needs it), names to install."""
 
 
 def diagnose() -> list[Check]:
-    """Returns every check, in the order a reader needs them. Never raises: what goes wrong is a check that failed."""
+    """Returns all checks, in the order of a report. Never raises: an exception becomes a failed check."""
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} logical processors"
     return [
         _ok("python", f"{platform.python_version()} ({sys.executable})"),
@@ -80,7 +80,7 @@ def diagnose() -> list[Check]:
 
 
 def _cuda_checks() -> list[Check]:
-    """Returns the checks of what only CUDA kernels need."""
+    """Returns the checks that concern CUDA kernels only."""
     try:
         major, minor = system.driver_version()
         gpus = system.gpus()
@@ -96,6 +96,7 @@ def _cuda_checks() -> list[Check]:
     count, size = system.cache_contents()
     checks.append(_ok("cubin cache", f"{build.cache_folder()}: {count} kernels, {size} bytes"))
     checks.append(_cuda_provider())
+    # One line for each kind of GPU, however many there are of it.
     for capability in dict.fromkeys(gpu.capability for gpu in gpus if gpu.capability >= (8, 0)):
         checks.append(_attempt("gemm routes", partial(_routes, capability), otherwise="missing"))
     if gpus:
@@ -136,6 +137,7 @@ def _package(name: str, distributions: Sequence[str], purpose: str, wanted: str)
     version = _version(distributions)
     if version is not None:
         try:
+            # Metadata alone says little: a package may be installed and not importable, for a missing system library.
             importlib.import_module(name.replace("-", "_"))
         except Exception as error:  # a package that is half there may raise anything
             detail = f"{version}, but it cannot be imported: {error}"
@@ -162,7 +164,8 @@ def _library() -> str:
 
 
 def _require_loadable() -> None:
-    """Raises BackendError if to load the native library ends the process, as half a library does; tried in another."""
+    """Loads the native library in a child process; raises BackendError if that ends it, as a truncated library does."""
+    # In a child: a truncated library ends the process that loads it with a signal, which no exception handler sees.
     tried = child.call(lambda: cpu.isa().encode(), _LOAD_SECONDS)
     if isinstance(tried, child.Failure) and not tried.kind:  # what it raises, it raises here too
         what, expected = f"a process that loads it {tried.message.removesuffix(' on it')}", "a whole library"
@@ -177,11 +180,11 @@ def _kernels() -> str:
 
 
 def _native_mxfp8() -> str:
-    """Returns of each device whether it multiplies MXFP8 itself, and why."""
+    """Returns for each device whether it has MXFP8 matmuls in hardware, and why."""
     _require_loadable()
     try:
         gpus = len(system.gpus())
-    except BackendError:  # what is wrong there, the check of the driver says
+    except BackendError:  # the check of the driver reports it
         gpus = 0
     answers = []
     for device in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
@@ -202,7 +205,8 @@ def _session() -> str:
 
 
 def _compare(where: str, run: Callable[[onnx.ModelProto, Array], Array]) -> None:
-    """Raises BackendError unless `run` gives what the reference gives."""
+    """Raises BackendError if the result of `run` is not within the bound of the reference's."""
+    # K = 40 is no multiple of 32, so the last block is partial: the case that a wrong kernel gets wrong.
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((2, 40), np.float32), rng.standard_normal((3, 40), np.float32)
     elements, scales = numerics.quantize(weight)
@@ -223,12 +227,12 @@ def _cuda_provider() -> Check:
     try:
         import onnxruntime
 
-        found = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
-    except Exception:  # what is broken there, the check of the package says
-        found = False
-    detail = "ONNX Runtime has it" if found else "not in this build of ONNX Runtime; needed for device 'cuda' only"
-    advice = "" if found else "pip uninstall onnxruntime && pip install onnxruntime-gpu"
-    return Check(name="cuda provider", state="ok" if found else "missing", detail=detail, advice=advice)
+        available = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+    except Exception:  # the check of the package reports it
+        available = False
+    detail = "ONNX Runtime has it" if available else "not in this build of ONNX Runtime; needed for device 'cuda' only"
+    advice = "" if available else "pip uninstall onnxruntime && pip install onnxruntime-gpu"
+    return Check(name="cuda provider", state="ok" if available else "missing", detail=detail, advice=advice)
 
 
 def _routes(capability: tuple[int, int]) -> str:

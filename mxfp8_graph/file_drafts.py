@@ -1,6 +1,6 @@
 """Files are written beside their place and put there whole: at every moment, a result is the old one or the new one.
 
-While it is written, a file has a name that nobody can guess, and a lock (flock) that dies with its process:
+While it is written, a file has a name that cannot be guessed, and a lock (flock) that dies with its process:
 
     .NAME.TOKEN.mxfp8-new     takes the place of NAME
     .NAME.TOKEN.mxfp8-data    the same, for the external data of a model with the same token

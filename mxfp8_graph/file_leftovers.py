@@ -21,7 +21,7 @@ _DRAFT: Final = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.mxfp8-(?P<
 def clean_up(folder: Path) -> None:
     """Finishes or removes the drafts of dead processes in a folder, if it can be written to.
 
-    A draft is ours if it has our kind of name and our user's id, and its process is dead if nobody holds its lock.
+    A draft is ours if it has our kind of name and our user's id, and its process is dead if no process holds its lock.
     """
     with contextlib.suppress(OSError, ValueError):  # whoever writes there next will say what is wrong with it
         if any(_DRAFT.fullmatch(path.name) or path.name == LOCK for path in folder.iterdir()):
@@ -63,7 +63,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _in_use(draft: Path) -> bool:
-    """Whether a process holds the lock of a draft, or nobody can tell."""
+    """Whether a process holds the lock of a draft, or may hold it."""
     try:
         with open_regular(draft) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

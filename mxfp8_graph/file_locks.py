@@ -17,7 +17,7 @@ LOCK: Final = ".mxfp8-graph.lock"
 """File in a folder, and locked, while results are put in place there or leftovers are looked at."""
 
 _PATIENCE: Final = 30.0
-"""How many seconds to wait for it. Nobody needs it for longer than a few renames."""
+"""Seconds to wait for the lock. A process holds it for a few renames only."""
 
 _NO_LOCKS: Final = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF})
 """What a file system without locks says."""
@@ -28,7 +28,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Keeps other runs from putting files in place in a folder. Where locks do not work, nothing is kept apart.
 
     Raises:
-        OSError: the folder cannot be written to, or somebody else holds the lock for long.
+        OSError: the folder cannot be written to, or another process holds the lock for long.
     """
     lock, held = folder / LOCK, None
     deadline = time.monotonic() + _PATIENCE

@@ -1,7 +1,7 @@
 """Only regular files are read, and one that changes on the way is an error: a result is made of one state of its input.
 
-Whatever opens a file that a user or a model names does it here. A FIFO, a device or a socket could make us wait, read
-for ever or do harm by being opened.
+Whatever opens a file that a user or a model names does it here. Opening or reading a FIFO, a device or a socket
+could block, never end, or have an effect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS: Final = {
 }
 
 
-NO_NAME: Final = "no name that a file can have"
+NO_NAME: Final = "not a name that a file can have"
 """What is said of a NUL, and of what the encoding of the file system lacks."""
 
 

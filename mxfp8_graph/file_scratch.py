@@ -66,7 +66,7 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def _clean_up(around: Path) -> None:
-    """Removes the folders of ours, by name and owner, whose lock nobody holds."""
+    """Removes the folders of ours, by name and owner, whose lock no process holds."""
     with contextlib.suppress(OSError):
         for folder in [path for path in around.iterdir() if _OURS.fullmatch(path.name)]:
             with contextlib.suppress(OSError):
@@ -78,6 +78,6 @@ def _clean_up(around: Path) -> None:
 def _is_dead(folder: Path) -> bool:
     lock = lock_folder(folder)
     if lock is None:
-        return False  # nobody can tell
+        return False  # a process may hold it
     os.close(lock)
     return True

@@ -1,4 +1,4 @@
-"""What is this model? Answered once, without importing torch or onnx: a model in memory has imported its library."""
+"""Finds the kind of a model without importing torch or onnx: a model in memory has imported its library."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Final
 
 
 class Kind(enum.Enum):
-    """What a user may hand over as a model."""
+    """The kinds of models that functions of the package take."""
 
     ONNX_FILE = enum.auto()
-    """The path of an ONNX file, whether it is there or not."""
+    """The path of an ONNX file, which may not exist."""
     PROGRAM_FILE = enum.auto()
     """The path of a .pt2 file."""
     ONNX_MODEL = enum.auto()
@@ -45,6 +45,7 @@ def kind_of(model: Any) -> Kind:
     """Returns what `model` is. A path is a program's if it ends in .pt2, an ONNX model's otherwise."""
     if isinstance(model, (str, Path)):
         return Kind.PROGRAM_FILE if Path(model).suffix == ".pt2" else Kind.ONNX_FILE
+    # Through sys.modules: an object of a class exists only if its module was imported.
     for module, name, kind in _CLASSES:
         if isinstance(model, getattr(sys.modules.get(module), name, ())):
             return kind

@@ -1,4 +1,4 @@
-"""How to rewrite, besides the recipe: the same for every front end."""
+"""The options of a rewrite besides the recipe, the same for every front end."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Progress = Callable[[str, int, int], None]
 
 
 class StoredWeight(Protocol):
-    """A packed weight of a checkpoint, read whenever it is asked for."""
+    """A packed weight of a checkpoint, which is read on each access."""
 
     @property
     def name(self) -> str:
-        """What the checkpoint calls it."""
+        """Its name in the checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the elements, [..., N, K]."""
+        """Shape of the elements, [..., N, K]."""
 
     @property
     def element_format(self) -> str:
@@ -35,31 +35,31 @@ class StoredWeight(Protocol):
 
     @property
     def elements(self) -> npt.NDArray[np.uint8]:
-        """[..., N, K]."""
+        """uint8 codes [..., N, K]."""
 
     @property
     def scales(self) -> npt.NDArray[np.uint8]:
-        """[..., N, ceil(K / 32)]."""
+        """uint8 E8M0 codes [..., N, ceil(K / 32)]."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenWeights:
-    """Packed weights to put in the place of the model's own, byte for byte."""
+class CheckpointWeights:
+    """Packed weights of a checkpoint, whose bytes replace the model's own weights."""
 
     where: str
-    """What to call the checkpoint in messages."""
+    """Name of the checkpoint in messages."""
     weights: Mapping[str, StoredWeight]
-    """By name."""
+    """Weights by their name in the checkpoint."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """The checkpoint's names of some weights, by the name of the weight, node or module in the model."""
+    """Name of a weight, node or module in the model -> name of its weight in the checkpoint, where they differ."""
     instead: bool = False
-    """The model has no values of its own for them: each must be used."""
+    """Whether the model has no values of its own, so that every weight must be used."""
     check: Callable[[], None] = field(default=lambda: None, repr=False)
     """Raises ContractError if a file of the checkpoint changed since it was opened."""
     others: tuple[str, ...] = ()
-    """Names of tensors of the checkpoint that are not in MXFP8, where the model keeps its own."""
+    """Names of tensors of the checkpoint that are not in MXFP8; the model keeps its own values for them."""
     files: frozenset[Path] = frozenset()
-    """What the weights and their names are read from."""
+    """Files of the weights and of their names."""
 
     def keep(self, output: Path) -> None:
         """Raises ContractError if a result would replace one of the files, itself or by its external data."""
@@ -71,19 +71,19 @@ class GivenWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `mxfp8_graph.rewrite`, which says what each one does."""
+    """The arguments of `mxfp8_graph.rewrite`, where each one is explained."""
 
     name: str
-    """What to call the model in messages and in the report: its path, "model" or "program"."""
+    """Name of the model in messages and in the report: its path, "model" or "program"."""
     output: Path | None = None
     """File to write; None keeps the result in memory."""
     copy_to: Path | None = None
-    """File that a model which is rewritten already is copied to; None leaves it where it is."""
+    """File to copy a model to that is rewritten already; None does not copy it."""
     external_data: Literal["auto", "always", "never"] = "auto"
     overwrite: bool = False
     dry_run: bool = False
     allow_nonfinite: bool = False
     training: bool = False
     trust_pickle: bool = False
-    given: GivenWeights | None = None
+    weights: CheckpointWeights | None = None
     progress: Progress | None = None

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options, Progress, StoredWeight
-from mxfp8_graph.policy.given import assigned
 from mxfp8_graph.policy.plan import Decision, MatMulSite, NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe, recorded
-from mxfp8_graph.provenance import Made, recipe_name
+from mxfp8_graph.policy.weights_by_name import assigned
+from mxfp8_graph.provenance import RewriteRecord, recipe_name
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import FusionReport, RewriteReport, SiteReport
 from mxfp8_ops.errors import ContractError, RecipeError
@@ -94,7 +94,7 @@ class Reporter:
         return self.report([_untouched(decision) for decision in decisions], account=account)
 
 
-def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, what: str) -> bool:
+def already_rewritten(made: RewriteRecord | None, recipe: Recipe, options: Options, *, what: str) -> bool:
     """Whether `recipe` made the model, as `made` tells; warns if another recipe prepared it for training.
 
     `what` is "model" or "program", for the message.
@@ -106,7 +106,7 @@ def already_rewritten(made: Made | None, recipe: Recipe, options: Options, *, wh
     """
     if made is None:
         return False
-    if options.given is not None:
+    if options.weights is not None:
         expected, advice = f"a {what} in high precision", "rewrite the original"
         raise ContractError(options.name, "has MXFP8 weights already", expected=expected, advice=advice)
     before = recorded(made.recipe)
@@ -144,8 +144,8 @@ def _packed_and_asked(fields: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
 def take_given(
     sites: Sequence[MatMulSite], decisions: Sequence[Decision], reporter: Reporter
 ) -> tuple[list[Decision], Mapping[str, StoredWeight]]:
-    """Returns (the decisions, the weights that a checkpoint gives by the site's name); see `policy.given`."""
-    given = reporter.options.given
+    """Returns (the decisions, the weights that a checkpoint gives by the site's name); see `policy.weights_by_name`."""
+    given = reporter.options.weights
     if given is None:
         return list(decisions), {}
     found = assigned(sites, decisions, reporter.recipe, given)
@@ -156,7 +156,7 @@ def take_given(
     return found.decisions, found.weights
 
 
-def fusion_note(made: Made | None, recipe: Recipe) -> list[str]:
+def fusion_note(made: RewriteRecord | None, recipe: Recipe) -> list[str]:
     """Returns what to tell of a model that was rewritten before with fusion where `recipe` has none, or without it."""
     before = None if made is None else recorded(made.recipe)
     if before is None or before.fuse == recipe.fuse:
@@ -201,7 +201,7 @@ def replace_each(
     keep: Callable[[Site], None] | None = None,
     progress: Progress | None = None,
 ) -> list[SiteReport]:
-    """Returns what became of each site: `replace` is called for those that are rewritten, `keep` for the others."""
+    """Returns a report of each site: `replace` is called for those that are rewritten, `keep` for the others."""
     total = sum(decision.site.weight_bytes for decision in decisions if decision.quantize)
     done = 0
     reports = []
@@ -219,7 +219,7 @@ def replace_each(
 
 
 def replaced(decision: Decision, nodes: Sequence[str], weight: PackedNames | None) -> SiteReport:
-    """Returns what became of a site that `nodes` stand for now."""
+    """Returns the report of a site that `nodes` replace."""
     if weight is None:
         return SiteReport(decision=decision, nodes=tuple(nodes))
     return SiteReport(

@@ -1,4 +1,4 @@
-"""load and save for everybody: importing them needs no torch, calling them says what to install."""
+"""The public load and save, which can be imported without torch; without torch a call raises a BackendError."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
-    """Returns the program in a .pt2 file, rewritten or not. Nothing else needs to be imported first.
+    """Returns the program in a .pt2 file, rewritten or not. No other import is needed before.
 
-    Reading a file runs nothing it brings: tensors are read as bytes, and a file that needs more is refused.
+    No code of the file is run: tensors are read as bytes, and a file that needs a pickle is refused.
 
     Args:
         path: the file.
-        trust_pickle: read the file with torch.export's own reader, which runs whatever code the file brings: pickles
+        trust_pickle: read the file with torch.export's own reader, which runs code in the file: pickles
             with classes of their own, custom objects, compiled libraries. For files of people you trust.
 
     Raises:
@@ -32,7 +32,7 @@ def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
     """Returns the .pt2 file a program was written to; `mxfp8_graph.load` reads it, in any process.
 
-    After an error an existing file is as it was, and there is no half of a new one.
+    After an error an existing file is unchanged, and no part of a new one is left.
 
     Args:
         program: rewritten or not.

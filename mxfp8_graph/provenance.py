@@ -1,4 +1,4 @@
-"""What a rewritten model records about how it was made, under the same keys in ONNX metadata and in .pt2 programs."""
+"""The record of a rewrite in the rewritten model, under the same keys in ONNX metadata and in .pt2 programs."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ RECIPE_KEY: Final = "mxfp8_graph.recipe"
 VERSION_KEY: Final = "mxfp8_graph.version"
 CONTRACT_KEY: Final = "mxfp8_graph.contract_version"
 DIALECT_KEY: Final = "mxfp8_graph.dialect"
-"""What an ONNX file was written as: "mxfp8" is our nodes with their function bodies; see `mxfp8_graph.convert`."""
+"""Dialect of an ONNX file: "mxfp8" is our nodes with their function bodies; see `mxfp8_graph.convert`."""
 LOST_KEY: Final = "mxfp8_graph.lost"
-"""What conversions have lost since the rewrite; absent where nothing is."""
+"""Losses of conversions after the rewrite; absent if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """How a model was rewritten."""
+class RewriteRecord:
+    """The record of a rewritten model."""
 
     node: str
-    """The first node that says so."""
+    """Name of the first rewritten node."""
     recipe: str | None
-    """As JSON, or None if it is not recorded."""
+    """The recipe as JSON, or None if it is not recorded."""
     packed: bool = True
-    """Weights are packed; otherwise the model was prepared for training."""
+    """Whether weights are packed; otherwise the model was prepared for training."""
     training: bool = False
-    """What is packed is frozen and passes gradients on, so that the rest can be trained."""
+    """Whether gradients pass through the packed weights, which are frozen, to train other parameters."""
 
 
 def entries(recipe: str | None, dialect: str | None = None) -> dict[str, str]:
-    """Returns what to record: recipe (as JSON) and dialect if known, the version of this tool and that of the nodes."""
+    """Returns the record as key -> text: the recipe (JSON) and dialect, if known, and versions of tool and nodes."""
     values = {VERSION_KEY: __version__, CONTRACT_KEY: str(contract.VERSION)}
     if dialect is not None:
         values[DIALECT_KEY] = dialect

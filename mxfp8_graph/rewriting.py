@@ -1,4 +1,4 @@
-"""rewrite(): the one call, whatever the model is. Chooses the front end; the front ends know nothing of each other."""
+"""rewrite(): selects the front end by the kind of the model. The front ends do not import each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mxfp8_graph.file_reading import Pins, is_any_of
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.options import GivenWeights, Options, Progress
+from mxfp8_graph.options import CheckpointWeights, Options, Progress
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
@@ -77,6 +77,7 @@ def rewrite(
         is_module = isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
         first = "pass torch.export.export(model, inputs)" if is_module else "load the model first"
         raise ContractError("rewrite", what, expected=expected, advice=first)
+    # ONNX models have no gradients; only an exported program can be trained.
     if training and not kind.is_program:
         what = "an ONNX model, which cannot be trained"
         where = model if kind.is_file else "rewrite"
@@ -88,6 +89,7 @@ def rewrite(
     name = "program" if kind.is_program else "model"
     copy_to = Path(output) if output else None
     if kind.is_file:
+        # The model is at its output already, so there is nothing to copy.
         copy_to = None if copy_to is None or is_any_of(copy_to, [Path(model)]) else copy_to
         model = Path(model)
         name = str(model)
@@ -102,12 +104,13 @@ def rewrite(
         allow_nonfinite=allow_nonfinite,
         training=training,
         trust_pickle=trust_pickle,
-        given=_given(weights, weight_names),
+        weights=_load_weights(weights, weight_names),
         progress=progress,
     )
-    if options.given is not None and options.output is not None:
-        options.given.keep(options.output)
+    if options.weights is not None and options.output is not None:
+        options.weights.keep(options.output)
     if kind.is_program:
+        # Imported on use, so that a rewrite of an ONNX model does not load torch, and the reverse.
         from mxfp8_graph.torch_pass import rewrite_torch
 
         return rewrite_torch(model, chosen, options)
@@ -122,12 +125,14 @@ def rewrite(
     return model if report.already_rewritten else graphsurgeon.to_graph(rewritten), report
 
 
-def _given(weights: str | Path | None, names: str | Path | Mapping[str, str] | None) -> GivenWeights | None:
+def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, str] | None) -> CheckpointWeights | None:
     """Returns the weights of a checkpoint, or None without one."""
     if weights is None:
         if names is not None:
             advice = ("pass ", Option("weights"), " too")
-            raise ContractError("rewrite", "names of weights alone", expected="a checkpoint", advice=advice)
+            raise ContractError(
+                "rewrite", "names of weights without a checkpoint", expected="a checkpoint", advice=advice
+            )
         return None
     from mxfp8_graph.packed.checkpoint import open_checkpoint, read_json
     from mxfp8_graph.packed.comfy import MARKER
@@ -142,7 +147,7 @@ def _given(weights: str | Path | None, names: str | Path | Mapping[str, str] | N
             raise ContractError("weight_names", what, expected=expected, advice="correct it")
     checkpoint = open_checkpoint(weights)
     checkpoint.require_mxfp8()
-    return GivenWeights(
+    return CheckpointWeights(
         where=str(weights),
         weights=checkpoint.weights,
         names=names or {},

@@ -1,4 +1,4 @@
-"""How the command line talks: results on stdout, everything else on stderr, for terminals, pipes and files alike."""
+"""Output of the command line: results on stdout, everything else on stderr, for terminals, pipes and files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mxfp8_graph.options import Progress as ProgressCallback
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Returns a console that prints text as it is, and does not fold what goes into a pipe or a file."""
+    """Returns a console that prints text without markup, and does not fold lines in a pipe or a file."""
     result = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not result.is_terminal:
         result.width = 10_000
@@ -33,19 +33,19 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def say(message: str) -> None:
-    """Prints a message on stderr, on the terminal's terms: never folded, never interpreted."""
+    """Prints a message on stderr without folding lines or interpreting markup."""
     lines = "\n".join(map(printable, message.split("\n")))
     console(stderr=True).print(Text(lines), soft_wrap=True)
 
 
 MOST_LINES: Final = 2000
-"""Lines of a list that a terminal is shown."""
+"""Lines of a list that a terminal shows."""
 
 
 def show(result: RenderableType, *, fold: bool = True, stderr: bool = False) -> None:
     """Prints a result on stdout; into a pipe or a file without the blanks that fill up table cells.
 
-    A list goes into these whole; a terminal has its first lines, and is told how many there are.
+    A pipe or a file gets a list whole; a terminal shows its first lines and the number of the others.
     """
     out = console(stderr=stderr)
     if out.is_terminal:
@@ -68,11 +68,12 @@ def _first_lines(text: Text) -> Text:
 
 @contextlib.contextmanager
 def progress_bar(*, steps: bool = False) -> Iterator[ProgressCallback | None]:
-    """Yields what to call after each weight: a bar on stderr, or None where nobody would see it.
+    """Yields a callback for progress, which updates a bar on stderr, or None if stderr is no terminal.
 
-    With `steps` it counts not bytes alone: another total begins another count.
+    With `steps` it counts steps and not only bytes: a new total restarts the count.
     """
     err = console(stderr=True)
+    # No bar in logs: it would be thousands of lines.
     if not err.is_terminal:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Packs weights a slice of rows at a time: a weight need never be in memory as a whole. Knows no graph library."""
+"""Packs weights in slices of rows, so that a weight need not be in memory as a whole. Knows no graph library."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mxfp8_ops.formats import BLOCK_SIZE
 Array = npt.NDArray[Any]
 
 _LARGEST_FINITE: Final = {"e4m3": 0x7E, "e5m2": 0x7B}
-"""The largest code without its sign that is a number."""
+"""Largest finite code of a format, without the sign bit."""
 
 _CHECKED_ROWS: Final = 256
-"""How many rows are looked at at once for what is not finite."""
+"""Rows that are checked at once for NaN and Inf."""
 
 SLICE_BYTES: Final = 32 << 20
-"""How much of a weight is read at once."""
+"""Bytes of a weight, as float32, that are read at once."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales, and what packing it cost."""
+    """A weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales, with its quantization error."""
 
     elements: npt.NDArray[np.uint8]
     scales: npt.NDArray[np.uint8]
@@ -50,25 +50,26 @@ class Packed:
         return float((self.noise / self.signal) ** 0.5) if self.signal else 0.0
 
 
-def take(given: StoredWeight, *, allow_nonfinite: bool) -> Packed:
-    """Returns a weight that is packed already, byte for byte; how far it is from what it was made of is unknown.
+def take(weight: StoredWeight, *, allow_nonfinite: bool) -> Packed:
+    """Returns the bytes of a packed weight; its quantization error is unknown (NaN).
 
     Raises:
         NonFiniteError: an element or a scale is NaN or Inf and `allow_nonfinite` is false.
         ContractError: its file cannot be read.
     """
-    packed = Packed(given.elements, given.scales, math.nan, math.nan)
+    packed = Packed(weight.elements, weight.scales, math.nan, math.nan)
     if not allow_nonfinite:
-        largest = _LARGEST_FINITE[given.element_format]
+        largest = _LARGEST_FINITE[weight.element_format]
         for what, codes, most, mask in (
             ("scale", packed.scales, 254, 0xFF),
             ("element", packed.elements, largest, 0x7F),
         ):
+            # In slices: `codes & mask` of a whole weight would be a copy of it.
             for row in range(0, codes.shape[0], _CHECKED_ROWS):
                 if codes.size and int((codes[row : row + _CHECKED_ROWS] & mask).max()) > most:
-                    found = f"a {what} that is NaN or Inf"
+                    problem = f"a {what} that is NaN or Inf"
                     advice = ("repair the checkpoint, or pass ", Option("allow_nonfinite", True), " to keep it")
-                    raise NonFiniteError(f"weight {given.name!r}", found, expected="finite values", advice=advice)
+                    raise NonFiniteError(f"weight {weight.name!r}", problem, expected="finite values", advice=advice)
     return packed
 
 
@@ -85,11 +86,11 @@ class Rows:
     """(which matrix, first row, last row + 1) -> those rows; valid until the next call. None where only sizes are
     wanted."""
     index: Callable[[tuple[int, ...]], list[int]] = list
-    """Where in the stored tensor the value at an index of the stack is."""
+    """Maps an index of the stack to the index of the same value in the stored tensor."""
 
 
 def packed_bytes(shape: Sequence[int], *, transposed: bool) -> int:
-    """Returns how many bytes a weight takes once packed: its elements and its scales.
+    """Returns the bytes of a packed weight: its elements and its scales.
 
     Args:
         shape: [..., N, K], or [..., K, N] if `transposed`.
@@ -129,6 +130,7 @@ def pack(
     n, k = (width, height) if transposed else (height, width)
     elements = np.empty((*lead, n, k), np.uint8)
     scales = np.empty((*lead, n, scale_count(k)), np.uint8)
+    # A dry run has sizes only; np.empty does not touch its memory, so the system never provides it.
     if rows.read is None:
         return Packed(elements, scales, math.nan, math.nan)
     signal = noise = 0.0
@@ -138,6 +140,7 @@ def pack(
         for start in range(0, height, step):
             stop = min(start + step, height)
             matrix = rows.read(at, start, stop)
+            # In float32 and before rounding, so that the values are rounded once.
             if factor != 1.0:
                 matrix = matrix.astype(np.float32) * np.float32(factor)
             part = cpu.pack(matrix, transposed=transposed, element_format=element_format, scale_rounding=scale_rounding)
@@ -158,7 +161,7 @@ def pack(
 
 
 def unswizzled(stored: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:
-    """Returns [rows, columns] scales from the tiles that NVIDIA's block scaled matmuls read them in.
+    """Returns [rows, columns] scales from the tiles of NVIDIA's block-scaled matmuls.
 
     Rows are in tiles of 128 and scales in tiles of 4, zero-padded, with 32 x 4 x 4 values to a tile:
 

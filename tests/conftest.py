@@ -38,7 +38,7 @@ CANNOT = {
     "onnxruntime": (
         (1, 24),
         r"Unsupported model IR version|Opset \d+ is under development|No corresponding Numpy type|ReduceMax node"
-        r"|a profile that is no JSON|quantization\.matmul_nbits_quantizer"
+        r"|a profile that is not JSON|quantization\.matmul_nbits_quantizer"
         r"|only supports past_key and present_key both",
     ),
     "onnx": ((1, 21), r"which onnx \S+ knows|No Op registered for \w+ with domain_version"),

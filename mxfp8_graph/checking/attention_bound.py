@@ -1,4 +1,4 @@
-"""How far a kernel of MXFP8Attention may be from the exact result, in ONNX nodes; `mxfp8_ops.attention` derives it."""
+"""Error bound of a kernel of MXFP8Attention, computed by ONNX nodes; `mxfp8_ops.attention` derives it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROUNDOFF: Final = 2.0**-24
 _SEEN: Final = 104.0
 """A key whose score is this far below the highest has a weight of 0 in float32."""
 _EXP_UNITS: Final = 8.0
-"""What an exponential is off by, in units of 2^-24 of itself."""
+"""Largest error of an exponential, in units of 2^-24 of its value."""
 
 
 class Nodes(Protocol):
@@ -30,7 +30,7 @@ class Nodes(Protocol):
 def attention_bound(
     g: Nodes, inputs: Mapping[str, str], presents: tuple[str, str], attributes: Mapping[str, Any]
 ) -> str:
-    """Returns a bound per value of Y, without what storing it rounds.
+    """Returns the name of a bound per value of Y [B, T, Hq * D], without the rounding to the dtype of Y.
 
     It is looser than `attention_error_bound`, and needs no scores: |q . k| <= |q| |k|, and a mean of values is at most
     the largest of them.
@@ -52,7 +52,7 @@ def attention_bound(
     factor = g.constant(abs(scale)) if scale else g("Reciprocal", g("Sqrt", d))
     products = g("Mul", products, factor)  # [B, Hq, S, 1], at least |scale q . k| for every key
 
-    # Of a score that counts, and of what becomes of it up to its exponential: absolute, and so a weight's relative one.
+    # The absolute error of a score that counts, up to its exponential; it is the relative error of a weight.
     size = g("Add", products, g.constant(_SEEN))
     mask = g("Cast", inputs["attn_mask"], to=TensorProto.FLOAT)
     last = g.constant([-1], np.int64)
@@ -64,11 +64,14 @@ def attention_bound(
 
     total = g("Cast", g("Shape", key, start=2, end=3), to=TensorProto.FLOAT)
     terms = g("Add", g("Mul", total, g.constant(2)), g.constant(32))
+    # Half a unit in the last place of bfloat16, which weights are rounded to there.
     rounded = 2.0**-8 if attributes["activation_dtype"] == contract.BFLOAT16 else 0.0
     growth = g("Add", g("Mul", terms, g.constant(2.02 * _ROUNDOFF * (1 + rounded))), g.constant(rounded))
     # (1 + off) (1 + growth) / (1 - off) - 1
     above = g("Sum", g("Mul", off, g.constant(2)), growth, g("Mul", off, growth))
     relative = g("Div", above, g("Sub", g.constant(1), off))
+    # From off = 1 on the formula has no meaning; two means of the same values differ by at most twice the largest of
+    # them.
     relative = g("Where", g("Less", off, g.constant(1)), relative, g.constant(2))
     largest = g("ReduceMax", g("Abs", value), g.constant([2], np.int64), keepdims=1)
     bound = g("Mul", g("Min", relative, g.constant(2)), largest)
@@ -81,7 +84,7 @@ def _length(g: Nodes, x: str) -> str:
 
 
 def _of_q_heads(g: Nodes, x: str, attributes: Mapping[str, Any]) -> str:
-    """Returns x [B, Hkv, P + T, D] with every head repeated for the heads of Q that share it."""
+    """Returns x [B, Hkv, P + T, D] as [B, Hq, P + T, D]: every head repeated for the heads of Q that share it."""
     each = attributes["q_num_heads"] // attributes["kv_num_heads"]
     apart = g("Unsqueeze", x, g.constant([2], np.int64))
     repeated = g("Concat", *(apart,) * each, axis=2)

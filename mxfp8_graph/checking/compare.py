@@ -1,4 +1,4 @@
-"""How far two results are apart. Every number that is reported is defined here."""
+"""The differences of two results. Every number that is reported is defined here."""
 
 from __future__ import annotations
 
@@ -42,13 +42,16 @@ class Difference:
 
 def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Difference:
     """Returns how far `result` is from `reference`, computed in float64; the shapes must be the same."""
+    # In float64: in float32 the sum over a large output would itself be off by more than some errors that are reported.
     a, b = reference.astype(np.float64).ravel(), result.astype(np.float64).ravel()
+    # Equal infinities and NaN at the same place are no difference.
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     both = np.isfinite(a) & np.isfinite(b)
     nonfinite = int(np.count_nonzero(~both & ~same))
     a, b = a[both], b[both]
     norm_a, norm_b, distance = (float(np.linalg.norm(v)) for v in (a, b, b - a))
     nonzero = norm_a > 0 and norm_b > 0
+    # Rounding can take the cosine of equal vectors past 1.
     cosine = float(np.clip((a / norm_a) @ (b / norm_b), -1, 1)) if nonzero else float(norm_a == norm_b)
     relative = distance / norm_a if norm_a else (math.inf if distance else 0.0)
     largest = float(np.abs(b - a).max(initial=0))
@@ -64,6 +67,7 @@ def top1_agreement(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> flo
 
     Rows with a NaN have no largest value and are left out; NaN if no row is left.
     """
+    # argmax of a row with NaN is the index of the NaN.
     rows = ~(np.isnan(reference.astype(np.float64)) | np.isnan(result.astype(np.float64))).any(-1)
     same = reference[rows].argmax(-1) == result[rows].argmax(-1)
     return float(np.mean(same)) if same.size else math.nan
@@ -82,12 +86,13 @@ def softmax_kl(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:
 
 def _log_softmax(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     shifted = values.astype(np.float64)
+    # So that no exponential overflows.
     shifted = shifted - shifted.max(-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
 
 
 def sameness(values: npt.NDArray[Any]) -> str | None:
-    """Returns what makes a comparison with `values` prove little, in words, or None: they vary, or are few."""
+    """Returns why a comparison with `values` proves little ("zero everywhere"), or None if they vary or are few."""
     if values.size < 2:
         return None
     numbers = values.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Which values an integer input may take: those that stay inside every table it indexes.
+"""The values that an integer input may take: indices that are inside of every table it indexes.
 
 Follows each integer input forward through ops that only move values around (Cast, Reshape, Slice, Where, ...) or shift
 them by a constant (Add, Sub), into subgraphs and local functions, to the ops that index a table with them.
@@ -27,7 +27,7 @@ _MOVES: Final = {
     **dict.fromkeys(["Concat", "Min", "Max"]),
     "Where": (1, 2),
 }
-"""Op -> the inputs whose values the outputs are made of; None is all of them."""
+"""Op -> the inputs whose values its outputs have; None stands for all inputs."""
 
 _TABLES: Final = {
     "Gather": ((0, 1, "axis"),),
@@ -42,13 +42,13 @@ _TABLES: Final = {
 """Op -> (input that is the table, input that indexes it, attribute that says along which axis)."""
 
 _MOST_INDEX: Final = 2**62
-"""Far from what overflows 64 bits."""
+"""Largest index that is considered; sums with it stay far below 2^63."""
 
 _MOST_ORIGINS: Final = 1000
-"""A value made of more than this is not followed: sums of sums may double it with each."""
+"""Origins of one value beyond which it is not followed: each sum of sums may double their number."""
 
 Origins = dict[str, set[tuple[str, int]]]
-"""Value name -> (graph input it comes from, what was added to it)."""
+"""Value name -> pairs of (graph input that it comes from, number that was added to it)."""
 
 
 def index_ranges(model: ModelProto, where: str = "model") -> dict[str, range]:
@@ -59,6 +59,7 @@ def index_ranges(model: ModelProto, where: str = "model") -> dict[str, range]:
     Raises:
         ContractError: onnx cannot read the model, which errors call `where`.
     """
+    # Lengths of tables come from inferred shapes, since a table may be computed from an initializer.
     model = onnx_calls.infer_shapes(_inlined(model), where, [])
     walk = _Walk(model)
     for name in (i.name for i in model.graph.input if _is_integer(i.type.tensor_type.elem_type)):
@@ -81,6 +82,7 @@ class _Walk:
             for table, index, axis in _TABLES.get(node.op_type, ()):
                 if index < len(node.input) and table < len(node.input):
                     self._bound(node.input[index], self._length(node, table, axis))
+            # OneHot's depth is a value and not the length of a table.
             if node.op_type == "OneHot" and len(node.input) > 1:
                 depth = self.constants.get(node.input[1])
                 if depth is not None:
@@ -109,18 +111,21 @@ class _Walk:
                 self._join([own.name], [result])
 
     def _join(self, sources: Iterable[str], targets: Iterable[str], shift: int = 0) -> None:
-        found = {(name, by + shift) for source in sources for name, by in self.origins.get(source, ())}
-        if 0 < len(found) <= _MOST_ORIGINS:
+        origins = {(name, by + shift) for source in sources for name, by in self.origins.get(source, ())}
+        if 0 < len(origins) <= _MOST_ORIGINS:
             for target in targets:
-                self.origins.setdefault(target, set()).update(found)
+                self.origins.setdefault(target, set()).update(origins)
 
     def _bound(self, indices: str, length: int) -> None:
         for name, shift in self.origins.get(indices, ()):
+            # An index shifted by a constant has to stay inside of [0, length).
             low, high = max(0, -shift), length - shift
-            known = self.ranges.get(name, range(low, high))
-            low, high = max(known.start, low), min(known.stop, high)
+            bounds = self.ranges.get(name, range(low, high))
+            # The intersection over all tables: one id goes to each of them.
+            low, high = max(bounds.start, low), min(bounds.stop, high)
             if high > _MOST_INDEX:
                 continue
+            # Never empty: tables that contradict each other would leave no value to try.
             self.ranges[name] = range(low, max(high, low + 1))
 
     def _length(self, node: NodeProto, table: int, axis_name: str | None) -> int:
@@ -142,6 +147,7 @@ def _inlined(model: ModelProto) -> ModelProto:
         return copy
     try:
         return onnx_calls.inline(copy, [(function.domain, function.name) for function in foreign], "model")
+    # A model that cannot be inlined still has ranges for what its main graph indexes.
     except ContractError:
         return copy
 

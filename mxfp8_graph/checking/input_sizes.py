@@ -1,4 +1,4 @@
-"""How long each dimension of a synthesised input is."""
+"""Sizes of the dimensions of synthesised inputs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ Dim = int | str | None
 BATCH: Final = 2
 SEQUENCE: Final = 16
 PAST: Final = 8
+# The input size of most image models.
 IMAGE: Final = 224
 CHANNELS: Final = 3
 
@@ -70,14 +71,14 @@ class Sizes:
         return SEQUENCE
 
     def batches(self) -> list[str]:
-        """Returns the dimensions that have the size of a batch by rule 5 or 6, as a user names them."""
-        found = set()
+        """Returns the dimensions to which rule 5 or 6 gives the size of a batch, by dim_param or as INPUT.AXIS."""
+        dimensions = set()
         for name, dims in self._inputs.items():
             for axis, dim in enumerate(dims):
                 plain = not isinstance(dim, int) and _expression(dim or "") is None
                 if plain and self._default(name, axis, str(dim or "")) == BATCH:
-                    found.add(str(dim or f"{name}.{axis}"))
-        return sorted(found - self._overrides.keys())
+                    dimensions.add(str(dim or f"{name}.{axis}"))
+        return sorted(dimensions - self._overrides.keys())
 
     def option(self, name: str) -> Option:
         """Returns how a user sets the free dimensions of input `name`: shapes={"batch": 2, "input_ids.1": 16}."""
@@ -95,7 +96,7 @@ class Sizes:
         if dim is None:
             return self._default(name, axis, "")
         if dim not in self._memo:
-            self._memo[dim] = SEQUENCE  # what a size gets that is defined through itself
+            self._memo[dim] = SEQUENCE  # ends the recursion of a size that is defined through itself
             self._memo[dim] = self._evaluate(name, axis, dim)
         return self._memo[dim]
 
@@ -106,7 +107,9 @@ class Sizes:
         return max(0, _value(terms, lambda symbol: self._size(name, axis, symbol)))
 
     def _default(self, name: str, axis: int, dim: str) -> int:
+        # Decoders take a mask over cache and tokens; exporters give its length a name of its own, which says nothing.
         mask = "attention_mask" in name and axis == len(self._inputs[name]) - 1 and self._has_past()
+        # A name that another input has too is the sequence's, and both must have one size.
         shared = any(dim and dim in dims for other, dims in self._inputs.items() if other != name)
         if "total" in dim.lower() or (mask and not shared):
             return self.past + self.sequence
@@ -134,21 +137,22 @@ class Sizes:
         free = {f"{n}.{a}" for n, dims in self._inputs.items() for a, d in enumerate(dims) if not isinstance(d, int)}
         for key, size in self._overrides.items():
             if key not in self._symbols() and key not in free:
-                known = ", ".join(sorted(self._symbols()) or sorted(free))
-                what = f"no dimension {key!r}" if known else f"no dimension {key!r}: every dimension is fixed"
-                expected = f"one of {known} (or INPUT.AXIS)" if known else "no sizes"
-                advice: tuple[str | Option, ...] = ("correct the name",) if known else ("drop ", Option("shapes"))
+                choices = ", ".join(sorted(self._symbols()) or sorted(free))
+                what = f"no dimension {key!r}" if choices else f"no dimension {key!r}: every dimension is fixed"
+                expected = f"one of {choices} (or INPUT.AXIS)" if choices else "no sizes"
+                advice: tuple[str | Option, ...] = ("correct the name",) if choices else ("drop ", Option("shapes"))
                 raise ShapeError(where, what, expected=expected, advice=advice)
             if size < 0:
                 raise ShapeError(where, f"dimension {key} = {size}", expected="0 or more", advice="correct it")
 
 
 def _expression(dim: str) -> ast.expr | None:
-    """Returns a dim_param that computes with others as a tree, None if it is a plain name."""
+    """Returns the syntax tree of a dim_param such as "past + sequence"; None if it is a plain name."""
     try:
         tree = ast.parse(dim, mode="eval").body
     except (SyntaxError, ValueError, RecursionError):
         return None
+    # A dim_param is text of a file that anyone may have made: it is parsed and never evaluated by Python.
     allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
     legal = all(
         isinstance(node, allowed) and (not isinstance(node, ast.Constant) or isinstance(node.value, int))
@@ -166,5 +170,6 @@ def _value(tree: ast.expr, size: Callable[[str], int]) -> int:
             return left + right
         if isinstance(tree.op, ast.Sub):
             return left - right
+        # A division by 0 becomes one by 1: a size has to come out, and the model itself says whether it fits.
         return left * right if isinstance(tree.op, ast.Mult) else left // max(right, 1)
     return int(tree.value) if isinstance(tree, ast.Constant) and isinstance(tree.value, int) else 0

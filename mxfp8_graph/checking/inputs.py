@@ -1,4 +1,4 @@
-"""Inputs to try a model on: given in an .npz file, or synthesised so that the model accepts them.
+"""Inputs of a model: read from an .npz file, or synthesised so that the model accepts them.
 
 Synthesised inputs are deterministic. Sizes: see `Sizes`. Values: floats are normal(0, 1); integers that index a table
 stay inside it (`index_ranges.py`); position ids count up; masks, booleans and other integers are one; images in uint8
@@ -65,6 +65,7 @@ def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]
     initializers = {tensor.name for tensor in model.graph.initializer}
     specs = []
     for value in model.graph.input:
+        # Before IR version 4 every initializer is also an input, with a default value.
         if value.name in initializers:
             continue
         tensor = value.type.tensor_type
@@ -90,15 +91,15 @@ def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a model takes."""
+    """The inputs of a model."""
 
     name: str
-    """What to call the model in messages."""
+    """Name of the model in messages."""
     specs: list[InputSpec]
     ranges: Mapping[str, range]
-    """The values that integer inputs may take, where that is limited."""
+    """The values that integer inputs may take, by name, where they index tables."""
     rewritten: bool = False
-    """Whether the model is a result of ours."""
+    """Whether the model was rewritten."""
 
     @classmethod
     def of(cls, opened: OpenedModel) -> Signature:
@@ -133,6 +134,7 @@ def synthesise(
     left = MOST_BYTES
     for spec in specs:
         shape = sizes.shape(spec.name)
+        # Checked before anything is allocated, and over all inputs: each alone may be small enough.
         left -= math.prod(shape) * spec.dtype.itemsize
         if left < 0:
             what = f"input {spec} would be {shape}"
@@ -155,6 +157,7 @@ def _is_free(spec: InputSpec) -> bool:
 
 def _fill(spec: InputSpec, shape: tuple[int, ...], bounds: range | None, past: int, rng: np.random.Generator) -> Array:
     name, dtype = spec.name.lower(), spec.dtype
+    # Position ids count up from the end of the cache; random ones would repeat and skip positions.
     if "position" in name and dtype.kind in "iu":
         steps = np.broadcast_to(np.arange(shape[-1] if shape else 1) + past, shape or (1,)).reshape(shape)
         return (np.clip(steps, bounds.start, bounds.stop - 1) if bounds else steps).astype(dtype)
@@ -171,17 +174,18 @@ def _fill(spec: InputSpec, shape: tuple[int, ...], bounds: range | None, past: i
 
 
 def load_arrays(path: Path) -> Any:
-    """Returns what `numpy.load` does of an .npy or .npz file; an archive whole, as a dict.
+    """Returns the array of an .npy file, or the arrays of an .npz file as a dict.
 
     NumPy allocates what the header of an array claims before it reads a value. So no header may claim more than is
     there, and no archive unpack to more than 1 GiB, or 100 times its size.
 
     Raises:
-        ShapeError: the file cannot be read, is damaged, or is no file of plain arrays.
+        ShapeError: the file cannot be read, is damaged, or has something else than plain arrays.
     """
     kind, save = (".npz", "numpy.savez") if path.suffix == ".npz" else (".npy", "numpy.save")
     try:
         with open_regular(path) as source:
+            # By content: NumPy reads either kind under any suffix.
             is_archive, size = source.read(2) == b"PK", source.seek(0, 2)
             if not is_archive:
                 _check_header(source, size)
@@ -190,7 +194,7 @@ def load_arrays(path: Path) -> Any:
             with zipfile.ZipFile(source) as archive:
                 total, most = sum(info.file_size for info in archive.infolist()), max(MOST_BYTES, 100 * size)
                 if total > most:
-                    raise ValueError(f"{size} bytes that unpack to {total}; at most {most} may be")
+                    raise ValueError(f"{size} bytes that unpack to {total}; the limit is {most}")
                 for info in archive.infolist():
                     with archive.open(info) as member:
                         _check_header(member, info.file_size)
@@ -209,6 +213,7 @@ def _check_header(file: IO[bytes], size: int) -> None:
     if file.read(6) != np.lib.format.MAGIC_PREFIX:
         return  # no array, as NumPy will say
     file.seek(0)
+    # Versions 2 and 3 of the format differ in the encoding of names alone.
     first = np.lib.format.read_magic(file) == (1, 0)
     read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(file)
@@ -249,6 +254,7 @@ def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str
     checked: Inputs = {}
     for spec in specs:
         array = np.asarray(arrays[spec.name])
+        # NumPy has no bfloat16, so .npz files hold its bits as uint16, or as void if ml_dtypes wrote them.
         if spec.dtype == BFLOAT16 and array.dtype.itemsize == 2 and array.dtype.kind in "uV":
             array = array.view(BFLOAT16)
         if array.dtype != spec.dtype:
@@ -267,6 +273,8 @@ def _check_shape(shape: tuple[int, ...], spec: InputSpec, seen: dict[str, tuple[
         raise ShapeError(where, f"{spec.name!r} has shape {list(shape)}", expected=str(spec), advice="reshape it")
     for size, dim in zip(shape, spec.dims, strict=True):
         if isinstance(dim, str):
+            # One size for each dim_param, over all inputs: ONNX Runtime checks that too late, and by the name of a
+            # node.
             first, owner = seen.setdefault(dim, (size, spec.name))
             if first != size:
                 what = f"{spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}"

@@ -1,4 +1,4 @@
-"""Every MXFP8 node's kernel against its own function body, on the same inputs, inside one ONNX Runtime session.
+"""Compares the kernel of every MXFP8 node with its function body, on the same inputs, in one ONNX Runtime session.
 
 Comparing the two at the model's outputs proves little: a difference in the last bit of a float32 sum may round the
 next layer's element the other way, and that is a whole step of the element format, so two correct executions drift
@@ -39,12 +39,12 @@ _AT_ONCE: Final = 16
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What one node's kernel did against its body."""
+    """The comparison of one node's kernel with its function body."""
 
     name: str
     op: str
     excess: float
-    """Where there is a bound: the largest difference, in units of it. The others: values that differ."""
+    """The largest difference, in units of the bound; for an op without one, the number of values that differ."""
     kernel: str = ""
     """The instruction set its kernel ran on, and the gemm kernels: "avx512 gemm_f32"."""
 
@@ -65,7 +65,7 @@ class NodeCheck:
         return {"name": self.name, "op": self.op, "kernel": self.kernel, "excess": excess, "passed": self.passed}
 
     def __str__(self) -> str:
-        """Returns what is wrong, for a list of failures."""
+        """Returns the failure in words."""
         if self.has_bound:
             return f"{self.op} {self.name!r}: kernel and function body differ by {self.excess:.3g} times the bound"
         return f"{self.op} {self.name!r}: kernel and function body differ in {self.excess:.0f} values; expected none"
@@ -94,6 +94,7 @@ def _checks(
 ) -> list[NodeCheck]:
     """Returns the checks of some of the MXFP8 nodes, which are counted from 0."""
     instrumented, nodes = _instrumented(model, chosen)
+    # Unoptimized, so that every node runs as the file has it.
     session = Session(instrumented, kernels=True, where=where, folder=folder, optimize=False)
     with cpu.profiled() as written:
         values = session.run(inputs)
@@ -117,16 +118,19 @@ def _result(index: int) -> str:
 
 
 def _instrumented(model: ModelProto, chosen: range) -> tuple[ModelProto, list[NodeProto]]:
-    """Returns the model with nothing but checks as outputs, and the nodes that they are of, in order."""
+    """Returns (the model with checks as its only outputs, the nodes that are checked, in order)."""
     copy = ModelProto()
     copy.CopyFrom(model)
     opset = next(entry.version for entry in copy.opset_import if entry.domain in STANDARD)
     nodes = [node for node in copy.graph.node if node.domain == contract.DOMAIN][chosen.start : chosen.stop]
     needed = sorted({node.op_type for node in nodes} | {*USED_BY_CHECKS})
+    # The model's own bodies are what other runtimes execute; ours fill in the helpers that a comparison needs and the
+    # model lacks.
     carried = {function.name: function for function in model.functions if function.domain == contract.DOMAIN}
-    for made in onnx_functions.functions(opset, needed):
-        copy.functions.append(_twin_of(carried.get(made.name, made)))
+    for reference in onnx_functions.functions(opset, needed):
+        copy.functions.append(_twin_of(carried.get(reference.name, reference)))
     copy.opset_import.append(helper.make_opsetid(BODY_DOMAIN, contract.VERSION))
+    # The checks are scalars: no activation has to leave the session.
     del copy.graph.output[:]
     for index, node in zip(chosen, nodes, strict=True):
         check = Comparison(node, _result(index))
@@ -138,7 +142,7 @@ def _instrumented(model: ModelProto, chosen: range) -> tuple[ModelProto, list[No
 
 
 def _twin_of(function: FunctionProto) -> FunctionProto:
-    """Returns a function body in the domain of the twins, with the nodes that it is made of."""
+    """Returns a function body, and the MXFP8 nodes in it, in the domain of the twins."""
     twin = FunctionProto()
     twin.CopyFrom(function)
     twin.domain = BODY_DOMAIN

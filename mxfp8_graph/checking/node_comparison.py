@@ -16,14 +16,14 @@ BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
 """Domain of the twins: no kernel is registered for it, so ONNX Runtime must run the body."""
 
 USED_BY_CHECKS: Final = (DEQUANTIZE.name, GROUPED_WEIGHT_GEMM.name, QUANTIZE.name)
-"""Nodes of that domain that the comparisons need, whatever they compare."""
+"""Ops of that domain that every comparison may need."""
 
 LEAST: Final = 2.0**-149
 """The least float32."""
 
 
 def quantizes_results(op: Op) -> bool:
-    """Whether a node quantizes what it computes, which is its third output, rather than what it is given."""
+    """Whether a node quantizes the result of a computation (its third output), and not its input."""
     return op.quantizes and op is not QUANTIZE
 
 
@@ -36,7 +36,7 @@ class Comparison:
     """The nodes that compare one node with its twin."""
 
     def __init__(self, node: NodeProto, result: str) -> None:
-        """`result`: what to call the number that the comparison gives; the names of all other values begin with it."""
+        """`result`: name of the number that the comparison computes, and prefix of the names of all other values."""
         self.node = node
         self.nodes: list[NodeProto] = []
         self.constants: list[TensorProto] = []
@@ -44,12 +44,12 @@ class Comparison:
         self._result = result
         self._count = 0
         self._inputs = {port.name: name for port, name in zip(self._op.inputs, node.input, strict=False)}
-        given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        texts = {name: value.decode() for name, value in given.items() if isinstance(value, bytes)}
-        self.attributes: dict[str, Any] = {**self._op.attributes, **given, **texts}
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        texts = {name: value.decode() for name, value in attributes.items() if isinstance(value, bytes)}
+        self.attributes: dict[str, Any] = {**self._op.attributes, **attributes, **texts}
 
     def build(self) -> None:
-        """Adds the twin and the comparison, and gives the node the outputs that the graph leaves out."""
+        """Adds the twin and the comparison, and names outputs of the node that the graph omits and they need."""
         twin = NodeProto()
         twin.CopyFrom(self.node)
         twin.domain = BODY_DOMAIN
@@ -94,6 +94,7 @@ class Comparison:
         a, b = (self("Cast", name, to=TensorProto.FLOAT) for name in (ours, body))
         same = self("Or", self("Equal", a, b), self("And", self("IsNaN", a), self("IsNaN", b)))
         ratio = self("Div", self("Abs", self("Sub", a, b)), self("Mul", bound, self.constant(2)))
+        # Equal first: 0 / 0 where the bound is 0, and Inf - Inf, are NaN and no difference.
         ratio = self("Where", same, self.constant(0), self("Where", self("IsNaN", ratio), self.constant(np.inf), ratio))
         flat = self(
             "Concat", self("Reshape", ratio, self.constant([-1], np.int64)), self.constant([0.0]), axis=0
@@ -101,7 +102,7 @@ class Comparison:
         return self("ReduceMax", flat, keepdims=0)
 
     def _gemm_bound(self, dtype: str) -> str:
-        """Returns how far a gemm may be from the exact result: `numerics.gemm_error_bound`, or that of `fused`."""
+        """Returns the error bound of a gemm: `numerics.gemm_error_bound`, or that of `fused`."""
         left = self._left()
         magnitude = self._magnitude(self("Abs", left))
         k = self("Cast", self("Shape", left, start=-1), to=TensorProto.FLOAT)
@@ -119,14 +120,15 @@ class Comparison:
     def _quantized(self, pairs: Sequence[tuple[str, str]]) -> str:
         """Returns how far apart the values that are quantized are, in units of their bound; infinite if codes differ.
 
-        Those of the kernel are compared with the codes of its own values. So is the sum that a norm is of.
+        The kernel's codes are compared with those of its own values. The sum before a norm has to be equal too.
         """
         elements, scales, values, *total = pairs
         settings = {name: value for name, value in self.attributes.items() if name in QUANTIZE.attributes}
+        # The kernel's own values are quantized again by the reference body: its codes have to be those, to the bit.
         quantized = [self._unique("quantized") for _ in QUANTIZE.outputs]
-        given = self("Identity", values[0])
+        kernel_values = self("Identity", values[0])
         attributes = {**QUANTIZE.attributes, **settings}
-        self.nodes.append(helper.make_node(QUANTIZE.name, [given], quantized, domain=BODY_DOMAIN, **attributes))
+        self.nodes.append(helper.make_node(QUANTIZE.name, [kernel_values], quantized, domain=BODY_DOMAIN, **attributes))
         exact = [(elements[0], quantized[0]), (scales[0], quantized[1]), *total]
         if self._op.is_gemm:
             bound = self._gemm_bound("float32")
@@ -149,7 +151,7 @@ class Comparison:
         return self("Where", self("Greater", differing, self.constant(0)), self.constant(np.inf), ratio)
 
     def _norm_bound(self, x: str) -> str:
-        """Returns how far normalized values of rows of x may be from the exact ones: `fused.norm_error_bound`."""
+        """Returns the error bound of the normalized rows of x: `fused.norm_error_bound`."""
         last, unit = self.constant([-1], np.int64), fused.UNIT
         k = self("Cast", self("Shape", x, start=-1), to=TensorProto.FLOAT)
         d, mean = x, self.constant(0)
@@ -196,6 +198,7 @@ class Comparison:
         """Returns the sums of |a||b|, and |bias|; `left` holds the |a|."""
         elements, scales = self._inputs["B"], self._inputs["B_scales"]
         if (experts := self._inputs.get("experts")) is not None:
+            # Abs has no float8; float16 holds every element exactly.
             positive = self("CastLike", self("Abs", self("Cast", elements, to=TensorProto.FLOAT16)), elements)
             settings = {**GROUPED_WEIGHT_GEMM.attributes, "output_dtype": contract.FLOAT}
             operands = (left, positive, scales, experts)

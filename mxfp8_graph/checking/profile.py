@@ -1,4 +1,4 @@
-"""Which kernel each node of a model runs, on which instruction set, in which precision, and how long.
+"""Profiles of models: each node's kernel, instruction set, precision and time.
 
 Times are ONNX Runtime's own, or those of torch's ops called one by one; kernels are what the native library writes
 down.
@@ -19,12 +19,12 @@ from mxfp8_ops import contract, cpu, formats
 
 @dataclass(frozen=True, kw_only=True)
 class NodeProfile:
-    """One node, over some runs of its model."""
+    """One node, over several runs of its model."""
 
     name: str
     op: str
     operands: str
-    """What it multiplied: "e4m3 x e4m3", "float32 x float32"; empty if it multiplies nothing."""
+    """Dtypes of its product: "e4m3 x e4m3", "float32 x float32"; empty if it does not multiply."""
     kernel: str
     """The gemm kernels of the native library that ran; empty for other ops, and those of the framework."""
     isa: str
@@ -48,10 +48,10 @@ MULTIPLIES: Final = frozenset(
     | {"Attention", "MultiHeadAttention", "GroupQueryAttention", "MatMulNBits", "MatMulInteger", "MatMulIntegerToFloat"}
     | {"DynamicQuantizeMatMul", "QLinearMatMul", "QAttention", contract.ATTENTION.name}
 )
-"""Ops that are not ours, and our attention, of which the first two inputs are what is multiplied."""
+"""Ops of ONNX Runtime, and MXFP8Attention, whose first two inputs are multiplied."""
 
 _DTYPES: Final = {"float": "float32", "double": "float64", "Float8E4M3FN": "e4m3", "Float8E5M2": "e5m2"}
-"""ONNX Runtime's words and ours, where they differ."""
+"""ONNX Runtime's names of dtypes -> ours, where they differ."""
 
 
 def of_session(model: ModelProto, events: Sequence[Event], calls: Iterable[cpu.Call], runs: int) -> list[NodeProfile]:
@@ -60,10 +60,11 @@ def of_session(model: ModelProto, events: Sequence[Event], calls: Iterable[cpu.C
     Args:
         model: the model that ran; only attributes of its nodes are read.
         events: ONNX Runtime's, of these runs and perhaps of some before.
-        calls: what the native library wrote down in these runs.
+        calls: the calls that the native library recorded in these runs.
         runs: at least 1.
     """
     starts = sorted(event["ts"] for event in events if event["name"] == "model_run")
+    # The first run of a session is slower: it allocates memory and prepares kernels.
     since = starts[-runs]
     native = defaultdict(list, by_node(calls))
     rounded = _rounded(model)
@@ -91,10 +92,10 @@ def of_session(model: ModelProto, events: Sequence[Event], calls: Iterable[cpu.C
 
 def by_node(calls: Iterable[cpu.Call]) -> dict[str, list[cpu.Call]]:
     """Returns the calls of each node, by name."""
-    found: dict[str, list[cpu.Call]] = {}
+    by_name: dict[str, list[cpu.Call]] = {}
     for call in calls:
-        found.setdefault(call.name, []).append(call)
-    return found
+        by_name.setdefault(call.name, []).append(call)
+    return by_name
 
 
 def gemms_of(calls: Iterable[cpu.Call]) -> str:
@@ -108,7 +109,7 @@ def isas_of(calls: Iterable[cpu.Call]) -> str:
 
 
 def _rounded(model: ModelProto) -> dict[str, str]:
-    """Returns what nodes of ours round their activations to, by name."""
+    """Returns the dtype that MXFP8 nodes round their activations to, by node name."""
     return {
         node.name: formats.BFLOAT16.name
         for node in iter_nodes(model.graph.node)

@@ -1,4 +1,4 @@
-"""What each node of an exported program runs: ops called one by one, and what the native library writes down."""
+"""Profiles of exported programs: ops are called one by one, and the native library records its kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MULTIPLIES: Final = internals.op_names(
     "linear matmul mm addmm bmm baddbmm addbmm einsum scaled_dot_product_attention _grouped_mm _scaled_mm "
     "conv1d conv2d conv3d convolution lstm.input gru.input"
 )
-"""Ops of torch of which the first two tensors are what is multiplied, or of its dtype."""
+"""Ops of torch whose first two tensors are multiplied, or have the dtype of the product."""
 
 
 def of_program(module: GraphModule, inputs: Sequence[Any], runs: int) -> list[NodeProfile]:
@@ -32,6 +32,7 @@ def of_program(module: GraphModule, inputs: Sequence[Any], runs: int) -> list[No
     """
     profiler = _Profiler(module)
     with cpu.profiled() as profiler.written:
+        # The first run is not counted: first calls of kernels are slower.
         for _ in range(runs + 1):
             profiler.run(*inputs, enable_io_processing=False)
     return [
@@ -48,7 +49,7 @@ def of_program(module: GraphModule, inputs: Sequence[Any], runs: int) -> list[No
 
 
 class _Profiler(Interpreter):
-    """Runs a program node by node, and keeps what each did."""
+    """Runs a program node by node, and records the time and the kernels of each."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
@@ -72,7 +73,7 @@ class _Profiler(Interpreter):
 
 
 def _operands(node: Node, dtypes: Sequence[str]) -> str:
-    """Returns what a node multiplies, whose tensors have these dtypes."""
+    """Returns the dtypes of a node's product, "e4m3 x e4m3", or "". `dtypes` are those of its tensors."""
     name = internals.op_name(node)
     op = contract.TORCH_OPS.get(name)
     if op is None:

@@ -37,8 +37,8 @@ _MOVES: Final = frozenset(
 class TorchProgram(Runnable):
     """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file, and for `trust_pickle`.
 
-    What it writes to, a caller's program in memory shares: after each call that is as it was. So calls of one program,
-    and of another that was made from it, begin with the same.
+    A run may write to tensors that a caller's program in memory shares. They are restored after each call, so that runs
+    of one program, and of another that was made from it, begin with the same values.
     """
 
     def __init__(self, model: str | Path | ExportedProgram, *, trust_pickle: bool = False) -> None:
@@ -83,6 +83,7 @@ class TorchProgram(Runnable):
         try:
             yield
         finally:
+            # A parameter that requires a gradient refuses an in-place copy otherwise.
             with torch.no_grad():
                 for tensor, values in zip(self._written, before, strict=True):
                     tensor.copy_(values)
@@ -105,15 +106,15 @@ class TorchProgram(Runnable):
         return args, kwargs
 
     def placeholders(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
-        """Returns what the user's inputs of the program's graph are given, by name and in order."""
+        """Returns the arguments of the user's inputs, by name of the placeholder, in order."""
         return {
             s.arg.name: s.arg.value if isinstance(s.arg, ConstantArgument) else _tensor(inputs[s.arg.name])
             for s in self._inputs
         }
 
     def outputs_of(self, results: Sequence[Any]) -> Inputs:
-        """Returns the outputs by name, of all that the program's graph returns: among that is what it writes."""
-        return self._arrays([result for result, told in zip(results, self._returned, strict=True) if told])
+        """Returns the outputs by name, from all results of the program's graph, which include mutated tensors."""
+        return self._arrays([result for result, is_output in zip(results, self._returned, strict=True) if is_output])
 
     def _call(self, feeds: tuple[Any, Any]) -> Any:
         args, kwargs = feeds
@@ -130,7 +131,7 @@ class TorchProgram(Runnable):
 
 
 def unrunnable(name: str, error: Exception, advice: str | Sequence[str | Option]) -> BackendError:
-    """Returns the error that says what torch raised for a program, or for its inputs."""
+    """Returns the error for an exception that torch raised for a program or its inputs."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     expected = "inputs the program accepts" if advice is PASS_OTHERS else "a program as torch.export makes it"
     return BackendError(name, f"torch cannot run it: {reason}", expected=expected, advice=advice)
@@ -160,6 +161,7 @@ def _table_rows(placeholder: torch.fx.Node, program: ExportedProgram) -> range |
         node = stack.pop()
         for user in node.users:
             name = getattr(user.target, "_opname", "") if user.op == "call_function" else ""
+            # The smallest table of all limits the ids.
             if name == "embedding" and user.args[1] is node:
                 table: Any = user.args[0]
                 rows.append(int(table.meta["val"].shape[0]))

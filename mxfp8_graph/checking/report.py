@@ -1,4 +1,4 @@
-"""What a verification found."""
+"""The result of a verification."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ rewrites of real models, decoders of 24 layers among them, have .15 at most; a w
 
 @dataclass(frozen=True, kw_only=True)
 class OutputCheck:
-    """What became of one output: of several samples, that of the worst one, with the means of all."""
+    """The error of one output: for several samples, that of the worst one, with the means of all."""
 
     name: str
     dtype: str
@@ -33,12 +33,12 @@ class OutputCheck:
     kernel: Difference | None = None
     """With our kernels, against the function bodies."""
     sample: str = ""
-    """Which sample that is; "" if there is but one."""
+    """Name of that sample; "" if there is one only."""
     mean_relative_l2: float
-    """Of `rewritten`, over the samples."""
+    """Mean of `rewritten.relative_l2` over the samples."""
     mean_cosine: float
     limit: float | None = None
-    """Of `rewritten.relative_l2`; None if the output is not judged."""
+    """Limit of `rewritten.relative_l2`; None if the output is not judged."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the check with JSON types only."""
@@ -73,7 +73,7 @@ def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport(Report):
-    """What verification found. It passed if `failures` is empty."""
+    """The result of a verification. It passed if `failures` is empty."""
 
     original: str
     rewritten: str
@@ -84,12 +84,12 @@ class VerifyReport(Report):
     outputs: tuple[OutputCheck, ...]
     nodes: tuple[NodeCheck, ...]
     output_failures: tuple[str, ...]
-    """What is wrong with the outputs. What is wrong with kernels, `nodes` have."""
+    """Failures of outputs; `nodes` has the failures of kernels."""
     notes: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """All that failed."""
+        """All failures, those of outputs first."""
         return (*self.output_failures, *(str(node) for node in self.nodes if not node.passed))
 
     @property
@@ -119,6 +119,7 @@ class VerifyReport(Report):
     def worst_relative_l2(self) -> float:
         """The largest relative L2 error of an output against the original's; NaN if one could not be compared."""
         errors = [output.rewritten.relative_l2 for output in self.outputs]
+        # max() would pass over a NaN that is not the first.
         return math.nan if not errors or any(map(math.isnan, errors)) else max(errors)
 
     @property
@@ -127,7 +128,7 @@ class VerifyReport(Report):
         return {op: tuple(n for n in self.nodes if n.op == op) for op in dict.fromkeys(n.op for n in self.nodes)}
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns on what it ran, and what there is to know about it."""
+        """Returns (label, value) pairs: inputs, kernels and notes."""
         return [("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]
 
     def table(self) -> html.Columns:
@@ -145,6 +146,7 @@ class VerifyReport(Report):
 
     def to_html(self) -> str:
         """Returns one self-contained page: the verdict, the error of each output, and what each kernel did."""
+        # Columns that a page has no room for are a note below each row.
         notes = [f"{o.dtype} {list(o.shape)}{'; worst: ' * bool(o.sample)}{o.sample}" for o in self.outputs]
         outputs = html.Table("Outputs against the original's", *self.table(), notes=notes)
         nodes = [(n.name, n.op, n.kernel, html.number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]

@@ -8,7 +8,7 @@ from typing import Any
 
 from mxfp8_graph.checking.inputs import Signature, describe
 from mxfp8_graph.checking.profile import NodeProfile
-from mxfp8_graph.checking.samples import Given, make_samples
+from mxfp8_graph.checking.samples import SampleSource, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
@@ -32,12 +32,12 @@ class RunReport(Report):
     """The instruction set the kernels ran on."""
     timing: Timing
     nodes: tuple[NodeProfile, ...] = ()
-    """What each node did in as many runs, if that was asked for."""
+    """Profile of each node in as many runs, if one was asked for."""
     note: str = ""
-    """What to say of a model that does not run as it is."""
+    """Note on a model that runs as a changed copy."""
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns what ran, and how long it took."""
+        """Returns (label, value) pairs: inputs, kernels, latency and a note."""
         seconds = self.timing.seconds
         spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
         latency = f"median {self.timing.median * 1e3:.3f} ms ({spread})"
@@ -77,7 +77,7 @@ class RunReport(Report):
 def run_model(
     model: Model,
     *,
-    inputs: Given = None,
+    inputs: SampleSource = None,
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     repeat: int = 10,
@@ -103,10 +103,11 @@ def run_model(
     signature, runnable = open_runnable(model, trust_pickle=trust_pickle)
     samples = make_samples(signature, inputs, shapes, seed, run=runnable.run)
     feeds = samples.feeds[0]
+    # Timed without a profiler, which would slow the runs; the profile is of other runs.
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
-    told = f"{describe(feeds)}, {samples.source}"
-    facts: dict[str, Any] = {"model": signature.name, "inputs": told, "isa": cpu.isa()}
+    description = f"{describe(feeds)}, {samples.source}"
+    facts: dict[str, Any] = {"model": signature.name, "inputs": description, "isa": cpu.isa()}
     return RunReport(**facts, timing=timing, nodes=nodes, note=runnable.note)
 
 
@@ -121,12 +122,13 @@ def is_program(model: Any) -> bool:
 
 
 def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signature, Runnable]:
-    """Returns (what a model takes, the model ready to run with our kernels); errors as `run_model`."""
+    """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`."""
     if is_program(model):
+        # Here and not on top: importing torch takes seconds, and ONNX models do not need it.
         from mxfp8_graph.checking.programs import TorchProgram
 
         program = TorchProgram(model, trust_pickle=trust_pickle)
         return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
     signature = Signature.of(open_model(model))
-    original = not signature.rewritten  # a rewritten one is run as it is, or not at all
+    original = not signature.rewritten  # a rewritten model is never run in other dtypes
     return signature, Session(model, kernels=True, where=signature.name, float32=original)

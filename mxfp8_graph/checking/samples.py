@@ -37,8 +37,8 @@ from mxfp8_graph.checking.user_code import failed, is_reference, load_function
 from mxfp8_graph.file_reading import is_folder, open_regular
 from mxfp8_ops.errors import BackendError, Option, ShapeError
 
-Given = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
-"""What a user may pass as inputs."""
+SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
+"""The types of `inputs` in the Python API."""
 
 MOST_SAMPLES: Final = 100_000
 """A function that yields more is taken for one that never ends."""
@@ -53,14 +53,14 @@ class Samples:
 
     feeds: tuple[Inputs, ...]
     source: str
-    """Where they come from, in words."""
+    """Their origin in words: "from data.npz", "synthesised"."""
     names: tuple[str, ...]
-    """What to call each of them: data.jsonl line 3."""
+    """Name of each sample in messages: data.jsonl line 3."""
     synthesised: bool = False
 
     @property
     def largest(self) -> Inputs:
-        """The sample with most numbers, of several the first: what is timed."""
+        """The sample with most numbers, the first of equals; it is the one that is timed."""
         return max(self.feeds, key=lambda feeds: sum(array.size for array in feeds.values()))
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class Samples:
 
 def make_samples(
     signature: Signature,
-    inputs: Given,
+    inputs: SampleSource,
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     *,
@@ -106,6 +106,7 @@ def make_samples(
     if inputs is None:
         samples = _synthesised(signature, shapes or {}, seed, count)
         return samples if run is None else _accepted(run, samples, signature, shapes or {}, seed)
+    # Given arrays have sizes of their own, so a --dim would have no effect.
     if shapes:
         what = f"sizes {', '.join(shapes)} with given inputs"
         advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
@@ -116,6 +117,7 @@ def make_samples(
         if len(feeds) == MOST_SAMPLES:
             what = f"more than {MOST_SAMPLES} samples"
             raise ShapeError(_source(inputs), what, expected="at most that", advice="stop after some samples")
+        # Checked sample by sample, so that an error names the one that does not fit.
         feeds.append(check_inputs(arrays, signature.specs, name))
         names.append(name)
     if not feeds:
@@ -124,8 +126,8 @@ def make_samples(
 
 
 def _synthesised(signature: Signature, shapes: Mapping[str, int], seed: int, count: int) -> Samples:
-    made = tuple(make_inputs(signature, shapes, seed + number) for number in range(count))
-    return Samples(made, "synthesised", _numbered(len(made)), synthesised=True)
+    feeds = tuple(make_inputs(signature, shapes, seed + number) for number in range(count))
+    return Samples(feeds, "synthesised", _numbered(len(feeds)), synthesised=True)
 
 
 def _accepted(
@@ -148,6 +150,7 @@ def _named(inputs: Any, specs: Sequence[InputSpec]) -> _Named:
         return iter([("given inputs", inputs)])
     if not isinstance(inputs, (str, Path)):
         return _yielded("given inputs", lambda: inputs)
+    # A file may be called a:b; what exists is taken for a file, so that no code runs by mistake.
     if is_reference(str(inputs)) and not Path(inputs).exists():
         return _yielded(str(inputs), load_function(str(inputs)))
     path = Path(inputs)
@@ -173,12 +176,13 @@ def _numbered(count: int) -> tuple[str, ...]:
 def _yielded(source: str, make: Callable[[], Any]) -> _Named:
     """Yields what a user's function, or a user's iterable, yields."""
     try:
-        made = iter(make())
+        iterator = iter(make())
     except Exception as error:  # whatever the user's code raises
         raise failed(source, error) from error
+    # One more than the limit, so that the caller sees that there are too many.
     for number in range(1, MOST_SAMPLES + 2):
         try:
-            arrays = next(made)
+            arrays = next(iterator)
         except StopIteration:
             return
         except Exception as error:  # as above
@@ -196,6 +200,7 @@ def _in_folder(folder: Path, specs: list[InputSpec]) -> _Named:
         files = sorted(path for path in folder.iterdir() if path.suffix in {".npz", ".npy"})
     except OSError as error:
         raise ShapeError.unreadable(folder, error, "a readable folder") from None
+    # With both kinds the order of the samples would be that of unrelated files.
     kinds = {path.suffix for path in files}
     if len(kinds) == 2:
         advice = "keep one kind in a folder"
@@ -216,7 +221,7 @@ def _in_lines(path: Path, specs: Mapping[str, InputSpec]) -> _Named:
     except OSError as error:
         raise ShapeError.unreadable(path, error, "a readable .jsonl file") from None
     except UnicodeDecodeError:
-        raise ShapeError(path, "bytes that are no UTF-8", expected="text", advice="check the path") from None
+        raise ShapeError(path, "bytes that are not UTF-8", expected="text", advice="check the path") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -225,10 +230,11 @@ def _in_lines(path: Path, specs: Mapping[str, InputSpec]) -> _Named:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
             advice = "write one object per line"
-            raise ShapeError(name, f"no JSON: {error}", expected='{"input": [...], ...}', advice=advice) from None
+            raise ShapeError(name, f"not JSON: {error}", expected='{"input": [...], ...}', advice=advice) from None
         if not isinstance(values, dict):
             what = f"a {type(values).__name__}"
             raise ShapeError(name, what, expected='{"input": [...], ...}', advice="name the lists after the inputs")
+        # The usual mistake with a .jsonl file, so the advice is the step that is missing.
         if text := next((key for key, value in values.items() if isinstance(value, str)), None):
             expected = ", ".join(map(str, specs.values()))
             advice = "tokenize first: write what the model's tokenizer gives, transformers.AutoTokenizer of its folder"
@@ -246,13 +252,13 @@ def _array(values: Any, spec: InputSpec | None, where: str) -> Array:
         return array  # `check_inputs` says that the model has no such input
     if array.size and array.dtype.kind not in "biuf":
         advice = "give lists of equal lengths, of numbers or booleans"
-        raise ShapeError(where, f"{spec.name!r} is no array of numbers", expected=str(spec), advice=advice)
+        raise ShapeError(where, f"{spec.name!r} is not an array of numbers", expected=str(spec), advice=advice)
     with np.errstate(over="ignore", invalid="ignore"):
         result = array.astype(spec.dtype)
     # Floats may be rounded, but not to infinity; integers and booleans are what was written.
     rounds = spec.dtype.kind not in "biu"
-    kept = np.isfinite(result.astype(np.float64)) >= np.isfinite(array) if rounds else result == array
-    if array.size and not (np.all(kept) and (spec.dtype.kind != "b" or array.dtype.kind == "b")):
-        what = f"{spec.name!r} has a value that is no {spec.dtype.name}"
+    representable = np.isfinite(result.astype(np.float64)) >= np.isfinite(array) if rounds else result == array
+    if array.size and not (np.all(representable) and (spec.dtype.kind != "b" or array.dtype.kind == "b")):
+        what = f"{spec.name!r} has a value that {spec.dtype.name} cannot hold"
         raise ShapeError(where, what, expected=str(spec), advice="correct the values")
     return result

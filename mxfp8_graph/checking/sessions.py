@@ -1,6 +1,6 @@
 """ONNX Runtime sessions, with or without our kernels.
 
-What they add: dtypes NumPy has no name for, and errors a user can read.
+They add dtypes without a name in NumPy (bfloat16, float8), and errors in plain words.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
     RuntimeError,
     ValueError,
 )
-"""What ONNX Runtime raises; its classes have no common base of their own."""
+"""Exceptions of ONNX Runtime; its classes have no common base."""
 
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
 _KNOWS_FOLDERS: Final = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 21)
@@ -45,7 +45,7 @@ _KNOWS_FOLDERS: Final = tuple(map(int, onnxruntime.__version__.split(".")[:2])) 
 
 
 def _serialized(model: onnx.ModelProto, folder: Path | None) -> bytes:
-    """Returns a model's bytes, in which an ONNX Runtime that does not know folders finds external data."""
+    """Returns a model's bytes, with absolute paths of external data for an ONNX Runtime that takes no folder."""
     if folder is not None and not _KNOWS_FOLDERS:
         whole = onnx.ModelProto()
         whole.CopyFrom(model)
@@ -72,11 +72,11 @@ class Runnable(ABC):
     """A model ready to run, whichever framework runs it."""
 
     name: str
-    """What to call the model in errors."""
+    """Name of the model in errors."""
     output_names: list[str]
     """Names of the outputs that are tensors of numbers, in order."""
     note: str = ""
-    """What to say of a model that does not run as it is."""
+    """Note on a model that runs as a changed copy."""
 
     def run(self, inputs: Mapping[str, Array]) -> Inputs:
         """Returns the outputs by name; bfloat16 as ml_dtypes has it, float8 of ONNX Runtime as uint8.
@@ -89,6 +89,7 @@ class Runnable(ABC):
     def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
         """Returns outputs and latencies of `repeat` runs after one that is not counted."""
         feeds = self._feeds(inputs)
+        # The first call is the warm-up.
         results, seconds = self._call(feeds), []
         for _ in range(repeat):
             start = time.perf_counter()
@@ -110,7 +111,7 @@ class Runnable(ABC):
 
     @abstractmethod
     def _arrays(self, results: Any) -> Inputs:
-        """Returns what `_call` gave, by name."""
+        """Returns the results of `_call` as arrays, by name."""
 
 
 class Session(Runnable):
@@ -145,11 +146,12 @@ class Session(Runnable):
     ) -> None:
         self._model = model
         settings: dict[str, Any] = {"where": where, "folder": folder, "optimize": optimize, "float32": float32}
+        # A profile needs a session of its own: profiling cannot be turned on later.
         self._again = functools.partial(Session, model, kernels=kernels, **settings)
         options = onnxruntime.SessionOptions()
         if takes_turns:
             options.add_session_config_entry("session.force_spinning_stop", "1")
-        options.log_severity_level = 4  # errors are raised, and told in our words
+        options.log_severity_level = 4  # errors are raised, so a log would repeat them
         if not optimize:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         if folder is not None:
@@ -177,6 +179,7 @@ class Session(Runnable):
             return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         except _RUNTIME_ERRORS as error:
             reason, missing = _in_one_line(error), cpu_provider.missing_in(str(error))
+        # ONNX Runtime refuses 16-bit models node by node; a copy in float32 runs, and `note` says so.
         if missing and float32:
             opened = open_model(self._model if isinstance(self._model, onnx.ModelProto) else Path(self._model))
             self.note = f"{self.name} runs as a copy that {cpu_provider.widen(opened)}"
@@ -199,6 +202,7 @@ class Session(Runnable):
         )
         with tempfile.TemporaryDirectory() as folder, cpu.profiled() as written:
             session = self._again(profile=Path(folder) / "profile")
+            # One run before the calls are recorded: the first one prepares the kernels.
             session.run(inputs)
             written.clear()
             session.time(inputs, repeat - 1)
@@ -206,12 +210,12 @@ class Session(Runnable):
             return of_session(proto, events, written.calls(), repeat)
 
     def _events(self) -> Any:
-        """Returns what ONNX Runtime wrote of the runs of a profiled session, which ends it."""
+        """Returns the events of a profiled session, and ends its profiling."""
         text = Path(self._session.end_profiling()).read_text()
         try:
             return json.loads(text)
         except ValueError:
-            what = f"ONNX Runtime {onnxruntime.__version__} wrote a profile that is no JSON"
+            what = f"ONNX Runtime {onnxruntime.__version__} wrote a profile that is not JSON"
             expected = "names without quotes, backslashes and line breaks, which releases before 1.24 do not escape"
             advice = "upgrade onnxruntime, or run it without a profile"
             raise BackendError(self.name, what, expected=expected, advice=advice) from None

@@ -1,4 +1,4 @@
-"""What `verify` and `run` found, on a terminal."""
+"""The reports of `verify` and `run` on a terminal."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def _profile(nodes: Sequence[NodeProfile]) -> RenderableType:
     others: dict[tuple[str, str], list[NodeProfile]] = defaultdict(list)
     rows: list[tuple[float, tuple[str, ...]]] = []
     for node in nodes:
+        # Nodes that multiply are few and take the time; the others are one line for each op.
         if node.operands:
             rows.append((node.seconds, (node.name, node.op, node.operands, node.kernel, node.isa)))
         else:

@@ -1,4 +1,4 @@
-"""Functions that a user names as module:function, and which we then run: their own code, on their own word."""
+"""Loads functions that a user names as module:function. Loading one runs the user's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 from mxfp8_ops.errors import ContractError
 
 REFERENCE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""How a function is named: my_data:feeds, or package.module:function."""
+"""Name of a function: my_data:feeds, or package.module:function."""
 
 
 def is_reference(text: object) -> bool:
@@ -30,21 +30,22 @@ def load_function(reference: str) -> Callable[..., Any]:
     """
     module, _, name = reference.partition(":")
     here = str(Path.cwd())
+    # As `python -m` does: an installed command has no current folder in its path.
     sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        function = getattr(importlib.import_module(module), name, None)
     except Exception as error:  # whatever the user's module raises
         raise failed(reference, error) from error
     finally:
         sys.path.remove(here)
-    if not callable(found):
+    if not callable(function):
         what = f"{module} has no function called {name!r}"
         raise ContractError(reference, what, expected="module:function", advice="correct the name")
-    return found  # type: ignore[no-any-return]  # of whatever type the user's function is
+    return function  # type: ignore[no-any-return]  # of whatever type the user's function is
 
 
 def failed(reference: str, error: Exception) -> ContractError:
-    """Returns the error that says what a user's function raised."""
+    """Returns the error for an exception of a user's function."""
     reason = next(iter(str(error).splitlines()), "")
     what = f"raised {type(error).__name__}{f': {reason}' if reason else ''}"
     return ContractError(reference, what, expected="a function that runs", advice="correct it; --debug shows where")

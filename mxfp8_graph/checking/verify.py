@@ -20,7 +20,7 @@ from mxfp8_graph.checking.inputs import Array, InputSpec, Signature, input_specs
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.checking.report import PLAUSIBLE, OutputCheck, VerifyReport, worst_of
 from mxfp8_graph.checking.runner import Model, is_program, open_runnable
-from mxfp8_graph.checking.samples import Given, Samples, make_samples
+from mxfp8_graph.checking.samples import Samples, SampleSource, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
@@ -28,14 +28,14 @@ from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, ShapeError
 
 _ORIGINAL: Final = "the original {} (the rewrite is not to blame)"
-"""What errors call it."""
+"""Name of the original model in errors."""
 
 
 def verify(
     original: Model,
     rewritten: Model,
     *,
-    inputs: Given = None,
+    inputs: SampleSource = None,
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     max_rel_l2: float | None = None,
@@ -74,16 +74,16 @@ def verify(
     _check_signatures(before, after)
     sessions = _sessions(original, before, rewritten, after)
     samples = feed(signature, run=sessions[0].run)
-    found = _Found(samples, max_rel_l2)
+    checks = _OutputChecks(samples, max_rel_l2)
     for sample in range(len(samples)):
         expected, results, bodies = (session.run(samples.feeds[sample]) for session in sessions)
         for name, array in expected.items():
-            found.add(sample, name, array, results[name], bodies[name])
+            checks.add(sample, name, array, results[name], bodies[name])
     # After the runs, so that what fails on these inputs is first said of the original.
     nodes = check_nodes(
         _with_data(rewritten), samples.feeds[0], after.folder.path if after.folder else None, after.name
     )
-    outputs = found.outputs()
+    outputs = checks.outputs()
     return VerifyReport(
         original=before.name,
         rewritten=after.name,
@@ -91,11 +91,11 @@ def verify(
         isa=cpu.isa(),
         outputs=outputs,
         nodes=tuple(nodes),
-        output_failures=found.failures(),
+        output_failures=checks.failures(),
         notes=(
             *filter(None, [sessions[0].note.replace(sessions[0].name, before.name)]),
             *_notes(after, nodes, outputs, samples),
-            *found.notes,
+            *checks.notes,
             *_drift_notes(nodes, outputs),
         ),
     )
@@ -110,32 +110,33 @@ def _verify_programs(
     """Returns what `verify` does where at least one of the models is a torch program."""
     (old, before), (new, after) = original, rewritten
     _check_order(old, rewritten=new.rewritten, name=new.name)
+    # An error of the original must not look like one of the rewrite.
     before.name = _ORIGINAL.format(old.name)
     samples = feed(old, run=before.run)
     notes: list[str] = []
     models = (old.name, new.name)
     new_input = _matched("inputs", [i.name for i in old.specs], [i.name for i in new.specs], models, notes)
     new_output = _matched("outputs", before.output_names, after.output_names, models, notes)
-    found = _Found(samples, max_rel_l2)
+    checks = _OutputChecks(samples, max_rel_l2)
     for sample, feeds in enumerate(samples.feeds):
         expected = before.run(feeds)
         results = after.run({new_input[name]: array for name, array in feeds.items()})
         for name, array in expected.items():
-            found.add(sample, name, array, results[new_output[name]])
+            checks.add(sample, name, array, results[new_output[name]])
     return VerifyReport(
         original=old.name,
         rewritten=new.name,
         inputs=str(samples),
         isa=cpu.isa(),
-        outputs=found.outputs(),
+        outputs=checks.outputs(),
         nodes=(),
-        output_failures=found.failures(),
-        notes=(*notes, *found.notes),
+        output_failures=checks.failures(),
+        notes=(*notes, *checks.notes),
     )
 
 
-class _Found:
-    """What the outputs of the samples show, as they come in."""
+class _OutputChecks:
+    """Collects the comparison of each output, sample by sample."""
 
     def __init__(self, samples: Samples, max_rel_l2: float | None) -> None:
         self.notes: list[str] = []
@@ -154,6 +155,7 @@ class _Found:
         if not self._checks.get(name):  # of one sample, or of the first
             self.notes += _sameness_notes(name, expected, result)
         check = _check_output(name, which, expected, result, body)
+        # A relative error of labels or ids says little: the next id is as far away as the last.
         limit = PLAUSIBLE if "float" in expected.dtype.name else None
         limit = limit if self._max_rel_l2 is None else self._max_rel_l2
         self._checks.setdefault(name, []).append(replace(check, limit=limit))
@@ -163,14 +165,14 @@ class _Found:
         return () if self._mismatches else tuple(worst_of(checks) for checks in self._checks.values())
 
     def failures(self) -> tuple[str, ...]:
-        """Returns what is wrong with the outputs."""
+        """Returns the failures of outputs in words."""
         return (*self._mismatches, *(text for output in self.outputs() for text in _output_failures(output)))
 
 
 def _matched(
     what: str, old: Sequence[str], new: Sequence[str], models: tuple[str, str], notes: list[str]
 ) -> dict[str, str]:
-    """Returns which of the names `new` stands for each of `old`: the same one, or the one in its place."""
+    """Returns name in `old` -> name in `new`: the same name, or the one at the same position."""
     if len(old) != len(new):
         raise _other_signature(what, old, new, models)
     if sorted(old) == sorted(new):
@@ -180,7 +182,7 @@ def _matched(
 
 
 def _check_order(original: Signature, *, rewritten: bool, name: str) -> None:
-    """Raises ContractError if of the two models only the original is a result of ours."""
+    """Raises ContractError if the original is a rewritten model and the other one is not."""
     if original.rewritten and not rewritten:
         expected, advice = "the original, and then what was made of it", "swap the two"
         raise ContractError(original.name, f"is rewritten, and {name} is not", expected=expected, advice=advice)
@@ -230,8 +232,8 @@ def _shape_failures(expected: Array, result: Array, body: Array | None) -> list[
     wanted = _kind(expected)
     if body is None:
         return [f"{_kind(result)}; expected {wanted}"] if _kind(result) != wanted else []
-    found = (("kernels", _kind(result)), ("function bodies", _kind(body)))
-    return [f"{kind} with {who}; expected {wanted}" for who, kind in found if kind != wanted]
+    kinds = (("kernels", _kind(result)), ("function bodies", _kind(body)))
+    return [f"{kind} with {who}; expected {wanted}" for who, kind in kinds if kind != wanted]
 
 
 def _kind(array: Array) -> str:
@@ -256,10 +258,14 @@ def _check_output(name: str, sample: str, expected: Array, result: Array, body: 
 def _output_failures(output: OutputCheck) -> list[str]:
     failures, error = [], output.rewritten
     name = f"output {output.name!r}{f' of {output.sample}' if output.sample else ''}"
-    for what, found in (("rewritten and original", output.rewritten), ("kernels and function bodies", output.kernel)):
-        if found and found.nonfinite:
-            where = f"{found.nonfinite} of {found.count} positions"
+    for what, comparison in (
+        ("rewritten and original", output.rewritten),
+        ("kernels and function bodies", output.kernel),
+    ):
+        if comparison and comparison.nonfinite:
+            where = f"{comparison.nonfinite} of {comparison.count} positions"
             failures.append(f"{name}: NaN or Inf in only one of {what} at {where}")
+    # Without a finite position nothing was compared, which must not count as passed.
     if error.count and not error.compared:
         failures.append(f"{name}: no position is finite in both models: nothing is compared")
     elif output.limit is not None and not error.relative_l2 <= output.limit:
@@ -271,6 +277,7 @@ def _notes(after: OpenedModel, nodes: list[NodeCheck], outputs: tuple[OutputChec
     notes = []
     if nodes and len(samples) > 1:
         notes.append("kernels are compared with function bodies, node by node, on the first sample")
+    # Their inputs exist inside of the subgraph only, where no twin is built.
     hidden = nodes_in_subgraphs(after.proto)
     if hidden:
         notes.append(f"{hidden} MXFP8 nodes in subgraphs are compared at the model's outputs only")
@@ -304,7 +311,7 @@ def _apart(before: str | None, after: str | None) -> str:
 
 
 def _drift_notes(nodes: Sequence[NodeCheck], outputs: Sequence[OutputCheck]) -> list[str]:
-    """Returns why kernels and bodies differ at outputs, if they do and are right."""
+    """Returns a note on differences of kernels and bodies at outputs, if each node is within its bound."""
     drifting = [repr(o.name) for o in outputs if o.kernel and o.kernel.relative_l2 > 0]
     if not drifting or not nodes or not all(node.passed for node in nodes):
         return []

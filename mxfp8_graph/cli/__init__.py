@@ -1,7 +1,7 @@
-"""The command line: arguments, progress, exit codes. What it does is in the modules it calls.
+"""The command line: arguments, progress, exit codes. Each command calls a function of the Python API.
 
-guard.py         the app, and what becomes of errors
-arguments.py     what several commands take
+guard.py         the app, and the exit codes of errors
+arguments.py     arguments of several commands
 results.py       results as text, as JSON and in files
 models.py        rewrite, verify, run
 evidence.py      compare, analyze, tune
@@ -40,6 +40,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks
+    # Python sets signal handlers in the main thread only.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     app(prog_name="mxfp8-graph")

@@ -13,7 +13,7 @@ from mxfp8_graph.policy import presets
 
 
 class ExternalData(str, enum.Enum):
-    """Where packed weights go."""
+    """Place of packed weights: inside of the model, or in a file beside it."""
 
     auto = "auto"
     always = "always"
@@ -21,7 +21,7 @@ class ExternalData(str, enum.Enum):
 
 
 class Objective(str, enum.Enum):
-    """What `tune` makes small."""
+    """The objective of `tune`."""
 
     size = "size"
     latency = "latency"
@@ -75,7 +75,7 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print every site
 
 
 def completed(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Returns what the shell asks for the names that begin as typed; where none does, it offers files."""
+    """Returns a completion function for the shell: the names that begin with the typed text."""
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names if name.startswith(incomplete)]
@@ -84,12 +84,12 @@ def completed(names: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def recipe_option(help: str, **settings: Any) -> Any:
-    """Returns --recipe, with the presets for the shell to offer."""
+    """Returns the option --recipe, with completion of the presets."""
     return typer.Option("--recipe", autocompletion=completed(presets.PRESETS), help=help, **settings)
 
 
 def shapes(dims: list[str] | None) -> dict[str, int]:
-    """Returns the sizes that --dim NAME=SIZE gives."""
+    """Returns name -> size of the options --dim NAME=SIZE."""
     shapes = {}
     for dim in dims or ():
         name, _, size = dim.rpartition("=")

@@ -1,4 +1,4 @@
-"""compare, analyze and tune: what recipes and matmuls do to a model."""
+"""compare, analyze and tune: the effect of recipes and of single matmuls on a model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def compare(
 
     check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
-        found = run_comparison(
+        result = run_comparison(
             model,
             [name.strip() for name in recipes.split(",")] if recipes else (),
             settings=settings or (),
@@ -87,7 +87,7 @@ def compare(
             progress=progress,
         )
     table = comparison_text.comparison
-    tell(found, lambda: show(table(found), fold=False), json=json, reports=report, overwrite=overwrite)
+    tell(result, lambda: show(table(result), fold=False), json=json, reports=report, overwrite=overwrite)
 
 
 def analyze(
@@ -130,7 +130,7 @@ def analyze(
 
     check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
-        found = run_analysis(
+        result = run_analysis(
             model,
             load_recipe(recipe).setting(settings or ()),
             inputs=inputs,
@@ -143,7 +143,7 @@ def analyze(
             progress=progress,
         )
     table = partial(analysis_text.analysis, every=verbose)
-    tell(found, lambda: show(table(found), fold=False), json=json, reports=report, overwrite=overwrite)
+    tell(result, lambda: show(table(result), fold=False), json=json, reports=report, overwrite=overwrite)
 
 
 def tune(
@@ -201,7 +201,7 @@ def tune(
     table = partial(text.tuning, every=verbose)
     try:
         with progress_bar(steps=True) as progress:
-            found = run_search(
+            result = run_search(
                 model,
                 budget,
                 objective=objective.value,
@@ -215,12 +215,14 @@ def tune(
                 trust_pickle=trust_pickle,
                 progress=progress,
             )
+    # Exit code 1, as of a failed verification: the search worked, and its answer is no.
     except BudgetNotMetError as error:
         refuse(error)
         raise typer.Exit(FAILED) from None
     except Interrupted as stopped:
+        # An interrupted search shows its best plan so far, but writes no report: it is not the result.
         if (best := stopped.best) is not None:
             tell(best, lambda: show(table(best), fold=False), json=json, reports=None, overwrite=overwrite)
         say(text.stopped(stopped))
         raise (stopped.__cause__ or stopped) from None
-    tell(found, lambda: show(table(found), fold=False), json=json, reports=report, overwrite=overwrite)
+    tell(result, lambda: show(table(result), fold=False), json=json, reports=report, overwrite=overwrite)

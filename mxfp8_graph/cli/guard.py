@@ -1,4 +1,4 @@
-"""What every command has: the app it belongs to, and what becomes of its errors: one message and an exit code.
+"""The app that commands are registered with, and its errors: one message and an exit code.
 
 Exit codes: 0 done; 1 verification failed, or a budget not met; 2 usage or bad input; 3 nothing eligible; 70 a defect of
 ours; 130 and 143 interrupted and terminated. Results go to stdout, everything else to stderr.
@@ -34,11 +34,11 @@ TERMINATED: Final = 128 + signal.SIGTERM
 
 
 _UsageError: Final[Any] = typer.BadParameter.__base__
-"""Of click, which newer versions of typer bring as their own."""
+"""click's UsageError; newer versions of typer have their own copy of it."""
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands; what is wrong with their arguments, file names among them, is told in printable text."""
+    """The group of the commands. Escapes control characters in errors about arguments, which may be file names."""
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **settings: Any) -> Any:
         self._arguments = tuple(args)  # parsing empties the list
@@ -76,7 +76,7 @@ _debug: ContextVar[bool] = ContextVar("debug", default=False)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM as an exception, so that whatever is open cleans up."""
+    """SIGTERM as an exception, so that open files and folders are cleaned up."""
 
 
 def command(function: Callable[_P, None]) -> Callable[_P, None]:
@@ -91,20 +91,23 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
         except Mxfp8Error as error:
             raise typer.Exit(refuse(error)) from None
         except KeyboardInterrupt as error:
+            # 128 + the signal, as shells report a process that a signal ended.
             code = TERMINATED if isinstance(error, Terminated) else INTERRUPTED
             say("terminated" if code == TERMINATED else "interrupted")
             raise typer.Exit(code) from None
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of our stdout has gone, and nobody is left to be told
+            if error.errno == errno.EPIPE:  # the reader of stdout is gone, so no message can reach it
                 raise
             say(f"error: {error.filename or 'system'}: {error.strerror or error}")
             raise typer.Exit(BAD_INPUT) from None
         except Exception as error:
+            # A missing package is the installation's fault; a missing module of ours is a defect.
             if isinstance(error, ImportError) and not (error.name or "").startswith("mxfp8_"):
                 say(f"error: {error}; expected the packages that mxfp8-graph needs; reinstall it with pip")
                 raise typer.Exit(BAD_INPUT) from None
             if _debug.get():
                 say(traceback.format_exc())
+            # Paths among the arguments are the files that the report of a defect should identify.
             _admit(error, [value for value in (*args, *kwargs.values()) if isinstance(value, Path)])
             raise typer.Exit(DEFECT) from None
 
@@ -112,13 +115,16 @@ def command(function: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def refuse(error: Mxfp8Error) -> int:
-    """Prints what an error says, and returns the exit code."""
+    """Prints the message of an error, and returns the exit code."""
     from mxfp8_graph.policy.plan import NothingEligibleError
 
     message = error.message(_flag)
-    say(f"error: {printable(message) if error.what else message}")  # without `what` it is a list, one finding a line
+    say(
+        f"error: {printable(message) if error.what else message}"
+    )  # without `what` it is a list of one finding per line
     if _debug.get():
         say(traceback.format_exc())
+    # The reasons of all sites go to stderr too: stdout is for results.
     if not isinstance(error, NothingEligibleError):
         return BAD_INPUT
     if error.decisions:
@@ -138,7 +144,7 @@ def _admit(error: Exception, files: Sequence[Path]) -> None:
 
 
 def _flag(option: Option) -> str:
-    """Returns an option of a Python call as this command line has it: --overwrite, --output FILE, --dim NAME=SIZE."""
+    """Returns an option of the Python API as a command-line option: --overwrite, --output FILE, --dim NAME=SIZE."""
     flag = "--dim" if option.name == "shapes" else f"--{option.name.replace('_', '-')}"
     if isinstance(option.value, Mapping):
         return " ".join(f"{flag} {name}={size}" for name, size in option.value.items())

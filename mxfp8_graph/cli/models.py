@@ -1,4 +1,4 @@
-"""rewrite, verify and run: what is done with one model."""
+"""rewrite, verify and run: commands on one model."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def rewrite(
 
 
 def show_report(done: RewriteReport, *, plan: bool, verbose: bool) -> None:
-    """Prints what a rewrite did; with `plan` to which matmul, with `verbose` to which tensor."""
+    """Prints the report of a rewrite; with `plan` also every matmul, with `verbose` also every tensor."""
     from mxfp8_graph.report import text
 
     if plan and done.sites:
@@ -165,7 +165,7 @@ def verify(
     from mxfp8_graph.checking.verify import verify as run_verify
 
     check_reports(report, [original, rewritten], overwrite=overwrite)
-    found = run_verify(
+    result = run_verify(
         original,
         rewritten,
         inputs=inputs,
@@ -174,8 +174,9 @@ def verify(
         max_rel_l2=max_rel_l2,
         trust_pickle=trust_pickle,
     )
-    tell(found, lambda: show(text.verification(found)), json=json, reports=report, overwrite=overwrite)
-    if not found.passed:
+    tell(result, lambda: show(text.verification(result)), json=json, reports=report, overwrite=overwrite)
+    # The report is printed first: a failed verification is a result and not an error.
+    if not result.passed:
         raise typer.Exit(FAILED)
 
 
@@ -199,7 +200,7 @@ def run(
     from mxfp8_graph.checking.runner import run_model
 
     check_reports(report, [model], overwrite=overwrite)
-    found = run_model(
+    result = run_model(
         model,
         inputs=inputs,
         shapes=shapes(dim),
@@ -208,4 +209,4 @@ def run(
         profile=profile,
         trust_pickle=trust_pickle,
     )
-    tell(found, lambda: show(text.run(found)), json=json, reports=report, overwrite=overwrite)
+    tell(result, lambda: show(text.run(result)), json=json, reports=report, overwrite=overwrite)

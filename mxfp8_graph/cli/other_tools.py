@@ -1,4 +1,4 @@
-"""from-hf, convert and package: from what other tools wrote, and for what they read."""
+"""from-hf, convert and package: commands on the files of other tools."""
 
 from __future__ import annotations
 

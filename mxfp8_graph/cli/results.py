@@ -1,4 +1,4 @@
-"""Where the result of a command goes: to stdout as text or JSON, and to the files of --report and --html."""
+"""Writes the result of a command: to stdout as text or JSON, and to the files of --report and --html."""
 
 from __future__ import annotations
 
@@ -29,5 +29,6 @@ def tell(
         typer.echo(result.to_json(), nl=False)
     else:
         print_text()
+    # A path that is named twice is written once; the second write would fail without --overwrite.
     for report in dict.fromkeys(reports or ()):
         result.write(report, overwrite=overwrite)

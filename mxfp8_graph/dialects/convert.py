@@ -76,7 +76,7 @@ def convert(
             raise ContractError.unknown("convert", name, known)
     kind = kind_of(model)
     if kind is Kind.UNKNOWN or kind.is_program or kind is Kind.GRAPHSURGEON:
-        what, advice = "no ONNX model or file", "export programs with mxfp8_graph.to_onnx first"
+        what, advice = "not an ONNX model or file", "export programs with mxfp8_graph.to_onnx first"
         raise ContractError("convert", what, expected="a path or an onnx.ModelProto", advice=advice)
     opened = open_model(model)
     if kind.is_file and output is None:
@@ -107,7 +107,7 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, A
     _infer(edit)
     edit.each(_read)
     if not edit.counts:
-        what, advice = "nothing in it is MXFP8", "quantize it: mxfp8-graph rewrite"
+        what, advice = "it has nothing in MXFP8", "quantize it: mxfp8-graph rewrite"
         raise ContractError(opened.name, what, expected="a model in MXFP8 of some dialect", advice=advice)
     _infer(edit)
     names = dict.fromkeys(dialect for dialect, _ in edit.counts)
@@ -222,7 +222,7 @@ def _to_other(edit: Edit, to: str, allow: frozenset[str]) -> dict[str, Any]:
     if left:  # what reads quantized values, rather than what quantizes them for it
         node = next((node for node in left if contract.OPS[node.op_type].is_gemm), left[0])
         advice = "convert to standard, or leave it out of the rewrite (--exclude)"
-        raise edit.refuse(node, f"has no form in {to}", expected="nodes that have", advice=advice)
+        raise edit.refuse(node, f"has no form in {to}", expected="nodes that the dialect has", advice=advice)
     if to == "qdq":
         opened.proto.ir_version = max(opened.proto.ir_version, qdq.IR_VERSION)
     _record_dialect(opened.proto, to)
@@ -230,7 +230,9 @@ def _to_other(edit: Edit, to: str, allow: frozenset[str]) -> dict[str, Any]:
         _import_domains(opened.proto)
         if broken := trt_rules.violations(opened.proto):
             what = f"breaks rules of TensorRT's parser: {'; '.join(broken[:5])}"
-            raise ContractError(opened.name, what, expected="a model it takes", advice="convert to qdq or standard")
+            raise ContractError(
+                opened.name, what, expected="a model that the parser accepts", advice="convert to qdq or standard"
+            )
     return {}
 
 

@@ -36,7 +36,9 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     a, b, scale, a_scale, bias = [*node.input, *[""] * 5][:5]
     if a_scale:
         what = "activations in FP8 with one scale (a_scale)"
-        raise edit.refuse(node, what, expected="no a_scale: they are no MXFP8", advice="export it without them")
+        raise edit.refuse(
+            node, what, expected="MXFP8 activations, which have no a_scale", advice="export it without them"
+        )
     block = attribute(node, "block_size", _DEFAULT_BLOCK)
     if block != BLOCK_SIZE:
         what, advice = f"block_size {block}", "convert reads MXFP8 only; start from the model that is not quantized"
@@ -46,7 +48,7 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     if scales is not None and scales.data_type == contract.FLOAT:
         codes = power_codes(scope.values(scales))
     if codes is None or elements is None or elements.data_type != contract.FLOAT8E4M3FN:
-        what, expected = "its scales are no powers of two that are stored", "float8_e4m3fn and scales 2^-127 to 2^127"
+        what, expected = "its scales are not stored powers of two", "float8_e4m3fn and scales 2^-127 to 2^127"
         raise edit.refuse(node, what, expected=expected, advice="start from the model that is not quantized")
     if codes.shape != scale_shape(tuple(elements.dims), -1):
         what = f"scales {[*codes.shape]} for elements {[*elements.dims]}"

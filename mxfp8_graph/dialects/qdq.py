@@ -92,7 +92,7 @@ def _scales(scope: Scope, node: onnx.NodeProto) -> tuple[str, Codes, int]:
     if codes is not None and not _exact(codes, casts):
         codes = None
     if codes is None:
-        what = f"scales {name!r} are no powers of two that are stored"
+        what = f"scales {name!r} are not stored powers of two"
         raise edit.refuse(node, what, expected="E8M0 scales, or floats 2^-127 to 2^127", advice=_OTHER)
     dtype = attribute(node, "output_dtype", 0) or (casts[0] if casts else dtype)
     if dtype not in contract.VALUES:
@@ -182,7 +182,7 @@ def dropped_activation(
 ) -> Nodes | None:
     """Returns the values themselves in place of those quantized while the model runs, where that loss is allowed."""
     if "activations" not in allow:
-        what = "quantizes while the model runs, which this dialect cannot say"
+        what = "quantizes at run time, which this dialect cannot express"
         losing = ("convert to standard or trt, or lose that with ", Option("allow", "activations"))
         raise scope.edit.refuse(quantize, what, expected="weights alone in MXFP8", advice=losing)
     if node is quantize:

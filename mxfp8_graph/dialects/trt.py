@@ -213,9 +213,9 @@ def _check_weight(edit: Edit, node: onnx.NodeProto, stored: onnx.TensorProto, se
     if (k := stored.dims[settings["axis"]]) % BLOCK_SIZE:
         what = f"weight {stored.name!r} has {k} elements along the blocks"
         advice = "leave this weight out of the rewrite (--exclude), or convert to qdq or standard"
-        raise edit.refuse(node, what, expected=f"a multiple of {BLOCK_SIZE}, as TensorRT wants it", advice=advice)
+        raise edit.refuse(node, what, expected=f"a multiple of {BLOCK_SIZE}, as TensorRT requires", advice=advice)
 
 
 def _only_e4m3(edit: Edit, node: onnx.NodeProto) -> Exception:
     advice = "rewrite the model with E4M3, or convert to qdq or standard"
-    return edit.refuse(node, "elements are not float8_e4m3fn", expected="E4M3, all TensorRT has", advice=advice)
+    return edit.refuse(node, "elements are not float8_e4m3fn", expected="E4M3, TensorRT's only format", advice=advice)

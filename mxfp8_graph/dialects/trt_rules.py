@@ -1,6 +1,6 @@
 """What TensorRT's ONNX parser asks of MXFP8 nodes (onnx-tensorrt, onnxOpImporters.cpp; TensorRT 10 to 11).
 
-Nobody has run the parser here: these are its checks, read and written down.
+The parser was not run here: these are the checks of its source.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _imports(model: onnx.ModelProto) -> Iterator[str]:
     if versions.get(TRT) != 1:
         yield "the model does not import domain 'trt' at version 1"
     if versions.get("", versions.get("ai.onnx", 0)) < 13:
-        yield "the default axis of older opsets than 13 is another"
+        yield "the default axis is another one before opset 13"
 
 
 def _of_node(node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], types: dict[str, int]) -> Iterator[str]:
@@ -48,7 +48,7 @@ def _of_node(node: onnx.NodeProto, stored: dict[str, onnx.TensorProto], types: d
         if types.get(node.input[0], contract.FLOAT) not in contract.VALUES:
             yield "its input is not float32, float16 or bfloat16"
         if len(node.output) != 2:
-            yield f"two outputs expected, {len(node.output)} there"
+            yield f"two outputs expected, {len(node.output)} given"
         if attribute(node, "output_dtype", contract.FLOAT8E4M3FN) != contract.FLOAT8E4M3FN:
             yield "output_dtype is not float8_e4m3fn"
     elif node.op_type == TRT_DEQUANTIZE:
@@ -66,11 +66,11 @@ def _of_weight(node: onnx.NodeProto, elements: onnx.TensorProto, scales: onnx.Te
     if elements.data_type not in {contract.FLOAT8E4M3FN, contract.UINT8}:
         yield "its elements are not float8_e4m3fn"
     if scales is None or scales.data_type != contract.UINT8:
-        yield "its scales are no stored uint8 E8M0 codes"
+        yield "its scales are not stored uint8 E8M0 codes"
         return
     axis = attribute(node, "axis", 1)
     if not -len(dims) <= axis < len(dims):
-        yield f"axis {axis} is none of {dims}"
+        yield f"axis {axis} is out of range for {dims}"
         return
     if len(scales.dims) != len(dims):
         yield f"scales {list(scales.dims)} have another rank than elements {dims}"

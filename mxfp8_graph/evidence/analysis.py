@@ -38,7 +38,7 @@ class Analysis(Report):
     metric: Metric
     """What the sites are ranked by."""
     everything: Scores
-    """Of the outputs, with all sites rewritten, not fused."""
+    """Errors of the outputs, with all sites rewritten, not fused."""
     sites: tuple[SiteDamage, ...]
     """The rewritten sites, the one that does the most damage alone first."""
     layers: tuple[Layer, ...]
@@ -47,7 +47,7 @@ class Analysis(Report):
     exclusion: Exclusion | None
     """None if no site does damage, or there is one site only."""
     runs: int
-    """Of the model, for all samples together."""
+    """Runs of the model, for all samples together."""
     seconds: float
     notes: tuple[str, ...] = ()
 

@@ -23,7 +23,7 @@ import numpy as np
 from mxfp8_graph.checking.compare import sameness
 from mxfp8_graph.checking.inputs import Array, Inputs
 from mxfp8_graph.checking.runner import Model
-from mxfp8_graph.checking.samples import Given, Samples, make_samples
+from mxfp8_graph.checking.samples import Samples, SampleSource, make_samples
 from mxfp8_graph.evidence import exclusion
 from mxfp8_graph.evidence.analysis import Analysis
 from mxfp8_graph.evidence.damage import Exclusion, Layer, Scores, SiteDamage
@@ -50,7 +50,7 @@ def analyze(
     model: Model,
     recipe: str | Recipe = presets.DEFAULT,
     *,
-    inputs: Given = None,
+    inputs: SampleSource = None,
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
     metric: str = RELATIVE_L2.name,
@@ -142,7 +142,7 @@ class _Measurement:
         self.runs = 0
         self.notes: list[str] = []
         if samples.synthesised:
-            self.notes.append("the inputs are synthesised; other inputs may rank the sites otherwise")
+            self.notes.append("the inputs are synthesised; other inputs may give another ranking")
         self.notes += filter(None, [switchable.note])
         self._model = switchable
         self._samples = samples

@@ -17,7 +17,7 @@ from mxfp8_graph import rewriting
 from mxfp8_graph.checking.compare import sqnr
 from mxfp8_graph.checking.inputs import Inputs, Signature, describe
 from mxfp8_graph.checking.runner import Model, is_program
-from mxfp8_graph.checking.samples import Given, Samples, make_samples
+from mxfp8_graph.checking.samples import Samples, SampleSource, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.evidence.comparison import Comparison, Row
 from mxfp8_graph.evidence.emulation import Emulated, Emulator, lay_out
@@ -75,7 +75,7 @@ def compare(
     recipes: Sequence[str | Path | Recipe] = (),
     *,
     settings: Sequence[str] = (),
-    inputs: Given = None,
+    inputs: SampleSource = None,
     metrics: Sequence[str] = METRICS,
     shapes: Mapping[str, int] | None = None,
     seed: int = 0,
@@ -122,7 +122,7 @@ def compare(
         session = Session(model, kernels=False, where=opened.name, takes_turns=True, float32=True)
         samples = make_samples(Signature.of(opened), inputs, shapes, seed, count=SYNTHESISED, run=session.run)
         if samples.synthesised:
-            notes.append("synthesised inputs: errors on data of your own may differ; pass --inputs")
+            notes.append("synthesised inputs: errors on your own data may differ; pass --inputs")
         trial = _Trial(
             model=model,
             opened=opened,
@@ -170,7 +170,7 @@ def _candidates(recipes: Sequence[str | Path | Recipe], settings: Sequence[str])
     for name in names:
         if names.count(name) > 1:
             what = f"{name!r} is named {names.count(name)} times"
-            raise RecipeError("compare", what, expected="recipes with names of their own", advice="name each once")
+            raise RecipeError("compare", what, expected="a different name for each recipe", advice="name each once")
     return chosen
 
 

@@ -52,7 +52,7 @@ class Row:
     weight_sqnr: float | None = None
     """In dB."""
     byte_size: int | None = None
-    """Of the model."""
+    """Bytes of the model."""
     bytes_per_weight: float | None = None
     formula: str = ""
     """How that comes about."""

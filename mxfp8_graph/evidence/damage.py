@@ -24,9 +24,9 @@ class SiteDamage:
     depth: int
     """How many sites with a switch come before it in the graph."""
     alone: Scores
-    """Of the outputs, with this site alone rewritten."""
+    """Errors of the outputs, with this site alone rewritten."""
     without: Scores
-    """Of the outputs, with everything but this site rewritten."""
+    """Errors of the outputs, with everything but this site rewritten."""
     input: InputStatistics | None
     """None for an embedding, and inside of subgraphs."""
 
@@ -55,7 +55,7 @@ class Layer:
     relative_l2: float
     """Estimated: the root of the sum of the squares of what its sites do alone."""
     share: float
-    """Of that sum over all sites."""
+    """Share of that sum over all sites."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only."""
@@ -74,9 +74,9 @@ class Exclusion:
     yaml: str
     """The lines to paste into a recipe file, with what the recipe excludes already."""
     weight_bytes: int
-    """Of their weights, as the model has them."""
+    """Bytes of their weights, as the model has them."""
     all_weight_bytes: int
-    """Of the weights of all sites that the recipe rewrites."""
+    """Bytes of the weights of all sites that the recipe rewrites."""
     scores: Scores
     """Measured, of the outputs, with everything but them rewritten."""
 

@@ -19,7 +19,7 @@ def patterns(excluded: Sequence[str], sites: Sequence[MatMulSite], recipe: Recip
     The module path comes first since an ONNX model and a program of the same module have it in common.
 
     Raises:
-        RecipeError: two sites cannot be told apart by names.
+        RecipeError: no pattern matches one of two sites and not the other.
     """
     found = anchored(excluded, sites, recipe)
     _check(found, excluded, sites, recipe)

@@ -24,7 +24,7 @@ from mxfp8_ops.formats import SCALE_BIAS
 from mxfp8_ops.function_body import Body
 
 DOMAIN: Final = "mxfp8.emulated"
-"""Of the functions here."""
+"""Domain of the functions in this module."""
 
 _FLOAT_MAX: Final = np.finfo(np.float32).max
 _E4M3_MIN_NORMAL: Final = np.float32(2.0**E4M3.min_exponent)

@@ -32,7 +32,7 @@ class InputStatistics:
     lost: float
     """Share of the values other than zero that become zero: each is far below the largest of its block."""
     sqnr_db: float | None
-    """Of rounding it as the site does, in dB; None if the site takes it as it is."""
+    """SQNR of rounding it as the site does, in dB; None if the site takes it as it is."""
     drift: float
     """Relative L2 error that it has where all sites are rewritten: what those before this one did to it."""
     block_amax: tuple[float, ...]

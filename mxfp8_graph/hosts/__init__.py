@@ -1,4 +1,4 @@
-"""Folders that serving programs load: a rewritten model, the native library, and the configuration that names it."""
+"""Writes folders for serving programs: a rewritten model, the native library, and a configuration that names it."""
 
 from __future__ import annotations
 

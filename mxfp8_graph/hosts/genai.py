@@ -1,4 +1,4 @@
-"""A folder for onnxruntime-genai: genai_config.json that names the native library, the decoder and its tokenizer.
+"""Folder for onnxruntime-genai: genai_config.json with the path of the native library, the decoder, its tokenizer.
 
 The library has to lie beside genai_config.json. Fields: https://onnxruntime.ai/docs/genai/reference/config.html.
 """
@@ -24,8 +24,8 @@ _KINDS: Final = ("key", "value")
 def layout(request: Request) -> Layout:
     """Returns the folder of a decoder with a cache of keys and values as inputs and outputs.
 
-    The configuration is that of the description, if the model builder of onnxruntime-genai wrote it, with our library
-    added; or it is made of the model's own config.json.
+    The configuration is the description's genai_config.json, which onnxruntime-genai's model builder writes, with our
+    library added; without one it is made of the model's config.json.
 
     Raises:
         ContractError: there is neither, the model has no such cache, or the configuration is not of one decoder, or
@@ -33,9 +33,10 @@ def layout(request: Request) -> Layout:
     """
     has_config = request.config is not None and (request.config / CONFIG).is_file()
     described = Description(request, CONFIG if has_config else "config.json", "genai_config.json or config.json")
-    config = _given(described) if has_config else _made(request, described)
+    config = _builder_config(described) if has_config else _decoder_config(request, described)
     decoder = config["model"]["decoder"]
     decoder["filename"] = MODEL
+    # Options of the model builder, such as providers, are kept.
     options = decoder.get("session_options") or {}
     if not isinstance(options, dict):
         what = f"session_options is {options!r}"
@@ -46,42 +47,44 @@ def layout(request: Request) -> Layout:
     return Layout(MODEL, request.library, files)
 
 
-def _given(described: Description) -> dict[str, Any]:
+def _builder_config(described: Description) -> dict[str, Any]:
     config: dict[str, Any] = described.json(CONFIG, dict)
     model = config.get("model")
     decoder = model.get("decoder") if isinstance(model, dict) else None
+    # A pipeline has a session for each of its models, and only a user knows which of them is this one.
     if not isinstance(decoder, dict) or "pipeline" in decoder:
-        what, expected = "has no decoder of one model", "model.decoder, without a pipeline"
+        what, expected = "has no single decoder", "model.decoder, without a pipeline"
         advice = "add custom_ops_library to the session options of each model by hand"
         raise ContractError(described.path / CONFIG, what, expected=expected, advice=advice)
     _type(config["model"], "type", str(described.path / CONFIG))
     return config
 
 
-def _made(request: Request, described: Description) -> dict[str, Any]:
-    """Returns the configuration of a decoder that transformers describes, with the names that the model has."""
+def _decoder_config(request: Request, described: Description) -> dict[str, Any]:
+    """Returns a configuration made from transformers' config.json and the names of the model's inputs and outputs."""
     where = str(described.path / "config.json")
-    known = {name: value for name, value in described.json("config.json", dict).items() if value is not None}
-    length, end = _number(known, "max_position_embeddings", where), known.get("eos_token_id")
-    padding = known.get("pad_token_id", end[0] if isinstance(end, list) and end else end)
-    tokens = {"bos_token_id": known.get("bos_token_id"), "eos_token_id": end, "pad_token_id": padding}
+    settings = {name: value for name, value in described.json("config.json", dict).items() if value is not None}
+    length, end = _number(settings, "max_position_embeddings", where), settings.get("eos_token_id")
+    # A model without a padding token pads with its first end token.
+    padding = settings.get("pad_token_id", end[0] if isinstance(end, list) and end else end)
+    tokens = {"bos_token_id": settings.get("bos_token_id"), "eos_token_id": end, "pad_token_id": padding}
     model = {
-        "type": _type(known, "model_type", where),
+        "type": _type(settings, "model_type", where),
         "context_length": length,
-        "vocab_size": _number(known, "vocab_size", where),
+        "vocab_size": _number(settings, "vocab_size", where),
         **{name: token for name, token in tokens.items() if token is not None},
-        "decoder": _decoder(request, known, where),
+        "decoder": _decoder(request, settings, where),
     }
     return {"model": model, "search": {"max_length": length, "past_present_share_buffer": False}}
 
 
-def _decoder(request: Request, known: dict[str, Any], where: str) -> dict[str, Any]:
+def _decoder(request: Request, settings: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns the sizes of the decoder and the names of its inputs and outputs."""
     layers, hidden, heads = (
-        _number(known, name, where) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        _number(settings, name, where) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
-    cached_heads = _number({"num_key_value_heads": heads, **known}, "num_key_value_heads", where)
-    head_size = _number({"head_dim": hidden // heads, **known}, "head_dim", where)
+    cached_heads = _number({"num_key_value_heads": heads, **settings}, "num_key_value_heads", where)
+    head_size = _number({"head_dim": hidden // heads, **settings}, "head_dim", where)
     graph = request.model.graph
     inputs, outputs = {value.name: value for value in graph.input}, [value.name for value in graph.output]
     ports: dict[str, dict[str, str]] = {
@@ -103,7 +106,7 @@ def _decoder(request: Request, known: dict[str, Any], where: str) -> dict[str, A
 
 
 def _type(config: dict[str, Any], name: str, where: str) -> str:
-    """Returns what onnxruntime-genai chooses its code by; it knows no model without it."""
+    """Returns the name of the architecture, which onnxruntime-genai requires to select its code."""
     kind = config.get(name)
     if not isinstance(kind, str) or not kind:
         expected, advice = "the name of an architecture, as llama", "add it"
@@ -120,14 +123,15 @@ def _number(config: dict[str, Any], name: str, where: str) -> int:
 
 
 def _pattern(names: Iterable[str], kind: str, layers: int, request: Request) -> str:
-    """Returns what the names of all layers' keys, or values, have in common, with %d for the layer."""
-    found: dict[str, set[int]] = {}
+    """Returns the pattern of the names of all layers' keys, or values, with %d for the layer."""
+    numbers_by_pattern: dict[str, set[int]] = {}
     for name in names:
         last = max(_KINDS, key=name.rfind)  # past_key_values.0.value is a value
         if kind == last and kind in name and (match := re.search(r"0|[1-9][0-9]*", name)):
             pattern = f"{name[: match.start()]}%d{name[match.end() :]}"
-            found.setdefault(pattern, set()).add(int(match[0]))
-    for pattern, numbers in found.items():
+            numbers_by_pattern.setdefault(pattern, set()).add(int(match[0]))
+    for pattern, numbers in numbers_by_pattern.items():
+        # Other inputs have numbers too: the pattern is the one that has exactly the numbers of the layers.
         if len(numbers) == layers and max(numbers) == layers - 1:
             return pattern
     what = f"no inputs or outputs that name the {kind}s of layers 0 to {layers - 1}"
@@ -136,10 +140,10 @@ def _pattern(names: Iterable[str], kind: str, layers: int, request: Request) -> 
 
 
 def _check_cache(value: onnx.ValueInfoProto, heads: int, size: int, where: str) -> None:
-    """Raises ContractError if a cache input [batch, heads, past, size] is not of these sizes, where it has them."""
+    """Raises ContractError if a fixed size of a cache input [batch, heads, past, size] is another one."""
     dims = [dim.dim_value or dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim]
-    known = [dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim]
-    if len(dims) != 4 or (known[1] and dims[1] != heads) or (known[3] and dims[3] != size):
+    has_size = [dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim]
+    if len(dims) != 4 or (has_size[1] and dims[1] != heads) or (has_size[3] and dims[3] != size):
         what = f"input {value.name!r} of the model has the shape {dims}"
         expected = f"[batch, {heads}, past, {size}], by num_key_value_heads and head_dim"
         raise ContractError(where, what, expected=expected, advice="pass the configuration of this model")

@@ -1,4 +1,4 @@
-"""What a host wants to be in its folder, and what it may be made of."""
+"""The files of a host's folder, and the inputs that they are made of."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_ops.errors import ContractError, Option
 
 MODEL: Final = "model.onnx"
-"""What hosts call a model unless they are told otherwise."""
+"""Default name of a model in the hosts."""
 
 _DESCRIPTIONS: Final = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
-"""Of tokenizers and configurations; what else lies beside a model is most often weights."""
+"""Suffixes of tokenizers and configurations; other files beside a model are most often weights."""
 
 _WEIGHTS: Final = (".safetensors.index.json", ".bin.index.json")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a folder is made of."""
+    """The inputs of a folder."""
 
     model: onnx.ModelProto
     """The rewritten model, its weights left out."""
     name: str
-    """What to call the model in messages: its path."""
+    """Name of the model in messages: its path."""
     folder_name: str
-    """The last part of where the folder goes."""
+    """Name of the new folder."""
     library: str
     """File name of the native library."""
     config: Path | None
     """The folder that describes the model: configuration and tokenizer."""
     root: PurePosixPath
-    """Where the host sees the folder; absolute."""
+    """Absolute path of the folder on the host."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What goes into a folder, by path below it."""
+    """The files of a folder, by path below it."""
 
     model: str
     library: str | None
-    """None if the host is not told of a library by files: its caller registers it."""
+    """None if no file of the folder names the library: the host's caller registers it."""
     files: dict[str, bytes | Path]
-    """Other files: what is in them, or which to copy."""
+    """Other files: their content, or the path of a file to copy."""
 
 
 class Description:
@@ -60,7 +60,7 @@ class Description:
 
     def __init__(self, request: Request, main: str, made_by: str) -> None:
         if request.config is None:
-            what, expected = "nothing says what model it is", f"a folder with {made_by}"
+            what, expected = "there is no description of the model", f"a folder with {made_by}"
             raise ContractError(request.name, what, expected=expected, advice=("pass ", Option("config", "FOLDER")))
         self.path = request.config
         if not (self.path / main).is_file():
@@ -83,28 +83,29 @@ class Description:
         """Returns what a JSON file holds, which is a `kind`: dict or list.
 
         Raises:
-            ContractError: it is missing, is no JSON, or holds something else.
+            ContractError: it is missing, is not JSON, or is not a `kind`.
         """
         path = self.path / name
         try:
             with open_regular(self.locate(name)) as file:
-                found = json.load(file)
+                data = json.load(file)
         except OSError as error:
             raise ContractError.unreadable(path, error, "a readable file") from None
         except (ValueError, RecursionError) as error:
-            raise ContractError(path, f"no JSON: {error}", expected="JSON", advice="copy the file again") from None
-        if not isinstance(found, kind):
-            what = f"holds a {type(found).__name__}"
+            raise ContractError(path, f"not JSON: {error}", expected="JSON", advice="copy the file again") from None
+        if not isinstance(data, kind):
+            what = f"holds a {type(data).__name__}"
             raise ContractError(path, what, expected=kind.__name__, advice="copy the file again")
-        return found
+        return data
 
     def files(self, below: str = "", *, every: bool = False, optional: bool = False) -> dict[str, bytes | Path]:
         """Returns the files of the folder, or of one below it, that describe a model and its tokenizer; or `every` one.
 
         Raises:
-            ContractError: there is no such folder and it is not `optional`, or it or one of the files lies elsewhere.
+            ContractError: the folder is missing and not `optional`, or it or one of its files is outside of it.
         """
         try:
+            # Located before it is listed: a link to a folder elsewhere is refused unread.
             folder = self._folder.locate(below, str(self.path)) if below else self.path
             names = sorted(path.name for path in folder.iterdir() if path.is_file())
         except OSError as error:

@@ -15,7 +15,7 @@ from mxfp8_graph.hosts.layout import MODEL, Layout, Request
 from mxfp8_ops.errors import ContractError
 
 MAX_BATCH: Final = 32
-"""Of requests that the server puts together, where the model has a batch dimension; config.pbtxt may say otherwise."""
+"""Largest batch that the server forms of requests, if the model has a batch dimension; config.pbtxt can change it."""
 
 _TYPES: Final[dict[int, str]] = {
     onnx.TensorProto.BOOL: "TYPE_BOOL",
@@ -75,5 +75,6 @@ def _port(value: onnx.ValueInfoProto, batched: bool, request: Request) -> str:
         advice = "export the model with another, or with shapes"
         raise ContractError(request.name, what, expected="a shape, and a dtype that Triton has", advice=advice)
     sizes = [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else -1 for d in tensor.shape.dim[batched:]]
+    # Triton has no tensors without dimensions, so a scalar is one value that is reshaped.
     dims = f"dims: [ {', '.join(map(str, sizes))} ]" if sizes else "dims: [ 1 ] reshape { shape: [ ] }"
     return f"name: {json.dumps(value.name)} data_type: {_TYPES[tensor.elem_type]} {dims}"

@@ -29,7 +29,7 @@ HOSTS: Final[dict[str, Callable[[Request], Layout]]] = {
     "sentence-transformers": hugging_face.sentence_transformers,
     "triton": triton.layout,
 }
-"""What lays out the folder, by the name of the host."""
+"""Name of a host -> the function that returns the layout of its folder."""
 
 
 def package(
@@ -54,7 +54,7 @@ def package(
         config: the folder that describes the model: what the Hugging Face hub or sentence-transformers has beside the
             weights, or for genai what its model builder wrote. All hosts but triton need one.
         root: where the host will see the folder, if that is elsewhere, as in a container. Absolute. For triton only,
-            which wants to be told the library by such a path.
+            whose configuration has the absolute path of the library.
 
     Raises:
         ContractError: the model is not one that `rewrite` made, `config` lacks something or does not fit the model, or
@@ -67,9 +67,10 @@ def package(
         expected, advice = "an absolute path, for triton", "correct it or leave it out"
         raise ContractError("root", f"{os.fspath(root)!r} for {host}", expected=expected, advice=advice)
     if config is not None and host == "triton":
-        what, expected = "a description for triton", "none: the model says all that it asks for"
+        what, expected = "a description for triton", "none, since the configuration follows from the model"
         raise ContractError("config", what, expected=expected, advice="leave it out")
     opened, target = _rewritten(model), Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
+    # lexists: a dangling link is in the way of the rename too.
     if os.path.lexists(target):
         raise _exists(target)
     library = native.library_path()
@@ -94,7 +95,7 @@ def package(
 def _rewritten(model: Any) -> OpenedModel:
     if kind_of(model) is not Kind.ONNX_FILE:
         advice = "write a program with mxfp8_graph.to_onnx, a model in memory with onnx.save"
-        raise ContractError(str(model)[:80], "is no ONNX file", expected="one", advice=advice)
+        raise ContractError(str(model)[:80], "is not an ONNX file", expected="one", advice=advice)
     opened = open_model(model)
     if record.find(opened.proto) is None:
         raise ContractError(opened.name, "has no MXFP8 nodes", expected="a rewritten model", advice="rewrite it first")
@@ -103,7 +104,8 @@ def _rewritten(model: Any) -> OpenedModel:
 
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """Yields a folder to fill, which is at `target` at the end; after an error it is gone."""
+    """Yields a folder to fill, which is renamed to `target` at the end, or removed after an error."""
+    # Beside the target, so that the rename stays within one file system.
     folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}.mxfp8-folder")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -143,6 +145,7 @@ def _copy_model(folder: Path, name: str, opened: OpenedModel) -> None:
     for data in sorted({location(tensor) for tensor in tensors if is_external(tensor)}):
         place = str(PurePosixPath(name).parent / data)
         _copy(functools.partial(models.open, data, opened.name), path.parent / data, folder, place)
+    # After the copies: a model that changed meanwhile may have given parts of two versions.
     models.files.check()
 
 
@@ -167,6 +170,7 @@ def _new_file(folder: Path, name: str) -> Iterator[BinaryIO]:
         raise ContractError(folder.name, what, expected=expected, advice="rewrite to a file of another name") from None
     with file:
         yield file
+        # On the disk before the folder gets its name: after a crash there is no folder with half of a file.
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,8 +1,8 @@
-"""config.json -> a module whose weights have shapes and no values, and how to call it.
+"""Builds a module from config.json whose weights have shapes and no values, and describes how to call it.
 
-Parameters are CPU tensors whose memory nobody touches, so the system never provides it: unlike meta tensors they can be
-exported together with real inputs, and unlike fake ones they need no mode. Buffers that the module computes when it is
-made (frequencies of rotary embeddings, position ids) are real.
+Parameters are CPU tensors whose memory is never read or written, so the system never allocates it. Unlike meta tensors
+they can be exported together with real inputs, and unlike fake ones they need no mode. Buffers that the module computes
+in its constructor (frequencies of rotary embeddings, position ids) are real.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mxfp8_ops.errors import ContractError
 DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 _DYNAMIC: Final = torch.export.Dim.DYNAMIC
-"""An axis of any size in a range that torch finds out, as an encoder's positions have one."""
+"""A dynamic axis, with a range that torch infers: an encoder's table of positions limits it."""
 
 _BATCH, _TOKENS, _PAST = 2, 3, 5
 """Sizes of the sample inputs; all different, none 0 or 1, which torch.export would take for constants."""
@@ -37,18 +37,18 @@ _LARGEST_CACHE: Final = 1 << 23
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """How a model is called, as plain tensors in and out."""
+    """A call of a model with plain tensors as inputs and outputs."""
 
     module: nn.Module
     """Calls the model, which is its submodule `model`."""
     inputs: tuple[Any, ...]
     dims: tuple[Any, ...]
-    """Which axes of `inputs` are dynamic, as torch.export takes them."""
+    """Dynamic axes of `inputs`, as torch.export takes them."""
     input_names: list[str]
     axis_names: Mapping[str, tuple[str, ...]]
-    """What to call the dynamic axes of inputs, "" for the others."""
+    """Names of the dynamic axes of each input, "" for fixed axes."""
     output_names: Callable[[], list[str]]
-    """What to call the outputs; known once the module was called."""
+    """Returns the names of the outputs; valid after a call of the module."""
 
 
 def load_config(folder: Path) -> Any:
@@ -61,7 +61,7 @@ def load_config(folder: Path) -> Any:
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a config of somebody else
+    except Exception as error:  # transformers raises anything for a config that it does not expect
         what = f"transformers {transformers.__version__} cannot read it: {first_line(error)}"
         expected = "a model that transformers knows without code of the folder, which is never run"
         raise ContractError(folder / "config.json", what, expected=expected, advice="export it yourself") from error
@@ -72,7 +72,7 @@ def load_config(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Lets huggingface_hub refuse every request, inside: transformers asks for a "backbone" that a config names.
+    """Makes huggingface_hub refuse requests inside of the block: transformers fetches a "backbone" that a config names.
 
     The environment variable would come too late: it is read when the hub is imported.
     """
@@ -107,6 +107,7 @@ def build(config: Any, folder: Path, dtype: str, limits: Limits, device: Literal
     config.dtype = DTYPES[dtype]
     default = torch.get_default_dtype()
     try:
+        # Modules allocate in the default dtype. It is global, so it is restored below.
         torch.set_default_dtype(DTYPES[dtype])
         with torch.device(device), _Unfilled(limits), torch.no_grad():
             model: nn.Module = cls(config)
@@ -143,6 +144,7 @@ def call_of(model: nn.Module, config: Any) -> Call:
 
 def _encoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Call:
     names = ["input_ids", "attention_mask"]
+    # A table with one type has no information, so the input is left to its default.
     if "token_type_ids" in parameters and getattr(config, "type_vocab_size", 0) > 1:
         names.append("token_type_ids")
     results: list[str] = []
@@ -163,6 +165,7 @@ def _decoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Ca
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # The sample cache is real memory, and its size is in numbers of the config.
     if layers * heads * size > _LARGEST_CACHE:
         what = f"a cache of {layers} x {heads} x {size} values for each token"
         raise ContractError(
@@ -203,9 +206,9 @@ class _Encoder(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         result = self.model(**dict(zip(self._inputs, tensors, strict=True)), return_dict=True)
-        found = {name: value for name, value in result.items() if isinstance(value, Tensor)}
-        self._record(list(found))
-        return tuple(found.values())
+        outputs = {name: value for name, value in result.items() if isinstance(value, Tensor)}
+        self._record(list(outputs))
+        return tuple(outputs.values())
 
 
 class _Decoder(nn.Module):
@@ -224,6 +227,7 @@ class _Decoder(nn.Module):
 
         extra = {}
         if self._positions:
+            # Padding on the left gets position 0; it is masked, so the value does not matter.
             counted = (attention_mask.cumsum(-1) - 1).clamp(min=0)
             newest = torch.arange(input_ids.shape[1]) + past[0].shape[2]
             extra["position_ids"] = counted.index_select(1, newest)
@@ -238,6 +242,7 @@ class _Decoder(nn.Module):
 def repeated(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """Returns (path, list) of the layers of a model, if it has one such list and they differ in their values only."""
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    # Lists inside of layers, such as experts, belong to the layers.
     outer = [(p, m) for p, m in lists if not any(p.startswith(f"{other}.") for other, _ in lists)]
     if len(outer) != 1 or len(outer[0][1]) < 1:
         return None
@@ -247,28 +252,28 @@ def repeated(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 _NUMBERS: Final = frozenset({"layer_idx", "layer_id"})
-"""What modules call the number of their layer."""
+"""Names of attributes with the number of a layer."""
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
-"""What torch keeps in a module: its parameters, buffers and modules, which are compared as such, and hooks."""
+"""Attributes of every torch module: parameters, buffers and modules, which are compared separately, and hooks."""
 
 
 def _fingerprint(layer: nn.Module) -> list[object]:
-    """Returns what tells a layer from others, but for values of parameters and its number."""
-    found: list[object] = []
+    """Returns a key of a layer: equal for layers that differ only in the values of parameters and in their number."""
+    entries: list[object] = []
     for path, module in layer.named_modules():
         own = {k: _plain(v) for k, v in vars(module).items() if k not in _NUMBERS | _OF_EVERY_MODULE}
         parameters = {name: (tuple(t.shape), t.dtype) for name, t in module.named_parameters(recurse=False)}
         buffers = {name: _plain(t) for name, t in module.named_buffers(recurse=False)}
-        found.append((path, type(module), own, parameters, buffers))
-    return found
+        entries.append((path, type(module), own, parameters, buffers))
+    return entries
 
 
 def _plain(value: Any) -> Any:
-    """Returns what is equal for equal values; of an object without values of its own, that it is this very one."""
+    """Returns a value to compare attributes by: contents of tensors and containers, other objects as they are."""
     if isinstance(value, Tensor):
-        known = value.is_meta or value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return (tuple(value.shape), value.dtype, known)
+        content = value.is_meta or value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (tuple(value.shape), value.dtype, content)
     if isinstance(value, Mapping):
         return (type(value), [(key, _plain(each)) for key, each in value.items()])
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -281,7 +286,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Makes what is allocated to be filled later, as parameters are, a meta tensor, and counts them."""
+    """Allocates parameters (torch.empty) as meta tensors, and checks their number and size."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__()
@@ -300,19 +305,21 @@ class _Unfilled(TorchFunctionMode):
 
 
 def _untouched(model: nn.Module) -> None:
-    """Replaces the meta tensors of a model by memory that nobody touches; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    """Replaces the meta parameters of a model by uninitialized CPU tensors; tied ones stay tied."""
+    parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, tensor in module._parameters.items():
             if tensor is not None:
                 key = id(tensor)
-                made.setdefault(key, nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=False))
-                module._parameters[name] = made[key]
+                parameters.setdefault(
+                    key, nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=False)
+                )
+                module._parameters[name] = parameters[key]
 
 
 @contextlib.contextmanager
 def shortened(layers: nn.ModuleList, count: int) -> Iterator[None]:
-    """Leaves the first `count` layers of a model, inside."""
+    """Removes all layers but the first `count` inside of the block."""
     all_layers = dict(layers._modules)
     for name in list(all_layers)[count:]:
         del layers._modules[name]

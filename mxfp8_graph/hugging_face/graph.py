@@ -1,6 +1,6 @@
-"""A module -> an ONNX graph whose parameters are inputs, so that no optimization can compute anything from them.
+"""Exports a module as an ONNX graph whose parameters are inputs, so that no optimization can fold them.
 
-Values would be needed otherwise: constants are folded, and equal initializers merged.
+As initializers they would need values: constants are folded, and equal initializers are merged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SCOPES: Final = "pkg.torch.onnx.name_scopes"
 _OURS: Final = "model."
-"""Where the wrapper of `Call` has the model."""
+"""Prefix of the model's names in the wrapper of `Call`."""
 
 
 def export(call: Call, opset: int, where: str) -> onnx.ModelProto:
@@ -38,12 +38,14 @@ def export(call: Call, opset: int, where: str) -> onnx.ModelProto:
         raise ContractError(
             where, what, expected="a model without control flow on values", advice="export it yourself"
         ) from error
+    # With duplicates: a tied tensor may be exported under either of its names.
     parameters = {name for name, _ in call.module.named_parameters(remove_duplicate=False)}
     parameters |= set(call.module.state_dict())
 
     def lift(model: ir.Model) -> None:
         for name in parameters & model.graph.initializers.keys():
             value = model.graph.initializers.pop(name)
+            # Without a value the initializer becomes an input, which no pass folds.
             value.const_value = None
             value.name = name.removeprefix(_OURS)
             model.graph.inputs.append(value)
@@ -61,7 +63,7 @@ def export(call: Call, opset: int, where: str) -> onnx.ModelProto:
 
 
 def _name_axes(proto: onnx.ModelProto, call: Call) -> None:
-    """Gives dynamic axes the names that `call` has for them."""
+    """Renames the dynamic axes to the names in `call`."""
     names: dict[str, str] = {}
     for value in proto.graph.input:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
@@ -71,11 +73,11 @@ def _name_axes(proto: onnx.ModelProto, call: Call) -> None:
     for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:
-                dim.dim_param = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), dim.dim_param)
+                dim.dim_param = re.sub(r"\w+", lambda match: names.get(match[0], match[0]), dim.dim_param)
 
 
 def layer_of(node: onnx.NodeProto, path: str) -> int | None:
     """Returns which layer of the list at `path` a node belongs to, or None."""
     scopes: Any = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
-    found = re.search(rf"'{re.escape(path)}\.(\d+)[.']", scopes)
-    return int(found[1]) if found else None
+    match = re.search(rf"'{re.escape(path)}\.(\d+)[.']", scopes)
+    return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""What a config may ask for: no more and no larger tensors than the header of the checkpoint says there are.
+"""Limits on a config: no more and no larger tensors than the header of the checkpoint lists.
 
 transformers makes lists, modules and tables of any size that a config names, so a kilobyte could take all memory. Its
 numbers are checked before transformers reads them, then the model as it is built without memory, on meta tensors.
@@ -21,16 +21,16 @@ from mxfp8_ops.errors import ContractError
 _SLACK: Final = 1000
 """Parameters that a model may have beyond those of the checkpoint, and layers: ALBERT's 24 share the tensors of one."""
 _ANY: Final = 1 << 18
-"""A number that is harmless whatever it means: no list or table of so many entries takes a second."""
+"""A number that every field may have: a list or table of so many entries takes less than a second."""
 _BYTES: Final = 1 << 29
 _UNBOUND: Final = re.compile("position|len|seq|context|ctx|theta|base|param")
-"""Numbers that no list is made of; a table of positions is refused when it is built."""
+"""Names of numbers that are not lengths of lists; a table of positions is checked when it is built."""
 _LAYERS: Final = re.compile("layers|layer$")
-"""Numbers of layers; a vocab_size_per_layer_input is none."""
+"""Names of numbers of layers, but not vocab_size_per_layer_input."""
 
 
 class Limits:
-    """What the header of a checkpoint allows."""
+    """The limits that follow from the header of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, config: Path) -> None:
         stored = [weight.shape for weight in checkpoint.weights.values()]
@@ -44,7 +44,7 @@ class Limits:
         self._bytes = max(_BYTES, checkpoint.byte_size)
 
     def check_numbers(self, config: Mapping[str, Any]) -> None:
-        """Raises ContractError if a number of the config, or of one inside, is larger than what there can be."""
+        """Raises ContractError if a number in the config, at any depth, exceeds its limit."""
         left: list[tuple[str, Any]] = list(config.items())
         while left:
             key, value = left.pop()
@@ -52,16 +52,17 @@ class Limits:
                 left += value.items()
             elif isinstance(value, list):
                 left += [(key, each) for each in value]
+            # JSON may write a count as 1e9, which is a float.
             elif isinstance(value, (int, float)) and value == value // 1 and not _UNBOUND.search(key):
                 self._require(repr(key), value, self._tensors if _LAYERS.search(key) else self._number)
 
     def check_parameter(self, parameter: Tensor, before: int) -> None:
-        """Raises ContractError if a model cannot have that parameter, and `before` others."""
+        """Raises ContractError if a parameter is too large, or one too many after `before` others."""
         self._require("parameters", before + 1, self._tensors)
         self._require("values of a parameter", parameter.numel(), self._values)
 
     def check_buffers(self, model: Module) -> None:
-        """Raises ContractError if what a model computes when it is built, such as masks, takes much memory."""
+        """Raises ContractError if the buffers of a model, such as masks, take too much memory."""
         self._require("bytes of buffers", sum(b.numel() * b.itemsize for b in model.buffers()), self._bytes)
 
     def _require(self, what: str, number: float, most: int) -> None:

@@ -1,4 +1,4 @@
-"""A graph of three layers -> that of all of them, where every layer is like the one before.
+"""Repeats the third layer of a graph of three layers, for models whose layers are alike.
 
 torch takes seconds to export a layer, and a decoder has dozens that differ in the values of their parameters only. So
 three are exported and the third is repeated. Why that is right is checked, not assumed: the modules of all layers are
@@ -19,13 +19,13 @@ from onnx import NodeProto, ValueInfoProto
 from mxfp8_graph.hugging_face.graph import layer_of
 
 EXPORTED: Final = 3
-"""How many layers the graph has: the first may differ in what it shares with others, two have to be compared."""
+"""Number of exported layers: the first may differ in values that it shares with others, so two more are compared."""
 
 _Graph = onnx.GraphProto
 
 
 class _IrregularError(Exception):
-    """Why a graph cannot be repeated."""
+    """The layers of a graph are not alike."""
 
 
 def repeat(graph: _Graph, path: str, count: int) -> bool:
@@ -53,6 +53,7 @@ class _Repetition:
             layer = layer_of(node, path)
             if layer is None:
                 continue
+            # A node with subgraphs would need the renaming inside of them too.
             if layer >= EXPORTED or any(a.type in {onnx.AttributeProto.GRAPH} for a in node.attribute):
                 raise _IrregularError
             blocks[layer].append(node)
@@ -61,12 +62,14 @@ class _Repetition:
         self._same: dict[str, str] = {}
         """Output of the second layer -> that of the third."""
         self._carried: dict[str, str] = {}
-        """What the third layer reads of the second -> its own value that takes that place in the next one."""
+        """Value of the second layer that the third reads -> value of the third that the next layer reads instead."""
         self._compare(second, self._third, of_block)
         self._outside = [node for node in graph.node if layer_of(node, path) is None]
         inner = {name for name in of_block if of_block[name] == EXPORTED - 1}
         results = {value.name for value in graph.output}
         read = {name for node in self._outside for name in node.input} & inner
+        # Nodes after the layers may read only what every layer passes on: the last layer computes it under another
+        # name.
         if not read <= set(self._carried.values()):
             raise _IrregularError
         self._last = results & set(self._carried.values())
@@ -88,9 +91,11 @@ class _Repetition:
                 elif x == y:
                     if of_block.get(x, 0) != 0:
                         raise _IrregularError
+                # What the second layer reads of the first, the third has to read of the second.
                 elif of_block.get(x) == 0 and of_block.get(y) == 1:
                     if pairs.setdefault(x, y) != y:
                         raise _IrregularError
+                # A parameter or a cache of the layer itself, by its name.
                 elif self._renamed(x, 1, 2) != y:
                     raise _IrregularError
             self._same |= dict(zip(a.output, b.output, strict=True))
@@ -112,28 +117,29 @@ class _Repetition:
         results = {value.name: value for value in self._graph.output}
         own = [name for name in inputs if self._renamed(name, last, last + 1) != name]
         shapes = {value.name: value for value in self._graph.value_info}
-        made: dict[str, str] = {name: name for node in self._third for name in node.output}
+        names: dict[str, str] = {name: name for node in self._third for name in node.output}
         nodes: list[NodeProto] = []
         for layer in range(EXPORTED, count):
-            before = made
-            made = {name: self._fresh(name, layer) for name in before}
+            before = names
+            names = {name: self._fresh(name, layer) for name in before}
             for node in self._third:
                 copy = _append(nodes, node)
                 copy.name = self._fresh(node.name, layer)
-                copy.input[:] = [self._read(name, made, before, layer) for name in node.input]
-                copy.output[:] = [made[name] for name in node.output]
+                copy.input[:] = [self._read(name, names, before, layer) for name in node.input]
+                copy.output[:] = [names[name] for name in node.output]
                 for entry in copy.metadata_props:
                     entry.value = self._renamed(entry.value, last, layer)
             for name in own:
                 _copy(self._graph.input.add(), inputs[name], self._renamed(name, last, layer))
-            for name in made:
+            for name in names:
                 if name in self._last:
-                    _copy(self._graph.value_info.add(), results[name], made[name])
+                    _copy(self._graph.value_info.add(), results[name], names[name])
                 elif name in results:
-                    _copy(self._graph.output.add(), results[name], made[name])
+                    _copy(self._graph.output.add(), results[name], names[name])
                 elif name in shapes:
-                    _copy(self._graph.value_info.add(), shapes[name], made[name])
-        final = {name: made[name] for name in self._carried.values()}
+                    _copy(self._graph.value_info.add(), shapes[name], names[name])
+        final = {name: names[name] for name in self._carried.values()}
+        # The copies go after the third layer and before the nodes that read the last one.
         head, tail = self._split()
         for node in tail:
             node.input[:] = [final.get(name, name) for name in node.input]
@@ -142,16 +148,16 @@ class _Repetition:
         self._exchange({name: final[name] for name in self._last})
 
     def _exchange(self, names: dict[str, str]) -> None:
-        """Lets the last layer compute what the third layer did so far, under the names of the graph's outputs."""
+        """Exchanges names of the third and the last layer's results, since the last layer now computes the outputs."""
         both = names | {new: old for old, new in names.items()}
         for node in self._graph.node:
             node.input[:] = [both.get(name, name) for name in node.input]
             node.output[:] = [both.get(name, name) for name in node.output]
 
-    def _read(self, name: str, made: dict[str, str], before: dict[str, str], layer: int) -> str:
-        """Returns what a copy of the third layer's node reads in the place of `name`."""
-        if name in made:
-            return made[name]
+    def _read(self, name: str, names: dict[str, str], before: dict[str, str], layer: int) -> str:
+        """Returns the input of a copy of the third layer's node that replaces `name`."""
+        if name in names:
+            return names[name]
         if name in self._carried:
             return before[self._carried[name]]
         return self._renamed(name, EXPORTED - 1, layer)
@@ -162,12 +168,12 @@ class _Repetition:
         return renamed if renamed != name else f"{name}_layer_{layer}"
 
     def _renamed(self, name: str, layer: int, wanted: int) -> str:
-        """Returns the name of what belongs to a layer, with the number of another one."""
+        """Returns `name` with the number of layer `wanted` in place of that of `layer`."""
         name = re.sub(rf"(?<![\w.]){self._path}\.{layer}(?=[.'])", self._numbered(wanted), name)
         return re.sub(rf"^(past_key_values|present)\.{layer}\.", rf"\g<1>.{wanted}.", name)
 
     def _numbered(self, layer: int) -> Callable[[re.Match[str]], str]:
-        return lambda found: f"{found[0].rpartition('.')[0]}.{layer}"
+        return lambda match: f"{match[0].rpartition('.')[0]}.{layer}"
 
     def _split(self) -> tuple[list[NodeProto], list[NodeProto]]:
         """Returns copies of the nodes up to the end of the third layer, and of those after it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from mxfp8_graph.file_reading import Pins, is_folder
-from mxfp8_graph.options import GivenWeights, Options, Progress
+from mxfp8_graph.options import CheckpointWeights, Options, Progress
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
 from mxfp8_graph.pass_steps import Reporter
 from mxfp8_graph.policy import presets
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _WEIGHT_ONLY = "mxfp8-weight-only"
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "group_size": formats.BLOCK_SIZE, "dynamic": True}
-"""What compressed-tensors says of activations in MXFP8; static scales, for one, are other numerics.
+"""The fields of compressed-tensors for activations in MXFP8; static scales, for example, are other numerics.
 
 modelopt says that `dynamic` is False, although its MXFP8 has no stored scales: see `_quant_algo_to_group_config` in
 modelopt/torch/export/convert_hf_config.py. A checkpoint with scales of activations is refused when it is opened.
@@ -57,10 +57,10 @@ def from_hf(
     Args:
         folder: with config.json and model.safetensors, or model.safetensors.index.json and its shards.
         output: file to write. Default: FOLDER/model.mxfp8.onnx.
-        recipe: what becomes of activations, and fusion, as in `rewrite`. Default: "mxfp8-weight-only" for a checkpoint
+        recipe: sets activations and fusion, as in `rewrite`. Default: "mxfp8-weight-only" for a checkpoint
             that says that activations are not quantized, else "mxfp8".
         settings: fields that are set in the recipe: "fuse=false"; see `Recipe.setting`.
-        dtype: what is not MXFP8 is computed in; tensors that are stored in another one are cast when the model runs.
+        dtype: the dtype of all other computations; tensors that are stored in another one are cast at run time.
         opset: version of the default operator domain, at least 21.
         external_data: whether tensors go to OUTPUT.data: "always" and "auto", or "never".
         overwrite: whether an existing output may be replaced.
@@ -77,7 +77,7 @@ def from_hf(
     folder = Path(folder)
     if not is_folder(folder):
         raise ContractError(folder, "not a folder", expected="a local Hugging Face folder", advice="check the path")
-    told = read_json(
+    config = read_json(
         folder / "config.json",
         Pins(),
         what="not a JSON object",
@@ -92,27 +92,28 @@ def from_hf(
         raise ContractError("opset", str(opset), expected=expected, advice="choose one of them")
     checkpoint = open_checkpoint(folder)
     checkpoint.require_mxfp8()
-    chosen = load_recipe(_recipe_for(told, checkpoint, folder) if recipe is None else recipe).setting(settings)
+    chosen = load_recipe(_recipe_for(config, checkpoint, folder) if recipe is None else recipe).setting(settings)
     target = Path(output) if output else folder / "model.mxfp8.onnx"
-    given = GivenWeights(
+    weights = CheckpointWeights(
         where=str(folder),
         weights=checkpoint.weights,
         instead=True,
         check=checkpoint.check,
         files=checkpoint.files | {folder / "config.json"},
     )
-    given.keep(target)
+    # Before the export, which takes minutes: the output must not be one of the files that it is made of.
+    weights.keep(target)
     options = Options(
         name=str(folder),
         output=target,
         external_data=external_data,
         overwrite=overwrite,
         allow_nonfinite=allow_nonfinite,
-        given=given,
+        weights=weights,
         progress=progress,
     )
     reporter = Reporter(recipe=chosen, options=options, bytes_before=checkpoint.byte_size)
-    opened = _opened(folder, told, checkpoint, dtype, opset)
+    opened = _opened(folder, config, checkpoint, dtype, opset)
     from mxfp8_graph.onnx_pass.run import rewrite_opened
 
     path, report = rewrite_opened(opened, reporter)
@@ -120,8 +121,8 @@ def from_hf(
     return path, report
 
 
-def _opened(folder: Path, told: dict[str, Any], checkpoint: Checkpoint, dtype: str, opset: int) -> OpenedModel:
-    """Returns the model with tensors that lie in the checkpoint."""
+def _opened(folder: Path, numbers: dict[str, Any], checkpoint: Checkpoint, dtype: str, opset: int) -> OpenedModel:
+    """Returns the model, whose tensors are external data in the files of the checkpoint."""
     try:
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
@@ -133,15 +134,18 @@ def _opened(folder: Path, told: dict[str, Any], checkpoint: Checkpoint, dtype: s
     from mxfp8_graph.hugging_face.limits import Limits
 
     limits = Limits(checkpoint, folder / "config.json")
-    limits.check_numbers(told)
+    limits.check_numbers(numbers)
     with architecture.offline():
         config = architecture.load_config(folder)
+        # On meta first: names and shapes are checked before a module with real buffers is built.
         blank = architecture.build(config, folder, dtype, limits, "meta")
         architecture.check_callable(blank, config, folder)
+        # Tied parameters: a checkpoint stores one of their names.
         aliases: dict[int, list[str]] = {}
         for name, tensor in blank.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(tensor), []).append(name)
         tied = {name: names for names in aliases.values() for name in names}
+        # Checkpoints of a model with and without a head differ in a prefix of their names.
         names = stored.Names(checkpoint, getattr(blank, "base_model_prefix", ""), tied)
         stored.check({name: tuple(tensor.shape) for name, tensor in blank.state_dict().items()}, checkpoint, names)
         model = architecture.build(config, folder, dtype, limits, "cpu")
@@ -154,27 +158,29 @@ def _opened(folder: Path, told: dict[str, Any], checkpoint: Checkpoint, dtype: s
 
 
 def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) -> str:
-    """Returns the preset that does to activations what a checkpoint says is done to them.
+    """Returns the preset whose activations are those of the checkpoint.
 
     Raises:
-        ContractError: it says that those of some layers alone are quantized, or in another way than MXFP8.
+        ContractError: only some layers have quantized activations, or they are quantized in another way than MXFP8.
     """
-    told = config.get("quantization_config")
-    told = told if isinstance(told, dict) else {}
-    if told.get("act_bits", 8) == 16:
+    quantization = config.get("quantization_config")
+    quantization = quantization if isinstance(quantization, dict) else {}
+    # auto-round's field: 16 bits means that activations are not quantized.
+    if quantization.get("act_bits", 8) == 16:
         return _WEIGHT_ONLY
     quantized = [not weight.weight_only for weight in checkpoint.weights.values()]
-    groups = told.get("config_groups")
+    groups = quantization.get("config_groups")
     where = folder / "config.json"
     advice = ("choose for all with ", Option("recipe"), ", or say which in a recipe file")
     if isinstance(groups, dict) and groups:
         said = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
-        ours = {"dynamic": True} if told.get("quant_method") == "modelopt" else {}
+        ours = {"dynamic": True} if quantization.get("quant_method") == "modelopt" else {}
         for each in filter(None, said):
             if not (isinstance(each, dict) and _ACTIVATIONS.items() <= {**each, **ours}.items()):
                 what = f"quantization_config has activations that are not in MXFP8: {str(each)[:200]}"
                 raise ContractError(where, what, expected=str(_ACTIVATIONS), advice=advice)
         quantized = [bool(each) for each in said]
+    # A preset has one setting for all sites, and a guess would change results.
     if any(quantized) and not all(quantized):
         what = "the activations of some layers alone are quantized"
         raise ContractError(where, what, expected="the same for all", advice=advice)

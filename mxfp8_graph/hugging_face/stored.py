@@ -1,7 +1,7 @@
-"""Parameters of a graph -> tensors that lie where the checkpoint has them; nothing is read.
+"""Turns the parameters of a graph into external data in the files of the checkpoint, without reading it.
 
 A safetensors file is what ONNX calls external data: an offset and a length. So tensors in high precision are copied
-from file to file, as they are, and MXFP8 weights get a place in the graph that the pass then fills with their bytes.
+from file to file, as they are, and MXFP8 weights become stubs in the graph that the pass fills with their bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mxfp8_graph.packed.safetensors import DTYPES, Stored
 from mxfp8_ops.errors import ContractError
 
 _FLOATS: Final = ("F32", "F16", "BF16", "F64")
-"""What parameters may be stored as, in the words of safetensors."""
+"""Dtypes of parameters, in the words of safetensors."""
 
 
 def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str], names: Names) -> OpenedModel:
@@ -31,7 +31,7 @@ def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str]
     Args:
         proto: the graph, whose inputs are `inputs` and parameters.
         checkpoint: where values are.
-        inputs: the names of what a caller gives.
+        inputs: the names of the inputs of a run.
         names: finds the checkpoint's name of a parameter; see `check`.
 
     Raises:
@@ -39,8 +39,8 @@ def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str]
     """
     graph = proto.graph
     parameters = [value for value in graph.input if value.name not in inputs]
-    kept = [value for value in graph.input if value.name in inputs]
-    place = _Place(checkpoint)
+    model_inputs = [value for value in graph.input if value.name in inputs]
+    shards = _CheckpointFolder(checkpoint)
     tensors: dict[str, TensorProto] = {}
     casts: dict[str, int] = {}
     size = 0
@@ -55,17 +55,19 @@ def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str]
         stub = graph.initializer.add(name=name, dims=shape, data_type=dtype)
         if stored is not None:
             stub.data_type = helper.np_dtype_to_tensor_dtype(DTYPES[stored.dtype])
+            # The bytes of the file stay as they are, so nodes that compute in another dtype need a cast.
             if stub.data_type != dtype:
                 casts[name] = dtype
-            tensors[name] = place.tensor(name, stub.data_type, stored)
+            tensors[name] = shards.tensor(name, stub.data_type, stored)
         size += math.prod(shape) * int(helper.tensor_dtype_to_np_dtype(stub.data_type).itemsize)
+    # Parameters were inputs for the export only; from here on they are initializers.
     del graph.input[:]
-    graph.input.extend(kept)
+    graph.input.extend(model_inputs)
     _rename(graph, renamed)
     if casts:
         _cast(graph, casts)
     opened = OpenedModel(
-        str(checkpoint.path), proto, tensors, place.folder, 0, uses_external_data=True, weights_are_inputs=False
+        str(checkpoint.path), proto, tensors, shards.folder, 0, uses_external_data=True, weights_are_inputs=False
     )
     opened.byte_size = size + proto.ByteSize()
     return opened
@@ -79,9 +81,9 @@ def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, names: 
             problems.append(f"no {parameter!r} {list(shape)}")
             continue
         stored = checkpoint.others.get(name)
-        found = checkpoint.weights[name].shape if stored is None else stored.shape
-        if found != shape:
-            problems.append(f"{name!r} is {list(found)}, not {list(shape)}")
+        stored_shape = checkpoint.weights[name].shape if stored is None else stored.shape
+        if stored_shape != shape:
+            problems.append(f"{name!r} is {list(stored_shape)}, not {list(shape)}")
         elif stored is not None and stored.dtype not in _FLOATS:
             problems.append(f"{name!r} is {stored.dtype}, not one of {', '.join(_FLOATS)}")
     if problems:
@@ -90,10 +92,10 @@ def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, names: 
 
 
 class Names:
-    """Finds what a checkpoint calls the parameters of a model."""
+    """Maps the parameters of a model to names in a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, tied: Mapping[str, Sequence[str]]) -> None:
-        """`prefix`: what names begin with in a model with a head, and not in one without; `tied`: a tensor's names."""
+        """`prefix`: prefix of names in models with a head, not without; `tied`: name -> all names of a tensor."""
         self._known = checkpoint.weights.keys() | checkpoint.others.keys()
         self._prefix = f"{prefix}." if prefix else ""
         self._tied = tied
@@ -109,15 +111,15 @@ class Names:
         return None
 
 
-class _Place:
-    """The folder that the files of a checkpoint lie in."""
+class _CheckpointFolder:
+    """The folder of the files of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.folder: ModelFolder | None = None
         self._checkpoint = checkpoint
 
     def tensor(self, name: str, dtype: int, stored: Stored) -> TensorProto:
-        """Returns a tensor that lies where the checkpoint has it."""
+        """Returns a tensor whose external data is in a file of the checkpoint."""
         if self.folder is None:
             self.folder = ModelFolder(stored.path)
             self.folder.files = stored.files
@@ -125,23 +127,23 @@ class _Place:
             what = f"{stored.path} and others are in several folders"
             raise ContractError(self._checkpoint.path, what, expected="shards in one folder", advice="move them there")
         tensor = TensorProto(name=name, data_type=dtype, dims=stored.shape, data_location=TensorProto.EXTERNAL)
-        told = {"location": stored.path.name, "offset": stored.offset, "length": stored.byte_size}
-        for key, value in told.items():
+        entries = {"location": stored.path.name, "offset": stored.offset, "length": stored.byte_size}
+        for key, value in entries.items():
             tensor.external_data.add(key=key, value=str(value))
         return tensor
 
 
 def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Gives the parameters that nodes read the names of the checkpoint."""
+    """Renames the parameters in the nodes' inputs to their names in the checkpoint."""
     for inner in iter_graphs(graph):
         for node in inner.node:
             node.input[:] = [names.get(name, name) for name in node.input]
 
 
 def _cast(graph: onnx.GraphProto, casts: Mapping[str, int]) -> None:
-    """Lets nodes compute in the dtype of the graph with tensors that are stored in another one.
+    """Adds casts of tensors that are stored in another dtype than the graph computes in.
 
-    Rows of a table are cast after they were picked: the table itself would be cast as a whole in every run.
+    Rows of a table are cast after the Gather: a cast of the table would convert all of it in every run.
     """
     nodes: list[NodeProto] = []
     names: dict[str, str] = {}

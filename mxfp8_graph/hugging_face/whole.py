@@ -1,4 +1,4 @@
-"""A model -> its whole graph: three layers are exported and repeated where that is right, otherwise all of them."""
+"""Exports a whole model: three layers, of which the third is repeated if all are alike, otherwise every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rewritten ExportedProgram -> the ONNX file that rewriting its ONNX export would have given.
+"""Writes a rewritten ExportedProgram as the ONNX file that a rewrite of its ONNX export would give.
 
 export.py       to_onnx, step by step; plain_to_onnx, for a program as it is
 translation.py  which node each op becomes

@@ -1,4 +1,4 @@
-"""Experts that a program picks while it runs: ONNX cannot gather float8, so the nodes pick them.
+"""Experts that are picked at run time: ONNX cannot gather float8, so grouped nodes pick them.
 
     MXFP8Gemm(A, Gather(B, i), Gather(B_scales, i), bias)  ->  Add(MXFP8GroupedGemm(A, B, B_scales, i), bias)
 
@@ -17,7 +17,7 @@ _GROUPED: Final = {contract.GEMM.name: contract.GROUPED_GEMM, contract.WEIGHT_GE
 
 
 def pick_in_nodes(model: ir.Model) -> None:
-    """Makes gemms of gathered weights grouped gemms, in place."""
+    """Replaces gemms of gathered weights by grouped gemms, in place."""
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in list(graph):
             if node.domain == contract.DOMAIN and node.op_type in _GROUPED:
@@ -32,6 +32,7 @@ def _pick(gemm: ir.Node, graph: ir.Graph) -> None:
     elements, scales = gathers
     if elements is None or scales is None or not all(_gathers_matrices(each) for each in (elements, scales)):
         return
+    # Elements and scales have to be of the same experts.
     if elements.inputs[1] is not scales.inputs[1]:
         return
     bias = gemm.inputs[at + 2] if len(gemm.inputs) > at + 2 else None
@@ -42,6 +43,7 @@ def _pick(gemm: ir.Node, graph: ir.Graph) -> None:
     if bias is not None:
         _add(bias, gemm, graph)
     for gather in (elements, scales):
+        # Another gemm may read the same gathered weight.
         if not gather.outputs[0].uses() and not gather.outputs[0].is_graph_output():
             gather_graph = gather.graph
             assert gather_graph is not None  # it was not removed before
@@ -66,7 +68,8 @@ def _int64(gather: ir.Node, graph: ir.Graph) -> ir.Value | None:
 
 
 def _add(bias: ir.Value, gemm: ir.Node, graph: ir.Graph) -> None:
-    """Adds a float32 bias to what `gemm` gives, and rounds after that to the dtype it gave."""
+    """Adds a float32 bias to the result of `gemm`, and rounds the sum to the dtype that the result had."""
+    # A gemm rounds once, after the bias. The grouped node has no bias, so its result stays float32 until the sum.
     wanted = gemm.attributes["output_dtype"].as_int()
     gemm.attributes["output_dtype"] = ir.AttrInt64("output_dtype", contract.FLOAT)
     product = gemm.outputs[0]

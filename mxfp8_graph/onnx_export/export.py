@@ -98,7 +98,7 @@ def to_onnx(
 
 
 def plain_to_onnx(program: Any, path: Path, *, trust_pickle: bool = False) -> Path:
-    """Returns `path`, having written a program as it is, not rewritten, there as ONNX; errors as `to_onnx`."""
+    """Writes an original program as ONNX, and returns `path`; errors as `to_onnx`."""
     opened, tensors = _skeleton(translate(_program(program, trust_pickle=trust_pickle), contract.MIN_OPSET, {}))
     external = wants_external(opened, opened.byte_size, path, "auto")
     with open_target(opened, path, external=external, overwrite=False) as target:
@@ -131,13 +131,14 @@ def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
     except ImportError as error:
         advice = "pip install torch onnxscript"
         raise BackendError("to_onnx", str(error), expected="torch and onnxscript", advice=advice) from error
+    # A program from a file has given out no modules yet.
     if not kind.is_file:
         check_values(program, "to_onnx")
     return evaluated(load(program, trust_pickle=trust_pickle) if kind.is_file else program)
 
 
 def _check_names(kind: str, names: Sequence[str] | None) -> None:
-    """Raises ContractError if `names` are not what values may be called."""
+    """Raises ContractError if `names` are not distinct texts that ONNX can store."""
     if names is None:
         return
     expected, advice = "a list of names, each once", f"correct {kind}"
@@ -149,7 +150,7 @@ def _check_names(kind: str, names: Sequence[str] | None) -> None:
 
 
 def _is_text(name: str) -> bool:
-    """Whether UTF-8 has what is in `name`: half of a surrogate pair it has not."""
+    """Whether UTF-8 can encode `name`; it cannot encode half of a surrogate pair."""
     return name.encode(errors="replace").decode() == name
 
 
@@ -170,11 +171,13 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
     from mxfp8_graph.torch_program import internals
 
     recipe, packed = None, False
+    # Subgraphs too: a program may have mxfp8 ops in the branches of a cond alone.
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             op = contract.TORCH_OPS.get(internals.op_name(node))
             if op is None:
                 continue
+            # ONNX has no gradients, so there are no training nodes in the contract.
             if op.trains:
                 what = f"mxfp8.{op.name}, which is for training and has no ONNX form"
                 advice = "rewrite the program again, without training"
@@ -190,7 +193,7 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
 
 
 def _unfused(text: str | None) -> str | None:
-    """Returns a recorded recipe as the record of a model in which nothing is fused."""
+    """Returns a recorded recipe with `fuse` false: to_onnx does not fuse."""
     recipe = recorded(text)
     return text if recipe is None else recipe.without_fusion().to_record()
 
@@ -202,13 +205,13 @@ def translate(
     *,
     before_optimizing: Callable[[ir.Model], None] | None = None,
 ) -> ir.Model:
-    """Returns the program as an ONNX model with float8 elements, in onnxscript's representation.
+    """Returns the program as an `onnx_ir` model with float8 elements.
 
     Args:
         program: rewritten or not.
         opset: see `to_onnx`.
         names: arguments for torch.onnx.export that give names.
-        before_optimizing: changes the model before constants are folded.
+        before_optimizing: called with the model before constants are folded; may change it.
 
     Raises:
         ContractError: torch cannot export it.
@@ -243,10 +246,11 @@ def translate(
         advice = "change the model to do without this one"
         raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error
     model: ir.Model = exported.model
-    found = model.opset_imports.get("", 0)
-    if found != opset:
-        what = f"onnxscript cannot bring the model from opset {found} to {opset}"
+    version = model.opset_imports.get("", 0)
+    if version != opset:
+        what = f"onnxscript cannot bring the model from opset {version} to {opset}"
         raise ContractError("to_onnx", what, expected="ops that both have", advice="pass another opset")
+    # Before `retype`: ONNX has no Gather of float8, so these Gathers must be gone when elements get their types.
     experts.pick_in_nodes(model)
     float8.retype(model)
     return model
@@ -266,7 +270,7 @@ def _optimize(model: ir.Model) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences what torch's exporter says about other packages and about itself."""
+    """Silences the warnings of torch's exporter about other packages and about itself."""
     from mxfp8_graph.torch_program import internals
 
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
@@ -288,6 +292,7 @@ def _skeleton(model: ir.Model) -> tuple[OpenedModel, dict[str, ir.TensorProtocol
     for name, value in list(model.graph.initializers.items()):
         tensor = value.const_value
         assert tensor is not None  # an initializer without data is no initializer
+        # protobuf cannot serialize more than 2 GB, so large tensors never go through a proto.
         if tensor.nbytes > INLINE_BYTES:
             tensors[name] = tensor
             size += tensor.nbytes

@@ -1,6 +1,6 @@
-"""Gives every tensor of elements its float8 type: torch keeps them as uint8, the ONNX nodes demand the real type.
+"""Gives every tensor of elements its float8 type: torch stores them as uint8, and the ONNX nodes take float8.
 
-Starts from the nodes, which know their formats, and goes back through views to where elements come from: an
+Starts from the nodes, which know their formats, and goes back through views to the origin of the elements: an
 initializer, an input of the model, or MXFP8Quantize. No byte changes.
 """
 
@@ -18,7 +18,7 @@ from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import ContractError
 
 _VIEWS: Final = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"})
-"""Ops that take float8 since opset 21 and move bytes without looking at them; their first input is the tensor."""
+"""Ops that take float8 since opset 21 and only move bytes; their first input is the tensor."""
 
 _Use = tuple[ir.Node, int]
 
@@ -35,6 +35,7 @@ def retype(model: ir.Model) -> None:
         ports = [
             index for index, row in enumerate(contract.OPS[node.op_type].inputs) if row.dtypes == contract.ELEMENTS
         ]
+        # Removed, since the nodes' schemas do not have it.
         noted = node.attributes.pop(FORMATS, None)
         names = noted.as_string().split() if noted is not None else []
         for index, name in zip(ports, names, strict=True):
@@ -51,6 +52,7 @@ def _demand(demands: dict[ir.Value, dict[str, list[_Use]]], use: _Use, name: str
     value = node.inputs[index]
     assert value is not None  # elements are no optional input
     uses = demands.setdefault(value, {}).setdefault(name, [])
+    # Two nodes may read elements through the same view.
     if use in uses:
         return
     uses.append(use)
@@ -58,8 +60,8 @@ def _demand(demands: dict[ir.Value, dict[str, list[_Use]]], use: _Use, name: str
     if producer is None:
         return
     if producer.domain == contract.DOMAIN:
-        made = producer.attributes["output_dtype"].as_int()
-        if producer.op_type == contract.QUANTIZE.name and made == formats.element_format(name).onnx_dtype:
+        dtype = producer.attributes["output_dtype"].as_int()
+        if producer.op_type == contract.QUANTIZE.name and dtype == formats.element_format(name).onnx_dtype:
             return
     elif producer.op_type in _VIEWS and producer.domain == "":
         _demand(demands, (producer, 0), name)
@@ -78,14 +80,16 @@ def _demand(demands: dict[ir.Value, dict[str, list[_Use]]], use: _Use, name: str
 
 
 def _give(value: ir.Value, demands: dict[str, list[_Use]]) -> None:
-    """Gives `value` the type its uses demand; an initializer that several types are demanded of becomes several.
+    """Gives `value` the type that its uses demand; an initializer with several demanded types is copied for each.
 
     The exporter merges initializers of equal bytes, so one may hold elements of both formats, or elements and scales.
     """
     demanded = {use for uses in demands.values() for use in uses}
     others = [(node, index) for node, index in value.uses() if (node, index) not in demanded]
+    # The usual case: one format, and no reader but mxfp8 nodes and views.
     if not others and len(demands) == 1:
         _set_type(value, next(iter(demands)))
+    # Only an initializer can be copied; an input or a result has one type.
     elif value.const_value is not None and value.graph is not None and not value.is_graph_output():
         for name, uses in demands.items():
             twin = ir.Value(name=f"{value.name}_{name}", shape=value.shape, const_value=value.const_value)

@@ -1,4 +1,4 @@
-"""Which node each op becomes; torch's exporter does the rest.
+"""The ONNX node of each mxfp8 op, for torch's exporter.
 
 torch.ops.mxfp8.quantize     -> MXFP8Quantize
 torch.ops.mxfp8.dequantize   -> MXFP8Dequantize
@@ -21,7 +21,7 @@ from onnxscript import opset18, values
 from mxfp8_ops import contract, formats, onnx_functions, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 
 _OPS: Final[Any] = opset18
-"""The standard ops, whose stubs take values of one kind only."""
+"""The standard ops. `Any`, since their stubs are typed for tensors of one dtype."""
 
 FORMATS: Final = "element_formats"
 """Attribute that carries the formats of a node's element inputs from here to `float8.py`, which removes it: in ONNX
@@ -69,10 +69,12 @@ def table() -> dict[Any, Callable[..., Any]]:
         activation_dtype: int | None = None,
     ) -> Any:
         wanted = _value_dtype(dtype, x.dtype)
-        given = onnx_functions.weight_gemm_dtype(wanted)
-        settings = {"output_dtype": given, "activation_dtype": _value_dtype(activation_dtype), FORMATS: b_format}
+        # float32 stands for float16 in the node, see `weight_gemm_dtype`; the Cast below gives the dtype that was asked
+        # for.
+        node_dtype = onnx_functions.weight_gemm_dtype(wanted)
+        settings = {"output_dtype": node_dtype, "activation_dtype": _value_dtype(activation_dtype), FORMATS: b_format}
         result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
-        return result if given == wanted else _OPS.Cast(result, to=wanted)
+        return result if node_dtype == wanted else _OPS.Cast(result, to=wanted)
 
     def embedding(indices: Any, b: Any, b_scales: Any, b_format: str = "e4m3", dtype: int | None = None) -> Any:
         settings = {"output_dtype": _value_dtype(dtype), FORMATS: b_format}
@@ -97,6 +99,7 @@ def table() -> dict[Any, Callable[..., Any]]:
             wanted = _value_dtype(dtype)
             settings = {"output_dtype": wanted, FORMATS: f"{a_format} {b_format}"}
             y = node(contract.GROUPED_GEMM, _matrix_per_row(a), _matrix_per_row(a_scales), *weights, **settings)
+        # The grouped nodes multiply a stack of matrices with one row each.
         y = _OPS.Squeeze(y, _OPS.Constant(value_ints=[1]))
         return y if settings["output_dtype"] == wanted else _OPS.Cast(y, to=wanted)
 
@@ -112,7 +115,7 @@ def _matrix_per_row(rows: Any) -> Any:
 
 
 def _experts(a: Any, offs: Any) -> Any:
-    """Returns the group that each row of `a` [S, K] is in, int64 [S]; behind the last, as many as there are."""
+    """Returns the group of each row of `a` [S, K], int64 [S]; rows after the last group get the number of groups."""
     zero = _OPS.Constant(value_int=0)
     one = _OPS.Constant(value_int=1)
     second = _OPS.Constant(value_ints=[1])

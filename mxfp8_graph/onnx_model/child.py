@@ -1,4 +1,4 @@
-"""Calls a function in a child process: code that may abort, run away or eat memory then takes nobody else down.
+"""Calls a function in a child process: code that may abort, run away or eat memory then ends no other process.
 
 The child is a fork, which costs milliseconds and not the imports of a new process. It makes the one call and never
 returns to the code of its parent.

@@ -21,7 +21,7 @@ def convert(opened: OpenedModel, opset: int, target: int) -> None:
     """Converts a model from `opset` up to `target`, in place; notes what was done.
 
     Raises:
-        ContractError: an op cannot be converted, or what becomes of it would compute something else.
+        ContractError: an op cannot be converted, or its conversion would compute something else.
     """
     old_ops.prepare(opened.proto, opset, target, opened.name)
     converted = onnx_calls.convert(_without_unknown(opened.proto, opset), target, opened.name)

@@ -56,7 +56,7 @@ def _is_blocked(node: onnx.NodeProto) -> bool:
 
 
 def dialect_of(node: onnx.NodeProto) -> str | None:
-    """Returns the dialect whose own op a node is: "mxfp8", "trt", "ort-cuda" or "quark"; standard ops are of none."""
+    """Returns the dialect that a node's op belongs to: "mxfp8", "trt", "ort-cuda" or "quark"; None for standard ops."""
     return "mxfp8" if node.domain == contract.DOMAIN else _OPS.get((node.domain, node.op_type))
 
 

@@ -50,12 +50,12 @@ def to_float32(opened: OpenedModel) -> None:
     """Gives a model float32 values in the place of 16-bit ones, in place; data of large initializers is not read.
 
     Raises:
-        ContractError: a node takes values for bits, which would be others.
+        ContractError: a node reinterprets the bits of values, which would be others.
     """
     graph = opened.proto.graph
     if node := next((node for node in _nodes(opened.proto) if node.op_type == "BitCast"), None):
-        what = f"node {node_label(node)!r} (BitCast) takes values for bits"
-        expected = "none that does, to compute in float32"
+        what = f"node {node_label(node)!r} (BitCast) reinterprets the bits of values"
+        expected = "no such node, to compute in float32"
         raise ContractError(opened.name, what, expected=expected, advice="leave out runs_on (--for cpu)")
     inferred = onnx_calls.infer_shapes(opened.proto, opened.name, []).graph
     values = (*inferred.value_info, *graph.input, *graph.output)

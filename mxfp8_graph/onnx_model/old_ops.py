@@ -1,4 +1,4 @@
-"""Old ops that onnx's converter knows nothing of, or changes the meaning of without a word.
+"""Old ops that onnx's converter does not know, or whose meaning it changes silently.
 
 Found by running every old form of every op in ONNX Runtime, before and after. What can be set right in the converter's
 result is; the rest is refused, by name.
@@ -125,7 +125,7 @@ def prepare(model: onnx.ModelProto, opset: int, target: int, name: str) -> None:
 
 
 def repair(converted: onnx.ModelProto, opset: int, name: str) -> list[str]:
-    """Sets right, in place, what the converter made of a model of `opset`; returns what is to be told of it.
+    """Sets right, in place, what the converter made of a model of `opset`; returns notes for the report.
 
     Raises:
         ContractError: a node would compute something else now, and nothing can be done about it.
@@ -191,7 +191,7 @@ def _resize(converted: _Converted) -> list[str]:
     if scales is not None or converted.opset < 10:  # Upsample only enlarges
         return []
     return [
-        f"node {node_label(converted.node)!r} ({converted.node.op_type}) is taken to enlarge: its scales are computed"
+        f"node {node_label(converted.node)!r} ({converted.node.op_type}) is assumed to enlarge: its scales are computed"
     ]
 
 

@@ -33,7 +33,7 @@ def infer_shapes(model: onnx.ModelProto, name: str, notes: list[str]) -> onnx.Mo
     Args:
         model: without the data of its weights.
         name: what to call the model in messages.
-        notes: what is told of a rewrite.
+        notes: the notes of the report, to which one is added.
 
     Raises:
         ContractError: onnx cannot read the model at all, or an op cannot take what it is given.

@@ -9,10 +9,10 @@ from mxfp8_graph.onnx_model.walk import iter_graphs, node_label
 from mxfp8_ops import contract, onnx_functions
 
 
-def find(model: onnx.ModelProto) -> provenance.Made | None:
+def find(model: onnx.ModelProto) -> provenance.RewriteRecord | None:
     """Returns how `model` was rewritten before, or None if it was not."""
     node = next((n for graph in iter_graphs(model.graph) for n in graph.node if n.domain == contract.DOMAIN), None)
-    return None if node is None else provenance.Made(node=node_label(node), recipe=recipe_of(model))
+    return None if node is None else provenance.RewriteRecord(node=node_label(node), recipe=recipe_of(model))
 
 
 def is_rewritten(model: onnx.ModelProto) -> bool:

@@ -59,7 +59,7 @@ class _Field(NamedTuple):
     """Where its bytes are, behind their length; else where its value is."""
     end: int
     value: int
-    """Of a varint; else 0."""
+    """Value of a varint; else 0."""
 
 
 class _UnclearError(Exception):

@@ -148,7 +148,7 @@ def _expanded(term: str, dots: Sequence[str]) -> _Labels:
     """Returns the labels of a term, `dots` in place of its ellipsis."""
     before, ellipsis, behind = term.partition("...")
     if not {*before, *behind} <= {*string.ascii_letters}:
-        raise _NoMatMulError("it has other signs than letters; correct the model")
+        raise _NoMatMulError("it has other characters than letters; correct the model")
     return (*before, *(dots if ellipsis else ()), *behind)
 
 

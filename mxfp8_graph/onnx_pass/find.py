@@ -290,7 +290,7 @@ class _Finder:
             return reason
         if repeated := self._statics.repeated(tensor):
             return (
-                f"weight {repeated!r} is repeated while the model runs, nobody knows along which dimensions; "
+                f"weight {repeated!r} is repeated along dimensions that are not constant; expected constant ones; "
                 "give the model shape information"
             )
         return None
@@ -312,7 +312,7 @@ def _repeat_blocker(form: Form, x: Operand, w: Operand, result: gs.Tensor) -> st
     if w.static is None or not w.static.lead:
         return None
     if form.a_view != AS_IS or form.b_view != AS_IS:
-        return "the weight is repeated along a dimension, and its axes are permuted; expected one of both"
+        return "the weight is repeated along a dimension, and its axes are permuted; expected only one of the two"
     batch, seen = (None if shape is None else list(shape[:-2]) for shape in (x.shape, result.shape))
     if batch is not None and None not in batch and batch == seen:
         return None

@@ -15,7 +15,7 @@ class View:
     """What happens to an operand before it is multiplied: its axes are permuted, then it is reshaped."""
 
     perm: tuple[int, ...] | None = None
-    """Of all axes; None if they stay."""
+    """Permutation of all axes; None if they stay."""
     shape: tuple[int, ...] | None = None
     """As Reshape takes it: 0 leaves a dimension as it is. None if it stays."""
 

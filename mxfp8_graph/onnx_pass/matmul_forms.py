@@ -86,7 +86,9 @@ def _inside(node: gs.Node, statics: StaticOperands) -> Form | None:
     weights = [tensor for tensor in node.inputs[1:] if (static := statics.resolve(tensor)) and len(static.shape) > 1]
     if not weights:
         return None
-    reason = f"{node.op} multiplies by it inside; expected MatMul nodes; optimize the model without that fusion"
+    reason = (
+        f"{node.op} multiplies by it in a fused node; expected MatMul nodes; optimize the model without that fusion"
+    )
     return Form(a=node.inputs[0], b=weights[0], blocker=reason)
 
 

@@ -2,7 +2,7 @@
 
 Attention(x, w, b, mask, , bias) -> MultiHeadAttention(*Split(gemm(x, packed w, b)), , mask, bias)
 
-ONNX Runtime computes both with the same kernels, so what becomes of Q, K and V is the same to the bit.
+ONNX Runtime computes both with the same kernels, so the result of Q, K and V is the same to the bit.
 """
 
 from __future__ import annotations

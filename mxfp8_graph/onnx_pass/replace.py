@@ -102,7 +102,7 @@ class Editor:
         """What the replaced nodes read and made, and nothing may use any more."""
 
     def apply(self, site: OnnxSite, decision: Decision) -> SiteReport:
-        """Packs the site's weight, plans its new nodes, and returns what became of it; errors as `pack`."""
+        """Packs the site's weight, plans its new nodes, and returns the report of the site; errors as `pack`."""
         edit = self._edits.setdefault(site.scope.path, ScopeEdit(site.scope))
         build = Builder(edit, site.index, self.fresh)
         inputs = [build.ids(site.lookup) if site.lookup else build.k_last(site.x)]

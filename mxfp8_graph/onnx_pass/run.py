@@ -104,8 +104,8 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
         if options.dry_run:
             target.probe()
             return None, reporter.dry_run(decisions, result)
-        if options.given is not None:
-            options.given.check()
+        if options.weights is not None:
+            options.weights.check()
         target.finish()
     return target.path or opened.proto, reporter.report(reports, target.byte_size, account=result)
 
@@ -134,7 +134,7 @@ def prepare(opened: OpenedModel, recipe: Recipe) -> str:
 
 
 def find_and_plan(opened: OpenedModel, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
-    """Returns the sites of a prepared model and what becomes of each."""
+    """Returns the sites of a prepared model and the decision on each."""
     sites = find_sites(opened)
     stored = [id(site.w.static.tensor) if site.w.static else None for site in sites]
     return sites, tied_tables.explained(plan([site.matmul for site in sites], recipe), stored)

@@ -280,7 +280,7 @@ def dtype_of(tensor: gs.Tensor) -> int:
         return tensor.dtype
     try:
         return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(tensor.dtype)))
-    except (TypeError, ValueError):  # a type message, which graphsurgeon gives for what is no tensor
+    except (TypeError, ValueError):  # graphsurgeon gives a type message for a value that is not a tensor
         return 0
 
 

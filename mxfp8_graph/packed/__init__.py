@@ -1,13 +1,13 @@
 """Access to packed weights, wherever they are: by name, as elements and scales, or dequantized.
 
-weight.py        what a packed weight is, and what else a model stores
-parts.py         a part of one, which has whole blocks
+weight.py        a packed weight, and a model's other tensors
+parts.py         parts of a packed weight that have whole blocks
 from_onnx.py     finds them in ONNX models, ours and TensorRT's
 from_torch.py    finds them in exported programs
 contents.py      chooses between the two: unpack
-conventions.py   what safetensors checkpoints call them
+conventions.py   names of tensors in safetensors checkpoints
 safetensors.py   the file format
-checkpoint.py    what a checkpoint holds: a file, an index, a folder
+checkpoint.py    opens a checkpoint: a file, an index or a folder
 interchange.py   to and from safetensors
 """
 

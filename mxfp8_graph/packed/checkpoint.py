@@ -1,4 +1,4 @@
-"""What a safetensors checkpoint holds: MXFP8 weights, whoever packed them, and tensors as they are. Reads headers only.
+"""Opens safetensors checkpoints: MXFP8 weights of any tool, and tensors in high precision. Reads headers only.
 
 A checkpoint is one file, the files that an index names, or a Hugging Face folder with either.
 """
@@ -31,7 +31,7 @@ _INDEX: Final = "model.safetensors.index.json"
 _FILE: Final = "model.safetensors"
 
 _FOREIGN: Final = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "weight_qdata")
-"""How names of tensors end that belong to a quantized weight, of whatever format."""
+"""Endings of the names of tensors that belong to a quantized weight of any format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,14 @@ class Checkpoint:
     """The tensors of a checkpoint by name."""
 
     path: Path
-    """File, index or folder, as it was named."""
+    """File, index or folder, as the caller named it."""
     weights: Mapping[str, PackedWeight]
     others: Mapping[str, safetensors.Stored]
     """Tensors as they are."""
     foreign: tuple[str, ...]
-    """What is quantized in another way than MXFP8 in blocks of 32 along the last axis, each with what it is."""
+    """Tensors of other quantizations than MXFP8 in blocks of 32 along the last axis, with dtype and shape."""
     byte_size: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     files: frozenset[Path]
     check: Callable[[], None] = field(default=lambda: None, repr=False)
     """Raises ContractError if a file changed since it was opened."""
@@ -84,6 +84,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         stored, metadata = safetensors.read(file, pins)
     said = comfy.layers(stored, metadata, path)
     weights: dict[str, PackedWeight] = {}
+    # Markers are descriptions of layers and no tensors of the model.
     used = {name for name in stored if name.endswith(comfy.MARKER)}
     misfits: list[str] = []
     for name, elements, scales, swizzled in _pairs(stored, metadata, said):
@@ -93,6 +94,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         else:
             only = bool(said.get(name.removesuffix(".weight"), {}).get("full_precision_matrix_mult"))
             weights[name] = _weight(name, stored[elements], stored[scales], swizzled=swizzled, only=only)
+    # Refused and not ignored: an unknown scale or zero point beside a weight would change its values.
     misfits += _unknown(stored, metadata, used, weights)
     if misfits:
         expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis, and no other quantization"
@@ -122,20 +124,22 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def _unknown(
     stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str], used: Set[str], weights: Collection[str]
 ) -> list[str]:
-    """Returns what says of MXFP8 weights, or of what meets them, that it is quantized in a way that is not known."""
+    """Returns the tensors and metadata that describe an unknown quantization of MXFP8 weights or of their inputs."""
     names = sorted(stored)
-    found = {name for name in names if name.rpartition(".")[2] == comfy.GLOBAL}
+    suspects = {name for name in names if name.rpartition(".")[2] == comfy.GLOBAL}
     for weight in weights:
         # Where a module has several weights, such as experts.gate_up, the rest of it belongs to any of them.
         head = weight.removesuffix("weight") if f".{weight}".endswith(".weight") else f"{weight}_"
+        # Names are sorted, so those of one module are neighbors: the search is linear in their number, not in that of
+        # all tensors.
         at = bisect_left(names, head)
         while at < len(names) and names[at].startswith(head):
             if of_quantization(names[at].removeprefix(head)):
-                found.add(names[at])
+                suspects.add(names[at])
             at += 1
-    told = [f"{name!r} ({stored[name].dtype} {list(stored[name].shape)})" for name in sorted(found - used)]
-    told += [] if is_known(metadata.get(CONFIG_KEY)) else [f"{CONFIG_KEY!r} of the file"]
-    return [f"{each} of a quantization that is not known" for each in told]
+    descriptions = [f"{name!r} ({stored[name].dtype} {list(stored[name].shape)})" for name in sorted(suspects - used)]
+    descriptions += [] if is_known(metadata.get(CONFIG_KEY)) else [f"{CONFIG_KEY!r} of the file"]
+    return [f"{each} of an unknown quantization" for each in descriptions]
 
 
 def _file_in(folder: Path) -> Path:
@@ -152,29 +156,34 @@ def _pairs(
 ) -> Iterator[tuple[str, str, str, bool]]:
     """Yields (weight, its elements, its scales, whether those are swizzled), each a name.
 
-    `said` is what ComfyUI says about layers; if it does, about all that it quantized.
+    `said` is ComfyUI's description of each layer; if there is one, it covers every quantized layer.
     """
     for name, tensor in stored.items():
         if tensor.dtype not in _FORMATS or (
             said and not comfy.is_mxfp8(said.get(name.removesuffix(".weight")), tensor)
         ):
             continue
+        # By name and by dtype: FP8 with one float32 scale per tensor has the same names.
         scales = next((s for c in CONVENTIONS.values() if (s := name + c.scale_suffix) in stored), None)
         if scales is not None and stored[scales].dtype in _SCALE_DTYPES:
             yield name, name, scales, bool(said)
-        elif name.endswith("_qdata") and (found := _of_torchao(name, stored, metadata)) is not None:
-            yield found
+        elif name.endswith("_qdata") and (pair := _of_torchao(name, stored, metadata)) is not None:
+            yield pair
 
 
 def _of_torchao(
     elements: str, stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str]
 ) -> tuple[str, str, str, bool] | None:
-    """Returns what `_pairs` yields for X._weight_qdata, if its metadata say that it is an MXTensor in blocks of 32."""
+    """Returns the tuple of `_pairs` for X._weight_qdata, if its metadata describe an MXTensor in blocks of 32."""
     module, _, rest = elements.removesuffix("_qdata").rpartition(".")
     name, scales = f"{module}.{rest[1:]}".lstrip("."), f"{elements.removesuffix('_qdata')}_scale"
     try:
-        told = json.loads(metadata[name])
-        kind, size, swizzled = (told["_type"], told["_data"]["block_size"], told["_data"]["is_swizzled_scales"])
+        description = json.loads(metadata[name])
+        kind, size, swizzled = (
+            description["_type"],
+            description["_data"]["block_size"],
+            description["_data"]["is_swizzled_scales"],
+        )
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     if kind != "MXTensor" or size != formats.BLOCK_SIZE or scales not in stored:
@@ -185,6 +194,7 @@ def _of_torchao(
 def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizzled: bool) -> str | None:
     """Returns how scales do not fit a weight of that shape, or None."""
     blocks = scale_shape(shape or (0,), -1)
+    # Tiles pad rows to multiples of 128 and scales to multiples of 4.
     if swizzled and len(shape) == 2:
         down, across = swizzled_tiles(*blocks)
         blocks = (down * 128, across * 4)
@@ -227,20 +237,22 @@ def read_json(path: Path, files: Pins, *, what: str, expected: str, advice: str)
     """Returns the object that a JSON file holds.
 
     Raises:
-        ContractError: it cannot be read; or is no JSON object, as `what`, `expected` and `advice` then say.
+        ContractError: it cannot be read; or it is not a JSON object, with `what`, `expected` and `advice`.
     """
     try:
         with files.open(path) as file:
+            # A limit, since an index or a config is text of a file that anyone may have made.
             content = file.read(safetensors.LONGEST_HEADER + 1)
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
     try:
-        found = json.loads(content.decode("utf-8") if len(content) <= safetensors.LONGEST_HEADER else "")
+        # A file beyond the limit counts as empty text, which is not JSON, so that it gets the same error.
+        data = json.loads(content.decode("utf-8") if len(content) <= safetensors.LONGEST_HEADER else "")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        data = None
+    if not isinstance(data, dict):
         raise ContractError(path, what, expected=expected, advice=advice)
-    return found
+    return data
 
 
 def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str], Pins]:
@@ -252,6 +264,7 @@ def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str],
     try:
         placed, wanted = index["weight_map"], dict[str, set[str]]()
         for name, shard in placed.items():
+            # Raises for half of a surrogate pair, which JSON may hold and no file name can.
             shard.encode()
             wanted.setdefault(str(PurePath(shard)), set()).add(name)
     except (KeyError, TypeError, AttributeError, UnicodeEncodeError):
@@ -261,14 +274,15 @@ def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str],
     lacking: list[str] = []
     for shard, names in sorted(wanted.items()):
         try:
-            found = folder.locate(shard, str(path))
+            shard_path = folder.locate(shard, str(path))
         except OSError as error:
             raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
-        tensors, told = safetensors.read(found, folder.files)
+        tensors, shard_metadata = safetensors.read(shard_path, folder.files)
         lacking += [f"{name!r} in {shard}" for name in sorted(names - tensors.keys())]
+        # A shard may have a copy of a tensor that the index places in another one.
         elsewhere = tensors.keys() & (placed.keys() - names)
         stored |= {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
-        metadata |= told
+        metadata |= shard_metadata
     if lacking:
         raise ContractError(
             path, f"no {listed(lacking)}", expected="the tensors that it names", advice="download it again"

@@ -1,4 +1,4 @@
-"""What ComfyUI's checkpoints say about the format of each layer.
+"""Reads the formats of layers in ComfyUI's checkpoints.
 
 A layer X has a tensor X.comfy_quant, uint8, whose bytes are JSON such as {"format": "mxfp8"}; or the file's metadata
 have "_quantization_metadata", JSON with {"layers": {X: {"format": "mxfp8"}}}. An MXFP8 layer has X.weight of F8_E4M3,
@@ -26,27 +26,30 @@ _METADATA: Final = "_quantization_metadata"
 _LONGEST: Final = 1 << 16
 """Bytes of a marker; ComfyUI's have less than 100."""
 _KNOWN: Final = frozenset({"format", "group_size", "full_precision_matrix_mult", "orig_dtype", "orig_shape"})
-"""What an MXFP8 layer may say; anything else may change its values. convert_to_quant writes the last two."""
+"""Keys of an MXFP8 layer that do not change its values. convert_to_quant writes the last two."""
 
 
 def layers(stored: Mapping[str, Stored], metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
-    """Returns what is said about each layer, if anything; metadata overrule markers, as in ComfyUI.
+    """Returns the description of each layer; metadata overrule markers, as in ComfyUI.
 
     Raises:
         ContractError: a marker or the metadata is not what ComfyUI writes.
     """
     markers = {name: tensor for name, tensor in stored.items() if name.endswith(MARKER)}
+    # A marker beyond the limit is not read; as empty text it is reported as damaged.
     texts = {name: t.bytes().tobytes() if t.byte_size <= _LONGEST else b"" for name, t in markers.items()}
-    found: dict[str, Any] = {}
+    descriptions: dict[str, Any] = {}
     where = ""
     try:
+        # `where` outlives the loop: it is the name in the error, of the marker that failed or of the metadata.
         for where, text in texts.items():
-            found[where.removesuffix(MARKER)] = json.loads(text)
+            descriptions[where.removesuffix(MARKER)] = json.loads(text)
         where = _METADATA
         if where in metadata:
-            found = {**found, **json.loads(metadata[where])["layers"]}
-        if (found or where not in metadata) and all(isinstance(layer, dict) for layer in found.values()):
-            return found
+            descriptions = {**descriptions, **json.loads(metadata[where])["layers"]}
+        # Metadata without a layer say nothing, as do files without metadata; only the latter are normal.
+        if (descriptions or where not in metadata) and all(isinstance(layer, dict) for layer in descriptions.values()):
+            return descriptions
     except (KeyError, TypeError, ValueError, RecursionError):
         pass
     expected = "what ComfyUI writes, such as {'format': 'mxfp8'} for a layer"
@@ -54,13 +57,13 @@ def layers(stored: Mapping[str, Stored], metadata: Mapping[str, str], path: Path
 
 
 def is_mxfp8(said: Mapping[str, Any] | None, weight: Stored) -> bool:
-    """Returns whether a layer is in MXFP8, and in nothing else too."""
+    """Returns whether a layer is in plain MXFP8, with no key that may change its values."""
     said = said or {}
     kind = said.get("format"), said.get("group_size", formats.BLOCK_SIZE), weight.dtype
     return kind == ("mxfp8", formats.BLOCK_SIZE, E4M3) and said.keys() <= _KNOWN
 
 
 def others(said: Mapping[str, Any], stored: Collection[str], weights: Collection[str]) -> list[str]:
-    """Returns the layers that are quantized in another way, each with what is said about it."""
-    found = [layer for layer in sorted(said) if f"{layer}.weight" in stored and f"{layer}.weight" not in weights]
-    return [f"{layer!r} (ComfyUI's {str(said[layer])[:200]})" for layer in found]
+    """Returns the layers of other quantizations, each with its description."""
+    foreign = [layer for layer in sorted(said) if f"{layer}.weight" in stored and f"{layer}.weight" not in weights]
+    return [f"{layer!r} (ComfyUI's {str(said[layer])[:200]})" for layer in foreign]

@@ -1,4 +1,4 @@
-"""unpack(): the packed weights of a model by name, whatever the model is."""
+"""unpack(): the packed weights of a model by name, for every kind of model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mxfp8_ops.errors import ContractError
 def unpack(model: Any, *, trust_pickle: bool = False) -> Mapping[str, PackedWeight]:
     """Returns the packed weights of a model, by the names they had before.
 
-    Nothing is read but the structure; each weight reads its elements and scales from the file when they are asked for,
+    Only the structure is read. Each weight reads its elements and scales from the file on access,
     so a model larger than memory can be gone through weight by weight. The files have to stay where they are meanwhile.
 
     Args:

@@ -1,11 +1,11 @@
-"""What safetensors checkpoints with MXFP8 weights call their tensors, and what they say about them.
+"""Names of the tensors of MXFP8 weights in safetensors checkpoints, and the metadata that describes them.
 
     compressed-tensors   X.weight F8_E4M3 [N, K]   X.weight_scale U8 [N, K / 32]       (modelopt and auto-round, too)
     scale-inv            X.weight F8_E4M3 [N, K]   X.weight_scale_inv U8 [N, K / 32]   quant_method "mxfp8"
     torchao (read only)  X._weight_qdata           X._weight_scale F8_E8M0, perhaps swizzled, as the metadata say
     ComfyUI (read only)  X.weight F8_E4M3 [N, K]   X.weight_scale swizzled, as a marker says; see comfy.py
 
-Despite its name, weight_scale_inv is what elements are multiplied with, as weight_scale is; the bytes are the same.
+Despite its name, weight_scale_inv is a factor of the elements, as weight_scale is; the bytes are the same.
 Ours alone, which other readers may refuse: a K that is no multiple of 32 (the last block is partial, so there are
 ceil(K / 32) scales), F8_E5M2 elements, and stacks [..., N, K].
 """
@@ -28,7 +28,7 @@ class Convention:
 
     name: str
     scale_suffix: str
-    """What the name of the scales adds to that of the elements, X.weight."""
+    """Suffix of the name of the scales, after the name of the elements, X.weight."""
 
 
 COMPRESSED_TENSORS: Final = Convention("compressed-tensors", "_scale")
@@ -64,6 +64,7 @@ def quantization_config(chosen: Convention, quantized: Sequence[str], weight_onl
 
     `quantized` are the modules whose activations are quantized too, `weight_only` the others.
     """
+    # This convention has one config for all modules: it cannot say which of them are weight-only.
     if chosen is SCALE_INV:
         return {
             "quant_method": "mxfp8",

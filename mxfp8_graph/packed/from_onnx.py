@@ -1,4 +1,4 @@
-"""Packed weights of ONNX models. Nothing but the structure is read until a weight is.
+"""Packed weights of ONNX models. Only the structure is read; a weight reads its data on access.
 
 MXFP8Gemm, MXFP8WeightGemm, MXFP8Embedding       ours
 MXFP8Dequantize                                  ours
@@ -40,7 +40,7 @@ Visible = dict[str, onnx.TensorProto]
 
 @dataclass(frozen=True)
 class _Use:
-    """A node that reads a packed weight, and what it reads."""
+    """A node that reads a packed weight, with the weight's tensors."""
 
     node: onnx.NodeProto
     name: str
@@ -48,23 +48,26 @@ class _Use:
     elements: onnx.TensorProto
     scales: onnx.TensorProto
     axis: int
-    """Axis that is divided into blocks; negative."""
+    """Axis of the blocks, as a negative number."""
 
 
 def contents(opened: OpenedModel) -> Contents:
-    """Returns what an ONNX model stores."""
+    """Returns the packed weights and the other parameters of an ONNX model."""
     weights: dict[int, PackedWeight] = {}
     taken: set[str] = set()
     packed: set[str] = set()
     for use in _uses(opened.proto.graph, {}, opened.name):
+        # By object: a tied weight is one initializer with several readers, and is listed once.
         key = id(use.elements)
         only = _weight_only(use.node)
         if key not in weights:
             packed |= {use.name, use.scales.name}
             weights[key] = _weight(opened, use, take_name(original_name(use.name), taken))
+        # A weight that several nodes share counts as quantized on both sides if one of them quantizes its activations.
         elif weights[key].weight_only and only is False:
             weights[key] = replace(weights[key], weight_only=False)
     names = {tensor.name for tensor in opened.proto.graph.initializer}
+    # Reversed, so that the first node that reads a tensor is the one that stays in the dict.
     users = {name: node for node in reversed(opened.proto.graph.node) for name in node.input}
     others = [
         _other(opened, tensor, plain_name(tensor.name, names), users.get(tensor.name))
@@ -72,10 +75,10 @@ def contents(opened: OpenedModel) -> Contents:
         if tensor.name not in packed and tensor.data_type in _FLOATS and tensor.dims
     ]
     by_name, recipe = {weight.name: weight for weight in weights.values()}, record.recipe_of(opened.proto)
-    found = Contents(where=opened.name, weights=by_name, others=others, recipe=recipe)
+    result = Contents(where=opened.name, weights=by_name, others=others, recipe=recipe)
     if opened.folder is None:
-        return found
-    return replace(found, files=frozenset(input_files(opened)), check=opened.folder.files.check)
+        return result
+    return replace(result, files=frozenset(input_files(opened)), check=opened.folder.files.check)
 
 
 def _uses(graph: onnx.GraphProto, visible: Visible, where: str) -> Iterator[_Use]:
@@ -93,9 +96,10 @@ def _uses(graph: onnx.GraphProto, visible: Visible, where: str) -> Iterator[_Use
 
 
 def _axis(node: onnx.NodeProto, elements: onnx.TensorProto, scales: onnx.TensorProto, where: str) -> int:
-    """Returns the axis that is divided into blocks, negative; ContractError if that cannot be."""
+    """Returns the axis of the blocks, as a negative number; ContractError if the tensors contradict it."""
     axis = next((a.i for a in node.attribute if a.name == "axis"), None)
     rank = len(elements.dims)
+    # TensorRT's parser finds the axis by the shapes of elements and scales, and so does `blocked_axis`.
     if node.domain == TRT and (axis is None or -rank <= axis < rank):
         axis = blocked_axis(tuple(elements.dims), tuple(scales.dims), axis)
     elif axis is None:
@@ -145,6 +149,7 @@ def _weight(opened: OpenedModel, use: _Use, name: str) -> PackedWeight:
 
 
 def _codes(opened: OpenedModel, tensor: onnx.TensorProto) -> Codes:
+    # Tensors with large data are kept apart from the proto.
     stored = opened.tensors.get(tensor.name, tensor)
     return np.frombuffer(raw(stored, opened.folder, opened.name), np.uint8).reshape(tuple(stored.dims))
 

@@ -20,11 +20,11 @@ from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 
 _NAMES: Final = {name: op.weight for name, op in contract.TORCH_OPS.items() if op.weight is not None}
-"""What each op calls a weight's elements, its scales and its format."""
+"""Op -> names of its arguments for a weight's elements, scales and format."""
 
 
 def contents(program: ExportedProgram, where: str) -> Contents:
-    """Returns what an exported program stores."""
+    """Returns the packed weights and the other parameters of an exported program."""
     internals.check_torch()
     view = Program(program)
     weights: dict[str, PackedWeight] = {}
@@ -36,6 +36,7 @@ def contents(program: ExportedProgram, where: str) -> Contents:
             if op not in _NAMES:
                 continue
             elements, scales = (_stored(view, internals.argument(node, name)) for name in _NAMES[op][:2])
+            # dequantize can take blocks along any axis; a PackedWeight has them along the last one.
             if elements is None or scales is None or internals.argument(node, "axis", -1) != -1:
                 continue
             packed |= {elements, scales}
@@ -50,8 +51,8 @@ def contents(program: ExportedProgram, where: str) -> Contents:
         for name, tensor in view.state.items()
         if name not in packed
     ]
-    made = record.find(program)
-    recipe = made.recipe if made else None
+    rewrite_record = record.find(program)
+    recipe = rewrite_record.recipe if rewrite_record else None
     return Contents(where=where, weights={w.name: w for w in weights.values()}, others=others, recipe=recipe)
 
 
@@ -76,7 +77,7 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
 
 
 def _weight_only(node: Node) -> bool | None:
-    """Whether an op leaves activations as they are, as one without any does; None if it is not for packed weights."""
+    """Whether an op does not quantize activations, or has none; None if it is not for packed weights."""
     op = internals.op_name(node)
     if op not in contract.PACKED_OPS:
         return None

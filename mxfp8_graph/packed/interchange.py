@@ -1,6 +1,6 @@
 """Packed weights to and from safetensors checkpoints, bit for bit.
 
-What tensors are called there is in `conventions.py`.
+`conventions.py` has the names of tensors in checkpoints.
 """
 
 from __future__ import annotations
@@ -55,15 +55,17 @@ def export_safetensors(
     if convention not in CONVENTIONS:
         raise ContractError.unknown("convention", convention, CONVENTIONS)
     chosen = CONVENTIONS[convention]
-    found = contents(model, trust_pickle=trust_pickle)
-    if not found.weights:
+    source = contents(model, trust_pickle=trust_pickle)
+    if not source.weights:
         what = "no packed weights"
-        raise ContractError(found.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
-    if is_any_of(path, found.files):
+        raise ContractError(source.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
+    # Weights are read while the file is written, so it must not be one of theirs.
+    if is_any_of(path, source.files):
         what = "is the model or its external data"
         raise ContractError(path, what, expected="another file", advice="pass another path")
     weights: dict[str, PackedWeight] = {}
-    for weight in found.weights.values():
+    for weight in source.weights.values():
+        # Two weights of one module would have the same name X.weight.
         weights[unique_name(weight.parameter, weights)] = weight
     taken = set(weights)
     entries = []
@@ -72,7 +74,7 @@ def export_safetensors(
         blocks = scale_shape(weight.shape, -1)
         entries.append(safetensors.Entry(name, dtype, weight.shape, partial(getattr, weight, "elements")))
         entries.append(safetensors.Entry(scales, safetensors.U8, blocks, partial(getattr, weight, "scales")))
-    for tensor in [] if weights_only else found.others:
+    for tensor in [] if weights_only else source.others:
         other = safetensors.NAMES.get(tensor.dtype)
         if other is not None:
             entries.append(safetensors.Entry(_other_name(tensor, taken), other, tensor.shape, tensor.read))
@@ -82,9 +84,9 @@ def export_safetensors(
     metadata = {
         "format": "pt",  # transformers insists on it
         CONFIG_KEY: json.dumps(quantization_config(chosen, quantized=modules[False], weight_only=modules[True])),
-        **provenance.entries(found.recipe),
+        **provenance.entries(source.recipe),
     }
-    safetensors.write(path, entries, metadata, overwrite=overwrite, check=found.check)
+    safetensors.write(path, entries, metadata, overwrite=overwrite, check=source.check)
     return path
 
 
@@ -105,9 +107,9 @@ def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
 
 
 def _other_name(tensor: Tensor, taken: set[str]) -> str:
-    """Returns what to call a tensor that is not packed, and takes the name.
+    """Returns the name of a tensor that is not packed, and adds it to `taken`.
 
-    A tied embedding that is stored under the name of the output projection goes by the module that looks it up.
+    A tied embedding that is stored under the name of the output projection gets that of the module that looks it up.
     """
     tied = tensor.name in taken and tensor.module is not None
     return take_name(f"{tensor.module}.weight" if tied else tensor.name, taken)

@@ -50,16 +50,16 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
 """The format's dtypes that NumPy and ml_dtypes can hold."""
 
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-"""What the format calls each of them."""
+"""dtype -> its name in the format."""
 
 _METADATA: Final = "__metadata__"
 LONGEST_HEADER: Final = 100_000_000
-"""What the safetensors package accepts."""
+"""Bytes of a header, the limit of the safetensors package."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor to be written: `read` is called when its turn comes."""
+    """One tensor to be written; `read` is called just before."""
 
     name: str
     dtype: str
@@ -80,7 +80,7 @@ class Stored:
     shape: tuple[int, ...]
     path: Path
     files: Pins
-    """Where `path` is as it was when its header was read."""
+    """Notices if `path` changed since its header was read."""
     offset: int
     """Position of the data in the file."""
 
@@ -100,9 +100,11 @@ class Stored:
             with self.files.open(self.path) as file:
                 file.seek(self.offset)
                 content = file.read(size)
+                # After the read, so that a change during it is noticed too.
                 self.files.check_open(file)
         except OSError as error:
             raise _unreadable(self.path, error) from None
+        # The file was cut after its header was read.
         if len(content) < size:
             raise _damaged(self.path, f"ends before byte {self.offset + size}")
         return np.frombuffer(content, np.uint8)
@@ -111,7 +113,7 @@ class Stored:
 def write(
     path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, overwrite: bool, check: Callable[[], None]
 ) -> None:
-    """Writes a file whole or not at all, one tensor in memory at a time. `check` may refuse it when all are written.
+    """Writes a file atomically, one tensor in memory at a time. `check` is called at the end, and may refuse the file.
 
     Raises:
         ContractError: the file exists and `overwrite` is false, or it cannot be written.
@@ -124,6 +126,7 @@ def write(
             file.write(_header(ordered, metadata))
             for entry in ordered:
                 data = np.ascontiguousarray(entry.read())
+                # The header is written first, so a tensor of another size would shift all that follow it.
                 if data.nbytes != entry.byte_size:
                     what = f"tensor {entry.name!r} has {data.nbytes} bytes"
                     expected = f"{entry.byte_size} for its shape"
@@ -147,7 +150,7 @@ def read(path: Path, files: Pins) -> tuple[dict[str, Stored], dict[str, str]]:
     Tensors of dtypes that NumPy cannot hold are left out. `files` notices when the file changes.
 
     Raises:
-        ContractError: the file cannot be read, or is no safetensors file.
+        ContractError: the file cannot be read, or is not a safetensors file.
     """
     try:
         with files.open(path) as file:
@@ -156,38 +159,41 @@ def read(path: Path, files: Pins) -> tuple[dict[str, Stored], dict[str, str]]:
             content = file.read(length) if 2 <= length <= min(size - 8, LONGEST_HEADER) else None
     except OSError as error:
         raise _unreadable(path, error) from None
+    # A length that the file cannot have: the bytes are not allocated.
     if content is None:
         raise _damaged(path, f"its header of {length} bytes does not fit into {size}")
     header = _parsed(path, content)
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _damaged(path, "its metadata is not text by name")
+        raise _damaged(path, "its metadata is not a mapping of names to text")
+    # All entries are checked, also those of dtypes that are left out: their bytes are in the file.
     entries = {name: _entry(path, name, entry) for name, entry in header.items()}
     end = 0
     for name, (_, _, (start, stop)) in sorted(entries.items(), key=lambda item: item[1][2]):
+        # The format forbids gaps and overlaps, which could hide other data in the file.
         if start != end or 8 + length + stop > size:
             expected = f"from {end} on, and {size - 8 - length} at most"
             raise _damaged(path, f"tensor {name!r} claims bytes {start} to {stop}; expected them {expected}")
         end = stop
-    found = {
+    tensors = {
         n: Stored(d, s, path, files, 8 + length + start) for n, (d, s, (start, _)) in entries.items() if d in DTYPES
     }
-    return found, metadata
+    return tensors, metadata
 
 
 def _parsed(path: Path, content: bytes) -> dict[str, Any]:
-    """Returns the header, in which no name stands twice."""
+    """Returns the header as a dict; a name that occurs twice is an error."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = dict(pairs)
         if len(names) < len(pairs):
-            raise ValueError("a name stands there twice")
+            raise ValueError("a name occurs twice")
         return names
 
     try:
         header = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
     except RecursionError:
-        raise _damaged(path, "its header is nested without end") from None
+        raise _damaged(path, "its header is nested too deeply") from None
     except ValueError as error:
         raise _damaged(path, f"its header is not JSON ({error})") from None
     if not isinstance(header, dict):
@@ -196,12 +202,12 @@ def _parsed(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    """Returns dtype, shape, and where the data begins and ends, as the header describes a tensor."""
+    """Returns (dtype, shape, (first byte, last byte + 1)) of a tensor, as the header describes it."""
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)) or len(offsets) != 2:
-        found = repr(entry) if len(repr(entry)) <= 200 else f"{repr(entry)[:200]}..."
-        raise _damaged(path, f"tensor {name!r} is not described as the format says ({found})")
+        text = repr(entry) if len(repr(entry)) <= 200 else f"{repr(entry)[:200]}..."
+        raise _damaged(path, f"tensor {name!r} is not described as the format says ({text})")
     start, stop = offsets
     if start > stop or (dtype in DTYPES and stop - start != _byte_size(dtype, shape)):
         raise _damaged(path, f"tensor {name!r} of {dtype} {shape} claims bytes {start} to {stop}")
@@ -213,7 +219,7 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
 
 
 def _header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """Returns what is before the data: a length, and that many bytes of JSON; blanks align the data."""
+    """Returns the bytes before the data: a length, and that many bytes of JSON, with blanks that align the data."""
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""A packed weight, whose data is read when it is asked for."""
+"""A packed weight, whose data is read on access."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.uint8]
 
 _SUFFIX: Final = re.compile(r"^(?P<name>.+)_mxfp8(?P<number>_\d+)?$")
-"""What both passes append to a weight's name; the number tells weights apart that were packed in more than one way."""
+"""Suffix that both passes append to a weight's name, with a number if one weight was packed in several ways."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales. Nothing is in memory until it is read.
+    """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales, both read from the file on access.
 
     `weight[0:64, 32:96]` is a part of it with the scales that belong to it, `weight[3]` one matrix of a stack. A copy
     reads where the weight does; a deep copy, and a pickled weight, hold the data themselves.
@@ -40,13 +40,13 @@ class PackedWeight:
     element_format: str
     """"e4m3" or "e5m2"."""
     weight_only: bool | None
-    """Whether activations that meet it stay as they are (true if none do); None if the model does not say."""
+    """Whether its matmuls do not quantize their activations (true if it has none); None if the model does not say."""
     read_elements: Callable[[], Codes] = field(repr=False)
     read_scales: Callable[[], Codes] = field(repr=False)
 
     @property
     def elements(self) -> Codes:
-        """uint8 [..., N, K]; read anew each time. To cut it, cut the weight, which cuts the scales too.
+        """uint8 [..., N, K]; read anew each time. For a part, index the weight, which gives the scales of the part too.
 
         Raises:
             ContractError: the file that holds it cannot be read.
@@ -70,7 +70,7 @@ class PackedWeight:
                 and to multiples of 32, or to the end.
 
         Raises:
-            ShapeError: it is none of these, cuts a block, or names what is not there.
+            ShapeError: the index has another type, cuts a block, or is out of range.
         """
         elements, scales, shape = parts.part(f"weight {self.name!r}", self.shape, index)
         return replace(
@@ -89,12 +89,13 @@ class PackedWeight:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields with the data itself, so that a pickled weight needs neither file nor model."""
-        elements, scales = (_Held(np.array(codes, subok=False)) for codes in (self.elements, self.scales))
+        # A file may be gone, or another one, where the pickle is read.
+        elements, scales = (_InMemoryCodes(np.array(codes, subok=False)) for codes in (self.elements, self.scales))
         return {**vars(self), "read_elements": elements, "read_scales": scales}
 
     @property
     def parameter(self) -> str:
-        """`name` as the module tree would have it: exporters may rename or merge weights, modules keep their names."""
+        """The parameter's name in the module tree: exporters may rename or merge weights, but keep names of modules."""
         if self.module is None or self.name.startswith(f"{self.module}."):
             return self.name
         return f"{self.module}.weight"
@@ -110,12 +111,13 @@ class PackedWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
-    """Codes in memory, to be read as those of a file are."""
+class _InMemoryCodes:
+    """Codes in memory, with the interface of `read_elements` and `read_scales`."""
 
     codes: Codes
 
     def __call__(self) -> Codes:
+        # A view, so that a caller cannot make the stored array writable again.
         codes = self.codes.view()
         codes.flags.writeable = False
         return codes
@@ -135,29 +137,29 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a model stores."""
+    """The tensors of a model."""
 
     where: str
-    """What to call the model in messages."""
+    """Name of the model in messages."""
     weights: dict[str, PackedWeight]
     others: list[Tensor]
     """Parameters that were not packed."""
     recipe: str | None
     """The recipe as JSON, if it is recorded."""
     files: frozenset[Path] = frozenset()
-    """What the model lies in."""
+    """Files of the model."""
     check: Callable[[], None] = field(default=lambda: None, repr=False)
     """Raises ContractError if a file that was read changed since."""
 
 
 def original_name(elements: str) -> str:
-    """Returns the name of the weight that the tensor `elements` was packed from, as far as its name tells."""
+    """Returns the name of the weight that `elements` was packed from: its own name without our suffix."""
     match = _SUFFIX.match(elements)
     return f"{match['name']}{match['number'] or ''}" if match else elements
 
 
 def plain_name(name: str, taken: Collection[str]) -> str:
-    """Returns the name of the parameter that `name`, a float32 copy the passes made of a bias, stands in for."""
+    """Returns the name of the original parameter if `name` is that of a float32 copy of a bias, else `name`."""
     plain = name.removesuffix("_f32")
     return name if plain in taken else plain
 

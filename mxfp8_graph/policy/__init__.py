@@ -1,9 +1,9 @@
-"""What becomes of a matmul: recipes, roles, and one decision per site. Pure data; knows no graph library.
+"""Decides which matmuls are rewritten: recipes, roles, and one decision per site. Pure data, without a graph library.
 
 presets.py      the recipes that go by a name
 recipe.py       which matmuls are eligible, and how each is quantized; recipe_file.py reads one from YAML or TOML
-transformer_engine.py  what TransformerEngine calls them
+transformer_engine.py  TransformerEngine's names for recipes
 plan.py         sites and recipe -> decisions
-roles.py        what a matmul is for, read off the graph around it
+roles.py        the role of a matmul, by the graph around it
 tied_tables.py  tables that an embedding and a matmul share
 """

@@ -1,4 +1,4 @@
-"""Which matmuls can be rewritten at all, whatever a recipe says, by shapes, ranks and names of dtypes.
+"""Decides whether a matmul can be rewritten at all, by shapes, ranks and names of dtypes, before any recipe.
 
 Every front end asks here, so that all of them decide alike and say so in the same words.
 """
@@ -23,6 +23,8 @@ def dtype_blocker(dtype: str | None, advice: str, *, owner: str = "") -> str | N
         advice: what the user can do.
         owner: what has the dtype, such as "the activation"; by default the matmul.
     """
+    # The kernels take these three dtypes. Whether a float64 model may lose precision is for its owner to decide, so the
+    # advice is a cast and not a silent one here.
     if dtype in VALUE_NAMES.values():
         return None
     subject = f"{owner} has " if owner else ""
@@ -33,6 +35,7 @@ def weight_blocker(shape: Sequence[int]) -> str | None:
     """Returns why a static operand of this shape cannot be packed, or None."""
     if len(shape) < 2:
         return "the static operand is a vector; expected a matrix"
+    # An empty weight has no block, and so no largest value to take a scale from.
     if 0 in shape:
         return f"the weight is empty (shape {list(shape)}); expected N and K above 0"
     return None
@@ -40,15 +43,16 @@ def weight_blocker(shape: Sequence[int]) -> str | None:
 
 def is_bias(shape: Sequence[int], dtype: str | None, *, n: Dim, rank: int) -> bool:
     """Whether adding such a static tensor to a result of that rank and N adds one value per column, or one to all."""
+    # A tensor with more axes than the result would broadcast it to a larger shape, which the gemm cannot do.
     per_column = not shape or shape[-1] in {1, n}
     return dtype in VALUE_NAMES.values() and math.prod(shape[:-1]) == 1 and len(shape) <= rank and per_column
 
 
 def sizes(x: Sequence[Any] | None, w: Sequence[Any] | None) -> tuple[Dim, Dim, Dim]:
-    """Returns m, n and k of a matmul as far as its shapes tell; m counts all rows of X.
+    """Returns m, n and k of a matmul, None where its shapes do not say; m counts all rows of X.
 
     Args:
-        x: [..., M, K] or [K]; None if unknown. A dimension that is no number counts by its text.
+        x: [..., M, K] or [K]; None if unknown. A symbolic dimension counts as its text.
         w: [..., N, K]; None if unknown.
     """
     n, k = (_dim(w[-2]), _dim(w[-1])) if w is not None and len(w) >= 2 else (None, None)
@@ -61,7 +65,9 @@ def k_last(axes: Sequence[Any], transposed: bool = True) -> tuple[Any, ...]:
 
 
 def rows(lead: Sequence[Any]) -> Dim:
-    """Returns how many rows dimensions make together: a number, or the product as text, "?" for what is unknown."""
+    """Returns the product of dimensions: a number, or text such as "batch*16" with "?" for an unknown one."""
+    # One symbolic size makes the whole product text: reports show it, and rules with min_n or max_k skip what is no
+    # number.
     dims = ["?" if size is None else size for size in map(_dim, lead)]
     numbers = [size for size in dims if isinstance(size, int)]
     return math.prod(numbers) if len(numbers) == len(dims) else "*".join(str(size) for size in dims if size != 1)

@@ -1,4 +1,4 @@
-"""Regular expressions in names, with a limit on the time they take: recipes come from people nobody knows.
+"""Searches names for regular expressions, with a limit on the time: recipes may be untrusted.
 
 The syntax is that of `re`, which has no limit. `google-re2` never backtracks and needs none, but it has no look-around
 and no back references, which recipes may use; so the engine is `regex`, whose searches take a timeout.
@@ -32,10 +32,12 @@ def check(pattern: str) -> str:
     if len(pattern) > _LONGEST:
         raise ValueError(f"a pattern of {len(pattern)} characters; expected at most {_LONGEST}; shorten it")
     try:
+        # By both: `re` defines which patterns are legal (regex accepts more), and `regex` is what runs them.
         re.compile(pattern)
         _compiled(pattern)
     except (re.error, regex.error, OverflowError) as error:
         raise ValueError(f"{pattern!r} is not a regular expression ({error}); expected one; correct it") from None
+    # Python's own parser of patterns is recursive: some thousand brackets exhaust the stack.
     except RecursionError:
         raise ValueError(f"{pattern[:80]!r}... is nested too deeply; expected a few levels; simplify it") from None
     return pattern
@@ -49,28 +51,33 @@ class Search:
         self._left = _BUDGET
 
     def __call__(self, pattern: str, name: str) -> bool:
-        """Whether `pattern` is found in `name`.
+        """Whether `pattern` matches anywhere in `name`.
 
         Raises:
-            RecipeError: the search takes for ever.
+            RecipeError: the searches of this plan took longer than `_BUDGET`.
         """
         start = time.perf_counter()
         try:
-            found = _compiled(pattern).search(name, timeout=self._left) is not None
+            # The timeout is what is left for all patterns together: a thousand slow searches must not take a thousand
+            # budgets.
+            matches = _compiled(pattern).search(name, timeout=self._left) is not None
         except TimeoutError:
-            found = False
+            matches = False
         seconds = time.perf_counter() - start
         self._left -= seconds if seconds > _SLOW else 0
         if self._left <= 0:
-            what = f"the pattern {pattern!r} takes more than {_BUDGET:g} s to look for"
+            what = f"the pattern {pattern!r} takes more than {_BUDGET:g} s to search for"
             advice = "avoid repeats inside repeats"
-            raise RecipeError(f"recipe {self._recipe!r}", what, expected="one that fails soon", advice=advice)
-        return found
+            raise RecipeError(
+                f"recipe {self._recipe!r}", what, expected="one that is searched for quickly", advice=advice
+            )
+        return matches
 
 
 @functools.lru_cache(maxsize=1000)
 def _compiled(pattern: str) -> Any:
-    """Returns the pattern as `regex` has it; what only `regex` gives a meaning to stays literal, as in `re`."""
+    """Returns `pattern` compiled by `regex`, with the meaning it has in `re`: syntax of `regex` alone is escaped."""
+    # A scan by hand, since an escape such as \[ and a set such as [[] change what a bracket means.
     out, index, in_set = [], 0, False
     while index < len(pattern):
         piece = pattern[index : index + 2] if pattern[index] == "\\" else pattern[index]
@@ -79,6 +86,7 @@ def _compiled(pattern: str) -> Any:
             out.append("\\[" if piece == "[" else piece)  # no [:alpha:]
         elif piece == "[":
             in_set = True
+            # A ] that comes first in a set is a member of it and does not end it.
             opening = re.compile(r"\[\^?\]?").match(pattern, index)
             piece = opening[0] if opening else piece
             out.append(piece)

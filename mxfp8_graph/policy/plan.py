@@ -1,6 +1,6 @@
-"""Sites and decisions: which matmul is rewritten by which rule, or kept for what reason. Pure data and one function.
+"""Sites and decisions: which rule rewrites a matmul, or why it stays as it is. Data and one function, `plan`.
 
-Knows neither ONNX nor torch: both front ends describe what they found as `MatMulSite` and do as `Decision` says.
+Knows neither ONNX nor torch: both front ends describe each matmul as a `MatMulSite` and apply its `Decision`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Dim = int | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class MatMulSite:
-    """One matmul as a front end found it: Y [..., M, N] = X [..., M, K] @ weight [..., N, K] transposed."""
+    """One matmul as a front end describes it: Y [..., M, N] = X [..., M, K] @ weight [..., N, K] transposed."""
 
     name: str
     """The node's name; unique within the model."""
@@ -34,7 +34,7 @@ class MatMulSite:
     """The first three have a static weight, the others none. An output_projection ends in a graph output; a TopK or
     ArgMax chooses by a router's result. An embedding is no matmul: ids pick rows of its table."""
     m: Dim = None
-    """How many rows X has; for an embedding, how many ids there are, for which the table is the weight."""
+    """Number of rows of X; for an embedding, number of ids."""
     n: Dim = None
     k: Dim = None
     dtype: str | None = None
@@ -44,11 +44,11 @@ class MatMulSite:
     weight_shape: tuple[int, ...] = ()
     """Shape of the static operand as [..., N, K]."""
     weight_factor: float = 1.0
-    """What the static operand is multiplied with before it is packed."""
+    """Factor of the static operand, applied before it is packed (Gemm's alpha)."""
     weight_bytes: int = 0
     """Bytes of the static operand as the matmul sees it."""
     shared_with: int = 0
-    """How many other sites use the same weight."""
+    """Number of other sites that use the same weight."""
     has_bias: bool = False
     blocker: str | None = None
     """Why the front end could not rewrite this site whatever a recipe says, or None."""
@@ -56,7 +56,7 @@ class MatMulSite:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What becomes of one site."""
+    """Whether one site is rewritten, and how."""
 
     site: MatMulSite
     quantize: bool
@@ -87,7 +87,7 @@ class Decision:
 
 
 _SETTINGS: Final = ("activations", "weight_format", "scale_rounding")
-"""What a recipe, and a rule for its sites, may set about how a site is quantized."""
+"""Settings of a site's quantization, in a recipe and in its rules."""
 
 
 class NothingEligibleError(Mxfp8Error):
@@ -106,7 +106,7 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
 
     Raises:
         RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not; or a pattern
-            takes for ever to look for.
+            takes more than 2 s to search for.
     """
     search = Search(recipe.name)
     decisions = [_decide(site, recipe, search) for site in sites]
@@ -118,8 +118,10 @@ def _decide(site: MatMulSite, recipe: Recipe, search: Search) -> Decision:
     def keep(rule: str, reason: str) -> Decision:
         return Decision(site=site, quantize=False, rule=rule, reason=reason)
 
+    # What cannot be rewritten comes first: no recipe can change it, and its reason is the one that helps a user.
     if site.blocker:
         return keep("structure", site.blocker)
+    # `exclude` overrides rules: --exclude on the command line has to work with every recipe file.
     if pattern := _first(recipe.exclude, site, search):
         return keep("exclude", f"excluded by {pattern!r}")
     for index, rule in enumerate(recipe.rules):
@@ -127,6 +129,7 @@ def _decide(site: MatMulSite, recipe: Recipe, search: Search) -> Decision:
             if not rule.quantize:
                 return keep(f"rules.{index}", f"kept by rules.{index}: {rule}")
             return _quantize(site, recipe, f"rules.{index}", f"rules.{index}: {rule}", rule)
+    # After the rules, so that a rule can add single sites to an include list.
     if recipe.include and not _first(recipe.include, site, search):
         return keep("include", "not among the included names")
     if reason := _policy_reason(site, recipe):
@@ -148,6 +151,7 @@ def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
         return "attention values (softmax @ V), no static operand; set attention_values: true to quantize it"
     if site.role == "product":
         return "both operands are computed at run time; add a rule with quantize: true to quantize it"
+    # A size that only a run of the model shows is not below the limit.
     for letter, size in (("N", site.n), ("K", site.k)):
         if isinstance(size, int) and size < recipe.min_dim:
             return f"tiny: {letter} = {size} is below min_dim = {recipe.min_dim}; lower min_dim to quantize it"
@@ -158,6 +162,7 @@ def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rul
     settings = rule.settings if rule else {}
     chosen = {name: settings.get(name, getattr(recipe, name)) for name in _SETTINGS}
     decision = Decision(site=site, quantize=True, rule=rule_name, reason=reason, **chosen)
+    # A product of two activations has no weight, so without quantized activations nothing would be left to quantize.
     if decision.weight_only and site.weight is None:
         what = f"activations: {decision.activations}, and this product has no static weight"
         reason = f"{what}; set activations: e4m3 for it to quantize it"
@@ -175,6 +180,7 @@ def _first(patterns: Sequence[str], site: MatMulSite, search: Search) -> str | N
 
 
 def _matches(rule: Rule, site: MatMulSite, search: Search) -> bool:
+    # A bound on an unknown size never matches: the rule could be wrong for the size that a run then has.
     def within(size: Dim, least: int | None, most: int | None) -> bool:
         if least is None and most is None:
             return True
@@ -192,10 +198,13 @@ def _matches(rule: Rule, site: MatMulSite, search: Search) -> bool:
 def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe, search: Search) -> None:
     """Raises RecipeError if a rule, include or exclude pattern decides no site."""
     names = [site.module or site.name for site in sites]
+    # A pattern that matches nothing is a typing error more often than not, and without an error here it would go
+    # unnoticed.
     for field in ("include", "exclude"):
         for index, pattern in enumerate(getattr(recipe, field)):
             if not any(_named(pattern, site, search) for site in sites):
                 raise _unused(recipe, f"{field}.{index}: {pattern!r} matches none", names)
+    # Two sets, since a rule that matches but never decides needs another advice than one that matches nothing.
     reached: set[int] = set()
     matched: set[int] = set()
     for site in sites:

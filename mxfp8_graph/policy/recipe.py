@@ -24,10 +24,12 @@ Pattern = Annotated[str, AfterValidator(patterns.check)]
 
 NonNegative = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Flag = pydantic.StrictBool
-"""true or false, and nothing that merely looks like it."""
+"""true or false; not 1, "yes" or "on"."""
 ACTIVATIONS: Final = (*ELEMENT_FORMATS, BFLOAT16.name, "unchanged")
-"""What becomes of activations: quantized to an element format, rounded to bfloat16, or left as they are."""
+"""How activations are treated: quantized to an element format, rounded to bfloat16, or unchanged."""
 
+# A Literal needs literal texts for a type checker. At run time pydantic gets the sets that the formats define, so that
+# a new format is added in one place.
 if TYPE_CHECKING:
     Activations = str
     ElementFormatName = str
@@ -38,12 +40,13 @@ else:
 
 
 class _Construction(type(BaseModel)):  # type: ignore[misc]
-    """Makes what is built wrongly in Python the same RecipeError as what is written wrongly in a file."""
+    """Raises the same RecipeError for a wrong field in Python as for one in a file."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         try:
             return super().__call__(*args, **fields)
         except pydantic.ValidationError as error:
+            # `from None`: pydantic's own message says the same in its words, and quotes a page of its documentation.
             raise recipe_file.explained(error, cls.__name__, cls) from None
 
 
@@ -52,7 +55,7 @@ if TYPE_CHECKING:  # type checkers know the fields of pydantic's models only
 else:
 
     class _Model(BaseModel, metaclass=_Construction):
-        """Base of recipes and rules, which stay as they were checked."""
+        """Base of recipes and rules: immutable, because their invariants are checked at construction only."""
 
         def __setattr__(self, field: str, value: Any) -> None:
             raise self._unchangeable(field, "assigned")
@@ -107,6 +110,7 @@ class Rule(_Model):
 
     @model_validator(mode="after")
     def _check(self) -> Rule:
+        # A rule without keys decides every site, so no later rule and no policy would have an effect.
         if not self.keys:
             raise ValueError(f"a rule without a key matches every site; give at least one of {', '.join(_RULE_ORDER)}")
         if not self.quantize and self.settings:
@@ -130,7 +134,7 @@ _RULE_KEYS: Final = set(_RULE_ORDER)
 
 
 class Recipe(_Model, transformer_engine.Predicates):
-    """Which matmuls become MXFP8, and how. Built wrongly, it raises RecipeError with field, value and what is expected.
+    """Which matmuls become MXFP8, and how. A wrong field raises RecipeError with field, value and expectation.
 
     Invariants, checked at construction: no pattern is both included and excluded; no two rules have the same keys;
     `fp8_dpa` does not contradict `attention_scores` or `attention_values`.
@@ -140,6 +144,7 @@ class Recipe(_Model, transformer_engine.Predicates):
 
     name: str = "custom"
     """Shown in reports and recorded in the rewritten file."""
+    # The next four fields have TransformerEngine's names and defaults, so that its code runs with a recipe of ours.
     fp8_format: Annotated[Literal["E4M3", "HYBRID"], BeforeValidator(transformer_engine.format_name)] = "E4M3"
     """TE: E4M3 everywhere, or HYBRID: E5M2 for gradients. The two differ in training only. Takes TE's `Format`."""
     margin: Literal[0] = 0
@@ -151,14 +156,14 @@ class Recipe(_Model, transformer_engine.Predicates):
     scale_rounding: ScaleRounding = "ceil"
     """How amax becomes a scale: see `mxfp8_ops.formats.SCALE_ROUNDINGS`."""
     activations: Activations = "e4m3"
-    """What becomes of activations: see `ACTIVATIONS`."""
+    """How activations are treated: see `ACTIVATIONS`."""
     weight_format: ElementFormatName = "e4m3"
     output_projections: Flag = False
     """Also matmuls whose result is the model's output (an LM head, a classifier)."""
     routers: Flag = False
     """Also matmuls by whose result a TopK or ArgMax chooses: the gate of a mixture of experts."""
     embeddings: Flag = False
-    """Also the tables that ids pick rows from; what becomes of activations does not concern them."""
+    """Also the tables that ids pick rows from; `activations` has no effect on them."""
     attention_scores: Flag = False
     """Also Q @ transpose(K)."""
     attention_values: Flag = False
@@ -168,14 +173,14 @@ class Recipe(_Model, transformer_engine.Predicates):
     include: tuple[Pattern, ...] = ()
     """When given, only sites whose name or module path matches one of these are eligible (rules come first)."""
     exclude: tuple[Pattern, ...] = ()
-    """Sites whose name or module path matches one of these stay in high precision, whatever else is said."""
+    """Sites whose name or module path matches one of these stay in high precision, whatever the rules say."""
     rules: tuple[Rule, ...] = ()
     """First match wins."""
     fuse: Flag = True
     """Also what stands beside a rewritten matmul of an ONNX model: its activation, a normalization in front of it, the
     attention between two. Exported programs have that from torch.compile."""
     runs_on: Literal["cpu"] | None = None
-    """Where an ONNX model is to load, whatever its dtypes: "cpu" computes in float32 what ONNX Runtime's CPU provider
+    """Where an ONNX model has to load, whatever its dtypes: "cpu" computes in float32 what ONNX Runtime's CPU provider
     lacks in bfloat16 or float16. Exported programs run in their dtypes."""
 
     def excluding(self, patterns: Sequence[str]) -> Recipe:
@@ -197,18 +202,20 @@ class Recipe(_Model, transformer_engine.Predicates):
             assignments: FIELD=VALUE, the value in YAML.
 
         Raises:
-            RecipeError: a text has another form, there is no such field, or it cannot have the value.
+            RecipeError: a text is not FIELD=VALUE, or the recipe has no such field, or the field cannot have the value.
         """
         if not assignments:
             return self
         fields = {"name": f"{self.name} with {', '.join(assignments)}", **recipe_file.assigned(assignments)}
         try:
+            # Without unset fields: "fp8_dpa=false" then takes back the attention fields that fp8_dpa implied.
             return Recipe.model_validate({**self.model_dump(exclude_unset=True), **fields})
         except pydantic.ValidationError as error:
             raise recipe_file.explained(error, recipe_file.OPTION, Recipe) from None
 
     def without_fusion(self) -> Recipe:
         """Returns the recipe with `fuse` false."""
+        # A copy without validation: the recipe is valid, and `fuse` takes part in no invariant.
         return self.model_copy(update={"fuse": False})
 
     def for_cpu(self) -> Recipe:
@@ -217,6 +224,7 @@ class Recipe(_Model, transformer_engine.Predicates):
 
     def to_record(self) -> str:
         """Returns the recipe as JSON, as `recorded` reads it; without the fields that earlier versions did not have."""
+        # Earlier versions refuse unknown fields, so these two are recorded only where they change the model.
         left_out = {"fuse": self.fuse, "runs_on": self.runs_on is not None}
         return self.model_dump_json(exclude={name for name, said in left_out.items() if not said})
 
@@ -226,7 +234,7 @@ class Recipe(_Model, transformer_engine.Predicates):
         return yaml.safe_dump(fields, sort_keys=False, width=10_000, allow_unicode=True)
 
     def __str__(self) -> str:
-        """Returns TransformerEngine's line, then the other fields that are not as by default, but for the name."""
+        """Returns TransformerEngine's text of a recipe, then the other fields with other values than the defaults."""
         said = {"name", "margin", "fp8_format"}
         defaults = {name: field.default for name, field in Recipe.model_fields.items() if name not in said}
         others = [f"{name}={_text(ours)}" for name, ours in self if name in defaults and ours != defaults[name]]
@@ -235,6 +243,8 @@ class Recipe(_Model, transformer_engine.Predicates):
 
     def differences(self, other: Recipe) -> dict[str, tuple[str, str]]:
         """Returns the fields in which the other recipe packs weights differently, each with both values as text."""
+        # Name, fusion and target do not change the packed bytes, so a model that differs in these alone need not be
+        # packed again.
         pairs = ((name, ours, getattr(other, name)) for name, ours in self if name not in {"name", "fuse", "runs_on"})
         return {name: (_text(ours)[:200], _text(theirs)[:200]) for name, ours, theirs in pairs if ours != theirs}
 
@@ -242,6 +252,7 @@ class Recipe(_Model, transformer_engine.Predicates):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
+        # Each message begins with the field that breaks the invariant: `recipe_file` finds the line by it.
         if both := sorted(set(self.include) & set(self.exclude)):
             raise ValueError(f"include and exclude both have {both[0]!r}; remove one")
         seen: dict[str, int] = {}
@@ -285,6 +296,7 @@ def MXFP8BlockScaling(  # noqa: N802 - TransformerEngine's name, and its order
     if backward_override is not None:
         what = f"backward_override: {backward_override!r}"
         raise RecipeError(name, what, expected="None, gradients in MXFP8", advice="leave it out")
+    # By `model_validate` and not Recipe(...), so that errors name this function and not the class.
     fields = {"margin": margin, "fp8_format": fp8_format, "fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha}
     try:
         return Recipe.model_validate({"name": name, **fields, **ours})
@@ -328,6 +340,7 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     if refused := transformer_engine.refusal(name):
         what, advice = refused
         raise RecipeError("recipe", what, expected=f"one of {presets.choices()}", advice=advice)
+    # Without a known suffix the text is more likely a mistyped preset than a file.
     if path.suffix not in recipe_file.SUFFIXES:
         raise RecipeError("recipe", repr(name), expected=f"one of {presets.choices()}", advice="correct the name")
     data, lines = recipe_file.read(path)

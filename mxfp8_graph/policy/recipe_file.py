@@ -1,4 +1,4 @@
-"""Reads YAML and TOML files with the line of every key, and says what pydantic found wrong in the words of the file.
+"""Reads YAML and TOML files with the line of every key, and reports pydantic's findings by file, line and key.
 
 Knows no recipe: `recipe.py` says which fields there are.
 """
@@ -27,7 +27,7 @@ else:
 SUFFIXES: Final = frozenset({".yaml", ".yml", ".toml"})
 
 OPTION: Final = "--set"
-"""Where a field is set that no file sets, in messages."""
+"""Name of the source in messages about a field that the command line sets."""
 
 Location = tuple[int | str, ...]
 """Keys and indices down to a value, outermost first."""
@@ -52,9 +52,11 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
     """
     try:
         with open_regular(path) as file:
+            # One byte more than the limit tells a file of that size from a larger one without reading it whole.
             content = file.read(_LARGEST + 1)
         text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        # An OSError's text repeats the path, which the message has already.
         reason = getattr(error, "strerror", None) or str(error)
         raise RecipeError(path, reason, expected="a readable recipe file", advice="check the path") from None
     if len(content) > _LARGEST:
@@ -73,7 +75,7 @@ def assigned(texts: Sequence[str]) -> dict[str, Any]:
     """Returns the fields that texts such as "embeddings=true" set, each value in YAML.
 
     Raises:
-        RecipeError: a text has another form, or its value is no YAML.
+        RecipeError: a text is not FIELD=VALUE, or its value is not YAML.
     """
     fields = {}
     for text in texts:
@@ -90,15 +92,19 @@ def _parse(path: Path, text: str) -> tuple[Any, Lines]:
         if path.suffix == ".toml":
             return tomllib.loads(text), lines
         loader = yaml.SafeLoader(text)
+        # Composed before it is constructed: a node tree has the marks of lines and shares aliases, so both checks cost
+        # little.
         node = loader.get_single_node()
         if node is None:
             return None, lines
+        # Before pydantic walks the document: it validates the value behind an alias once for each use.
         _refuse_bombs(path, node)
         _collect_lines(node, (), lines)
         return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
         where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else path
         raise RecipeError(where, str(error.problem), expected="valid YAML", advice="fix that line") from None
+    # PyYAML and tomllib parse nested brackets recursively.
     except RecursionError:
         raise RecipeError(path, "nested without end", expected="a recipe", advice="flatten it") from None
     except RecipeError:
@@ -117,20 +123,27 @@ def _refuse_bombs(path: Path, root: yaml.Node) -> None:
     open_nodes: set[int] = set()
 
     def size(node: yaml.Node) -> int:
+        # The node is inside of itself, by an alias: its size is infinite.
         if id(node) in open_nodes:
             raise RecipeError(path, "nested without end", expected="a recipe", advice="remove the alias to itself")
         if len(open_nodes) > _DEEPEST:
             raise RecipeError(path, f"more than {_DEEPEST} levels", expected="a recipe", advice="flatten it")
+        # By identity: an alias is the same object, and is counted once and added each time.
         if id(node) not in sizes:
             open_nodes.add(id(node))
             parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            # A mapping has pairs of nodes and a sequence has nodes.
             inner = (item for part in parts for item in (part if isinstance(part, tuple) else (part,)))
             sizes[id(node)] = 1 + sum(map(size, inner))
             open_nodes.remove(id(node))
         return sizes[id(node)]
 
     if size(root) > _MOST_VALUES:
-        what = f"{size(root)} values, aliases written out" if size(root) < 10**9 else "values without end"
+        what = (
+            f"{size(root)} values, aliases written out"
+            if size(root) < 10**9
+            else "more than a billion values, aliases written out"
+        )
         raise RecipeError(path, what, expected=f"at most {_MOST_VALUES}", advice="remove the aliases")
 
 
@@ -138,9 +151,10 @@ def _collect_lines(node: yaml.Node | None, at: Location, lines: dict[Location, i
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                continue  # YAML's constructor says that it is no key
+                continue  # PyYAML's constructor rejects it as a key
             where = (*at, key.value)
             if where in lines:
+                # PyYAML lets the last of two equal keys win, so one of two rules would vanish.
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
             lines[where] = key.start_mark.line + 1
             _collect_lines(value, where, lines)
@@ -165,7 +179,7 @@ _EXPECTED: Final = {
 
 
 _MOST_FINDINGS: Final = 50
-"""How many are told; they would fill the screen, and what is meant by each unknown key takes time to find."""
+"""Errors of one file that are reported: more fill the screen, and close matches of unknown keys take time to find."""
 
 
 def explained(
@@ -176,10 +190,10 @@ def explained(
     `where` is the file, or the class that was called.
     """
     findings = error.errors()
-    told = [_explain(one, where, model, lines or {}) for one in findings[:_MOST_FINDINGS]]
+    messages = [_explain(one, where, model, lines or {}) for one in findings[:_MOST_FINDINGS]]
     if len(findings) > _MOST_FINDINGS:
-        told.append(f"{where}: and {len(findings) - _MOST_FINDINGS} more")
-    return RecipeError("\n".join(told))
+        messages.append(f"{where}: and {len(findings) - _MOST_FINDINGS} more")
+    return RecipeError("\n".join(messages))
 
 
 def _explain(error: Any, where: object, model: type[BaseModel], lines: Lines) -> str:
@@ -190,6 +204,7 @@ def _explain(error: Any, where: object, model: type[BaseModel], lines: Lines) ->
         at, text = tuple(int(part) if part.isdecimal() else part for part in key.split(".")), message
     elif error["type"] == "extra_forbidden":
         fields = _fields(model, at)
+        # Cut: the time of a match grows with the product of the lengths, and a key may have a megabyte.
         close = difflib.get_close_matches(str(at[-1])[:100], fields, n=1)
         advice = f"did you mean {close[0]}?" if close else "correct or remove it"
         text = f"{_dotted(at)}: unknown key; expected one of {', '.join(fields)}; {advice}"

@@ -1,4 +1,4 @@
-"""What a matmul is for, read off the graph around it: output projection, router, attention scores or values.
+"""The role of a matmul, by the graph around it: output projection, router, attention scores or values.
 
 One walk for all front ends. Each says what its ops are called (`RoleOps`) and how its graphs are walked (`GraphView`),
 so the same model gets the same roles, whatever it was exported to.
@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 
 class GraphView(Protocol[Op, Value]):
-    """A model as nested graphs of ops, which take values and make values. One value is one object, told by identity."""
+    """A model as nested graphs of ops, which take and make values. A value is one object, compared by identity."""
 
     def consumers(self, value: Value) -> Iterable[tuple[Op | None, Value]]:
         """Yields (op that takes `value`, what it makes), for every such op and result.
@@ -44,7 +44,7 @@ class GraphView(Protocol[Op, Value]):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOps:
-    """The ops of one front end, by what they mean for a role."""
+    """The op names of one front end, by what each means for a role."""
 
     compute: frozenset[str]
     """Ops that consume activations: a matmul that feeds one of these is inside the model, not at its end."""
@@ -111,6 +111,7 @@ class Roles(Generic[Op, Value]):
     def _is_cap(self, result: Value) -> bool:
         """Whether a tanh is a soft cap: everything that takes its result scales it up again; else an activation."""
         users = [user for user, _ in self._graph.consumers(result)]
+        # Gemma caps logits as cap * tanh(x / cap). A tanh without the multiplication is an activation inside the model.
         return bool(users) and all(
             user is not None and self._graph.name(user) == self._ops.multiply and self._is_affine(user, result)
             for user in users
@@ -119,6 +120,7 @@ class Roles(Generic[Op, Value]):
     def _is_affine(self, op: Op, value: Value) -> bool:
         """Whether `op` adds a constant to `value` or scales it by one: x + x does, x * x does not."""
         operands, name = self._graph.operands(op), self._graph.name(op)
+        # x + x is 2x, still affine; x * x is a square. So only an add may take the value twice.
         others = [operand for operand in operands if operand is not value]
         return (
             name in self._ops.affine

@@ -1,4 +1,4 @@
-"""Tables that ids pick rows from and a matmul uses too: what it costs to quantize only one of the two."""
+"""Tables that an embedding and a matmul share: the cost of quantizing only one of the two."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ def explained(decisions: Sequence[Decision], weights: Sequence[Hashable | None])
 
 
 def _explained(decision: Decision, sharing: Sequence[Decision]) -> Decision:
-    """Returns a decision, with a reason that names the first site that shares the weight and is kept."""
-    kept = next((other for other in sharing if not other.quantize), None)
-    if not decision.quantize or kept is None or all(other.site.role != "embedding" for other in sharing):
+    """Returns a decision, with a reason that names `partner`, the first site that shares the weight and is kept."""
+    partner = next((other for other in sharing if not other.quantize), None)
+    if not decision.quantize or partner is None or all(other.site.role != "embedding" for other in sharing):
         return decision
-    setting = f"set {SETTINGS.get(kept.site.role)}: true"
-    advice = f"{setting} to share one" if setting in kept.reason else "see why"
-    shared = f"its {_what(decision.site)} is also the {_what(kept.site)} of {kept.site.module or kept.site.name!r}"
+    setting = f"set {SETTINGS.get(partner.site.role)}: true"
+    advice = f"{setting} to share one" if setting in partner.reason else "see why"
+    shared = (
+        f"its {_what(decision.site)} is also the {_what(partner.site)} of {partner.site.module or partner.site.name!r}"
+    )
     packed = any(other.quantize and other.site.role != "embedding" for other in sharing)
     if decision.site.role == "embedding" and decision.rule == "policy" and not packed:
         reason = f"embedding: {shared}, which is kept: packed alone it would make the file larger; {advice}"

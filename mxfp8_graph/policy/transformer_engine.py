@@ -1,4 +1,4 @@
-"""What TransformerEngine calls recipes: its names, its predicates, and its other recipes, which are not MXFP8.
+"""TransformerEngine's names for recipes, its predicates, and its other recipes, which are not MXFP8.
 
 MXFP8BlockScaling                              -> the default recipe (a preset, and a function of `recipe.py`)
 recipe_type: MXFP8BlockScaling                 -> nothing: every recipe here is one
@@ -25,7 +25,7 @@ _COMPARE: Final = "`mxfp8-graph compare` shows the error it makes on your model"
 
 
 class Predicates:
-    """What TransformerEngine's code asks of a recipe before it branches: all of these are MXFP8, and nothing else."""
+    """The predicates that TransformerEngine's code asks of a recipe. Every recipe here is MXFP8."""
 
     @classmethod
     def mxfp8(cls) -> bool:
@@ -64,28 +64,30 @@ class Predicates:
 
 
 def refusal(name: object) -> tuple[str, str] | None:
-    """Returns what another of its recipes is and what to do instead; None for any other name."""
+    """Returns (a description of one of its other recipes, advice), or None for a name that is none of them."""
     if not isinstance(name, str) or name not in OTHERS:
         return None
     return f"{name} is {OTHERS[name]}, not MXFP8", _COMPARE
 
 
-def in_recipe(given: Any) -> Any:
+def in_recipe(fields: Any) -> Any:
     """Returns the fields of a recipe without `recipe_type`, which every recipe here has.
 
     Raises:
         ValueError: it is another.
     """
-    if not isinstance(given, Mapping) or "recipe_type" not in given:
-        return given
-    kind = given["recipe_type"]
+    if not isinstance(fields, Mapping) or "recipe_type" not in fields:
+        return fields
+    # Accepted and dropped: configurations that were written for TransformerEngine name the type of the recipe.
+    kind = fields["recipe_type"]
     if kind != MXFP8:
         what, advice = refusal(kind) or (repr(kind)[:200], "correct or remove it")
         raise ValueError(f"recipe_type: {what}; expected {MXFP8}; {advice}")
-    return {key: value for key, value in given.items() if key != "recipe_type"}
+    return {key: value for key, value in fields.items() if key != "recipe_type"}
 
 
 def format_name(value: Any) -> Any:
     """Returns the name of one of its `Format`s, or of whatever else has one; other values as they are."""
+    # By attribute, so that TransformerEngine need not be installed.
     name = getattr(value, "name", None)
     return name if isinstance(name, str) else value

@@ -1,1 +1,1 @@
-"""What a rewrite did, as data, as text on a terminal, and as an HTML page."""
+"""The report of a rewrite, as data, as text on a terminal, and as an HTML page."""

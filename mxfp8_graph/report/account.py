@@ -1,7 +1,7 @@
-"""Where every byte of a model's tensors is: what uses each one, what became of it and why. Knows no graph library.
+"""An account of all bytes of a model's tensors: the users of each, its outcome, and the reason. No graph library.
 
 A stored tensor (an initializer, a constant, a parameter, a buffer) is counted once, however many nodes use it. The
-first of these that fits says what became of it:
+first of these that fits is its outcome:
 
     rewritten          a matmul that uses it was rewritten
     quantized already  it is of 8 bits or less, or an op for quantized weights uses it
@@ -56,7 +56,7 @@ _LEAST_SHARE: Final = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class OpKinds:
-    """What the ops of a front end do with a weight, by op name."""
+    """The op names of a front end, by what the ops do with a weight."""
 
     lookups: frozenset[str]
     convolutions: frozenset[str]
@@ -65,7 +65,7 @@ class OpKinds:
     """Ops whose weights are stored quantized."""
 
     def describe(self, op: str) -> str:
-        """Returns what `op` is instead of a matmul."""
+        """Returns the kind of an op that is no matmul, in words."""
         kinds = (
             (self.lookups, "a lookup"),
             (self.convolutions, "a convolution"),
@@ -80,18 +80,18 @@ class Use(NamedTuple):
     node: int
     """A number that no other node of the model has."""
     op: str
-    """What the node is, as the host says it."""
+    """Op type of the node, in the host's words."""
     what: str = ""
-    """What the op is instead of a matmul, as `OpKinds.describe` says; empty if it is one."""
+    """Kind of an op that is no matmul, as `OpKinds.describe` returns it; empty for a matmul."""
     quantized: bool = False
-    """Whether it is one of the ops whose weights are stored quantized."""
+    """Whether the op takes weights that are stored quantized."""
     decision: Decision | None = None
-    """What became of the node, if it is a matmul and the tensor one of its operands."""
+    """The decision on the node, if it is a matmul and the tensor one of its operands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor that the model stores, and what is left of it or stands in its place."""
+    """One tensor that the model stores, with its bytes in the result."""
 
     name: str
     also_called: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class StoredTensor:
     bytes_kept: int
     """Bytes of the tensor itself in the result."""
     bytes_new: int = 0
-    """Bytes of what was made of it: elements, scales, a bias in float32."""
+    """Bytes of the tensors that replace it: elements, scales, a bias in float32."""
     uses: tuple[Use, ...] = ()
 
     @property
@@ -113,12 +113,12 @@ class StoredTensor:
 
     @property
     def outcome(self) -> Outcome:
-        """What became of it."""
+        """The category of the tensor in the account, see the top of this module."""
         return self._verdict[0]
 
     @property
     def reason(self) -> str:
-        """Why."""
+        """The reason for the outcome, in words."""
         return self._verdict[1]
 
     @property
@@ -154,26 +154,30 @@ class StoredTensor:
         taken = tuple(use for use in sites if use.decision and use.decision.quantize)
         if taken and taken[0].decision:
             return "rewritten", taken[0].decision.reason + self._also(taken), taken
+        # Before the kinds below: what the rewrite added has no use in the model that it came from.
         if not self.bytes_before:
             return "new", "added to the model", ()
         if by := tuple(use for use in self.uses if use.quantized):
             return "quantized already", f"quantized already, by {by[0].op}", by
         if sites and sites[0].decision:
             return "kept", sites[0].decision.reason + self._also(sites), sites
+        # [1, N, 1] is a vector too: exporters store biases so.
         vector = sum(length != 1 for length in self.shape) < 2
+        # Dtypes of 8 bits or less are those of quantized weights; a list of them would miss the next one.
         if not vector and self.dtype not in _FLOATS | _WIDE:
             return "quantized already", f"quantized already, in {self.dtype}", self.uses
         if not self.uses:
             return "other", "nothing uses it", ()
         if self.dtype not in _FLOATS:
             return "other", "shapes, indices and other constants", self.uses
+        # A lookup or a convolution says more about a tensor than an op of unknown kind.
         known_first = sorted(self.uses, key=lambda use: use.what == _NO_MATMUL)
         if not vector and (by := tuple(use for use in known_first if use.what)):
             return "other op", f"{by[0].op}: {by[0].what}", by
         return "small", "biases, normalization weights and other vectors", self.uses
 
     def _also(self, sites: tuple[Use, ...]) -> str:
-        """Returns who else uses the weight of these sites, if that is why it stays or would stay."""
+        """Returns the other users of the weight of these sites, if the weight stays because of them."""
         others = counted(use for use in self.uses if use not in sites)
         if not others or not self.bytes_kept:
             return ""
@@ -182,7 +186,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The tensors of which the same became for the same reason."""
+    """The tensors with the same outcome and the same reason."""
 
     outcome: str
     reason: str
@@ -200,7 +204,7 @@ class Group:
 
     @property
     def used_by(self) -> str:
-        """How many nodes of which ops, in words."""
+        """Numbers of nodes by op, in words: "24 MatMul, 2 Gemm"."""
         return counted(use for tensor in self.tensors for use in tensor.holders)
 
     @property
@@ -226,10 +230,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Account:
-    """All stored tensors of a model and of the result of its rewrite, which a dry run predicts."""
+    """All stored tensors of a model and of its rewritten result; in a dry run, the predicted ones."""
 
     make: Callable[[], Iterable[StoredTensor]] = tuple
-    """Gives the tensors, once they are asked for: to write a model is not to wait for its report."""
+    """Returns the tensors. It is called on first access, so that writing a model does not wait for its report."""
 
     @cached_property
     def tensors(self) -> tuple[StoredTensor, ...]:
@@ -249,10 +253,10 @@ class Account:
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """The tensors by outcome and reason: what was rewritten first, then what takes most bytes in the result."""
-        found: dict[tuple[str, str], list[StoredTensor]] = {}
+        by_verdict: dict[tuple[str, str], list[StoredTensor]] = {}
         for tensor in self.tensors:
-            found.setdefault((tensor.outcome, tensor.reason), []).append(tensor)
-        groups = [Group(outcome=key[0], reason=key[1], tensors=tuple(group)) for key, group in found.items()]
+            by_verdict.setdefault((tensor.outcome, tensor.reason), []).append(tensor)
+        groups = [Group(outcome=key[0], reason=key[1], tensors=tuple(group)) for key, group in by_verdict.items()]
         return tuple(sorted(groups, key=lambda g: (g.outcome != "rewritten", -g.bytes_after, -g.bytes_before)))
 
     def rows(self) -> list[tuple[html.Cell, ...]]:
@@ -260,6 +264,7 @@ class Account:
         if not self.tensors:
             return []
         groups = [group for group in self.groups if group.bytes_before or group.bytes_after]
+        # One row less, since "... more reasons" takes one: it never stands for a single group.
         shown = groups if len(groups) <= MOST_ROWS else groups[: MOST_ROWS - 1]
         rows = [group.row for group in shown]
         if rest := groups[len(shown) :]:
@@ -268,13 +273,13 @@ class Account:
         return [*rows, ("total", html.byte_size(self.bytes_before), html.byte_size(self.bytes_after), "", "")]
 
     def large_tables(self) -> list[str]:
-        """Returns notes on embedding tables that stay and take much of the result: the options that pack them."""
+        """Returns notes on embedding tables that take much of the result, with the options that pack them."""
         notes, total = [], self.bytes_after
         for tensor in (tensor for tensor in self.tensors if tensor.bytes_kept > _LARGE * total):
-            kept = [use.decision for use in tensor.uses if use.decision and not use.decision.quantize]
+            decisions = [use.decision for use in tensor.uses if use.decision and not use.decision.quantize]
             fields = {field: f"set {field}: true" for field in SETTINGS.values()}
-            wanted = [next((f for f, advice in fields.items() if advice in d.reason), "") for d in kept]
-            if all(wanted) and any(decision.site.role == "embedding" for decision in kept):
+            wanted = [next((f for f, advice in fields.items() if advice in d.reason), "") for d in decisions]
+            if all(wanted) and any(decision.site.role == "embedding" for decision in decisions):
                 options = " ".join(f"--set {field}=true" for field in dict.fromkeys(wanted))
                 share = f"{size(tensor.bytes_kept)} of {size(total)}"
                 notes.append(f"the embedding table {tensor.name} ({share}) stays {tensor.dtype}: {options} packs it")
@@ -282,19 +287,20 @@ class Account:
         return notes if packed else []
 
     def elsewhere(self) -> str:
-        """Returns which ops that are no matmul hold how much of the model, for one where nothing is eligible; or ""."""
+        """Returns the shares of the model that other ops than matmuls use, in words; "" if all are small."""
         total = self.bytes_before
-        found: dict[str, list[StoredTensor]] = {}
+        by_op: dict[str, list[StoredTensor]] = {}
         for tensor in self.tensors:
+            # Kept matmuls have reasons of their own in the list of sites.
             if tensor.outcome in {"other op", "quantized already"}:
-                found.setdefault(tensor.holders[0].op if tensor.holders else "", []).append(tensor)
+                by_op.setdefault(tensor.holders[0].op if tensor.holders else "", []).append(tensor)
         parts = []
-        for tensors in sorted(found.values(), key=lambda group: -sum(t.bytes_before for t in group)):
-            held = sum(tensor.bytes_before for tensor in tensors)
-            if held >= _LEAST_SHARE * total:
+        for tensors in sorted(by_op.values(), key=lambda group: -sum(t.bytes_before for t in group)):
+            group_bytes = sum(tensor.bytes_before for tensor in tensors)
+            if group_bytes >= _LEAST_SHARE * total:
                 nodes = counted(use for tensor in tensors for use in tensor.holders)
                 which = "which is no matmul" if tensors[0].outcome == "other op" else "quantized already"
-                parts.append(f"{held / total:.0%} of its {size(total)} are in {nodes}, {which}")
+                parts.append(f"{group_bytes / total:.0%} of its {size(total)} are in {nodes}, {which}")
         return "; ".join(parts)
 
     def overview(self) -> str:
@@ -328,6 +334,7 @@ class Account:
 
 def counted(uses: Iterable[Use]) -> str:
     """Returns how many nodes of which ops, most frequent first: "24 MatMul, 2 Gemm"."""
+    # By node: one that reads a tensor twice is one user.
     ops = Counter({use.node: use.op for use in uses}.values()).most_common()
     shown = ops if len(ops) <= MOST_OPS else ops[: MOST_OPS - 1]
     others = sum(count for _, count in ops[len(shown) :])

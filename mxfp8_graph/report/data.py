@@ -1,4 +1,4 @@
-"""What a rewrite did: every site, decision, reason, bytes and error, as data, in words, as JSON or one HTML page."""
+"""The report of a rewrite: sites, decisions, reasons, bytes and errors, as data, text, JSON or one HTML page."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SCHEMA: Final = 2
 """Version of the layout of `RewriteReport.to_dict`; it grows when a key changes its meaning or goes away."""
 
 SUFFIXES: Final = (".json", ".html")
-"""What `RewriteReport.write` can write."""
+"""Suffixes of the files that `Report.write` can write."""
 
 _SITE: Final = ("name", "op", "module", "subgraph", "role", "m", "n", "k", "dtype", "weight", "shared_with", "has_bias")
 _DECISION: Final = ("quantize", "rule", "reason", "activations", "weight_format", "scale_rounding")
-"""What `SiteReport.to_dict` takes from a site and from its decision, in this order."""
+"""Fields of a site and of its decision that `SiteReport.to_dict` has, in this order."""
 
 SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")
 """Header of `SiteReport.row`."""
@@ -51,22 +51,22 @@ def sqnr_db(relative_l2: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteReport:
-    """What became of one site."""
+    """The decision on one site, its new nodes, its bytes and its error."""
 
     decision: Decision
     nodes: tuple[str, ...] = ()
-    """Names of the nodes that stand in its place; empty if it was kept or the run was dry."""
+    """Names of the nodes that replace it; empty if it was kept or in a dry run."""
     packed: str | None = None
     """Name of the initializer that holds the packed elements."""
     bytes_before: int = 0
-    """Size of the static operand as found."""
+    """Bytes of the static operand in the original."""
     bytes_after: int = 0
-    """Size of the static operand as elements and scales."""
+    """Bytes of its elements and scales."""
     relative_l2: float | None = None
     """|w - dequantized| / |w| of the static operand; None without one."""
 
     def without(self, nodes: Container[str]) -> SiteReport:
-        """Returns the report for a site some of whose nodes are no more, since a fused node stands for them."""
+        """Returns the report without the names of nodes that a fused node replaced."""
         return replace(self, nodes=tuple(name for name in self.nodes if name not in nodes))
 
     @property
@@ -92,7 +92,7 @@ class SiteReport:
         return (before, html.byte_size(self.bytes_after), *errors)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the site, what was decided and what came of it, flat, with JSON types only."""
+        """Returns the site, its decision and its result as one flat dict with JSON types only."""
         return {
             **{key: getattr(self.decision.site, key) for key in _SITE},
             **{key: getattr(self.decision, key) for key in _DECISION},
@@ -110,11 +110,11 @@ class FusionReport:
     """One fused node."""
 
     kind: str
-    """What it is made of: "gemm + gelu"."""
+    """The fused ops: "gemm + gelu"."""
     node: str
     """Its name."""
     replaced: tuple[str, ...]
-    """Names of the other nodes that it stands for."""
+    """Names of the other nodes that it replaces."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fusion with JSON types only."""
@@ -143,7 +143,7 @@ class WeightError:
 
 
 class Report(ABC):
-    """What a command found: data, JSON, or a page."""
+    """The result of a command, as data, JSON or an HTML page."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -170,24 +170,24 @@ class Report(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RewriteReport(Report):
-    """What one rewrite did."""
+    """The report of one rewrite."""
 
     source: str
     output: str | None
     recipe: dict[str, Any]
     sites: tuple[SiteReport, ...]
     fusions: tuple[FusionReport, ...] = ()
-    """What was, or in a dry run would be, fused; empty for a program."""
+    """The fused nodes, in a dry run the planned ones; empty for a program."""
     bytes_before: int
     bytes_after: int | None
     """Size of the model, external data included; None if nothing was written."""
     seconds: float
     notes: tuple[str, ...] = field(default=())
-    """What else was done to the model: opset conversion, inlined functions."""
+    """Other changes of the model: opset conversion, inlined functions."""
     dry_run: bool = False
     already_rewritten: bool = False
     account: Account = field(default=Account())
-    """Where every byte of the tensors is, before and after. In a dry run: would be."""
+    """The bytes of all tensors, before and after; in a dry run, predicted."""
 
     @property
     def rewritten(self) -> tuple[SiteReport, ...]:
@@ -251,6 +251,7 @@ class RewriteReport(Report):
 
         Of tables with more than `html.MOST_ROWS` rows it has the first, and says how many more the JSON has.
         """
+        # Size and notes are in the lead.
         parts = [html.facts(fact for fact in facts(self)[1:] if fact[0] != "note")]
         if self.output and Path(self.source).suffix:  # not a folder that from_hf read, or a model in memory
             verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
@@ -279,6 +280,7 @@ def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrit
             `overwrite` is false.
     """
     path = Path(path)
+    # A report must not replace the model that it is about.
     if is_any_of(path, models):
         raise Mxfp8Error(path, "is the model", expected="another file", advice="correct the report's path")
     if path.suffix.lower() not in SUFFIXES:
@@ -303,7 +305,7 @@ def headline(report: RewriteReport) -> str:
 
 
 def facts(report: RewriteReport) -> list[tuple[str, str]]:
-    """Returns what there is to know beside the sites: size, weight error, time, notes, and where the result is."""
+    """Returns (label, value) pairs: size, weight error, time, notes, and the path of the result."""
     lines = [("size", size(report.bytes_before))]
     if report.bytes_after is not None:
         ratio = f" ({report.bytes_before / report.bytes_after:.2f}x smaller)" if report.bytes_after else ""
@@ -357,12 +359,12 @@ def _counts(report: RewriteReport) -> str:
         of_kind = counts["embeddings" if site.decision.site.role == "embedding" else "matmuls"]
         of_kind[0] += site.decision.quantize
         of_kind[1] += 1
-    told = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
-    return " and ".join(told)
+    parts = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
+    return " and ".join(parts)
 
 
 def _note(decision: Decision) -> str:
-    """Returns where a site is in the model and, if it is kept, why."""
+    """Returns the module of a site and, if it is kept, the reason."""
     return "; ".join(filter(None, (decision.site.module, "" if decision.quantize else decision.reason)))
 
 

@@ -1,4 +1,4 @@
-"""A report as one HTML page: facts, charts, bars and tables that sort. Nothing is fetched; it reads without its script.
+"""A report as one HTML page: facts, charts, bars, sortable tables. It fetches nothing and is readable without scripts.
 
 Names come from files that anyone may have made: all text is escaped, none of it is part of the script, and the page's
 policy lets no other script run. Text has a fixed size and charts have positions in percent, so that a page reads at any
@@ -143,11 +143,11 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     total: Sequence[Cell] = ()
-    """A last row, which sorting leaves where it is."""
+    """A last row, which stays at the end when the table is sorted."""
     paler: str = ""
-    """Rows with a cell that says this are paler than the others."""
+    """Rows with a cell of this text are paler than the others."""
     marked: str = ""
-    """Rows with a cell that says this stand out."""
+    """Rows with a cell of this text are highlighted."""
     notes: Sequence[str] = ()
     """A small text below each row."""
 
@@ -162,6 +162,7 @@ class Table:
         rows = self.rows[:MOST_ROWS]
         numbers = [any(isinstance(row[i], tuple) for row in rows) for i in range(len(self.header))]
         longest = [max((len(said(row[i])) for row in rows), default=0) for i in range(len(self.header))]
+        # Short cells never fold, so that numbers and dtypes stay in one line on a narrow page.
         kinds = [
             "number" if n else "text" if most > _SHORT else "short" for n, most in zip(numbers, longest, strict=True)
         ]
@@ -171,6 +172,7 @@ class Table:
             '<div class="scroll"><table>',
             f"<thead><tr>{head}</tr></thead>",
         ]
+        # A body for each row, so that sorting moves a row and its note together.
         for row, note in itertools.zip_longest(rows, self.notes[:MOST_ROWS], fillvalue=""):
             marks = [name for name in ("paler", "marked") if getattr(self, name) and getattr(self, name) in row]
             mark = f' class="{marks[-1]}"' if marks else ""
@@ -190,10 +192,10 @@ class Point(NamedTuple):
     y: float
     color: int
     """A key of the legend; of lower numbers the labels are placed first."""
-    told: str
-    """What is said when the pointer is over it."""
+    tooltip: str
+    """Text of the tooltip."""
     label: str = ""
-    """What is written beside it."""
+    """Text beside the dot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,12 +206,12 @@ class Chart:
     points: Sequence[Point]
     """Points with finite values; later ones cover earlier ones."""
     axis: str
-    """What x is; the heading says what y is."""
+    """Label of x; the heading names y."""
     legend: Mapping[int, str]
     front: Sequence[tuple[float, float]] = ()
     """Corners (x, y) of a line."""
     limits: Sequence[tuple[str, str, float]] = ()
-    """Straight lines: ("x" or "y", what it is, where)."""
+    """Straight lines: ("x" or "y", label, value)."""
 
     def html(self) -> str:
         """Returns the chart, with positions in percent; empty without points."""
@@ -219,33 +221,34 @@ class Chart:
         across = _Axis([*(point.x for point in self.points), *x_limits], math.inf)
         up = _Axis([*(point.y for point in self.points), *y_limits], _LOGARITHMIC)
         lines = [_heading(self.heading), f'<div class="chart"><svg role="img" aria-label="{_text(self.heading)}">']
-        for told, at in up.ticks():
-            lines.append(_line("", (0, 100 - at), (100, 100 - at)) + _word(told, (0, 100 - at), -8, 4, "end"))
-        for told, at in across.ticks():
-            lines.append(_line("", (at, 0), (at, 100)) + _word(told, (at, 100), 0, 18, "middle"))
+        for caption, at in up.ticks():
+            lines.append(_line("", (0, 100 - at), (100, 100 - at)) + _word(caption, (0, 100 - at), -8, 4, "end"))
+        for caption, at in across.ticks():
+            lines.append(_line("", (at, 0), (at, 100)) + _word(caption, (at, 100), 0, 18, "middle"))
         lines += [_line("edge", (0, 100), (100, 100)), _line("edge", (0, 0), (0, 100))]
         lines.append(_word(self.axis, (100, 100), 0, 36, "end"))
         corners = [(across.at(x), 100 - up.at(y)) for x, y in self.front]
         lines += [_line("front", *ends) for ends in itertools.pairwise(corners)]
-        for axis, told, value in self.limits:
+        for axis, caption, value in self.limits:
             x, y = (across.at(value), 0.0) if axis == "x" else (0.0, 100 - up.at(value))
             place = (6, -5, "start") if axis == "y" else (-5, 12, "end") if x > 50 else (5, 12, "start")
-            lines.append(_line("limit", (x, y), (x or 100, y or 100)) + _word(told, (x, y), *place))
+            lines.append(_line("limit", (x, y), (x or 100, y or 100)) + _word(caption, (x, y), *place))
         places = [(across.at(point.x), 100 - up.at(point.y)) for point in self.points]
         labels = _labels(self.points, places)
         for number, (point, (x, y)) in enumerate(zip(self.points, places, strict=True)):
-            dot = f'<circle class="c{point.color}" r="5"><title>{_text(point.told)}</title></circle>'
+            dot = f'<circle class="c{point.color}" r="5"><title>{_text(point.tooltip)}</title></circle>'
             lines.append(f'<svg x="{x:.2f}%" y="{y:.2f}%">{labels.get(number, "")}{dot}</svg>')
         return "\n".join([*lines, "</svg></div>", _legend(self.legend.items())])
 
 
 class _Axis:
-    """Where values are between the ends of an axis, in percent."""
+    """Maps values to positions on an axis, in percent."""
 
     def __init__(self, values: Sequence[float], factor: float) -> None:
         least, most = min(values), max(values)
         self._scaled = math.log10 if least > 0 and most >= factor * least else float
         low, high = self._scaled(least), self._scaled(most)
+        # A single value, or 0 alone, has no range of its own.
         margin = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
         self._low, self._span = low - margin, high - low + 2 * margin
 
@@ -276,6 +279,7 @@ def _labels(points: Sequence[Point], places: Sequence[tuple[float, float]]) -> d
     centers = [(_WIDTH * x / 100, _HEIGHT * y / 100) for x, y in places]
     boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in centers]
     labels = {}
+    # Greedy, color by color: the points that matter have the lower numbers and take the places beside their dots.
     for number in sorted(range(len(points)), key=lambda i: (points[i].color, places[i][1])):
         x, y = centers[number]
         wide = _CHARACTER * len(printable(points[number].label))
@@ -302,19 +306,20 @@ def _line(kind: str, start: tuple[float, float], end: tuple[float, float]) -> st
     return f'<line class="{kind}" x1="{x1:.2f}%" y1="{y1:.2f}%" x2="{x2:.2f}%" y2="{y2:.2f}%"/>'
 
 
-def _word(told: str, at: tuple[float, float], dx: int, dy: int, anchor: str) -> str:
-    return f'<text x="{at[0]:.2f}%" y="{at[1]:.2f}%" dx="{dx}" dy="{dy}" text-anchor="{anchor}">{_text(told)}</text>'
+def _word(content: str, at: tuple[float, float], dx: int, dy: int, anchor: str) -> str:
+    return f'<text x="{at[0]:.2f}%" y="{at[1]:.2f}%" dx="{dx}" dy="{dy}" text-anchor="{anchor}">{_text(content)}</text>'
 
 
 def page(title: str, parts: Iterable[str], *, lead: Sequence[str] = (), files: Iterable[str] = ()) -> str:
     """Returns the page with `parts`, each as the functions here make it.
 
     Args:
-        title: what was done, to which model.
-        parts: what was found.
-        lead: sentences on top: what a reader should know if nothing else.
-        files: the models that it is about, by path; one that is not there is left out.
+        title: heading of the page, such as "Rewrite of model.onnx".
+        parts: the sections of the page, as HTML.
+        lead: sentences at the top, the most important ones.
+        files: paths of the models in the report, which are identified at the end; missing files are left out.
     """
+    # The policy allows the script by its hash, so a name that would get past the escaping still could not run code.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = f"""<!DOCTYPE html>
@@ -329,8 +334,8 @@ def page(title: str, parts: Iterable[str], *, lead: Sequence[str] = (), files: I
 <body>
 <h1>{_text(title)}</h1>"""
     said = [f'<div class="lead">{"".join(f"<p>{_text(line)}</p>" for line in lead)}</div>'] if lead else []
-    made = f"<footer>{facts(reproduction.facts(files))}</footer>"
-    return "\n".join([head, *said, *parts, made, f"<script>{_SCRIPT}</script>", "</body>", "</html>", ""])
+    footer = f"<footer>{facts(reproduction.facts(files))}</footer>"
+    return "\n".join([head, *said, *parts, footer, f"<script>{_SCRIPT}</script>", "</body>", "</html>", ""])
 
 
 def number(value: float | None, form: str = ".3g") -> Cell:
@@ -360,16 +365,16 @@ def bars(heading: str, rows: Sequence[tuple[str, Sequence[float], str]], legend:
     """
     scale = max((sum(lengths) for _, lengths, _ in rows), default=0) or 1
     lines = [_heading(heading), '<div class="bars">']
-    for label, lengths, told in rows:
+    for label, lengths, value in rows:
         widths = [f"width:{100 * max(length, 0) / scale:.2f}%" for length in lengths]
         boxes = "".join(f'<i class="c{color}" style="{width}"></i>' for color, width in enumerate(widths))
         lines.append(f'<span>{_folding(label)}</span><span class="bar">{boxes}</span>')
-        lines.append(f'<span class="number">{_text(told)}</span>')
+        lines.append(f'<span class="number">{_text(value)}</span>')
     return "\n".join([*lines, "</div>", _legend(enumerate(legend))])
 
 
 def text(heading: str, content: str) -> str:
-    """Returns lines to copy."""
+    """Returns a block of text with a button that copies it."""
     shown = "\n".join(map(_text, content.rstrip("\n").split("\n")))
     return f"{_heading(heading)}\n<pre>{shown}</pre>"
 
@@ -393,7 +398,7 @@ def _cells(kinds: Sequence[str], row: Sequence[Cell]) -> str:
 
 
 def _folding(text: str) -> str:
-    """Returns `text` so that long names fold after their dots and slashes, and nothing else inside a word."""
+    """Returns `text` with breaks allowed after dots and slashes of long names, and nowhere else inside a word."""
     return _LONG_WORD.sub(lambda word: _INNER_MARKS.sub(r"\g<0><wbr>", word[0]), _text(text))
 
 
@@ -402,5 +407,5 @@ def _heading(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Returns `text` as it may stand anywhere in the page."""
+    """Returns `text` escaped for any place in the page."""
     return escape(printable(text))

@@ -1,4 +1,4 @@
-"""Data as JSON to read, grep and diff: a row of a table takes one line, everything else is indented."""
+"""JSON that is easy to read, grep and diff: each row of a table on one line, everything else indented."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def json_text(data: Any) -> str:
-    """Returns `data`, of JSON types only, as JSON: names exactly, but escaped where they are more than visible text.
+    """Returns `data`, of JSON types only, as JSON. Text that is not printable is escaped, other text is unchanged.
 
     Raises:
         ValueError: a number is NaN or infinite.
@@ -20,7 +20,7 @@ def json_text(data: Any) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """Returns a number as JSON can have it: None if it is NaN or infinite, or none."""
+    """Returns `value`, or None if it is NaN, infinite or None, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""Reports on a terminal: Rich tables and lists. Nothing is computed here and nothing is decided."""
+"""Reports on a terminal, as Rich tables and lists of the data in `data` and `account`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STYLES: Final = {
     "missing": "yellow",
     "broken": "red",
 }
-"""Style of a cell that says exactly this."""
+"""Text of a cell -> its style."""
 
 PIPE_WIDTH: Final = 120
 """Width of a `Fitted` table in a pipe or a file."""
@@ -43,6 +43,7 @@ def closing(report: RewriteReport) -> RenderableType:
             (("", data.headline(report)), *(fact for fact in data.facts(report) if fact[0] in {"note", "result"}))
         )
     reasons_found = data.reason_rows(report)
+    # Patterns that match single sites make a reason for each; a terminal has no room for hundreds.
     if more := reasons_found[MOST_REASONS:]:
         count = int(sum(count for _, (_, count), _ in more))
         reasons_found = [*reasons_found[:MOST_REASONS], ("...", (str(count), count), f"{len(more)} more reasons")]
@@ -65,7 +66,7 @@ def plan(report: RewriteReport, *, weights: bool = False) -> Text:
 
 
 def reasons(decisions: Iterable[Decision]) -> Text:
-    """Returns why nothing is eligible: one line per site."""
+    """Returns one line per site, with the reason why it is not eligible."""
     rows = [(d.site.name, d.site.module, d.site.op, data.sizes(d.site), d.rule, d.reason) for d in decisions]
     return columns(*data.filled((*SITE_HEADER[:4], "rule", "reason"), rows))
 
@@ -91,6 +92,7 @@ class Fitted:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Yields the table, and a line with what is left out."""
+        # In a pipe the console is 10 000 wide, which no reader of a file is.
         width = options.max_width if console.is_terminal else PIPE_WIDTH
         table, left_out = columns(self.header, self.rows), dict[str, None]()
         cells = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
@@ -120,6 +122,7 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[html.Cell]]) -> Text:
     widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
     text = Text(no_wrap=True, overflow="ignore")
     for number, row in enumerate(table):
+        # No blanks after the last cell: they show up in diffs.
         last = max((i for i, cell in enumerate(row) if cell), default=0)
         for i, cell in enumerate(row[: last + 1]):
             text.append(cell, style=STYLES.get(cell, "bold" if number < len(top) else ""))

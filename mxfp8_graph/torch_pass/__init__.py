@@ -5,14 +5,14 @@ find.py              finds the matmuls, and says what each is
 matmul_forms.py      how each op multiplies
 embeddings.py        how ids pick rows of a table
 static_operands.py   which operands are known before the program runs; weight_rows.py reads their values
-roles.py             what a matmul is for: this front end's op table
+roles.py             this front end's op table for `policy.roles`
 attention.py         scaled_dot_product_attention as two matmuls
 replace.py           replaces the matmuls for inference; training.py for training; build.py adds nodes
-packed_training.py   lets gradients pass through what is packed, and takes that back
-prune.py             removes what that left unused
+packed_training.py   lets gradients pass through packed weights, and reverts that
+prune.py             removes weights and views that are unused after that
 torchao_weights.py   weights that torchao packed
-switches.py          both ways of each site in one program, to be chosen while it runs
-stored_bytes.py      counts the bytes of every stored tensor, for the report, and says which nodes use them
+switches.py          each site in both forms in one program, with a switch that chooses at run time
+stored_bytes.py      counts the bytes of every stored tensor and finds the nodes that use it, for the report
 """
 
 from mxfp8_graph import torch_program as _torch_program  # noqa: F401 - says what to install where torch is missing

@@ -24,7 +24,7 @@ _ATEN: Final = torch.ops.aten
 
 
 def scores_name(node: Node) -> str:
-    """Returns what the scores product of an attention node is called."""
+    """Returns the name of the scores product of an attention node."""
     return f"{node.name}_scores"
 
 
@@ -40,22 +40,29 @@ def expand(program: Program, node: Node) -> None:
     build = Builder(program, node)
     dtype = node.meta["val"].dtype
     query, key, value = (_cast(build, internals.argument(node, name), dtype) for name in ("query", "key", "value"))
+    # The kernel shares each key head between several query heads; a matmul needs as many on both sides.
     if internals.argument(node, "enable_gqa", False):
         key, value = (_repeated(build, query, tensor) for tensor in (key, value))
     transposed = build.permute(key, k_last(range(key.meta["val"].dim())))
     scores = build.add(scores_name(node), _ATEN.matmul.default, query, transposed)
+    # Reports and rules keep the name of the op that the source program calls.
     program.labels[scores] = program.labels[node] = matmul_forms.ATTENTION
     masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, _scale(node, query)))
     weights = build.add(f"{node.name}_softmax", _ATEN.softmax.int, masked, -1)
+    # True: the node's own probability is 0 outside of training, see `training_mode`.
     if dropped := internals.argument(node, "dropout_p", 0.0):
         weights = build.add(f"{node.name}_dropout", _ATEN.dropout.default, weights, dropped, True)
+    # In place, so that users, metadata and the program's signature keep referring to the node.
     node.target = _ATEN.matmul.default
     node.args, node.kwargs = (weights, value), {}
     _relax_views(node)
 
 
 def _relax_views(node: Node) -> None:
-    """Makes the views of an attention result copy: its kernels lay it out by position and head, a matmul by head."""
+    """Makes the views of an attention result reshapes, which copy where they must.
+
+    Kernels of attention lay out their result by position and head; a matmul lays it out by head, so a view may not fit.
+    """
     for user in node.users:
         if user.target is _ATEN.view.default:
             user.target = _ATEN.reshape.default
@@ -93,6 +100,7 @@ def _masked(build: Builder, node: Node, scores: Node) -> Node:
         mask = build.add(f"{node.name}_causal", _ATEN.tril.default, ones)
     if mask is None:
         return scores
+    # A Boolean mask says which keys count, so the others are filled; a float mask is added.
     if mask.meta["val"].dtype == torch.bool:
         hidden = build.add(f"{node.name}_hidden", _ATEN.logical_not.default, mask)
         return build.add(f"{node.name}_masked", _ATEN.masked_fill.Scalar, scores, hidden, -math.inf)

@@ -1,4 +1,4 @@
-"""Adds nodes in front of one node of a graph, each with the fake value it computes."""
+"""Adds nodes before one node of a graph, each with the fake value that it computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mxfp8_graph.torch_program.program import Program
 
 _ATEN: Final = torch.ops.aten
 _INHERITED: Final = ("nn_module_stack", "stack_trace", "custom")
-"""Metadata that a new node takes over from the one it stands in front of."""
+"""Metadata that a new node copies from the node that it stands before."""
 
 Shared = dict[tuple[object, ...], Node]
 """Added nodes by what they compute."""
@@ -45,6 +45,8 @@ class Builder:
 
     def evaluate(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Returns the fake value of a call."""
+        # Ops run on fake tensors, so that a new node has shape, dtype and symbolic sizes as if torch.export had made
+        # it.
         values: Any = map_arg((arguments, keywords), lambda node: node.meta["val"])
         with self._program.fake_mode, torch.no_grad(), internals.python_dispatch():
             return target(*values[0], **values[1])
@@ -52,6 +54,7 @@ class Builder:
     def size(self, node: Node, axis: int) -> Any:
         """Returns the size of `node` along `axis`: a number, or a node that computes it."""
         size = node.meta["val"].shape[axis]
+        # A symbolic size needs a node: a number would fix a dimension that may vary.
         if isinstance(size, int):
             return size
         return self._once(("size", node, axis), lambda: self.add("sym_size", _ATEN.sym_size.int, node, axis))
@@ -66,7 +69,7 @@ class Builder:
         return self._once(("permute", node, perm), lambda: self.add(name, _ATEN.permute.default, node, list(perm)))
 
     def pick(self, node: Node, gather: Node) -> Node:
-        """Returns what `gather` would give if `node` were its first argument.
+        """Returns a node that picks the entries of `node` that `gather` picks of its own argument.
 
         By index_select, which copies whole matrices in a tenth of the time of `index`, but takes no negative indices.
         """
@@ -84,6 +87,7 @@ class Builder:
         """
         name, op = f"{node.name}_mxfp8", torch.ops.mxfp8.quantize.default
         settings = internals.unusual(op, {"element_format": element_format, "scale_rounding": scale_rounding})
+        # One quantize for all matmuls that read the same activation in the same format, such as Q, K and V projections.
         key = ("quantize", node, element_format, scale_rounding, epoch)
         both = self._once(key, lambda: self.add(name, op, node, **settings))
         elements = self._once(("elements", both), lambda: self.add(f"{name}_elements", operator.getitem, both, 0))
@@ -91,13 +95,14 @@ class Builder:
         return [elements, scales]
 
     def _once(self, key: tuple[object, ...], make: Callable[[], Node]) -> Node:
-        """Returns the node that was made for `key`, or makes it."""
+        """Returns the shared node of `key`, which `make` adds the first time."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def _indices(self, gather: Node, size: int) -> Any:
-        """Returns the vector that `gather` picks by, its negative entries counted from the end."""
+        """Returns the indices of `gather`, int [S], none of them negative."""
+        # index_select, the other op, refuses negative indices itself.
         if internals.op_name(gather) != "index":
             return internals.argument(gather, "index")
         (ids, *_), name = internals.argument(gather, "indices"), gather.name

@@ -1,10 +1,10 @@
-"""How ids pick rows of a table: which argument is which.
+"""Ops whose ids pick rows of a table: which argument is the table, and which are the ids.
 
 embedding(w [V, D], ids [...])                  -> [..., D]
 index_select(w [V, D], 0, ids [S]), w[ids]      -> [..., D]
-embedding_bag(w [V, D], ids, offsets)           adds up rows: found, never rewritten
+embedding_bag(w [V, D], ids, offsets)           adds up rows: reported, never rewritten
 
-In a `Form` the table is b, [N, K] = [V, D], and the ids are a. Tables of another rank are none: vectors have no rows,
+In a `Form` the table is b, [N, K] = [V, D], and the ids are a. A table has two axes: vectors have no rows,
 and stacks of matrices are experts.
 """
 
@@ -40,7 +40,10 @@ def lookup_of(node: Node, statics: StaticOperands) -> Lookup | None:
         return None
     if not _has(ids, lambda v: v.dtype in {torch.int32, torch.int64}):
         return None
+    # embedding_renorm writes to the table, so a packed copy would miss its changes; the site is reported with that
+    # reason.
     renormed = internals.op_name(table) == _RENORM
+    # A table that is computed from inputs is an activation, and its lookup no site at all.
     if not (renormed or statics.is_constant(table) or statics.writer_of(table)):
         return None
     unfit = None
@@ -61,12 +64,13 @@ def _operands(node: Node) -> tuple[Any, Any]:
     if op == "index_select" and internals.argument(node, "dim") == 0:
         return internals.argument(node, "self"), internals.argument(node, "index")
     if op == "index":
+        # Several indices pick single elements of the table, not rows.
         ids, *rest = internals.argument(node, "indices")
         return (None, None) if any(rest) else (internals.argument(node, "self"), ids)
     return None, None
 
 
 def _has(node: Any, wanted: Any) -> bool:
-    """Whether `node` makes one tensor, and that is as wanted."""
+    """Whether the value of `node` is one tensor for which `wanted` is true."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return isinstance(value, torch.Tensor) and bool(wanted(value))

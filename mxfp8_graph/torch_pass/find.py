@@ -1,4 +1,4 @@
-"""Finds the matmuls of a program and describes each as a `MatMulSite`.
+"""Finds the matmuls of a program, and describes each as a `MatMulSite`.
 
 Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [..., N, K] transposed:
 
@@ -35,32 +35,32 @@ from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Form, Operand, for
 from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
 from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, identity
 from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.program import Program, Scope
+from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_ops.checks import dtype_name
 
-_TRANSFORMED: Final = "inside vmap, which the program still holds as such; call run_decompositions({}) first"
+_TRANSFORMED: Final = "inside vmap, which is not decomposed in the program; call run_decompositions({}) first"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Added:
-    """What is added to the product."""
+    """The addition after the product, if there is one."""
 
     bias: Node | None = None
     """One value per column, absorbed into the gemm, times beta."""
     bias_static: Static | None = None
     """The bias, if its value is known."""
     addend: Node | None = None
-    """What cannot be absorbed: added by nodes of its own, times beta."""
+    """An addend that the gemm cannot absorb: nodes of its own add it, times beta."""
     output: Node
     """Node whose value is the sum: the matmul, or the add after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSite:
-    """A matmul: what the plan sees of it, and what `replace.py` and `training.py` need to replace it."""
+    """A matmul: its description for the plan, and what `replace.py` and `training.py` need to replace it."""
 
     matmul: MatMulSite
-    scope: Scope
+    scope: GraphScope
     node: Node
     """The matmul; the nodes it needs go in front of it."""
     form: Form
@@ -109,6 +109,7 @@ class _Finder:
         self._names: set[str] = set()
         nodes = [node for scope in program.scopes for node in scope.module.graph.nodes]
         self._forms = {node: form for node in nodes if (form := form_of(node) or lookup_of(node, statics))}
+        # Counted before sites are described: each one reports how many others share its weight.
         weights = (statics.resolve(form.b) or statics.resolve(form.a) for form in self._forms.values())
         self._uses = Counter(identity(program, weight) for weight in weights if weight)
 
@@ -117,6 +118,7 @@ class _Finder:
         for scope in self._program.scopes:
             nesting = 0
             for node in scope.module.graph.nodes:
+                # Nodes inside of vmap see tensors without the mapped axis, so their shapes are not those of the run.
                 nesting += internals.transform_depth(node)
                 transformed = _TRANSFORMED if nesting else None
                 if is_attention(node):
@@ -124,7 +126,7 @@ class _Finder:
                 elif node in self._forms:
                     yield self.describe(node, self._forms[node], scope, transformed)
 
-    def _attention(self, node: Node, scope: Scope, transformed: str | None) -> Iterator[AttentionSite]:
+    def _attention(self, node: Node, scope: GraphScope, transformed: str | None) -> Iterator[AttentionSite]:
         """Yields the scores and the values product, under the names that `attention.expand` gives them."""
         query, key, value = (internals.argument(node, name).meta["val"] for name in ("query", "key", "value"))
         products: tuple[tuple[str, Role, tuple[Any, Any]], ...] = (
@@ -132,6 +134,7 @@ class _Finder:
             (node.name, "attention_values", (value.shape[-1], key.shape[-2])),
         )
         for name, role, weight in products:
+            # The sizes are known without splitting the node, so a plan costs no edit.
             m, n, k = eligibility.sizes(query.shape, weight)
             matmul = MatMulSite(
                 name=take_name(name, self._names, "#"),
@@ -147,7 +150,7 @@ class _Finder:
             )
             yield AttentionSite(matmul=matmul, node=node, unfit=attention.obstacle(node))
 
-    def describe(self, node: Node, form: Form, scope: Scope, transformed: str | None) -> TorchSite:
+    def describe(self, node: Node, form: Form, scope: GraphScope, transformed: str | None) -> TorchSite:
         """Returns the site of one matmul, or of one lookup in a table."""
         if isinstance(form, Lookup):
             return self._lookup(node, form, scope, transformed)
@@ -157,6 +160,7 @@ class _Finder:
         added = self._added(node, form, n, swapped)
         if static is None and form.alpha != 1.0 and added.bias is not None:  # alpha comes after the gemm, bias after it
             added = replace(added, bias=None, addend=added.bias)
+        # Reports name the op of the user's program, and not the bmm that an einsum was decomposed into.
         op = "einsum" if internals.is_from_einsum(node) else self._program.labels.get(node, internals.op_name(node))
         dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
         matmul = MatMulSite(
@@ -191,7 +195,7 @@ class _Finder:
             unfit=unfit,
         )
 
-    def _lookup(self, node: Node, form: Lookup, scope: Scope, transformed: str | None) -> TorchSite:
+    def _lookup(self, node: Node, form: Lookup, scope: GraphScope, transformed: str | None) -> TorchSite:
         static, table = self._statics.resolve(form.b), form.b.meta["val"]
         w = Operand(node=form.b, static=static)
         n, k = (eligibility.rows([size]) for size in table.shape)
@@ -232,19 +236,23 @@ class _Finder:
         )
 
     def _added(self, node: Node, form: Form, n: Dim, swapped: bool) -> Added:
-        """Returns the op's c, or the static operand of a following add, absorbed where that is exact."""
+        """Returns the op's own addend, or the static operand of the add after it, absorbed where that is exact."""
         if form.c is not None:
             static, value = self._statics.resolve(form.c), form.c.meta["val"]
+            # A swapped product is transposed: its columns are the rows of the result, so a bias per column does not
+            # fit.
             if not swapped and static is not None and _is_bias(static, n, node):
                 return Added(bias=form.c, bias_static=static, output=node)
             if not swapped and value.dim() == 1 and value.shape[0] == n and form.beta == 1.0:
                 return Added(bias=form.c, output=node)
             return Added(addend=form.c, output=node)
         add = next(iter(node.users), None)
+        # With another user the product itself is needed without the addition.
         if add is None or len(node.users) != 1 or form.offs is not None or swapped:
             return Added(output=node)
         if internals.op_name(add) not in {"add", "add_"} or len(add.args) < 2:
             return Added(output=node)
+        # A parameter that another module adds belongs to that module, and an alpha scales it.
         if internals.module_path(add) != internals.module_path(node) or internals.argument(add, "alpha", 1) != 1:
             return Added(output=node)
         other = add.args[1] if add.args[0] is node else add.args[0]
@@ -259,6 +267,7 @@ class _Finder:
         if static is None or not torchao_weights.is_mx(stored := self._program.tensor(static.name)):
             return None, None
         unfit = torchao_weights.obstacle(stored)
+        # torchao's scales run along the last axis of the stored weight; a view may put another axis there.
         if static.steps or w.transposed or swapped or static.gather is not None:
             unfit = "torchao packed this weight, and a view of it is multiplied"
         return torchao_weights.element_format(stored), unfit
@@ -287,6 +296,8 @@ class _Finder:
             return f"weight {changed[0]!r} is changed by {changed[1]} while the program runs; expected it fixed"
         if not self._statics.is_constant(node):
             return None
+        # Decomposition turns torchao's weight into code that dequantizes it; without this check the message would only
+        # speak of a computed weight.
         if any(s.meta["val"].dtype == torch.float8_e8m0fnu for s in self._statics.stored_below(node)):
             return "torchao packed this weight, and the program was decomposed; rewrite before run_decompositions()"
         via = self._statics.source_of(node)
@@ -299,6 +310,7 @@ def _is_bias(static: Static, n: Dim, node: Node) -> bool:
 
 def _broadcast_blocker(node: Node, activation: Node) -> str | None:
     """Returns why a weight that repeats along a batch cannot be packed, or None."""
+    # As text: comparing symbolic sizes would add guards to the program.
     batch, result = (list(map(str, n.meta["val"].shape[:-1])) for n in (activation, node))
     if batch == result:
         return None

@@ -1,4 +1,4 @@
-"""How each op multiplies: which argument is which operand, and along which axis it contracts.
+"""The ops that multiply: which argument is which operand, and along which axis they contract.
 
 linear(x, w [N, K], b)                mxfp8::linear_train(x, w [N, K], b)
 matmul(a, b [K, N]), mm, bmm, mv
@@ -6,7 +6,7 @@ addmm(c, a, b, beta, alpha), baddbmm
 grouped_mm(a, b [E, K, N], offs), and transformers' fallback for it
 scaled_dot_product_attention(q, k, v): scores = q @ k^T, values = softmax(scores) @ v
 
-A row of `FORMS` is all that a further op needs.
+To support another op, add a row to `FORMS`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Form:
     b_transposed: bool = True
     """`b` is [..., K, N] instead of [..., N, K]."""
     c: Node | None = None
-    """What the op itself adds."""
+    """The op's own addend."""
     alpha: float = 1.0
     beta: float = 1.0
     offs: Node | None = None
-    """Where the rows of `a` end that are multiplied by each matrix of `b`; None if all are."""
+    """int [E]: the end of the rows of `a` that each matrix of `b` multiplies; None if all rows meet one matrix."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What an op calls its operands, and where K is in the second one."""
+    """Names of an op's operands, and whether K is the last axis but one of the second."""
 
     a: str
     b: str
@@ -83,7 +83,7 @@ class Operand:
 
     @property
     def rank(self) -> int:
-        """How many axes the operand has."""
+        """Number of axes of the operand."""
         return len(self.static.shape) if self.static else int(self.node.meta["val"].dim())
 
     @property
@@ -96,7 +96,7 @@ class Operand:
 
 
 def form_of(node: Node) -> Form | None:
-    """Returns how `node` multiplies, or None if it does not."""
+    """Returns the operands and factors of `node`, or None if it does not multiply."""
     op = internals.op_name(node)
     operands: list[Any]
     rest: dict[str, Any]
@@ -105,6 +105,7 @@ def form_of(node: Node) -> Form | None:
     elif names := FORMS.get(op):
         operands = [internals.argument(node, name) for name in (names.a, names.b)]
         alpha, beta = (float(internals.argument(node, name, 1)) for name in ("alpha", "beta"))
+        # With beta = 0 torch ignores c, even a NaN in it.
         c = internals.argument(node, names.c) if names.c and beta else None
         rest = {"b_transposed": names.b_transposed, "c": c, "alpha": alpha, "beta": beta}
     else:
@@ -117,6 +118,7 @@ def form_of(node: Node) -> Form | None:
 def operands_of(form: Form, statics: StaticOperands) -> tuple[Operand, Operand, bool]:
     """Returns (the activation, the weight, whether the weight came first so that the product is transposed)."""
     left, right = statics.resolve(form.a), statics.resolve(form.b)
+    # Y^T = X^T @ W^T: a weight that comes first is the second operand of the transposed product.
     if left is not None and right is None:
         x = _run_time(form.b, form.b_transposed)
         return x, _static(form.a, left, False), x.rank != 1  # matrix times vector is a vector: nothing to swap back
@@ -133,6 +135,7 @@ def is_attention(node: Node) -> bool:
 
 def _static(node: Node, static: Static, transposed: bool) -> Operand:
     """Returns a static operand; leading dimensions of 1, or along which it repeats, fall away."""
+    # A leading 1 only broadcasts; without it the weight is a plain matrix, which every gemm takes.
     while len(static.shape) > 2 and static.shape[0] == 1 and static.gather is None:
         static = static.then(torch.ops.aten.squeeze.dim, 0, shape=static.shape[1:])
     return Operand(node=node, transposed=transposed, static=static)

@@ -1,11 +1,11 @@
-"""Lets gradients pass through the weights of a packed program, and takes that back.
+"""Lets gradients pass through the weights of a packed program, and reverts that.
 
     gemm(quantize(x), packed w, b)  <->  linear_packed(x, packed w, b)
     gemm(quantize(a), quantize(b))  <->  product(a, b)
     weight_gemm, embedding               as they are: the one passes gradients on, ids have none
     grouped_gemm(quantize(x), ...)       refused
 
-Forward passes stay the same bit for bit. What is packed is frozen, everything else trains as it is: a linear that the
+Forward passes stay the same bit for bit. Packed weights are frozen, other parameters are trained: a linear that the
 recipe kept stays in high precision.
 """
 
@@ -21,11 +21,11 @@ from torch.fx import Node
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import Made
+from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_program import internals, record
-from mxfp8_graph.torch_program.program import Program, Scope
+from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.errors import ContractError
@@ -42,19 +42,21 @@ NOTE: Final = (
 
 
 def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport]:
-    """Makes everything trainable that is not packed; returns what became of each packed matmul.
+    """Makes every parameter that is not packed trainable; returns a report of each packed matmul.
 
     Args:
-        program: a packed one, or one that this has already been done to, perhaps for other formats of gradients.
-        recipe: what packed it; its `fp8_format` is that of gradients.
-        where: what to call the program in errors.
+        program: a packed one, or a result of this function, perhaps for another format of gradients.
+        recipe: the one that packed it; its `fp8_format` sets the format of gradients.
+        where: name of the program in errors.
 
     Raises:
         ContractError: there is nothing to train, or experts are chosen at run time for quantized activations.
     """
-    made = Made(node="", recipe=recipe.model_dump_json())
+    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json())
     reports = []
     for scope, node in _nodes(program):
+        # There is no op that quantizes the rows of grouped experts and passes gradients to them; weight-only ones have
+        # one.
         if internals.op_name(node) == _GROUPED and internals.argument(node, "a_scales") is not None:
             what = f"node {node.name!r}: experts are chosen at run time for quantized activations"
             expected = "experts whose weights alone are quantized, to pass gradients on"
@@ -64,10 +66,11 @@ def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport
             _pass_gradients(node, a)
         if internals.op_name(node) in {_PACKED, _PRODUCT}:
             _set_format(node, recipe)
-            record.mark(node, made)
+            record.mark(node, rewrite_record)
         if (report := _report(scope, node, "its packed weight is frozen, gradients pass through it")) is not None:
             reports.append(report)
     _drop_unused(program)
+    # A training run without a parameter would fail much later, in the optimizer.
     if not program.thaw():
         what = "there is nothing to train: every weight is kept in MXFP8 only"
         expected = "parameters beside the packed weights, such as adapters, normalizations or biases"
@@ -77,16 +80,17 @@ def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport
 
 
 def to_inference(program: Program, recipe: Recipe) -> list[SiteReport]:
-    """Takes `to_training` back, with what was trained; returns what became of each packed matmul."""
-    made = Made(node="", recipe=recipe.model_dump_json())
-    shared: dict[Scope, Shared] = {}
-    writes: dict[Scope, int] = {}
+    """Reverts `to_training`, with the trained values; returns a report of each packed matmul."""
+    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json())
+    shared: dict[GraphScope, Shared] = {}
+    writes: dict[GraphScope, int] = {}
     reports = []
     for scope, node in _nodes(program):
         if internals.op_name(node) in {_PACKED, _PRODUCT}:
             build = Builder(program, node, shared.setdefault(scope, {}))
             _quantize_operands(node, build, writes.get(scope, 0))
-            record.mark(node, made)
+            record.mark(node, rewrite_record)
+        # An in-place op may change an activation, so a quantize before it cannot be shared with matmuls after it.
         writes[scope] = writes.get(scope, 0) + bool(internals.written(node))
         if (report := _report(scope, node, "its weight was packed before")) is not None:
             reports.append(report)
@@ -94,7 +98,7 @@ def to_inference(program: Program, recipe: Recipe) -> list[SiteReport]:
     return reports
 
 
-def _nodes(program: Program) -> Iterator[tuple[Scope, Node]]:
+def _nodes(program: Program) -> Iterator[tuple[GraphScope, Node]]:
     for scope in program.scopes:
         for node in list(scope.module.graph.nodes):
             yield scope, node
@@ -109,11 +113,13 @@ def _quantized(node: Node, name: str) -> Node | None:
 
 
 def _pass_gradients(node: Node, a: Node) -> None:
-    """Makes a gemm of what `a` quantizes an op that passes gradients to that."""
+    """Replaces a gemm of quantized operands by the op that quantizes them itself and passes gradients to them."""
+    # A quantized b is an activation too: the gemm is a product of attention and has no weight.
     x, b = internals.argument(a, "x"), _quantized(node, "b")
     settings = {name: internals.argument(node, name) for name in ("a_format", "b_format")}
     settings["scale_rounding"] = internals.argument(a, "scale_rounding")
     dtype = internals.argument(node, "dtype") or torch.float32
+    # The training ops give the dtype of x by default, gemm gives float32.
     if dtype != x.meta["val"].dtype:
         settings["dtype"] = dtype
     op = _MXFP8.linear_packed.default if b is None else _MXFP8.product.default
@@ -123,7 +129,7 @@ def _pass_gradients(node: Node, a: Node) -> None:
 
 
 def _set_format(node: Node, recipe: Recipe) -> None:
-    """Gives a node the recipe's format of gradients."""
+    """Sets the format of gradients of a node to the recipe's."""
     op: Any = node.target
     packed = internals.op_name(node) == _PACKED
     grad_format = "e5m2" if recipe.fp8_format == "HYBRID" else "e4m3"
@@ -132,7 +138,7 @@ def _set_format(node: Node, recipe: Recipe) -> None:
 
 
 def _quantize_operands(node: Node, build: Builder, epoch: int) -> None:
-    """Makes a `linear_packed` or a `product` the gemm it stands for, behind what quantizes its operands."""
+    """Replaces a `linear_packed` or a `product` by a gemm behind nodes that quantize its operands."""
     rounding = internals.argument(node, "scale_rounding")
     formats = {name: internals.argument(node, name) for name in ("a_format", "b_format")}
     packed = internals.op_name(node) == _PACKED
@@ -150,7 +156,8 @@ def _quantize_operands(node: Node, build: Builder, epoch: int) -> None:
 
 
 def _drop_unused(program: Program) -> None:
-    """Removes the nodes that quantized what is not used quantized any more."""
+    """Removes quantize nodes, and the getitems of their results, that have no user left."""
+    # From the end: a getitem has to go before the quantize that it reads.
     for _, node in reversed(list(_nodes(program))):
         quantizes = internals.op_name(node) == _QUANTIZE
         part = node.target is operator.getitem and internals.op_name(node.args[0]) == _QUANTIZE  # type: ignore[arg-type]
@@ -158,8 +165,8 @@ def _drop_unused(program: Program) -> None:
             node.graph.erase_node(node)
 
 
-def _report(scope: Scope, node: Node, reason: str) -> SiteReport | None:
-    """Returns what became of a packed matmul, or None if `node` is none."""
+def _report(scope: GraphScope, node: Node, reason: str) -> SiteReport | None:
+    """Returns the report of a packed matmul, or None if `node` is none."""
     op = contract.TORCH_OPS.get(internals.op_name(node))
     if op is None or not op.multiplies or op.weight is None or _quantized(node, "b") is not None:
         return None

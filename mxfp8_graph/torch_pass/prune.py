@@ -1,4 +1,4 @@
-"""Removes what a rewrite left without a user: weights, biases and the views in front of them. Nothing else."""
+"""Removes weights, biases and the views of them that have no user after a rewrite. Nothing else."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
     gone: set[Node] = set()
     while stack:
         node = stack.pop()
+        # A node is met again when its last user goes, since that pushes its inputs.
         if node in gone or node.users:
             continue
         if node.op == "placeholder":
@@ -40,17 +41,20 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
 
 
 def _placeholder(program: Program, node: Node) -> tuple[list[Node], list[Node]]:
-    """Removes an unused input that is a weight; returns (the nodes removed, what they were fed by)."""
+    """Removes an unused input that is a weight; returns (the removed nodes, the nodes that they read)."""
     scope = program.scope_of(node)
+    # In the main graph a placeholder is the tensor itself; in a subgraph it is an operand of the call that runs it.
     if scope.parent is None or scope.call is None:
         if program.stored_name(node) is None:
             return [], []
         program.forget(node)
         return [node], []
     index = scope.placeholders.index(node)
+    # An operand that changes between iterations is no weight, and an unknown op may rely on its number of operands.
     if higher_order.layout_of(scope.call) is None or index < higher_order.variant_count(scope.call):
         return [], []
     twins = [sibling.placeholders[index] for sibling in scope.siblings]
+    # All graphs of a call take the same operands: cond passes each to both branches.
     if any(twin.users for twin in twins):
         return [], []
     operand = higher_order.operands(scope.call)[index]

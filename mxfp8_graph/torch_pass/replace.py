@@ -21,7 +21,7 @@ from torch.fx import Node
 from mxfp8_graph.options import StoredWeight
 from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.provenance import Made
+from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
@@ -31,7 +31,7 @@ from mxfp8_graph.torch_pass.prune import prune
 from mxfp8_graph.torch_pass.static_operands import Static, identity
 from mxfp8_graph.torch_pass.weight_rows import layout_of, rows_of
 from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.program import Program, Scope
+from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_graph.weights import Rows, pack, take
 
@@ -44,39 +44,39 @@ class Editor:
     def __init__(
         self,
         program: Program,
-        made: Made,
+        rewrite_record: RewriteRecord,
         *,
         allow_nonfinite: bool,
         sizes_only: bool = False,
-        given: Mapping[str, StoredWeight] | None = None,
+        stored_weights: Mapping[str, StoredWeight] | None = None,
     ) -> None:
         """Makes an editor.
 
         Args:
             program: the program, which is edited.
-            made: what to record.
+            rewrite_record: what to record in each new gemm.
             allow_nonfinite: see `mxfp8_graph.rewrite`.
-            sizes_only: pack nothing: new weights have a shape and no values, as a dry run needs them.
-            given: weights that are packed already, by the name of the site.
+            sizes_only: pack nothing; new weights have a shape and no values, which is all that a dry run needs.
+            stored_weights: weights that a checkpoint has packed, by the name of the site.
         """
-        self._given = given or {}
+        self._stored_weights = stored_weights or {}
         self.made_from: dict[str, torch.Tensor] = {}
-        """Names of the tensors that were added, and what each was made of."""
+        """Name of each added tensor -> the tensor that it was made from."""
         self._sizes_only = sizes_only
         self._program = program
-        self._made = made
+        self._made = rewrite_record
         self._allow_nonfinite = allow_nonfinite
         self._packed: dict[tuple[object, ...], PackedNames] = {}
         self._biases: dict[tuple[object, ...], str] = {}
-        self._shared: dict[Scope, Shared] = {}
+        self._shared: dict[GraphScope, Shared] = {}
         self._epochs: dict[Node, int] = {}
         self._suspects: list[Node] = []
-        """What the replaced nodes read, and may have been the only ones to read."""
+        """Nodes that replaced nodes read; they may have no other reader."""
         self._sources: set[object] = set()
         """Storages of the tensors that were packed."""
 
     def apply(self, site: TorchSite, decision: Decision) -> SiteReport:
-        """Packs the site's weight, puts the new nodes in, and returns what became of it; errors as `pack`."""
+        """Packs the site's weight, adds the new nodes, and returns the report of the site; errors as `pack`."""
         build = Builder(self._program, site.node, self._shared.setdefault(site.scope, {}))
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
         epoch = self._epoch(site.node)
@@ -98,14 +98,16 @@ class Editor:
         return replaced(decision, [node.name for node in [*build.new, site.added.output]], packed)
 
     def finish(self) -> None:
-        """Removes what nothing uses any more."""
+        """Removes the nodes and tensors that have no user any more."""
         prune(self._program, self._suspects, self._sources)
 
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
         transposed, alpha = site.w.transposed, site.form.alpha
-        given = self._given.get(site.matmul.name)
-        settings = (decision.weight_format, decision.scale_rounding, alpha, given and given.name)
+        stored_weight = self._stored_weights.get(site.matmul.name)
+        # The key has all that changes the bytes: sites that share a weight share its packed form only if these are
+        # equal.
+        settings = (decision.weight_format, decision.scale_rounding, alpha, stored_weight and stored_weight.name)
         stored = self._program.tensor(static.name)
         key = (*identity(self._program, static), *layout_of(static, stored, transposed), *settings)
         if key in self._packed:
@@ -114,8 +116,8 @@ class Editor:
             self._packed[key] = self._store(static.name, *torchao_weights.unpacked(stored), None)
             return self._packed[key]
         self._sources.add(storage_of(stored))
-        if given is not None and not self._sizes_only:
-            codes = take(given, allow_nonfinite=self._allow_nonfinite)
+        if stored_weight is not None and not self._sizes_only:
+            codes = take(stored_weight, allow_nonfinite=self._allow_nonfinite)
             elements, scales = (torch.from_numpy(np.array(each)) for each in (codes.elements, codes.scales))
             elements, scales = elements.to(stored.device), scales.to(stored.device)
             self._packed[key] = self._store(static.name, elements, scales, None)
@@ -123,6 +125,7 @@ class Editor:
         rows, flipped = (Rows(shape=static.shape), False) if self._sizes_only else rows_of(static, stored)
         result = pack(
             rows,
+            # `rows_of` may have swapped the axes, to read rows that are contiguous in memory.
             transposed=transposed != flipped,
             factor=alpha,  # before rounding: alpha need not be a power of two
             element_format=decision.weight_format,
@@ -130,12 +133,13 @@ class Editor:
             name=static.name,
             allow_nonfinite=self._allow_nonfinite,
         )
+        # On the weight's own device, so that a program on a GPU runs without transfers.
         elements, scales = (torch.from_numpy(codes).to(stored.device) for codes in (result.elements, result.scales))
-        self._packed[key] = self._store(static.name, elements, scales, None if given else result.relative_l2)
+        self._packed[key] = self._store(static.name, elements, scales, None if stored_weight else result.relative_l2)
         return self._packed[key]
 
     def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> PackedNames:
-        """Makes a packed weight buffers of the program."""
+        """Returns the names of two new buffers of the program, elements and scales of a packed weight."""
         names = self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales")
         self.made_from |= dict.fromkeys(names, self._program.tensor(name))
         packed = PackedNames(*names, elements.nbytes + scales.nbytes, relative_l2)
@@ -157,14 +161,17 @@ class Editor:
         if node is None:
             return []
         value, n, beta = node.meta["val"], site.matmul.n, site.form.beta
+        # A bias that already is as the gemm takes it stays a parameter under its name.
         if value.dtype == torch.float32 and value.dim() == 1 and value.shape[0] == n and beta == 1.0:
             return [node]
+        # A bias that is computed at run time is converted in the program.
         if static is None:
             return [build.add(f"{site.node.name}_bias", _ATEN._to_copy.default, node, dtype=torch.float32)]
         key = (*identity(self._program, static), repr(static.steps), beta, n)
         if key not in self._biases:
             name = self._program.fresh(f"{static.name}_f32")
             stored = self.made_from[name] = self._program.tensor(static.name)
+            # Converted once, here, and not in each run of the program.
             values = static.apply(stored).float().reshape(-1) * np.float32(beta).item()
             self._program.add_buffer(name, values.expand(int(n or 0)).contiguous())
             self._biases[key] = name
@@ -174,6 +181,7 @@ class Editor:
         """Returns how many in-place ops come before `node` in its graph."""
         if node not in self._epochs:
             count = 0
+            # One pass numbers all nodes of the graph, so that many sites cost linear time together.
             for other in node.graph.nodes:
                 self._epochs[other] = count
                 count += bool(internals.written(other))
@@ -181,7 +189,7 @@ class Editor:
 
 
 def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> Call:
-    """Returns the call that multiplies `inputs`: activation, weight and bias, each as the gemm takes it."""
+    """Returns the call that multiplies `inputs`: activation, weight and bias, in the gemm's order and dtypes."""
     settings: dict[str, Any] = {"b_format": decision.weight_format}
     arguments: tuple[Any, ...] = tuple(inputs)
     if site.lookup:
@@ -197,6 +205,7 @@ def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> Call:
         op = torch.ops.mxfp8.grouped_gemm.default
         arguments = (inputs[0], None if decision.weight_only else inputs[1], *inputs[-2:], site.form.offs)
     dtype = site.added.output.meta["val"].dtype
+    # Only what differs from the op's defaults: each keyword costs a call time, see `internals.unusual`.
     if dtype != default_dtype:
         settings["dtype"] = dtype
     return Call("gemm", op, arguments, internals.unusual(op, settings))

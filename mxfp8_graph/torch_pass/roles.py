@@ -1,4 +1,4 @@
-"""Exported programs as `policy.roles` sees them: the op table in aten's words, and how fx graphs are walked."""
+"""Exported programs as `policy.roles` sees them: aten's op names by meaning, and a view of fx graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mxfp8_graph.policy.roles import RoleOps
 from mxfp8_graph.torch_pass.matmul_forms import FORMS
 from mxfp8_graph.torch_pass.static_operands import StaticOperands
 from mxfp8_graph.torch_program import higher_order, internals
-from mxfp8_graph.torch_program.program import Program, Scope
+from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_ops import contract
 
 ROLE_OPS: Final = RoleOps(
@@ -69,6 +69,7 @@ class TorchView:
 
     def producer(self, value: Any) -> Node | None:
         """See `GraphView`."""
+        # Placeholders, and numbers among the operands, have no producer.
         return value if isinstance(value, Node) and value.op == "call_function" else None
 
     def operands(self, op: Node) -> Sequence[Any]:
@@ -76,7 +77,7 @@ class TorchView:
         return (*op.args, *op.kwargs.values())
 
     def name(self, op: Node) -> str:
-        """See `GraphView`; an in-place op counts as the op it is the in-place form of."""
+        """See `GraphView`; an in-place op (add_) has the name of its functional form."""
         name = internals.op_name(op)
         return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
@@ -85,10 +86,11 @@ class TorchView:
         return value in self._program.outputs
 
 
-def _out_of(scope: Scope, node: Node) -> Iterator[Node]:
-    """Yields what a subgraph's result is outside of it, and in a loop's next iteration."""
+def _out_of(scope: GraphScope, node: Node) -> Iterator[Node]:
+    """Yields the nodes that a subgraph's result becomes outside of it, and in a loop's next iteration."""
     if scope.call is None or (layout := higher_order.layout_of(scope.call)) is None:
         return
+    # The condition of a while_loop returns one Boolean, which is no result of the call.
     if layout.looping and scope is not scope.siblings[layout.looping]:
         return
     for index, result in enumerate(scope.results):

@@ -19,7 +19,7 @@ from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, re
 from mxfp8_graph.policy import tied_tables
 from mxfp8_graph.policy.plan import Decision, plan
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import Made
+from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.torch_pass import attention, matmul_forms, packed_training, stored_bytes, training
@@ -35,7 +35,7 @@ from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Option
 
 WANTED: Final = "matmul in the program"
-"""What the pass looks for, in words."""
+"""What the error says that the program lacks, if nothing is eligible."""
 
 
 def rewrite_torch(
@@ -46,33 +46,35 @@ def rewrite_torch(
     A program in memory is not modified. Errors: see `mxfp8_graph.rewrite`, and `internals.check_torch`.
     """
     reporter = Reporter(recipe=recipe, options=options)
+    # Before the work: a model takes minutes to pack, and a bad path is known now.
     if options.output is not None:
         _check_output(model, options.output, overwrite=options.overwrite)
     source = load(model, trust_pickle=options.trust_pickle) if isinstance(model, Path) else model
+    # The values that a module was trained to may not be the program's: see `checked_program`.
     check_values(source, options.name)
     check_stored(source, options.name, advice=CHANGED)
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
-    made = record.find(source)
-    if already_rewritten(made, recipe, options, what="program"):
+    previous = record.find(source)
+    if already_rewritten(previous, recipe, options, what="program"):
         if (path := options.copy_to) is None or options.dry_run:
             return model if path is None else None, reporter.report(already_rewritten=True)
         save(source, path, overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
         source = _for_inference(source, reporter)
-    if made is not None and made.packed:
+    if previous is not None and previous.packed:
         return _turned(source, recipe, reporter)
     before = stored_bytes.inventory(source.state_dict, source.constants)
     program, sites, decisions = planned(source, recipe, options)
-    decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
+    decisions, weights = take_given([site.matmul for site in sites], decisions, reporter)
     reporter.notes += _notes(sites, decisions)
     account = partial(stored_bytes.account, before, stored_bytes.uses(program, sites, decisions))
     require_eligible(decisions, options, wanted=WANTED, account=lambda: account(before, {}))
     if options.training and (left_out := training.note(sites, decisions)):
         reporter.notes.append(left_out)
         warnings.warn(printable(left_out), stacklevel=3)  # the caller of mxfp8_graph.rewrite
-    reports, made_from = _replaced(program, sites, decisions, reporter, given)
+    reports, made_from = _replaced(program, sites, decisions, reporter, weights)
     stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
     if options.dry_run:
         return None, reporter.dry_run(decisions, stored)
@@ -80,7 +82,7 @@ def rewrite_torch(
 
 
 def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgram:
-    """Returns `source` in evaluation mode; notes what that changed, and if nothing was trained."""
+    """Returns `source` in evaluation mode; notes the ops that changed, and a training that changed no parameter."""
     if unchanged := untrained(source):
         reporter.notes.append(unchanged)
         warnings.warn(printable(unchanged), stacklevel=4)  # the caller of mxfp8_graph.rewrite
@@ -94,11 +96,12 @@ def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgr
 def _turned(
     source: ExportedProgram, recipe: Recipe, reporter: Reporter
 ) -> tuple[Path | ExportedProgram | None, RewriteReport]:
-    """Returns what `rewrite_torch` does with a packed program that is to be trained around, or was."""
+    """Returns what `rewrite_torch` does for a packed program: it is prepared for training, or packed again after it."""
     options, program = reporter.options, Program(source)
     sites = find_sites(program)
-    kept = "not packed; it stays in high precision"
-    decisions = [Decision(site=site.matmul, quantize=False, rule="packed", reason=kept) for site in sites]
+    reason = "not packed; it stays in high precision"
+    # The recipe does not apply here: packed weights cannot be packed again.
+    decisions = [Decision(site=site.matmul, quantize=False, rule="packed", reason=reason) for site in sites]
     if options.training:
         reports = packed_training.to_training(program, recipe, options.name)
         reporter.notes.append(packed_training.NOTE)
@@ -134,12 +137,12 @@ def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: boo
 
 def byte_size(program: ExportedProgram) -> int:
     """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
-    found = stored_bytes.inventory(program.state_dict, program.constants)
-    return sum(stored.byte_size for stored in found.values())
+    storages = stored_bytes.inventory(program.state_dict, program.constants)
+    return sum(stored.byte_size for stored in storages.values())
 
 
 def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
-    """Returns (the copy to edit, its sites, what to do with each), attention taken apart where a recipe needs it."""
+    """Returns (the copy to edit, its sites, their decisions), attention split into matmuls where a recipe needs it."""
     program = Program(_without_einsum(source))
     sites = find_sites(program)
     decisions = _decide(program, sites, recipe, options)
@@ -180,40 +183,42 @@ def _replaced(
     sites: Sequence[Site],
     decisions: Sequence[Decision],
     reporter: Reporter,
-    given: Mapping[str, StoredWeight],
+    weights: Mapping[str, StoredWeight],
 ) -> tuple[list[SiteReport], Mapping[str, torch.Tensor]]:
-    """Replaces every site that is rewritten; returns what became of each, and see `Editor.made_from`."""
+    """Replaces every site that is rewritten; returns (a report of each site, `Editor.made_from`)."""
     recipe, options = reporter.recipe, reporter.options
-    made = Made(node="", recipe=recipe.model_dump_json(), packed=not options.training)
+    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=not options.training)
     nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
-    editor = Editor(program, made, allow_nonfinite=nonfinite, sizes_only=sizes_only, given=given)
+    editor = Editor(program, rewrite_record, allow_nonfinite=nonfinite, sizes_only=sizes_only, stored_weights=weights)
 
     def change(site: Site, decision: Decision) -> SiteReport:
         assert isinstance(site, TorchSite), "attention is taken apart before"
         if options.training:
-            return training.apply(program, site, decision, recipe, made)
+            return training.apply(program, site, decision, recipe, rewrite_record)
         return editor.apply(site, decision)
 
     undo = partial(training.undo, program)
     progress = None if options.dry_run else options.progress
+    # `undo`: a site that an earlier training rewrite made linear_train, and this recipe keeps, becomes a linear again.
     reports = replace_each(sites, decisions, change, keep=undo, progress=progress)
     editor.finish()
-    if options.given is not None:
-        options.given.check()
+    if options.weights is not None:
+        # After the last read: a checkpoint that changed meanwhile may have given parts of two versions.
+        options.weights.check()
     if not options.training:
         program.freeze()  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
     return reports, editor.made_from
 
 
 def _notes(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[str]:
-    """Returns what a user should know of the linears that core ATen had turned into expand and bmm, and of torchao."""
+    """Returns notes on linears that core ATen split into expand and bmm, and on weights packed by torchao."""
     notes = []
-    found = [(s, d) for s, d in zip(sites, decisions, strict=True) if isinstance(s, TorchSite)]
-    if names := [s.matmul.module or s.matmul.name for s, _ in found if s.w.static and s.w.static.broadcast]:
+    pairs = [(s, d) for s, d in zip(sites, decisions, strict=True) if isinstance(s, TorchSite)]
+    if names := [s.matmul.module or s.matmul.name for s, _ in pairs if s.w.static and s.w.static.broadcast]:
         notes.append(
             f"core ATen input: {len(names)} linear(s) came as expand and bmm and were recognized ({', '.join(names)}); "
             "rewrite before run_decompositions() to be sure that none is missed"
         )
-    if taken := sum(bool(s.packed) and d.quantize for s, d in found):
+    if taken := sum(bool(s.packed) and d.quantize for s, d in pairs):
         notes.append(f"{taken} weights were packed by torchao: their bytes are kept, their rounding error is unknown")
     return notes

@@ -1,4 +1,4 @@
-"""Which operands are known before the program runs: a parameter, buffer or constant, behind view-like ops.
+"""Operands with a value before the program runs: a parameter, buffer or constant, behind view-like ops.
 
 placeholder -> (t | transpose | permute | view | slice | chunk | to | expand | ...)* -> operand
 
@@ -43,7 +43,7 @@ _RANDOM: Final = internals.op_names(
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """A tensor whose value is known: a stored one and the steps from it to what the consumer sees."""
+    """A tensor with a known value: a stored tensor, and the steps from it to the consumer's operand."""
 
     name: str
     """Name of the parameter, buffer or constant."""
@@ -54,9 +54,9 @@ class Static:
     steps: tuple[Step, ...] = ()
     """Calls on the stored tensor, first to last."""
     broadcast: bool = False
-    """The consumer sees more leading dimensions, along which the value repeats."""
+    """The operand has further leading dimensions, along which the value repeats."""
     gather: Node | None = None
-    """What picks entries of the first axis while the program runs, if something does; `shape` has all of them."""
+    """Node that picks entries of the first axis at run time, or None; `shape` counts all entries."""
 
     @property
     def byte_size(self) -> int:
@@ -64,7 +64,7 @@ class Static:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the stored `tensor` as the consumer sees it; a view wherever torch can give one."""
+        """Returns the stored `tensor` after the steps; a view wherever torch can give one."""
         value: Any = tensor.detach()
         with torch.no_grad():
             for target, arguments, keywords in self.steps:
@@ -78,9 +78,10 @@ class Static:
 
 
 def identity(program: Program, static: Static) -> tuple[object, ...]:
-    """Returns what two names of one stored tensor have in common: where its values are, and how they are laid out."""
+    """Returns a key that is equal for two names of one stored tensor: address, offset, shape, strides, dtype."""
     tensor = program.tensor(static.name)
     start = storage_of(tensor)
+    # A tensor without memory (meta, fake, torchao's subclasses) is identified by its name alone.
     if not start:
         return (static.name,)
     return (start, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -92,7 +93,7 @@ class StaticOperands:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._written: dict[str, str] = dict.fromkeys(program.mutated, "the program")
-        """Names of the tensors that the program changes, and the op that does."""
+        """Name of each tensor that the program changes -> the op that changes it."""
         for scope in program.scopes:
             for node in scope.module.graph.nodes:
                 for argument in internals.written(node):
@@ -132,6 +133,7 @@ class StaticOperands:
         if not isinstance(value, torch.Tensor):  # chunk, split: getitem follows
             return after
         shape = tuple(value.shape)
+        # A symbolic size would make the packed shape depend on an input.
         return replace(after, shape=shape, dtype=value.dtype) if all(isinstance(s, int) for s in shape) else None
 
     def is_constant(self, node: Any) -> bool:
@@ -160,6 +162,7 @@ class StaticOperands:
     def _depends_on_no_input(self, node: Node) -> bool:
         if node.op == "placeholder":
             return self._stored(node) is not None
+        # A random op gives other values in each run, and a higher-order op runs graphs that are not looked into here.
         if internals.is_higher_order(node) or internals.op_name(node) in _RANDOM or node.op != "call_function":
             return False
         return all(source in self._constant for source in node.all_input_nodes)
@@ -172,7 +175,7 @@ class StaticOperands:
 
 
 def _behind_views(node: Node) -> Node:
-    """Returns what `node` is a view of; itself if it is none."""
+    """Returns the node that `node` is a view of; `node` itself if it is none."""
     while internals.op_name(node) in VIEW_OPS and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
@@ -193,16 +196,18 @@ def _gathered(node: Node, before: Static) -> Static | None:
     value = chosen.meta.get("val") if isinstance(chosen, Node) else None
     if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in {torch.int32, torch.int64}:
         return None
+    # One pick from a plain stack of matrices: a pick of a pick would need its indices composed.
     if before.gather is not None or before.broadcast or len(before.shape) != 3:
         return None
     return replace(before, gather=node)
 
 
 def _after_gather(node: Node, before: Static) -> Static | None:
-    """Returns `before` with what `node` does to each expert done to all of them, or None if that cannot be."""
+    """Returns `before` after the step of `node`, applied to all experts, not the picked ones; None if it mixes them."""
     value, axes = node.meta["val"], permutation(node, 3)
     if len(node.all_input_nodes) > 1 or (axes is None and internals.op_name(node) not in _COPIES):
         return None
+    # The axis of experts has to stay first: the packed stack is picked from along it.
     if axes is not None and axes[0] != 0:
         return None
     shape = before.shape if axes is None else tuple(before.shape[axis] for axis in axes)
@@ -230,6 +235,7 @@ def _expanded(node: Node, before: Static) -> Static | None:
     trailing = sizes[len(sizes) - len(before.shape) :]
     if all(size in (-1, had) for size, had in zip(trailing, before.shape, strict=True)):
         return replace(before, broadcast=before.broadcast or len(sizes) > len(before.shape))
+    # An expanded leading 1 is one matrix for every entry of the batch.
     if len(before.shape) == 3 and before.shape[0] == 1 and tuple(trailing[1:]) == before.shape[1:]:
         return replace(before.then(torch.ops.aten.squeeze.dim, 0, shape=before.shape[1:]), broadcast=True)
     return None

@@ -34,7 +34,7 @@ OP_KINDS: Final = OpKinds(
     quantized=internals.op_names("_scaled_mm _scaled_grouped_mm _weight_int4pack_mm _weight_int8pack_mm _int_mm"),
 )
 _QUANTIZED_FAMILIES: Final = (f"{contract.DOMAIN}::", "torchao::", "quantized", "_quantized")
-"""How the names of further such ops begin."""
+"""Prefixes of the names of further ops with quantized weights."""
 
 
 @dataclass
@@ -48,71 +48,74 @@ class Stored:
 
 
 Inventory = Mapping[int, Stored]
-"""What is stored, by where it lies."""
+"""Storages by address; a tensor without memory has the id of its object."""
 
 
 def inventory(state: Mapping[str, torch.Tensor], constants: Mapping[str, Any]) -> Inventory:
-    """Returns what a program with these parameters and buffers, and these constants, stores."""
-    found: dict[int, Stored] = {}
+    """Returns the storages of a program with these parameters, buffers (`state`) and constants."""
+    storages: dict[int, Stored] = {}
     for name, tensor in (*state.items(), *constants.items()):
         if not isinstance(tensor, torch.Tensor):
             continue
         key = _place(tensor)
-        if key in found:
-            found[key].names.append(name)
+        if key in storages:
+            storages[key].names.append(name)
+        # torchao's subclass has no storage of its own: its bytes are those of its two inner tensors.
         elif torchao_weights.is_mx(tensor):
             packed: Any = tensor
             size = packed.qdata.nbytes + packed.scale.nbytes
-            found[key] = Stored([name], dtype_name(packed.qdata.dtype), tuple(tensor.shape), size)
+            storages[key] = Stored([name], dtype_name(packed.qdata.dtype), tuple(tensor.shape), size)
         else:
+            # The whole storage: a view may show a part of it, and the file has all.
             size = tensor.untyped_storage().nbytes()
-            found[key] = Stored([name], dtype_name(tensor.dtype), tuple(tensor.shape), size)
-    return found
+            storages[key] = Stored([name], dtype_name(tensor.dtype), tuple(tensor.shape), size)
+    return storages
 
 
 def uses(program: Program, sites: Iterable[Site], decisions: Iterable[Decision]) -> dict[int, list[Use]]:
     """Returns the nodes that read each storage, through views and constant computations."""
     finder = _Uses(program, {site.node: (site, d) for site, d in zip(sites, decisions, strict=True)})
     finder.walk()
-    return finder.found
+    return finder.by_storage
 
 
 def account(
     before: Inventory,
-    found: Mapping[int, Sequence[Use]],
+    readers: Mapping[int, Sequence[Use]],
     after: Inventory,
     made_from: Mapping[str, torch.Tensor],
 ) -> Account:
-    """Returns where the bytes are.
+    """Returns the account of all bytes, before and after.
 
     Args:
-        before: what the program stored.
-        found: see `uses`.
-        after: what the result stores.
-        made_from: names of the tensors that the rewrite added, and what each was made of.
+        before: storages of the program.
+        readers: the nodes that read each storage, as `uses` returns them.
+        after: storages of the result.
+        made_from: name of each tensor that the rewrite added -> the tensor that it was made from.
     """
-    made: dict[int, int] = {}
+    new_bytes: dict[int, int] = {}
     parts: set[int] = set()
     for key, stored in after.items():
         source = made_from.get(stored.names[0])
+        # The new tensor stands in the place of its source, so both are one row of the account.
         if source is not None and key not in before and _place(source) in before:
-            made[_place(source)] = made.get(_place(source), 0) + stored.byte_size
+            new_bytes[_place(source)] = new_bytes.get(_place(source), 0) + stored.byte_size
             parts.add(key)
     tensors = []
     for key in dict.fromkeys((*before, *after)):
         if key in parts:
             continue
-        known = before.get(key) or after[key]
+        storage = before.get(key) or after[key]
         tensors.append(
             StoredTensor(
-                name=known.names[0],
-                also_called=tuple(known.names[1:]),
-                dtype=known.dtype,
-                shape=known.shape,
+                name=storage.names[0],
+                also_called=tuple(storage.names[1:]),
+                dtype=storage.dtype,
+                shape=storage.shape,
                 bytes_before=before[key].byte_size if key in before else 0,
                 bytes_kept=after[key].byte_size if key in after else 0,
-                bytes_new=made.get(key, 0),
-                uses=tuple(found.get(key, ())),
+                bytes_new=new_bytes.get(key, 0),
+                uses=tuple(readers.get(key, ())),
             )
         )
     return Account(partial(tuple, tensors))
@@ -122,13 +125,13 @@ class _Uses:
     """Follows storages to the nodes that read them."""
 
     def __init__(self, program: Program, sites: Mapping[Node, tuple[Site, Decision]]) -> None:
-        self.found: dict[int, list[Use]] = {}
+        self.by_storage: dict[int, list[Use]] = {}
         self._program = program
         self._sites = sites
-        self._held: dict[Node, tuple[int, ...]] = {}
-        """The storages that a value was made of, and of nothing else."""
+        self._storages: dict[Node, tuple[int, ...]] = {}
+        """Value -> the storages that it depends on, if it depends on nothing else."""
         self._handed: dict[int, list[Use]] = {}
-        """Calls of other graphs, which count where nothing is known of what those do with a storage."""
+        """Calls of higher-order ops that read a storage; they count where no node inside of the graphs reads it."""
 
     def walk(self) -> None:
         """Finds the uses in every graph."""
@@ -136,25 +139,25 @@ class _Uses:
         for number, node in enumerate(nodes):
             if node.op == "placeholder":
                 name = self._program.stored_name(node)
-                self._held[node] = () if name is None else (_place(self._program.tensor(name)),)
+                self._storages[node] = () if name is None else (_place(self._program.tensor(name)),)
             elif node.op in {"call_function", "output"} and not (node not in self._sites and self._passes_on(node)):
                 for key, use in self._uses(node, number):
-                    kind = self._handed if internals.is_higher_order(node) else self.found
+                    kind = self._handed if internals.is_higher_order(node) else self.by_storage
                     kind.setdefault(key, []).append(use)
         for key, calls in self._handed.items():
-            self.found.setdefault(key, calls)
+            self.by_storage.setdefault(key, calls)
 
     def _passes_on(self, node: Node) -> bool:
-        """Whether `node` is a view or computes constants: what reads it then reads the storages."""
+        """Whether `node` is a view or computes a constant, so that its readers are readers of the storages."""
         op, sources = internals.op_name(node), node.all_input_nodes
         if node.op == "output" or internals.is_higher_order(node) or _is_quantized(op):
             return False
         view = op in VIEW_OPS and bool(sources) and node.args[0] is sources[0]
-        constant = bool(sources) and all(self._held.get(source) for source in sources)
-        if not (constant or (view and self._held.get(sources[0]))):
+        constant = bool(sources) and all(self._storages.get(source) for source in sources)
+        if not (constant or (view and self._storages.get(sources[0]))):
             return False
         made_of = sources[:1] if view else sources
-        self._held[node] = tuple(dict.fromkeys(key for source in made_of for key in self._held[source]))
+        self._storages[node] = tuple(dict.fromkeys(key for source in made_of for key in self._storages[source]))
         return True
 
     def _uses(self, node: Node, number: int) -> Iterator[tuple[int, Use]]:
@@ -165,8 +168,9 @@ class _Uses:
         bias = site.form.c if isinstance(site, TorchSite) else None
         seen: set[int] = set()
         for source in node.all_input_nodes:
-            for key in self._held.get(source, ()):
+            for key in self._storages.get(source, ()):
                 seen.add(key)
+                # The bias is counted by itself: that the matmul was kept says nothing of it.
                 operand = key == weight or (decision and not decision.quantize and source is not bias)
                 chosen = decision if operand else None
                 yield key, Use(node=number, op=op, what=what, quantized=_is_quantized(op), decision=chosen)

@@ -2,7 +2,7 @@
 
     linear(x, w)   ->   choose(i, gemm(quantize(x), packed w), linear(x, w))
 
-What runs it computes one of the two, see `SwitchedProgram.steps`. `choose` stands between a site and all that uses its
+A runner computes one of the two, see `SwitchedProgram.steps`. `choose` stands between a site and all users of its
 result; everything else is as a rewrite makes it.
 """
 
@@ -20,7 +20,7 @@ from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.pass_steps import replace_each, require_eligible
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import Made
+from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.find import Site, TorchSite
@@ -47,12 +47,13 @@ class SwitchedProgram:
     """Per switch, which of `observed` its site multiplies; None for an embedding."""
 
     def steps(self, on: Sequence[bool], observe: Sequence[int] = ()) -> list[tuple[Node, list[Node]]]:
-        """Returns the nodes to run, in order, each with those whose values nothing needs after it.
+        """Returns the nodes to run, in order, each with the nodes whose values no later one needs.
 
-        What no result, no observed activation and no write needs is left out: of each site, the way not taken.
+        Nodes that no result, observed activation or write needs are left out, such as the form of a site that is off.
         """
         needed = {self.observed[index].node for index in observe}
         steps: list[tuple[Node, list[Node]]] = []
+        # From the end, so that each node is met after all its readers.
         for node, reads, always in reversed(self._reads):
             if not (always or node in needed):
                 continue
@@ -69,18 +70,18 @@ class SwitchedProgram:
 
     @cached_property
     def written(self) -> set[str]:
-        """Names of the stored tensors that a run may write to: a run must be given copies of these."""
+        """Names of the stored tensors that a run may write to; pass copies of these to a run."""
         program = self.program
         return program.mutated | internals.written_names(program.module.graph, program.stored_name)
 
 
 def choose(switch: int, rewritten: Any, original: Any) -> Any:
-    """Stands in the graph for the choice; what runs the graph makes it."""
+    """Marks a switch in the graph. A runner follows `inputs_of` and never calls it."""
     raise NotImplementedError
 
 
 def inputs_of(node: Node, on: Sequence[bool]) -> list[Node]:
-    """Returns what `node` reads: of a choice, what is chosen."""
+    """Returns the nodes that `node` reads; for a switch, the chosen one alone."""
     if node.target is not choose:
         return node.all_input_nodes
     switch, *ways = node.args
@@ -100,6 +101,7 @@ def switched(
         RecipeError: the recipe does not fit the program.
         NothingEligibleError: the recipe rewrites nothing that can be switched.
     """
+    # The original form of a site is needed, and a rewritten program has it no more.
     if record.find(source) is not None:
         advice = "name the program it was made from"
         raise ContractError(name, "is rewritten already", expected="the original program", advice=advice)
@@ -107,8 +109,8 @@ def switched(
     program, sites, decisions = planned(source, recipe, options)
     decisions = [_main_graph_only(*pair) for pair in zip(sites, decisions, strict=True)]
     require_eligible(decisions, options, wanted=WANTED, account=Account)
-    made = Made(node="", recipe=recipe.model_dump_json(), packed=True)
-    editor = Editor(program, made, allow_nonfinite=allow_nonfinite)
+    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=True)
+    editor = Editor(program, rewrite_record, allow_nonfinite=allow_nonfinite)
     originals: list[tuple[Node, Node]] = []
     chosen: list[TorchSite] = []
 
@@ -132,7 +134,7 @@ def _main_graph_only(site: Site, decision: Decision) -> Decision:
 
 
 def _copy(site: TorchSite) -> Node:
-    """Returns a copy of what the site is now: of the matmul, and of the add after it."""
+    """Returns a copy of the site before it is rewritten: of the matmul, and of the add after it."""
     graph, copies = site.node.graph, dict[Node, Node]()
     for node in dict.fromkeys((site.node, site.added.output)):
         with graph.inserting_before(node):
@@ -152,7 +154,7 @@ def _choice(number: int, output: Node, original: Node) -> Node:
 
 def _observed(sites: Sequence[TorchSite], ways: dict[Node, Node]) -> tuple[tuple[Operand, ...], tuple[int | None, ...]]:
     """Returns the activations of `sites`, and which of them each reads."""
-    found: dict[tuple[Node, tuple[int, ...] | None], int] = {}
+    indices: dict[tuple[Node, tuple[int, ...] | None], int] = {}
     observed: list[Operand] = []
     read_by: list[int | None] = []
     for site in sites:
@@ -160,8 +162,8 @@ def _observed(sites: Sequence[TorchSite], ways: dict[Node, Node]) -> tuple[tuple
             read_by.append(None)
             continue
         x = replace(site.x, node=ways.get(site.x.node, site.x.node))
-        if (x.node, x.perm) not in found:
-            found[x.node, x.perm] = len(observed)
+        if (x.node, x.perm) not in indices:
+            indices[x.node, x.perm] = len(observed)
             observed.append(x)
-        read_by.append(found[x.node, x.perm])
+        read_by.append(indices[x.node, x.perm])
     return tuple(observed), tuple(read_by)

@@ -21,11 +21,12 @@ _FORMATS: Final = {getattr(torch, fmt.numpy_name): fmt.name for fmt in formats.E
 
 def is_mx(tensor: Any) -> bool:
     """Whether `tensor` is torchao's MXTensor; asks without importing torchao."""
+    # By name, so that torchao is not imported: most programs have none of its tensors.
     return any(c.__name__ == "MXTensor" and c.__module__.startswith("torchao.") for c in type(tensor).__mro__)
 
 
 def element_format(tensor: Any) -> str:
-    """Returns the element format of an MXTensor, or what torch calls it if it is not one of ours."""
+    """Returns the element format of an MXTensor, "e4m3" or "e5m2"; torch's name of any other dtype."""
     return _FORMATS.get(tensor.elem_dtype, str(tensor.elem_dtype))
 
 
@@ -45,6 +46,7 @@ def unpacked(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = tensor.qdata.shape
     count = scale_count(columns)
     scales = tensor.scale.detach().contiguous().view(torch.uint8)
+    # Swizzled: in the tiles that NVIDIA's matmuls read; our kernels read rows.
     if tensor.is_swizzled_scales:
         scales = torch.from_numpy(unswizzled(to_numpy(scales), rows, count))
     return tensor.qdata.detach().view(torch.uint8), scales.reshape(rows, count).contiguous()

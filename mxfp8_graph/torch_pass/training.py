@@ -22,7 +22,7 @@ from torch.fx import Node
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import Made
+from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.calls import Call, put
@@ -36,7 +36,7 @@ _ATEN: Final = torch.ops.aten
 _PRODUCTS: Final = {"attention_scores", "attention_values", "product"}
 """Roles that a recipe has to ask for by name."""
 _SHOWN: Final = 5
-"""How many names a note lists."""
+"""Names that a note lists at most."""
 
 
 def obstacle(site: Site) -> str | None:
@@ -48,9 +48,9 @@ def obstacle(site: Site) -> str | None:
     if site.lookup:
         return "embeddings stay in high precision in training, which quantizes matmuls only"
     if site.form.offs is not None:
-        return "training has no form for rows in groups, each with a matrix of its own; they stay in high precision"
+        return "training does not support groups of rows with a matrix for each; they stay in high precision"
     if site.x.rank < 2 < int(site.w.node.meta["val"].dim()):
-        return "training has no form for a vector times a stack of matrices; expected [..., M, K]"
+        return "training does not support a vector times a stack of matrices; expected [..., M, K]"
     return None
 
 
@@ -63,10 +63,14 @@ def check(recipe: Recipe, sites: Sequence[Site], decisions: Sequence[Decision]) 
             what = f"activations: {decision.activations} for {name!r}"
             expected = "activations in MXFP8 too, since training quantizes both operands of every product"
             raise RecipeError(where, what, expected=expected, advice="set activations: e4m3")
+        # linear_train has one setting for all its formats, TransformerEngine's, so a format of a single operand has no
+        # place.
         if decision.quantize and "e5m2" in {decision.activations, decision.weight_format}:
             what = f"e5m2 for {name!r}"
             expected = "e4m3, since training takes its formats from fp8_format (HYBRID: E5M2 gradients)"
             raise RecipeError(where, what, expected=expected, advice="set that instead")
+        # Products are rewritten only on request, so a request that cannot be met is an error; a linear that is left out
+        # is a note.
         if decision.site.role in _PRODUCTS and (is_left_out(site, decision) or _asked_in_vain(recipe, decision)):
             what = f"it asks for {decision.site.role.replace('_', ' ')} {name!r}, and {decision.reason}"
             raise RecipeError(where, what, expected="one that training can quantize", advice="exclude it in the recipe")
@@ -92,8 +96,10 @@ def note(sites: Sequence[Site], decisions: Sequence[Decision]) -> str | None:
     return f"training keeps {len(left)} of the sites that the recipe asks for ({names}): {reasons}"
 
 
-def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe, made: Made) -> SiteReport:
-    """Makes the site a `linear_train` of its operands, and returns what became of it."""
+def apply(
+    program: Program, site: TorchSite, decision: Decision, recipe: Recipe, rewrite_record: RewriteRecord
+) -> SiteReport:
+    """Replaces the site by a `linear_train` of its operands, and returns the report of the site."""
     build = Builder(program, site.node)
     x, weight = _operands(site, build)
     added = site.added
@@ -103,7 +109,8 @@ def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe,
     site = replace(site, w=Operand(node=weight), added=added)
     settings = {"fp8_format": recipe.fp8_format, "scale_rounding": decision.scale_rounding}
     call = Call("train", torch.ops.mxfp8.linear_train.default, (x, weight, added.bias), settings)
-    put(site, call, build, made)
+    put(site, call, build, rewrite_record)
+    # Training keeps the weight as it is, so before and after are equal.
     size = site.matmul.weight_bytes
     names = (*(new.name for new in build.new), added.output.name)
     return SiteReport(decision=decision, nodes=names, bytes_before=size, bytes_after=size)
@@ -123,6 +130,7 @@ def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
     if x.meta["val"].dtype != dtype:  # inside of autocast, where the matmul itself would cast
         x = build.add(f"{x.name}_cast", _ATEN._to_copy.default, x, dtype=dtype)
     x_rank = x.meta["val"].dim()
+    # A leading 1 only broadcasts: without it the weight is one matrix for all rows of x.
     while 2 < w.meta["val"].dim() <= x_rank and _is_one(w.meta["val"].shape[0]):
         w = build.add(f"{w.name}_matrix", _ATEN.select.int, w, 0, 0)
     if w.meta["val"].dim() == 2:
@@ -131,15 +139,15 @@ def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
 
 
 def _expanded(build: Builder, node: Node, other: Node) -> Node:
-    """Returns `node` with the leading sizes that matmul would give it beside `other`."""
+    """Returns `node` broadcast to the leading sizes of its product with `other`, as matmul does."""
     mine, theirs = (list(n.meta["val"].shape[:-2]) for n in (node, other))
     rank = max(len(mine), len(theirs))
     pairs = zip([1] * (rank - len(mine)) + mine, [1] * (rank - len(theirs)) + theirs, strict=True)
     taken = [_is_one(own) and not _is_one(there) for own, there in pairs]
     if rank == len(mine) and not any(taken):
         return node
-    kept = [1] * (rank - len(mine)) + [-1] * len(mine)
-    sizes = [build.size(other, at - rank - 2) if take else kept[at] for at, take in enumerate(taken)]
+    own_sizes = [1] * (rank - len(mine)) + [-1] * len(mine)
+    sizes = [build.size(other, at - rank - 2) if take else own_sizes[at] for at, take in enumerate(taken)]
     return build.add(f"{node.name}_expanded", _ATEN.expand.default, node, [*sizes, -1, -1])
 
 
@@ -148,7 +156,7 @@ def _is_one(size: Any) -> bool:
 
 
 def undo(program: Program, site: Site) -> None:
-    """Makes a `linear_train` the linear, bmm or matmul it stands for; leaves other nodes alone."""
+    """Replaces a `linear_train` by the linear, bmm or matmul that it stands for; leaves other nodes alone."""
     node = site.node
     if internals.op_name(node) == LINEAR_TRAIN:
         x, weight, bias = (internals.argument(node, name) for name in ("x", "weight", "bias"))
@@ -163,7 +171,7 @@ def undo(program: Program, site: Site) -> None:
 
 
 def _weight(w: Operand, build: Builder) -> Node:
-    """Returns the second operand as [..., N, K]; a transpose in front of it and the one it needs cancel out."""
+    """Returns the second operand as [..., N, K]; a transpose in the program is dropped instead of being undone."""
     if w.static is None:
         return build.k_last(w)
     node = w.node

@@ -20,10 +20,11 @@ _CASTS: Final = (_ATEN.to.dtype, _ATEN._to_copy.default)
 
 
 def layout_of(static: Static, stored: torch.Tensor, transposed: bool) -> tuple[object, ...]:
-    """Returns what tells apart the ways to see `stored`: equal where steps and `transposed` come to the same values.
+    """Returns a key of a view of `stored`: equal where steps and `transposed` give the same values in the same order.
 
     A table that an embedding reads as it is and an output projection reads through a transpose is one weight.
     """
+    # A step that copies has no strides to compare, so its text is the key.
     if any(target.overloadpacket not in _MOVES for target, _, _ in static.steps):
         return (repr(static.steps), transposed)
     seen = static.apply(stored)
@@ -43,6 +44,7 @@ def rows_of(static: Static, stored: torch.Tensor) -> tuple[Rows, bool]:
         raise ContractError(f"weight {static.name!r}", what, expected="a program that holds its weights", advice=advice)
     data = to_numpy(static.apply(stored))
     *_, height, width = data.strides
+    # A transposed view is read along its columns, which are contiguous: by rows each value would be a cache miss.
     flipped = height == data.itemsize and width != data.itemsize
     seen = np.swapaxes(data, -1, -2) if flipped else data
 
@@ -53,9 +55,11 @@ def rows_of(static: Static, stored: torch.Tensor) -> tuple[Rows, bool]:
 
 
 def _stored_index(static: Static, stored: torch.Tensor, at: tuple[int, ...]) -> list[int]:
-    """Returns where in `stored` the value at index `at` of the operand is."""
+    """Returns the index in `stored` of the value at index `at` of the operand."""
+    # The steps run on positions instead of values, so that an error can name the index in the user's own tensor.
     positions = torch.arange(stored.numel()).reshape(stored.shape)
     for target, arguments, keywords in static.steps:
+        # A cast to float16 would round the positions.
         if target not in _CASTS:
             positions = target(positions, *arguments, **dict(keywords))
     return [int(i) for i in np.unravel_index(int(positions[at]), tuple(stored.shape))]

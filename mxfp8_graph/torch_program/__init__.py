@@ -1,12 +1,12 @@
-"""An exported program as a thing to open, walk and save. Knows nothing of rewriting.
+"""Opens, walks, edits and saves exported programs. Does not depend on the pass.
 
 files.py         .pt2 files
 program.py       a private copy of a program: graphs, signature, weights
-higher_order.py  how higher-order ops (cond, while_loop, ...) hand operands to the graphs they hold
-values.py        tensors as NumPy sees them
-containers.py    what is known of the containers (model outputs, caches) that programs take and give
-record.py        which recipe made a program
-internals.py     every private torch API the project stands on, checked against the torch version
+higher_order.py  operands of higher-order ops (cond, while_loop, ...) and of their graphs
+values.py        tensors as NumPy arrays
+containers.py    the containers (model outputs, caches) in a program's inputs and outputs
+record.py        the record of a rewrite in a program
+internals.py     all private torch APIs, checked against the torch version
 """
 
 from mxfp8_ops.errors import BackendError

@@ -95,7 +95,7 @@ class Archive:
         try:
             return json.loads(self.read(name))
         except RecursionError:
-            raise self._damaged(f"{name} is nested without end") from None
+            raise self._damaged(f"{name} is nested too deeply") from None
         except ValueError as error:
             raise self._damaged(f"{name} is not JSON ({error})", "save again") from None
 
@@ -123,7 +123,7 @@ def check_inner(content: bytes, where: object) -> None:
 
 
 _NO_ZIP: Final = (zipfile.BadZipFile, EOFError, ValueError, OverflowError, NotImplementedError, struct.error)
-"""What `zipfile` raises for what is no archive, or a damaged one."""
+"""Exceptions of `zipfile` for a damaged archive, or a file that is none."""
 
 
 def _check(file: IO[bytes], size: int, where: object) -> None:

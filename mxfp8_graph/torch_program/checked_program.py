@@ -1,4 +1,4 @@
-"""A program that checks that the modules it gave out still have its tensors.
+"""A program that checks whether the modules made from it still have its tensors.
 
 torch's `ExportedProgram.module` shares tensors with the program. What replaces them in the module (`fully_shard`,
 `setattr`, `load_state_dict(assign=True)`) or copies them (`unflatten`, `deepcopy`) trains others, which the program
@@ -23,19 +23,20 @@ from mxfp8_ops.errors import ContractError
 _ADVICE: Final = "call program.load_state_dict(module.state_dict()) first, with the module that was trained"
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 
+# Weak on both sides: the record must keep neither programs nor their weights alive.
 _modules: weakref.WeakKeyDictionary[ExportedProgram, weakref.WeakKeyDictionary[GraphModule, int | None]]
 _modules = weakref.WeakKeyDictionary()
-"""By program, the modules that it gave out, with the checksum of each when the program took values."""
+"""Program -> module() results -> checksum of the module when the program last took its values, or None."""
 
 
 class CheckedProgram(ExportedProgram):
-    """What `rewrite` and `load` return. Its modules follow train() and eval()."""
+    """The class of the programs that `rewrite` and `load` return. Its modules follow train() and eval()."""
 
     prepared: int | None = None
     """Checksum of the parameters when they were prepared for training, until the program takes values."""
 
     def module(self, check_guards: bool = True) -> GraphModule:
-        """Returns what `ExportedProgram.module` does, whose train() and eval() switch dropout."""
+        """Returns the module of `ExportedProgram.module`, with a train() and an eval() that switch dropout."""
         module: GraphModule = super().module(check_guards)
         training_mode.follow(module)
         _modules.setdefault(self, weakref.WeakKeyDictionary())[module] = None
@@ -60,12 +61,15 @@ class CheckedProgram(ExportedProgram):
             raise ContractError("load_state_dict", what, expected=expected, advice=advice)
         module.load_state_dict(whole)
         self.prepared = None
+        # Modules that were made before keep other values, on purpose. Their checksum detects a training after this
+        # call.
         for module in _modules.get(self, {}):
             _modules[self][module] = _checksum(module)
 
 
 def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProgram:
     """Makes `program` one that checks its modules, in place; `prepared` if it is about to be trained."""
+    # In place of a copy: ExportedProgram has no constructor that takes another program.
     program.__class__ = CheckedProgram
     assert isinstance(program, CheckedProgram)
     program.prepared = _checksum(program) if prepared else None
@@ -83,7 +87,7 @@ def check_values(program: ExportedProgram, where: str | Path) -> None:
 
 
 def untrained(program: ExportedProgram) -> str | None:
-    """Returns what to say of a program whose parameters are as they were when training was prepared, or None."""
+    """Returns a warning if no parameter changed since the program was prepared for training, or None."""
     if not isinstance(program, CheckedProgram) or program.prepared is None or program.prepared != _checksum(program):
         return None
     return f"no parameter changed since training was prepared; if a copy was trained (unflatten, deepcopy), {_ADVICE}"
@@ -98,7 +102,7 @@ def _equal(mine: torch.Tensor, other: Any) -> bool:
 
 
 def _checksum(owner: ExportedProgram | torch.nn.Module) -> int:
-    """Returns a number that changes with the parameters; of large ones it sees a sample. Optimizers change all values.
+    """Returns a checksum of the parameters. It reads 4096 values of a large one, as optimizers change all of them.
 
     `Tensor._version` does not serve: fused optimizers leave it as it is.
     """

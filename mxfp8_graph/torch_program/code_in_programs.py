@@ -180,7 +180,7 @@ def _check(check: Callable[[str], str | None], text: Any, where: object) -> None
 
 def _check_literal(text: str) -> str | None:
     harmless = text.isprintable() and not set(text) & {"'", '"', "\\"}
-    return None if harmless else "could end a text in generated code"
+    return None if harmless else "could end a string in generated code"
 
 
 def _check_name(text: str) -> str | None:
@@ -190,7 +190,9 @@ def _check_name(text: str) -> str | None:
 def _check_counter(symbol: str) -> str | None:
     """Torch counts up to the number of an unbacked symbol, one by one."""
     number = re.fullmatch(r"\D*(\d+)", symbol)
-    return None if number is None or len(number[1]) <= 6 else "has a number that takes torch for ever to count to"
+    return (
+        None if number is None or len(number[1]) <= 6 else "has too large a number: torch counts up to it, one by one"
+    )
 
 
 def _check_op(target: str) -> str | None:
@@ -272,7 +274,7 @@ _CONSTRUCTORS: Final = frozenset(
 _POWERS: Final = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift"})
 _SYMBOL: Final = re.compile(r"[a-z]{1,3}\d{1,9}|oo|int_oo|zoo|nan|true|false")
 _LARGEST_POWER: Final = 4096
-"""Of all exponents in an expression multiplied: sympy computes powers of numbers to the last digit."""
+"""Largest product of all exponents in an expression: sympy computes powers of numbers to the last digit."""
 
 
 def _check_expression(text: str) -> str | None:
@@ -281,14 +283,14 @@ def _check_expression(text: str) -> str | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
     if tree is None:
-        return "is no size of a tensor"
+        return "is not a size of a tensor"
     power = 1.0
     for node in ast.walk(tree):
         if not _is_arithmetic(node):
             return "is more than arithmetic"
         exponent = _exponent(node)
         power *= max(1, exponent if exponent is not None else _LARGEST_POWER + 1)
-    return None if power <= _LARGEST_POWER else "takes for ever to compute"
+    return None if power <= _LARGEST_POWER else "is too expensive to evaluate"
 
 
 _ARITHMETIC: Final = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
@@ -365,7 +367,7 @@ def _check_tree(text: str) -> str | None:
         keywords = [*_keyword_names(tree)]
         return next(filter(None, map(_check_name, keywords)), None) or _check_nodes(tree)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return "is no tree of containers"
+        return "is not a tree of containers"
 
 
 def _keyword_names(tree: Any) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Containers that a program takes and gives: which ones a file names, and what is known of transformers' own.
+"""Containers of a program's inputs and outputs: the ones that a file names, and those of transformers.
 
 A tree of containers names its classes. torch reads the ones that are registered in pytree, and whoever defines a class
-registers it: transformers' model outputs when their module is imported, its caches when somebody asks for it. That is
+registers it: transformers' model outputs when their module is imported, its caches on request. That is
 done here, so a program with a cache can be read in a new process. Never is a class looked up that is not listed here.
 """
 
@@ -39,12 +39,14 @@ def import_modules(modules: Iterable[str]) -> None:
     """Imports those of `modules` that define containers of transformers; they register themselves."""
     for module in modules:
         if _DEFINES_CONTAINERS.fullmatch(module):
+            # A file of a program that needs no cache has to load without transformers.
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
 
 
 def register_named(program: bytes) -> None:
     """Registers the containers of transformers that a program, as JSON, names; without transformers, none."""
+    # A search in the text, before torch parses it: torch raises for a class that is not registered by then.
     named = {tuple(part.decode() for part in match) for match in _NAMED.findall(program)}
     import_modules({module for module, _, _ in named})
     for module, separator, name in sorted(named):
@@ -65,16 +67,16 @@ def _register_cache(name: str, separator: str) -> None:
 
 
 def unpickled_as(names: Iterable[str]) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Returns what to unpickle instead of those of `names`, classes with their modules, that are caches."""
-    known = [name for name in names if name.startswith(f"{_CACHES}.") and name.split(".")[-1] in _CACHE_CLASSES]
+    """Returns the stand-ins for those of `names` (classes with their modules) that are caches, each with its name."""
+    caches = [name for name in names if name.startswith(f"{_CACHES}.") and name.split(".")[-1] in _CACHE_CLASSES]
     with contextlib.suppress(ImportError, AttributeError):  # none, or another version, of transformers
-        return [(_stand_in(name.removeprefix(f"{_CACHES}.")), name) for name in known]
+        return [(_stand_in(name.removeprefix(f"{_CACHES}.")), name) for name in caches]
     return []
 
 
 @functools.cache
 def _stand_in(name: str) -> type:
-    """Returns a subclass of a cache whose objects become the cache's own when they get their attributes.
+    """Returns a subclass of a cache whose objects change into that cache when they get their attributes.
 
     So no constructor of a cache runs, which would copy a tensor as often as a pickle repeats it.
     """
@@ -98,7 +100,7 @@ def unknown_classes(context: Any) -> Iterator[str]:
     transformers' exporter writes objects into contexts, {"_t": kind, "p": class, ...}, and makes them by name.
     """
     if isinstance(context, str):
-        with contextlib.suppress(ValueError):  # what is no JSON, torch does not read either
+        with contextlib.suppress(ValueError):  # torch does not read a context that is not JSON either
             context = json.loads(context)
     stack = [context]
     while stack:
@@ -108,6 +110,7 @@ def unknown_classes(context: Any) -> Iterator[str]:
         elif isinstance(value, dict):
             stack += value.values()
             named = value.get("p") if "_t" in value else None
+            # "map" and "seq" are called with their items, other kinds are made without a call.
             if named is not None and not _is_harmless(str(named), called=value["_t"] in {"map", "seq"}):
                 yield str(named)
 

@@ -1,4 +1,4 @@
-"""Programs in .pt2 files, which remember the recipe, the tool and the node contract that made them."""
+"""Programs in .pt2 files, with a record of the recipe, the tool and the node contract that made them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from mxfp8_ops import (
 from mxfp8_ops.errors import ContractError, Mxfp8Error, Option
 
 EXTRA_FILE: Final = "mxfp8_graph.json"
-"""Name of the extra file in the archive: how the program was made, and which modules define its containers."""
+"""Name of the extra file in the archive: the record of the rewrite, and the modules that define the containers."""
 
 _MODULES_KEY: Final = "mxfp8_graph.modules"
 _SAMPLES_KEY: Final = "mxfp8_graph.samples"
 _LEAVES: Final = "leaves"
-"""What stands under that key if the sample inputs are stored as the leaves of their tree, without its containers."""
+"""Value of that key if the sample inputs are stored as the leaves of their tree, without its containers."""
 _KNOWN_PACKAGES: Final = frozenset({"torch", "transformers"})
-"""Packages that register their containers when they, or what `containers.py` knows of them, are imported."""
+"""Packages whose containers are registered by importing them, or by `containers.py`."""
 
 
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -41,9 +41,10 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     path = check_target(path, overwrite=overwrite)
     check_values(program, path)
     check_stored(program, path, advice=CHANGED)
-    made = record.find(program)
-    entries: dict[str, Any] = provenance.entries(made.recipe if made else None)
+    rewrite_record = record.find(program)
+    entries: dict[str, Any] = provenance.entries(rewrite_record.recipe if rewrite_record else None)
     entries[_MODULES_KEY] = internals.container_modules(program)
+    # Sample inputs with containers of transformers would be pickled by class, and `load` unpickles no classes.
     leaves = internals.sample_leaves(program)
     if leaves is not None:
         entries[_SAMPLES_KEY] = _LEAVES
@@ -67,7 +68,7 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
 
 
 class _Sink(io.RawIOBase):
-    """A file that keeps its first error for later, and takes no more after it, or after the first of `interrupts`.
+    """A file that stores its first error, and ignores all writes after it, or after the first of `interrupts`.
 
     torch's writer ends the process when a file raises something.
     """
@@ -102,6 +103,7 @@ def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
     archive = Archive(path, pins)
     entries = _entries(archive)
     version = _contract_version(path, entries)
+    # Before the program is read: ops of a newer contract would fail with an error that says less.
     if version > contract.VERSION:
         made_by = entries.get(provenance.VERSION_KEY, "a newer mxfp8-graph")
         what = f"node contract {version}, made by mxfp8-graph {made_by}"
@@ -118,6 +120,7 @@ def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
         what = f"torch {torch.__version__} cannot read the program: {_first_line(error)}"
         expected = "ops and containers that are registered, and a file of this torch or an older one"
         raise ContractError(path, what, expected=expected, advice=advice) from error
+    # After the read: a file that was replaced meanwhile may have given parts of two versions.
     pins.check()
     if program is None:
         what = "holds no exported program (a compiled package?)"
@@ -149,7 +152,7 @@ def _exists(path: Path) -> ContractError:
 
 
 def _entries(archive: Archive) -> Mapping[str, Any]:
-    """Returns what `save` recorded in a file, empty if something else wrote it."""
+    """Returns the record that `save` wrote into a file, empty if another tool wrote the file."""
     name = f"extra/{EXTRA_FILE}"
     entries = archive.json(name) if name in archive.names else {}
     modules = entries.get(_MODULES_KEY, []) if isinstance(entries, dict) else None
@@ -162,6 +165,7 @@ def _entries(archive: Archive) -> Mapping[str, Any]:
 def _contract_version(path: Path, entries: Mapping[str, Any]) -> int:
     version = entries.get(provenance.CONTRACT_KEY, contract.VERSION)
     text = str(version)
+    # Other scripts have decimal digits too, and Python refuses to convert numbers of thousands of digits.
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         what = f"node contract {text[:80]!r} in its {EXTRA_FILE}"
         raise ContractError(path, what, expected="a number", advice="save again")

@@ -1,4 +1,4 @@
-"""How higher-order ops hand operands to the graphs they hold.
+"""Operands of higher-order ops, and the placeholders of their graphs.
 
     cond(pred, true, false, operands)
     while_loop(cond, body, carried, additional)
@@ -9,7 +9,7 @@
 
 A graph's placeholders are the operands in that order. Only those that are the same in every iteration can be weights,
 and only to those can one be added: at the end, in the call and in every graph it holds. A graph that several calls run
-would get the operands of all of them, so each call gets a copy of its own first.
+would get the operands of all of them, so each call first gets its own copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mxfp8_graph.torch_program import internals
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a higher-order op keeps its operands, as positions among its arguments."""
+    """Positions of a higher-order op's operands among its arguments."""
 
     invariant: int
     """The list of operands that are the same in every iteration; for a flat layout, where they begin."""
@@ -36,7 +36,7 @@ class Layout:
     carried: int | None = None
     """The list among `variant` that a graph's first outputs feed in the next iteration."""
     looping: int = 0
-    """Which of the graphs gives the results; the others only decide."""
+    """Index of the graph that computes the results; the others are conditions."""
 
 
 _LAYOUTS: Final = {
@@ -57,31 +57,31 @@ def layout_of(call: Node) -> Layout | None:
 def graphs(module: GraphModule, call: Node) -> list[tuple[int, str, GraphModule]]:
     """Returns (position among the arguments, name in `module`, graph) of each graph that a call runs."""
     names = [(i, str(a.target)) for i, a in enumerate(call.args) if isinstance(a, Node) and a.op == "get_attr"]
-    found = [(position, name, getattr(module, name, None)) for position, name in names]
-    return [(position, name, held) for position, name, held in found if isinstance(held, GraphModule)]
+    arguments = [(position, name, getattr(module, name, None)) for position, name in names]
+    return [(position, name, graph) for position, name, graph in arguments if isinstance(graph, GraphModule)]
 
 
 def operands(call: Node) -> list[Any]:
     """Returns the operands in the order of the graphs' placeholders."""
-    layout = _known(call)
+    layout = _layout(call)
     variant: list[Any] = [item for position in layout.variant for item in _list(call, position)]
     return [*variant, *(call.args[layout.invariant :] if layout.flat else _list(call, layout.invariant))]
 
 
 def variant_count(call: Node) -> int:
     """Returns how many operands, the first ones, change from iteration to iteration."""
-    return sum(len(_list(call, position)) for position in _known(call).variant)
+    return sum(len(_list(call, position)) for position in _layout(call).variant)
 
 
 def carried_count(call: Node) -> int:
     """Returns how many outputs of the looping graph are its first inputs in the next iteration."""
-    layout = _known(call)
+    layout = _layout(call)
     return 0 if layout.carried is None else len(_list(call, layout.carried))
 
 
 def append_operand(call: Node, operand: Node) -> None:
     """Adds an operand at the end."""
-    layout = _known(call)
+    layout = _layout(call)
     if layout.flat:
         call.args = (*call.args, operand)
     else:
@@ -90,24 +90,26 @@ def append_operand(call: Node, operand: Node) -> None:
 
 def remove_operand(call: Node, index: int) -> None:
     """Removes the operand at `index` of `operands`, which must be the same in every iteration."""
-    layout = _known(call)
+    layout = _layout(call)
     index -= variant_count(call)
     if layout.flat:
         at = layout.invariant + index
         call.args = (*call.args[:at], *call.args[at + 1 :])
     else:
-        kept = list(_list(call, layout.invariant))
-        del kept[index]
-        _set_list(call, layout.invariant, kept)
+        items = list(_list(call, layout.invariant))
+        del items[index]
+        _set_list(call, layout.invariant, items)
 
 
 def unshare(module: GraphModule) -> None:
-    """Gives every higher-order call in `module`, at any depth, graphs that no other call runs; they hold no weights."""
+    """Makes copies of graphs that several higher-order calls in `module` run, at any depth: one graph for each call."""
     taken: set[int] = set()
     for inner in [module, *module.modules()]:
         if isinstance(inner, GraphModule):
+            # A call of an op without a known layout keeps its graphs, since nothing is added to them; the others copy
+            # theirs.
             calls = [node for node in inner.graph.nodes if internals.is_higher_order(node) and layout_of(node) is None]
-            taken.update(id(m) for call in calls for *_, held in graphs(inner, call) for m in held.modules())
+            taken.update(id(m) for call in calls for *_, graph in graphs(inner, call) for m in graph.modules())
     _unshare(module, taken)
 
 
@@ -124,7 +126,7 @@ def _unshare(module: GraphModule, taken: set[int]) -> None:
             _unshare(own, taken)
 
 
-def _known(call: Node) -> Layout:
+def _layout(call: Node) -> Layout:
     return _LAYOUTS[internals.op_name(call)]
 
 

@@ -1,6 +1,6 @@
-"""Every private or version-dependent torch API that exported programs need, in one place.
+"""All private and version-dependent APIs of torch that the package uses, in one module.
 
-What is used beyond the documented API, and why:
+The undocumented names, and why each is used:
 
     ExportedProgram._update            the only way to give a program other parameters; it verifies the result
     GraphModule.__deepcopy__           renames placeholders that shadow builtins; `clone` puts the names back
@@ -38,7 +38,7 @@ OLDEST: Final = (2, 10)
 NEWEST_TESTED: Final = (2, 15)
 
 _PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
-"""Containers that torch unpickles without the help of a class; None is no container, but a leaf."""
+"""Containers that torch unpickles without importing a class; None stands for a leaf."""
 
 _UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "constants")
 
@@ -53,6 +53,7 @@ def check_torch() -> str | None:
     works = f"torch {_dotted(OLDEST)} to {_dotted(NEWEST_TESTED)}"
     if version < OLDEST:
         raise BackendError(f"torch {torch.__version__}", "too old", expected=works, advice="pip install -U torch")
+    # By the signature and not by the version alone: nightly builds have the number of a release that is not out.
     update = getattr(ExportedProgram, "_update", None)
     if update is None or not set(_UPDATE) <= set(inspect.signature(update).parameters):
         what = "ExportedProgram._update is not the one this pass knows"
@@ -64,7 +65,10 @@ def check_torch() -> str | None:
 
 
 def python_dispatch() -> contextlib.AbstractContextManager[None]:
-    """Returns what evaluates ops in Python, as export does: C++ of torch 2.10 fixes a varying size to the example's."""
+    """Returns a context in which ops are evaluated in Python, as in export.
+
+    In C++, torch 2.10 fixes a size that varies to that of the example.
+    """
     dispatch: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
     return dispatch
 
@@ -83,6 +87,8 @@ def clone(module: GraphModule) -> GraphModule:
             new = copied.get_submodule(path)
             assert isinstance(new, GraphModule)
             for before, after in zip(old.graph.nodes, new.graph.nodes, strict=True):
+                # A copy of a graph renames placeholders that shadow builtins (input, max), and the signature refers to
+                # names.
                 if before.name != after.name:
                     after.name = before.name
                 if before.op == "placeholder":
@@ -105,9 +111,9 @@ def updated(
 
 
 def load_archive(path: Path) -> ExportedProgram | None:
-    """Returns the program in a .pt2 file, as torch reads it: code that the file brings runs.
+    """Returns the program in a .pt2 file, as torch reads it: code in the file is run.
 
-    Unlike torch.export.load it tells what went wrong.
+    Unlike torch.export.load, it raises the error of the reader that failed.
     """
     from torch.export.pt2_archive._package import load_pt2
 
@@ -118,12 +124,13 @@ def load_archive(path: Path) -> ExportedProgram | None:
 
 def container_modules(program: ExportedProgram) -> list[str]:
     """Returns the modules that define the containers (model outputs, caches) a program takes and returns."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for spec in (*_specs(program.call_spec.in_spec), *_specs(program.call_spec.out_spec)):
+        # A namedtuple has its class in the context.
         for kind in (spec.type, spec.context):
             if isinstance(kind, type):
-                found.add(kind.__module__)
-    return sorted(found - {"builtins", "collections"})
+                modules.add(kind.__module__)
+    return sorted(modules - {"builtins", "collections"})
 
 
 def _specs(tree: Any) -> Iterator[Any]:
@@ -136,7 +143,7 @@ def _specs(tree: Any) -> Iterator[Any]:
 
 
 def sample_leaves(program: ExportedProgram) -> list[Any] | None:
-    """Returns the leaves of the sample inputs if those hold more than plain containers, which need their classes."""
+    """Returns the leaves of the sample inputs if their tree has classes that a reader would need to import, or None."""
     if program.example_inputs is None:
         return None
     leaves, tree = pytree.tree_flatten(program.example_inputs)
@@ -146,14 +153,14 @@ def sample_leaves(program: ExportedProgram) -> list[Any] | None:
 
 
 def with_samples(program: ExportedProgram, samples: Any) -> ExportedProgram:
-    """Returns `program`, all else shared, with sample inputs that need not be arguments of it."""
+    """Returns a shallow copy of `program` with other sample inputs, which need not fit its arguments."""
     other = copy.copy(program)
     other._example_inputs = samples
     return other
 
 
 def samples_of_leaves(program: ExportedProgram) -> Any:
-    """Returns sample inputs whose leaves, `sample_leaves`, the program has in their place.
+    """Returns the sample inputs as a tree, for a program whose sample inputs are the leaves that `sample_leaves` gave.
 
     Raises:
         ValueError, TypeError: there are more or fewer than its inputs have.
@@ -164,7 +171,7 @@ def samples_of_leaves(program: ExportedProgram) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences what torch says about its own use of deprecated names."""
+    """Silences torch's warnings about its own use of deprecated names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -179,6 +186,7 @@ def fake_mode(module: GraphModule) -> Any:
     """
     from torch._guards import detect_fake_mode
 
+    # New nodes must be traced in the mode of the old ones: torch refuses to mix fake tensors of two modes.
     mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.meta.get("val") is not None])
     if mode is None:
         what = "its nodes carry no fake tensors"
@@ -192,12 +200,12 @@ def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` holds numbers, and not a shape only."""
+    """Whether `tensor` has values: it is neither on the meta device nor fake."""
     return not tensor.is_meta and not isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def expose_einsum(program: ExportedProgram) -> ExportedProgram:
-    """Returns `program` with each einsum as the permutes, views and bmm it computes; all else as it is."""
+    """Returns `program` with each einsum decomposed into permutes, views and a bmm, and no other change."""
     from torch._export.utils import _get_decomp_for_cia
 
     op = torch.ops.aten.einsum.default
@@ -207,7 +215,7 @@ def expose_einsum(program: ExportedProgram) -> ExportedProgram:
 
 
 def is_from_einsum(node: Node) -> bool:
-    """Whether `node` is part of what an einsum became, as far as torch's own record of decompositions goes."""
+    """Whether `node` is part of a decomposed einsum, by torch's record of decompositions."""
     return any(source.target == str(torch.ops.aten.einsum.default) for source in node.meta.get("from_node") or ())
 
 
@@ -250,6 +258,7 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     """Returns an argument of an op call by its name in the op's schema, however it was passed."""
     if name in node.kwargs:
         return node.kwargs[name]
+    # By the schema: exporters pass the same argument by position or by keyword.
     formals = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     for index, formal in enumerate(formals):
         if formal.name == name and not formal.kwarg_only:
@@ -270,7 +279,7 @@ def set_argument(node: Node, name: str, value: Any) -> None:
 
 
 def unusual(target: torch._ops.OpOverload, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments that are not the op's defaults; each that is passed costs a call half a us."""
+    """Returns the keyword arguments that differ from the op's defaults; each one costs half a microsecond a call."""
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     return {name: value for name, value in keywords.items() if name not in defaults or defaults[name] != value}
 
@@ -280,12 +289,12 @@ def written(node: Node) -> list[Node]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
-    found = []
+    arguments = []
     for index, formal in enumerate(target._schema.arguments):
         if formal.alias_info is not None and formal.alias_info.is_write:
             value = node.kwargs.get(formal.name, node.args[index] if index < len(node.args) else None)
-            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)]
-    return found
+            arguments += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)]
+    return arguments
 
 
 def written_names(graph: torch.fx.Graph, stored_name: Callable[[Node], str | None]) -> set[str]:
@@ -295,15 +304,15 @@ def written_names(graph: torch.fx.Graph, stored_name: Callable[[Node], str | Non
         graph: the main graph of a program.
         stored_name: the name of the stored tensor that a placeholder stands for, or None.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for node in graph.nodes:
         for argument in written(node):
             # A view is of its first input. Another op's result is not the tensor: a name too many does no harm.
             origin = argument
             while origin.op == "call_function" and origin.all_input_nodes:
                 origin = origin.all_input_nodes[0]
-            found.update(filter(None, [stored_name(origin)]))
-    return found
+            names.update(filter(None, [stored_name(origin)]))
+    return names
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""A private copy of an exported program, to walk and edit: its graphs, signature and references to its weights."""
+"""A copy of an exported program to edit: its graphs, its signature, and references to its weights."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(eq=False)
-class Scope:
+class GraphScope:
     """One graph of the program."""
 
     path: str
     """Names of the subgraphs down to it; "" is the main graph."""
     module: GraphModule
-    parent: Scope | None = None
+    parent: GraphScope | None = None
     call: Node | None = None
     """The higher-order call in `parent` that runs this graph."""
-    siblings: list[Scope] = field(default_factory=list)
+    siblings: list[GraphScope] = field(default_factory=list)
     """Every graph of that call, this one among them."""
     blocker: str | None = None
     """Why nothing inside can be rewritten, or None."""
@@ -60,13 +60,14 @@ class Program:
     def __init__(self, source: ExportedProgram) -> None:
         self.source = source
         self.module = internals.clone(source.graph_module)
+        # First: from here on each graph has one call, and so one parent.
         higher_order.unshare(self.module)
         self.state: dict[str, torch.Tensor] = dict(source.state_dict)
         self.constants: dict[str, Any] = dict(source.constants)
         self.fake_mode = internals.fake_mode(self.module)
         self.labels: dict[Node, str] = {}
-        """What to call a node's op in reports, where it is not what the source program called."""
-        main = Scope("", self.module)
+        """Node -> op name for reports, where the node's op differs from that of the source program."""
+        main = GraphScope("", self.module)
         self._specs = dict(zip(main.placeholders, source.graph_signature.input_specs, strict=True))
         self.scopes = [main, *_inner(main)]
         self._scope_of = {scope.module.graph: scope for scope in self.scopes}
@@ -77,19 +78,21 @@ class Program:
 
     def _own(self, names: set[str]) -> None:
         """Gives the copy memory of its own for these tensors, and for all that share theirs."""
+        # 0 is a tensor without memory, which has nothing to copy.
         places = {storage_of(self.tensor(name)) for name in names} - {0}
         storages: dict[int, Any] = {}
-        made: dict[int, torch.Tensor] = {}
+        copies: dict[int, torch.Tensor] = {}
         for stored in (self.state, self.constants):
             for name, tensor in stored.items():
                 if (place := storage_of(tensor)) in places:
+                    # One copy of each storage: views of it, and tied weights, have to share memory in the copy too.
                     if place not in storages:
                         storages[place] = tensor.untyped_storage().clone()
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _on(storages[place], tensor)
-                    stored[name] = made[id(tensor)]
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = _on(storages[place], tensor)
+                    stored[name] = copies[id(tensor)]
 
-    def scope_of(self, node: Node) -> Scope:
+    def scope_of(self, node: Node) -> GraphScope:
         """Returns the graph `node` is in."""
         return self._scope_of[node.graph]
 
@@ -105,20 +108,21 @@ class Program:
         return value
 
     def fresh(self, wanted: str) -> str:
-        """Returns `wanted`, or `wanted` with a number, that no tensor of the program is called."""
+        """Returns `wanted`, or `wanted` with a number, as a name that no tensor of the program has."""
         return unique_name(wanted, ChainMap(self.state, self.constants))
 
     def add_buffer(self, name: str, data: torch.Tensor) -> None:
         """Makes `data` a buffer of the program; `weight` gives its node in a graph."""
         self.state[name] = data
 
-    def weight(self, scope: Scope, name: str) -> Node:
-        """Returns the node of an added buffer in `scope`, handing it down through every higher-order call."""
+    def weight(self, scope: GraphScope, name: str) -> Node:
+        """Returns the node of an added buffer in `scope`; adds it as an operand to higher-order calls on the way."""
         if name in scope.weights:
             return scope.weights[name]
         label = "b_" + name.replace(".", "_")
         if scope.parent is None or scope.call is None:
             value = internals.fake_of(self.fake_mode, self.state[name])
+            # Parameters and buffers come before the user's inputs, as ExportedProgram requires.
             inputs = (p for p in scope.placeholders if self._specs[p].kind == InputKind.USER_INPUT)
             node = _placeholder(scope, label, value, before=next(inputs, None))
             self._specs[node] = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
@@ -126,6 +130,7 @@ class Program:
             return node
         outer = self.weight(scope.parent, name)
         higher_order.append_operand(scope.call, outer)
+        # Every graph of a call has the same operands, so the branch that does not use the weight gets it too.
         for sibling in scope.siblings:
             sibling.weights[name] = _placeholder(sibling, label, outer.meta["val"])
         return scope.weights[name]
@@ -134,29 +139,30 @@ class Program:
         """Removes an unused placeholder of the main graph and, with its last alias, the tensor."""
         name = self._specs.pop(placeholder).target
         placeholder.graph.erase_node(placeholder)
+        # Tied weights: another placeholder may still stand for this tensor.
         if name is not None and all(spec.target != name for spec in self._specs.values()):
             self.state.pop(name, None)
             self.constants.pop(name, None)
 
     def freeze(self) -> None:
-        """Makes every parameter ask for no gradient."""
+        """Sets requires_grad of every parameter to False."""
         self._ask_for_gradients(False)
 
     def thaw(self) -> int:
-        """Makes every parameter ask for its gradient, and returns how many of them the program uses."""
+        """Sets requires_grad of every parameter to True, and returns how many of them the program uses."""
         self._ask_for_gradients(True)
         used = {self.stored_name(node) for node in self.scopes[0].placeholders if node.users}
         return sum(isinstance(self.state.get(name or ""), torch.nn.Parameter) for name in used)
 
     def _ask_for_gradients(self, wanted: bool) -> None:
         """Replaces the parameters that have to change by others on the same memory; tied ones stay one parameter."""
-        made: dict[tuple[object, ...], torch.nn.Parameter] = {}
+        parameters: dict[tuple[object, ...], torch.nn.Parameter] = {}
         for name, tensor in self.state.items():
             if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad != wanted and tensor.is_floating_point():
                 place = storage_of(tensor) or id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-                if place not in made:
-                    made[place] = torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
-                self.state[name] = made[place]
+                if place not in parameters:
+                    parameters[place] = torch.nn.Parameter(tensor.detach(), requires_grad=wanted)
+                self.state[name] = parameters[place]
 
     def finish(self) -> ExportedProgram:
         """Returns the edited program, verified."""
@@ -184,13 +190,13 @@ class Program:
 
 
 def _on(storage: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what `tensor` is, on another storage."""
+    """Returns a tensor like `tensor`, of the same class, on another storage."""
     plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     plain.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     return torch.nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else plain
 
 
-def _placeholder(scope: Scope, label: str, value: Any, *, before: Node | None = None) -> Node:
+def _placeholder(scope: GraphScope, label: str, value: Any, *, before: Node | None = None) -> Node:
     """Returns a new input of a graph, by default the last one."""
     graph = scope.module.graph
     with graph.inserting_before(before or next(node for node in graph.nodes if node.op != "placeholder")):
@@ -200,7 +206,7 @@ def _placeholder(scope: Scope, label: str, value: Any, *, before: Node | None = 
     return node
 
 
-def _inner(scope: Scope) -> Iterator[Scope]:
+def _inner(scope: GraphScope) -> Iterator[GraphScope]:
     """Yields every graph that higher-order calls in `scope` run, at any depth."""
     for call in scope.module.graph.nodes:
         if not internals.is_higher_order(call):
@@ -208,11 +214,11 @@ def _inner(scope: Scope) -> Iterator[Scope]:
         blocker = scope.blocker
         if higher_order.layout_of(call) is None:
             blocker = f"inside {internals.op_name(call)}, a higher-order op the pass cannot edit; export without it"
-        found = [
-            Scope("/".join(filter(None, (scope.path, name))), module, scope, call, blocker=blocker)
+        scopes = [
+            GraphScope("/".join(filter(None, (scope.path, name))), module, scope, call, blocker=blocker)
             for _, name, module in higher_order.graphs(scope.module, call)
         ]
-        for inner in found:
-            inner.siblings = found
+        for inner in scopes:
+            inner.siblings = scopes
             yield inner
             yield from _inner(inner)

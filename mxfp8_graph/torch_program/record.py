@@ -1,6 +1,6 @@
-"""Which recipe made a program: kept in the `custom` metadata of every node the pass wrote.
+"""The record of a rewrite, in the `custom` metadata of every node that the pass wrote.
 
-That survives save and load, decomposition and retracing; the graph module's own metadata does not.
+It survives save and load, decomposition and retracing, unlike the metadata of the graph module.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from mxfp8_graph import provenance
-from mxfp8_graph.provenance import Made
+from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.torch_program import internals
 from mxfp8_ops import contract
 
 
-def mark(node: Node, made: Made) -> None:
-    """Records in `node` what made it."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), **provenance.entries(made.recipe)}
+def mark(node: Node, rewrite_record: RewriteRecord) -> None:
+    """Adds the record of a rewrite to `node`."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), **provenance.entries(rewrite_record.recipe)}
 
 
 def unmark(node: Node) -> None:
@@ -25,7 +25,7 @@ def unmark(node: Node) -> None:
     node.meta["custom"] = {key: value for key, value in custom.items() if key not in provenance.entries("")}
 
 
-def find(program: ExportedProgram) -> Made | None:
+def find(program: ExportedProgram) -> RewriteRecord | None:
     """Returns how `program` was rewritten before, or None if it was not. Packed nodes outweigh training nodes."""
     packed: Node | None = None
     training: Node | None = None
@@ -36,8 +36,10 @@ def find(program: ExportedProgram) -> Made | None:
                 packed = packed or node
             if op in contract.TRAINING_OPS:
                 training = training or node
+    # A program that was prepared for training around packed weights has both kinds; the packed ones decide what is
+    # possible.
     first = packed or training
     if first is None:
         return None
     recipe = (first.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
-    return Made(node=first.name, recipe=recipe, packed=packed is not None, training=training is not None)
+    return RewriteRecord(node=first.name, recipe=recipe, packed=packed is not None, training=training is not None)

@@ -93,7 +93,7 @@ def _tensor(archive: Archive, folder: str, name: str, meta: Any, flat: dict[tupl
     record = f"{folder}{meta.path_name}"
     if meta.use_pickle or meta.tensor_meta is None:
         if meta.path_name.startswith(("custom_obj_", "opaque_obj_")):
-            what = f"constant {name!r} is an object of a class of its own"
+            what = f"constant {name!r} is an object of a custom class"
             raise ContractError(archive.path, what, expected="tensors", advice=TRUST)
         return _unpickled(archive, archive.read(record), f"tensor {name!r} is")
     layout = meta.tensor_meta
@@ -137,7 +137,7 @@ def _unpickled(archive: Archive, content: bytes, what: str) -> Any:
         with torch.serialization.safe_globals(unpickled_as(needs)):
             return torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
-        found = f"{what} a pickle that is more than tensors: {_reason(content, error)}"
+        found = f"{what} a pickle of more than tensors: {_reason(content, error)}"
         raise ContractError(archive.path, found, expected="tensors in plain containers", advice=TRUST) from None
 
 

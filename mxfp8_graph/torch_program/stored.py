@@ -1,4 +1,4 @@
-"""Checks that a program that was read from a file says the truth about the tensors it stores."""
+"""Checks that the tensors of a program have the shapes and dtypes that its graph states."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.export.graph_signature import InputKind
 from mxfp8_ops.errors import ContractError
 
 CHANGED = "undo what changed it, such as module.half(), or export the model in that dtype"
-"""What to do about a program that is in memory."""
+"""Advice for a program that is in memory."""
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def check_stored(program: ExportedProgram, where: object, advice: str = "save it again") -> None:
-    """Refuses a program whose parameters, buffers or constants are missing or of another shape or dtype than it says.
+    """Checks that a program has all its parameters, buffers and constants, in the shapes and dtypes of its graph.
 
     Raises:
         ContractError: one is; called `where`.
@@ -28,7 +28,10 @@ def check_stored(program: ExportedProgram, where: object, advice: str = "save it
         placeholder = placeholders.get(getattr(spec.arg, "name", ""))
         said = placeholder.meta.get("val") if placeholder is not None else None
         if not isinstance(tensor, torch.Tensor) or not isinstance(said, torch.Tensor):
-            raise ContractError(where, f"no tensor {spec.target!r}", expected="all it uses", advice=advice)
+            raise ContractError(
+                where, f"no tensor {spec.target!r}", expected="all tensors that its graph uses", advice=advice
+            )
+        # torch itself does not compare them.
         if tensor.shape != said.shape or tensor.dtype != said.dtype:
             what = f"tensor {spec.target!r} is {tensor.dtype} {list(tensor.shape)}"
             expected = f"{said.dtype} {list(said.shape)}, as its graph says"

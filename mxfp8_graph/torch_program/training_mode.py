@@ -14,13 +14,14 @@ from torch.fx import GraphModule, Node
 from mxfp8_graph.torch_program import internals
 
 _FLAGS: Final = {"train": False, "training": False, "dropout_p": 0.0}
-"""Arguments by which aten ops know the mode (dropouts, lstm; batch_norm, rrelu; attention), and evaluation's values."""
+"""Arguments that set the mode of aten ops (dropout, lstm; batch_norm, rrelu; attention) -> their evaluation values."""
 
 
 def switches(module: GraphModule) -> Iterator[tuple[Node, str, Any]]:
     """Yields (node, name of the argument, its value) of each call that differs between the modes."""
     for each in module.modules():
         for node in each.graph.nodes if isinstance(each, GraphModule) else ():
+            # A dropout of probability 0 is the same in both modes.
             drops = internals.argument(node, "p", 1) and internals.argument(node, "dropout", 1)
             # Normalizations that keep no statistics use the batch's in both modes.
             keeps = "norm" not in internals.op_name(node) or internals.argument(node, "running_mean") is not None
@@ -40,12 +41,13 @@ def evaluated(program: ExportedProgram) -> ExportedProgram:
 
 
 def follow(module: GraphModule) -> None:
-    """Makes what `ExportedProgram.module` returned follow train() and eval(), in place."""
+    """Makes train() and eval() switch the mode of a module that `ExportedProgram.module` returned, in place."""
     off = sorted({internals.op_name(node) for node, _, value in switches(module) if value is False})
 
     def flag(node: Node, name: str, value: Any) -> Node:
         with node.graph.inserting_before(node):
             training = node.graph.create_node("get_attr", "training")  # nn.Module has it; train() and eval() set it
+            # A probability times the flag is 0 in evaluation mode.
             return training if value is True else node.graph.call_function(operator.mul, (training, value))
 
     def train(mode: bool = True) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""Tensors as NumPy sees them, without copies; where their memory begins."""
+"""Tensors as NumPy arrays without copies, and the addresses of their memory."""
 
 from __future__ import annotations
 

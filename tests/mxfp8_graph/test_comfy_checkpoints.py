@@ -137,7 +137,7 @@ def test_bytes_that_look_like_mxfp8_are_what_their_marker_says(tmp_path: Path) -
         (MXFP8, {"up__weight_scale": np.ones(1, np.float32)}, "'up' .ComfyUI's"),
         (MXFP8, {"up__weight": np.zeros((256, 128), ml_dtypes.float8_e5m2)}, "'up' .ComfyUI's"),
         (MXFP8, {"up__weight_scale": np.zeros((256, 8), np.uint8)}, r"has scales of shape \[256, 8\], not \[256, 4\]"),
-        (MXFP8, {"up__input_scale": np.ones(1, np.float32)}, "'up.input_scale' .* of a quantization that is not known"),
+        (MXFP8, {"up__input_scale": np.ones(1, np.float32)}, "'up.input_scale' .* of an unknown quantization"),
     ],
 )
 def test_layers_that_are_not_as_comfyui_writes_them(told: Any, others: Any, message: str, tmp_path: Path) -> None:

@@ -364,8 +364,8 @@ def computed_zero_point(graph: onnx.GraphProto) -> None:
 
 REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
     "block_size 128": lambda: d.ort_cuda(block_size=128),
-    "no powers of two": lambda: d.ort_cuda(wrong=1.5),
-    "are no powers of two": lambda: d.qdq("float32", wrong=1.25),
+    "not stored powers of two": lambda: d.ort_cuda(wrong=1.5),
+    "are not stored powers of two": lambda: d.qdq("float32", wrong=1.25),
     "float8 with block_size 16": lambda: d.qdq("float32", block_size=16),
     "int8 in blocks of 32": lambda: d.quark("int8"),
     r"scales \[192\] for elements \[96, 64\]": lambda: edited(d.ort_cuda(), flat_scales),
@@ -384,7 +384,7 @@ REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
         {"y": (np.float32, [4])},
         {"s": np.float32(0.1), "z": np.int8(0)},
     ),
-    "nothing in it is MXFP8": b.chain_model,
+    "it has nothing in MXFP8": b.chain_model,
     "'up.weight' is float; .* finish the export": lambda: edited(d.modelopt(), unfinished),
     r"\(TRT_MXFP8DequantizeLinear\): inputs \['up.weight'\]": lambda: edited(
         d.modelopt(), lambda graph: graph.node[3].input.pop()
@@ -467,9 +467,9 @@ def test_activations_rounded_to_bfloat16_are_so_in_the_cuda_op(dtype: str) -> No
 @looped(
     "to, recipe, message",
     [
-        ("qdq", "mxfp8", "quantizes while the model runs, which this dialect cannot say"),
+        ("qdq", "mxfp8", "quantizes at run time, which this dialect cannot express"),
         ("ort-cuda", "mxfp8-weight-only", "takes float16 and bfloat16"),
-        ("ort-cuda", "mxfp8", "quantizes while the model runs"),
+        ("ort-cuda", "mxfp8", "quantizes at run time"),
         ("trt", "ocp", "scale_rounding 'floor', and TensorRT rounds scales of activations up"),
     ],
 )
@@ -500,7 +500,7 @@ FLOATS = numpy_helper.from_array(np.ones((96, 2), np.float32), "/up/weight_quant
 BROKEN: dict[str, Callable[[onnx.ModelProto], object]] = {
     "axis is 0, and axis 1 has the blocks": lambda model: with_attribute(model, 3, "axis", 0),
     "block_size is 16, and only 32 is supported": lambda model: with_attribute(model, 1, "block_size", 16),
-    "its scales are no stored uint8 E8M0 codes": lambda model: model.graph.initializer[1].CopyFrom(FLOATS),
+    "its scales are not stored uint8 E8M0 codes": lambda model: model.graph.initializer[1].CopyFrom(FLOATS),
     "the model does not import domain 'trt' at version 1": lambda model: model.opset_import.pop(),
 }
 

@@ -126,7 +126,7 @@ class TestExternalData:
             with pytest.raises(onnx.checker.ValidationError, match="multiple hard links"):
                 onnx.load(path)
         assert message(mxfp8_graph.rewrite, path) == (
-            f"{path}: tensor 'w': external file 'm.onnx.data' has 2 hard links; expected a file of one name, as onnx "
+            f"{path}: tensor 'w': external file 'm.onnx.data' has 2 hard links; expected a file with one name, as onnx "
             "does; put a copy there"
         )
 

@@ -222,7 +222,7 @@ def test_explicit_names(tmp_path: Path) -> None:
     "names, message",
     [
         ({NAMES[0]: "c"}, "'layers.0.weight' is mapped to 'c', which is not among its MXFP8 weights"),
-        ({"up": NAMES[0]}, "'up', mapped to 'layers.0.weight', is no weight, matmul or module of the model"),
+        ({"up": NAMES[0]}, "'up', mapped to 'layers.0.weight', is not a weight, matmul or module of the model"),
         ({NAMES[0]: 1}, "'layers.0.weight': 1 is not text; expected a mapping of names"),
     ],
 )
@@ -283,7 +283,7 @@ def test_what_says_that_a_weight_is_quantized_otherwise_is_refused(name: str, tm
     others = {name: np.ones(1, np.float32)}
     path = ck.save(tmp_path / "a.safetensors", {**WEIGHTS, "w": ck.codes(64, 32)}, **others)
     for read in (rewritten, mxfp8_graph.import_safetensors):
-        with pytest.raises(ContractError, match=re.escape(f"'{name}' (F32 [1]) of a quantization that is not known")):
+        with pytest.raises(ContractError, match=re.escape(f"'{name}' (F32 [1]) of an unknown quantization")):
             read(path)
 
 
@@ -315,7 +315,7 @@ def test_metadata_of_other_quantizations_are_refused(tmp_path: Path) -> None:
 
 def test_a_weight_that_the_model_scales_is_refused(tmp_path: Path) -> None:
     path = ck.save(tmp_path / "a.safetensors", {"w": ck.codes(96, 64)})
-    said = r"the model multiplies with 0\.5 times the weight, which its bytes cannot say"
+    said = r"the model uses 0\.5 times the weight, which packed bytes cannot express"
     with pytest.raises(ContractError, match=said):
         rewritten(path, b.gemm_model(alpha=0.5))
 
@@ -335,7 +335,9 @@ def test_packed_models_names_alone_and_folders_without_a_checkpoint_are_refused(
     model, _ = rewritten(path)
     with pytest.raises(ContractError, match="has MXFP8 weights already; expected a model in high precision"):
         rewritten(path, model)
-    with pytest.raises(ContractError, match="names of weights alone; expected a checkpoint; pass weights too"):
+    with pytest.raises(
+        ContractError, match="names of weights without a checkpoint; expected a checkpoint; pass weights too"
+    ):
         mxfp8_graph.rewrite(chain(), weight_names={"a": "b"})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ContractError, match=r"a folder without a checkpoint; expected model\.safetensors"):

@@ -138,7 +138,7 @@ def test_what_is_not_visible_is_escaped() -> None:
 
 
 def test_a_report_of_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
-    """The system hands over names with bytes that are no UTF-8 as lone surrogates."""
+    """The system hands over names with bytes that are not UTF-8 as lone surrogates."""
     b.save(b.chain_model(), Path("m.onnx"))
     Path("m.onnx").rename(os.fsdecode(b"m\xff.onnx"))
     result = run("rewrite", os.fsdecode(b"m\xff.onnx"), "--report", "r.json")

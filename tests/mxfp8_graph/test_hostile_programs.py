@@ -194,7 +194,7 @@ def test_compiled_libraries_are_not_loaded_and_the_environment_stays(source: Pat
     [
         ("data/weights/padding", bytes(300 * 2**20), "bytes that unpack to"),
         (PROGRAM, b" " * 200 * 2**20, "bytes that unpack to"),
-        (PROGRAM, b"[" * 1_000_000, "is nested without end"),
+        (PROGRAM, b"[" * 1_000_000, "is nested too deeply"),
         (PROGRAM, b"[]", "cannot read the program"),
         (PROGRAM, b"\xff", "is not JSON"),
         (WEIGHTS, b'{"config": []}', "cannot read the program"),
@@ -232,7 +232,7 @@ def test_numbers_that_torch_would_compute_without_end(expression: str, source: P
         else:
             in_expression(program, expression)
 
-    message = "takes torch for ever to count to" if expression == "a counter" else "in its program"
+    message = "torch counts up to it, one by one" if expression == "a counter" else "in its program"
     with pytest.raises(ContractError, match=message):
         mxfp8_graph.load(edited(source, tmp_path / "bad.pt2", edit))
 

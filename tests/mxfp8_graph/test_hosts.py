@@ -284,7 +284,7 @@ def test_a_model_that_is_not_rewritten() -> None:
 
 def test_a_program() -> None:
     Path("m.pt2").touch()
-    assert refusal("triton", model="m.pt2").startswith("m.pt2: is no ONNX file; expected one; write a program with")
+    assert refusal("triton", model="m.pt2").startswith("m.pt2: is not an ONNX file; expected one; write a program with")
 
 
 def test_a_folder_that_exists() -> None:
@@ -298,7 +298,7 @@ def test_a_folder_that_exists() -> None:
 def test_no_configuration() -> None:
     rewritten()
     assert refusal("optimum") == (
-        "m.onnx: nothing says what model it is; expected a folder with the model's config.json and tokenizer; "
+        "m.onnx: there is no description of the model; expected a folder with the model's config.json and tokenizer; "
         "pass --config FOLDER"
     )
 
@@ -312,7 +312,7 @@ def test_no_configuration() -> None:
         ("sentence-transformers", {"modules": []}, "described/modules.json: a module without a path; expected a list"),
         ("sentence-transformers", {"modules": modules("no")}, "described/no: No such file or directory; expected a"),
         ("genai", {}, "described: has no config.json; expected a folder with genai_config.json or config.json; pass"),
-        ("genai", {"genai_config": {"model": {}}}, "described/genai_config.json: has no decoder of one model"),
+        ("genai", {"genai_config": {"model": {}}}, "described/genai_config.json: has no single decoder"),
         ("genai", {"genai_config": {"model": {"decoder": {}}}}, "described/genai_config.json: type is None; expected"),
         ("genai", {"config": {}}, "described/config.json: max_position_embeddings is None; expected a positive number"),
         ("genai", {"config": {**LLAMA, "model_type": None}}, "described/config.json: model_type is None; expected the"),
@@ -330,7 +330,7 @@ def test_a_configuration_that_does_not_fit(host: str, files: dict[str, Any], mes
 def test_a_configuration_that_is_no_json() -> None:
     rewritten(decoder())
     (described() / "config.json").write_text("{")
-    assert refusal("genai", "--config", "described").startswith("described/config.json: no JSON: ")
+    assert refusal("genai", "--config", "described").startswith("described/config.json: not JSON: ")
 
 
 def test_files_of_other_folders() -> None:
@@ -399,7 +399,7 @@ def test_a_root_that_means_nothing(host: str, root: str) -> None:
 def test_a_description_for_triton() -> None:
     rewritten()
     assert refusal("triton", "--config", str(described())) == (
-        "config: a description for triton; expected none: the model says all that it asks for; leave it out"
+        "config: a description for triton; expected none, since the configuration follows from the model; leave it out"
     )
 
 

@@ -449,7 +449,7 @@ def test_an_archive_that_unpacks_to_far_more_than_its_size(tmp_path: Path, monke
     monkeypatch.setattr(model_inputs, "MOST_BYTES", 2**20)  # of 1 GiB the test would write for seconds
     path = tmp_path / "data.npz"
     np.savez_compressed(path, x=np.zeros(2**18, np.float32))
-    with pytest.raises(ShapeError, match=r"bytes that unpack to 1048704; at most 1048576 may be; expected "):
+    with pytest.raises(ShapeError, match=r"bytes that unpack to 1048704; the limit is 1048576; expected "):
         load_inputs(path, input_specs(model_with(**TWO)))
     np.savez(path, x=np.zeros(2**18, np.float32))
     with pytest.raises(ShapeError, match="no array for input"):

@@ -240,7 +240,7 @@ def test_an_op_that_multiplies_inside_is_kept_and_named(op: str) -> None:
     (decision,) = caught.value.decisions
     assert (decision.site.weight, decision.site.weight_bytes) == ("w", 64 * 64 * 4)
     assert decision.reason == (
-        f"{op} multiplies by it inside; expected MatMul nodes; optimize the model without that fusion"
+        f"{op} multiplies by it in a fused node; expected MatMul nodes; optimize the model without that fusion"
     )
 
 

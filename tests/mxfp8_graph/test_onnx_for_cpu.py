@@ -207,7 +207,7 @@ def test_bits_of_values_and_sequences_at_the_ends_are_refused() -> None:
         b.node("BitCast", "y", "bits", to=TensorProto.UINT16),
     ]
     ends = {**Y, "bits": (np.uint16, ["m", 96])}
-    with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) takes values for bits"):
+    with pytest.raises(ContractError, match=r"node 'BitCast_bits' \(BitCast\) reinterprets the bits of values"):
         for_cpu(b.model(nodes, X, ends, {"w": b.weight(64, 96, dtype=BF16)}, opset=26))
     proto = b.matmul_model(dtype=BF16)
     kind = helper.make_sequence_type_proto(proto.graph.output[0].type)

@@ -103,7 +103,7 @@ def test_a_sparse_tensor_is_refused() -> None:
 def test_a_resize_whose_scales_are_computed_is_told() -> None:
     resize = form("Resize", "image computed", mode="nearest")
     _, report = upgraded(old_model([resize], 10)[0])
-    assert report.notes[1:] == (f"node {resize.label!r} (Resize) is taken to enlarge: its scales are computed",)
+    assert report.notes[1:] == (f"node {resize.label!r} (Resize) is assumed to enlarge: its scales are computed",)
 
 
 def in_branch(each: Form, opset: int) -> onnx.ModelProto:

@@ -240,7 +240,7 @@ NOT_REPEATED = {
         "Expand w sizes>wide", W, (3, 64), (5, 3, 96), sizes=[5, 64, 96]
     ),
     # onnx infers nothing of what a run-time repeat makes, so that nothing tells that the activation has as many
-    "weight 'w' is repeated while the model runs, nobody knows along which dimensions; "
+    "weight 'w' is repeated along dimensions that are not constant; expected constant ones; "
     "give the model shape information": repeated(f"{SIZES}; Tile w sizes>wide", weight(1, 64, 96), rest=[1, 1]),
     "weight 'wide' comes through Tile; expected only Identity, ...": repeated(
         "Tile w sizes>wide", weight(1, 64, 96), (1, 3, 64), (1, 3, 192), sizes=[1, 1, 2]

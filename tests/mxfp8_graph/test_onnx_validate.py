@@ -121,13 +121,13 @@ NODES: dict[str, NodeProto] = {
     "has no attribute 'to'; expected one": node("Cast", "x", "z"),
     "attribute 'perm' is of kind FLOAT; expected INTS": node("Transpose", "x", "z", perm=1.5),
     "unknown attribute 'alpha'; expected none": node("Relu", "x", "z", alpha=1),
-    "uses 'q', which nothing defines; expected a name that is defined": node("Identity", "q", "z"),
+    "uses 'q', which is not defined; expected a name that is defined": node("Identity", "q", "z"),
     "output 'h' is defined twice; expected each name once": node("Identity", "x", "h", "Identity_z"),
     "needs its own result: the graph has a cycle; expected no cycle": node("Add", "x z", "z"),
     "2 inputs; expected 4 to 5": node("MXFP8Gemm", "x w", "z", domain="mxfp8"),
 }
 CHANGES: dict[str, Change] = {
-    "output 'q' is defined by nothing...": lambda p: p.graph.output.add(name="q"),
+    "output 'q' is not defined...": lambda p: p.graph.output.add(name="q"),
     "an input called 'x' is defined twice...": lambda p: p.graph.input.append(p.graph.input[0]),
     "an initializer called 'w' is defined twice...": lambda p: p.graph.initializer.append(first(p)),
     "an input without a name...": lambda p: p.graph.input.add(),
@@ -154,7 +154,7 @@ MODELS: dict[str, onnx.ModelProto] = {
     "node 'If_z' (If): attribute 'then_branch' has no value; expected one": attribute(
         node("If", "x", "z"), lambda a: a.add(name="then_branch", type=onnx.AttributeProto.GRAPH)
     ),
-    "...attribute 'to' stands for one of a function": attribute(
+    "...attribute 'to' refers to one of a function": attribute(
         node("Cast", "x", "z"), lambda a: a.add(name="to", type=onnx.AttributeProto.INT, ref_attr_name="dtype")
     ),
     "...the graph has a cycle": linear(

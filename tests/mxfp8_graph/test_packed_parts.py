@@ -72,7 +72,7 @@ def test_parts_of_parts_and_the_matrices_of_a_stack() -> None:
 
 
 GRID = "expected along K a slice from and to multiples of 32, where blocks begin, or to the end; cut there, or cut what"
-BASIC = "expected integers, slices and at most one ...; pick from elements and scales alike"
+BASIC = "expected integers, slices and at most one ...; index elements and scales with NumPy"
 
 
 @looped(
@@ -102,7 +102,9 @@ def test_what_is_no_part_is_refused(index: Any, text: str, expected: str) -> Non
 
 @looped("index", [np.s_[8], np.s_[-9], np.s_[0, :, 0], np.s_[0, ..., 0, 0], np.s_[::0], np.s_["a":]])
 def test_what_is_not_there_is_refused(index: Any) -> None:
-    with pytest.raises(ShapeError, match=r"^weight 'w': part \[.*\] of \[8, 70\]: .*; expected one that is there"):
+    with pytest.raises(
+        ShapeError, match=r"^weight 'w': part \[.*\] of \[8, 70\]: .*; expected indices within the shape"
+    ):
         weight((8, 70))[index]
 
 

@@ -108,13 +108,13 @@ def test_synthesised_samples_differ_and_say_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "data.jsonl line 1: no JSON: "),
+        ("{", "data.jsonl line 1: not JSON: "),
         ([1], "data.jsonl line 1: a list; expected"),
-        ({"ids": [[1, 2], [3]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is no array of numbers"),
-        ({"ids": [["a"]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is no array of numbers"),
-        ({"ids": [[1.5]], "mask": [[True]]}, "data.jsonl line 1: 'ids' has a value that is no int64"),
-        ({"ids": [[2**63]], "mask": [[True]]}, "data.jsonl line 1: 'ids' has a value that is no int64"),
-        ({"ids": [[1]], "mask": [[2]]}, "data.jsonl line 1: 'mask' has a value that is no bool"),
+        ({"ids": [[1, 2], [3]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is not an array of numbers"),
+        ({"ids": [["a"]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is not an array of numbers"),
+        ({"ids": [[1.5]], "mask": [[True]]}, "data.jsonl line 1: 'ids' has a value that int64 cannot hold"),
+        ({"ids": [[2**63]], "mask": [[True]]}, "data.jsonl line 1: 'ids' has a value that int64 cannot hold"),
+        ({"ids": [[1]], "mask": [[2]]}, "data.jsonl line 1: 'mask' has a value that bool cannot hold"),
         ({"ids": [[1]]}, "data.jsonl line 1: no array for input 'mask'"),
         ({"ids": [[1]], "mask": [[True]], "x": 1}, "data.jsonl line 1: no input called 'x'"),
         ({"ids": [1], "mask": [[True]]}, "data.jsonl line 1: 'ids' has shape [1]; expected ids int64 [batch, ?]"),
@@ -126,7 +126,7 @@ def test_a_line_that_does_not_fit(line: Any, message: str) -> None:
 
 
 def test_a_number_that_a_float_input_cannot_hold() -> None:
-    assert refusal(lines({"x": [[1e300, 0]]})).startswith("data.jsonl line 1: 'x' has a value that is no float32")
+    assert refusal(lines({"x": [[1e300, 0]]})).startswith("data.jsonl line 1: 'x' has a value that float32 cannot hold")
 
 
 def test_two_kinds_of_files_in_a_folder() -> None:

@@ -50,8 +50,8 @@ def refused(program: Any, path: Path, **options: Any) -> str:
         (WEIGHT, torch.zeros(96, 64, dtype=torch.uint8, device="meta"), "gemm: tensors on cpu, meta; expected one"),
         (f"{WEIGHT}_scales", torch.zeros(96, 2), "gemm: elements have dtype uint8 and scales float32"),
         (f"{WEIGHT}_scales", torch.zeros(96, 3, dtype=torch.uint8), "gemm: scales have shape (96, 3); expected"),
-        (WEIGHT, None, f"to_onnx: no tensor {WEIGHT!r}; expected all it uses"),
-        (WEIGHT, "abc", f"to_onnx: no tensor {WEIGHT!r}; expected all it uses"),
+        (WEIGHT, None, f"to_onnx: no tensor {WEIGHT!r}; expected all tensors that its graph uses"),
+        (WEIGHT, "abc", f"to_onnx: no tensor {WEIGHT!r}; expected all tensors that its graph uses"),
         (
             "linear.bias",
             torch.zeros(96, dtype=torch.complex64),
@@ -68,7 +68,9 @@ def test_a_tensor_that_does_not_fit(name: str, value: Any, said: str, tmp_path: 
 def test_a_tensor_that_is_not_there(tmp_path: Path) -> None:
     broken = packed(Linear(), torch.randn(2, 64))
     del broken.state_dict[WEIGHT]
-    assert f"to_onnx: no tensor {WEIGHT!r}; expected all it uses" in refused(broken, tmp_path / "a.onnx")
+    assert f"to_onnx: no tensor {WEIGHT!r}; expected all tensors that its graph uses" in refused(
+        broken, tmp_path / "a.onnx"
+    )
 
 
 def test_an_output_that_is_no_tensor(tmp_path: Path) -> None:
@@ -216,8 +218,8 @@ def test_a_link_is_replaced_and_its_target_kept(good: Any, name: str, tmp_path: 
     [
         ("none/a.onnx", "none does not exist"),
         ("file/a.onnx", "Not a directory"),
-        ("a\0.onnx", "no name that a file can have"),
-        ("none\0/a.onnx", "no name that a file can have"),
+        ("a\0.onnx", "not a name that a file can have"),
+        ("none\0/a.onnx", "not a name that a file can have"),
         ("a" * 300, "File name too long"),
         (".", "a directory; expected a file name"),
     ],

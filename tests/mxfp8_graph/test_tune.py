@@ -73,7 +73,7 @@ def test_a_budget_is_a_metric_a_sign_and_a_number(text: str, written: str) -> No
         ("cosine", "'cosine'; expected METRIC>=NUMBER or METRIC<=NUMBER"),
         ("cosine>=nan", "expected METRIC>=NUMBER"),
         ("cosine>=0.9>=0.8", "expected METRIC>=NUMBER"),
-        ("cosine<=0.9", "more cosine is better; expected cosine>=NUMBER; turn the sign around"),
+        ("cosine<=0.9", "more cosine is better; expected cosine>=NUMBER; reverse the sign"),
         ("worst_kl>=0.9", "expected worst_kl<=NUMBER"),
         ("cosin>=0.9", "'cosin'; expected one of relative_l2, sqnr, cosine"),
         (
@@ -326,7 +326,7 @@ def test_a_folder_that_exists_is_not_touched_unless_asked() -> None:
 @looped("folder", [".", "..", "/"])
 def test_a_result_needs_a_folder_of_its_own(folder: str) -> None:
     save(chain())
-    assert "no name of a folder" in refused("tune", "m.onnx", "--budget", "cosine>=0.9", "-o", folder)
+    assert "not the name of a folder" in refused("tune", "m.onnx", "--budget", "cosine>=0.9", "-o", folder)
 
 
 def test_a_rewritten_model_is_refused() -> None:

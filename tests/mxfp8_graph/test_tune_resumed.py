@@ -146,7 +146,7 @@ def test_a_signal_leaves_the_best_so_far(source: str) -> None:
 
 def test_an_interrupt_before_anything_keeps_the_budget_says_so(source: str) -> None:
     result = interrupt(source, "bfloat16", "SIGINT")
-    told = "nothing kept the budget so far; what was measured is in m.tuned.part; the same command goes on from there"
+    told = "no plan keeps the budget so far; the measurements are in m.tuned.part; the same command goes on from there"
     assert (result.returncode, result.stdout) == (130, "")
     assert result.stderr.splitlines() == [told, "interrupted"]
     assert [path.name for path in Path("m.tuned.part").iterdir()] == ["state.json"]
@@ -174,7 +174,7 @@ def test_one_search_at_a_time_in_one_folder(source: str) -> None:
             time.sleep(0.01)
         assert first.poll() is None
         assert refused(*command(source)) == (
-            "error: m.tuned.part: another process searches there; expected one search at a time; "
+            "error: m.tuned.part: another process uses it for a search; expected one search at a time; "
             "wait for it, or pass another --output"
         )
         Path("go").touch()
@@ -199,7 +199,7 @@ def test_a_damaged_state_is_an_error(source: str, text: str) -> None:
     Path("m.tuned.part").mkdir(exist_ok=True)
     Path("m.tuned.part/state.json").write_text(text)
     message = refused(*command(source))
-    assert message.startswith("error: m.tuned.part/state.json: no state of a search; expected one that tune wrote")
+    assert message.startswith("error: m.tuned.part/state.json: not the state of a search; expected one that tune wrote")
 
 
 def trial(state: dict[str, Any]) -> Any:
@@ -233,11 +233,11 @@ def test_forged_measurements_are_an_error(unfinished: str, searched: Path, what:
         trial(state)["bytes"] -= 1
     Path("m.tuned.part/state.json").write_text(json.dumps(state))
     message = refused(*command(unfinished))
-    assert message.startswith("error: m.tuned.part/state.json: no state of a search; "), message
+    assert message.startswith("error: m.tuned.part/state.json: not the state of a search; "), message
     assert message.endswith("; remove the folder m.tuned.part to begin anew, or choose another output"), message
 
 
 def test_what_is_in_the_way_is_an_error(source: str) -> None:
     Path("m.tuned.part").mkdir()
     Path("m.tuned.part/mine.txt").touch()
-    assert "m.tuned.part: exists; expected nothing there, or a search to go on" in refused(*command(source))
+    assert "m.tuned.part: exists; expected nothing there, or an unfinished search" in refused(*command(source))

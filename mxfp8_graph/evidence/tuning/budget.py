@@ -71,7 +71,7 @@ def parse(text: str) -> Budget:
     if found["sign"] != sign:
         better = "more" if metric.higher_is_better else "less"
         what = f"{text!r}, and {better} {metric.title} is better"
-        raise ContractError("budget", what, expected=f"{name}{sign}NUMBER", advice="turn the sign around")
+        raise ContractError("budget", what, expected=f"{name}{sign}NUMBER", advice="reverse the sign")
     if metric.best is not None and (bound > metric.best if metric.higher_is_better else bound < metric.best):
         what, most = f"{text!r}, which no plan can keep", "at most" if metric.higher_is_better else "at least"
         expected = f"{name}{sign}NUMBER with a number of {most} {metric.best:g}"

@@ -94,7 +94,7 @@ def _advice(path: Path) -> str:
 
 
 def _damaged(path: Path) -> ContractError:
-    return ContractError(path, "no state of a search", expected="one that tune wrote", advice=_advice(path))
+    return ContractError(path, "not the state of a search", expected="one that tune wrote", advice=_advice(path))
 
 
 def _read(path: Path, subject: Mapping[str, str], scores: Mapping[str, int]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Place:
         stem = Path(model).stem if kind.is_file else "program" if kind.is_program else "model"
         self.folder = Path(output) if output else Path(model).parent / f"{stem}.tuned"
         if self.folder.name in {"", ".."}:
-            what, expected = "no name of a folder", "a folder for the result alone"
+            what, expected = "not the name of a folder", "a folder for the result alone"
             raise ContractError(self.folder, what, expected=expected, advice=another)
         self.part = self.folder.with_name(f"{self.folder.name}.part")
         self.model_name = f"{stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
@@ -48,20 +48,20 @@ class Place:
         self.check_free()
         if self.part.exists() and not (self.part / notebook.NAME).exists() and any(self._others()):
             away = ("move it away, or ", *another)
-            raise ContractError(self.part, "exists", expected="nothing there, or a search to go on", advice=away)
+            raise ContractError(self.part, "exists", expected="nothing there, or an unfinished search", advice=away)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Keeps other searches out until its end.
 
         Raises:
-            ContractError: another process searches there, or the folder cannot be written.
+            ContractError: another process uses it for a search, or the folder cannot be written.
         """
         try:
             self.part.mkdir(exist_ok=True)
             lock = lock_folder(self.part)
         except BlockingIOError:
-            what, advice = "another process searches there", ("wait for it, or pass another ", Option("output"))
+            what, advice = "another process uses it for a search", ("wait for it, or pass another ", Option("output"))
             raise ContractError(self.part, what, expected="one search at a time", advice=advice) from None
         except OSError as error:
             raise ContractError.unwritable(self.part, error, ("pass another ", Option("output"))) from None

@@ -1,4 +1,4 @@
-"""Plans: what becomes of each weight, and the path from the plan that does least damage to the cheapest one.
+"""Plans: the treatment of each weight, and the path from the plan that does least damage to the cheapest one.
 
 A move gives one weight the next cheaper way. The path has the moves in the order of the damage that they do for what
 they save, which is the best order if errors of weights add up as squares: the lower convex hull of the choices of each
@@ -18,7 +18,7 @@ from mxfp8_ops.formats import BFLOAT16, E4M3, SCALE_ROUNDINGS
 
 @dataclass(frozen=True)
 class Way:
-    """What becomes of a matmul."""
+    """The treatment of a matmul."""
 
     activations: str
     """One of `recipe.ACTIVATIONS`; empty: the matmul is kept."""
@@ -51,7 +51,7 @@ class Unit:
     """What to call it."""
     bytes_before: int
     bytes_after: int
-    """Of its packed form."""
+    """Bytes of its packed form."""
     damages: Mapping[Way, float]
     """By what it may become, the square of the relative L2 error that it alone does at the outputs."""
 

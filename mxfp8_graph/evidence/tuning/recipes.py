@@ -38,7 +38,7 @@ class Recipes:
         """Returns the recipe that does with each eligible site, by name, what `ways` says.
 
         Raises:
-            RecipeError: two sites cannot be told apart by their names.
+            RecipeError: no pattern matches one of two sites and not the other.
         """
         packed = {site: way for site, way in ways.items() if way != KEPT}
         common = Counter(packed.values()).most_common(1)[0][0]

@@ -44,7 +44,7 @@ class Tuning(Report):
     """The cheapest that keeps the budgets, or if none does, the closest; what it does was measured again on the model
     that was written."""
     bytes_before: int
-    """Of the model's tensors."""
+    """Bytes of the model's tensors."""
     latency: tuple[float, float] | None
     """Median seconds of (the chosen model, the original), where that is the objective."""
     finished: bool
@@ -119,7 +119,7 @@ class Tuning(Report):
         )
 
     def unit_table(self) -> html.Columns:
-        """Returns (header, a row per weight): what becomes of it, and the error that it alone does in each way."""
+        """Returns (header, a row per weight): its treatment, and the error that it alone does in each way."""
         ways = list(dict.fromkeys(way for unit in self.units for way in unit.damages))
         header = ("weight", "chosen", "bytes", *(f"alone, {way}: relative L2" for way in ways))
         rows = [self._unit_row(*pair, ways) for pair in zip(self.units, self.chosen.plan, strict=True)]

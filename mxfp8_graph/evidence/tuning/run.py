@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from mxfp8_graph.checking.inputs import Signature
 from mxfp8_graph.checking.runner import Model, is_program, open_runnable
-from mxfp8_graph.checking.samples import Given, make_samples
+from mxfp8_graph.checking.samples import SampleSource, make_samples
 from mxfp8_graph.checking.sessions import Runnable
 from mxfp8_graph.evidence.tuning.budget import parse
 from mxfp8_graph.evidence.tuning.place import Place
@@ -34,7 +34,7 @@ def tune(
     *,
     objective: Literal["size", "latency"] = "size",
     recipe: str | Path | Recipe = presets.DEFAULT,
-    inputs: Given = None,
+    inputs: SampleSource = None,
     output: str | Path | None = None,
     overwrite: bool = False,
     shapes: Mapping[str, int] | None = None,

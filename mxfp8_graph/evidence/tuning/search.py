@@ -45,7 +45,7 @@ class Step:
 
     @property
     def counts(self) -> str:
-        """What becomes of how many weights, in words."""
+        """The number of weights with each treatment, in words."""
         return ", ".join(f"{count} {way}" for way, count in Counter(map(str, self.plan)).most_common())
 
 

@@ -37,5 +37,5 @@ def stopped(error: Interrupted) -> str:
     """Returns where a search that was interrupted goes on, and what there is of it."""
     if error.part is None:
         return "nothing was written"
-    best = "the best so far is in" if error.best else "nothing kept the budget so far; what was measured is in"
+    best = "the best so far is in" if error.best else "no plan keeps the budget so far; the measurements are in"
     return f"{best} {error.part}; the same command goes on from there"

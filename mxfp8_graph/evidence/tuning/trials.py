@@ -26,7 +26,7 @@ ROUNDS: Final = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What became of one rewritten site."""
+    """The weight of one rewritten site."""
 
     site: str
     weight: str
@@ -42,7 +42,7 @@ class Trial:
     scores: Mapping[str, Score]
     """By the name of the metric."""
     byte_size: int
-    """Of all tensors of the rewritten model."""
+    """Bytes of all tensors of the rewritten model."""
     packed: tuple[Packed, ...]
 
     @property

@@ -1,7 +1,7 @@
 """Is this model what ONNX says a model is? Asked once, where a model is opened, before anything works on it.
 
 What ONNX Runtime runs passes, also where onnx.checker is stricter: nodes of the main graph out of order, dimensions of
--1, domains nobody imported. Ops and domains that onnx does not know are left alone. Nothing is repaired.
+-1, domains without an import. Ops and domains that onnx does not know are left alone. Nothing is repaired.
 
 check.py       the steps, in order
 limits.py      how deep graphs and types may be nested

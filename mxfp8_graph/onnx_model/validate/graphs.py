@@ -67,7 +67,7 @@ def _define(defined: set[str], name: str, place: Place, what: str) -> None:
 def _check_outputs(names: Iterable[str], defined: AbstractSet[str], place: Place) -> None:
     for name in names:
         if name not in defined:
-            raise place.error(f"output {name!r} is defined by nothing", "an input, an initializer or a node's output")
+            raise place.error(f"output {name!r} is not defined", "an input, an initializer or a node's output")
 
 
 def _check_nodes(
@@ -86,7 +86,7 @@ def _check_nodes(
             continue
         made = made or {output for other in nodes for output in other.output}
         if missing not in made:
-            raise place.node_error(node, f"uses {missing!r}, which nothing defines", "a name that is defined")
+            raise place.node_error(node, f"uses {missing!r}, which is not defined", "a name that is defined")
         late.append((node, missing))
     return late
 

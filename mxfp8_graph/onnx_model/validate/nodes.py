@@ -102,8 +102,8 @@ def _check_attributes(node: onnx.NodeProto, place: Place) -> None:
     for attribute in node.attribute:
         field = _NO_DEFAULT.get(attribute.type)
         if attribute.ref_attr_name and not place.in_function:
-            what = f"attribute {attribute.name!r} stands for one of a function"
-            raise place.node_error(node, what, "a value: the node is in no function")
+            what = f"attribute {attribute.name!r} refers to one of a function"
+            raise place.node_error(node, what, "a value, since the node is in no function")
         if field is not None and not attribute.ref_attr_name and not attribute.HasField(field):
             raise place.node_error(node, f"attribute {attribute.name!r} has no value", "one")
         if attribute.type:

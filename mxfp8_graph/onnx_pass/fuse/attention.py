@@ -48,7 +48,7 @@ def fuse_attention(view: GraphView, node: onnx.NodeProto, *, activation_dtype: i
 
 @dataclass(frozen=True)
 class _Result:
-    """What becomes of the heads side by side."""
+    """The result with its heads side by side."""
 
     output: str
     """What the node calls them."""

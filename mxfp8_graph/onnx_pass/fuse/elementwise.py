@@ -87,7 +87,7 @@ _OPS: Final = MappingProxyType({MICROSOFT: _MICROSOFT, **dict.fromkeys(STANDARD,
 def activation_of(view: GraphView, name: str, dtype: int) -> tuple[str, Sequence[onnx.NodeProto]] | None:
     """Returns the longest activation of value `name` that a fused gemm has, and its nodes; or None.
 
-    Nobody reads `name`, nor what is between the nodes, but the nodes themselves.
+    Only these nodes read `name` and the values between them.
 
     Args:
         view: the graph.

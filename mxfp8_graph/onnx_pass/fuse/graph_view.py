@@ -108,7 +108,7 @@ class GraphView:
         return name in self._shared
 
     def is_between(self, name: str, *nodes: onnx.NodeProto) -> bool:
-        """Whether nobody but `nodes` reads a value, so that it may go away with them."""
+        """Whether only `nodes` read a value, so that it may go away with them."""
         inside = {id(node) for node in nodes}
         return not self.is_shared(name) and all(id(reader) in inside for reader in self.readers(name))
 

@@ -18,7 +18,7 @@ class Replacement:
     """One node in place of several.
 
     Its outputs, and those of `after`, have the names of the values that others read; what `gone` makes besides is read
-    by nobody else. Nodes of this graph that only `gone` read, such as constants, go away by themselves.
+    by no other node. Nodes of this graph that only `gone` read, such as constants, go away by themselves.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Which matmul takes which weight of a checkpoint, by name. Pure data: knows neither files nor graphs.
+"""Matches the weights of a checkpoint with matmuls, by name. Pure data: knows neither files nor graphs.
 
 A checkpoint decides which weights are packed, instead of the recipe's default policy: what it has in MXFP8 is, and
 nothing else, since nothing is quantized here. The recipe decides the rest: activations, what a user excludes, fusion.
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mxfp8_graph.options import GivenWeights, StoredWeight
+from mxfp8_graph.options import CheckpointWeights, StoredWeight
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.errors import ContractError, Option
@@ -23,15 +23,15 @@ _NODE_PATH: Final = re.compile(r"^/?(?P<module>.+)/[^/]+$")
 _EXPLICIT: Final = "explicit name"
 
 _MOST: Final = 10
-"""How many names a message lists."""
+"""Names that a message lists at most."""
 
 _OVERRULED: Final = frozenset({"policy", "checkpoint"})
-"""What a checkpoint overrules: the default policy, not what a user asks for by name."""
+"""Rules that a checkpoint overrules: the default policy, but no rule that a user wrote."""
 
 
 @dataclass(frozen=True)
 class _Match:
-    """A weight of the checkpoint, and by which name of the model it was found."""
+    """A weight of the checkpoint, and which name of the model matched it."""
 
     weight: StoredWeight
     how: str
@@ -45,52 +45,54 @@ class Assigned:
     weights: Mapping[str, StoredWeight]
     """The weight of each rewritten site with a static operand, by the site's name."""
     note: str
-    """How names were matched, for the report."""
+    """Note for the report on the ways in which names were matched."""
 
 
 def assigned(
-    sites: Sequence[MatMulSite], decisions: Sequence[Decision], recipe: Recipe, given: GivenWeights
+    sites: Sequence[MatMulSite], decisions: Sequence[Decision], recipe: Recipe, checkpoint: CheckpointWeights
 ) -> Assigned:
-    """Returns what becomes of each site once a checkpoint gives the weights.
+    """Returns the decision on each site when a checkpoint supplies the weights.
 
     Raises:
         ContractError: a weight of the checkpoint fits no matmul: its name, its shape or its place; lists them all.
     """
-    matches = _Names(sites, given).matches()
-    found: list[Decision] = []
+    matches = _Names(sites, checkpoint).matches()
+    new_decisions: list[Decision] = []
     weights: dict[str, StoredWeight] = {}
     problems: list[str] = []
     used: set[str] = set()
     for site, decision in zip(sites, decisions, strict=True):
         match = matches.get(site.name)
         if match is None:
-            found.append(_without(decision))
+            new_decisions.append(_without(decision))
             continue
         used.add(match.weight.name)
         decided = _with(decision, match, recipe)
-        found.append(decided)
-        if obstacle := _obstacle(site, decided, match.weight, given):
+        new_decisions.append(decided)
+        if obstacle := _obstacle(site, decided, match.weight, checkpoint):
             problems.append(obstacle)
         elif decided.quantize:
             weights[site.name] = match.weight
+    # All problems in one error: a user who writes weight_names needs the whole list, and not one name a run.
     problems += _ambiguous(sites, matches)
-    unused = [f"{name!r} matches nothing in the model" for name in given.weights if name not in used]
+    unused = [f"{name!r} matches nothing in the model" for name in checkpoint.weights if name not in used]
     if problems or unused:
-        raise _unfit([*unused, *problems], sites, used, given)
+        raise _unfit([*unused, *problems], sites, used, checkpoint)
     how = Counter(matches[name].how for name in weights)
     ways = ", ".join(f"{count} by {way}" for way, count in how.items())
-    note = f"{len(weights)} matmuls take the bytes of {len(used)} weights of {given.where} ({ways})"
-    return Assigned(found, weights, note)
+    note = f"{len(weights)} matmuls take the bytes of {len(used)} weights of {checkpoint.where} ({ways})"
+    return Assigned(new_decisions, weights, note)
 
 
 def _ambiguous(sites: Sequence[MatMulSite], matches: Mapping[str, _Match]) -> list[str]:
-    """Returns which weights of the checkpoint were found for several of the model, other than by explicit names."""
+    """Returns which weights of the checkpoint match several weights of the model, other than by explicit names."""
     takers: dict[str, dict[str, None]] = {}
     for site in sites:
         match = matches.get(site.name)
         if match is not None and site.weight is not None and match.how != _EXPLICIT:
+            # By weight and not by site: sites that share one weight of the model may well take one of the checkpoint.
             takers.setdefault(match.weight.name, {})[site.weight] = None
-    return [f"{name!r} fits several: {', '.join(mine)}" for name, mine in takers.items() if len(mine) > 1]
+    return [f"{name!r} fits several weights: {', '.join(mine)}" for name, mine in takers.items() if len(mine) > 1]
 
 
 def _without(decision: Decision) -> Decision:
@@ -115,30 +117,37 @@ def _with(decision: Decision, match: _Match, recipe: Recipe) -> Decision:
     )
 
 
-def _obstacle(site: MatMulSite, decision: Decision, weight: StoredWeight, given: GivenWeights) -> str | None:
+def _obstacle(site: MatMulSite, decision: Decision, weight: StoredWeight, checkpoint: CheckpointWeights) -> str | None:
     """Returns why a site cannot take its weight, or None."""
     where = f"{weight.name!r} for {site.module or site.name!r}"
+    # A blocked site may have no shape; its blocker says more than an empty list of sizes would.
     if weight.shape != site.weight_shape and not (site.blocker and not site.weight_shape):
         return f"{where}: {list(weight.shape)}, and the model multiplies with [..., N, K] = {list(site.weight_shape)}"
     if not decision.quantize and decision.rule == "structure":
         return f"{where}: {decision.reason}"
+    # Packed bytes are written as they are; a factor would have to be rounded into them.
     if site.weight_factor != 1.0:
-        return f"{where}: the model multiplies with {site.weight_factor} times the weight, which its bytes cannot say"
-    if not decision.quantize and given.instead:
+        return f"{where}: the model uses {site.weight_factor} times the weight, which packed bytes cannot express"
+    # from_hf has no values of its own, so a weight that stays in high precision would have none at all.
+    if not decision.quantize and checkpoint.instead:
         return f"{where}: {decision.reason}, and the checkpoint has it in MXFP8 only"
     return None
 
 
-def _unfit(problems: Sequence[str], sites: Sequence[MatMulSite], used: set[str], given: GivenWeights) -> ContractError:
+def _unfit(
+    problems: Sequence[str], sites: Sequence[MatMulSite], used: set[str], checkpoint: CheckpointWeights
+) -> ContractError:
     shown = "; ".join(problems[:_MOST]) + (f"; ... ({len(problems)} in all)" if len(problems) > _MOST else "")
     names = list(dict.fromkeys(next(_candidates(site))[0] for site in sites if site.weight is not None))
     model = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
     advice = ("name them with ", Option("weight_names"), f". Weights of the model: {model or 'none'}")
-    return ContractError(given.where, shown, expected="a matmul of that name and shape for each weight", advice=advice)
+    return ContractError(
+        checkpoint.where, shown, expected="a matmul of that name and shape for each weight", advice=advice
+    )
 
 
 def _candidates(site: MatMulSite) -> Iterator[tuple[str, str]]:
-    """Yields what a checkpoint may call the weight of a site, the likeliest first, and what tells so."""
+    """Yields (a name that a checkpoint may have for the weight of a site, where it is from), the likeliest first."""
     if site.weight is not None:
         yield site.weight, "name"
     node = _NODE_PATH.match(site.name)
@@ -151,12 +160,12 @@ def _candidates(site: MatMulSite) -> Iterator[tuple[str, str]]:
 class _Names:
     """Matches the names of a model with those of a checkpoint."""
 
-    def __init__(self, sites: Sequence[MatMulSite], given: GivenWeights) -> None:
+    def __init__(self, sites: Sequence[MatMulSite], checkpoint: CheckpointWeights) -> None:
         self._sites = [site for site in sites if site.weight is not None]
-        self._given = given
-        taken = set(given.names.values())
-        self._free = {name: weight for name, weight in given.weights.items() if name not in taken}
-        """What no explicit name speaks for."""
+        self._checkpoint = checkpoint
+        taken = set(checkpoint.names.values())
+        self._free = {name: weight for name, weight in checkpoint.weights.items() if name not in taken}
+        """The weights that no explicit name assigns."""
         self._prefix = self._common_prefix()
 
     def matches(self) -> dict[str, _Match]:
@@ -169,8 +178,9 @@ class _Names:
         return {site.name: match for site in self._sites if (match := self._match(site)) is not None}
 
     def _match(self, site: MatMulSite) -> _Match | None:
-        weights, names = self._given.weights, self._given.names
+        weights, names = self._checkpoint.weights, self._checkpoint.names
         for key in (site.weight, site.name, site.module):
+            # Explicit names first, and they take the weight away from all other sites.
             if key and key in names:
                 return _Match(weights[names[key]], _EXPLICIT)
         for candidate, how in _candidates(site):
@@ -192,9 +202,9 @@ class _Names:
         be taken for that of another part of the model by chance.
         """
         shorter = {tail: name for name in self._free for tail in _tails(name)}
-        found: dict[tuple[str, str], set[str]] = {}
+        takers: dict[tuple[str, str], set[str]] = {}
         for site in self._sites:
-            named = any(key in self._given.names for key in (site.weight, site.name, site.module))
+            named = any(key in self._checkpoint.names for key in (site.weight, site.name, site.module))
             if named or any(name in self._free for name, _ in _candidates(site)):
                 continue
             prefixes: set[tuple[str, str]] = set()
@@ -203,27 +213,30 @@ class _Names:
                     prefixes.add((longer.removesuffix(candidate), ""))
                 prefixes |= {("", candidate.removesuffix(tail)) for tail in _tails(candidate) if tail in self._free}
             for prefix in prefixes:
-                found.setdefault(prefix, set()).add(site.name)
-        best = max(found, key=lambda prefix: len(found[prefix]), default=("", ""))
-        others = [p for p in found if p[1] and len(found[p]) == len(found[best]) and found[p] != found[best]]
+                takers.setdefault(prefix, set()).add(site.name)
+        # One prefix for all weights: if each had its own, a weight could match that of another layer that ends alike.
+        best = max(takers, key=lambda prefix: len(takers[prefix]), default=("", ""))
+        others = [p for p in takers if p[1] and len(takers[p]) == len(takers[best]) and takers[p] != takers[best]]
         if others:
-            told = ", ".join(repr(removed) for _, removed in (best, *others))
+            prefixes_text = ", ".join(repr(removed) for _, removed in (best, *others))
             advice = ("name them with ", Option("weight_names"))
-            what = f"its weights fit as many of the model's without {told}"
-            raise ContractError(self._given.where, what, expected="one prefix for all", advice=advice)
+            what = f"its weights match the model's equally well without {prefixes_text}"
+            raise ContractError(self._checkpoint.where, what, expected="one prefix for all", advice=advice)
         return best
 
     def _check_explicit(self) -> None:
         keys = {key for site in self._sites for key in (site.weight, site.name, site.module)}
-        for mine, theirs in self._given.names.items():
-            if theirs not in self._given.weights:
+        for mine, theirs in self._checkpoint.names.items():
+            if theirs not in self._checkpoint.weights:
                 what = f"{mine!r} is mapped to {theirs!r}, which is not among its MXFP8 weights"
                 advice = ("correct ", Option("weight_names"))
-                raise ContractError(self._given.where, what, expected="the name of a weight", advice=advice)
+                raise ContractError(self._checkpoint.where, what, expected="the name of a weight", advice=advice)
             if mine not in keys:
-                what = f"{mine!r}, mapped to {theirs!r}, is no weight, matmul or module of the model"
+                what = f"{mine!r}, mapped to {theirs!r}, is not a weight, matmul or module of the model"
                 advice = ("correct ", Option("weight_names"))
-                raise ContractError(self._given.where, what, expected="a name as --dry-run prints it", advice=advice)
+                raise ContractError(
+                    self._checkpoint.where, what, expected="a name as --dry-run prints it", advice=advice
+                )
 
 
 def _tails(name: str) -> Iterator[str]:
