@@ -3,7 +3,7 @@
 # make test-tools  developers' tooling   make samples  the shell blocks of samples   make test-slow  what takes minutes
 # make test-isas  the kernels on every instruction set   make test-cuda  slow tests of CUDA   make test-exports  models exported
 #                 again and compared with the committed ones: three parts of the slow tests, for .ci/run
-# make mutants    changes the product in 160 places and counts which changes `make test` notices (an hour or two)
+# make mutants    changes the product in 150 places and counts which changes `make test` notices (an hour or two)
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make gpu-first  the first half hour on one, call by call
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node

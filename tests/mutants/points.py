@@ -96,7 +96,7 @@ def mutants(root: Path, path: str) -> list[Mutant]:
     """Returns all mutants of a Python or C++ file."""
     source = (root / path).read_text()
     if not path.endswith(".py"):
-        return [Mutant(path, "cpp", kind, index, line) for kind, index, line, _ in _cpp_points(source)]
+        return [Mutant(path, "cpp", kind, index, (line, line)) for kind, index, line, _ in _cpp_points(source)]
     return [Mutant(path, place, kind, index, line) for place, kind, index, line, _ in _python_points(ast.parse(source))]
 
 
