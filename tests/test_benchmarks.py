@@ -110,7 +110,7 @@ def test_a_peer_that_cannot_run_is_in_the_notes(small_linears):
     field = contenders.Field(small_linears, {}, openvino="/bin/false")
     outcomes = field.race([contenders.Workload("few rows", [rows(3)], rounds=1)])["few rows"]
     assert list(outcomes) == [contenders.STOCK, contenders.BITS8, contenders.INT8, contenders.BEST]
-    assert field.notes[0] == "linears: OpenVINO bf16 does not run: the process ended without a word"
+    assert field.notes[0] == "linears: OpenVINO bf16 does not run: the process ended without output"
 
 
 def test_our_rows_say_which_targets_they_miss_and_to_whom_they_lose(benchmarks):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.tools
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)  # root writes to a read-only folder, so nobody tries
+        Path(name).chmod(0o755)  # root writes to a read-only folder, so root does not try
         yield Path(name)
 
 

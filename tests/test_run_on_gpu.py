@@ -123,7 +123,7 @@ program.wait()
 
 
 def alive(pid: int) -> bool:
-    """Returns whether a process runs: one that has ended and that nobody has waited for does not."""
+    """Returns whether a process runs: a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

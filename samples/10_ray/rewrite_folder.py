@@ -21,7 +21,7 @@ from mxfp8_ops.errors import Mxfp8Error
 
 @ray.remote(max_retries=3)  # for a machine that dies; a model that is refused is not tried again
 def rewrite(model: Path, output: Path, recipe: str) -> dict[str, Any]:
-    """Returns what became of one model."""
+    """Returns the result of one model."""
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
         _, report = mxfp8_graph.rewrite(model, recipe, output=output, overwrite=True)

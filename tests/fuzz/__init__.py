@@ -13,7 +13,7 @@ run.py          the command, and what it prints and saves
 supervisor.py   starts workers, watches them, and knows which input ended one
 worker.py       tries one input after the other; guided.py: those that libFuzzer chooses
 trial.py        tries one input
-verdicts.py     what became of one input
+verdicts.py     the verdict on one input
 corpus/         a folder per target: inputs that once reached something new, tried first (no programs: torch writes the
                 paths of the machine into them)
 """

@@ -88,7 +88,7 @@ class Result:
 
 
 def fuzz(job: Job, *, jobs: int = 1, limits: Limits | None = None) -> Result:
-    """Returns what became of the inputs that `jobs` processes tried, each with a seed of its own."""
+    """Returns the verdicts on the inputs that `jobs` processes tried, each with a seed of its own."""
     begun, spent, result = time.time(), _processor_time(), Result(job.target)
     supervisors: list[Supervisor] = []
     try:

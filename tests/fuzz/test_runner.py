@@ -1,4 +1,4 @@
-"""The runner finds what it should, and goes on after it: tried on a toy that crashes when it is told to."""
+"""The runner finds failures and continues after them: tried on a toy that crashes on request."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def watch_errors() -> None:
 
 
 def judge(check: Callable[[bytes, Path], None], data: bytes, folder: Path) -> Verdict:
-    """Returns what became of one input of the target that `check` belongs to."""
+    """Returns the verdict on one input of the target that `check` belongs to."""
     try:
         check(data, folder)
     except Mxfp8Error as error:

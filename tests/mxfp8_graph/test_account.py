@@ -1,4 +1,4 @@
-"""The account of stored bytes: what holds each tensor, what became of it and why. conftest.py checks the sums."""
+"""The account of stored bytes: which node holds each tensor, what the rewrite did with it and why."""
 
 from __future__ import annotations
 

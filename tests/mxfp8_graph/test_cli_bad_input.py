@@ -183,7 +183,7 @@ def test_an_output_that_exists() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that even root cannot write to")
-@pytest.mark.skipif(not Path("/sys/kernel").exists(), reason="needs /sys, where nobody may write")
+@pytest.mark.skipif(not Path("/sys/kernel").exists(), reason="needs /sys, which is read-only")
 def test_a_read_only_folder() -> None:
     message = refused("rewrite", save(b.chain_model()), "-o", "/sys/out.onnx")
     assert message in {

@@ -1,4 +1,4 @@
-"""What is written: whole, in nobody's way, and nothing of it lost or left behind."""
+"""Written files are whole, replace nothing by mistake, and leave no temporary files."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Case = tuple[str, onnx.ModelProto, dict[str, Any], list[Any] | None]
 
 @dataclass
 class Outcome:
-    """What became of models, by name."""
+    """The outcome of each model, by name."""
 
     same: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)

@@ -145,7 +145,7 @@ def test_in_a_loop_it_is_one_node(opset: int) -> None:
 
 
 def test_a_cache_that_grows_in_a_loop() -> None:
-    """Lengths change from round to round, so nobody can tell that keys and values are as many: their Concats stay."""
+    """Lengths change from round to round, so it is unknown whether keys and values are as many: their Concats stay."""
     proto = decoder(mask=(), softmax=[node("Softmax", "scaled", "weights", axis=-1)])
     given = feeds(proto)
     shape = [2, 2, None, SIZE]

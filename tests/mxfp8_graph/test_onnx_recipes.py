@@ -21,7 +21,7 @@ SEEN_AS: dict[str, Any] = {
     "mxfp8-bf16": {"formats": ("bfloat16", "e4m3")},
     "mxfp8-weight-only": {"weight_only": True},
 }
-"""What becomes of activations by preset, as `expect` has it."""
+"""The activations' format by preset, as `expect` takes it."""
 
 pytestmark = pytest.mark.usefixtures("runtime")
 

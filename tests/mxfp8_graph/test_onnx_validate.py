@@ -334,7 +334,7 @@ TOLERATED: dict[str, Change] = {
     "an empty optional input": lambda p: p.graph.node.append(
         helper.make_node("Clip", ["h", "", "top"], ["z"], name="clip")
     ),
-    "a domain that nobody imports": lambda p: p.graph.node.append(node("Gelu", "h", "z", domain="com.microsoft")),
+    "a domain that is not imported": lambda p: p.graph.node.append(node("Gelu", "h", "z", domain="com.microsoft")),
     "weights among the inputs": _old,
     "an output of unknown shape": lambda p: p.graph.output[0].type.tensor_type.ClearField("shape"),
     "a size of -1": lambda p: setattr(p.graph.input[0].type.tensor_type.shape.dim[0], "dim_value", -1),

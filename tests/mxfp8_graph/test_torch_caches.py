@@ -124,7 +124,7 @@ class Called:
 
 
 def test_no_cache_is_called(dynamic: ExportedProgram, tmp_path: Path) -> None:
-    """Its constructor copies each of its layers, and a pickle may repeat one for ever."""
+    """Its constructor copies each of its layers, and a pickle may repeat one without end."""
     content = records(mxfp8_graph.save(dynamic, tmp_path / "model.pt2"))
     buffer = io.BytesIO()
     torch.save(((Called(),), {}), buffer)

@@ -30,7 +30,7 @@ ENDS = torch.tensor([1, 1, 4, 6], dtype=torch.int32)
 
 
 def seen_as(activations: str, x: Tensor, weight: Tensor, **settings: str) -> Prediction:
-    """Returns x @ weight.T with what becomes of x."""
+    """Returns x @ weight.T after the conversion of x."""
     return predict(x, weight, weight_only=activations == "unchanged", activations=activations, **settings)
 
 

@@ -37,7 +37,7 @@ SIZES = (64, 96, 64, 160, 64, 96, 64)
 def temporary_files_lie_with_the_test(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed search leaves some, which the next search would remove, but nobody after the last test."""
+    """A killed search leaves some. The next search would remove them, but there is none after the last test."""
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
 
 

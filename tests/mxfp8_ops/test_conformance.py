@@ -1,4 +1,4 @@
-"""The conformance kit: its vectors are the reference's, what is right passes, what is wrong is told where and how."""
+"""The conformance kit: its vectors are the reference's, correct quantizers pass, and reports show where others differ."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: every case on emulated CUDA threads, and what becomes of a section that fails."""
+"""The GPU benchmark without a GPU: every case on emulated CUDA threads, and sections that fail."""
 
 from __future__ import annotations
 

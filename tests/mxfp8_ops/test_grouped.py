@@ -20,7 +20,7 @@ CASES: dict[str, tuple[tuple[int, ...], int, int, Any]] = {
     "any order, one row each": ((7, 1, 70), 40, 4, [3, 0, 0, 2, 3, -1, -4]),
     "experts without rows": ((3, 1, 64), 33, 8, [5, 5, 2]),
     "rows without an expert": ((5, 1, 96), 40, 4, [4, 1, 4, 0, 4]),
-    "nobody has an expert": ((2, 1, 64), 40, 4, [4, 4]),
+    "no row has an expert": ((2, 1, 64), 40, 4, [4, 4]),
     "several rows each": ((3, 5, 70), 40, 4, [1, 3, 1]),
     "one expert for all": ((6, 70), 40, 4, 2),
     "no expert for all": ((6, 70), 40, 4, 4),

@@ -1,4 +1,4 @@
-"""The torch ops on the threads of torch's own OpenMP runtime, whose threads wait busily: nobody waits for the other."""
+"""The torch ops on the threads of torch's own OpenMP runtime, which wait busily: neither pool waits."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def test_a_tensor_without_values_needs_no_storage() -> None:
 
 @looped("op, argument", OPERANDS)
 def test_operands_on_two_devices_are_refused(op: str, argument: str) -> None:
-    """Without a word, the result would be memory that nobody has written."""
+    """Without the error, the result would be memory that was never written."""
     given = operands(op)
     moved = given | {argument: given[argument].to("meta")}
     if len(given) == 1:

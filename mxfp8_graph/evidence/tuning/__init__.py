@@ -2,7 +2,7 @@
 
 run.py        tune(); tuner.py: the search, from the first rewrite to the files
 budget.py     what must be kept: "cosine>=0.999"
-plans.py      what may become of each weight, and the path from the least damage to the lowest cost
+plans.py      the choices for each weight, and the path from the least damage to the lowest cost
 recipes.py    the recipe of a plan
 trials.py     a plan as a model, rewritten for real: its outputs, its size, its latency
 damages.py    what each weight alone does; latency.py: what each way costs in time
