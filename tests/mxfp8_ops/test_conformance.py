@@ -1,4 +1,4 @@
-"""The conformance kit: its vectors are the reference's, correct quantizers pass, and reports show where others differ."""
+"""The conformance kit: its vectors are the reference's, correct quantizers pass, and reports show the differences."""
 
 import dataclasses
 import importlib.util
