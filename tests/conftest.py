@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -10,6 +11,10 @@ from pathlib import Path
 
 import pytest
 from releases import release
+
+# A shell that starts a command in the background makes it ignore SIGINT, and so do its child processes. The tests of
+# interrupts need the signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = (
     "test_cuda_gemms.py",

@@ -13,6 +13,8 @@ import pytest
 
 RUNNER = Path(__file__).with_name("run_on_gpu.py")
 
+pytestmark = pytest.mark.tools
+
 TESTS = """
 import os, time
 import pytest
@@ -113,7 +115,6 @@ SANITIZER = """
 import os, subprocess, sys, time
 from pathlib import Path
 
-pytestmark = pytest.mark.tools
 program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 Path(__file__).with_name("started.part").write_text(f"{os.getpid()} {program.pid}")
 Path(__file__).with_name("started.part").rename(Path(__file__).with_name("started"))

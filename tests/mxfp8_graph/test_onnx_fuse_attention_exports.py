@@ -97,7 +97,7 @@ def test_rounded_to_bfloat16_it_points_the_same_way(rewritten: Rewritten, monkey
     given = feeds(rewritten.name, 1)
     unfused = run(rewritten.unfused_rounded, given)[0].ravel()
     for kernels in (False, True):
-        monkeypatch.setattr(oracle, "use_kernels", kernels)
+        monkeypatch.setattr(oracle.runtime, "kernels", kernels)
         fused = run(rewritten.fused_rounded, given)[0].ravel()
         cosine = float(unfused @ fused / np.linalg.norm(unfused) / np.linalg.norm(fused))
         assert 0.9999 < cosine < 1 - 1e-8, f"kernels: {kernels}"
@@ -106,7 +106,7 @@ def test_rounded_to_bfloat16_it_points_the_same_way(rewritten: Rewritten, monkey
 @pytest.mark.parametrize("rewritten", ["sharp_llama_18", "sharp_llama_23"], indirect=True)
 def test_a_cache_over_several_steps(rewritten: Rewritten, monkeypatch: pytest.MonkeyPatch) -> None:
     for kernels in (False, True):
-        monkeypatch.setattr(oracle, "use_kernels", kernels)
+        monkeypatch.setattr(oracle.runtime, "kernels", kernels)
         given = [feeds(rewritten.name, 1, tokens=5)] * 2
         for step in range(4):
             results = [

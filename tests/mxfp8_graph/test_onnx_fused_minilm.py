@@ -65,7 +65,7 @@ def check_outputs(bert: Bert, original: Path, rewritten: Path, monkeypatch: pyte
     feeds = dict(zip(names, (ids, mask, np.zeros_like(ids)), strict=False))
     expected = oracle.run(str(original), feeds)
     for kernels in (False, True):
-        monkeypatch.setattr(oracle, "use_kernels", kernels)
+        monkeypatch.setattr(oracle.runtime, "kernels", kernels)
         for before, after in zip(expected, oracle.run(str(rewritten), feeds), strict=True):
             assert np.linalg.norm(after - before) < ERROR * np.linalg.norm(before), f"kernels: {kernels}"
 

@@ -61,7 +61,7 @@ CALLS: list[Call] = [
     (CPU, lambda f: f.quantize(X.tolist()), ShapeError, "quantize: x is a list; expected a NumPy array"),
     (CPU, lambda f: f.quantize(X.astype(object)), ShapeError, "quantize: dtype object; expected one of float32"),
     (CPU, lambda f: f.quantize(np.float32(1)), ShapeError, "quantize: x is a float32; expected a NumPy array"),
-    (CPU, lambda f: f.quantize(X, threads=-1), ShapeError, "quantize: threads is -1; expected 0, for all cores"),
+    (CPU, lambda f: f.quantize(X, threads=-1), ShapeError, "quantize: threads is -1; expected 0 (all processors)"),
     (CPU, lambda f: f.quantize(X, threads="all"), ShapeError, "quantize: threads is 'all'"),
     (CPU, lambda f: f.quantize(HUGE), BackendError, "quantize: no memory for an array of shape (1048576, "),
     (ALL, lambda f: f.dequantize(E, S[:, :1]), ShapeError,
@@ -141,7 +141,7 @@ CALLS: list[Call] = [
     (FUSED, lambda f: f.norm_quantize(X.astype(np.int32), X[0]), ShapeError, "dtype int32; expected one of float32"),
     # --- attention ---
     (ATTENTION, lambda f: attend(f, heads=(3, 2)), ShapeError,
-     "3 heads of Q and 2 of K and V; expected at least one of each"),
+     "3 heads of Q and 2 of K and V; expected 1 or more of each"),
     (ATTENTION, lambda f: attend(f, heads=(4, 0)), ShapeError, "4 heads of Q and 0 of K and V; expected"),
     (ATTENTION, lambda f: attend(f, (2, 5, 64), (2, 7, 20)), ShapeError, "K (2, 7, 20)"),
     (ATTENTION, lambda f: attend(f, (2, 5, 64), (2, 7, 20)), ShapeError, "; expected [B, S, Hq * D]"),
@@ -189,8 +189,8 @@ def overlapping() -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda e, s: (e,), "out is no pair: a tuple; expected (elements, scales); pass the pair that quantize"),
-        (lambda e, s: e, "out is no pair: a ndarray; expected (elements, scales)"),
+        (lambda e, s: (e,), "out is a tuple, not a pair; expected (elements, scales); pass the pair that quantize"),
+        (lambda e, s: e, "out is a ndarray, not a pair; expected (elements, scales)"),
         (lambda e, s: (e, None), f"out: scales are a NoneType; {CONTIGUOUS} (4, 2)"),
         (lambda e, s: (e[:3], s), f"out: elements are uint8 of shape (3, 64); {CONTIGUOUS} (4, 64)"),
         (lambda e, s: (e, s.T), f"out: scales are uint8 of shape (2, 4), strided or read-only; {CONTIGUOUS} (4, 2)"),
@@ -198,7 +198,7 @@ def overlapping() -> tuple[np.ndarray, np.ndarray]:
         (lambda e, s: (e.view(np.int8), s), "out: elements are int8 of shape (4, 64);"),
         (lambda e, s: (np.zeros((4, 128), np.uint8)[:, ::2], s), "out: elements are uint8 of shape (4, 64), strided"),
         (lambda e, s: (read_only(e), s), "out: elements are uint8 of shape (4, 64), strided or read-only;"),
-        (lambda e, s: overlapping(), "out: elements, scales and x share memory; expected three arrays apart"),
+        (lambda e, s: overlapping(), "out: elements, scales and x share memory; expected three arrays without"),
         (lambda e, s: (X.view(np.uint8)[:, :64].copy("F"), s), "out: elements are uint8 of shape (4, 64), strided"),
         (lambda e, s: (X.view(np.uint8).ravel()[:256].reshape(4, 64), s), "out: elements, scales and x share memory"),
     ],

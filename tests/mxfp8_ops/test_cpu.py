@@ -383,7 +383,7 @@ def test_the_environment_chooses_the_instruction_set():
 
 
 def test_forcing_an_unknown_instruction_set_fails():
-    with pytest.raises(BackendError, match=r"isa: 'neon-x'; expected one of .*portable; name one"):
+    with pytest.raises(BackendError, match=r"isa: 'neon-x'; expected one of .*portable; name an instruction set"):
         cpu.force_isa("neon-x")
 
 
