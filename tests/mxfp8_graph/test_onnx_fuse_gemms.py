@@ -180,3 +180,13 @@ def test_a_gate_of_a_gemm_with_a_bias() -> None:
 def test_a_gate_that_may_be_repeated_or_run_in_float32_stays() -> None:
     for proto in (gated(up="z", inputs={"x": ["batch", 64], "z": [None, 64]}), gated(dtype=np.float16)):
         assert kinds_fused(both_ways(proto)[2]) == ["gemm + silu"]
+
+
+@looped("up, kinds", [("x", ["gemm + silu", "gemm + silu + gate"]), ("z", ["gemm + silu"])])
+def test_values_of_unknown_rank_have_one_shape_if_one_activation_makes_both(up: str, kinds: list[str]) -> None:
+    proto = gated(up=up, **({"inputs": {"x": ["batch", 64], "z": ["batch", 64]}} if up == "z" else {}))
+    for value in list(proto.graph.input):
+        proto.graph.node.insert(0, node("Reshape", f"{value.name}0 shape", value.name))
+        value.name += "0"
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("shape", onnx.TensorProto.INT64, ["rank"]))
+    assert kinds_fused(both_ways(proto)[2]) == kinds
