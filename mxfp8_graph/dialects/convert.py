@@ -31,7 +31,7 @@ DIALECTS: Final = ("mxfp8", "qdq", "trt", "ort-cuda", "standard")
 """What can be written."""
 
 LOSSES: Final = ("activations", "rounding", "half")
-"""What may be lost: that activations are quantized; how their scales are rounded; float32 around products."""
+"""The losses of a conversion: quantized activations, the rounding of their scales, float32 around products."""
 
 _READERS: Final = (trt.read, qdq.read, ort_cuda.read, quark.read)
 _WRITERS: Final[dict[str, Callable[[Scope, onnx.NodeProto, frozenset[str]], Nodes | None]]] = {

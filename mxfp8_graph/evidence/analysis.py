@@ -134,10 +134,10 @@ def headline(analysis: Analysis) -> str:
 def facts(analysis: Analysis) -> list[tuple[str, str]]:
     """Returns what there is to know beside the sites."""
     lines = [("inputs", analysis.inputs), ("kernels", analysis.isa)]
-    lines += [("everything rewritten", told(score)) for score in analysis.everything.values()]
+    lines += [("everything rewritten", score_text(score)) for score in analysis.everything.values()]
     if (chosen := analysis.exclusion) is not None:
         count, share = len(chosen.sites), f"{chosen.share:.1%} of the rewritten weights' bytes"
-        scores = "; ".join(told(score) for score in chosen.scores.values())
+        scores = "; ".join(score_text(score) for score in chosen.scores.values())
         lines.append(("excluded", f"the {count} worst, {share}: measured, {scores}"))
     lines.append(("time", f"{analysis.seconds:.1f} s, {analysis.runs} runs"))
     if analysis.kept:
@@ -145,7 +145,7 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
     return lines + [("note", note) for note in analysis.notes]
 
 
-def told(score: Score) -> str:
+def score_text(score: Score) -> str:
     """Returns a score in words."""
     metric = score.metric
     worst = f" (worst {metric.shown(score.worst):.4g}, sample {score.worst_sample + 1})" * (len(score.values) > 1)

@@ -185,15 +185,15 @@ class Comparison(Report):
         taken, real = self.taken(), self._real()
         if taken is None:
             return []
-        told = [f"Take {taken.name}: {self._against(taken, self.rows[0])}."]
+        text = [f"Take {taken.name}: {self._against(taken, self.rows[0])}."]
         usual = [row for row in real if row.name == presets.DEFAULT != taken.name]
-        told += [f"Compared with the default: {self._against(taken, row)}." for row in usual]
+        text += [f"Compared with the default: {self._against(taken, row)}." for row in usual]
         for i, (word, sign) in enumerate((("Smallest", 1), ("Most accurate", self._sign), ("Fastest", 1))):
             numbers = [sign * row.numbers[i] for row in real]
             best = real[numbers.index(min(numbers))]
             if i in self._worse(taken, best):
-                told.append(f"{word}: {best.name}, with {self._against(best, taken)}.")
-        return told
+                text.append(f"{word}: {best.name}, with {self._against(best, taken)}.")
+        return text
 
     def _real(self) -> list[Row]:
         """Returns the recipes that were rewritten and run, and of which all numbers are known."""
@@ -213,11 +213,11 @@ class Comparison(Report):
         """Returns the numbers of a recipe in words, beside those of another one where they differ."""
         differ = {*self._worse(row, other), *self._worse(other, row)}
         forms = (("{:.3g} MB", "size"), (f"{self.metrics[0].shown_title} {{:.3g}}", "error"), ("{:.3g} ms", "time"))
-        told = []
+        text = []
         for i, (form, name) in enumerate(forms):
             instead = f" instead of {other.numbers[i]:.3g}" * math.isfinite(other.numbers[i])
-            told.append(f"same {name}" if instead and i not in differ else form.format(row.numbers[i]) + instead)
-        return ", ".join(told)
+            text.append(f"same {name}" if instead and i not in differ else form.format(row.numbers[i]) + instead)
+        return ", ".join(text)
 
     def _chart(self, which: int, axis: str) -> str:
         """Returns the error of each recipe against one of its numbers; the line joins what no real recipe beats."""
@@ -231,8 +231,8 @@ class Comparison(Report):
             x, y = row.numbers[which], row.numbers[1]
             if math.isfinite(x) and math.isfinite(y):
                 color = 0 if row is taken else 5 if row.emulated else 3
-                told = f"{row.name} ({row.kind}): {title} {y:.4g}, {axis} {x:.4g}"
-                points.append(html.Point(x, y, color, told, row.name))
+                text = f"{row.name} ({row.kind}): {title} {y:.4g}, {axis} {x:.4g}"
+                points.append(html.Point(x, y, color, text, row.name))
         for x, y in sorted((p.x, p.y) for p in points if p.color != 5):
             front += [(x, y)] if not front or sign * y < sign * front[-1][1] else []
         own = self.rows[0].numbers[which]
@@ -251,6 +251,6 @@ def _score(score: Score, *, several: bool) -> tuple[html.Cell, ...]:
     numbers = [score.metric.shown(value) for value in (score.mean, score.worst)[: 1 + several]]
     cells = [_NAN if math.isnan(value) else html.number(value, ".4g") for value in numbers]
     if several:
-        told, which = html.said(cells[1]), f" ({score.worst_sample + 1})"
-        cells[1] = (told + which, numbers[1]) if math.isfinite(numbers[1]) else told + which
+        text, which = html.said(cells[1]), f" ({score.worst_sample + 1})"
+        cells[1] = (text + which, numbers[1]) if math.isfinite(numbers[1]) else text + which
     return tuple(cells)

@@ -38,7 +38,7 @@ class Budget:
         value = self.value(score)
         return math.inf if math.isnan(value) else -value if self.metric.higher_is_better else value
 
-    def told(self, score: Score) -> str:
+    def score_text(self, score: Score) -> str:
         """Returns the value of a score in words: mean cosine 0.9981."""
         return f"{'worst' if self.of_worst else 'mean'} {self.metric.title} {self.value(score):.6g}"
 

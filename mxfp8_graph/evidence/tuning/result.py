@@ -77,7 +77,9 @@ class Tuning(Report):
         scores = self.chosen.trial.scores
         ratio = self.bytes_before / self.chosen.trial.byte_size if self.chosen.trial.byte_size else math.inf
         lines = [("inputs", self.inputs), ("kernels", self.isa), ("objective", self.objective)]
-        lines += [(str(budget), f"{budget.told(scores[budget.metric.name])}, measured") for budget in self.budgets]
+        lines += [
+            (str(budget), f"{budget.score_text(scores[budget.metric.name])}, measured") for budget in self.budgets
+        ]
         lines += [
             ("size", f"{size(self.bytes_before)} -> {size(self.chosen.trial.byte_size)} ({ratio:.2f}x smaller)"),
             ("packed", f"{self.packed_share:.1%} of the bytes of the weights that recipe {self.base} packs"),
@@ -87,11 +89,11 @@ class Tuning(Report):
             lines.append(("latency", f"{old * 1e3:.2f} ms -> {new * 1e3:.2f} ms ({old / new:.2f}x as fast), median"))
         equal = sum(step.met and step.cost == self.chosen.cost for step in self.steps)
         if equal > 1:
-            told = f"the most accurate, within 5 %, of {equal} plans of one {self.objective} that keep the budget"
-            lines.append(("chosen", told))
+            text = f"the most accurate, within 5 %, of {equal} plans of one {self.objective} that keep the budget"
+            lines.append(("chosen", text))
         met = sum(step.met for step in self.steps)
-        told = f"{len(self.steps)} plans rewritten and run on {self.samples} samples; {met} keep the budget"
-        lines.append(("search", told))
+        text = f"{len(self.steps)} plans rewritten and run on {self.samples} samples; {met} keep the budget"
+        lines.append(("search", text))
         lines += [("note", note) for note in self.notes]
         return lines + ([("result", self.output)] if self.output else [])
 
@@ -182,7 +184,7 @@ class Tuning(Report):
         other_scales = [name for name in weights.header if "scales" in name]  # JSON has them
         tables = [steps.without("weights", "step").html(), weights.without(*other_scales).html()]
         first = {"size", "chosen", "search"}
-        lead = [f"{key.capitalize()}: {told}." for key, told in self.facts() if key in first]
+        lead = [f"{key.capitalize()}: {text}." for key, text in self.facts() if key in first]
         parts = [html.facts(fact for fact in self.facts() if fact[0] not in first), self._chart()]
         parts += [html.text("The recipe", self.recipe.to_yaml()), *tables]
         lead = [f"The {self.headline()}.", *lead]
@@ -197,10 +199,10 @@ class Tuning(Report):
             value = budget.value(step.trial.scores[budget.metric.name])
             if math.isfinite(value):
                 color = 0 if step is self.chosen else 3 if step.met else 2
-                told = f"{number}. {step.what}: {budget.told(step.trial.scores[budget.metric.name])}"
+                text = f"{number}. {step.what}: {budget.score_text(step.trial.scores[budget.metric.name])}"
                 x = number if one_size else step.trial.byte_size / 1e6
                 label = "chosen" if step is self.chosen else ""
-                points.append(html.Point(x, value, color, f"{told}, {size(step.trial.byte_size)}", label))
+                points.append(html.Point(x, value, color, f"{text}, {size(step.trial.byte_size)}", label))
         if not points:
             return ""
         against = "in the order of the search" if one_size else "against the size of the tensors"

@@ -177,10 +177,10 @@ class Tuner:
     def _not_met(self) -> BudgetNotMetError:
         best = self._tuning(self._search.closest())
         scores = best.chosen.trial.scores
-        told = ", ".join(budget.told(scores[budget.metric.name]) for budget in self.budgets)
+        reached = ", ".join(budget.score_text(scores[budget.metric.name]) for budget in self.budgets)
         if self.place is not None:
             self.place.clear()
-        what = f"the best that was reached is {told}, with {best.chosen.counts}"
+        what = f"the best that was reached is {reached}, with {best.chosen.counts}"
         return BudgetNotMetError(best, what, " and ".join(map(str, self.budgets)))
 
     def _so_far(self) -> Tuning | None:
