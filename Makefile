@@ -2,7 +2,7 @@
 # make test   the product's tests   make check  lint, types, layers        make bench  benchmarks
 # make test-tools  developers' tooling   make samples  the shell blocks of samples   make test-slow  what takes minutes
 # make test-isas  the kernels on every instruction set   make test-cuda  slow tests of CUDA   make test-exports  models exported
-#                 again and compared with the committed ones: three parts of the slow tests, for .ci/run
+#                 again and compared with the committed ones
 # make mutants    changes the product in 150 places and counts which changes `make test` notices (an hour or two)
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make gpu-first  the first half hour on one, call by call
@@ -55,10 +55,10 @@ samples: $(VENV)/.installed
 	$(PYTEST) -m 'samples and not slow and not gpu' tests/test_documentation.py
 
 test-isas: $(VENV)/.installed
-	MXFP8_TEST_ISAS=all $(PYTEST) -m '$(QUICK)' -n 2 tests/mxfp8_ops -k 'not cuda'
+	MXFP8_TEST_ISAS=all $(PYTEST) -m '$(QUICK)' -n 2 --dist loadfile tests/mxfp8_ops -k 'not cuda'
 
 test-cuda: $(VENV)/.installed
-	$(PYTEST) -m 'slow and not gpu' -n 2 tests/mxfp8_ops -k cuda
+	$(PYTEST) -m 'slow and not gpu' -n 2 --dist loadfile tests/mxfp8_ops -k cuda
 
 test-exports: $(VENV)/.installed
 	$(PYTEST) -m slow tests/test_structures.py

@@ -12,14 +12,12 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 KERNELS = "custom_ops/mxfp8_ops/src/cpu/"
-CUDA = ("custom_ops/mxfp8_ops/cuda/", "custom_ops/mxfp8_ops/src/cuda/", "custom_ops/mxfp8_ops/src/cuda_host/")
 TOOLS = ("fuzz/", "mutants/", "faults.py", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py", "test_faults.py")
 
 TIERS = {
     "test-tools": ("benchmarks/", ".ci/", *(f"tests/{name}" for name in TOOLS)),
     "samples": ("samples/", "mxfp8_graph/cli/"),
     "test-isas": (KERNELS, "tests/mxfp8_ops/", "custom_ops/CMakeLists.txt"),
-    "test-cuda": (*CUDA, "tests/mxfp8_ops/"),
     "test-exports": ("tests/structures", "constraints.txt"),
 }
 """The start of the paths that a tier tests and `make test` does not, or not wholly."""

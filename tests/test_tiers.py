@@ -22,7 +22,6 @@ pytestmark = pytest.mark.tools
         ("README.md", []),
         ("mxfp8_graph/policy/plan.py", []),
         ("custom_ops/mxfp8_ops/src/cpu/kernels/codec.h", ["test-isas"]),
-        ("custom_ops/mxfp8_ops/src/cuda/tile.cu", ["test-cuda"]),
         ("samples/02_recipe/README.md", ["samples"]),
         ("tests/fuzz/run.py", ["test-tools"]),
         ("constraints.txt", ["test-exports"]),
