@@ -50,6 +50,8 @@ AREAS = {
 """Per area how many mutants are tried, and the files that they are drawn from."""
 
 CPP_TESTS = "tests/mxfp8_ops/test_*.py"
+OF_WHOLE_FILES = ("test_every_kernel_ran",)
+"""Tests that pass only after the others of their file, and would kill any mutant."""
 FIRST_TESTS = 25
 """So many tests run before all others that reach a mutant: most mutants are killed by these, in seconds."""
 MOST_SECONDS = 60.0
@@ -172,7 +174,8 @@ class Runner:
 
     def affordable(self, tests: Iterable[str], most: float = MOST_SECONDS) -> list[str]:
         """Returns the quickest of the tests, up to so many seconds in all."""
-        ordered = sorted(tests, key=lambda test: (self.cost(test), test))
+        alone = (test for test in tests if not test.endswith(OF_WHOLE_FILES))
+        ordered = sorted(alone, key=lambda test: (self.cost(test), test))
         sums = itertools.accumulate(map(self.cost, ordered))
         return [test for test, seconds in zip(ordered, sums, strict=True) if seconds <= most] or ordered[:1]
 
