@@ -9,12 +9,6 @@ from mxfp8_graph._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mxfp8_graph.checking.verify import verify as verify
-    from mxfp8_graph.dialects.convert import convert as convert
-    from mxfp8_graph.evidence.analyze import analyze as analyze
-    from mxfp8_graph.evidence.compare import compare as compare
-    from mxfp8_graph.evidence.tuning.run import tune as tune
-    from mxfp8_graph.hosts import package as package
-    from mxfp8_graph.hugging_face import from_hf as from_hf
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
     from mxfp8_graph.packed import PackedWeight as PackedWeight
     from mxfp8_graph.packed import export_safetensors as export_safetensors
@@ -29,13 +23,19 @@ if TYPE_CHECKING:
     from mxfp8_graph.program_files import save as save
     from mxfp8_graph.report.data import RewriteReport as RewriteReport
     from mxfp8_graph.rewriting import rewrite as rewrite
+    from mxfp8_graph.tools.analyze.run import analyze as analyze
+    from mxfp8_graph.tools.compare.run import compare as compare
+    from mxfp8_graph.tools.dialects.convert import convert as convert
+    from mxfp8_graph.tools.from_hf import from_hf as from_hf
+    from mxfp8_graph.tools.hosts import package as package
+    from mxfp8_graph.tools.tune.run import tune as tune
 
 # The names a second time: the block above is for type checkers, this table for the import on first use.
 _HOMES = {
     "rewrite": "rewriting",
-    "convert": "dialects.convert",
+    "convert": "tools.dialects",
     "to_onnx": "onnx_export",
-    "from_hf": "hugging_face",
+    "from_hf": "tools.from_hf",
     "unpack": "packed",
     "PackedWeight": "packed",
     "export_safetensors": "packed",
@@ -49,10 +49,10 @@ _HOMES = {
     "load": "program_files",
     "save": "program_files",
     "verify": "checking.verify",
-    "analyze": "evidence.analyze",
-    "compare": "evidence.compare",
-    "package": "hosts",
-    "tune": "evidence.tuning.run",
+    "analyze": "tools.analyze.run",
+    "compare": "tools.compare.run",
+    "package": "tools.hosts",
+    "tune": "tools.tune.run",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604
 

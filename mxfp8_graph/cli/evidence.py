@@ -68,9 +68,9 @@ def compare(
     Recipes are rewritten and run; formats of other tools are emulated, and marked so. Needs room for the rewritten
     models in the temporary folder (TMPDIR).
     """
-    from mxfp8_graph.evidence import comparison_text
-    from mxfp8_graph.evidence.compare import METRICS
-    from mxfp8_graph.evidence.compare import compare as run_comparison
+    from mxfp8_graph.tools.compare import text as comparison_text
+    from mxfp8_graph.tools.compare.run import METRICS
+    from mxfp8_graph.tools.compare.run import compare as run_comparison
 
     check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
@@ -124,9 +124,9 @@ def analyze(
     Prints the matmuls, the worst first, and an exclude list to paste into a recipe. Takes two runs of the model per
     matmul and sample. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
     """
-    from mxfp8_graph.evidence import analysis_text
-    from mxfp8_graph.evidence.analyze import analyze as run_analysis
     from mxfp8_graph.policy.recipe import load_recipe
+    from mxfp8_graph.tools.analyze import text as analysis_text
+    from mxfp8_graph.tools.analyze.run import analyze as run_analysis
 
     check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
@@ -191,11 +191,11 @@ def tune(
     plan keeps the budget, the exit code is 1 and nothing is written. Needs room for a copy of an ONNX MODEL in the
     temporary folder (TMPDIR).
     """
-    from mxfp8_graph.evidence.tuning import text
-    from mxfp8_graph.evidence.tuning.result import BudgetNotMetError
-    from mxfp8_graph.evidence.tuning.run import tune as run_search
-    from mxfp8_graph.evidence.tuning.tuner import Interrupted
     from mxfp8_graph.policy.recipe import load_recipe
+    from mxfp8_graph.tools.tune import text
+    from mxfp8_graph.tools.tune.result import BudgetNotMetError
+    from mxfp8_graph.tools.tune.run import tune as run_search
+    from mxfp8_graph.tools.tune.tuner import Interrupted
 
     check_reports(report, [model], overwrite=overwrite)
     table = partial(text.tuning, every=verbose)

@@ -62,11 +62,11 @@ def from_hf(
 
     Copies the bytes of all tensors. Nothing in the folder is executed.
     """
-    from mxfp8_graph import hugging_face
+    from mxfp8_graph.tools.from_hf import from_hf as from_folder
 
     check_reports(report, [output], overwrite=overwrite)
     with progress_bar() as progress:
-        _, done = hugging_face.from_hf(
+        _, done = from_folder(
             folder,
             output,
             recipe=recipe,
@@ -119,8 +119,8 @@ def convert(
     Reads the nodes of rewrite, TensorRT (modelopt, TransformerEngine), standard Q/DQ, ONNX Runtime's CUDA op and Quark.
     Prints the quantized values it reads and the losses in the other dialect.
     """
-    from mxfp8_graph.dialects import convert as run_conversion
     from mxfp8_graph.report import text
+    from mxfp8_graph.tools.dialects import convert as run_conversion
 
     check_reports(report, [model, output], overwrite=overwrite)
     _, done = run_conversion(
@@ -154,6 +154,6 @@ def package(
     ] = None,
 ) -> None:
     """Writes a folder with MODEL, the native library and a configuration, from which a serving program loads it."""
-    from mxfp8_graph import hosts
+    from mxfp8_graph.tools import hosts
 
     typer.echo(printable(str(hosts.package(model, host, output, config=config, root=root))))

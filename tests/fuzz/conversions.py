@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper
 
 import mxfp8_graph
-from mxfp8_graph.dialects.convert import DIALECTS, LOSSES
+from mxfp8_graph.tools.dialects.convert import DIALECTS, LOSSES
 from mxfp8_ops.errors import Mxfp8Error
 
 from . import onnx_models

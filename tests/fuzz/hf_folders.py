@@ -15,7 +15,7 @@ from typing import Any, Final
 import transformers
 from transformers import AutoConfig
 
-from mxfp8_graph.hugging_face import from_hf, graph
+from mxfp8_graph.tools.from_hf import from_hf, graph
 from mxfp8_ops.errors import Mxfp8Error
 
 from . import safetensors_files

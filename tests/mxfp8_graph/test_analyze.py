@@ -26,12 +26,12 @@ from mxfp8_graph import Recipe
 from mxfp8_graph.checking import sessions
 from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.runner import open_runnable
-from mxfp8_graph.evidence import exclusion, switched
-from mxfp8_graph.evidence.analysis import Analysis
-from mxfp8_graph.evidence.analyze import analyze
-from mxfp8_graph.evidence.input_statistics import OUTLIER, InputObserver
-from mxfp8_graph.evidence.layers import by_layer
 from mxfp8_graph.policy.plan import Decision, MatMulSite
+from mxfp8_graph.tools import exclusion, switched
+from mxfp8_graph.tools.analyze.analysis import Analysis
+from mxfp8_graph.tools.analyze.input_statistics import OUTLIER, InputObserver
+from mxfp8_graph.tools.analyze.layers import by_layer
+from mxfp8_graph.tools.analyze.run import analyze
 from mxfp8_ops import cpu, numerics
 from mxfp8_ops.errors import ContractError, RecipeError, ShapeError
 

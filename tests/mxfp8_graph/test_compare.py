@@ -17,13 +17,13 @@ from grids import looped
 import mxfp8_graph
 from mxfp8_graph.checking.compare import difference, sqnr
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.evidence.compare import NAMED, VARIANTS, WORDS
-from mxfp8_graph.evidence.comparison import Comparison, Row
-from mxfp8_graph.evidence.metrics import METRICS, Score
-from mxfp8_graph.evidence.number_formats import PEERS
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.tools.compare.comparison import Comparison, Row
+from mxfp8_graph.tools.compare.number_formats import PEERS
+from mxfp8_graph.tools.compare.run import NAMED, VARIANTS, WORDS
+from mxfp8_graph.tools.metrics import METRICS, Score
 from mxfp8_ops.errors import ContractError, RecipeError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("own_folder")

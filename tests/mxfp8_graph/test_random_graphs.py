@@ -20,8 +20,8 @@ import mxfp8_graph
 from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.samples import make_samples
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.evidence.switched import open_switchable
 from mxfp8_graph.policy.recipe import load_recipe
+from mxfp8_graph.tools.switched import open_switchable
 
 SIZES = (32, 48, 64, 70, 96)
 """Values of K and N: whole blocks, and partial last ones."""

@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("onnxscript")
 
-from mxfp8_graph.hugging_face import architecture, graph  # noqa: E402
-from mxfp8_graph.hugging_face.limits import Limits  # noqa: E402
-from mxfp8_graph.hugging_face.repeat import EXPORTED, repeat  # noqa: E402
+from mxfp8_graph.tools.from_hf import architecture, graph  # noqa: E402
+from mxfp8_graph.tools.from_hf.limits import Limits  # noqa: E402
+from mxfp8_graph.tools.from_hf.repeat import EXPORTED, repeat  # noqa: E402
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "vocab_size": 50}
 SIZES = {"dim": 64, "n_heads": 2, "hidden_dim": 96, "vocab_size": 50}

@@ -14,7 +14,7 @@ import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.checking.runner import open_runnable
 from mxfp8_graph.checking.samples import make_samples
-from mxfp8_graph.evidence.switched import open_switchable
+from mxfp8_graph.tools.switched import open_switchable
 
 EVERYTHING = Recipe(
     attention_scores=True, attention_values=True, output_projections=True, embeddings=True, min_dim=1, fuse=False

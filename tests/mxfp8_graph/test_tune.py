@@ -19,11 +19,11 @@ from onnx import numpy_helper
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.evidence.metrics import Score
-from mxfp8_graph.evidence.tuning.budget import parse
-from mxfp8_graph.evidence.tuning.plans import KEPT, Unit, Way, after, path, size_cost
-from mxfp8_graph.evidence.tuning.result import BudgetNotMetError
-from mxfp8_graph.evidence.tuning.trials import Trials
+from mxfp8_graph.tools.metrics import Score
+from mxfp8_graph.tools.tune.budget import parse
+from mxfp8_graph.tools.tune.plans import KEPT, Unit, Way, after, path, size_cost
+from mxfp8_graph.tools.tune.result import BudgetNotMetError
+from mxfp8_graph.tools.tune.trials import Trials
 from mxfp8_ops.errors import ContractError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("own_folder")

@@ -20,7 +20,7 @@ from commands import poison, refused, run, save
 from grids import looped
 
 import mxfp8_graph
-from mxfp8_graph.evidence.tuning.tuner import Interrupted
+from mxfp8_graph.tools.tune.tuner import Interrupted
 
 pytestmark = [
     pytest.mark.usefixtures("own_folder"),

@@ -1,6 +1,0 @@
-"""Writes folders for serving programs: a rewritten model, the native library, and a configuration that names it."""
-
-from __future__ import annotations
-
-from mxfp8_graph.hosts.write import HOSTS as HOSTS
-from mxfp8_graph.hosts.write import package as package

@@ -1,0 +1,256 @@
+"""What a comparison of recipes found, a row per recipe, and how it is written: as JSON, as a page."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mxfp8_graph.policy import presets
+from mxfp8_graph.report import html
+from mxfp8_graph.report.data import Report, filled
+from mxfp8_graph.report.json_text import finite
+from mxfp8_graph.tools.metrics import Metric, Score
+
+_NAN: Final = "NaN or Inf"
+"""What a table says of a score without a number."""
+
+_SAME: Final = (0.01, 0.02, 0.1)
+"""Shares by which sizes, errors and times may differ and still be called the same: times repeat within 10 %."""
+
+LEGEND: Final = (
+    (
+        "real",
+        "the rewritten model, in ONNX Runtime with our kernels; its size is that of the files",
+    ),
+    (
+        "emulated",
+        "values are rounded to the format and multiplied in float32, so there is no latency; its size is what the "
+        "format would take. The matmuls are those that preset mxfp8 rewrites",
+    ),
+    ("worst", "of all samples; in brackets which one it is"),
+    ("weight SQNR", "-20 log10 of the relative L2 error of the rewritten weights, a mean over them"),
+    ("bytes per weight", "of the rewritten weights: elements + scales; K is a matmul's inner size"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One recipe. What is None does not apply, or could not be found for the reason in `problem`."""
+
+    name: str
+    what: str
+    """The recipe in words."""
+    emulated: bool
+    recipe: str = ""
+    """As a recipe file has it; of formats of others nothing."""
+    scores: tuple[Score, ...] = ()
+    """One per metric."""
+    sites: int | None = None
+    """How many matmuls are rewritten."""
+    weight_sqnr: float | None = None
+    """In dB."""
+    byte_size: int | None = None
+    """Bytes of the model."""
+    bytes_per_weight: float | None = None
+    formula: str = ""
+    """How that comes about."""
+    seconds: float | None = None
+    """Median latency."""
+    problem: str = ""
+    """Why the recipe has no result."""
+
+    @property
+    def kind(self) -> str:
+        """The row's kind in a word."""
+        return "emulated" if self.emulated else "real"
+
+    @property
+    def explained(self) -> str:
+        """The recipe in words, with the formula of its bytes."""
+        return self.what + f"; {self.formula} bytes per weight" * bool(self.formula)
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """Size in MB, mean error at the outputs by the first metric, latency in ms; NaN for what is not known."""
+        error = self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
+        return (self.byte_size or math.nan) / 1e6, error, (self.seconds or math.nan) * 1e3
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the row with JSON types only; what is not finite is None."""
+        return {
+            "recipe": self.name,
+            "what": self.what,
+            "emulated": self.emulated,
+            "scores": [score.to_dict() for score in self.scores],
+            "matmuls": self.sites,
+            "weight_sqnr_db": finite(self.weight_sqnr),
+            "bytes": self.byte_size,
+            "bytes_per_weight": self.bytes_per_weight,
+            "bytes_per_weight_formula": self.formula or None,
+            "latency_seconds": self.seconds,
+            "problem": self.problem or None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Report):
+    """All recipes on one model and the same samples."""
+
+    model: str
+    inputs: str
+    """The samples in words."""
+    timed: str
+    """The largest sample, on which latencies are measured, in words."""
+    synthesised: bool
+    sample_names: tuple[str, ...]
+    metrics: tuple[Metric, ...]
+    isa: str
+    """The instruction set the kernels ran on."""
+    rows: tuple[Row, ...]
+    """The first is the model as it is."""
+    notes: tuple[str, ...] = ()
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns what stands above the table, as (label, value)."""
+        return [
+            ("model", self.model),
+            ("inputs", self.inputs),
+            ("kernels", self.isa),
+            ("latency", f"the median of runs on the largest sample, {self.timed}, one model after another in turn"),
+            *(("note", note) for note in self.notes),
+            *((f"{row.name}:", row.problem) for row in self.rows if row.problem),
+        ]
+
+    def table(self) -> html.Columns:
+        """Returns (header, a row per recipe), without columns that are empty."""
+        several = len(self.sample_names) > 1
+        scores = [m.shown_title for m in self.metrics]
+        header = [part for s in scores for part in ((f"{s}: mean", "worst") if several else (s,))]
+        ends = ("weight SQNR, dB", "bytes per weight", "model", "latency, ms", "matmuls", "what it is")
+        return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
+
+    def _cells(self, row: Row, *, several: bool) -> tuple[html.Cell, ...]:
+        scores = [_score(score, several=several) for score in row.scores] or [("",) * (1 + several)] * len(self.metrics)
+        return (
+            row.name,
+            row.kind,
+            *itertools.chain.from_iterable(scores),
+            html.number(row.weight_sqnr, ".2f"),
+            html.number(row.bytes_per_weight, ".4g"),
+            html.byte_size(row.byte_size),
+            html.number(None if row.seconds is None else row.seconds * 1e3, ".2f"),
+            html.number(row.sites, "d"),
+            row.explained,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only."""
+        return {
+            "model": self.model,
+            "inputs": self.inputs,
+            "latency_inputs": self.timed,
+            "synthesised": self.synthesised,
+            "samples": list(self.sample_names),
+            "isa": self.isa,
+            "notes": list(self.notes),
+            "recipes": [row.to_dict() for row in self.rows],
+        }
+
+    def to_html(self) -> str:
+        """Returns everything as a page that fetches nothing."""
+        taken, notes = self.taken(), [f"{row.kind}: {row.explained}" for row in self.rows]
+        table = html.Table("Recipes", *self.table(), marked=taken.name if taken else "", notes=notes)
+        table = table.without("worst", "kind", "weight SQNR, dB", "bytes per weight", "matmuls", "what it is")
+        parts = [self._chart(0, "size, MB"), self._chart(2, "time, ms"), table.html()]
+        if taken:
+            parts.append(html.text(f"The recipe {taken.name}, as a file has it", taken.recipe))
+        parts.append(html.facts(fact for fact in (*self.facts()[1:], *LEGEND[:2]) if fact[0] != "note"))
+        lead = [*self.advice(), *self.notes]
+        return html.page(f"Recipes for {self.model}", parts, lead=lead, files=[self.model])
+
+    def taken(self) -> Row | None:
+        """Returns the recipe to take, of those that were rewritten and run; None if none has a result.
+
+        It is the default one or, if some are worse than that in neither size nor error nor time, the most accurate.
+        """
+        real = self._real()
+        usual = [row for row in real if row.name == presets.DEFAULT] or real
+        good = [row for row in real if not self._worse(row, usual[0])]
+        return min(good, key=lambda row: self._sign * row.numbers[1], default=None)
+
+    def advice(self) -> list[str]:
+        """Returns which recipe to take, and what the default, smallest, most accurate and fastest one would give."""
+        taken, real = self.taken(), self._real()
+        if taken is None:
+            return []
+        text = [f"Take {taken.name}: {self._against(taken, self.rows[0])}."]
+        usual = [row for row in real if row.name == presets.DEFAULT != taken.name]
+        text += [f"Compared with the default: {self._against(taken, row)}." for row in usual]
+        for i, (word, sign) in enumerate((("Smallest", 1), ("Most accurate", self._sign), ("Fastest", 1))):
+            numbers = [sign * row.numbers[i] for row in real]
+            best = real[numbers.index(min(numbers))]
+            if i in self._worse(taken, best):
+                text.append(f"{word}: {best.name}, with {self._against(best, taken)}.")
+        return text
+
+    def _real(self) -> list[Row]:
+        """Returns the recipes that were rewritten and run, and of which all numbers are known."""
+        return [row for row in self.rows[1:] if not row.emulated and all(map(math.isfinite, row.numbers))]
+
+    @property
+    def _sign(self) -> int:
+        """-1 if more of the first metric is better, as it is shown: a distance from 1 is the better the less it is."""
+        return -1 if self.metrics[0].higher_is_better and self.metrics[0].shown_title == self.metrics[0].title else 1
+
+    def _worse(self, row: Row, other: Row) -> list[int]:
+        """Returns which of its numbers are clearly worse than another recipe's."""
+        numbers = zip((1, self._sign, 1), row.numbers, other.numbers, _SAME, strict=True)
+        return [i for i, (sign, mine, its, same) in enumerate(numbers) if sign * (mine - its) > same * abs(its)]
+
+    def _against(self, row: Row, other: Row) -> str:
+        """Returns the numbers of a recipe in words, beside those of another one where they differ."""
+        differ = {*self._worse(row, other), *self._worse(other, row)}
+        forms = (("{:.3g} MB", "size"), (f"{self.metrics[0].shown_title} {{:.3g}}", "error"), ("{:.3g} ms", "time"))
+        text = []
+        for i, (form, name) in enumerate(forms):
+            instead = f" instead of {other.numbers[i]:.3g}" * math.isfinite(other.numbers[i])
+            text.append(f"same {name}" if instead and i not in differ else form.format(row.numbers[i]) + instead)
+        return ", ".join(text)
+
+    def _chart(self, which: int, axis: str) -> str:
+        """Returns the error of each recipe against one of its numbers; the line joins what no real recipe beats."""
+        taken, title, sign = self.taken(), self.metrics[0].shown_title, self._sign
+        colors, points, front = (
+            {5: "emulated", 3: "real", 0: "to take"},
+            list[html.Point](),
+            list[tuple[float, float]](),
+        )
+        for row in self.rows[1:]:
+            x, y = row.numbers[which], row.numbers[1]
+            if math.isfinite(x) and math.isfinite(y):
+                color = 0 if row is taken else 5 if row.emulated else 3
+                text = f"{row.name} ({row.kind}): {title} {y:.4g}, {axis} {x:.4g}"
+                points.append(html.Point(x, y, color, text, row.name))
+        for x, y in sorted((p.x, p.y) for p in points if p.color != 5):
+            front += [(x, y)] if not front or sign * y < sign * front[-1][1] else []
+        own = self.rows[0].numbers[which]
+        return html.Chart(
+            heading=f"Mean {title} at the outputs against {axis}",
+            points=sorted(points, key=lambda point: -point.color),  # what is drawn last is on top
+            axis=axis,
+            legend={color: name for color, name in colors.items() if any(p.color == color for p in points)},
+            front=front,
+            limits=[("x", f"the model as it is: {own:.3g}", own)] if math.isfinite(own) else [],
+        ).html()
+
+
+def _score(score: Score, *, several: bool) -> tuple[html.Cell, ...]:
+    """Returns the mean over the samples and, of several, the worst one's number and which one that is."""
+    numbers = [score.metric.shown(value) for value in (score.mean, score.worst)[: 1 + several]]
+    cells = [_NAN if math.isnan(value) else html.number(value, ".4g") for value in numbers]
+    if several:
+        text, which = html.said(cells[1]), f" ({score.worst_sample + 1})"
+        cells[1] = (text + which, numbers[1]) if math.isfinite(numbers[1]) else text + which
+    return tuple(cells)

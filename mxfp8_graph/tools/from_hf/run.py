@@ -1,0 +1,187 @@
+"""from_hf(): a local Hugging Face folder with MXFP8 weights -> ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import onnx
+
+from mxfp8_graph.file_reading import Pins, is_folder
+from mxfp8_graph.options import CheckpointWeights, Options, Progress
+from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
+from mxfp8_graph.pass_steps import Reporter
+from mxfp8_graph.policy import presets
+from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.report.data import RewriteReport
+from mxfp8_ops import contract, formats
+from mxfp8_ops.errors import BackendError, ContractError, Option
+
+if TYPE_CHECKING:
+    from mxfp8_graph.onnx_model.open import OpenedModel
+
+_WEIGHT_ONLY = "mxfp8-weight-only"
+_ACTIVATIONS = {"num_bits": 8, "type": "float", "group_size": formats.BLOCK_SIZE, "dynamic": True}
+"""The fields of compressed-tensors for activations in MXFP8; static scales, for example, are other numerics.
+
+modelopt says that `dynamic` is False, although its MXFP8 has no stored scales: see `_quant_algo_to_group_config` in
+modelopt/torch/export/convert_hf_config.py. A checkpoint with scales of activations is refused when it is opened.
+"""
+
+
+def from_hf(
+    folder: str | Path,
+    output: str | Path | None = None,
+    *,
+    recipe: str | Path | Recipe | None = None,
+    settings: Sequence[str] = (),
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+    opset: int = contract.MIN_OPSET,
+    external_data: Literal["auto", "always", "never"] = "auto",
+    overwrite: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Path, RewriteReport]:
+    """Returns (the ONNX file, a report): the model in a Hugging Face folder with its MXFP8 weights, byte for byte.
+
+    The model is built from config.json without values, exported, and its weights are copied: packed ones as
+    `rewrite(weights=...)` takes them, everything else (norms, embeddings, output projection) as it is stored, in its
+    dtype; but biases that packed nodes add are float32, which holds their values. Nothing in the folder is executed,
+    nothing is fetched, and no weight is quantized or widened on the way.
+
+    Decoders (classes named ...ForCausalLM) take input_ids and attention_mask [batch, past + sequence], and their cache
+    as past_key_values.N.key and .value [batch, heads, past, size]; they give logits and present.N.key and .value.
+    Encoders take input_ids, attention_mask and perhaps token_type_ids, and give what transformers gives.
+
+    Args:
+        folder: with config.json and model.safetensors, or model.safetensors.index.json and its shards.
+        output: file to write. Default: FOLDER/model.mxfp8.onnx.
+        recipe: sets activations and fusion, as in `rewrite`. Default: "mxfp8-weight-only" for a checkpoint
+            that says that activations are not quantized, else "mxfp8".
+        settings: fields that are set in the recipe: "fuse=false"; see `Recipe.setting`.
+        dtype: the dtype of all other computations; tensors that are stored in another one are cast at run time.
+        opset: version of the default operator domain, at least 21.
+        external_data: whether tensors go to OUTPUT.data: "always" and "auto", or "never".
+        overwrite: whether an existing output may be replaced.
+        allow_nonfinite: take weights that hold NaN or Inf instead of refusing them.
+        progress: called after each weight.
+
+    Raises:
+        ContractError: the folder holds no MXFP8 checkpoint or no model that transformers knows and torch can export; a
+            tensor is missing, of another shape or quantized in another way; config.json asks for more than the
+            checkpoint has; or the output cannot be written.
+        RecipeError: the recipe is malformed, or does not fit the model.
+        BackendError: torch, onnxscript or transformers is missing.
+    """
+    folder = Path(folder)
+    if not is_folder(folder):
+        raise ContractError(folder, "not a folder", expected="a local Hugging Face folder", advice="check the path")
+    config = read_json(
+        folder / "config.json",
+        Pins(),
+        what="not a JSON object",
+        expected="the config of a model",
+        advice="download it again",
+    )
+    if dtype not in contract.VALUE_NAMES.values():
+        raise ContractError.unknown("dtype", dtype, contract.VALUE_NAMES.values())
+    newest = onnx.defs.onnx_opset_version()
+    if not contract.MIN_OPSET <= opset <= newest:
+        expected = f"{contract.MIN_OPSET} to {newest}"
+        raise ContractError("opset", str(opset), expected=expected, advice="choose one of them")
+    checkpoint = open_checkpoint(folder)
+    checkpoint.require_mxfp8()
+    chosen = load_recipe(_recipe_for(config, checkpoint, folder) if recipe is None else recipe).setting(settings)
+    target = Path(output) if output else folder / "model.mxfp8.onnx"
+    weights = CheckpointWeights(
+        where=str(folder),
+        weights=checkpoint.weights,
+        instead=True,
+        check=checkpoint.check,
+        files=checkpoint.files | {folder / "config.json"},
+    )
+    # Before the export, which takes minutes: the output must not be one of the files that it is made of.
+    weights.keep(target)
+    options = Options(
+        name=str(folder),
+        output=target,
+        external_data=external_data,
+        overwrite=overwrite,
+        allow_nonfinite=allow_nonfinite,
+        weights=weights,
+        progress=progress,
+    )
+    reporter = Reporter(recipe=chosen, options=options, bytes_before=checkpoint.byte_size)
+    opened = _opened(folder, config, checkpoint, dtype, opset)
+    from mxfp8_graph.onnx_pass.run import rewrite_opened
+
+    path, report = rewrite_opened(opened, reporter)
+    assert isinstance(path, Path)  # an output was asked for
+    return path, report
+
+
+def _opened(folder: Path, numbers: dict[str, Any], checkpoint: Checkpoint, dtype: str, opset: int) -> OpenedModel:
+    """Returns the model, whose tensors are external data in the files of the checkpoint."""
+    try:
+        import onnxscript  # noqa: F401
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        expected, advice = "torch, onnxscript and transformers", "pip install torch onnxscript transformers"
+        raise BackendError("from_hf", str(error), expected=expected, advice=advice) from error
+    from mxfp8_graph.tools.from_hf import architecture, stored, whole
+    from mxfp8_graph.tools.from_hf.limits import Limits
+
+    limits = Limits(checkpoint, folder / "config.json")
+    limits.check_numbers(numbers)
+    with architecture.offline():
+        config = architecture.load_config(folder)
+        # On meta first: names and shapes are checked before a module with real buffers is built.
+        blank = architecture.build(config, folder, dtype, limits, "meta")
+        architecture.check_callable(blank, config, folder)
+        # Tied parameters: a checkpoint stores one of their names.
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in blank.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(tensor), []).append(name)
+        tied = {name: names for names in aliases.values() for name in names}
+        # Checkpoints of a model with and without a head differ in a prefix of their names.
+        names = stored.Names(checkpoint, getattr(blank, "base_model_prefix", ""), tied)
+        stored.check({name: tuple(tensor.shape) for name, tensor in blank.state_dict().items()}, checkpoint, names)
+        model = architecture.build(config, folder, dtype, limits, "cpu")
+        proto, inputs = whole.export(model, config, folder, opset)
+    opened = stored.opened(proto, checkpoint, inputs, names)
+    unused = sorted(checkpoint.others.keys() - names.used)
+    if unused:
+        opened.notes.append(f"{len(unused)} tensors of the checkpoint are not used by the model: {listed(unused, 5)}")
+    return opened
+
+
+def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) -> str:
+    """Returns the preset whose activations are those of the checkpoint.
+
+    Raises:
+        ContractError: only some layers have quantized activations, or they are quantized in another way than MXFP8.
+    """
+    quantization = config.get("quantization_config")
+    quantization = quantization if isinstance(quantization, dict) else {}
+    # auto-round's field: 16 bits means that activations are not quantized.
+    if quantization.get("act_bits", 8) == 16:
+        return _WEIGHT_ONLY
+    quantized = [not weight.weight_only for weight in checkpoint.weights.values()]
+    groups = quantization.get("config_groups")
+    where = folder / "config.json"
+    advice = ("choose for all with ", Option("recipe"), ", or say which in a recipe file")
+    if isinstance(groups, dict) and groups:
+        said = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+        ours = {"dynamic": True} if quantization.get("quant_method") == "modelopt" else {}
+        for each in filter(None, said):
+            if not (isinstance(each, dict) and _ACTIVATIONS.items() <= {**each, **ours}.items()):
+                what = f"quantization_config has activations that are not in MXFP8: {str(each)[:200]}"
+                raise ContractError(where, what, expected=str(_ACTIVATIONS), advice=advice)
+        quantized = [bool(each) for each in said]
+    # A preset has one setting for all sites, and a guess would change results.
+    if any(quantized) and not all(quantized):
+        what = "the activations of some layers alone are quantized"
+        raise ContractError(where, what, expected="the same for all", advice=advice)
+    return presets.DEFAULT if any(quantized) else _WEIGHT_ONLY

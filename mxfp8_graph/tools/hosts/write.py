@@ -1,0 +1,180 @@
+"""Writes the folder that a host loads a rewritten model from."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Final
+
+from mxfp8_graph.file_reading import open_regular
+from mxfp8_graph.models import Kind, kind_of
+from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model.open import OpenedModel, open_model
+from mxfp8_graph.onnx_model.tensor_data import is_external, location
+from mxfp8_graph.onnx_model.walk import iter_tensors
+from mxfp8_graph.tools.hosts import genai, hugging_face, triton
+from mxfp8_graph.tools.hosts.layout import Layout, Request
+from mxfp8_ops import native
+from mxfp8_ops.errors import ContractError, Option
+
+HOSTS: Final[dict[str, Callable[[Request], Layout]]] = {
+    "genai": genai.layout,
+    "optimum": hugging_face.optimum,
+    "sentence-transformers": hugging_face.sentence_transformers,
+    "triton": triton.layout,
+}
+"""Name of a host -> the function that returns the layout of its folder."""
+
+
+def package(
+    model: str | Path,
+    host: str,
+    output: str | Path,
+    *,
+    config: str | Path | None = None,
+    root: str | Path | None = None,
+) -> Path:
+    """Returns `output`, a new folder that a host loads a rewritten model from.
+
+    Files are copied, the model's external data too. The folder is put in place whole; if the process is killed on the
+    way, a folder `.NAME.TOKEN.mxfp8-folder` stays beside it.
+
+    Args:
+        model: an ONNX file that `rewrite` made.
+        host: one of `HOSTS`. triton: a model of onnxruntime's backend, to lie in a model repository; genai:
+            onnxruntime-genai; sentence-transformers and optimum: their ONNX backends, whose caller registers the
+            library with `mxfp8_ops.ort.register`.
+        output: the folder; its name is the model's in Triton.
+        config: the folder that describes the model: what the Hugging Face hub or sentence-transformers has beside the
+            weights, or for genai what its model builder wrote. All hosts but triton need one.
+        root: where the host will see the folder, if that is elsewhere, as in a container. Absolute. For triton only,
+            whose configuration has the absolute path of the library.
+
+    Raises:
+        ContractError: the model is not one that `rewrite` made, `config` lacks something or does not fit the model, or
+            the folder exists or cannot be written.
+        BackendError: the native library is missing.
+    """
+    if host not in HOSTS:
+        raise ContractError.unknown("host", host, HOSTS)
+    if root is not None and (host != "triton" or not Path(root).is_absolute()):
+        expected, advice = "an absolute path, for triton", "correct it or leave it out"
+        raise ContractError("root", f"{os.fspath(root)!r} for {host}", expected=expected, advice=advice)
+    if config is not None and host == "triton":
+        what, expected = "a description for triton", "none, since the configuration follows from the model"
+        raise ContractError("config", what, expected=expected, advice="leave it out")
+    opened, target = _rewritten(model), Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
+    # lexists: a dangling link is in the way of the rename too.
+    if os.path.lexists(target):
+        raise _exists(target)
+    library = native.library_path()
+    layout = HOSTS[host](
+        Request(
+            model=opened.proto,
+            name=opened.name,
+            folder_name=target.name,
+            library=library.name,
+            config=None if config is None else Path(config),
+            root=PurePosixPath(root or target),
+        )
+    )
+    try:
+        with _new_folder(target) as folder:
+            _fill(folder, layout, opened, library)
+    except OSError as error:
+        raise ContractError.unwritable(target, error, ("pass another ", Option("output"))) from None
+    return target
+
+
+def _rewritten(model: Any) -> OpenedModel:
+    if kind_of(model) is not Kind.ONNX_FILE:
+        advice = "write a program with mxfp8_graph.to_onnx, a model in memory with onnx.save"
+        raise ContractError(str(model)[:80], "is not an ONNX file", expected="one", advice=advice)
+    opened = open_model(model)
+    if record.find(opened.proto) is None:
+        raise ContractError(opened.name, "has no MXFP8 nodes", expected="a rewritten model", advice="rewrite it first")
+    return opened
+
+
+@contextlib.contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Yields a folder to fill, which is renamed to `target` at the end, or removed after an error."""
+    # Beside the target, so that the rename stays within one file system.
+    folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}.mxfp8-folder")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # and is a file
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+    folder.mkdir()
+    try:
+        yield folder
+        try:
+            folder.rename(target)
+        except OSError as error:
+            if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:  # since it was looked for
+                raise _exists(target) from None
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(folder: Path, layout: Layout, opened: OpenedModel, library: Path) -> None:
+    for name, content in layout.files.items():
+        if isinstance(content, bytes):
+            with _new_file(folder, name) as file:
+                file.write(content)
+        else:
+            _copy(functools.partial(open_regular, content), content, folder, name)
+    if layout.library is not None:
+        _copy(functools.partial(open_regular, library), library, folder, layout.library)
+    _copy_model(folder, layout.model, opened)
+
+
+def _copy_model(folder: Path, name: str, opened: OpenedModel) -> None:
+    """Copies a model and its external data, which keeps its place relative to the model."""
+    models, path = opened.folder, Path(opened.name)
+    assert models is not None  # it came from a file
+    _copy(functools.partial(models.files.open, path), path, folder, name)
+    tensors = [*opened.tensors.values(), *iter_tensors(opened.proto)]
+    for data in sorted({location(tensor) for tensor in tensors if is_external(tensor)}):
+        place = str(PurePosixPath(name).parent / data)
+        _copy(functools.partial(models.open, data, opened.name), path.parent / data, folder, place)
+    # After the copies: a model that changed meanwhile may have given parts of two versions.
+    models.files.check()
+
+
+def _copy(open_original: Callable[[], BinaryIO], path: Path, folder: Path, name: str) -> None:
+    """Copies what `open_original` opens, called `path` in errors, to a new file below `folder`."""
+    try:
+        original = open_original()
+    except OSError as error:
+        raise ContractError.unreadable(path, error, "a readable file") from None
+    with original, _new_file(folder, name) as file:
+        shutil.copyfileobj(original, file)
+
+
+@contextlib.contextmanager
+def _new_file(folder: Path, name: str) -> Iterator[BinaryIO]:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = path.open("xb")
+    except FileExistsError:
+        what, expected = f"two files called {name!r}", "external data of another name"
+        raise ContractError(folder.name, what, expected=expected, advice="rewrite to a file of another name") from None
+    with file:
+        yield file
+        # On the disk before the folder gets its name: after a crash there is no folder with half of a file.
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _exists(path: Path) -> ContractError:
+    advice = ("pass another ", Option("output"), ", or remove it")
+    return ContractError(path, "exists already", expected="a new folder", advice=advice)

@@ -1,0 +1,98 @@
+"""Opens a model with switches: an ONNX model in one session of ONNX Runtime, or an exported program."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from mxfp8_graph.checking.inputs import Array, Inputs, Signature
+from mxfp8_graph.checking.runner import Model, is_program
+from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.file_scratch import scratch
+from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.onnx_pass.switches import SwitchedModel, write_switched
+from mxfp8_graph.options import Progress
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.tools.switchable import Switchable
+from mxfp8_ops.errors import ContractError
+
+_ROOM: Final = 1.3
+"""Bytes that a model with its packed weights takes, in units of the model's; an MXFP8 weight has 8.25 bits of 32."""
+
+
+class _SwitchedSession(Switchable):
+    """An ONNX model, in one session of ONNX Runtime."""
+
+    def __init__(self, signature: Signature, model: SwitchedModel) -> None:
+        self.signature = signature
+        self.sites = model.sites
+        self.observed_by = model.observed_by
+        self.note = model.note
+        self._model = model
+        self._session = Session(model.path, kernels=True, where=signature.name)
+        extra = {observed.output for observed in model.observed}
+        self._outputs = [name for name in self._session.output_names if name not in extra]
+
+    def run(
+        self, feeds: Mapping[str, Array], on: Sequence[bool], observe: Sequence[int] = ()
+    ) -> tuple[Inputs, list[Array]]:
+        observed = [self._model.observed[index] for index in observe]
+        seen = np.isin(np.arange(len(self._model.observed)), observe)
+        self._session.output_names = [*self._outputs, *(one.output for one in observed)]
+        found = self._session.run({**feeds, self._model.switches: np.array(on, bool), self._model.observe: seen})
+        activations = []
+        for one in observed:
+            x = found.pop(one.output)
+            x = x if one.perm is None else x.transpose(one.perm)
+            activations.append(x if one.merged is None else _reshaped(x, one.merged))
+        return found, activations
+
+
+def _reshaped(x: Array, shape: Sequence[int]) -> Array:
+    """Returns `x` reshaped as ONNX's Reshape does: a 0 is the size that is there."""
+    return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
+
+
+@contextmanager
+def open_switchable(
+    model: Model, recipe: Recipe, *, allow_nonfinite: bool, trust_pickle: bool, progress: Progress | None
+) -> Iterator[Switchable]:
+    """Yields `model` with a switch per site that `recipe` rewrites, none of them fused.
+
+    An ONNX model is read once, written with its switches to a temporary folder, and loaded from there by ONNX Runtime,
+    which maps the weights: at most one tensor is in memory besides. A program is in memory, with the packed weights.
+
+    Raises:
+        ContractError: the model cannot be read, is rewritten already, or there is no room for it.
+        RecipeError: the recipe does not fit the model.
+        NothingEligibleError: the recipe rewrites nothing.
+        BackendError: ONNX Runtime cannot run it, or the native library is missing.
+    """
+    recipe = recipe.without_fusion().for_cpu()
+    if is_program(model):
+        # Imports torch.
+        from mxfp8_graph.tools.switched_program import open_program
+
+        yield open_program(model, recipe, allow_nonfinite=allow_nonfinite, trust_pickle=trust_pickle, progress=progress)
+        return
+    opened = open_model(model)
+    signature = Signature.of(opened)
+    with scratch("analyze") as folder:
+        _check_room(folder, round(opened.byte_size * _ROOM), opened.name)
+        path = folder / "model.onnx"
+        yield _SwitchedSession(
+            signature, write_switched(opened, recipe, path, allow_nonfinite=allow_nonfinite, progress=progress)
+        )
+
+
+def _check_room(folder: Path, needed: int, name: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        what = f"{folder.parent} has {free / 1e9:.1f} GB free"
+        expected = f"{needed / 1e9:.1f} GB for the model with its switches"
+        raise ContractError(name, what, expected=expected, advice="set TMPDIR to a folder with more room")

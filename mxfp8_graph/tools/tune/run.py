@@ -1,0 +1,121 @@
+"""tune(): checks what it is given, opens the model, and lets the search run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from mxfp8_graph.checking.inputs import Signature
+from mxfp8_graph.checking.runner import Model, is_program, open_runnable
+from mxfp8_graph.checking.samples import SampleSource, make_samples
+from mxfp8_graph.checking.sessions import Runnable
+from mxfp8_graph.file_scratch import scratch
+from mxfp8_graph.options import Progress
+from mxfp8_graph.policy import presets
+from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.tools.tune.budget import parse
+from mxfp8_graph.tools.tune.place import Place
+from mxfp8_graph.tools.tune.result import Tuning
+from mxfp8_graph.tools.tune.ticker import Ticker
+from mxfp8_graph.tools.tune.tuner import Tuner
+from mxfp8_ops.errors import ContractError
+
+OBJECTIVES: Final = ("size", "latency")
+SYNTHESISED: Final = 8
+"""Samples that are made where none are given."""
+
+
+def tune(
+    model: Model,
+    budget: str | Sequence[str],
+    *,
+    objective: Literal["size", "latency"] = "size",
+    recipe: str | Path | Recipe = presets.DEFAULT,
+    inputs: SampleSource = None,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    shapes: Mapping[str, int] | None = None,
+    seed: int = 0,
+    allow_nonfinite: bool = False,
+    trust_pickle: bool = False,
+    progress: Progress | None = None,
+) -> Tuning:
+    """Returns the smallest or fastest plan that keeps a budget, of those that the search tried, with its recipe.
+
+    Each matmul is kept, or packed with its activations in E4M3, in bfloat16 or as they are. Every plan that is tried is
+    rewritten for real and run on all samples. Measurements are written down as they are made: after a kill, the same
+    call goes on from them.
+
+    Args:
+        model: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`. Not modified.
+        budget: "METRIC>=NUMBER" or "METRIC<=NUMBER", of the mean over all samples; "worst_METRIC...", of the worst
+            sample; several must all be kept. METRIC: `tools.metrics.METRICS` or the user's module:function.
+        objective: "size" makes bytes small, and of plans of one size takes the most accurate; where errors differ by
+            less than 5 %, the one that is cheaper to multiply. "latency" makes the time of a run here small.
+        recipe: which matmuls may be packed, and in which weight format; its activations and scale roundings are tuned.
+        inputs: samples, see `checking.samples`; synthesised if None, and the result says so.
+        output: the folder to write: the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned beside
+            a path; nothing is written for a model in memory.
+        overwrite: whether files in a folder that exists may be replaced.
+        shapes: sizes of free dimensions of synthesised inputs.
+        seed: of synthesised inputs.
+        allow_nonfinite: pack weights that hold NaN or Inf.
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
+        progress: called as progress(what, runs done, runs that it may take at most).
+
+    Raises:
+        BudgetNotMetError: no plan keeps the budget; nothing is written.
+        Interrupted: a KeyboardInterrupt; the best so far and all measurements are in OUTPUT.part.
+        ContractError: a budget is malformed, the model cannot be read or rewritten, the output exists, another
+            process searches there, or what an earlier search left there is of another model, recipe, objective, metric
+            or other samples.
+        RecipeError: the recipe does not fit the model.
+        NothingEligibleError: the recipe rewrites nothing.
+        ShapeError: the samples do not fit the model.
+        BackendError: the model cannot be run, or the native library is missing.
+    """
+    budgets = tuple(parse(text) for text in ([budget] if isinstance(budget, str) else budget))
+    if not budgets:
+        raise ContractError("budget", "none is given", expected="at least one", advice="pass cosine>=0.999")
+    if objective not in OBJECTIVES:
+        raise ContractError.unknown("objective", objective, OBJECTIVES)
+    base = load_recipe(recipe)
+    in_memory = not isinstance(model, (str, Path))
+    place = None if in_memory and output is None else Place(model, output, overwrite=overwrite)
+    held = contextlib.nullcontext() if place is None else place.held()
+    with held, _opened(model, trust_pickle=trust_pickle) as (source, signature, original):
+        samples = make_samples(signature, inputs, shapes, seed, count=SYNTHESISED, run=original.run)
+        base = base.for_cpu() if original.note else base
+        with scratch("tune") as folder:
+            tuner = Tuner(
+                model=model,
+                source=source,
+                signature=signature,
+                original=original,
+                samples=samples,
+                base=base,
+                budgets=budgets,
+                objective=objective,
+                place=place,
+                folder=folder,
+                allow_nonfinite=allow_nonfinite,
+                ticker=Ticker(progress),
+            )
+            return tuner.run()
+
+
+@contextlib.contextmanager
+def _opened(model: Model, *, trust_pickle: bool) -> Iterator[tuple[Any, Signature, Runnable]]:
+    """Yields (the model as the passes take it, what it takes, the model ready to run); a program is read once."""
+    source: Any = model
+    if is_program(model) and isinstance(model, (str, Path)):
+        from mxfp8_graph.torch_program import load
+
+        source = load(model, trust_pickle=trust_pickle)
+    signature, original = open_runnable(source)
+    if source is not model:
+        signature = replace(signature, name=str(model))
+    yield source, signature, original
