@@ -1,0 +1,198 @@
+"""The graph of an opened model as an `onnx_ir.Model`: values with their producers and uses, in subgraphs too.
+
+The model keeps the shapes and dtypes that the file declares. Those that onnx infers are in `Value.meta`, where
+`dtype_of` and `shape_of` read them: so a saved model declares no more than the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_model import onnx_calls
+from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_model.tensor_data import is_apart, read
+from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs
+
+Dim = int | str | None
+"""A size, the name of a size, or None if nothing is known."""
+
+_INFERRED: Final = "inferred"
+"""Key of `Value.meta`: the inferred type and shape, as a Value of its own."""
+
+_OVERRIDABLE: Final = "overridable"
+"""Key of `Value.meta`: whether a caller may replace this initializer."""
+
+
+class LargeTensor(ir.serde.TensorProtoTensor):
+    """A stored tensor whose values are not in the skeleton of the model; `numpy` reads them from the file."""
+
+    def __init__(self, opened: OpenedModel, stub: onnx.TensorProto) -> None:
+        super().__init__(stub)
+        self._opened = opened
+
+    @property
+    def source(self) -> onnx.TensorProto:
+        """The tensor with its values, or with the file and offset of its values."""
+        return self._opened.tensors.get(self.raw.name, self.raw)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Returns the values; errors as `tensor_data.read`."""
+        return read(self.source, self._opened.folder, self._opened.name)
+
+
+def to_ir(opened: OpenedModel) -> ir.Model:
+    """Returns the skeleton of a model. `shape_of` and `dtype_of` have what onnx can infer.
+
+    Adds a note to the model if onnx cannot infer shapes.
+
+    Raises:
+        ContractError: onnx cannot read the model at all, or an op cannot take its inputs.
+    """
+    inferred = onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
+    model = ir.from_proto(opened.proto)
+    protos = zip(iter_graphs(opened.proto.graph), iter_graphs(inferred.graph), strict=True)
+    for graph, (proto, typed) in zip(graphs_of(model.graph), protos, strict=True):
+        types = {info.name: info for info in (*typed.value_info, *typed.input, *typed.output)}
+        for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+            if (info := types.get(value.name or "")) is not None:
+                value.meta[_INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
+        _restore_initializers(opened, graph, proto)
+        for node, node_proto in zip(graph, proto.node, strict=True):
+            _restore_attributes(opened, node, node_proto)
+    return model
+
+
+def _restore_initializers(opened: OpenedModel, graph: ir.Graph, proto: onnx.GraphProto) -> None:
+    """Makes the initializers of a graph what the file says, where onnx_ir adds a type or drops an entry."""
+    declared = {info.name for info in proto.value_info}
+    for tensor in proto.initializer:
+        value = graph.initializers[tensor.name]
+        value.meta[_OVERRIDABLE] = value.is_graph_input() and not opened.weights_are_inputs
+        if not value.is_graph_input() and tensor.name not in declared:
+            value.type = value.shape = None  # else the saved model declares the type of each initializer twice
+        if is_apart(tensor) or (proto is opened.proto.graph and tensor.name in opened.tensors):
+            value.const_value = LargeTensor(opened, tensor)
+
+
+def _restore_attributes(opened: OpenedModel, node: ir.Node, proto: onnx.NodeProto) -> None:
+    """Replaces external tensors in attributes, of which onnx_ir keeps only file, offset and length."""
+    for attribute in proto.attribute:
+        if attribute.type == onnx.AttributeProto.TENSOR and is_apart(attribute.t):
+            node.attributes[attribute.name] = ir.AttrTensor(attribute.name, LargeTensor(opened, attribute.t))
+
+
+def put_graph(opened: OpenedModel, model: ir.Model) -> None:
+    """Replaces the graph of an opened model by that of `model`."""
+    opened.proto.graph.CopyFrom(ir.serde.serialize_graph(model.graph))
+    for name in opened.tensors.keys() - model.graph.initializers.keys():
+        del opened.tensors[name]
+
+
+def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """Yields `graph` and every subgraph, each before the subgraphs of its own nodes."""
+    yield graph
+    for node in graph:
+        for inner in subgraphs_of(node):
+            yield from graphs_of(inner)
+
+
+def subgraphs_of(node: ir.Node) -> Iterator[ir.Graph]:
+    """Yields the graphs in the attributes of a control-flow node."""
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def is_op(node: ir.Node | None, *ops: str) -> bool:
+    """Whether there is a node, and its op is one of `ops` of the standard domain."""
+    return node is not None and node.domain in STANDARD and node.op_type in ops
+
+
+def dtype_of(value: ir.Value) -> int:
+    """Returns the onnx.TensorProto.DataType of a value; 0 if it is unknown or no tensor's."""
+    if value.const_value is not None:
+        return int(value.const_value.dtype)
+    inferred = value.meta.get(_INFERRED, value)
+    return int(inferred.dtype) if isinstance(inferred.type, ir.TensorType) else 0
+
+
+def shape_of(value: ir.Value) -> tuple[Dim, ...] | None:
+    """Returns the shape of a value: a size, a name or None for each axis; None if even the rank is unknown."""
+    if value.const_value is not None:
+        return tuple(value.const_value.shape.numpy())
+    shape = value.meta.get(_INFERRED, value).shape
+    return None if shape is None else tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+
+
+def stored(value: ir.Value) -> ir.TensorProtocol | None:
+    """Returns the tensor of an initializer or of a Constant node; None if a caller can replace it, and for strings."""
+    if value.is_initializer():
+        tensor = None if value.meta.get(_OVERRIDABLE) else value.const_value
+    else:
+        node = value.producer()
+        tensor = _tensor_of(node) if node is not None and is_op(node, "Constant") else None
+    return None if tensor is None or tensor.dtype == ir.DataType.STRING else tensor
+
+
+def _tensor_of(constant: ir.Node) -> ir.TensorProtocol | None:
+    # Not `ir.convenience.get_const_tensor`: it renames the tensor in the attribute.
+    for name, attribute in constant.attributes.items():
+        if name == "value":
+            return attribute.as_tensor()
+        if name in {"value_int", "value_ints"}:
+            return ir.tensor(attribute.value, ir.DataType.INT64)
+        if name in {"value_float", "value_floats"}:
+            return ir.tensor(attribute.value, ir.DataType.FLOAT)
+    return None
+
+
+def constant(value: ir.Value) -> npt.NDArray[Any] | None:
+    """Returns the value of a small constant; None if it has no constant value, or a large one (above 4 KiB)."""
+    tensor = stored(value)
+    return None if tensor is None or isinstance(tensor, LargeTensor) else tensor.numpy()
+
+
+def remove_unused(model: ir.Model, values: Iterable[ir.Value], removable: Callable[[ir.Node], bool]) -> None:
+    """Removes those of `values` that nothing uses, and in turn the values that only their producers used.
+
+    Unused code of the original stays: only `values` and their producers are looked at.
+
+    Args:
+        model: edited in place.
+        values: of whichever graph.
+        removable: whether a node may go away.
+    """
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        node, graph = value.producer(), value.graph
+        if value.uses() or value.is_graph_output() or graph is None:
+            continue
+        if node is None:
+            if value.is_initializer() and not value.meta.get(_OVERRIDABLE):
+                graph.initializers.pop(str(value.name))
+                if value.is_graph_input():  # a model before IR version 4 lists initializers as inputs
+                    graph.inputs.remove(value)
+        elif removable(node) and not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            waiting += remove(node)
+
+
+def remove(node: ir.Node) -> list[ir.Value]:
+    """Removes a node whose outputs nothing uses; returns the values that it and its subgraphs read."""
+    read = [value for value in node.inputs if value is not None]
+    graph = node.graph
+    for inner in subgraphs_of(node):
+        for below in reversed(inner):  # so that the values outside lose these uses
+            read += remove(below)
+    if isinstance(graph, (ir.Graph, ir.Function)):
+        for index in range(len(node.inputs)):
+            node.replace_input_with(index, None)
+        graph.remove(node)
+    return read
