@@ -82,10 +82,12 @@ def _restore_initializers(opened: OpenedModel, graph: ir.Graph, proto: onnx.Grap
     for tensor in proto.initializer:
         value = graph.initializers[tensor.name]
         value.meta[_OVERRIDABLE] = value.is_graph_input() and not opened.weights_are_inputs
-        if not value.is_graph_input() and tensor.name not in declared:
+        if not (value.is_graph_input() or value.is_graph_output() or tensor.name in declared):
             value.type = value.shape = None  # else the saved model declares the type of each initializer twice
         if is_apart(tensor) or (proto is opened.proto.graph and tensor.name in opened.tensors):
             value.const_value = LargeTensor(opened, tensor)
+        elif value.const_value is not None:
+            value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
 
 
 def _restore_attributes(opened: OpenedModel, node: ir.Node, proto: onnx.NodeProto) -> None:
@@ -93,6 +95,8 @@ def _restore_attributes(opened: OpenedModel, node: ir.Node, proto: onnx.NodeProt
     for attribute in proto.attribute:
         if attribute.type == onnx.AttributeProto.TENSOR and is_apart(attribute.t):
             node.attributes[attribute.name] = ir.AttrTensor(attribute.name, LargeTensor(opened, attribute.t))
+        elif attribute.type == onnx.AttributeProto.TENSOR and attribute.t.metadata_props:
+            node.attributes[attribute.name].as_tensor().metadata_props.clear()  # as of initializers
 
 
 def put_graph(opened: OpenedModel, model: ir.Model) -> None:

@@ -197,7 +197,7 @@ class Uses:
         self._sites = {site.node: (site, decision) for site, decision in zip(sites, decisions, strict=True)}
         self._made_of: dict[ir.Value, tuple[Key, ...]] = {}
         """The stored tensors that a value was made of, and of nothing else."""
-        self._functions = {key: function for key, function in model.functions.items() if function in self.paths}
+        self._functions = {key: function for key, function in model.functions.items() if function.graph in self.paths}
         self._inside: dict[ir.Function, Sequence[Sequence[Use]]] = {}
         """What reads each input of a local function inside it."""
         self._count = 0
@@ -221,7 +221,7 @@ class Uses:
     def _function(self, function: ir.Function) -> Sequence[Sequence[Use]]:
         """Returns what reads each input of a local function inside it. None calls itself: the model was validated."""
         if function not in self._inside:
-            inputs = {key_of(self.paths[function], f"<{value.name}>"): value for value in function.inputs}
+            inputs = {key_of(self.paths[function.graph], f"<{value.name}>"): value for value in function.inputs}
             self._made_of.update((value, (key,)) for key, value in inputs.items())  # stands for what a caller passes
             self._nodes(function, constants=False)
             self._inside[function] = [self.of.pop(key, []) for key in inputs]

@@ -86,7 +86,7 @@ def find_sites(model: ir.Model) -> list[OnnxSite]:
     return [finder.describe(*matmul) for matmul in matmuls]
 
 
-def paths_of(model: ir.Model) -> dict[ir.Graph | ir.Function, str]:
+def paths_of(model: ir.Model) -> dict[ir.Graph, str]:
     """Returns the path of every graph and local function, unique; "" is the main graph.
 
     It is the names of nodes and attributes down to a graph. Function bodies of our own nodes have none.
@@ -95,11 +95,11 @@ def paths_of(model: ir.Model) -> dict[ir.Graph | ir.Function, str]:
     paths = dict(_paths(model.graph, "", taken))
     for function in model.functions.values():
         if function.domain != contract.DOMAIN:
-            paths |= _paths(function, take_name(f"{function.domain}::{function.name}", taken, "#"), taken)
+            paths |= _paths(function.graph, take_name(f"{function.domain}::{function.name}", taken, "#"), taken)
     return paths
 
 
-def _paths(graph: ir.Graph | ir.Function, path: str, taken: set[str]) -> Iterator[tuple[ir.Graph | ir.Function, str]]:
+def _paths(graph: ir.Graph, path: str, taken: set[str]) -> Iterator[tuple[ir.Graph, str]]:
     yield graph, path
     for node in graph:
         for name, entry in node.attributes.items():

@@ -105,8 +105,6 @@ ACTIVATIONS: Final[Mapping[str, frozenset[str]]] = {
 }
 """The standard ops that ONNX Runtime fuses into a product, and the attributes of each."""
 
-_PREFIX: Final = "activation_"
-
 
 def first_two(node: ir.Node) -> tuple[ir.Value, ir.Value]:
     """Returns the first two inputs of a node that has them."""
@@ -193,8 +191,8 @@ def _activated(form: Form, node: ir.Node) -> Form:
         return form
     if op not in ACTIVATIONS:
         return replace(form, blocker=f"its activation {op!r} is not known; expected one of {', '.join(ACTIVATIONS)}")
-    values = {name.removeprefix(_PREFIX): entry.value for name, entry in node.attributes.items()}
-    attributes = {name: values[name] for name in ACTIVATIONS[op] if f"{_PREFIX}{name}" in node.attributes}
+    known = ((name, node.attributes.get(f"activation_{name}")) for name in ACTIVATIONS[op])
+    attributes = {name: entry.value for name, entry in known if entry is not None}
     return replace(form, after=(Step(op=op, attributes=attributes),))
 
 
