@@ -32,7 +32,8 @@ def build(view: GraphView, found: Attention, output: str, activation_dtype: int)
     name = last.name or view.fresh(f"{output}_attention")
     node = helper.make_node(contract.ATTENTION.name, inputs, outputs, name=name, domain=contract.DOMAIN, **attributes)
     node.metadata_props.MergeFrom(last.metadata_props)
-    node.doc_string = last.doc_string
+    if last.doc_string:
+        node.doc_string = last.doc_string
     return (*writer.nodes, node)
 
 

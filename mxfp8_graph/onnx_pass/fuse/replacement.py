@@ -44,5 +44,6 @@ def successor(
     settings = {name: changes.get(name, given.get(name, default)) for name, default in op.attributes.items()}
     fused = helper.make_node(op.name, inputs, outputs, name=node.name, domain=contract.DOMAIN, **settings)
     fused.metadata_props.MergeFrom(node.metadata_props)
-    fused.doc_string = node.doc_string
+    if node.doc_string:  # an empty field is written too
+        fused.doc_string = node.doc_string
     return fused

@@ -51,7 +51,8 @@ def taken_apart(scope: Scope, node: onnx.NodeProto) -> Nodes:
     for each in made:
         if each.domain == contract.DOMAIN:
             each.metadata_props.MergeFrom(node.metadata_props)
-            each.doc_string = node.doc_string
+            if node.doc_string:
+                each.doc_string = node.doc_string
         if first in each.output:
             if each.domain != contract.DOMAIN:
                 each.metadata_props.MergeFrom(node.metadata_props)
@@ -163,7 +164,8 @@ def _replacement(
             outputs[at] = ""
     attributes = mark["attributes"]
     made = helper.make_node(op.name, inputs, outputs, name=mark["name"], domain=contract.DOMAIN, **attributes)
-    made.doc_string = node.doc_string
+    if node.doc_string:
+        made.doc_string = node.doc_string
     made.metadata_props.extend(entry for entry in node.metadata_props if entry.key != _MARK + op.name)
     return Replacement(kind=op.name, node=made, gone=tuple(gone.values()), before=tuple(before))
 
