@@ -37,23 +37,3 @@ def to_graph(proto: onnx.ModelProto) -> Any:
     graph = gs.import_onnx(proto)
     setattr(graph, _METADATA, {entry.key: entry.value for entry in proto.metadata_props})
     return graph
-
-
-def view(proto: onnx.ModelProto, name: str) -> Any:
-    """Returns a model as an `onnx_graphsurgeon.Graph` to look at.
-
-    Raises:
-        ContractError: graphsurgeon does not understand the model, which errors call `name`.
-    """
-    import onnx_graphsurgeon as gs
-    from onnx_graphsurgeon.logger import G_LOGGER
-
-    severity = G_LOGGER.severity
-    G_LOGGER.severity = G_LOGGER.ERROR  # it warns of float8 and of missing shapes, neither of which concerns a user
-    try:
-        return gs.import_onnx(proto)
-    except Exception as error:
-        what = f"onnx_graphsurgeon cannot read it: {type(error).__name__}: {error}"
-        raise ContractError(name, what, expected="a valid model", advice="see onnx.checker") from None
-    finally:
-        G_LOGGER.severity = severity
