@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mxfp8_graph.tools.compare.run import compare as compare
     from mxfp8_graph.tools.dialects.convert import convert as convert
     from mxfp8_graph.tools.from_hf import from_hf as from_hf
-    from mxfp8_graph.tools.hosts import package as package
+    from mxfp8_graph.tools.hosts.write import package as package
     from mxfp8_graph.tools.tune.run import tune as tune
 
 # The names a second time: the block above is for type checkers, this table for the import on first use.
@@ -51,7 +51,7 @@ _HOMES = {
     "verify": "checking.verify",
     "analyze": "tools.analyze.run",
     "compare": "tools.compare.run",
-    "package": "tools.hosts",
+    "package": "tools.hosts.write",
     "tune": "tools.tune.run",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604

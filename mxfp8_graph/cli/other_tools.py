@@ -23,6 +23,7 @@ from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar, show
+from mxfp8_graph.tools.hosts import HOSTS
 
 
 def from_hf(
@@ -137,8 +138,8 @@ def package(
         typer.Option(
             "--for",
             metavar="HOST",
-            autocompletion=completed(("genai", "optimum", "sentence-transformers", "triton")),
-            help="genai, optimum, sentence-transformers or triton.",
+            autocompletion=completed(HOSTS),
+            help=f"One of {', '.join(HOSTS)}.",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
@@ -154,6 +155,6 @@ def package(
     ] = None,
 ) -> None:
     """Writes a folder with MODEL, the native library and a configuration, from which a serving program loads it."""
-    from mxfp8_graph.tools import hosts
+    from mxfp8_graph.tools.hosts.write import package as write_folder
 
-    typer.echo(printable(str(hosts.package(model, host, output, config=config, root=root))))
+    typer.echo(printable(str(write_folder(model, host, output, config=config, root=root))))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.models import Kind, kind_of
@@ -18,18 +19,10 @@ from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import is_external, location
 from mxfp8_graph.onnx_model.walk import iter_tensors
-from mxfp8_graph.tools.hosts import genai, hugging_face, triton
+from mxfp8_graph.tools.hosts import HOSTS
 from mxfp8_graph.tools.hosts.layout import Layout, Request
 from mxfp8_ops import native
 from mxfp8_ops.errors import ContractError, Option
-
-HOSTS: Final[dict[str, Callable[[Request], Layout]]] = {
-    "genai": genai.layout,
-    "optimum": hugging_face.optimum,
-    "sentence-transformers": hugging_face.sentence_transformers,
-    "triton": triton.layout,
-}
-"""Name of a host -> the function that returns the layout of its folder."""
 
 
 def package(
@@ -74,16 +67,16 @@ def package(
     if os.path.lexists(target):
         raise _exists(target)
     library = native.library_path()
-    layout = HOSTS[host](
-        Request(
-            model=opened.proto,
-            name=opened.name,
-            folder_name=target.name,
-            library=library.name,
-            config=None if config is None else Path(config),
-            root=PurePosixPath(root or target),
-        )
+    request = Request(
+        model=opened.proto,
+        name=opened.name,
+        folder_name=target.name,
+        library=library.name,
+        config=None if config is None else Path(config),
+        root=PurePosixPath(root or target),
     )
+    module, function = HOSTS[host].split(":")
+    layout = getattr(importlib.import_module(module), function)(request)
     try:
         with _new_folder(target) as folder:
             _fill(folder, layout, opened, library)
