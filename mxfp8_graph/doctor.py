@@ -93,7 +93,7 @@ def _cuda_checks() -> list[Check]:
     for index, gpu in enumerate(gpus):
         checks.append(_attempt(f"gpu {index}", partial(_gpu, gpu), otherwise="broken"))
     checks.append(_attempt("nvrtc", lambda: "{}.{}".format(*build.nvrtc_version()), otherwise="missing"))
-    count, size = system.cache_contents()
+    count, size = build.cache_contents()
     checks.append(_ok("cubin cache", f"{build.cache_folder()}: {count} kernels, {size} bytes"))
     checks.append(_cuda_provider())
     # One line for each kind of GPU, however many there are of it.
