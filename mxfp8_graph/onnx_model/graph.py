@@ -17,12 +17,16 @@ from mxfp8_graph.onnx_model import onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import is_apart, read
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs
+from mxfp8_ops.errors import ContractError
 
 Dim = int | str | None
 """A size, the name of a size, or None if nothing is known."""
 
 _INFERRED: Final = "inferred"
 """Key of `Value.meta`: the inferred type and shape, as a Value of its own."""
+
+_SPARSE: Final = "sparse"
+"""Key of `Graph.meta`: sparse initializers, which onnx_ir does not have."""
 
 _OVERRIDABLE: Final = "overridable"
 """Key of `Value.meta`: whether a caller may replace this initializer."""
@@ -54,13 +58,18 @@ def to_ir(opened: OpenedModel) -> ir.Model:
         ContractError: onnx cannot read the model at all, or an op cannot take its inputs.
     """
     inferred = onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
-    model = ir.from_proto(opened.proto)
+    try:
+        model = ir.from_proto(opened.proto)
+    except Exception as error:  # what it raises has no common base
+        what = f"onnx_ir cannot read it: {type(error).__name__}: {error}"
+        raise ContractError(opened.name, what, expected="a valid model", advice="see onnx.checker") from None
     protos = zip(iter_graphs(opened.proto.graph), iter_graphs(inferred.graph), strict=True)
     for graph, (proto, typed) in zip(graphs_of(model.graph), protos, strict=True):
         types = {info.name: info for info in (*typed.value_info, *typed.input, *typed.output)}
         for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
             if (info := types.get(value.name or "")) is not None:
                 value.meta[_INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
+        graph.meta[_SPARSE] = list(proto.sparse_initializer)
         _restore_initializers(opened, graph, proto)
         for node, node_proto in zip(graph, proto.node, strict=True):
             _restore_attributes(opened, node, node_proto)
@@ -73,10 +82,12 @@ def _restore_initializers(opened: OpenedModel, graph: ir.Graph, proto: onnx.Grap
     for tensor in proto.initializer:
         value = graph.initializers[tensor.name]
         value.meta[_OVERRIDABLE] = value.is_graph_input() and not opened.weights_are_inputs
-        if not value.is_graph_input() and tensor.name not in declared:
+        if not (value.is_graph_input() or value.is_graph_output() or tensor.name in declared):
             value.type = value.shape = None  # else the saved model declares the type of each initializer twice
         if is_apart(tensor) or (proto is opened.proto.graph and tensor.name in opened.tensors):
             value.const_value = LargeTensor(opened, tensor)
+        elif value.const_value is not None:
+            value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
 
 
 def _restore_attributes(opened: OpenedModel, node: ir.Node, proto: onnx.NodeProto) -> None:
@@ -84,11 +95,15 @@ def _restore_attributes(opened: OpenedModel, node: ir.Node, proto: onnx.NodeProt
     for attribute in proto.attribute:
         if attribute.type == onnx.AttributeProto.TENSOR and is_apart(attribute.t):
             node.attributes[attribute.name] = ir.AttrTensor(attribute.name, LargeTensor(opened, attribute.t))
+        elif attribute.type == onnx.AttributeProto.TENSOR and attribute.t.metadata_props:
+            node.attributes[attribute.name].as_tensor().metadata_props.clear()  # as of initializers
 
 
 def put_graph(opened: OpenedModel, model: ir.Model) -> None:
     """Replaces the graph of an opened model by that of `model`."""
     opened.proto.graph.CopyFrom(ir.serde.serialize_graph(model.graph))
+    for graph, proto in zip(graphs_of(model.graph), iter_graphs(opened.proto.graph), strict=True):
+        proto.sparse_initializer.extend(graph.meta.get(_SPARSE, ()))
     for name in opened.tensors.keys() - model.graph.initializers.keys():
         del opened.tensors[name]
 
@@ -115,6 +130,12 @@ def is_op(node: ir.Node | None, *ops: str) -> bool:
     return node is not None and node.domain in STANDARD and node.op_type in ops
 
 
+def attribute(node: ir.Node, name: str, default: Any) -> Any:
+    """Returns the value of an attribute of a node, or `default` if the node does not have it."""
+    entry = node.attributes.get(name)
+    return default if entry is None else entry.value
+
+
 def dtype_of(value: ir.Value) -> int:
     """Returns the onnx.TensorProto.DataType of a value; 0 if it is unknown or no tensor's."""
     if value.const_value is not None:
@@ -131,10 +152,22 @@ def shape_of(value: ir.Value) -> tuple[Dim, ...] | None:
     return None if shape is None else tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
 
 
+def is_overridable(value: ir.Value) -> bool:
+    """Whether a value is an initializer that a caller may replace."""
+    return bool(value.meta.get(_OVERRIDABLE))
+
+
+def proto_of(tensor: ir.TensorProtocol) -> onnx.TensorProto:
+    """Returns a stored tensor with its values, or with the file and offset of its values."""
+    if isinstance(tensor, LargeTensor):
+        return tensor.source
+    return tensor.raw if isinstance(tensor, ir.serde.TensorProtoTensor) else ir.serde.serialize_tensor(tensor)
+
+
 def stored(value: ir.Value) -> ir.TensorProtocol | None:
     """Returns the tensor of an initializer or of a Constant node; None if a caller can replace it, and for strings."""
     if value.is_initializer():
-        tensor = None if value.meta.get(_OVERRIDABLE) else value.const_value
+        tensor = None if is_overridable(value) else value.const_value
     else:
         node = value.producer()
         tensor = _tensor_of(node) if node is not None and is_op(node, "Constant") else None
@@ -176,7 +209,7 @@ def remove_unused(model: ir.Model, values: Iterable[ir.Value], removable: Callab
         if value.uses() or value.is_graph_output() or graph is None:
             continue
         if node is None:
-            if value.is_initializer() and not value.meta.get(_OVERRIDABLE):
+            if value.is_initializer() and not is_overridable(value):
                 graph.initializers.pop(str(value.name))
                 if value.is_graph_input():  # a model before IR version 4 lists initializers as inputs
                     graph.inputs.remove(value)

@@ -143,8 +143,16 @@ def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
     return None
 
 
+NAME_SCOPES: Final = "pkg.torch.onnx.name_scopes"
+"""Key of the metadata of a node in which torch's exporter records the modules that the node came from."""
+
+
 def module_path(node: onnx.NodeProto) -> str:
     """Returns the module path that torch's exporter records, such as "model.layers.0.mlp.up_proj"; "" without one."""
-    recorded = next((p.value for p in node.metadata_props if p.key == "pkg.torch.onnx.name_scopes"), "")
-    names = re.findall(r"'([^']*)'", recorded)  # the repr of a list: outermost module first, then the fx node
+    return module_of(next((p.value for p in node.metadata_props if p.key == NAME_SCOPES), ""))
+
+
+def module_of(name_scopes: str) -> str:
+    """Returns the module path in that entry of the metadata; "" if it has none."""
+    names = re.findall(r"'([^']*)'", name_scopes)  # the repr of a list: outermost module first, then the fx node
     return names[-2] if len(names) >= 2 else ""

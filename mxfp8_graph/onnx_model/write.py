@@ -57,15 +57,16 @@ class Target:
         self._data = drafts.open(data_path_of(path), "data") if path is not None and external else None
         """The external file; None if the tensors go into the model."""
         self._late: dict[str, wire.Data] = {}
-        """What goes into the model's file and not through protobuf: the raw data of initializers, by name."""
+        """Raw data of new initializers, by name. It goes into the model's file, and not through protobuf if it can."""
 
     def store(self, tensor: onnx.TensorProto, data: npt.NDArray[Any]) -> None:
-        """Gives `tensor`, whose name, dims and dtype are set, its data."""
+        """Takes the data of `tensor`, whose name, dims and dtype are set.
+
+        In external data it is written now, and `tensor` says where; else `finish` puts it into the model, by name.
+        """
         if self._data is not None:
             self._begin(self._data, tensor, data.nbytes)
             write_early(self._data, _bytes(data))
-        elif self.path is None:
-            tensor.raw_data = data.tobytes()
         else:
             kept = data if data.flags.owndata else data.copy()  # what is mapped may change
             self._late[tensor.name] = wire.Data(data.nbytes, lambda: [_bytes(kept)])
@@ -78,7 +79,7 @@ class Target:
             OSError: the result cannot be written; FileExistsError if there is one by now that must not be replaced.
         """
         model = self._opened.proto
-        self._put_inner()
+        self._put_now()
         for tensor in model.graph.initializer:
             if stored := self._opened.tensors.get(tensor.name):
                 if self.path is not None and self._data is None and is_apart(stored):
@@ -134,11 +135,13 @@ class Target:
         if self._opened.folder is not None:
             self._opened.folder.files.check()
 
-    def _put_inner(self) -> None:
-        """Gives new tensors of subgraphs their data, which only those of the main graph can be given late."""
-        _, *inner = iter_graphs(self._opened.proto.graph)
-        for tensor in (tensor for graph in inner for tensor in graph.initializer if tensor.name in self._late):
-            tensor.raw_data = b"".join(self._late.pop(tensor.name).chunks())
+    def _put_now(self) -> None:
+        """Gives new tensors their data where it cannot be given late: in memory, and in subgraphs of a file."""
+        main, *inner = iter_graphs(self._opened.proto.graph)
+        for graph in inner if self.path is not None else (main, *inner):
+            for tensor in graph.initializer:
+                if (data := self._late.pop(tensor.name, None)) is not None:
+                    tensor.raw_data = b"".join(data.chunks())
 
     def _postpone(self, tensor: onnx.TensorProto, stored: onnx.TensorProto) -> None:
         """Gives `tensor` the data of `stored`, which is apart, when the model is written."""

@@ -15,11 +15,11 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import onnx
-import onnx_graphsurgeon as gs
+import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.form import Form, Step, View
-from mxfp8_graph.onnx_pass.static_operands import Static, StaticOperands
+from mxfp8_graph.onnx_model.graph import attribute, shape_of
+from mxfp8_graph.onnx_pass.forms import Form, Layout, Resolve, Step
+from mxfp8_graph.onnx_pass.views import Static
 
 _Labels = tuple[str, ...]
 
@@ -41,27 +41,25 @@ class _Contraction:
     k: _Labels
 
 
-def read(node: gs.Node, statics: StaticOperands) -> Form | None:
-    """Returns how an Einsum multiplies, with its static operand last; None if it has one operand only."""
-    if len(node.inputs) == 1:
-        return None
-    operands = sorted(node.inputs, key=lambda tensor: statics.resolve(tensor) is not None)
-    x, w = operands[0], operands[-1]
+def read(node: ir.Node, resolve: Resolve) -> Form:
+    """Returns how an Einsum multiplies, with its static operand last."""
+    operands = sorted((value for value in node.inputs if value is not None), key=lambda v: resolve(v) is not None)
+    x, w, equation = operands[0], operands[-1], attribute(node, "equation", "")
     try:
         if len(operands) > 2:
             raise _NoMatMulError(f"it has {len(operands)} operands; expected 2; split it")
-        contraction = _contraction(node.attrs["equation"], x, w, swapped=x is not node.inputs[0])
-        return _form(x, w, statics.resolve(w), contraction)
+        contraction = _contraction(equation, x, w, swapped=x is not node.inputs[0])
+        return _form(x, w, resolve(w), contraction)
     except _NoMatMulError as error:
-        return Form(a=x, b=w, blocker=f"equation {node.attrs['equation']!r}: {error}")
+        return Form(a=x, b=w, blocker=f"equation {equation!r}: {error}")
 
 
-def _form(x: gs.Tensor, w: gs.Tensor, static: Static | None, c: _Contraction) -> Form:
+def _form(x: ir.Value, w: ir.Value, static: Static | None, c: _Contraction) -> Form:
     if static is not None and static.lead:
         raise _NoMatMulError("its static operand is repeated along a dimension; expected it without that")
     in_order = (*c.batch, *c.k, *c.n) == c.w
     wanted = c.w if in_order else (*c.batch, *c.n, *c.k)
-    x_view, w_view = View(perm=_perm(c.x, (*c.batch, *c.m, *c.k))), View(perm=_perm(c.w, wanted))
+    x_layout, w_layout = Layout(perm=_perm(c.x, (*c.batch, *c.m, *c.k))), Layout(perm=_perm(c.w, wanted))
     after: list[Step] = []
     if len(c.n) > 1 or len(c.k) > 1 or (c.batch and len(c.m) != 1):
         sizes = _sizes(x, static, c)
@@ -69,34 +67,34 @@ def _form(x: gs.Tensor, w: gs.Tensor, static: Static | None, c: _Contraction) ->
         lead, no_rows = [0] * len((*c.batch, *c.m)), [1] if c.batch and not c.m else []
         ones = [1] * (len(c.m) - 1) if c.batch else []  # a stack broadcasts along every m but the last
         stack = [*(sizes[label] for label in c.batch), *ones]
-        w_view = View(perm=w_view.perm, shape=(*stack, *((k, n) if in_order else (n, k))))
+        w_layout = Layout(perm=w_layout.perm, shape=(*stack, *((k, n) if in_order else (n, k))))
         if len(c.k) > 1 or no_rows:
-            x_view = View(perm=x_view.perm, shape=(*lead, *no_rows, k))
+            x_layout = Layout(perm=x_layout.perm, shape=(*lead, *no_rows, k))
         if len(c.n) > 1 or no_rows:
             shape = [*lead, *(sizes[label] for label in wanted if label in c.n)]
-            after.append(Step(op="Reshape", inputs=(_vector(shape),)))
+            after.append(Step(op="Reshape", inputs=(ir.tensor(shape, ir.DataType.INT64),)))
     made = (*c.batch, *c.m, *(label for label in wanted if label in c.n))
     if made != c.output:
         after.append(Step(op="Transpose", attributes={"perm": _perm(made, c.output)}))
     return Form(
-        a=x, b=w, a_view=x_view, b_view=w_view, b_transposed=in_order, after=tuple(after), absorbs_add=not after
+        a=x, b=w, a_layout=x_layout, b_layout=w_layout, b_transposed=in_order, after=tuple(after), absorbs_add=not after
     )
 
 
-def _sizes(x: gs.Tensor, static: Static | None, c: _Contraction) -> dict[str, int]:
+def _sizes(x: ir.Value, static: Static | None, c: _Contraction) -> dict[str, int]:
     """Returns the size behind each label of the static operand, for dimensions that must be merged."""
     if static is None:
         raise _NoMatMulError("both operands are computed at run time; expected one label each for M, N and K")
     sizes = dict(zip(c.w, static.shape, strict=True))
     if 0 in sizes.values():
         raise _NoMatMulError("its static operand is empty; expected N and K above 0")
-    for label, size in zip(c.x, x.shape or (), strict=False):
+    for label, size in zip(c.x, shape_of(x) or (), strict=False):
         if label in c.k and isinstance(size, int) and size != sizes[label]:
             raise _NoMatMulError(f"its operands disagree on {label!r}, {size} and {sizes[label]}; correct the model")
     return sizes
 
 
-def _contraction(equation: str, x: gs.Tensor, w: gs.Tensor, *, swapped: bool) -> _Contraction:
+def _contraction(equation: str, x: ir.Value, w: ir.Value, *, swapped: bool) -> _Contraction:
     """Returns which label of an equation is which dimension; in the equation w comes first if `swapped`."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     sides = terms.split(",")
@@ -104,7 +102,7 @@ def _contraction(equation: str, x: gs.Tensor, w: gs.Tensor, *, swapped: bool) ->
         raise _NoMatMulError(f"it has {len(sides)} terms for 2 operands; correct the model")
     if swapped:
         sides.reverse()
-    a, b = (_labels(side, tensor) for side, tensor in zip(sides, (x, w), strict=True))
+    a, b = (_labels(side, value) for side, value in zip(sides, (x, w), strict=True))
     for labels in (a, b):
         if len(set(labels)) < len(labels):
             raise _NoMatMulError("it takes a diagonal; expected each label once per operand")
@@ -127,9 +125,10 @@ def _contraction(equation: str, x: gs.Tensor, w: gs.Tensor, *, swapped: bool) ->
     return _Contraction(x=a, w=b, output=output, batch=batch, m=m, n=n, k=k)
 
 
-def _labels(term: str, tensor: gs.Tensor) -> _Labels:
+def _labels(term: str, value: ir.Value) -> _Labels:
     """Returns one label per axis of an operand; those that an ellipsis stands for are "0", "1", from the last on."""
-    rank = None if tensor.shape is None else len(tensor.shape)
+    shape = shape_of(value)
+    rank = None if shape is None else len(shape)
     letters = len(term.replace("...", "", 1))
     if "..." not in term:
         hidden = 0
@@ -165,7 +164,3 @@ def _implied(a: _Labels, b: _Labels) -> _Labels:
 
 def _perm(have: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...]:
     return tuple(have.index(label) for label in wanted)
-
-
-def _vector(values: Sequence[int]) -> onnx.TensorProto:
-    return onnx.helper.make_tensor("", onnx.TensorProto.INT64, [len(values)], values)

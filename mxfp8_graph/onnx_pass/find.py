@@ -1,4 +1,4 @@
-"""Finds the matmuls of an ONNX model with onnx-graphsurgeon and describes each as a `MatMulSite`.
+"""Finds the matmuls of an ONNX model and describes each as a `MatMulSite`.
 
 Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [..., N, K] transposed:
 
@@ -7,64 +7,41 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     Gemm(X, w, C), transA transB alpha beta
     Add(MatMul(X, w), b [N])            the bias is absorbed; likewise that of BiasGelu
     Einsum(X, w), equation              one operand permuted, axes merged: see `einsum.py`
-    FusedMatMul, FusedGemm, Attention   ONNX Runtime's own ops: see `dense_forms.py`, `packed_attention.py`
-    MatMul(X, Gather(w [E, K, N], i))   experts, picked while the model runs: see `picked.py`
+    FusedMatMul, FusedGemm, Attention   ONNX Runtime's own ops: see `forms.py`
+    MatMul(X, Gather(w [E, K, N], i))   experts, picked while the model runs: see `operands.py`
     MatMul(Q, K^T), MatMul(softmax, V)  both operands computed at run time
-    Gather(w [N, K], ids)               rows picked, nothing multiplied: see `embeddings.py`
+    Gather(w [N, K], ids)               rows picked, nothing multiplied
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import onnx
-import onnx_graphsurgeon as gs
+import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
-from mxfp8_graph.onnx_model import graphsurgeon, onnx_calls
-from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD, module_path, node_label, stored_in, subgraphs
-from mxfp8_graph.onnx_pass.embeddings import Lookup, lookup_of
-from mxfp8_graph.onnx_pass.experts import operands_with_experts, stack_of
-from mxfp8_graph.onnx_pass.form import AS_IS, Form, Step
-from mxfp8_graph.onnx_pass.matmul_forms import Operand, form_of
-from mxfp8_graph.onnx_pass.picked import experts_blocker
-from mxfp8_graph.onnx_pass.roles import ROLE_OPS, OnnxView
-from mxfp8_graph.onnx_pass.static_operands import (
-    QUANTIZED,
-    VIEW_OPS,
-    Static,
-    StaticOperands,
-    Stored,
+from mxfp8_graph.onnx_model.graph import (
+    attribute,
     dtype_of,
-    overridable,
+    graphs_of,
+    is_op,
+    is_overridable,
+    shape_of,
+    subgraphs_of,
 )
+from mxfp8_graph.onnx_model.walk import MICROSOFT, NAME_SCOPES, module_of
+from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Step
+from mxfp8_graph.onnx_pass.operands import Operand, Operands, source_of
+from mxfp8_graph.onnx_pass.ops import DEQUANTIZES, ROLE_OPS, VIEW_OPS, form_of
+from mxfp8_graph.onnx_pass.views import Static
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
-from mxfp8_ops.contract import VALUE_NAMES
-
-
-@dataclass(frozen=True)
-class Scope:
-    """One graph of the model, seen by graphsurgeon and as the message itself."""
-
-    path: str
-    """Node and attribute names down to it, unique; "" is the main graph."""
-    depth: int
-    view: gs.Graph
-    proto: onnx.GraphProto
-    visible: Stored
-    """Stored tensors of this graph and of those around it."""
-
-    @cached_property
-    def indices(self) -> Mapping[int, int]:
-        """Where each node of `view`, by its id, is among the nodes of the graph."""
-        return {id(node): index for index, node in enumerate(self.view.nodes)}
+from mxfp8_ops import contract
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +50,14 @@ class Added:
 
     bias: Static | None = None
     """Absorbed into the gemm, times beta."""
-    index: int | None = None
-    """Index of the Add node that the bias came from, which goes away."""
-    addend: str | None = None
+    node: ir.Node | None = None
+    """The Add node that the bias came from, which goes away."""
+    addend: ir.Value | None = None
     """C where it cannot be absorbed: added by nodes of its own, times beta."""
     after: tuple[Step, ...] = ()
     """What the node that the bias came from does with the sum."""
-    output: str
-    """Name of the sum."""
+    output: ir.Value
+    """The sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,89 +65,133 @@ class OnnxSite:
     """A matmul: what `plan` sees of it, and what `replace.py` needs to replace it."""
 
     matmul: MatMulSite
-    scope: Scope
-    index: int
-    """Index of the node within `scope.proto.node`."""
+    node: ir.Node
     form: Form
     x: Operand
     w: Operand
     dtype: int
     """onnx.TensorProto.DataType of activations and result."""
-    swapped: bool
+    swapped: bool = False
     """The gemm computes the transpose of the result."""
     added: Added
 
-    @property
-    def lookup(self) -> Lookup | None:
-        """The form, if rows of a table are looked up and nothing is multiplied."""
-        return self.form if isinstance(self.form, Lookup) else None
 
-
-def find_sites(opened: OpenedModel) -> list[OnnxSite]:
+def find_sites(model: ir.Model) -> list[OnnxSite]:
     """Returns every matmul of the model and its subgraphs, in graph order, each with its role or blocker."""
-    hidden, graph = overridable(opened), opened.proto.graph
-    visible = {name: stored for name, stored in _stored(graph).items() if name not in hidden}
-    scopes = list(_scopes(Scope("", 0, _view(opened), graph, visible), set()))
-    statics = StaticOperands(opened, [(scope.view, scope.visible) for scope in scopes])
-    nodes = [(node, scope) for scope in scopes for node in scope.view.nodes]
-    read = ((node, form_of(node, statics) or lookup_of(node, statics), scope) for node, scope in nodes)
-    matmuls = [(node, form, scope) for node, form, scope in read if form]
-    roles = Roles(OnnxView([scope.view for scope in scopes], statics), ROLE_OPS)
-    finder = _Finder(statics, roles, [form for _, form, _ in matmuls])
+    operands = Operands(model)
+    nodes = (node for graph in graphs_of(model.graph) for node in graph)
+    read = ((node, form_of(node, operands.static) or operands.lookup_of(node)) for node in nodes)
+    matmuls = [(node, form) for node, form in read if form]
+    finder = _Finder(model, operands, [form for _, form in matmuls])
     return [finder.describe(*matmul) for matmul in matmuls]
 
 
-def _stored(graph: onnx.GraphProto) -> Stored:
-    return {name: (graph, tensor) for name, tensor in stored_in(graph).items()}
+def paths_of(model: ir.Model) -> dict[ir.Graph, str]:
+    """Returns the path of every graph and local function, unique; "" is the main graph.
+
+    It is the names of nodes and attributes down to a graph. Function bodies of our own nodes have none.
+    """
+    taken: set[str] = set()
+    paths = dict(_paths(model.graph, "", taken))
+    for function in model.functions.values():
+        if function.domain != contract.DOMAIN:
+            paths |= _paths(function.graph, take_name(f"{function.domain}::{function.name}", taken, "#"), taken)
+    return paths
 
 
-def _view(opened: OpenedModel) -> gs.Graph:
-    """Returns the skeleton in graphsurgeon, with every shape that onnx can infer."""
-    inferred = onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
-    del inferred.functions[:]  # graphsurgeon would parse them; the pass needs only what is left in the graphs
-    return graphsurgeon.view(inferred, opened.name)
+def _paths(graph: ir.Graph, path: str, taken: set[str]) -> Iterator[tuple[ir.Graph, str]]:
+    yield graph, path
+    for node in graph:
+        for name, entry in node.attributes.items():
+            several = entry.type == ir.AttributeType.GRAPHS
+            inner = entry.as_graphs() if several else [entry.value] if entry.type == ir.AttributeType.GRAPH else []
+            for index, below in enumerate(inner):
+                steps = (path, label_of(node), f"{name}[{index}]" if several else name)
+                yield from _paths(below, take_name("/".join(filter(None, steps)), taken, "#"), taken)
 
 
-def _scopes(scope: Scope, paths: set[str]) -> Iterator[Scope]:
-    """Yields `scope` and every scope below it. Graphsurgeon keeps the order of nodes, so the two views run in step."""
-    yield scope
-    for gs_node, node in zip(scope.view.nodes, scope.proto.node, strict=True):
-        for name, graph in subgraphs(node):
-            inner = gs_node.attrs.get(name)
-            if isinstance(inner, gs.Graph):
-                steps = (scope.path, node_label(node), name)
-                path = take_name("/".join(filter(None, steps)), paths, "#")
-                visible = {**scope.visible, **_stored(graph)}
-                yield from _scopes(Scope(path, scope.depth + 1, inner, graph, visible), paths)
+def label_of(node: ir.Node) -> str:
+    """Returns what to call a node in paths: its name, or else its first output or its op."""
+    return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
+
+
+class _View:
+    """The graphs of one model as a `policy.roles.GraphView`."""
+
+    def __init__(self, model: ir.Model, operands: Operands) -> None:
+        self.is_constant = operands.is_constant
+        self._outputs = set(model.graph.outputs)
+        self._across: dict[ir.Value, list[ir.Value]] = {}
+        """Where a value goes on across the border of a subgraph."""
+        for graph in graphs_of(model.graph):
+            for node in graph:
+                for inner in subgraphs_of(node):
+                    for start, end in _borders(node, inner):
+                        self._across.setdefault(start, []).append(end)
+
+    def consumers(self, value: ir.Value) -> Iterator[tuple[ir.Node | None, ir.Value]]:
+        """See `GraphView`."""
+        for node, _ in value.uses():
+            for output in node.outputs:
+                yield node, output
+        for other in self._across.get(value, ()):
+            yield None, other
+
+    def producer(self, value: ir.Value) -> ir.Node | None:
+        """See `GraphView`."""
+        return value.producer()
+
+    def operands(self, op: ir.Node) -> Sequence[ir.Value]:
+        """See `GraphView`."""
+        return [value for value in op.inputs if value is not None]
+
+    def name(self, op: ir.Node) -> str:
+        """See `GraphView`."""
+        return op.op_type
+
+    def is_model_output(self, value: ir.Value) -> bool:
+        """See `GraphView`."""
+        return value in self._outputs
+
+
+def _borders(node: ir.Node, inner: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yields (value, the same value on the other side) for a control-flow node and one of its subgraphs."""
+    skip = 1 if node.op_type == "Loop" else 0  # a Loop body's first output is its condition
+    yield from zip(inner.outputs[skip:], node.outputs, strict=False)
+    if is_op(node, "Loop", "Scan"):
+        first = 2 * skip  # after the trip count and the condition
+        carried = len(node.inputs) - (first or attribute(node, "num_scan_inputs", 0))
+        taken = zip(node.inputs[first:], inner.inputs[first:], strict=False)
+        yield from ((value, other) for value, other in taken if value is not None)
+        yield from zip(inner.outputs[skip : skip + carried], inner.inputs[first:], strict=False)
 
 
 class _Finder:
     """Describes the matmuls of one model, one after another."""
 
-    def __init__(self, statics: StaticOperands, roles: Roles[gs.Node, gs.Tensor], forms: Sequence[Form]) -> None:
+    def __init__(self, model: ir.Model, operands: Operands, forms: Sequence[Form]) -> None:
         """`forms`: those of all matmuls, to count how many use one weight."""
-        self._statics = statics
-        self._roles = roles
+        self._operands = operands
+        self._roles = Roles(_View(model, operands), ROLE_OPS)
+        self._paths = paths_of(model)
         self._names: set[str] = set()
-        weights = (stack_of(form, statics) for form in forms)
-        self._uses = Counter(id(weight.tensor) for weight in weights if weight)
+        weights = map(operands.weight_of, forms)
+        self._uses = Counter(weight.value for weight in weights if weight)
 
-    def describe(self, node: gs.Node, form: Form, scope: Scope) -> OnnxSite:
+    def describe(self, node: ir.Node, form: Form) -> OnnxSite:
         """Returns the site of one matmul, or of one lookup in a table."""
-        if isinstance(form, Lookup):
-            return self._lookup(node, form, scope)
-        x, w, swapped = operands_with_experts(form, self._statics)
+        if form.picks_rows:
+            return self._lookup(node, form)
+        x, w, swapped = self._operands.of(form)
         m, n, k = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
-        index = scope.indices[id(node)]
-        output = node.outputs[0].name
-        absorbed = None if swapped or w.picked else self._absorbed(node, form, scope, n, dtype)
-        added = absorbed or Added(addend=None if form.c is None else form.c.name, output=output)
+        absorbed = None if swapped or w.picked else self._absorbed(node, form, n, dtype)
+        added = absorbed or Added(addend=form.c, output=node.outputs[0])
         matmul = MatMulSite(
-            name=take_name(node.name or f"{node.op}_{output}", self._names, "#"),
-            op=node.op,
-            module=module_path(scope.proto.node[index]),
-            subgraph=scope.path,
+            name=self._name(node),
+            op=node.op_type,
+            module=module_of(node.metadata_props.get(NAME_SCOPES, "")),
+            subgraph=self._paths[node.graph] if node.graph is not None else "",
             role=self._role(node, form, w),
             m=m,
             n=n,
@@ -180,80 +201,73 @@ class _Finder:
             weight_shape=k_last(w.static.shape, w.transposed) if w.static else (),
             weight_factor=form.alpha,
             weight_bytes=w.static.byte_size if w.static else 0,
-            shared_with=self._uses[id(w.static.tensor)] - 1 if w.static else 0,
+            shared_with=self._uses[w.static.value] - 1 if w.static else 0,
             has_bias=added.bias is not None,
             blocker=self._blocker(form, x, w, swapped, dtype) or _repeat_blocker(form, x, w, node.outputs[0]),
         )
-        return OnnxSite(
-            matmul=matmul, scope=scope, index=index, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added
-        )
+        return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added)
 
-    def _lookup(self, node: gs.Node, form: Lookup, scope: Scope) -> OnnxSite:
-        static, output, index = self._statics.resolve(form.b), node.outputs[0].name, scope.indices[id(node)]
-        shape = static.shape if static else form.b.shape
+    def _lookup(self, node: ir.Node, form: Form) -> OnnxSite:
+        static, shape = self._operands.static(form.b), shape_of(form.a)
+        lead = shape[:-1] if shape is not None and node.op_type == "GatherND" else shape
+        x = Operand(value=form.a, rank=None if lead is None else len(lead), shape=lead)
+        w = Operand(value=form.b, rank=2, shape=static.shape if static else shape_of(form.b), static=static)
         dtype = static.dtype if static else dtype_of(form.b)
         unfit = form.blocker or (None if static else self._weight_blocker(form.b))
-        site = MatMulSite(
-            name=take_name(node.name or f"{node.op}_{output}", self._names, "#"),
-            op=node.op,
-            module=module_path(scope.proto.node[index]),
-            subgraph=scope.path,
+        matmul = MatMulSite(
+            name=self._name(node),
+            op=node.op_type,
+            module=module_of(node.metadata_props.get(NAME_SCOPES, "")),
+            subgraph=self._paths[node.graph] if node.graph is not None else "",
             role="embedding",
-            m=None if form.ids.shape is None else eligibility.rows(form.ids.shape),
-            n=eligibility.rows(shape[:1]),
-            k=eligibility.rows(shape[1:]),
+            m=None if lead is None else eligibility.rows(lead),
+            n=eligibility.rows((w.shape or ())[:1]),
+            k=eligibility.rows((w.shape or ())[1:]),
             dtype=_dtype_name(dtype),
             weight=static.name if static else None,
             weight_shape=static.shape if static else (),
             weight_bytes=static.byte_size if static else 0,
-            shared_with=self._uses[id(static.tensor)] - 1 if static else 0,
+            shared_with=self._uses[static.value] - 1 if static else 0,
             blocker=unfit or eligibility.dtype_blocker(_dtype_name(dtype), "cast the model first"),
         )
-        return OnnxSite(
-            matmul=site,
-            scope=scope,
-            index=index,
-            form=form,
-            x=form.ids,
-            w=Operand(name=form.b.name, rank=2, shape=shape, static=static),
-            dtype=dtype,
-            swapped=False,
-            added=Added(output=output),
-        )
+        return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=Added(output=node.outputs[0]))
 
-    def _role(self, node: gs.Node, form: Form, w: Operand) -> Role:
+    def _name(self, node: ir.Node) -> str:
+        return take_name(node.name or f"{node.op_type}_{node.outputs[0].name}", self._names, "#")
+
+    def _role(self, node: ir.Node, form: Form, w: Operand) -> Role:
         if w.static is None:
             return self._roles.of_product(node.outputs[0])
         # What the op itself does with the product stands between it and whatever follows.
         passive = ROLE_OPS.views | ROLE_OPS.to_output
         return self._roles.of_linear(node.outputs[0]) if all(s.op in passive for s in form.after) else "linear"
 
-    def _absorbed(self, node: gs.Node, form: Form, scope: Scope, n: Dim, dtype: int) -> Added | None:
+    def _absorbed(self, node: ir.Node, form: Form, n: Dim, dtype: int) -> Added | None:
         """Returns the op's own c, or the static operand of a following Add, if the gemm can add it exactly."""
-        product = node.outputs[0]
-        c, index, total = form.c, None, product
+        product = output = node.outputs[0]
+        c, add = form.c, None
         after: tuple[Step, ...] = ()
         if c is None:
-            add = product.outputs[0] if len(product.outputs) == 1 and form.absorbs_add else None
-            returned = any(output is product for output in scope.view.outputs)
-            if add is None or returned or id(add) not in scope.indices:
+            add = next((user for user, _ in product.uses()), None)
+            if add is None or len(product.uses()) > 1 or product.is_graph_output() or not form.absorbs_add:
                 return None
-            if not _is_add(add) and not (_is_bias_gelu(add) and add.inputs[0] is product):
+            if add.graph is not node.graph or not (is_op(add, "Add") or _is_bias_gelu(add, product)):
                 return None
-            after = (Step(op="Gelu"),) if _is_bias_gelu(add) else ()
+            after = () if is_op(add, "Add") else (Step(op="Gelu"),)
             c = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
-            index, total = scope.indices[id(add)], add.outputs[0]
-        bias = self._statics.resolve(c)
-        rank = form.rank or len(product.shape or (n,))
+            output = add.outputs[0]
+        bias = self._operands.static(c)
+        shape = shape_of(product)
+        rank = form.rank or len(shape or (n,))
         if bias is None or bias.lead or bias.dtype != dtype or not isinstance(n, int):
             return None
         if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
             return None
-        return Added(bias=bias, index=index, output=total.name, after=after)
+        return Added(bias=bias, node=add, output=output, after=after)
 
     def _blocker(self, form: Form, x: Operand, w: Operand, swapped: bool, dtype: int) -> str | None:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""
-        if w.static and self._statics.is_constant(form.a) and self._statics.is_constant(form.b):
+        if w.static and self._operands.is_constant(form.a) and self._operands.is_constant(form.b):
             return eligibility.BOTH_CONSTANT
         if reason := form.blocker or _contradiction(form, x, w):
             return reason
@@ -272,23 +286,22 @@ class _Finder:
             return "the activation must be transposed and its rank is unknown; give the model shape information"
         return None
 
-    def _weight_blocker(self, tensor: gs.Tensor) -> str | None:
+    def _weight_blocker(self, value: ir.Value) -> str | None:
         """Returns why an operand that is known before the model runs is no static operand, or None."""
-        name = tensor.name
-        if name in self._statics.overridable:
-            return f"weight {name!r} is also a graph input that a caller may replace; remove it from the inputs"
-        if self._statics.is_constant(tensor):
-            via = self._statics.source_of(tensor)
-            if via in QUANTIZED:
+        if is_overridable(value):
+            return f"weight {value.name!r} is also a graph input that a caller may replace; remove it from the inputs"
+        if self._operands.is_constant(value):
+            via = source_of(value)
+            if via in DEQUANTIZES:
                 return (
-                    f"weight {name!r} is quantized already, by {via}, and would be rounded twice; rewrite the "
+                    f"weight {value.name!r} is quantized already, by {via}, and would be rounded twice; rewrite the "
                     "model it was quantized from"
                 )
             allowed = ", ".join(VIEW_OPS)
-            return f"weight {name!r} comes through {via}; expected only {allowed}; fold the constants first"
-        if reason := experts_blocker(tensor, self._statics):
+            return f"weight {value.name!r} comes through {via}; expected only {allowed}; fold the constants first"
+        if reason := self._operands.experts_blocker(value):
             return reason
-        if repeated := self._statics.repeated(tensor):
+        if repeated := self._operands.repeated(value):
             return (
                 f"weight {repeated!r} is repeated along dimensions that are not constant; expected constant ones; "
                 "give the model shape information"
@@ -307,28 +320,25 @@ def _contradiction(form: Form, x: Operand, w: Operand) -> str | None:
     return None
 
 
-def _repeat_blocker(form: Form, x: Operand, w: Operand, result: gs.Tensor) -> str | None:
+def _repeat_blocker(form: Form, x: Operand, w: Operand, result: ir.Value) -> str | None:
     """Returns why a weight cannot be packed that repeats along leading dimensions, or None if it can or does not."""
     if w.static is None or not w.static.lead:
         return None
-    if form.a_view != AS_IS or form.b_view != AS_IS:
+    if form.a_layout != AS_IS or form.b_layout != AS_IS:
         return "the weight is repeated along a dimension, and its axes are permuted; expected only one of the two"
-    batch, seen = (None if shape is None else list(shape[:-2]) for shape in (x.shape, result.shape))
+    batch, seen = (None if shape is None else list(shape[:-2]) for shape in (x.shape, shape_of(result)))
     if batch is not None and None not in batch and batch == seen:
         return None
     return "the weight is repeated along a batch that the activation lacks; expand the result instead"
 
 
-def _is_add(node: gs.Node) -> bool:
-    return node.op == "Add" and node.domain in STANDARD
-
-
-def _is_bias_gelu(node: gs.Node) -> bool:
-    """Whether `node` is what ONNX Runtime makes of an Add and a Gelu."""
-    return node.op == "BiasGelu" and node.domain == MICROSOFT and len(node.inputs) == 2
+def _is_bias_gelu(node: ir.Node, product: ir.Value) -> bool:
+    """Whether `node` is what ONNX Runtime makes of an Add to `product` and a Gelu."""
+    both = len(node.inputs) == 2 and node.inputs[0] is product
+    return both and node.op_type == "BiasGelu" and node.domain == MICROSOFT
 
 
 def _dtype_name(code: int) -> str | None:
-    if code in VALUE_NAMES:
-        return VALUE_NAMES[code]
+    if code in contract.VALUE_NAMES:
+        return contract.VALUE_NAMES[code]
     return onnx.TensorProto.DataType.Name(code).lower() if code else None

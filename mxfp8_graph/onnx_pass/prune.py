@@ -10,8 +10,7 @@ import onnx
 
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import subgraphs
-from mxfp8_graph.onnx_pass.picked import GATHERS
-from mxfp8_graph.onnx_pass.static_operands import REPEATS, VIEW_OPS
+from mxfp8_graph.onnx_pass.ops import GATHERS, REPEATS, VIEW_OPS
 
 _READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
 """What may stand between a weight and the product that used it; and what computes the sizes of views."""

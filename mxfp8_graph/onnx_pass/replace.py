@@ -9,29 +9,28 @@
     Gather(w, ids)      -> MXFP8Embedding(ids, packed w)
     GatherND(w, ids)    -> MXFP8Embedding(Squeeze(ids), packed w)
 
-Whatever is not named by a decision stays the very message it was.
+Whatever is not named by a decision stays as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
+from mxfp8_graph.onnx_model.graph import LargeTensor, dtype_of, graphs_of, proto_of, put_graph, remove, remove_unused
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.tensor_data import byte_length, read
-from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.onnx_model.write import Target
-from mxfp8_graph.onnx_pass.build import Builder, ScopeEdit
 from mxfp8_graph.onnx_pass.find import OnnxSite
-from mxfp8_graph.onnx_pass.form import Step
-from mxfp8_graph.onnx_pass.prune import prune
-from mxfp8_graph.onnx_pass.static_operands import Static
-from mxfp8_graph.onnx_pass.weight_rows import apply, layout_of, open_rows
+from mxfp8_graph.onnx_pass.forms import Step
+from mxfp8_graph.onnx_pass.operands import Operand, Picked
+from mxfp8_graph.onnx_pass.ops import GATHERS, REPEATS, VIEW_OPS
+from mxfp8_graph.onnx_pass.views import Static, apply, layout_of, open_rows
 from mxfp8_graph.options import StoredWeight
 from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.eligibility import k_last
@@ -48,21 +47,24 @@ _GEMMS: Final = {
 }
 """The node for a product by whether it is weight-only, and whether its weights are picked from a stack."""
 
+_REMOVABLE: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
+"""What may stand between a weight and the product that used it; and what computes the sizes of views."""
+
 
 def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Sequence[Decision]) -> int:
     """Returns how many bytes the result takes, without its new nodes and weights that something else uses too."""
     packed: dict[tuple[object, ...], int] = {}
-    replaced: dict[int, int] = {}
-    kept: set[int] = set()
+    replaced: dict[ir.Value, int] = {}
+    kept: set[ir.Value] = set()
     for site, decision in zip(sites, decisions, strict=True):
         if (static := site.w.static) is None:
             continue
         if decision.quantize:
             packed[_key(site, static, decision)] = packed_bytes(static.shape, transposed=site.w.transposed)
-            replaced[id(static.tensor)] = byte_length(static.tensor)
+            replaced[static.value] = static.stored_bytes
         else:
-            kept.add(id(static.tensor))
-    gone = sum(size for tensor, size in replaced.items() if tensor not in kept)
+            kept.add(static.value)
+    gone = sum(size for value, size in replaced.items() if value not in kept)
     return opened.byte_size - gone + sum(packed.values())
 
 
@@ -72,6 +74,7 @@ class Editor:
     def __init__(
         self,
         opened: OpenedModel,
+        model: ir.Model,
         target: Target,
         *,
         allow_nonfinite: bool,
@@ -82,66 +85,78 @@ class Editor:
 
         Args:
             opened: the model.
+            model: its graph; edited in place, and put back by `finish`.
             target: where tensors go.
             allow_nonfinite: see `mxfp8_graph.rewrite`.
             sizes_only: pack nothing: new weights get names, dims and dtypes, as a dry run needs them.
             given: weights that are packed already, by the name of the site.
         """
         self._given = given or {}
-        self.made_from: dict[str, tuple[int, str]] = {}
-        """Tensors that were added: id of the graph that held what each was made of, and its name there."""
+        self.made_from: dict[str, tuple[ir.Graph, str]] = {}
+        """Tensors that were added, by name, and what each was made of: its graph and its name there."""
         self._sizes_only = sizes_only
         self._opened = opened
+        self._model = model
         self._target = target
         self._allow_nonfinite = allow_nonfinite
-        self._names = {name for graph in iter_graphs(opened.proto.graph) for name in _names(graph)}
-        self._edits: dict[str, ScopeEdit] = {}
-        self._packed: dict[tuple[object, ...], PackedNames] = {}
-        self._biases: dict[tuple[object, ...], str] = {}
-        self._suspects: set[str] = set()
-        """What the replaced nodes read and made, and nothing may use any more."""
+        self._names = _names(model.graph)
+        self._packed: dict[tuple[object, ...], tuple[PackedNames, list[ir.Value]]] = {}
+        self._biases: dict[tuple[object, ...], ir.Value] = {}
+        self._shared: Shared = {}
+        self._results: dict[ir.Value, ir.Value] = {}
+        """Results of replaced nodes, and what stands for them: sites still name the former."""
+        self._suspects: list[ir.Value] = []
+        """What the replaced nodes read, and nothing may use any more."""
 
     def apply(self, site: OnnxSite, decision: Decision) -> SiteReport:
-        """Packs the site's weight, plans its new nodes, and returns the report of the site; errors as `pack`."""
-        edit = self._edits.setdefault(site.scope.path, ScopeEdit(site.scope))
-        build = Builder(edit, site.index, self.fresh)
-        inputs = [build.ids(site.lookup) if site.lookup else build.k_last(site.x)]
-        if decision.activation_format is not None and site.lookup is None:
+        """Packs the site's weight, replaces its node, and returns the report of the site; errors as `pack`."""
+        build = Builder(site, self._shared, self._results, self.fresh)
+        inputs = [build.ids() if site.form.picks_rows else build.k_last(site.x)]
+        if decision.activation_format is not None and not site.form.picks_rows:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding)
         packed = None
         if (static := site.w.static) is not None:
-            packed = self._pack(site, static, decision)
-            inputs += [packed.elements, packed.scales]
+            packed, tensors = self._pack(site, static, decision)
+            inputs += tensors
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding)
         if site.w.picked is not None:
             inputs.append(build.experts(site.w.picked))
         if site.added.bias is not None:
             inputs.append(self._bias(site, site.added.bias))
-        self._put(site, decision, inputs, build)
-        gone = {site.index} if site.added.index is None else {site.index, site.added.index}
-        edit.gone |= gone
-        for index in gone:
-            self._suspects.update(site.scope.proto.node[index].input)
-            self._suspects.update(site.scope.proto.node[index].output)
-        return replaced(decision, [node.name for node in build.new], packed)
+        result = self._product(site, decision, inputs, build)
+        names = [str(node.name) for node in build.new]
+        self._replace(site, result, build.new)
+        return replaced(decision, names, packed)
 
     def finish(self) -> None:
-        """Puts the new nodes in place, and removes what nothing uses any more."""
-        # Inner graphs first: rebuilding an outer one copies what is inside.
-        for edit in sorted(self._edits.values(), key=lambda e: -e.scope.depth):
-            edit.rebuild()
-        prune(self._opened, self._suspects)
+        """Removes what nothing uses any more, and puts the graph into the opened model."""
+        remove_unused(self._model, self._suspects, lambda node: node.op_type in _REMOVABLE)
+        put_graph(self._opened, self._model)
 
     def fresh(self, wanted: str) -> str:
         """Returns `wanted`, or `wanted` with a number, that no tensor or node of the model is called."""
         return take_name(wanted, self._names)
 
-    def _put(self, site: OnnxSite, decision: Decision, inputs: Sequence[str], build: Builder) -> None:
-        """Adds the gemm, and after it what it cannot do: its dtype, the swap back, alpha and C where not absorbed."""
-        node = site.scope.proto.node[site.index]
-        op = contract.EMBEDDING if site.lookup else _GEMMS[decision.weight_only, site.w.picked is not None]
-        takes_values = decision.weight_only and site.lookup is None
+    def _replace(self, site: OnnxSite, result: ir.Value, new: Sequence[ir.Node]) -> None:
+        """Puts `result`, which `new` nodes compute, in the place of the site's, and removes the nodes behind that."""
+        self._stand_for(site.added.output, result)
+        for node in (site.added.node, site.node):
+            if node is not None:
+                self._suspects += remove(node)
+
+    def _stand_for(self, old: ir.Value, result: ir.Value) -> None:
+        """Lets everything that uses `old` use `result` instead, which has the name and the type of `old`."""
+        self._results[old] = result
+        result.type, result.shape, result.doc_string = old.type, old.shape, old.doc_string
+        result.metadata_props.update(old.metadata_props)
+        result.meta.update(old.meta)
+        old.replace_all_uses_with(result, replace_graph_outputs=True)
+
+    def _product(self, site: OnnxSite, decision: Decision, inputs: Sequence[ir.Value], build: Builder) -> ir.Value:
+        """Returns the result of a new gemm, and of nodes for what it cannot do: dtype, swap, alpha, C, activations."""
+        op = contract.EMBEDDING if site.form.picks_rows else _GEMMS[decision.weight_only, site.w.picked is not None]
+        takes_values = decision.weight_only and not site.form.picks_rows
         dtype = onnx_functions.weight_gemm_dtype(site.dtype) if takes_values else site.dtype
         if site.x.rank is None or (site.w.picked and site.w.picked.rank == 0):
             # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have. To the
@@ -154,34 +169,38 @@ class Editor:
             perm = k_last(range(max(site.x.rank or 2, site.w.rank or 2)))
             steps.append(Step(op="Transpose", attributes={"perm": perm}))
         if site.form.alpha != 1.0 and site.w.static is None:
-            alpha = onnx.helper.make_tensor("", site.dtype, [], [site.form.alpha])
-            steps.append(Step(op="Mul", inputs=(alpha,)))
+            steps.append(Step(op="Mul", inputs=(_scalar(site.form.alpha, site.dtype),)))
         if site.added.addend is not None:
             steps.append(Step(op="Add", inputs=((site.added.addend, site.form.beta),)))
         steps += [*site.form.after, *site.added.after]
-        output = self.fresh(f"{site.added.output}_gemm") if steps else site.added.output
+        result = str(site.added.output.name)
         settings = {"output_dtype": dtype}
         if takes_values:
             settings["activation_dtype"] = formats.activation_dtype(decision.activation_dtype).onnx_dtype
-        gemm = build.add(op.name, inputs, [output], name=node.name, domain=contract.DOMAIN, **settings)
-        gemm.metadata_props.MergeFrom(node.metadata_props)
-        gemm.doc_string = node.doc_string
-        build.epilogue(site, output, steps)
+        output = self.fresh(f"{result}_gemm") if steps else result
+        outputs = build.add(op.name, inputs, [output], name=site.node.name or "", domain=contract.DOMAIN, **settings)
+        gemm = build.new[-1]
+        gemm.metadata_props.update(site.node.metadata_props)
+        gemm.doc_string = site.node.doc_string
+        return build.epilogue(outputs, steps)
 
-    def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> PackedNames:
-        """Returns the site's packed weight; packs each weight once."""
+    def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[PackedNames, list[ir.Value]]:
+        """Returns the site's packed weight, elements and scales; packs each weight once."""
         given = self._given.get(site.matmul.name)
         key = (*_key(site, static, decision), given and given.name)
         if key not in self._packed:
             result = self._result(site, static, decision, given)
             names = self.fresh(f"{static.name}_mxfp8"), self.fresh(f"{static.name}_mxfp8_scales")
             dtypes = formats.element_format(decision.weight_format).onnx_dtype, contract.UINT8
+            values = []
             for name, dtype, data in zip(names, dtypes, (result.elements, result.scales), strict=True):
-                tensor = static.owner.initializer.add(name=name, data_type=dtype, dims=data.shape)
-                self.made_from[name] = (id(static.owner), static.name)
+                # The tensor has no data if that goes into the file later: the array is then in memory once.
+                tensor = onnx.TensorProto(name=name, data_type=dtype, dims=data.shape)
                 if not self._sizes_only:
                     self._target.store(tensor, data)
-            self._packed[key] = PackedNames(*names, result.byte_size, None if given else result.relative_l2)
+                values.append(self._initializer(static, name, LargeTensor(self._opened, tensor)))
+            packed = PackedNames(*names, result.byte_size, None if given else result.relative_l2)
+            self._packed[key] = packed, values
         return self._packed[key]
 
     def _result(self, site: OnnxSite, static: Static, decision: Decision, given: StoredWeight | None) -> Packed:
@@ -198,46 +217,189 @@ class Editor:
                 allow_nonfinite=self._allow_nonfinite,
             )
 
-    def _bias(self, site: OnnxSite, static: Static) -> str:
-        """Returns the name of a float32 [N] initializer that holds beta * bias."""
-        n, beta = int(site.matmul.n or 0), site.form.beta  # a bias is absorbed only where N is known
-        key = (id(static.owner), static.name, static.steps, beta, n)
-        if key not in self._biases:
-            # As it is, if it is an initializer: a Constant node may come only after the place of the gemm.
-            plain = any(static.tensor is tensor for tensor in static.owner.initializer)
-            plain = plain and static.tensor.data_type == contract.FLOAT and static.tensor.dims == [n]
-            name = static.name
-            if not plain or beta != 1.0 or any(step == "Cast" for step, _ in static.steps):
-                name = self.fresh(f"{static.name}_f32")
-                self.made_from[name] = (id(static.owner), static.name)
-                stored = read(self._stored(static), self._opened.folder, self._opened.name)
-                values = apply(static.steps, stored).astype(np.float32).reshape(-1) * np.float32(beta)
-                tensor = static.owner.initializer.add(name=name, data_type=contract.FLOAT, dims=[n])
-                tensor.raw_data = np.broadcast_to(values, (n,)).astype("<f4").tobytes()
-            self._biases[key] = name
-        return self._biases[key]
-
     def _rows(self, static: Static) -> AbstractContextManager[tuple[Rows, bool]]:
         """Returns what `open_rows` yields for a weight."""
         if self._sizes_only:
             return nullcontext((Rows(shape=static.shape), False))
-        return open_rows(self._stored(static), static.steps, self._opened.folder, self._opened.name)
+        return open_rows(proto_of(static.tensor), static.steps, self._opened.folder, self._opened.name)
 
-    def _stored(self, static: Static) -> onnx.TensorProto:
-        return self._opened.tensors.get(static.name, static.tensor)
+    def _bias(self, site: OnnxSite, static: Static) -> ir.Value:
+        """Returns a float32 [N] initializer that holds beta * bias."""
+        n, beta = int(site.matmul.n or 0), site.form.beta  # a bias is absorbed only where N is known
+        key = (static.value, static.steps, beta, n)
+        if key not in self._biases:
+            value, tensor = static.value, static.tensor
+            # As it is, if it is an initializer: a Constant node may come only after the place of the gemm.
+            plain = value.is_initializer() and tensor.dtype == contract.FLOAT and tensor.shape.numpy() == (n,)
+            if not plain or beta != 1.0 or any(step == "Cast" for step, _ in static.steps):
+                numbers = apply(static.steps, tensor.numpy()).astype(np.float32).reshape(-1) * np.float32(beta)
+                name = self.fresh(f"{static.name}_f32")
+                value = self._initializer(static, name, ir.tensor(np.broadcast_to(numbers, (n,)).copy()))
+            self._biases[key] = value
+        return self._biases[key]
+
+    def _initializer(self, static: Static, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        """Returns a new initializer of the graph that holds `static`, which it is made of."""
+        value, graph = ir.Value(name=name, const_value=tensor), static.value.graph
+        assert graph is not None  # until `finish` removes the value
+        graph.register_initializer(value)
+        self.made_from[name] = graph, static.name
+        return value
+
+
+Shared = dict[tuple[object, ...], list[ir.Value]]
+"""Outputs of nodes that several sites of a graph read, by the graph and what the nodes compute."""
+
+
+class Builder:
+    """Adds nodes in front of a site's, sharing those that other sites of the graph already added."""
+
+    def __init__(
+        self, site: OnnxSite, shared: Shared, results: Mapping[ir.Value, ir.Value], fresh: Callable[[str], str]
+    ) -> None:
+        """`results`: what stands for the results of nodes that are replaced; `fresh` makes a unique name."""
+        self.new: list[ir.Node] = []
+        self._site = site
+        self._shared = shared
+        self._results = results
+        self._fresh = fresh
+
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value | None],
+        outputs: Sequence[str],
+        *,
+        name: str,
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[ir.Value]:
+        """Returns the outputs of a new node, in front of the site's."""
+        now = [None if value is None else self._results.get(value, value) for value in inputs]
+        values = [ir.Value(name=output) for output in outputs]
+        node = ir.node(op, now, dict(sorted(attributes.items())), domain=domain, outputs=values, name=name)
+        self._site.node.prepend(node)
+        self.new.append(node)
+        return values
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], list[ir.Value]]) -> list[ir.Value]:
+        """Returns what `make` adds, or what another site of the graph added for the same key."""
+        key = (self._site.node.graph, *key)
+        if key not in self._shared:
+            self._shared[key] = make()
+        return list(self._shared[key])
+
+    def k_last(self, operand: Operand) -> ir.Value:
+        """Returns the operand with its axes permuted, and merged, so that K is last."""
+        value = operand.value
+        if operand.perm is not None:
+            value = self._view("Transpose", value, operand.perm, f"{value.name}_k_last")
+        if operand.merged is not None:
+            value = self._view("Reshape", value, operand.merged, f"{value.name}_merged")
+        return value
+
+    def _view(self, op: str, value: ir.Value, argument: tuple[int, ...], wanted: str) -> ir.Value:
+        """Returns a value transposed or reshaped."""
+
+        def make() -> list[ir.Value]:
+            output = self._fresh(wanted)
+            if op == "Transpose":
+                return self.add(op, [value], [output], name=output, perm=argument)
+            shape = self._constant(ir.tensor(argument, ir.DataType.INT64), f"{output}_shape")
+            return self.add(op, [value, shape], [output], name=output)
+
+        return self._once((op, value, argument), make)[0]
+
+    def ids(self) -> ir.Value:
+        """Returns the ids of a lookup, as [...]."""
+        ids = self._site.x.value
+        if self._site.node.op_type != "GatherND":
+            return ids
+
+        def make() -> list[ir.Value]:
+            output, last = self._fresh(f"{ids.name}_squeezed"), self._fresh(f"{ids.name}_last")
+            axes = self.add("Constant", [], [last], name=last, value=ir.tensor([-1], ir.DataType.INT64, name=last))
+            return self.add("Squeeze", [ids, *axes], [output], name=output)
+
+        return self._once(("Squeeze", ids), make)[0]
+
+    def quantize(self, value: ir.Value, element_format: str, scale_rounding: str) -> list[ir.Value]:
+        """Returns the activation's elements and scales."""
+
+        def make() -> list[ir.Value]:
+            outputs = [self._fresh(f"{value.name}_mxfp8"), self._fresh(f"{value.name}_mxfp8_scales")]
+            dtype = formats.element_format(element_format).onnx_dtype
+            attributes = {**contract.QUANTIZE.attributes, "output_dtype": dtype, "scale_rounding": scale_rounding}
+            label = self._fresh(f"{value.name}_mxfp8_quantize")
+            return self.add(contract.QUANTIZE.name, [value], outputs, name=label, domain=contract.DOMAIN, **attributes)
+
+        return self._once((contract.QUANTIZE.name, value, element_format, scale_rounding), make)
+
+    def experts(self, picked: Picked) -> ir.Value:
+        """Returns the int64 indices that the matrices of a weight are picked by."""
+
+        def make() -> list[ir.Value]:
+            value = picked.index
+            for op, axes in picked.index_steps:
+                axes_name, name = self._fresh(f"{value.name}_axes"), self._fresh(f"{value.name}_{op.lower()}")
+                (at,) = self.add("Constant", [], [axes_name], name=axes_name, value_ints=axes)
+                (value,) = self.add(op, [value, at], [name], name=name)
+            if dtype_of(picked.index) != contract.INT64:
+                name = self._fresh(f"{value.name}_int64")
+                (value,) = self.add("Cast", [value], [name], name=name, to=contract.INT64)
+            return [value]
+
+        return self._once(("experts", picked.index, picked.index_steps), make)[0]
+
+    def epilogue(self, values: Sequence[ir.Value], steps: Sequence[Step]) -> ir.Value:
+        """Returns the site's result, which these steps make of the gemm's, `values`."""
+        site, result = self._site, str(self._site.added.output.name)
+        for number, step in enumerate(steps, 1):
+            wanted = f"{result}_{step.op.lower()}"
+            outputs = [result] if number == len(steps) else [self._fresh(wanted) for _ in range(step.outputs)]
+            name = self._fresh(f"{site.matmul.name}_{step.op.lower()}")
+            inputs = [*values, *map(self._input, step.inputs)]
+            while inputs[-1] is None:
+                inputs.pop()
+            values = self.add(step.op, inputs, outputs, name=name, domain=step.domain, **step.attributes)
+        return values[0]
+
+    def _input(self, given: ir.Value | ir.TensorProtocol | tuple[ir.Value, float] | None) -> ir.Value | None:
+        """Returns what a step takes besides the step before."""
+        if given is None or isinstance(given, ir.Value):
+            return given
+        if not isinstance(given, tuple):
+            return self._constant(given, f"{self._site.matmul.name}_{'sizes' if len(given.shape) else 'factor'}")
+        value, factor = given
+        if factor == 1.0:
+            return value
+        scaled = self._fresh(f"{value.name}_scaled")
+        number = self._constant(_scalar(factor, self._site.dtype), f"{self._site.matmul.name}_factor")
+        return self.add("Mul", [value, number], [scaled], name=scaled)[0]
+
+    def _constant(self, tensor: ir.TensorProtocol, wanted: str) -> ir.Value:
+        name = self._fresh(wanted)
+        tensor.name = name
+        return self.add("Constant", [], [name], name=name, value=tensor)[0]
+
+
+def _scalar(number: float, dtype: int) -> ir.TensorProtocol:
+    return ir.tensor(number, ir.DataType(dtype))
 
 
 def _key(site: OnnxSite, static: Static, decision: Decision) -> tuple[object, ...]:
     """Returns what sites that can share one packed weight have in common."""
-    layout = layout_of(static.tensor, static.steps, site.w.transposed)
-    return (id(static.owner), static.name, *layout, decision.weight_format, decision.scale_rounding, site.form.alpha)
+    layout = layout_of(proto_of(static.tensor), static.steps, site.w.transposed)
+    return (static.value, *layout, decision.weight_format, decision.scale_rounding, site.form.alpha)
 
 
-def _names(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields every tensor and node name of one graph."""
-    for values in (graph.input, graph.output, graph.initializer, graph.value_info):
-        yield from (value.name for value in values)
-    for node in graph.node:
-        yield node.name
-        yield from node.input
-        yield from node.output
+def _names(graph: ir.Graph) -> set[str]:
+    """Returns the name of every value and node of a graph and those below it."""
+    names: set[str] = set()
+    for inner in graphs_of(graph):
+        names.update(inner.initializers)
+        names.update(str(value.name) for value in (*inner.inputs, *inner.outputs))
+        for node in inner:
+            names.update(str(value.name) for value in (*node.inputs, *node.outputs) if value is not None)
+            names.add(node.name or "")
+    return names

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Final
 
 import onnx
+import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import attention_op, cpu_provider, dialect_ops, record, training_mode
+from mxfp8_graph.onnx_model.graph import to_ir
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import node_label
 from mxfp8_graph.onnx_model.write import open_target, wants_external
-from mxfp8_graph.onnx_pass import stored_bytes
-from mxfp8_graph.onnx_pass.embeddings import looks_up
+from mxfp8_graph.onnx_pass.account import Uses, account, inventory, key_of
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
 from mxfp8_graph.onnx_pass.fuse.graph_view import types_of
-from mxfp8_graph.onnx_pass.matmul_forms import multiplies
+from mxfp8_graph.onnx_pass.ops import looks_up, multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
-from mxfp8_graph.onnx_pass.tensor_uses import find_uses
 from mxfp8_graph.options import Options
 from mxfp8_graph.pass_steps import (
     Reporter,
@@ -79,26 +79,28 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
     """Returns what `rewrite_onnx` does, of a model that is open and was not rewritten before; edits it in place."""
     recipe, options = reporter.recipe, reporter.options
     reporter.bytes_before, reporter.notes = reporter.bytes_before or opened.byte_size, opened.notes
-    before = stored_bytes.inventory(opened)
+    before = inventory(opened)
     widened = prepare(opened, recipe)
     # Nothing else was done to it without a note.
-    planned = stored_bytes.inventory(opened) if opened.notes or widened else before
-    sites, decisions = find_and_plan(opened, recipe)
+    planned = inventory(opened) if opened.notes or widened else before
+    model = to_ir(opened)
+    sites, decisions = find_and_plan(model, recipe)
     decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
-    uses = find_uses(opened.proto.graph, planned, sites, decisions)
-    account = partial(stored_bytes.account, before, planned, uses)
-    require_eligible(decisions, options, wanted=WANTED, account=lambda: account(planned, {}))
+    uses = Uses(model, sites, decisions)
+    accounted = partial(account, before, planned, uses.of)
+    require_eligible(decisions, options, wanted=WANTED, account=lambda: accounted(planned, {}))
     external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
         nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
-        editor = Editor(opened, target, allow_nonfinite=nonfinite, sizes_only=sizes_only, given=given)
+        editor = Editor(opened, model, target, allow_nonfinite=nonfinite, sizes_only=sizes_only, given=given)
+        graphs = dict.fromkeys(site.node.graph for site in sites if isinstance(site.node.graph, ir.Graph))
         progress = None if options.dry_run else options.progress
         reports = replace_each(sites, decisions, editor.apply, progress=progress)
         editor.finish()
         if recipe.fuse:
-            types = types_of({id(site.scope): site.scope.view for site in sites}.values())
-            reporter.fusions = fuse(opened, types, editor.fresh, recipe)
-        result = account(stored_bytes.inventory(opened), editor.made_from)
+            reporter.fusions = fuse(opened, types_of(graphs), editor.fresh, recipe)
+        sources = {name: key_of(uses.paths[graph], source) for name, (graph, source) in editor.made_from.items()}
+        result = accounted(inventory(opened), sources)
         record.complete(opened.proto, opened.opset, recipe.to_record())
         reporter.notes += cpu_provider.note(opened.proto, widened)
         if options.dry_run:
@@ -133,8 +135,8 @@ def prepare(opened: OpenedModel, recipe: Recipe) -> str:
     return widened
 
 
-def find_and_plan(opened: OpenedModel, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
+def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
     """Returns the sites of a prepared model and the decision on each."""
-    sites = find_sites(opened)
-    stored = [id(site.w.static.tensor) if site.w.static else None for site in sites]
+    sites = find_sites(model)
+    stored = [id(site.w.static.value) if site.w.static else None for site in sites]
     return sites, tied_tables.explained(plan([site.matmul for site in sites], recipe), stored)

@@ -10,21 +10,19 @@ with the very nodes and packed weights that a rewrite without fusion writes. Wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx
-from onnx import helper
+import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model.graph import put_graph, to_ir
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.write import Target, open_target
-from mxfp8_graph.onnx_pass.build import ScopeEdit
 from mxfp8_graph.onnx_pass.find import OnnxSite
-from mxfp8_graph.onnx_pass.matmul_forms import Operand
+from mxfp8_graph.onnx_pass.operands import Operand
 from mxfp8_graph.onnx_pass.replace import Editor
 from mxfp8_graph.onnx_pass.run import WANTED, find_and_plan, prepare
 from mxfp8_graph.options import Options, Progress
@@ -79,15 +77,16 @@ def write_switched(
         advice = "name the model it was made from"
         raise ContractError(opened.name, "is rewritten already", expected="the original model", advice=advice)
     note = prepare(opened, recipe)
-    sites, decisions = find_and_plan(opened, recipe)
+    model = to_ir(opened)
+    sites, decisions = find_and_plan(model, recipe)
     require_eligible(decisions, Options(name=opened.name), wanted=WANTED, account=Account)
     with open_target(opened, path, external=True, overwrite=False) as target:
-        editor = _SwitchEditor(opened, target, allow_nonfinite=allow_nonfinite)
+        editor = _SwitchEditor(opened, model, target, allow_nonfinite=allow_nonfinite)
         reports = replace_each(sites, decisions, editor.apply, progress=progress)
-        editor.finish()
         switched = [site for site, decision in zip(sites, decisions, strict=True) if decision.quantize]
         observed, observed_by = editor.observe(switched)
         editor.add_inputs(len(switched), len(observed))
+        put_graph(opened, model)  # both ways stay: nothing is unused
         record.complete(opened.proto, opened.opset, recipe.to_record())
         target.finish()
     return SwitchedModel(
@@ -104,29 +103,24 @@ def write_switched(
 class _SwitchEditor(Editor):
     """Puts what a site was, and what it becomes, into the branches of an If."""
 
-    def __init__(self, opened: OpenedModel, target: Target, *, allow_nonfinite: bool) -> None:
-        super().__init__(opened, target, allow_nonfinite=allow_nonfinite)
-        self._graph = opened.proto.graph
-        self.switches = self.fresh("mxfp8_switches")
-        self.observe_input = self.fresh("mxfp8_observe")
+    def __init__(self, opened: OpenedModel, model: ir.Model, target: Target, *, allow_nonfinite: bool) -> None:
+        super().__init__(opened, model, target, allow_nonfinite=allow_nonfinite)
+        self._graph = model.graph
+        self._switches = ir.Value(name=self.fresh("mxfp8_switches"))
+        self._observe = ir.Value(name=self.fresh("mxfp8_observe"))
+        self.switches, self.observe_input = str(self._switches.name), str(self._observe.name)
         self._count = 0
 
     def apply(self, site: OnnxSite, decision: Decision) -> SiteReport:
-        """Plans an If with the site's old and new nodes, and returns what the rewrite says of it; errors as `pack`."""
-        edit = self._edits.setdefault(site.scope.path, ScopeEdit(site.scope))
-        edit.shared.clear()  # what one branch computes, another cannot use
-        report = super().apply(site, decision)
-        self._suspects.clear()  # both ways stay
-        old = [site.index] if site.added.index is None else sorted({site.index, site.added.index})
-        result = site.added.output
-        branches = {
-            "then_branch": self._branch(edit.new.pop(site.index), result, site.dtype),
-            "else_branch": self._branch([site.scope.proto.node[index] for index in old], result, site.dtype),
-        }
-        place = edit.new.setdefault(old[-1], [])  # where all that either branch reads is computed
-        place.extend(self._if(self.switches, self._count, result, branches))
-        self._count += 1
-        return report
+        """Puts an If with the site's old and new nodes in its place; returns the site's report; errors as `pack`."""
+        self._shared.clear()  # what one branch computes, another cannot use
+        return super().apply(site, decision)
+
+    def add_inputs(self, switches: int, observed: int) -> None:
+        """Adds the inputs that say which switches are on and what is observed."""
+        for value, count in ((self._switches, switches), (self._observe, observed)):
+            value.type, value.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([count])
+            self._graph.inputs.append(value)
 
     def observe(self, sites: Sequence[OnnxSite]) -> tuple[list[Observed], list[int | None]]:
         """Makes the activations of `sites` outputs; returns them, and which of them each site reads."""
@@ -134,49 +128,60 @@ class _SwitchEditor(Editor):
         observed: list[Observed] = []
         read_by: list[int | None] = []
         for site in sites:
-            if site.lookup or site.scope.depth:
+            if site.form.picks_rows or site.matmul.subgraph:
                 read_by.append(None)
                 continue
-            key = (site.x.name, site.x.perm, site.x.merged)
+            key = (site.x.value, site.x.perm, site.x.merged)
             if key not in found:
                 found[key] = len(observed)
-                observed.append(self._observe(site.x, site.dtype, len(observed)))
+                observed.append(self._observed(site.x, site.dtype, len(observed)))
             read_by.append(found[key])
         return observed, read_by
 
-    def add_inputs(self, switches: int, observed: int) -> None:
-        """Adds the inputs that say which switches are on and what is observed."""
-        for name, count in ((self.switches, switches), (self.observe_input, observed)):
-            self._graph.input.append(helper.make_tensor_value_info(name, onnx.TensorProto.BOOL, [count]))
+    def _replace(self, site: OnnxSite, result: ir.Value, new: Sequence[ir.Node]) -> None:
+        value, name = site.added.output, str(site.added.output.name)
+        old = [site.node] if site.added.node is None else [site.node, site.added.node]
+        chosen = ir.Value(name=name)
+        # In the place of the last node, where all that either branch reads is computed.
+        choice = self._if(self._switches, self._count, chosen, old[-1].prepend)
+        self._stand_for(value, chosen)
+        self._branch(choice, "then_branch", new, result, site.dtype)
+        self._branch(choice, "else_branch", old, value, site.dtype)
+        self._count += 1
 
-    def _observe(self, x: Operand, dtype: int, index: int) -> Observed:
-        name = self.fresh(f"{x.name}_observed")
-        nothing = onnx.TensorProto(data_type=dtype, dims=[0])
-        branches = {
-            "then_branch": self._branch([helper.make_node("Identity", [x.name], [name])], name, dtype),
-            "else_branch": self._branch([helper.make_node("Constant", [], [name], value=nothing)], name, dtype),
-        }
-        self._graph.node.extend(self._if(self.observe_input, index, name, branches))
-        self._graph.output.append(helper.make_tensor_value_info(name, dtype, None))
-        return Observed(output=name, perm=x.perm, merged=x.merged)
+    def _observed(self, x: Operand, dtype: int, index: int) -> Observed:
+        value = ir.Value(name=self.fresh(f"{x.value.name}_observed"))
+        value.type = ir.TensorType(ir.DataType(dtype))
+        choice = self._if(self._observe, index, value, self._graph.extend)
+        nothing = ir.serde.TensorProtoTensor(onnx.TensorProto(data_type=dtype, dims=[0]))
+        for name, op, inputs, settings in (
+            ("then_branch", "Identity", [self._results.get(x.value, x.value)], {}),
+            ("else_branch", "Constant", [], {"value": nothing}),
+        ):
+            node = ir.node(op, inputs, settings, outputs=[ir.Value(name=value.name)])
+            self._branch(choice, name, [node], node.outputs[0], dtype)
+        self._graph.outputs.append(value)
+        return Observed(output=str(value.name), perm=x.perm, merged=x.merged)
 
-    def _branch(self, nodes: Sequence[onnx.NodeProto], result: str, dtype: int) -> onnx.GraphProto:
-        """Returns a graph of copies of `nodes`, with another name for `result`, which is that of the If."""
-        name = self.fresh(f"{result}_branch")
-        graph = onnx.GraphProto(name=name)
+    def _branch(self, choice: ir.Node, name: str, nodes: Sequence[ir.Node], result: ir.Value, dtype: int) -> None:
+        """Moves `nodes` into a branch of an If that returns `result`, under another name than the If's."""
+        result.name = self.fresh(f"{result.name}_branch")
+        result.type, result.shape, result.doc_string = ir.TensorType(ir.DataType(dtype)), None, None
+        result.metadata_props.clear()
         for node in nodes:
-            copy = graph.node.add()
-            copy.CopyFrom(node)
-            copy.output[:] = [name if output == result else output for output in copy.output]
-        graph.output.append(helper.make_tensor_value_info(name, dtype, None))
-        return graph
+            if isinstance(node.graph, ir.Graph):
+                node.graph.remove(node)
+        choice.attributes.add(ir.AttrGraph(name, ir.Graph([], [result], nodes=nodes, name=result.name)))
 
-    def _if(self, switches: str, index: int, result: str, branches: dict[str, Any]) -> list[onnx.NodeProto]:
-        """Returns the nodes that choose a branch by one of the switches."""
-        number, chosen = self.fresh(f"{result}_index"), self.fresh(f"{result}_switch")
-        value = onnx.numpy_helper.from_array(np.array(index, np.int64), number)
-        return [
-            helper.make_node("Constant", [], [number], name=number, value=value),
-            helper.make_node("Gather", [switches, number], [chosen], name=chosen),
-            helper.make_node("If", [chosen], [result], name=self.fresh(f"{result}_if"), **branches),
-        ]
+    def _if(
+        self, switches: ir.Value, index: int, result: ir.Value, put: Callable[[Sequence[ir.Node]], None]
+    ) -> ir.Node:
+        """Returns an If, still without branches, that one of the switches decides; `put` puts it into the graph."""
+        number, chosen = self.fresh(f"{result.name}_index"), self.fresh(f"{result.name}_switch")
+        position = ir.tensor(index, ir.DataType.INT64, name=number)
+        constant = ir.node("Constant", [], {"value": position}, outputs=[ir.Value(name=number)], name=number)
+        inputs = [switches, *constant.outputs]
+        gather = ir.node("Gather", inputs, outputs=[ir.Value(name=chosen)], name=chosen)
+        choice = ir.node("If", gather.outputs, outputs=[result], name=self.fresh(f"{result.name}_if"))
+        put([constant, gather, choice])
+        return choice

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
+import onnx_ir as ir
 import pytest
 from builders import model, neg_model, node, steps, value, weight
 from grids import looped
@@ -20,9 +20,8 @@ from releases import release
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
-from mxfp8_graph.onnx_pass import matmul_forms
-from mxfp8_graph.onnx_pass.form import Form
-from mxfp8_graph.onnx_pass.static_operands import StaticOperands
+from mxfp8_graph.onnx_pass import ops
+from mxfp8_graph.onnx_pass.forms import Form, Resolve
 from mxfp8_ops.errors import Mxfp8Error
 
 F32 = np.float32
@@ -212,13 +211,15 @@ def test_attention_products_are_told_apart() -> None:
     assert [decision.site.role for decision in caught.value.decisions] == ["attention_scores", "attention_values"]
 
 
-# --- One row of `FORMS` is all that an op needs to be found, planned and replaced ---
+# --- One row of `OPS` is all that an op needs to be found, planned and replaced ---
 
 
-def einsum_form(einsum: gs.Node, statics: StaticOperands) -> Form | None:
+def einsum_form(einsum: ir.Node, resolve: Resolve) -> Form | None:
     """Reads the one equation of these tests, x @ w.T."""
     a, b = einsum.inputs
-    return Form(a=a, b=b, b_transposed=False) if einsum.attrs["equation"] == "mk,nk->mn" else None
+    assert a is not None
+    assert b is not None
+    return Form(a=a, b=b, b_transposed=False) if einsum.attributes.get_string("equation") == "mk,nk->mn" else None
 
 
 def form_model(equation: str = "mk,nk->mn") -> onnx.ModelProto:
@@ -229,7 +230,7 @@ def form_model(equation: str = "mk,nk->mn") -> onnx.ModelProto:
 
 @pytest.fixture
 def einsum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(matmul_forms.FORMS, "Einsum", einsum_form)
+    monkeypatch.setitem(ops.OPS, ("", "Einsum"), ops.Op(product=einsum_form))
 
 
 @pytest.mark.usefixtures("einsum")
@@ -268,7 +269,7 @@ def test_a_form_may_leave_a_node_alone() -> None:
 
 
 def test_an_op_that_is_not_in_the_table_is_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(matmul_forms.FORMS, "Einsum")
+    monkeypatch.delitem(ops.OPS, ("", "Einsum"))
     proto = form_model()
     proto.graph.node.extend([node("MatMul", "y v", "z", "second"), node("Neg", "z", "z2")])
     proto.graph.initializer.append(onnx.numpy_helper.from_array(weight(96, 64), "v"))

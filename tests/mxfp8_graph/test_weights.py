@@ -20,7 +20,7 @@ from onnx import helper, numpy_helper
 from mxfp8_graph import weights
 from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.onnx_model import tensor_data
-from mxfp8_graph.onnx_pass.weight_rows import open_rows
+from mxfp8_graph.onnx_pass.views import open_rows
 from mxfp8_graph.weights import NonFiniteError, Packed, pack, packed_bytes
 from mxfp8_ops import numerics
 from mxfp8_ops.errors import ContractError

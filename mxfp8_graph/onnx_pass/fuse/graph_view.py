@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy.typing as npt
 import onnx
-import onnx_graphsurgeon as gs
+import onnx_ir as ir
 from onnx import helper, numpy_helper
 
+from mxfp8_graph.onnx_model.graph import dtype_of, shape_of
 from mxfp8_graph.onnx_model.tensor_data import is_apart
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, subgraphs
-from mxfp8_graph.onnx_pass.static_operands import dtype_of
 from mxfp8_ops import contract
 
 Dim = int | str | None
@@ -26,15 +26,17 @@ class TensorType(NamedTuple):
     shape: tuple[Dim, ...] | None
 
 
-def types_of(graphs: Iterable[gs.Graph]) -> dict[str, TensorType]:
+def types_of(graphs: Iterable[ir.Graph]) -> dict[str, TensorType]:
     """Returns what is known of every value by its name; a name that stands for two types is left out."""
     found: dict[str, TensorType] = {}
     ambiguous: set[str] = set()
     for graph in graphs:
-        for name, tensor in graph.tensors().items():
-            known = TensorType(dtype_of(tensor), None if tensor.shape is None else tuple(tensor.shape))
-            if found.setdefault(name, known) != known:
-                ambiguous.add(name)
+        # Each once: an outer value stands for one type, however many nodes read it.
+        values = dict.fromkeys(v for node in graph for v in (*node.inputs, *node.outputs) if v is not None)
+        for value in values:
+            known = TensorType(dtype_of(value), shape_of(value))
+            if found.setdefault(str(value.name), known) != known:
+                ambiguous.add(str(value.name))
     return {name: known for name, known in found.items() if name not in ambiguous}
 
 

@@ -18,7 +18,6 @@ from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
 from mxfp8_graph.onnx_pass.fuse.quantized import fuse_quantize
 from mxfp8_graph.onnx_pass.fuse.replacement import Fusion, Replacement
 from mxfp8_graph.onnx_pass.prune import prune
-from mxfp8_graph.onnx_pass.static_operands import overridable
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import FusionReport
 from mxfp8_ops import contract
@@ -144,6 +143,13 @@ def _in_order(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
             else:
                 done.add(waiting[-1])
                 yield nodes[waiting.pop()]
+
+
+def overridable(opened: OpenedModel) -> set[str]:
+    """Returns the initializers that are graph inputs too: defaults a caller may replace, so not static."""
+    if opened.weights_are_inputs:
+        return set()
+    return {i.name for i in opened.proto.graph.input} & {t.name for t in opened.proto.graph.initializer}
 
 
 def _read_by(node: onnx.NodeProto) -> Iterator[str]:

@@ -26,15 +26,16 @@ from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.inputs import Inputs
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model import cpu_provider
+from mxfp8_graph.onnx_model.graph import proto_of, to_ir
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import hold, inside
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import iter_graphs, iter_tensors
 from mxfp8_graph.onnx_model.write import open_target
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
-from mxfp8_graph.onnx_pass.matmul_forms import multiplies
+from mxfp8_graph.onnx_pass.ops import multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
-from mxfp8_graph.onnx_pass.weight_rows import open_rows
+from mxfp8_graph.onnx_pass.views import open_rows
 from mxfp8_graph.policy.plan import NothingEligibleError, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.compare.fake_quantize import DOMAIN, FakeQuantize, attach, function
@@ -91,23 +92,24 @@ def lay_out(model: Any, recipe: Recipe) -> Emulator:
     opened = open_model(model)
     upgrade(opened, multiplies)
     cpu_provider.widen(opened)
-    sites = find_sites(opened)
+    graph = to_ir(opened)
+    sites = find_sites(graph)
     decisions = plan([site.matmul for site in sites], recipe)
     other_bytes = bytes_after(opened, sites, decisions)
     count = 0
     weights: dict[str, OnnxSite] = {}
     stored: dict[str, onnx.TensorProto] = {}
     with open_target(opened, None, external=False, overwrite=False) as target:
-        editor = Editor(opened, target, allow_nonfinite=True, sizes_only=True)
+        editor = Editor(opened, graph, target, allow_nonfinite=True, sizes_only=True)
         for site, decision in zip(sites, decisions, strict=True):
-            if decision.quantize and site.w.static is not None and site.lookup is None:
+            if decision.quantize and site.w.static is not None and not site.form.picks_rows:
                 done = editor.apply(site, replace(decision, activations="unchanged"))
                 assert done.packed is not None
                 count += 1
                 other_bytes -= 0 if done.packed in weights else done.bytes_after
                 weights[done.packed] = site
                 # `finish` removes what nothing uses any more, from the skeleton and from its tensors.
-                stored[done.packed] = _kept(opened.tensors.get(site.w.static.name, site.w.static.tensor))
+                stored[done.packed] = _kept(proto_of(site.w.static.tensor))
         editor.finish()
     if not weights:
         what, advice = "no matmul with a stored weight is eligible", "see the reasons and adapt the recipe"

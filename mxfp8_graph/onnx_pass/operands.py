@@ -1,0 +1,371 @@
+"""The operands of a product: stored, picked from a stack of stored matrices while the model runs, or computed.
+
+    initializer | Constant -> views -> operand                        stored, see `views.py`
+    stack [E, N, K] -> Gather | GatherND (axis 0) -> views -> operand    experts of a mixture, one for each row
+    anything else -> operand                                          computed: its axes are permuted by new nodes
+
+The index of experts goes to the node, and the stack is packed as it is. What the views do to the dimensions of the
+index is done to the index; what they do to the matrices, to the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+import onnx
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_model.graph import (
+    LargeTensor,
+    attribute,
+    dtype_of,
+    graphs_of,
+    is_op,
+    is_overridable,
+    shape_of,
+    stored,
+    subgraphs_of,
+)
+from mxfp8_graph.onnx_model.open import INLINE_BYTES
+from mxfp8_graph.onnx_model.walk import STANDARD
+from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Layout, optional
+from mxfp8_graph.onnx_pass.ops import GATHERS, REPEATS, op_of
+from mxfp8_graph.onnx_pass.views import BEHIND_REPEAT, Static, apply, cast, permutation
+from mxfp8_graph.policy import eligibility
+from mxfp8_graph.policy.eligibility import k_last
+
+_MOST_VIEWS: Final = 100
+"""A stored tensor behind more views than this is not looked for."""
+
+_INTEGERS: Final = frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64})
+"""The dtypes in which nodes take shapes and axes."""
+
+_FLOATS: Final = frozenset(
+    {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
+)
+"""What a table of numbers holds; one of integers is a shape, or a table of further indices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picked:
+    """Matrices picked from a stack: which stack, and by which indices."""
+
+    stack: Static
+    """[E, N, K], or [E, K, N]."""
+    index: ir.Value
+    """Integers."""
+    rank: int
+    """Dimensions of the indices, after `index_steps`."""
+    index_steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """("Squeeze" or "Unsqueeze", axes), from `index` to the indices of the matrices."""
+    flipped: bool = False
+    """The matrices are the transposes of those of the stack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One side of the product."""
+
+    value: ir.Value
+    rank: int | None
+    shape: Sequence[Any] | None
+    """Shape with K last; None if it is unknown."""
+    transposed: bool = False
+    """K is the last axis but one."""
+    static: Static | None = None
+    picked: Picked | None = None
+    """How the weight is picked from the stack that `static` is; None if it is all of it."""
+    perm: tuple[int, ...] | None = None
+    """What brings K of a run-time operand to the end; None if it is there, or if the rank is unknown."""
+    merged: tuple[int, ...] | None = None
+    """What a run-time operand is reshaped to after that, as Reshape takes it; None if it is not."""
+
+
+class _UnreadableError(Exception):
+    """Why a gathered weight cannot be read as matrices picked from a stack."""
+
+
+class Operands:
+    """Reads the operands of the products of one model."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._static: dict[ir.Value, Static | None] = {}
+        """What `static` returned."""
+        self._nested = 0
+        """How many calls of `integers` are inside each other."""
+        self._computed: set[ir.Value] = set()
+        """What is computed of constants alone."""
+        for graph in graphs_of(model.graph):
+            for node in graph:
+                inputs = [value for value in node.inputs if value is not None]
+                if inputs and all(map(self.is_constant, inputs)) and not any(subgraphs_of(node)):
+                    self._computed.update(node.outputs)
+
+    def is_constant(self, value: ir.Value) -> bool:
+        """Whether `value` depends on no graph input, whatever the ops on the way."""
+        return value in self._computed or stored(value) is not None
+
+    def static(self, value: ir.Value | None) -> Static | None:
+        """Returns `value` as stored data and views, or None if it is not static in that way."""
+        views: list[ir.Value] = []
+        while value is not None and value not in self._static:
+            node = _view_of(value)
+            tensor = stored(value)
+            if tensor is not None or node is None or len(views) == _MOST_VIEWS:
+                self._static[value] = None if tensor is None else _origin(value, tensor)
+                break
+            views.append(value)
+            value = node.inputs[0]
+        static = None if value is None else self._static[value]
+        for output in reversed(views):
+            static = self._static[output] = self._viewed(static, output)
+        return static
+
+    def _viewed(self, before: Static | None, output: ir.Value) -> Static | None:
+        """Returns what the view that makes `output` makes of `before`."""
+        node = output.producer()
+        view = None if node is None else op_of(node.domain, node.op_type).view
+        if before is None or node is None or view is None or (before.lead and view not in BEHIND_REPEAT):
+            return None
+        return view(node, before, output, self.integers)
+
+    def integers(self, value: ir.Value | None) -> list[int] | None:
+        """Returns the values of a small static vector of integers, or None."""
+        if self._nested == _MOST_VIEWS:
+            return None
+        self._nested += 1
+        static = self.static(value)
+        self._nested -= 1
+        if static is None or static.lead or len(static.shape) != 1 or static.dtype not in _INTEGERS:
+            return None
+        if static.byte_size > INLINE_BYTES or isinstance(static.tensor, LargeTensor):
+            return None
+        return [int(number) for number in apply(static.steps, static.tensor.numpy())]
+
+    def repeated(self, value: ir.Value) -> str | None:
+        """Returns the stored tensor that `value` repeats as often as the model says when it runs, by name, or None."""
+        while (node := _view_of(value)) is not None and node.op_type not in REPEATS and node.inputs[0] is not None:
+            value = node.inputs[0]
+        static = None if node is None else self.static(node.inputs[0])
+        return None if static is None else static.name
+
+    def of(self, form: Form) -> tuple[Operand, Operand, bool]:
+        """Returns (X, W, whether the weight comes first, so that the gemm computes the transpose of the result).
+
+        Where neither operand is static, one that is picked from a stack is the weight.
+        """
+        left, right = self.static(form.a), self.static(form.b)
+        if left is not None and right is None:
+            x = _run_time(form.b, form.b_transposed, form.b_layout, form.rank)
+            return x, _stored(form.a, left, form.a_transposed, form.a_layout), x.rank != 1  # a vector stays as it is
+        x = _run_time(form.a, form.a_transposed, form.a_layout, form.rank)
+        if right is not None:
+            return x, _stored(form.b, right, form.b_transposed, form.b_layout), False
+        for mine, first in ((form, False), (_mirrored(form), True)):
+            if mine.b_layout == AS_IS and (picked := self._picked(mine.b)):
+                x = _run_time(mine.a, mine.a_transposed, mine.a_layout, mine.rank)
+                return x, _of_stack(mine.b, picked, mine.b_transposed), first
+        return x, _run_time(form.b, form.b_transposed, form.b_layout, form.rank), False
+
+    def weight_of(self, form: Form) -> Static | None:
+        """Returns the stored weight of a matmul, from which it may be picked; None if it has none."""
+        static = self.static(form.b) or self.static(form.a)
+        picked = None if static else self._picked(form.b) or self._picked(form.a)
+        return picked.stack if picked else static
+
+    def lookup_of(self, node: ir.Node) -> Form | None:
+        """Returns how ids pick rows of a table that is known before the model runs, or None if `node` does not do that.
+
+            Gather(table [V, D], ids [...], axis 0)         -> [..., D]
+            GatherND(table [V, D], ids [..., 1])            -> [..., D]
+
+        In the form the table is b, [N, K] = [V, D], and the ids are a. Tables of another rank are none: vectors have no
+        rows, and stacks of matrices are experts.
+        """
+        if not is_op(node, *GATHERS):
+            return None
+        table, ids = node.inputs
+        if table is None or ids is None or not (self.is_constant(table) or is_overridable(table)):
+            return None
+        static = self.static(table)
+        shape, dtype = (static.shape, static.dtype) if static else (shape_of(table), dtype_of(table))
+        if shape is None or len(shape) != 2 or dtype not in _FLOATS:
+            return None
+        blocker = self._lookup_blocker(node, ids, static)
+        return Form(a=ids, b=table, b_transposed=False, absorbs_add=False, picks_rows=True, blocker=blocker)
+
+    def _lookup_blocker(self, node: ir.Node, ids: ir.Value, static: Static | None) -> str | None:
+        """Returns why the node does not pick rows while the model runs, or None."""
+        if node.op_type == "Gather" and attribute(node, "axis", 0) not in {0, -2}:
+            return "it picks columns of its table; expected rows (axis 0)"
+        if node.op_type == "GatherND":
+            shape = shape_of(ids)
+            if attribute(node, "batch_dims", 0) or not shape or shape[-1] != 1:
+                return "it picks single values of its table, or how many is unknown; expected rows (ids [..., 1])"
+        if self.is_constant(ids):
+            return "its ids are constant; fold the constants of the model first"
+        return eligibility.weight_blocker(static.shape) if static else None
+
+    def experts_blocker(self, value: ir.Value) -> str | None:
+        """Returns why a weight that is gathered while the model runs cannot be picked; None if it can, or is none."""
+        try:
+            self._read_picked(value)
+        except _UnreadableError as error:
+            return str(error)
+        return None
+
+    def _picked(self, value: ir.Value) -> Picked | None:
+        """Returns how `value` is picked from a stack, or None if it is not."""
+        try:
+            return self._read_picked(value)
+        except _UnreadableError:
+            return None
+
+    def _read_picked(self, value: ir.Value) -> Picked | None:
+        gather, views = _gather_of(value)
+        if gather is None or self.is_constant(value):
+            return None
+        stack = self.static(gather.inputs[0])
+        if stack is None or len(stack.shape) < 3:
+            return None
+        where = f"weight {stack.name!r} holds experts that are gathered while the model runs"
+        picked = self._gathered(gather, stack, where)
+        for output in reversed(views):
+            node = output.producer()
+            assert node is not None  # `_gather_of` came through it
+            changed = self._behind(picked, node, output)
+            if changed is None:
+                what = f"{where}, and then changed by {node.op_type}"
+                expected = "expected the picked matrices as they are, or transposed"
+                raise _UnreadableError(f"{what}; {expected}; export the model so")
+            picked = changed
+        return picked
+
+    def _gathered(self, gather: ir.Node, stack: Static, where: str) -> Picked:
+        index = gather.inputs[1]
+        if len(stack.shape) != 3:
+            raise _UnreadableError(f"{where}, from shape {list(stack.shape)}; expected [E, N, K]; export the model so")
+        shape = None if index is None else shape_of(index)
+        if shape is None or index is None:
+            raise _UnreadableError(f"{where}, by indices of unknown rank; give the model shape information")
+        rank = len(shape)
+        if gather.op_type == "Gather":
+            axis = attribute(gather, "axis", 0)
+            if axis not in {0, -3}:
+                what = f"along axis {axis}; expected axis 0; export the model with the experts first"
+                raise _UnreadableError(f"{where}, {what}")
+            return Picked(stack=stack, index=index, rank=rank)
+        if attribute(gather, "batch_dims", 0) or rank == 0 or shape[-1] != 1:
+            what = "by GatherND of more than axis 0; expected one index per matrix; use Gather"
+            raise _UnreadableError(f"{where}, {what}")
+        producer = index.producer()
+        before = None if producer is None or not is_op(producer, "Unsqueeze") else producer.inputs[0]
+        if producer is not None and before is not None and self.integers(optional(producer, 1)) in ([-1], [rank - 1]):
+            return Picked(stack=stack, index=before, rank=rank - 1)
+        return Picked(stack=stack, index=index, rank=rank - 1, index_steps=(("Squeeze", (rank - 1,)),))
+
+    def _behind(self, picked: Picked, node: ir.Node, output: ir.Value) -> Picked | None:
+        """Returns `picked` after one view, or None if the view changes more than the axes of the index."""
+        rank = picked.rank + 2
+        if node.op_type == "Identity":
+            return picked
+        if node.op_type == "Cast":
+            stack = cast(node, picked.stack, output, self.integers)
+            return replace(picked, stack=stack) if stack else None
+        if node.op_type == "Transpose":
+            perm = permutation(node, rank)
+            swaps = perm == k_last(range(rank))
+            return replace(picked, flipped=picked.flipped != swaps) if swaps or perm == tuple(range(rank)) else None
+        axes = self.integers(optional(node, 1)) if node.op_type in {"Squeeze", "Unsqueeze"} else None
+        if axes is None:
+            return None
+        more = len(axes) if node.op_type == "Unsqueeze" else 0
+        rank += more
+        if not all(-rank <= axis < rank and axis % rank < picked.rank + more for axis in axes):
+            return None
+        step = node.op_type, tuple(axis % rank for axis in axes)
+        return replace(picked, rank=picked.rank + (more or -len(axes)), index_steps=(*picked.index_steps, step))
+
+
+def source_of(value: ir.Value) -> str:
+    """Returns the op behind the views that a constant comes from."""
+    while (node := _view_of(value)) is not None and node.inputs[0] is not None and node.inputs[0].producer():
+        value = node.inputs[0]
+    maker = value.producer()
+    return "" if maker is None else maker.op_type
+
+
+def _origin(value: ir.Value, tensor: ir.TensorProtocol) -> Static:
+    return Static(value=value, tensor=tensor, shape=tuple(tensor.shape.numpy()), dtype=int(tensor.dtype))
+
+
+def _view_of(value: ir.Value) -> ir.Node | None:
+    """Returns the node that makes `value` as a view of its first input, or None."""
+    node = value.producer()
+    if node is None or op_of(node.domain, node.op_type).view is None:
+        return None
+    return node if node.inputs and node.inputs[0] is not None else None
+
+
+def _gather_of(value: ir.Value) -> tuple[ir.Node | None, list[ir.Value]]:
+    """Returns the node that gathers `value`, and the outputs of the views between, last to first."""
+    views: list[ir.Value] = []
+    while len(views) <= _MOST_VIEWS:
+        node = value.producer()
+        if node is None or node.domain not in STANDARD or not node.inputs or node.inputs[0] is None:
+            break
+        if node.op_type in GATHERS and len(node.inputs) > 1:
+            return node, views
+        views.append(value)
+        if op_of(node.domain, node.op_type).view is None or node.op_type in {"Split", "Slice", *REPEATS}:
+            break
+        value = node.inputs[0]
+    return None, views
+
+
+def _stored(value: ir.Value, static: Static, transposed: bool, layout: Layout) -> Operand:
+    if layout.perm is not None and layout.perm != tuple(range(len(layout.perm))) and not static.lead:
+        static = static.then("Transpose", layout.perm, shape=Layout(perm=layout.perm).of(static.shape))
+    if layout.shape is not None and layout.shape != static.shape:
+        static = static.then("Reshape", layout.shape, shape=layout.shape)
+    shape = k_last(static.shape, transposed)
+    return Operand(value=value, rank=len(static.shape), shape=shape, transposed=transposed, static=static)
+
+
+def _of_stack(value: ir.Value, picked: Picked, transposed: bool) -> Operand:
+    """Returns `value` as the weight of a product; `transposed` if it is [..., K, N]."""
+    transposed = transposed != picked.flipped
+    known = shape_of(value)
+    lead = (None,) * picked.rank if known is None else known[:-2]
+    shape = (*lead, *k_last(picked.stack.shape[1:], transposed))
+    rank = picked.rank + 2
+    return Operand(value=value, rank=rank, shape=shape, transposed=transposed, static=picked.stack, picked=picked)
+
+
+def _run_time(value: ir.Value, transposed: bool, layout: Layout, rank: int | None) -> Operand:
+    """Returns an operand computed at run time. A Transpose in front of it and the one it needs become one, or none."""
+    known = shape_of(value)
+    rank = rank or (None if known is None else len(known))
+    if layout.perm is not None:
+        rank = len(layout.perm)
+    transposed = transposed and rank != 1
+    shape = None if known is None else k_last(layout.of(known), transposed)
+    needed = None if rank is None else k_last(layout.perm or range(rank), transposed)
+    if needed is not None and needed != tuple(range(len(needed))):
+        producer = value.producer()
+        if producer is not None and is_op(producer, "Transpose") and producer.inputs[0] is not None:
+            before = permutation(producer, len(needed))
+            if before is not None:
+                value, needed = producer.inputs[0], tuple(before[axis] for axis in needed)
+    perm = None if needed is None or needed == tuple(range(len(needed))) else needed
+    rank = rank if layout.shape is None else len(layout.shape)
+    return Operand(value=value, rank=rank, shape=shape, transposed=transposed, perm=perm, merged=layout.shape)
+
+
+def _mirrored(form: Form) -> Form:
+    """Returns `form` with its operands in each other's place."""
+    sides = [field.name for field in fields(form) if field.name == "a" or field.name.startswith("a_")]
+    pairs = [(name, f"b{name[1:]}") for name in sides]
+    return replace(form, **{mine: getattr(form, other) for pair in pairs for mine, other in (pair, pair[::-1])})

@@ -1,0 +1,179 @@
+"""The table of ops: what the pass knows of each, a row per op.
+
+Everything that asks what an op does reads this table. One row is all that a further op needs, and a reader in
+`forms.py` if it multiplies in a new way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE
+from mxfp8_graph.onnx_model.validate import schema_of
+from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
+from mxfp8_graph.onnx_pass import einsum, forms, views
+from mxfp8_graph.onnx_pass.forms import Form, Reader, Resolve
+from mxfp8_graph.onnx_pass.views import View
+from mxfp8_graph.policy.roles import RoleOps
+from mxfp8_graph.report.account import OpKinds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """What the pass knows of one op."""
+
+    product: Reader | None = None
+    """How it multiplies matrices; None if it does not, or in a way that the pass does not replace."""
+    view: View | None = None
+    """What it makes of a weight, which it passes on without computing anything; None if it is no such op."""
+    kind: Literal["lookup", "convolution", "recurrent", "product", ""] = ""
+    """What it does with a weight. All but lookups multiply activations by something."""
+    gathers: bool = False
+    """It picks rows, or matrices, by indices in its second input."""
+    quantized: bool = False
+    """It takes or gives what something has quantized already."""
+
+
+_UNKNOWN: Final = Op()
+
+OPS: Final[dict[tuple[str, str], Op]] = {
+    ("", "MatMul"): Op(product=forms.matmul),
+    ("", "Gemm"): Op(product=forms.gemm),
+    ("", "Einsum"): Op(product=einsum.read),
+    (MICROSOFT, "FusedMatMul"): Op(product=forms.fused_matmul),
+    (MICROSOFT, "TransposeMatMul"): Op(product=forms.fused_matmul),
+    (MICROSOFT, "FusedMatMulActivation"): Op(product=forms.fused_matmul_activation),
+    (MICROSOFT, "FusedGemm"): Op(product=forms.fused_gemm),
+    (MICROSOFT, "Attention"): Op(product=forms.packed_attention),
+    (MICROSOFT, "DecoderAttention"): Op(product=forms.inside),
+    (MICROSOFT, "DecoderMaskedSelfAttention"): Op(product=forms.inside),
+    (MICROSOFT, "GatedRelativePositionBias"): Op(product=forms.inside),
+    (MICROSOFT, "GemmFastGelu"): Op(product=forms.inside),
+    (MICROSOFT, "GemmFloat8"): Op(product=forms.inside),
+    (MICROSOFT, "LongformerAttention"): Op(product=forms.inside),
+    (MICROSOFT, "MoE"): Op(product=forms.inside),
+    (MICROSOFT, "PackedAttention"): Op(product=forms.inside),
+    ("", "Identity"): Op(view=views.identity),
+    ("", "Transpose"): Op(view=views.transpose),
+    ("", "Cast"): Op(view=views.cast),
+    ("", "Reshape"): Op(view=views.reshape),
+    ("", "Squeeze"): Op(view=views.squeeze),
+    ("", "Unsqueeze"): Op(view=views.unsqueeze),
+    ("", "Split"): Op(view=views.split),
+    ("", "Slice"): Op(view=views.slice_),
+    ("", "Expand"): Op(view=views.repeat),
+    ("", "Tile"): Op(view=views.repeat),
+    ("", "Gather"): Op(kind="lookup", gathers=True),
+    ("", "GatherND"): Op(kind="lookup", gathers=True),
+    ("", "GatherElements"): Op(kind="lookup"),
+    (MICROSOFT, "EmbedLayerNormalization"): Op(kind="lookup"),
+    ("", "Conv"): Op(kind="convolution"),
+    ("", "ConvTranspose"): Op(kind="convolution"),
+    ("", "DeformConv"): Op(kind="convolution"),
+    (MICROSOFT, "FusedConv"): Op(kind="convolution"),
+    (MICROSOFT, "NhwcConv"): Op(kind="convolution"),
+    (MICROSOFT, "NhwcFusedConv"): Op(kind="convolution"),
+    ("", "LSTM"): Op(kind="recurrent"),
+    ("", "GRU"): Op(kind="recurrent"),
+    ("", "RNN"): Op(kind="recurrent"),
+    (MICROSOFT, "AttnLSTM"): Op(kind="recurrent"),
+    ("", "Attention"): Op(kind="product"),
+    (MICROSOFT, "MultiHeadAttention"): Op(kind="product"),
+    (MICROSOFT, "GroupQueryAttention"): Op(kind="product"),
+    (MICROSOFT, "DecoderMaskedMultiHeadAttention"): Op(kind="product"),
+    (MICROSOFT, "PackedMultiHeadAttention"): Op(kind="product"),
+    (MICROSOFT, "PagedAttention"): Op(kind="product"),
+    (MICROSOFT, "SparseAttention"): Op(kind="product"),
+    ("", "MatMulInteger"): Op(kind="product", quantized=True),
+    ("", "QLinearMatMul"): Op(kind="product", quantized=True),
+    (MICROSOFT, "MatMulIntegerToFloat"): Op(kind="product", quantized=True),
+    (MICROSOFT, "DynamicQuantizeMatMul"): Op(kind="product", quantized=True),
+    (MICROSOFT, "MatMulNBits"): Op(kind="product", quantized=True),
+    (MICROSOFT, "QAttention"): Op(kind="product", quantized=True),
+    (MICROSOFT, "QMoE"): Op(kind="product", quantized=True),
+    ("", "DequantizeLinear"): Op(quantized=True),
+    ("", "QuantizeLinear"): Op(quantized=True),
+    ("", "ConvInteger"): Op(quantized=True),
+    (TRT, TRT_DEQUANTIZE): Op(quantized=True),
+    (MICROSOFT, "MatMulInteger16"): Op(quantized=True),
+    (MICROSOFT, "MatMulBnb4"): Op(quantized=True),
+    (MICROSOFT, "MatMulFpQ4"): Op(quantized=True),
+    (MICROSOFT, "GatherBlockQuantized"): Op(quantized=True),
+    (MICROSOFT, "DynamicQuantizeLSTM"): Op(quantized=True),
+    (MICROSOFT, "QGemm"): Op(quantized=True),
+    (MICROSOFT, "QEmbedLayerNormalization"): Op(quantized=True),
+    (MICROSOFT, "DequantizeBFP"): Op(quantized=True),
+}
+"""(domain, op type) -> what the pass knows of it."""
+
+
+def names(wanted: Callable[[Op], object]) -> frozenset[str]:
+    """Returns the types of the ops of the table that `wanted` is true of."""
+    return frozenset(name for (_, name), op in OPS.items() if wanted(op))
+
+
+REPEATS: Final = names(lambda op: op.view is views.repeat)
+"""The ops a weight may stand behind if they do nothing but repeat it along leading dimensions."""
+
+VIEW_OPS: Final = tuple(name for (_, name), op in OPS.items() if op.view is not None and name not in REPEATS)
+"""The ops a weight may stand behind."""
+
+GATHERS: Final = names(lambda op: op.gathers)
+
+DEQUANTIZES: Final = frozenset({"DequantizeLinear", TRT_DEQUANTIZE})
+"""The ops that give back values which something else has quantized: ONNX's, with any scale, and TensorRT's."""
+
+OP_KINDS: Final = OpKinds(
+    lookups=names(lambda op: op.kind == "lookup"),
+    convolutions=names(lambda op: op.kind == "convolution"),
+    recurrent=names(lambda op: op.kind == "recurrent"),
+    quantized=names(lambda op: op.quantized),
+)
+
+ROLE_OPS: Final = RoleOps(
+    compute=names(lambda op: op.product is not None or op.kind in {"convolution", "recurrent", "product"}),
+    choices=frozenset({"TopK", "ArgMax"}),
+    softmax=frozenset({"Softmax"}),
+    views=frozenset({"Cast", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten"}),
+    to_output=frozenset({"Slice", "Softmax", "LogSoftmax", "Sigmoid", "Split", "Gather"}),
+    to_softmax=frozenset({"Add", "Sub", "Mul", "Div", "Where", "Clip", "Max", "Min", "Tanh", "Expand", "Concat"}),
+    from_softmax=frozenset({"Dropout", "Where", "Mul", "Slice", "Split"}),
+    affine=frozenset({"Add", "Sub", "Mul", "Div"}),
+    add="Add",
+    tanh="Tanh",
+    multiply="Mul",
+)
+
+
+def op_of(domain: str, op_type: str) -> Op:
+    """Returns the row of an op; an empty one if there is none."""
+    return OPS.get(("" if domain in STANDARD else domain, op_type), _UNKNOWN)
+
+
+def multiplies(domain: str, op_type: str) -> bool:
+    """Whether there is a reader for the product of an op."""
+    return op_of(domain, op_type).product is not None
+
+
+def looks_up(domain: str, op_type: str) -> bool:
+    """Whether an op may look up rows of a table."""
+    return op_of(domain, op_type).gathers
+
+
+def form_of(node: ir.Node, resolve: Resolve) -> Form | None:
+    """Returns how `node` multiplies, or None if it does not."""
+    read = op_of(node.domain, node.op_type).product
+    if read is None or len(node.inputs) < 2 or None in node.inputs[:2]:
+        return None
+    form = read(node, resolve)
+    if form is None or node.domain != MICROSOFT or form.blocker:
+        return form
+    schema = schema_of(node.op_type, MICROSOFT, 1)
+    if schema is None or schema.attributes.keys() >= node.attributes.keys():
+        return form
+    attribute = min(node.attributes.keys() - schema.attributes.keys())
+    return replace(form, blocker=f"its attribute {attribute!r} is not known; expected {', '.join(schema.attributes)}")

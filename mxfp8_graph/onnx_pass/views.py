@@ -1,0 +1,316 @@
+"""A stored weight behind the views in front of a matmul: which views those are, and the rows that they make of it.
+
+initializer | Constant -> (Identity | Transpose | Cast | Reshape | Squeeze | Unsqueeze | Split | Slice)* -> operand
+
+Behind them may stand an Expand or Tile that only repeats the value along leading dimensions. Where the views leave the
+values in their stored order, rows are read straight from the file; otherwise the whole tensor is read first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.onnx_model.graph import attribute, proto_of, shape_of
+from mxfp8_graph.onnx_model.tensor_data import Array, byte_length, fetching, read
+from mxfp8_graph.onnx_model.validate import DTYPES, MOST_DIMS
+from mxfp8_graph.policy.eligibility import k_last
+from mxfp8_graph.weights import Rows
+from mxfp8_ops.contract import VALUE_NAMES
+
+Steps = tuple[tuple[str, tuple[int, ...]], ...]
+"""("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
+
+_NUMBERS: Final = DTYPES - {onnx.TensorProto.STRING}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """An operand whose value is known before the model runs: stored data and the steps to what the consumer sees."""
+
+    value: ir.Value
+    """The initializer, or the output of the Constant node."""
+    tensor: ir.TensorProtocol
+    """The stored data."""
+    shape: tuple[int, ...]
+    """Shape after the steps."""
+    dtype: int
+    """onnx.TensorProto.DataType after the steps."""
+    steps: Steps = ()
+    lead: int = 0
+    """How many more leading dimensions the consumer sees, along which the value repeats."""
+
+    @property
+    def name(self) -> str:
+        """Name of the initializer, or of the Constant node's output."""
+        return str(self.value.name)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the stored data."""
+        return byte_length(proto_of(self.tensor))
+
+    @property
+    def byte_size(self) -> int:
+        """Bytes of the tensor after the steps."""
+        return math.prod(self.shape) * int(onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize)
+
+    def then(self, step: str, argument: tuple[int, ...], **changes: Any) -> Static:
+        """Returns this after one more step, with the shape or dtype that the step changes."""
+        return replace(self, steps=(*self.steps, (step, argument)), **changes)
+
+
+Integers = Callable[[ir.Value | None], list[int] | None]
+"""Returns the values of a small static vector of integers, or None."""
+
+View = Callable[[ir.Node, Static, ir.Value, Integers], Static | None]
+"""(node, its first input, one of its outputs, reader of the other inputs) -> that output, or None if not static."""
+
+
+def identity(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static:
+    """Reads Identity."""
+    return before
+
+
+def cast(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+    """Reads Cast."""
+    code = int(attribute(node, "to", 0))
+    return before.then("Cast", (code,), dtype=code) if {code, before.dtype} <= _NUMBERS else None
+
+
+def transpose(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+    """Reads Transpose. Of a value that repeats, the leading dimensions must stay in front."""
+    perm, lead = permutation(node, before.lead + len(before.shape)), before.lead
+    if perm is None or perm[:lead] != tuple(range(lead)):
+        return None
+    perm = tuple(axis - lead for axis in perm[lead:])
+    return before.then("Transpose", perm, shape=tuple(before.shape[axis] for axis in perm))
+
+
+def reshape(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+    """Reads Reshape. A value that repeats must keep its shape."""
+    if before.lead:
+        shape = shape_of(output)
+        same = node.inputs[0] is not None and shape_of(node.inputs[0]) == shape
+        return before if same and shape is not None and None not in shape else None
+    dims = integers(node.inputs[1])
+    if dims is None or min(dims, default=0) < -1 or dims.count(-1) > 1:
+        return None
+    if not attribute(node, "allowzero", 0):
+        if 0 in dims[len(before.shape) :]:
+            return None
+        dims = [before.shape[i] if d == 0 else d for i, d in enumerate(dims)]
+    if -1 in dims:
+        rest = math.prod(d for d in dims if d != -1)
+        dims[dims.index(-1)] = math.prod(before.shape) // rest if rest else 0
+    return _reshaped(before, tuple(dims))
+
+
+def squeeze(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+    """Reads Squeeze."""
+    rank = len(before.shape)
+    ones = {i for i, d in enumerate(before.shape) if d == 1}
+    if node.inputs[1:2] not in ((), (None,)):
+        axes = integers(node.inputs[1])
+        chosen = {None} if axes is None else {_axis(axis, rank) for axis in axes}
+        if None in chosen:
+            return None
+        ones = {axis for axis in chosen if axis is not None}
+    return _reshaped(before, tuple(d for i, d in enumerate(before.shape) if i not in ones))
+
+
+def unsqueeze(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+    """Reads Unsqueeze."""
+    axes = integers(node.inputs[1])
+    if axes is None:
+        return None
+    rank = len(before.shape) + len(axes)
+    ones = {_axis(axis, rank) for axis in axes}
+    if len(ones) < len(axes) or None in ones:
+        return None
+    rest = iter(before.shape)
+    return _reshaped(before, tuple(1 if i in ones else next(rest) for i in range(rank)))
+
+
+def split(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+    """Reads one output of Split."""
+    axis = _axis(attribute(node, "axis", 0), len(before.shape))
+    if axis is None:
+        return None
+    length, count = before.shape[axis], len(node.outputs)
+    part = -(-length // count)
+    sizes: list[int] | None = [*[part] * (count - 1), length - part * (count - 1)]  # the last takes what is left
+    if node.inputs[1:2] not in ((), (None,)):
+        sizes = integers(node.inputs[1])
+    elif attribute(node, "num_outputs", count) != count:
+        return None
+    if sizes is None or len(sizes) != count or sum(sizes) != length or min(sizes) < 0:
+        return None
+    which = node.outputs.index(output)
+    start = sum(sizes[:which])
+    return _cut(before, axis, start, start + sizes[which])
+
+
+def slice_(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+    """Reads Slice with steps of 1."""
+    arguments = [integers(value) for value in node.inputs[1:]]
+    if None in arguments:
+        return None
+    starts, ends, *rest = (argument for argument in arguments if argument is not None)
+    axes = [_axis(axis, len(before.shape)) for axis in (rest[0] if rest else range(len(starts)))]
+    if len(rest) > 1 and (len(rest[1]) != len(starts) or any(step != 1 for step in rest[1])):
+        return None
+    if not len(starts) == len(ends) == len(axes) == len(set(axes)):
+        return None
+    for axis, first, last in zip(axes, starts, ends, strict=True):
+        if axis is None:
+            return None
+        start, stop, _ = slice(first, last).indices(before.shape[axis])
+        before = _cut(before, axis, start, max(start, stop))
+    return before
+
+
+def repeat(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+    """Reads Expand or Tile that repeats a value along leading dimensions and does nothing else."""
+    seen, own = shape_of(output), before.shape
+    while len(own) > 2 and own[0] == 1:
+        own = own[1:]
+    if seen is None or len(seen) < len(own):
+        return None
+    lead = len(seen) - len(own)
+    # Expand changes no dimension but those of 1, whatever the shape that it is given while the model runs.
+    if tuple(seen[lead:]) != own and not (node.op_type == "Expand" and 1 not in own):
+        return None
+    same = before if own == before.shape else before.then("Reshape", own, shape=own)
+    return replace(same, lead=lead)
+
+
+BEHIND_REPEAT: Final = (identity, cast, transpose, reshape)
+"""The views that a value may stand behind once it repeats."""
+
+
+def permutation(node: ir.Node, rank: int) -> tuple[int, ...] | None:
+    """Returns the axes of a Transpose of a tensor of that rank, or None if it has others."""
+    perm = tuple(attribute(node, "perm", range(rank)[::-1]))
+    return perm if sorted(perm) == list(range(rank)) else None
+
+
+def _axis(axis: int, rank: int) -> int | None:
+    """Returns an axis that may count from the end, or None if there is no such axis."""
+    return axis % rank if -rank <= axis < rank else None
+
+
+def _reshaped(before: Static, shape: tuple[int, ...]) -> Static | None:
+    """Returns `before` in another shape of as many values, or None if there is none.
+
+    An empty one has none: it could be one that NumPy does not have, as [2**61, 0].
+    """
+    if len(shape) > MOST_DIMS or not 0 < math.prod(shape) == math.prod(before.shape):
+        return None
+    return before.then("Reshape", shape, shape=shape)
+
+
+def _cut(before: Static, axis: int, start: int, stop: int) -> Static:
+    shape = (*before.shape[:axis], stop - start, *before.shape[axis + 1 :])
+    return before.then("Slice", (axis, start, stop), shape=shape)
+
+
+@contextlib.contextmanager
+def open_rows(
+    tensor: onnx.TensorProto, steps: Steps, folder: ModelFolder | None, model: str
+) -> Iterator[tuple[Rows, bool]]:
+    """Yields (the values of `tensor` after `steps` as rows, whether those are the columns of the result)."""
+    straight = _straighten(tuple(tensor.dims), steps)
+    if straight is None:
+        data = np.ascontiguousarray(apply(steps, read(tensor, folder, model)))
+
+        def seen(at: tuple[int, ...], start: int, stop: int) -> Array:
+            return np.asarray(data[at][start:stop])
+
+        yield Rows(shape=data.shape, read=seen, index=list), False
+        return
+    shape, flipped, casts = straight
+    height, width = shape[-2:]
+    with fetching(tensor, folder, model) as fetch:
+
+        def stored(at: tuple[int, ...], start: int, stop: int) -> Array:
+            matrix = int(np.ravel_multi_index(at, shape[:-2])) if at else 0
+            values = fetch((matrix * height + start) * width, (stop - start) * width)
+            return _cast(values, casts).reshape(stop - start, width)
+
+        def index(at: tuple[int, ...]) -> list[int]:
+            return [int(i) for i in np.unravel_index(np.ravel_multi_index(at, shape), tuple(tensor.dims))]
+
+        yield Rows(shape=shape, read=stored, index=index), flipped
+
+
+def layout_of(tensor: onnx.TensorProto, steps: Steps, transposed: bool) -> tuple[object, ...]:
+    """Returns what tells apart the ways to see `tensor`: equal where `steps` and `transposed` come to the same values.
+
+    A table that an embedding reads as it is and an output projection reads through a Transpose is one weight.
+    """
+    straight = _straighten(tuple(tensor.dims), steps)
+    if straight is None:
+        return (steps, transposed)
+    shape, flipped, casts = straight
+    if _is_exact(tensor.data_type, casts):
+        casts = ()
+    return (shape, flipped != transposed, casts)
+
+
+def apply(steps: Steps, data: Array) -> Array:
+    """Returns the stored `data` after `steps`; a view wherever NumPy can give one."""
+    for step, argument in steps:
+        if step == "Transpose":
+            data = data.transpose(argument)
+        elif step == "Cast":
+            data = _cast(data, argument)
+        elif step == "Slice":
+            axis, start, stop = argument
+            data = data[(slice(None),) * axis + (slice(start, stop),)]
+        else:
+            data = data.reshape(argument)
+    return data
+
+
+def _cast(data: Array, dtypes: Sequence[int]) -> Array:
+    with np.errstate(over="ignore"):
+        for dtype in dtypes:
+            data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
+    return data
+
+
+def _is_exact(dtype: int, casts: Sequence[int]) -> bool:
+    """Whether casts from `dtype` change no value: to float32, or to what it is."""
+    return all(cast in {dtype, onnx.TensorProto.FLOAT} for cast in casts) and dtype in VALUE_NAMES
+
+
+def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:
+    """Returns (shape, flipped, casts) if `steps` leave the values in their stored order, or None.
+
+    The result of the steps is the stored values in `shape` and cast, with the last two axes swapped if `flipped`.
+    """
+    shape, flipped = dims, False
+    casts: list[int] = []
+    for step, argument in steps:
+        if step == "Cast":
+            casts.append(argument[0])
+        elif step == "Slice":
+            return None
+        elif step == "Reshape":
+            if flipped:
+                return None
+            shape = argument
+        elif len(shape) >= 2 and argument == k_last(range(len(shape))):
+            flipped = not flipped
+        elif argument != tuple(range(len(shape))):
+            return None
+    return (shape, flipped, tuple(casts)) if len(shape) >= 2 and 0 not in shape else None
