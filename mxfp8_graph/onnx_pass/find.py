@@ -106,11 +106,14 @@ class OnnxSite:
         return self.form if isinstance(self.form, Lookup) else None
 
 
-def find_sites(opened: OpenedModel) -> list[OnnxSite]:
-    """Returns every matmul of the model and its subgraphs, in graph order, each with its role or blocker."""
+def find_sites(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> list[OnnxSite]:
+    """Returns every matmul of the model and its subgraphs, in graph order, each with its role or blocker.
+
+    `inferred` is the model with every shape that onnx can infer; they are inferred if it is not passed.
+    """
     hidden, graph = overridable(opened), opened.proto.graph
     visible = {name: stored for name, stored in _stored(graph).items() if name not in hidden}
-    scopes = list(_scopes(Scope("", 0, _view(opened), graph, visible), set()))
+    scopes = list(_scopes(Scope("", 0, _view(opened, inferred), graph, visible), set()))
     statics = StaticOperands(opened, [(scope.view, scope.visible) for scope in scopes])
     nodes = [(node, scope) for scope in scopes for node in scope.view.nodes]
     read = ((node, form_of(node, statics) or lookup_of(node, statics), scope) for node, scope in nodes)
@@ -124,9 +127,9 @@ def _stored(graph: onnx.GraphProto) -> Stored:
     return {name: (graph, tensor) for name, tensor in stored_in(graph).items()}
 
 
-def _view(opened: OpenedModel) -> gs.Graph:
+def _view(opened: OpenedModel, inferred: onnx.ModelProto | None) -> gs.Graph:
     """Returns the skeleton in graphsurgeon, with every shape that onnx can infer."""
-    inferred = onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
+    inferred = inferred or onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
     del inferred.functions[:]  # graphsurgeon would parse them; the pass needs only what is left in the graphs
     return graphsurgeon.view(inferred, opened.name)
 

@@ -13,7 +13,7 @@ from mxfp8_graph.onnx_model.walk import subgraphs
 from mxfp8_graph.onnx_pass.picked import GATHERS
 from mxfp8_graph.onnx_pass.static_operands import REPEATS, VIEW_OPS
 
-_READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
+READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
 """What may stand between a weight and the product that used it; and what computes the sizes of views."""
 
 _Value = tuple[int, str]
@@ -40,7 +40,7 @@ def prune(opened: OpenedModel, suspects: Iterable[str], *, any_op: bool = False)
         node = values.makers.get(value)
         if node is not None:
             outputs = values.made[id(node)]
-            if not (any_op or node.op_type in _READERS) or any(values.uses[output] for output in outputs):
+            if not (any_op or node.op_type in READERS) or any(values.uses[output] for output in outputs):
                 continue
             read = list(values.read_by(node))
             values.uses.subtract(read)

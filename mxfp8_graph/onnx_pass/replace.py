@@ -165,7 +165,8 @@ class Editor:
             settings["activation_dtype"] = formats.activation_dtype(decision.activation_dtype).onnx_dtype
         gemm = build.add(op.name, inputs, [output], name=node.name, domain=contract.DOMAIN, **settings)
         gemm.metadata_props.MergeFrom(node.metadata_props)
-        gemm.doc_string = node.doc_string
+        if node.doc_string:
+            gemm.doc_string = node.doc_string
         build.epilogue(site, output, steps)
 
     def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> PackedNames:

@@ -9,7 +9,8 @@ from typing import Final
 
 import onnx
 
-from mxfp8_graph.onnx_model import attention_op, cpu_provider, dialect_ops, record, training_mode
+from mxfp8_graph.onnx_model import attention_op, cpu_provider, dialect_ops, onnx_calls, record, training_mode
+from mxfp8_graph.onnx_model.graph import put_graph, to_ir
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import node_label
@@ -18,7 +19,6 @@ from mxfp8_graph.onnx_pass import stored_bytes
 from mxfp8_graph.onnx_pass.embeddings import looks_up
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.fuse.graph_view import types_of
 from mxfp8_graph.onnx_pass.matmul_forms import multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.onnx_pass.tensor_uses import find_uses
@@ -83,7 +83,8 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
     widened = prepare(opened, recipe)
     # Nothing else was done to it without a note.
     planned = stored_bytes.inventory(opened) if opened.notes or widened else before
-    sites, decisions = find_and_plan(opened, recipe)
+    inferred = onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
+    sites, decisions = find_and_plan(opened, recipe, inferred)
     decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
     uses = find_uses(opened.proto.graph, planned, sites, decisions)
     account = partial(stored_bytes.account, before, planned, uses)
@@ -96,8 +97,11 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
         reports = replace_each(sites, decisions, editor.apply, progress=progress)
         editor.finish()
         if recipe.fuse:
-            types = types_of({id(site.scope): site.scope.view for site in sites}.values())
-            reporter.fusions = fuse(opened, types, editor.fresh, recipe)
+            # The types that values had before: onnx infers none behind nodes of ours.
+            graph = to_ir(opened, inferred)
+            reporter.fusions = fuse(graph, recipe)
+            if reporter.fusions:
+                put_graph(opened, graph)
         result = account(stored_bytes.inventory(opened), editor.made_from)
         record.complete(opened.proto, opened.opset, recipe.to_record())
         reporter.notes += cpu_provider.note(opened.proto, widened)
@@ -133,8 +137,10 @@ def prepare(opened: OpenedModel, recipe: Recipe) -> str:
     return widened
 
 
-def find_and_plan(opened: OpenedModel, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
-    """Returns the sites of a prepared model and the decision on each."""
-    sites = find_sites(opened)
+def find_and_plan(
+    opened: OpenedModel, recipe: Recipe, inferred: onnx.ModelProto | None = None
+) -> tuple[list[OnnxSite], list[Decision]]:
+    """Returns the sites of a prepared model and the decision on each; `inferred`: the model with inferred shapes."""
+    sites = find_sites(opened, inferred)
     stored = [id(site.w.static.tensor) if site.w.static else None for site in sites]
     return sites, tied_tables.explained(plan([site.matmul for site in sites], recipe), stored)

@@ -13,12 +13,12 @@ from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import onnx_calls, record
 from mxfp8_graph.onnx_model.dialect_ops import TRT, dialect_of, foreign, is_quantized, may_be_mxfp8
+from mxfp8_graph.onnx_model.graph import put_graph, to_ir
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import MICROSOFT, iter_graphs, iter_nodes, node_label
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.fuse.graph_view import TensorType
 from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.tools.dialects import apart, gemms, ort_cuda, qdq, quark, restored, standard, trt, trt_rules
 from mxfp8_graph.tools.dialects.graph_edit import Edit, Nodes, Scope
@@ -165,28 +165,26 @@ def _ours(edit: Edit) -> Counter[str]:
     return counted
 
 
-def _infer(edit: Edit) -> dict[str, TensorType]:
-    """Finds the dtypes and ranks of values, as far as onnx can, and returns what is known of each."""
+def _infer(edit: Edit) -> onnx.ModelProto:
+    """Returns the model with dtypes and shapes, as far as onnx can infer them; the edit knows dtypes and ranks."""
     model = onnx.ModelProto()
     model.CopyFrom(edit.opened.proto)
     record.complete(model, edit.opened.opset, None)
     inferred = onnx_calls.infer_shapes(model, edit.opened.name, [])
-    found: dict[str, TensorType] = {}
+    types: dict[str, tuple[int, int | None]] = {}
     unsure: set[str] = set()
     for graph in iter_graphs(inferred.graph):
         for value in (*graph.input, *graph.value_info, *graph.output):
             tensor = value.type.tensor_type
-            dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim]
-            known = TensorType(tensor.elem_type, tuple(dims) if tensor.HasField("shape") else None)
-            if found.setdefault(value.name, known) != known:
+            known = tensor.elem_type, len(tensor.shape.dim) if tensor.HasField("shape") else None
+            if types.setdefault(value.name, known) != known:
                 unsure.add(value.name)
-        for stored in graph.initializer:
-            found[stored.name] = TensorType(stored.data_type, tuple(stored.dims))
+        types |= {stored.name: (stored.data_type, len(stored.dims)) for stored in graph.initializer}
     for name in unsure:
-        del found[name]
-    edit.dtypes = {name: known.dtype for name, known in found.items()}
-    edit.ranks = {name: len(known.shape) for name, known in found.items() if known.shape is not None}
-    return found
+        del types[name]
+    edit.dtypes = {name: dtype for name, (dtype, _) in types.items()}
+    edit.ranks = {name: rank for name, (_, rank) in types.items() if rank is not None}
+    return inferred
 
 
 def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
@@ -197,7 +195,9 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     restored.forget(opened.proto)
     if fused:
         recipe = load_recipe("mxfp8-weight-only")  # attention as it was: nothing rounds its operands
-        fusions += len(fuse(opened, _infer(edit), edit.fresh, recipe))
+        model = to_ir(opened, _infer(edit))
+        fusions += len(fuse(model, recipe))
+        put_graph(opened, model)
     record.complete(opened.proto, opened.opset, record.recipe_of(opened.proto))
     nodes = [node for graph in iter_graphs(opened.proto.graph) for node in graph.node if node.domain == contract.DOMAIN]
     left = [node for node in nodes if node.op_type == contract.DEQUANTIZE.name]
