@@ -21,9 +21,12 @@ from mxfp8_graph.cli.arguments import (
 from mxfp8_graph.cli.models import show_report
 from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.naming import printable
+from mxfp8_graph.onnx_model.dialects import DIALECTS, WRITTEN
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar, show
 from mxfp8_graph.tools.hosts import HOSTS
+
+_DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]
 
 
 def from_hf(
@@ -90,9 +93,8 @@ def convert(
         typer.Option(
             "--to",
             metavar="DIALECT",
-            autocompletion=completed(("mxfp8", "qdq", "trt", "ort-cuda", "standard")),
-            help="mxfp8 (of rewrite), qdq (standard Q/DQ), trt (TensorRT), ort-cuda (ONNX Runtime's CUDA op) or "
-            "standard (only standard ops).",
+            autocompletion=completed(WRITTEN),
+            help=f"{', '.join(_DIALECTS[:-1])} or {_DIALECTS[-1]}.",
             show_default=False,
         ),
     ],

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import onnx
 
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import subgraphs
-from mxfp8_graph.onnx_pass.ops import GATHERS, REPEATS, VIEW_OPS
-
-_READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
-"""What may stand between a weight and the product that used it; and what computes the sizes of views."""
+from mxfp8_graph.onnx_pass.ops import READERS
 
 _Value = tuple[int, str]
 """A value: the graph it belongs to, by number, and its name. Branches may use one name for two values."""
@@ -39,7 +36,7 @@ def prune(opened: OpenedModel, suspects: Iterable[str], *, any_op: bool = False)
         node = values.makers.get(value)
         if node is not None:
             outputs = values.made[id(node)]
-            if not (any_op or node.op_type in _READERS) or any(values.uses[output] for output in outputs):
+            if not (any_op or node.op_type in READERS) or any(values.uses[output] for output in outputs):
                 continue
             read = list(values.read_by(node))
             values.uses.subtract(read)

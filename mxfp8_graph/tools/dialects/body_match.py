@@ -2,153 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 import onnx
-from onnx import helper, numpy_helper
+import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.walk import STANDARD, stored_in
-from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView
+from mxfp8_graph.onnx_model.graph import constant, is_op
 from mxfp8_ops import contract
-from mxfp8_ops.standard_ops import settings_of
 
 
 class BodyMatch:
     """The body of one node, compared with a graph."""
 
-    def __init__(self, view: GraphView, op: contract.Op, body: Sequence[onnx.NodeProto]) -> None:
+    def __init__(self, op: contract.Op, body: Sequence[onnx.NodeProto]) -> None:
         """`body`: named as the ports of `op` are."""
-        self.bound: dict[str, str] = {}
-        """What the graph calls the values of the body."""
-        self._view = view
-        self._op = op
-        self._ports = {port.name for port in op.inputs}
-        self._body = {name: node for node in body for name in node.output}
-        self._below: dict[str, onnx.NodeProto] = {}
-        """Makers of the values in subgraphs that are being compared."""
-        self._stored_below: dict[str, onnx.TensorProto] = {}
+        ports = [onnx.ValueInfoProto(name=port.name) for port in op.inputs]
+        ends = [onnx.ValueInfoProto(name=port.name) for port in op.outputs]
+        graph = ir.from_proto(onnx.GraphProto(node=body, input=ports, output=ends))
+        self._inputs, self._outputs = graph.inputs, graph.outputs
+        self._bound: dict[ir.Value, ir.Value] = {}
+        """Values of the graph by those of the body."""
 
     @property
-    def inputs(self) -> Mapping[str, str]:
+    def inputs(self) -> Mapping[str, ir.Value]:
         """What the graph has for each input of the op, by port."""
-        return {name: given for name, given in self.bound.items() if name in self._ports}
+        return {str(port.name): self._bound[port] for port in self._inputs if port in self._bound}
 
-    def behind_all(self, outputs: Iterable[str]) -> set[str]:
-        """Returns the inputs of the op that each of these outputs depends on, as the graph calls them."""
-        behind = [self._behind(name) for name in outputs]
-        return {self.bound[port] for port in self._ports & self.bound.keys() if all(port in each for each in behind)}
+    @property
+    def outputs(self) -> Mapping[str, ir.Value]:
+        """What the graph has for each output of the op, by port; outputs that it does not compute are left out."""
+        return {str(port.name): self._bound[port] for port in self._outputs if port in self._bound}
 
-    def _behind(self, name: str) -> set[str]:
-        """Returns the values of the body that one is made of."""
-        found, waiting = set[str](), [name]
+    def behind_all(self, outputs: Container[str]) -> set[ir.Value]:
+        """Returns the inputs of the op that each of these outputs depends on, as the graph has them."""
+        behind = [self._behind(port) for port in self._outputs if str(port.name) in outputs]
+        bound = (port for port in self._inputs if port in self._bound)
+        return {self._bound[port] for port in bound if all(port in each for each in behind)}
+
+    def _behind(self, port: ir.Value) -> set[ir.Value | None]:
+        """Returns the values of the body that one depends on."""
+        behind, waiting = set[ir.Value | None](), list[ir.Value | None]([port])
         while waiting:
-            if (value := waiting.pop()) not in found:
-                found.add(value)
-                waiting += self._body[value].input if value in self._body else []
-        return found
+            if (value := waiting.pop()) is not None and value not in behind:
+                behind.add(value)
+                waiting += node.inputs if (node := value.producer()) is not None else ()
+        return behind
 
-    def outputs(self, node: onnx.NodeProto) -> dict[str, onnx.NodeProto] | None:
-        """Returns the node that makes each output, `node` for the first; None if the graph is another than the body.
+    def finds(self, node: ir.Node) -> bool:
+        """Whether the graph computes the first output of the body by `node`, and so everything before it.
 
-        Other outputs that the graph does not make are left out.
+        Looks for the other outputs too, which may be absent.
         """
-        first, *others = (port.name for port in self._op.outputs)
-        if not self._same(self._body[first], node):
-            return None
-        found = {first: node}
-        for name in others:
-            if (maker := self._forward(name)) is not None:
-                found[name] = maker
-        return found
-
-    def _forward(self, name: str) -> onnx.NodeProto | None:
-        """Returns the node of the graph that makes a value of the body from others that are found already."""
-        pattern = self._body[name]
-        if name in self.bound:
-            return self._view.maker(self.bound[name])
-        for value in pattern.input:
-            known = value in self.bound or value not in self._body or self._body[value].op_type == "Constant"
-            if not known and self._forward(value) is None:
-                return None
-        for value in pattern.input:
-            for reader in self._view.readers(self.bound.get(value, "")):
-                before = dict(self.bound)
-                if self._same(pattern, reader):
-                    return reader
-                self.bound = before
-        return None
-
-    def _same(self, pattern: onnx.NodeProto, node: onnx.NodeProto) -> bool:
-        """Whether a node of the graph is that of the body, and so is everything before it; binds their values."""
-        if (pattern.op_type, pattern.domain in STANDARD) != (node.op_type, node.domain in STANDARD):
+        first, *others = self._outputs
+        pattern = first.producer()
+        if pattern is None or not self._same(pattern, node):
             return False
-        if pattern.domain not in STANDARD and pattern.domain != node.domain:
-            return False
-        if not self._same_attributes(pattern, node) or len(pattern.output) < len(node.output):
-            return False
-        inputs, others = (_without_end(each.input) for each in (pattern, node))
-        if len(inputs) != len(others):
-            return False
-        self.bound.update(zip(pattern.output, node.output, strict=False))
-        return all(self._same_value(*pair) for pair in zip(inputs, others, strict=True))
-
-    def _same_value(self, name: str, given: str) -> bool:
-        if not name or not given:
-            return name == given
-        pattern = self._body.get(name)
-        if pattern is not None and pattern.op_type == "Constant":
-            expected = numpy_helper.to_array(pattern.attribute[0].t)
-            actual = self._constant(given)
-            return actual is not None and _bits(actual) == _bits(expected)
-        if name in self.bound:
-            return self.bound[name] == given
-        if pattern is None:
-            self.bound[name] = given
-            return name in self._ports
-        maker = self._below.get(given) or self._view.maker(given)
-        return maker is not None and self._same(pattern, maker) and self.bound.get(name) == given
-
-    def _constant(self, name: str) -> npt.NDArray[Any] | None:
-        stored = self._stored_below.get(name)
-        return self._view.constant(name) if stored is None else numpy_helper.to_array(stored)
-
-    def _same_attributes(self, pattern: onnx.NodeProto, node: onnx.NodeProto) -> bool:
-        if pattern.domain == contract.DOMAIN:
-            return settings_of(pattern) == settings_of(node)
-        plain, others = ({a.name: a for a in each.attribute} for each in (pattern, node))
-        if plain.keys() != others.keys():
-            return False
-        for name, attribute in plain.items():
-            if attribute.type != others[name].type:
-                return False
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                if not self._same_graph(attribute.g, others[name].g):
-                    return False
-            elif helper.get_attribute_value(attribute) != helper.get_attribute_value(others[name]):
-                return False
+        for value in others:
+            self._forward(value)
         return True
 
-    def _same_graph(self, pattern: onnx.GraphProto, graph: onnx.GraphProto) -> bool:
-        """Whether a subgraph is that of the body, which sees the values around it."""
-        ends = ((pattern.input, graph.input), (pattern.output, graph.output))
-        if any(len(one) != len(other) for one, other in ends):
+    def _forward(self, value: ir.Value) -> bool:
+        """Whether the graph computes a value of the body from others that are bound already; binds it."""
+        pattern = value.producer()
+        if value in self._bound or pattern is None:
+            return value in self._bound
+        inputs = [each for each in pattern.inputs if each is not None]
+        for each in inputs:
+            known = each in self._bound or each.producer() is None or is_op(each.producer(), "Constant")
+            if not known and not self._forward(each):
+                return False
+        for user in (user for each in inputs if each in self._bound for user in self._bound[each].consumers()):
+            before = dict(self._bound)
+            if user.graph is self._bound[self._outputs[0]].graph and self._same(pattern, user):
+                return True
+            self._bound = before
+        return False
+
+    def _same(self, pattern: ir.Node, node: ir.Node) -> bool:
+        """Whether a node of the graph is that of the body, and so is everything before it; binds their values."""
+        if (pattern.op_type, pattern.domain) != (node.op_type, node.domain):
             return False
-        self.bound.update({own.name: given.name for own, given in zip(pattern.input, graph.input, strict=True)})
-        self._body |= {name: node for node in pattern.node for name in node.output}
-        self._below |= {name: node for node in graph.node for name in node.output}
-        self._stored_below |= stored_in(graph)
-        pairs = zip(pattern.output, graph.output, strict=True)
-        return all(self._same_value(own.name, given.name) for own, given in pairs)
+        if not self._same_attributes(pattern, node) or len(pattern.outputs) < len(node.outputs):
+            return False
+        inputs, others = (_without_end(each.inputs) for each in (pattern, node))
+        if len(inputs) != len(others):
+            return False
+        self._bound.update(zip(pattern.outputs, node.outputs, strict=False))
+        return all(map(self._same_value, inputs, others))
+
+    def _same_value(self, value: ir.Value | None, other: ir.Value | None) -> bool:
+        if value is None or other is None:
+            return value is other
+        pattern = value.producer()
+        if pattern is not None and is_op(pattern, "Constant"):
+            expected, actual = constant(value), constant(other)
+            return expected is not None and actual is not None and _bits(actual) == _bits(expected)
+        if value in self._bound:
+            return self._bound[value] is other
+        if pattern is None:
+            self._bound[value] = other
+            return value in self._inputs
+        node = other.producer()
+        return node is not None and self._same(pattern, node) and self._bound.get(value) is other
+
+    def _same_attributes(self, pattern: ir.Node, node: ir.Node) -> bool:
+        plain, others = ({a.name: a for a in each.attributes.values()} for each in (pattern, node))
+        if pattern.domain == contract.DOMAIN:
+            defaults = contract.OPS[pattern.op_type].attributes
+            one, other = ({**defaults, **{a.name: a.value for a in each.values()}} for each in (plain, others))
+            return one == other
+        return plain.keys() == others.keys() and all(self._same_attribute(plain[name], others[name]) for name in plain)
+
+    def _same_attribute(self, one: ir.Attr, other: ir.Attr) -> bool:
+        if one.type != other.type:
+            return False
+        if one.type == ir.AttributeType.GRAPH:
+            return self._same_graph(one.as_graph(), other.as_graph())
+        if one.type == ir.AttributeType.TENSOR:
+            return _bits(one.as_tensor().numpy()) == _bits(other.as_tensor().numpy())
+        return bool(one.value == other.value)
+
+    def _same_graph(self, pattern: ir.Graph, graph: ir.Graph) -> bool:
+        """Whether a subgraph is that of the body, which sees the values around it."""
+        if (len(pattern.inputs), len(pattern.outputs)) != (len(graph.inputs), len(graph.outputs)):
+            return False
+        self._bound.update(zip(pattern.inputs, graph.inputs, strict=True))
+        return all(map(self._same_value, pattern.outputs, graph.outputs))
 
 
-def _without_end(names: Sequence[str]) -> list[str]:
-    """Returns the names without the empty ones at the end."""
-    names = list(names)
-    while names and not names[-1]:
-        names.pop()
-    return names
+def _without_end(values: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+    """Returns the values without the absent ones at the end."""
+    values = list(values)
+    while values and values[-1] is None:
+        values.pop()
+    return values
 
 
 def _bits(array: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:

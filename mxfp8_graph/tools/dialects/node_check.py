@@ -11,26 +11,9 @@ import numpy as np
 import onnx
 
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of, may_be_mxfp8
+from mxfp8_graph.onnx_model.dialects import OPS
+from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_graph.tools.dialects.graph_edit import Advice, Scope
-
-_PORTS: Final = {
-    "TRT_MXFP8DynamicQuantize": (1, 1, 2),
-    "TRT_MXFP8QuantizeLinear": (2, 3, 1),
-    "TRT_MXFP8DequantizeLinear": (2, 3, 1),
-    "MatMulBlockQuantizedFp8Weight": (3, 5, 1),
-    "MXQuantizeDequantize": (1, 1, 1),
-    "MXFixNeuron": (1, 1, 1),
-    "DequantizeLinear": (2, 3, 1),
-    "QuantizeLinear": (2, 3, 1),
-}
-"""How many inputs a node has, at least and at most, and how many outputs."""
-
-_ATTRIBUTES: Final = {
-    "trt": ("axis", "block_size", "output_dtype"),
-    "ort-cuda": ("block_size",),
-    "quark": ("axis", "block_size", "element_dtype", "scale_dtype", "rounding_mode"),
-}
-"""The attributes that nodes of a dialect may have: another may change values in a way that is not known here."""
 
 _KINDS: Final = {
     **dict.fromkeys(("axis", "block_size", "output_dtype", "rounding_mode"), onnx.AttributeProto.INT),
@@ -43,7 +26,9 @@ def check_node(scope: Scope, node: onnx.NodeProto) -> None:
     dialect = dialect_of(node)
     if dialect in {None, "mxfp8"} and not may_be_mxfp8(node):
         return
-    least, most, outputs = _PORTS[node.op_type]
+    key = "" if node.domain in STANDARD else node.domain, node.op_type
+    row = OPS[key]
+    least, most, outputs = row.ops[key]
     advice = "export the model again"
     if (
         not all([*node.input[:least], len(node.input) >= least])
@@ -56,9 +41,8 @@ def check_node(scope: Scope, node: onnx.NodeProto) -> None:
     if dialect == "trt":
         check_zero_point(scope, node, advice)
     for attribute in node.attribute:
-        known = _ATTRIBUTES.get(dialect or "", (attribute.name,))
-        if attribute.name not in known:
-            expected = f"{', '.join(known)} alone, which are known to convert"
+        if row.attributes and attribute.name not in row.attributes:
+            expected = f"{', '.join(row.attributes)} alone, which are known to convert"
             raise scope.edit.refuse(node, f"attribute {attribute.name!r}", expected=expected, advice=advice)
         kind = _KINDS.get(attribute.name, attribute.type)
         if attribute.type != kind:

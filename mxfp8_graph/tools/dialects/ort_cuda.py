@@ -13,6 +13,7 @@ from onnx import helper
 
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 from mxfp8_graph.onnx_model.walk import MICROSOFT, node_label
+from mxfp8_graph.tools.dialects import standard
 from mxfp8_graph.tools.dialects.graph_edit import Nodes, Scope, attribute, like, ours
 from mxfp8_graph.tools.dialects.qdq import dropped_activation, power_codes, shared, stored_codes
 from mxfp8_ops import contract, numerics
@@ -69,7 +70,7 @@ def read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
     return [gemm, helper.make_node("CastLike", [y, a], node.output, name=y)]
 
 
-def write(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | None:
+def write_product(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | None:
     """Returns ONNX Runtime's node for a gemm of a stored E4M3 matrix, or None for others."""
     if node.domain != contract.DOMAIN or node.op_type not in {contract.GEMM.name, contract.WEIGHT_GEMM.name}:
         return None
@@ -91,6 +92,10 @@ def write(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> Nodes | 
     made = helper.make_node(OP, inputs, [y], name=node.name, domain=MICROSOFT, block_size=BLOCK_SIZE)
     cast = [helper.make_node("Cast", [y], node.output, name=y, to=result)] if result != dtype else []
     return [like(node, made), *cast]
+
+
+write = standard.write
+"""What is left when its own op has taken the products."""
 
 
 def _activation(scope: Scope, node: onnx.NodeProto, allow: frozenset[str]) -> tuple[str, int]:

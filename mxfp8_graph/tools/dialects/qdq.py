@@ -24,12 +24,6 @@ from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
 from mxfp8_ops.formats import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN
 
-OPSET: Final = 24
-"""The first with FLOAT8E8M0."""
-
-IR_VERSION: Final = 12
-"""The first with it."""
-
 E8M0: Final = onnx.TensorProto.FLOAT8E8M0
 
 

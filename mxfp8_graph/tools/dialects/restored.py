@@ -7,17 +7,18 @@ graph with it, op by op and constant by constant. What a tool has changed since 
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import onnx
-from onnx import helper
+import onnx_ir as ir
 
+from mxfp8_graph.onnx_model.graph import only_used_by, put_graph, to_ir
 from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.onnx_pass.fuse.attention import is_circular, unneeded
-from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement
+from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, fused_node, heir
 from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_graph.tools.dialects.body_match import BodyMatch
 from mxfp8_graph.tools.dialects.graph_edit import Edit, Nodes, Scope
@@ -69,9 +70,12 @@ def _is_absent(scope: Scope, port: str, stored: onnx.TensorProto) -> bool:
 
 def restore(edit: Edit) -> int:
     """Puts every marked node together that is still its body; returns how many."""
-    count = 0
-    while found := apply(edit.opened, {}, edit.fresh, [_restored], any_op=True):  # one may be inside another
-        count += len(found)
+    model, count = to_ir(edit.opened, edit.opened.proto), 0
+    fusion = functools.partial(_restored, fresh=edit.fresh)
+    while restored := apply(model, [fusion], lambda _: True):  # one may be inside another
+        count += len(restored)
+    if count:
+        put_graph(edit.opened, model)
     return count
 
 
@@ -90,13 +94,13 @@ def forget(model: onnx.ModelProto) -> None:
                 node.metadata_props.extend(kept)
 
 
-def _restored(view: GraphView, node: onnx.NodeProto) -> Replacement | None:
+def _restored(node: ir.Node, *, fresh: Callable[[str], str]) -> Replacement | None:
     """Returns the node whose first output `node` makes, if it is marked and the graph is still that node's body."""
-    for entry in node.metadata_props:
-        if entry.key.startswith(_MARK):
-            op, mark = contract.OPS.get(entry.key.removeprefix(_MARK)), _mark(entry.value)
-            if op is not None and mark is not None and (found := _whole(view, node, op, mark)) is not None:
-                return found
+    for key, value in node.metadata_props.items():
+        if key.startswith(_MARK):
+            op, mark = contract.OPS.get(key.removeprefix(_MARK)), _mark(value)
+            if op is not None and mark is not None and (whole := _whole(node, op, mark, fresh)) is not None:
+                return whole
     return None
 
 
@@ -116,7 +120,7 @@ def _mark(text: str) -> dict[str, Any] | None:
     return mark
 
 
-def _whole(view: GraphView, node: onnx.NodeProto, op: contract.Op, mark: dict[str, Any]) -> Replacement | None:
+def _whole(node: ir.Node, op: contract.Op, mark: dict[str, Any], fresh: Callable[[str], str]) -> Replacement | None:
     settings, absent = mark["attributes"], mark["absent"]
     same = {key: type(value) for key, value in settings.items()} == {k: type(v) for k, v in op.attributes.items()}
     ports = {port.name for port in op.inputs if port.optional or port.name in _ABSENT}
@@ -125,52 +129,46 @@ def _whole(view: GraphView, node: onnx.NodeProto, op: contract.Op, mark: dict[st
     left_out = {port.name for port in op.inputs if port.optional} | absent.keys()
     for without in (absent.keys(), left_out):
         try:
-            match = BodyMatch(view, op, body_of(op, settings, without))
+            match = BodyMatch(op, body_of(op, settings, without))
         except (ValueError, TypeError, OverflowError, LookupError):  # attributes of values that there are not
             return None
-        outputs = match.outputs(node)
-        if outputs is not None and {p.name for p in op.inputs} - match.inputs.keys() <= {*without}:
-            return _replacement(view, node, op, mark, (match, outputs))
+        if match.finds(node) and {p.name for p in op.inputs} - match.inputs.keys() <= {*without}:
+            return _replacement(node, op, mark, match, fresh)
     return None
 
 
 def _replacement(
-    view: GraphView,
-    node: onnx.NodeProto,
-    op: contract.Op,
-    mark: dict[str, Any],
-    found: tuple[BodyMatch, dict[str, onnx.NodeProto]],
+    node: ir.Node, op: contract.Op, mark: dict[str, Any], match: BodyMatch, fresh: Callable[[str], str]
 ) -> Replacement | None:
-    match, makers = found
-    before: Nodes = []
-    inputs = []
-    for port in op.inputs:
-        name = match.inputs.get(port.name, "")
-        if port.name in mark["absent"]:
-            name, constant = _constant(view, port.name, *mark["absent"][port.name])
-            before.append(constant)
-        inputs.append(name)
-    while inputs and not inputs[-1]:
-        inputs.pop()
-    outputs = [match.bound[port.name] if port.name in makers else "" for port in op.outputs]
-    gone = unneeded(view, {*outputs} - {""}, {*inputs})
-    others = makers.keys() - {op.outputs[0].name}
-    apart = {*inputs} - match.behind_all(others)  # what is behind an output cannot be made of it
-    if is_circular(view, {match.bound[name] for name in others}, apart, gone):
+    outputs = [match.outputs.get(port.name) for port in op.outputs]
+    operands = [*match.inputs.values()]
+    gone = unneeded([output for output in outputs if output is not None], operands)
+    others = match.outputs.keys() - {op.outputs[0].name}
+    apart = {*operands} - match.behind_all(others)  # what is behind an output cannot be made of it
+    if is_circular([match.outputs[name] for name in others], apart, gone):
         return None
-    for at, port in enumerate(op.outputs):
-        if port.optional and outputs[at] and view.is_between(outputs[at], *gone.values()):
-            outputs[at] = ""
-    attributes = mark["attributes"]
-    made = helper.make_node(op.name, inputs, outputs, name=mark["name"], domain=contract.DOMAIN, **attributes)
-    made.doc_string = node.doc_string
-    made.metadata_props.extend(entry for entry in node.metadata_props if entry.key != _MARK + op.name)
-    return Replacement(kind=op.name, node=made, gone=tuple(gone.values()), before=tuple(before))
+    for at, (port, output) in enumerate(zip(op.outputs, outputs, strict=True)):
+        if port.optional and output is not None and only_used_by(output, gone):
+            outputs[at] = None
+    before: list[ir.Node] = []
+    inputs: list[ir.Value | None] = []
+    for port in op.inputs:
+        if port.name in mark["absent"]:
+            before.append(_constant(port.name, mark["absent"][port.name], fresh))
+            inputs.append(before[-1].outputs[0])
+        else:
+            inputs.append(match.inputs.get(port.name))
+    while inputs and inputs[-1] is None:
+        inputs.pop()
+    whole = fused_node(op, inputs, list(map(heir, outputs)), mark["attributes"], node)
+    whole.name = mark["name"]
+    del whole.metadata_props[_MARK + op.name]
+    return Replacement(kind=op.name, node=whole, gone=tuple(gone), before=tuple(before))
 
 
-def _constant(view: GraphView, port: str, name: str, dtype: int) -> tuple[str, onnx.NodeProto]:
-    """Returns the vector that stands for an input that is not there, and the node that makes it."""
-    name = view.fresh(name)
+def _constant(port: str, absent: tuple[str, int], fresh: Callable[[str], str]) -> ir.Node:
+    """Returns the node that makes the vector that stands for an input that is not there; `absent`: name and dtype."""
+    name, dtype = fresh(absent[0]), absent[1]
     values = [dtype == contract.BOOL] * len(_ABSENT[port])
-    tensor = helper.make_tensor(name, dtype, [len(values)], values)
-    return name, helper.make_node("Constant", [], [name], name=name, value=tensor)
+    tensor = onnx.helper.make_tensor(name, dtype, [len(values)], values)
+    return ir.node("Constant", [], {"value": ir.from_proto(tensor)}, outputs=[ir.Value(name=name)], name=name)

@@ -17,26 +17,18 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from mxfp8_graph.onnx_model.dialect_ops import (
-    TRT,
-    TRT_DEQUANTIZE,
-    TRT_QUANTIZE,
-    TRT_STATIC_QUANTIZE,
-    blocked_axis,
-    dialect_of,
-    without_padding,
-)
+from mxfp8_graph.onnx_model.dialect_ops import blocked_axis, dialect_of, without_padding
+from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
+from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import STANDARD
+from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_graph.tools.dialects.graph_edit import Codes, Edit, Nodes, Scope, attribute, like, ours, retype
 from mxfp8_graph.tools.dialects.qdq import power_codes, shared, stored_codes
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
-from mxfp8_ops.errors import Option
+from mxfp8_ops.errors import ContractError, Option
 from mxfp8_ops.formats import BLOCK_SIZE
 from mxfp8_ops.standard_ops import settings_of
-
-VERSION: Final = 1
-"""The version of domain `trt`."""
 
 _AXES: Final = {TRT_QUANTIZE: -1, TRT_STATIC_QUANTIZE: 1, TRT_DEQUANTIZE: 1}
 """What the axis is where a node does not say."""
@@ -214,6 +206,14 @@ def _check_weight(edit: Edit, node: onnx.NodeProto, stored: onnx.TensorProto, se
         what = f"weight {stored.name!r} has {k} elements along the blocks"
         advice = "leave this weight out of the rewrite (--exclude), or convert to qdq or standard"
         raise edit.refuse(node, what, expected=f"a multiple of {BLOCK_SIZE}, as TensorRT requires", advice=advice)
+
+
+def check(opened: OpenedModel) -> None:
+    """Raises ContractError if TensorRT's parser would refuse a converted model."""
+    if broken := trt_rules.violations(opened.proto):
+        what = f"breaks rules of TensorRT's parser: {'; '.join(broken[:5])}"
+        expected, advice = "a model that the parser accepts", "convert to qdq or standard"
+        raise ContractError(opened.name, what, expected=expected, advice=advice)
 
 
 def _only_e4m3(edit: Edit, node: onnx.NodeProto) -> Exception:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import onnx
 
-from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
+from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_model.walk import iter_graphs, node_label, stored_in
 from mxfp8_graph.tools.dialects.graph_edit import attribute
 from mxfp8_ops import contract
