@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx
 
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model.tensor_data import Array, fetching, read
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.weights import Rows

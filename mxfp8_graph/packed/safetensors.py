@@ -18,9 +18,8 @@ from typing import Any, Final, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from mxfp8_graph.file_drafts import write_early
 from mxfp8_graph.file_reading import Pins
-from mxfp8_graph.file_writing import is_taken, replacing
+from mxfp8_graph.files import is_taken, replacing, write_early
 from mxfp8_graph.packed.weight import Array, Codes
 from mxfp8_ops.errors import ContractError, Option
 

@@ -12,9 +12,8 @@ import torch
 from torch.export import ExportedProgram
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_locks import uninterrupted
 from mxfp8_graph.file_reading import Pins, is_folder
-from mxfp8_graph.file_writing import is_taken, replacing
+from mxfp8_graph.files import is_taken, replacing, uninterrupted
 from mxfp8_graph.torch_program import containers, internals, record, serialized
 from mxfp8_graph.torch_program.archive import Archive
 from mxfp8_graph.torch_program.checked_program import check_values, checked

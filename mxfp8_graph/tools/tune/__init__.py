@@ -7,7 +7,7 @@ recipes.py    the recipe of a plan
 trials.py     a plan as a model, rewritten for real: its outputs, its size, its latency
 damages.py    what each weight alone does; latency.py: what each way costs in time
 search.py     how far along the path the budget allows
-notebook.py   what was measured, in a file, so that a search that is killed goes on; identity.py: of which model
-place.py      the folder that is written; ticker.py: how far the search is
+measurements.py  what was measured, in a file, from which a search continues after a kill
+place.py      the folder that is written
 result.py     what was found, as data, JSON and a page; text.py: on a terminal
 """

@@ -12,11 +12,10 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.metrics import METRICS
 from mxfp8_graph.tools.switched import open_switchable
-from mxfp8_graph.tools.tune.notebook import Notebook
+from mxfp8_graph.tools.tune.measurements import Measurements
 from mxfp8_graph.tools.tune.plans import WAYS, Unit, Way, wins
 from mxfp8_graph.tools.tune.recipes import with_way
-from mxfp8_graph.tools.tune.ticker import Ticker
-from mxfp8_graph.tools.tune.trials import Trial
+from mxfp8_graph.tools.tune.trials import Ticker, Trial
 
 MOST_RANKED: Final = 4
 """Samples on which weights are ranked, spread over all of them; plans are measured on all."""
@@ -54,13 +53,13 @@ class Damages:
     """Measures the damage of every unit in every way."""
 
     def __init__(
-        self, model: Any, base: Recipe, samples: Samples, notebook: Notebook, ticker: Ticker, **settings: Any
+        self, model: Any, base: Recipe, samples: Samples, measurements: Measurements, ticker: Ticker, **settings: Any
     ) -> None:
         """`settings` are those of `open_switchable`."""
         every = max(1, -(-len(samples) // MOST_RANKED))
         self.feeds = samples.feeds[::every]
         self._model, self._base = model, base
-        self._notebook, self._ticker, self._settings = notebook, ticker, settings
+        self._measurements, self._ticker, self._settings = measurements, ticker, settings
 
     def of(self, units: Sequence[Unit]) -> list[Unit]:
         """Returns the units, which have none, with their damages."""
@@ -75,7 +74,7 @@ class Damages:
     def _alone(self, units: Sequence[Unit], wanted: Sequence[int], way: Way) -> dict[int, float]:
         """Returns the damage of each unit by its index; those that cannot be switched are left out."""
         keys = {index: f"alone {way}: {' '.join(units[index].sites)}" for index in wanted}
-        if not all(self._notebook.knows(key) for key in keys.values()):
+        if not all(key in self._measurements for key in keys.values()):
             with open_switchable(self._model, with_way(self._base, way), progress=None, **self._settings) as model:
                 numbers = {site.decision.site.name: number for number, site in enumerate(model.switched)}
                 off = [False] * len(numbers)
@@ -92,12 +91,12 @@ class Damages:
                     return errors
 
                 for index, key in keys.items():
-                    if self._notebook.knows(key):
+                    if key in self._measurements:
                         self._ticker.tick(str(way), len(self.feeds))
-                    self._notebook.recall(key, partial(measure, units[index]))
+                    self._measurements.recall(key, partial(measure, units[index]))
         else:
             self._ticker.tick(str(way), len(keys) * len(self.feeds))
-        found = {index: self._notebook.found(key) for index, key in keys.items()}
+        found = {index: self._measurements[key] for index, key in keys.items()}
         return {index: sum(e * e for e in errors) / len(errors) for index, errors in found.items() if errors}
 
 
