@@ -1,4 +1,4 @@
-"""What each weight alone does at the outputs, in each way that it may be packed: a model with switches for each way."""
+"""What packing a weight does: to the outputs, by a model with switches for each way; and to the time of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.metrics import METRICS
 from mxfp8_graph.tools.switched import open_switchable
 from mxfp8_graph.tools.tune.measurements import Measurements
-from mxfp8_graph.tools.tune.plans import WAYS, Unit, Way, wins
-from mxfp8_graph.tools.tune.recipes import with_way
-from mxfp8_graph.tools.tune.trials import Ticker, Trial
+from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Unit, Way, wins
+from mxfp8_graph.tools.tune.recipes import Recipes, with_way
+from mxfp8_graph.tools.tune.trials import Ticker, Trial, Trials
 
 MOST_RANKED: Final = 4
 """Samples on which weights are ranked, spread over all of them; plans are measured on all."""
 _RELATIVE_L2: Final = METRICS["relative_l2"]
+_PER_BYTE: Final = 1e-15
+"""Seconds that a byte counts: of two ways that take as long, the smaller one."""
 
 
 def units_of(decisions: Sequence[Decision], trial: Trial) -> list[Unit]:
@@ -105,3 +107,36 @@ def _is_worth_it(way: Way, before: Mapping[Way, float]) -> bool:
     first = WAYS[0].activations
     usual, same = Way(first), Way(first, way.scale_rounding)
     return way.activations == first or way.scale_rounding == "ceil" or wins(same, usual, before)
+
+
+def shapes_of(decisions: Sequence[Decision]) -> dict[str, list[str]]:
+    """Returns the names of the eligible sites by shape, dtype and role."""
+    found: dict[str, list[str]] = {}
+    for decision in decisions:
+        if decision.quantize:
+            site = decision.site
+            found.setdefault(f"{site.role} {site.n} x {site.k} {site.dtype}", []).append(site.name)
+    return found
+
+
+def latency_cost(units: Sequence[Unit], decisions: Sequence[Decision], recipes: Recipes, trials: Trials) -> Cost:
+    """Returns the cost in seconds that a unit adds to a run, compared with keeping it: measured, negative if faster."""
+    shapes = shapes_of(decisions)
+    ways = {site: {way.activations for way in unit.damages} for unit in units for site in unit.sites}
+    seconds: dict[tuple[str, str], float] = {}
+    for shape, sites in shapes.items():
+        for activations in ACTIVATIONS:
+            timed = [site for site in sites if activations in ways.get(site, ())]
+            if not timed:
+                continue
+            plan = {site: Way(activations) if site in timed else KEPT for site in ways}
+            recipe = recipes.recipe(plan, "timing")
+            rewritten, original = trials.seconds(recipe, f"latency of {shape}: {Way(activations)}")
+            seconds.update({(site, activations): (rewritten - original) / len(timed) for site in timed})
+    return lambda unit, way: _cost(unit, way, seconds)
+
+
+def _cost(unit: Unit, way: Way, seconds: Mapping[tuple[str, str], float]) -> float:
+    if way == KEPT:
+        return unit.bytes_before * _PER_BYTE
+    return sum(seconds[site, way.activations] for site in unit.sites) + unit.bytes_after * _PER_BYTE

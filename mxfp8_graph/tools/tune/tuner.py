@@ -18,8 +18,7 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_graph.tools.tune.budget import Budget, all_met, metrics_of
-from mxfp8_graph.tools.tune.damages import Damages, units_of
-from mxfp8_graph.tools.tune.latency import latency_cost, shapes_of
+from mxfp8_graph.tools.tune.damages import Damages, latency_cost, shapes_of, units_of
 from mxfp8_graph.tools.tune.measurements import Measurements, metric_digest, model_digest, samples_digest
 from mxfp8_graph.tools.tune.place import Place
 from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Unit, Way, path, size_cost
