@@ -9,6 +9,8 @@ from mxfp8_graph._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mxfp8_graph.checking.verify import verify as verify
+    from mxfp8_graph.models import load as load
+    from mxfp8_graph.models import save as save
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
     from mxfp8_graph.packed import PackedWeight as PackedWeight
     from mxfp8_graph.packed import export_safetensors as export_safetensors
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from mxfp8_graph.policy.recipe import Recipe as Recipe
     from mxfp8_graph.policy.recipe import Rule as Rule
     from mxfp8_graph.policy.recipe import load_recipe as load_recipe
-    from mxfp8_graph.program_files import load as load
-    from mxfp8_graph.program_files import save as save
     from mxfp8_graph.report.data import RewriteReport as RewriteReport
     from mxfp8_graph.rewriting import rewrite as rewrite
     from mxfp8_graph.tools.analyze.run import analyze as analyze
@@ -46,8 +46,8 @@ _HOMES = {
     "Rule": "policy.recipe",
     "load_recipe": "policy.recipe",
     "RewriteReport": "report.data",
-    "load": "program_files",
-    "save": "program_files",
+    "load": "models",
+    "save": "models",
     "verify": "checking.verify",
     "analyze": "tools.analyze.run",
     "compare": "tools.compare.run",

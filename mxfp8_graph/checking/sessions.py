@@ -25,7 +25,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.checking.profile import NodeProfile, of_session
-from mxfp8_graph.file_scratch import scratch
+from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import cpu_provider, tensor_data, walk
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.write import open_target, wants_external

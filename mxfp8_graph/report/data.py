@@ -14,7 +14,7 @@ from typing import Any, Final
 from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.file_reading import is_any_of, is_folder
-from mxfp8_graph.file_writing import is_taken, write_text
+from mxfp8_graph.files import is_taken, write_text
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import html
 from mxfp8_graph.report.account import Account

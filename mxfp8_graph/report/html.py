@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from rich.filesize import decimal as size
 
-from mxfp8_graph import reproduction
+from mxfp8_graph import provenance
 from mxfp8_graph.naming import printable
 
 _SCRIPT: Final = """
@@ -334,7 +334,7 @@ def page(title: str, parts: Iterable[str], *, lead: Sequence[str] = (), files: I
 <body>
 <h1>{_text(title)}</h1>"""
     said = [f'<div class="lead">{"".join(f"<p>{_text(line)}</p>" for line in lead)}</div>'] if lead else []
-    footer = f"<footer>{facts(reproduction.facts(files))}</footer>"
+    footer = f"<footer>{facts(provenance.facts(files))}</footer>"
     return "\n".join([head, *said, *parts, footer, f"<script>{_SCRIPT}</script>", "</body>", "</html>", ""])
 
 

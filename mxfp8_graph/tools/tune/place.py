@@ -3,7 +3,7 @@
 FOLDER/NAME.mxfp8.onnx   or .pt2: the rewritten model
 FOLDER/recipe.yaml       from which `rewrite` makes it again
 FOLDER/report.html, report.json
-FOLDER.part/state.json   what was measured so far, while a search goes on
+FOLDER.part/measurements.jsonl   the measurements of a search that has not ended
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mxfp8_graph.file_reading import is_folder
-from mxfp8_graph.file_scratch import lock_folder
+from mxfp8_graph.files import open_locked
 from mxfp8_graph.models import kind_of
-from mxfp8_graph.tools.tune import notebook
+from mxfp8_graph.tools.tune import measurements
 from mxfp8_ops.errors import ContractError, Option
 
 
@@ -40,38 +40,42 @@ class Place:
             raise ContractError(self.folder, what, expected=expected, advice=another)
         self.part = self.folder.with_name(f"{self.folder.name}.part")
         self.model_name = f"{stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
+        self._state = self.part / measurements.NAME
         if not is_folder(self.folder.parent):
             what = f"no folder {self.folder.parent}"
             raise ContractError(self.folder, what, expected="a folder for it", advice="correct the output")
         if self.folder.exists() and not is_folder(self.folder):
             raise ContractError(self.folder, "is a file", expected="a folder", advice=another)
         self.check_free()
-        if self.part.exists() and not (self.part / notebook.NAME).exists() and any(self._others()):
+        # Drafts of a killed process, whose names begin with a dot, are not in the way.
+        inside = [path for path in self.part.glob("*") if not path.name.startswith(".")]
+        if (self.part.exists() and not is_folder(self.part)) or (inside and self._state not in inside):
             away = ("move it away, or ", *another)
             raise ContractError(self.part, "exists", expected="nothing there, or an unfinished search", advice=away)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keeps other searches out until its end.
+    def search(self) -> Iterator[BinaryIO]:
+        """Yields the file of the measurements, open for reading and appending; its lock keeps other searches out.
 
         Raises:
             ContractError: another process uses it for a search, or the folder cannot be written.
         """
         try:
             self.part.mkdir(exist_ok=True)
-            lock = lock_folder(self.part)
+            file = open_locked(self._state)
         except BlockingIOError:
             what, advice = "another process uses it for a search", ("wait for it, or pass another ", Option("output"))
             raise ContractError(self.part, what, expected="one search at a time", advice=advice) from None
         except OSError as error:
             raise ContractError.unwritable(self.part, error, ("pass another ", Option("output"))) from None
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                self.part.rmdir()  # if nothing was written
-            if lock is not None:
-                os.close(lock)
+        with file:
+            try:
+                yield file
+            finally:
+                with contextlib.suppress(OSError):
+                    if self._state.stat().st_size == 0:  # the search did not begin
+                        self._state.unlink()
+                        self.part.rmdir()
 
     def check_free(self) -> None:
         """Raises ContractError if something is there that may not be replaced."""
@@ -80,15 +84,10 @@ class Place:
             raise ContractError(self.folder, "exists", expected="nothing there", advice=replace)
 
     def put(self) -> None:
-        """Makes what is in `part` the result, where there was none before; without the state of the search."""
+        """Makes what is in `part` the result, where there was none before; without the measurements."""
         self.part.rename(self.folder)
-        (self.folder / notebook.NAME).unlink(missing_ok=True)
+        (self.folder / measurements.NAME).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Removes what the search wrote."""
         shutil.rmtree(self.part, ignore_errors=True)
-
-    def _others(self) -> list[Path]:
-        """Returns what is in `part` that no killed writer of ours left."""
-        inside = self.part.iterdir() if is_folder(self.part) else [self.part]
-        return [path for path in inside if not path.name.startswith(".")]
