@@ -39,7 +39,8 @@ def fuse_attention(view: GraphView, node: onnx.NodeProto, *, activation_dtype: i
             new = attention_node.build(view, found, result.output, activation_dtype)
             taken = {name for made in new for name in made.input}
             presents = set(filter(None, (found.k.present, found.v.present)))
-            gone = unneeded(view, {result.replaced, *presents}, taken)
+            # Sorted, so that the report names the nodes in the same order in every process.
+            gone = unneeded(view, (result.replaced, *sorted(presents)), taken)
             if all(id(inner) in gone for inner in found.inside) and not is_circular(view, presents, taken, gone):
                 nodes = tuple(gone.values())
                 return Replacement(kind="attention", node=new[-1], gone=nodes, before=new[:-1], after=result.after)
