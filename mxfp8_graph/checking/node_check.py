@@ -35,6 +35,7 @@ from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.model_folder import ModelFolder
 from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, iter_nodes
+from mxfp8_graph.report.base import Data
 from mxfp8_ops import attention, contract, cpu, formats, fused, numerics, onnx_functions
 from mxfp8_ops.checks import attention_sizes, check_experts
 from mxfp8_ops.contract import ATTENTION, QUANTIZE, Op
@@ -53,8 +54,10 @@ _FORMATS: Final = {row.numpy_name: name for name, row in formats.ELEMENT_FORMATS
 
 
 @dataclass(frozen=True)
-class NodeCheck:
+class NodeCheck(Data):
     """The comparison of one node's kernel with its function body."""
+
+    KEYS = ("name", "op", "kernel", "excess", "passed")
 
     name: str
     op: str
@@ -73,11 +76,6 @@ class NodeCheck:
     def passed(self) -> bool:
         """Whether kernel and body agree: no value differs, or no difference is beyond the bound."""
         return self.excess <= (1 if self.has_bound else 0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the check with JSON types only: infinity is None."""
-        excess = self.excess if math.isfinite(self.excess) else None
-        return {"name": self.name, "op": self.op, "kernel": self.kernel, "excess": excess, "passed": self.passed}
 
     def __str__(self) -> str:
         """Returns the failure in words."""
