@@ -128,9 +128,9 @@ def refuse(error: Mxfp8Error) -> int:
     if not isinstance(error, NothingEligibleError):
         return BAD_INPUT
     if error.decisions:
-        from mxfp8_graph.report import text
+        from mxfp8_graph.report.data import reasons
 
-        show(text.reasons(error.decisions), fold=False, stderr=True)
+        show(reasons(error.decisions), fold=False, stderr=True)
     return NOTHING_ELIGIBLE
 
 

@@ -18,12 +18,11 @@ from mxfp8_graph.cli.arguments import (
     completed,
     recipe_option,
 )
-from mxfp8_graph.cli.models import show_report
 from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.naming import printable
 from mxfp8_graph.onnx_model.dialects import DIALECTS, WRITTEN
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar, show
+from mxfp8_graph.terminal import progress_bar
 from mxfp8_graph.tools.hosts import HOSTS
 
 _DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]
@@ -82,7 +81,8 @@ def from_hf(
             allow_nonfinite=allow_nonfinite,
             progress=progress,
         )
-    tell(done, lambda: show_report(done, plan=verbose, verbose=verbose), json=json, reports=report, overwrite=overwrite)
+    lists = done.lists(plan=verbose, verbose=verbose)
+    tell(done, json=json, reports=report, overwrite=overwrite, lists=lists)
 
 
 def convert(
@@ -122,14 +122,13 @@ def convert(
     Reads the nodes of rewrite, TensorRT (modelopt, TransformerEngine), standard Q/DQ, ONNX Runtime's CUDA op and Quark.
     Prints the quantized values it reads and the losses in the other dialect.
     """
-    from mxfp8_graph.report import text
     from mxfp8_graph.tools.dialects import convert as run_conversion
 
     check_reports(report, [model, output], overwrite=overwrite)
     _, done = run_conversion(
         model, to, output=output, allow=allow or (), external_data=external_data.value, overwrite=overwrite
     )
-    tell(done, lambda: show(text.lines(done.facts())), json=json, reports=report, overwrite=overwrite)
+    tell(done, json=json, reports=report, overwrite=overwrite)
 
 
 def package(

@@ -353,6 +353,17 @@ def said(cell: Cell) -> str:
     return cell if isinstance(cell, str) else cell[0]
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Returns the shape of an array in words: 2 x 16."""
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def filled(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Columns:
+    """Returns a table without its columns that have only empty cells."""
+    used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
+    return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
+
+
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Returns one line per (label, value)."""
     return "<dl>" + "\n".join(f"<dt>{_text(label)}</dt><dd>{_text(value)}</dd>" for label, value in pairs) + "</dl>"

@@ -39,6 +39,13 @@ class Interrupted(KeyboardInterrupt):
         self.part = part
         """Where it goes on from, and the best so far is."""
 
+    def advice(self) -> str:
+        """Returns where the search goes on, and what there is of it."""
+        if self.part is None:
+            return "nothing was written"
+        best = "the best so far is in" if self.best else "no plan keeps the budget so far; the measurements are in"
+        return f"{best} {self.part}; the same command goes on from there"
+
 
 @dataclass(kw_only=True)
 class Tuner:
