@@ -12,9 +12,8 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.metrics import METRICS
 from mxfp8_graph.tools.switched import open_switchable
-from mxfp8_graph.tools.tune.measurements import Measurements
-from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Unit, Way, wins
-from mxfp8_graph.tools.tune.recipes import Recipes, with_way
+from mxfp8_graph.tools.tune.folder import Measurements
+from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Recipes, Unit, Way, wins, with_way
 from mxfp8_graph.tools.tune.trials import Ticker, Trial, Trials
 
 MOST_RANKED: Final = 4

@@ -17,7 +17,7 @@ from mxfp8_graph.options import Progress
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.tools.tune.budget import parse
-from mxfp8_graph.tools.tune.place import Place
+from mxfp8_graph.tools.tune.folder import Place
 from mxfp8_graph.tools.tune.result import Tuning
 from mxfp8_graph.tools.tune.trials import Ticker
 from mxfp8_graph.tools.tune.tuner import Tuner

@@ -18,7 +18,7 @@ from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.metrics import Metric, Score, check_measurable
-from mxfp8_graph.tools.tune.measurements import Measurements
+from mxfp8_graph.tools.tune.folder import Measurements
 
 ROUNDS: Final = 9
 """How often a model and the original are timed, in turns."""

@@ -19,10 +19,8 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_graph.tools.tune.budget import Budget, all_met, metrics_of
 from mxfp8_graph.tools.tune.damages import Damages, latency_cost, shapes_of, units_of
-from mxfp8_graph.tools.tune.measurements import Measurements, metric_digest, model_digest, samples_digest
-from mxfp8_graph.tools.tune.place import Place
-from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Unit, Way, path, size_cost
-from mxfp8_graph.tools.tune.recipes import Recipes, with_way
+from mxfp8_graph.tools.tune.folder import Measurements, Place, metric_digest, model_digest, samples_digest
+from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Recipes, Unit, Way, path, size_cost, with_way
 from mxfp8_graph.tools.tune.result import BudgetNotMetError, Tuning
 from mxfp8_graph.tools.tune.search import Search, Step, most_steps
 from mxfp8_graph.tools.tune.trials import Ticker, Trials

@@ -1,14 +1,21 @@
-"""What a search measured, in a file of JSON lines: after a kill, the same search continues from it.
+"""The folder of a result, which is there whole or not at all, and the measurements from which a search continues.
 
-The first line says what is measured, every other line is one measurement. The search decides by these values alone, so
-that it decides the same again.
+    FOLDER/NAME.mxfp8.onnx           or .pt2: the rewritten model
+    FOLDER/recipe.yaml               from which `rewrite` makes it again
+    FOLDER/report.html, report.json
+    FOLDER.part/measurements.jsonl   until the search ends; the files above are written beside it
+
+The first line of the measurements says of what they are, every other line is one. The search decides by these values
+alone, so that after a kill it decides the same again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,8 +26,9 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from mxfp8_graph.checking.runner import is_program
 from mxfp8_graph.checking.samples import Samples
-from mxfp8_graph.file_reading import open_regular
-from mxfp8_graph.files import uninterrupted
+from mxfp8_graph.file_reading import is_folder, open_regular
+from mxfp8_graph.files import open_locked, uninterrupted
+from mxfp8_graph.models import kind_of
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.write import input_files
 from mxfp8_graph.tools.metrics import Metric
@@ -46,6 +54,77 @@ _KINDS: Final = {
     "alone": TypeAdapter[Any](list[float] | None),
 }
 """Type of a measurement, by the first word of its name: of `Trials.trial`, `Trials.seconds` and `Damages`."""
+
+
+class Place:
+    """The folder of a result, and the one beside it in which a search goes on."""
+
+    def __init__(self, model: Any, output: str | Path | None, *, overwrite: bool) -> None:
+        """Checks that the result can go there.
+
+        Raises:
+            ContractError: something is there and `overwrite` is false, or there is no folder for it.
+        """
+        kind, another = kind_of(model), ("pass another ", Option("output"))
+        self._overwrite = overwrite
+        stem = Path(model).stem if kind.is_file else "program" if kind.is_program else "model"
+        self.folder = Path(output) if output else Path(model).parent / f"{stem}.tuned"
+        if self.folder.name in {"", ".."}:
+            what, expected = "not the name of a folder", "a folder for the result alone"
+            raise ContractError(self.folder, what, expected=expected, advice=another)
+        self.part = self.folder.with_name(f"{self.folder.name}.part")
+        self.model_name = f"{stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
+        self._state = self.part / NAME
+        if not is_folder(self.folder.parent):
+            what = f"no folder {self.folder.parent}"
+            raise ContractError(self.folder, what, expected="a folder for it", advice="correct the output")
+        if self.folder.exists() and not is_folder(self.folder):
+            raise ContractError(self.folder, "is a file", expected="a folder", advice=another)
+        self.check_free()
+        # Drafts of a killed process, whose names begin with a dot, are not in the way.
+        inside = [path for path in self.part.glob("*") if not path.name.startswith(".")]
+        if (self.part.exists() and not is_folder(self.part)) or (inside and self._state not in inside):
+            away = ("move it away, or ", *another)
+            raise ContractError(self.part, "exists", expected="nothing there, or an unfinished search", advice=away)
+
+    @contextlib.contextmanager
+    def search(self) -> Iterator[BinaryIO]:
+        """Yields the file of the measurements, open for reading and appending; its lock keeps other searches out.
+
+        Raises:
+            ContractError: another process uses it for a search, or the folder cannot be written.
+        """
+        try:
+            self.part.mkdir(exist_ok=True)
+            file = open_locked(self._state)
+        except BlockingIOError:
+            what, advice = "another process uses it for a search", ("wait for it, or pass another ", Option("output"))
+            raise ContractError(self.part, what, expected="one search at a time", advice=advice) from None
+        except OSError as error:
+            raise ContractError.unwritable(self.part, error, ("pass another ", Option("output"))) from None
+        with file:
+            try:
+                yield file
+            finally:
+                with contextlib.suppress(OSError):
+                    if self._state.stat().st_size == 0:  # the search did not begin
+                        self._state.unlink()
+                        self.part.rmdir()
+
+    def check_free(self) -> None:
+        """Raises ContractError if something is there that may not be replaced."""
+        if os.path.lexists(self.folder) and not self._overwrite:
+            replace = ("pass ", Option("overwrite", True), ", or another ", Option("output"))
+            raise ContractError(self.folder, "exists", expected="nothing there", advice=replace)
+
+    def put(self) -> None:
+        """Makes what is in `part` the result, where there was none before; without the measurements."""
+        self.part.rename(self.folder)
+        (self.folder / NAME).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Removes what the search wrote."""
+        shutil.rmtree(self.part, ignore_errors=True)
 
 
 class Measurements:
