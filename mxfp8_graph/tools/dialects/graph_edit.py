@@ -214,7 +214,8 @@ def ours(op: contract.Op, inputs: Sequence[str], outputs: Sequence[str], name: s
 
 def like(node: onnx.NodeProto, made: onnx.NodeProto) -> onnx.NodeProto:
     """Returns `made` with the documentation and metadata of the node whose place it takes."""
-    made.doc_string = node.doc_string
+    if node.doc_string:  # an empty field is written too
+        made.doc_string = node.doc_string
     made.metadata_props.MergeFrom(node.metadata_props)
     return made
 
