@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD, iter_graphs, stored
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.formats import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 _QUANTIZED: Final = {
     "": {
@@ -40,7 +43,7 @@ def _is_blocked(node: onnx.NodeProto) -> bool:
     return any(a.name == "block_size" and a.i == BLOCK_SIZE for a in node.attribute)
 
 
-def dialect_of(node: onnx.NodeProto) -> str | None:
+def dialect_of(node: onnx.NodeProto | ir.Node) -> str | None:
     """Returns the dialect that a node's op belongs to; None for standard ops, whose operands decide."""
     if node.domain == contract.DOMAIN:
         return "mxfp8"

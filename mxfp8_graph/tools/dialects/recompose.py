@@ -1,19 +1,128 @@
-"""Whether a graph computes what the body of a node does: op by op, back from an output and on to the others."""
+"""What a conversion of ours took apart is put together again, where it is still the same.
+
+A mark (see `decompose.py`) alone counts for nothing: `restore` writes the body anew and compares the graph with it, op
+by op and constant by constant, back from an output and on to the others. What a tool has changed since stays as it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import functools
+import json
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import constant, is_op
+from mxfp8_graph.onnx_model.graph import constant, graphs_of, is_op, only_used_by
+from mxfp8_graph.onnx_pass.fuse.attention import is_circular, unneeded
+from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, fused_node, heir
+from mxfp8_graph.onnx_pass.fuse.run import apply
+from mxfp8_graph.tools.dialects.decompose import ABSENT, MARK, is_marked
+from mxfp8_graph.tools.dialects.edit import Edit, settings_of
 from mxfp8_ops import contract
+from mxfp8_ops.formats import BLOCK_SIZE
+from mxfp8_ops.standard_ops import body_of
 
 
-class BodyMatch:
+def restore(edit: Edit) -> int:
+    """Puts every marked node together that is still its body; returns how many."""
+    count, fusion = 0, functools.partial(_restored, fresh=edit.fresh)
+    while restored := apply(edit.model, [fusion], lambda _: True):  # one may be inside another
+        count += len(restored)
+    return count
+
+
+def forget(model: ir.Model) -> None:
+    """Removes the marks that are left: of nodes that something has changed."""
+    for graph in graphs_of(model.graph):
+        for node in filter(is_marked, graph):
+            for key in [key for key in node.metadata_props if key.startswith(MARK)]:
+                del node.metadata_props[key]
+
+
+def _restored(node: ir.Node, *, fresh: Callable[[str], str]) -> Replacement | None:
+    """Returns the node whose first output `node` makes, if it is marked and the graph is still that node's body."""
+    for key, value in node.metadata_props.items():
+        if key.startswith(MARK):
+            op, mark = contract.OPS.get(key.removeprefix(MARK)), _mark(value)
+            if op is not None and mark is not None and (whole := _whole(node, op, mark, fresh)) is not None:
+                return whole
+    return None
+
+
+def _mark(text: str) -> dict[str, Any] | None:
+    """Returns what a mark says, or None if it is none of ours."""
+    try:
+        mark = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    kinds = {"name": str, "attributes": dict, "absent": dict}
+    if not isinstance(mark, dict) or not all(isinstance(mark.get(key), kind) for key, kind in kinds.items()):
+        return None
+    known = (contract.BOOL, *contract.VALUES)
+    for each in mark["absent"].values():
+        if not isinstance(each, list) or len(each) != 2 or not isinstance(each[0], str) or each[1] not in known:
+            return None
+    return mark
+
+
+def _whole(node: ir.Node, op: contract.Op, mark: dict[str, Any], fresh: Callable[[str], str]) -> Replacement | None:
+    settings, absent = mark["attributes"], mark["absent"]
+    same = {key: type(value) for key, value in settings.items()} == {k: type(v) for k, v in op.attributes.items()}
+    ports = {port.name for port in op.inputs if port.optional or port.name in ABSENT}
+    if not same or settings.get("block_size", BLOCK_SIZE) != BLOCK_SIZE or not absent.keys() <= ports:
+        return None
+    left_out = {port.name for port in op.inputs if port.optional} | absent.keys()
+    for without in (absent.keys(), left_out):
+        try:
+            match = _BodyMatch(op, body_of(op, settings, without))
+        except (ValueError, TypeError, OverflowError, LookupError):  # attributes of values that there are not
+            return None
+        if match.finds(node) and {p.name for p in op.inputs} - match.inputs.keys() <= {*without}:
+            return _replacement(node, op, mark, match, fresh)
+    return None
+
+
+def _replacement(
+    node: ir.Node, op: contract.Op, mark: dict[str, Any], match: _BodyMatch, fresh: Callable[[str], str]
+) -> Replacement | None:
+    outputs = [match.outputs.get(port.name) for port in op.outputs]
+    operands = [*match.inputs.values()]
+    gone = unneeded([output for output in outputs if output is not None], operands)
+    others = match.outputs.keys() - {op.outputs[0].name}
+    apart = {*operands} - match.behind_all(others)  # what is behind an output cannot be made of it
+    if is_circular([match.outputs[name] for name in others], apart, gone):
+        return None
+    for at, (port, output) in enumerate(zip(op.outputs, outputs, strict=True)):
+        if port.optional and output is not None and only_used_by(output, gone):
+            outputs[at] = None
+    before: list[ir.Node] = []
+    inputs: list[ir.Value | None] = []
+    for port in op.inputs:
+        if port.name in mark["absent"]:
+            before.append(_constant(port.name, mark["absent"][port.name], fresh))
+            inputs.append(before[-1].outputs[0])
+        else:
+            inputs.append(match.inputs.get(port.name))
+    while inputs and inputs[-1] is None:
+        inputs.pop()
+    whole = fused_node(op, inputs, list(map(heir, outputs)), mark["attributes"], node)
+    whole.name = mark["name"]
+    del whole.metadata_props[MARK + op.name]
+    return Replacement(kind=op.name, node=whole, gone=tuple(gone), before=tuple(before))
+
+
+def _constant(port: str, absent: tuple[str, int], fresh: Callable[[str], str]) -> ir.Node:
+    """Returns the node that makes the vector that stands for an input that is not there; `absent`: name and dtype."""
+    name, dtype = fresh(absent[0]), absent[1]
+    values = [dtype == contract.BOOL] * len(ABSENT[port])
+    tensor = onnx.helper.make_tensor(name, dtype, [len(values)], values)
+    return ir.node("Constant", [], {"value": ir.from_proto(tensor)}, outputs=[ir.Value(name=name)], name=name)
+
+
+class _BodyMatch:
     """The body of one node, compared with a graph."""
 
     def __init__(self, op: contract.Op, body: Sequence[onnx.NodeProto]) -> None:
@@ -110,9 +219,7 @@ class BodyMatch:
     def _same_attributes(self, pattern: ir.Node, node: ir.Node) -> bool:
         plain, others = ({a.name: a for a in each.attributes.values()} for each in (pattern, node))
         if pattern.domain == contract.DOMAIN:
-            defaults = contract.OPS[pattern.op_type].attributes
-            one, other = ({**defaults, **{a.name: a.value for a in each.values()}} for each in (plain, others))
-            return one == other
+            return settings_of(pattern) == settings_of(node)
         return plain.keys() == others.keys() and all(self._same_attribute(plain[name], others[name]) for name in plain)
 
     def _same_attribute(self, one: ir.Attr, other: ir.Attr) -> bool:
